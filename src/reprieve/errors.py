@@ -1,0 +1,45 @@
+"""The errors Reprieve raises on purpose. All of them name the parameter, what is allowed and what was given."""
+
+from __future__ import annotations
+
+
+class ReprieveError(Exception):
+    """Something the user can mend; the command line prints it without a traceback."""
+
+
+class SpecError(ReprieveError, ValueError):
+    """A rule, drafter or arm specification that cannot be read, or whose values are out of range."""
+
+
+class PairError(ReprieveError, ValueError):
+    """A target and a draft that cannot work together: different tokenizers or vocabularies."""
+
+
+class ContextOverflowError(ReprieveError, ValueError):
+    """Prompt and requested tokens do not fit into a model's context."""
+
+
+class UnsupportedModelError(ReprieveError, ValueError):
+    """A model that lacks what was asked of it, such as a cache that can be rolled back or hidden states."""
+
+
+def require_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
+    """Refuse a value outside [low, high], or (low, high] with `low_open`; NaN is always refused.
+
+    Raises:
+        SpecError: names the parameter, the range and the value.
+    """
+    inside = low < value <= high if low_open else low <= value <= high
+    if not inside:
+        bracket = "(" if low_open else "["
+        raise SpecError(f"{name} must be in {bracket}{low:g}, {high:g}], got {value!r}")
+
+
+def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Refuse a value that is not among the choices.
+
+    Raises:
+        SpecError: names the parameter, the choices and the value.
+    """
+    if value not in choices:
+        raise SpecError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")

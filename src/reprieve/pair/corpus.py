@@ -1,0 +1,126 @@
+"""Training rows for the bundled pair: whole problems packed into rows, gaps filled with bare equations.
+
+A row is `row_length + 1` token ids and as many loss weights. Loss is taken on solutions and on the results of
+equations only: questions and operands are random draws, and learning to predict them teaches nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from reprieve.pair.families import format_equation
+from reprieve.pair.problems import Style, draw_problem, write_solution
+
+Segments = list[tuple[str, bool]]  # text, whether the loss counts it
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What one model of the pair is trained on."""
+
+    style: Style
+    family_weights: dict[str, float] = field(default_factory=dict)
+    max_steps: int = 6
+    equation_share: float = 0.5  # of rows, in the first `equation_phase` of training
+    equation_phase: float = 0.6
+
+
+def draw_equation(rng: random.Random) -> Segments:
+    """One bare equation with the operand ranges of the word problems."""
+    kind = rng.choice("++--***//%")
+    if kind == "+":
+        left, right = _operand(rng, 4), _operand(rng, 3)
+        left, right = (left, right) if rng.random() < 0.5 else (right, left)
+    elif kind == "-":
+        left = _operand(rng, 4)
+        right = rng.randint(1, max(1, min(left - 1, rng.choice((99, 999, 9999)))))
+    elif kind == "*":
+        shape = rng.random()
+        left, right = (rng.randint(2, 72), rng.randint(2, 48)) if shape < 0.6 else (rng.randint(20, 999), rng.randint(2, 9))
+        left, right = (left, right) if rng.random() < 0.5 else (right, left)
+    elif kind == "/":
+        right = rng.randint(2, 9)
+        left = right * rng.randint(2, 400)
+    else:
+        left, right = 20 * rng.randint(1, 90), 5 * rng.randint(1, 19)
+    question, result = format_equation(left, kind, right).split("=")
+    return [(question + "=", False), (result + "\n", True)]
+
+
+def _operand(rng: random.Random, max_digits: int) -> int:
+    digits = rng.randint(1, max_digits)
+    return rng.randint(1 if digits == 1 else 10 ** (digits - 1), min(10**digits - 1, 4500))
+
+
+class RowStream:
+    """An endless, seeded stream of packed rows; `row_index` restarts it at any row, which makes training resumable."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, mixture: Mixture, *, row_length: int, seed: int) -> None:
+        self.tokenizer = tokenizer
+        self.mixture = mixture
+        self.row_length = row_length
+        self.seed = seed
+
+    def rows(self, row_indices: range, *, progress: float) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids and loss weights, each [num_rows, row_length + 1]; `progress` is the share of training done."""
+        share = self.mixture.equation_share if progress < self.mixture.equation_phase else 0.05
+        drawn = [self._row(index, share) for index in row_indices]
+        return np.stack([ids for ids, _ in drawn]), np.stack([weights for _, weights in drawn])
+
+    def _row(self, index: int, equation_share: float) -> tuple[np.ndarray, np.ndarray]:
+        rng = random.Random(f"row:{self.seed}:{index}")
+        size = self.row_length + 1
+        ids: list[int] = []
+        weights: list[float] = []
+        problems = self._problems(rng, index)
+        while rng.random() >= equation_share or ids:
+            new_ids, new_weights = self._encode(next(problems), end=True)
+            if len(ids) + len(new_ids) > size:
+                break
+            ids += new_ids
+            weights += new_weights
+        filler: Segments = []
+        for _ in range((size - len(ids)) // 6 + 1):
+            filler += draw_equation(rng)
+        new_ids, new_weights = self._encode(filler, end=False)
+        ids, weights = (ids + new_ids)[:size], (weights + new_weights)[:size]
+        padding = size - len(ids)
+        pad_id = self.tokenizer.pad_token_id
+        return (
+            np.array(ids + [pad_id] * padding, dtype=np.int64),
+            np.array(weights + [0.0] * padding, dtype=np.float32),
+        )
+
+    def _problems(self, rng: random.Random, row_index: int) -> Iterator[Segments]:
+        number = 0
+        while True:
+            problem = draw_problem(
+                "train",
+                row_index * 16 + number,
+                seed=self.seed,
+                family_weights=self.mixture.family_weights or None,
+                max_steps=self.mixture.max_steps,
+            )
+            yield [(problem.prompt, False), (write_solution(problem, self.mixture.style, rng), True)]
+            number += 1
+
+    def _encode(self, segments: Segments, *, end: bool) -> tuple[list[int], list[float]]:
+        ids: list[int] = []
+        weights: list[float] = []
+        # Digits and punctuation are tokens of their own, so that encoding piecewise equals encoding the whole.
+        for text, counts in segments:
+            piece = self._ids_of(text)
+            ids += piece
+            weights += [float(counts)] * len(piece)
+        if end:
+            ids.append(self.tokenizer.eos_token_id)
+            weights.append(1.0)
+        return ids, weights
+
+    def _ids_of(self, text: str) -> list[int]:
+        return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids

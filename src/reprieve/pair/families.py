@@ -1,0 +1,227 @@
+"""The five kinds of word problem of the bundled task.
+
+Each family is a function `(rng, num_steps) -> (question, steps)`. Every number stays a whole number from 0 to 9999,
+and every question can be answered from its text alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+NAMES = {
+    "Anna": "She", "Ben": "He", "Carla": "She", "David": "He", "Emma": "She", "Felix": "He", "Grace": "She",
+    "Henry": "He", "Iris": "She", "Jack": "He", "Kate": "She", "Leo": "He", "Maria": "She", "Noah": "He",
+    "Olivia": "She", "Peter": "He", "Rosa": "She", "Sam": "He", "Tina": "She", "Victor": "He",
+}  # fmt: skip
+ITEMS = (
+    "apples", "marbles", "stickers", "coins", "books", "pencils", "shells", "cards", "stamps", "cookies",
+    "flowers", "beads", "toys", "balloons", "buttons", "candles",
+)  # fmt: skip
+GROUPS = (("school", "students"), ("club", "members"), ("factory", "workers"), ("farm", "animals"))
+FRACTIONS = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One computed quantity: `left operator right = result`, and the words that say what it is."""
+
+    left: int
+    operator: str  # one of + - * /, or % (right percent of left)
+    right: int
+    subject: str
+    verb: str
+    unit: str
+    tail: str = ""
+    free: bool = False  # may be told in any order among the other free steps
+
+    @property
+    def result(self) -> int:
+        return evaluate(self.left, self.operator, self.right)
+
+    def equation(self, *, commuted: bool = False) -> str:
+        """`12+30=42`; with `commuted`, sums and products have their operands swapped."""
+        left, right = self.left, self.right
+        if commuted and self.operator in "+*":
+            left, right = right, left
+        return format_equation(left, self.operator, right)
+
+
+def evaluate(left: int, operator: str, right: int) -> int:
+    """The whole-number result of one operation; division and percentages must come out even."""
+    match operator:
+        case "+":
+            return left + right
+        case "-":
+            return left - right
+        case "*":
+            return left * right
+        case "/" if right and left % right == 0:
+            return left // right
+        case "%" if left * right % 100 == 0:
+            return left * right // 100
+    raise ValueError(f"no whole-number result for {left} {operator} {right}")
+
+
+def format_equation(left: int, operator: str, right: int) -> str:
+    """The equation as the solutions write it, result included."""
+    result = evaluate(left, operator, right)
+    return f"{right}% of {left}={result}" if operator == "%" else f"{left}{operator}{right}={result}"
+
+
+def chain(rng: random.Random, num_steps: int) -> tuple[str, list[Step]]:
+    """One person's collection goes up and down."""
+    name, pronoun = rng.choice(list(NAMES.items()))
+    item = rng.choice(ITEMS)
+    value = rng.randint(20, 400)
+    said = [f"{name} has {value} {item}."]
+    steps: list[Step] = []
+    while len(steps) < num_steps:
+        room = num_steps - len(steps)
+        divisors = [k for k in range(2, 10) if value % k == 0 and value // k >= 5]
+        kinds = ["buy"] + ["give"] * (value > 9) + ["grow"] * (value * 2 <= 1200) + ["share"] * bool(divisors) + ["boxes"] * (room >= 2)
+        kind = rng.choice(kinds)
+        if kind == "boxes":
+            boxes, size = rng.randint(3, 12), rng.randint(11, 45)
+            said.append(f"{pronoun} gets {boxes} boxes with {size} {item} in each box.")
+            steps.append(Step(boxes, "*", size, "the boxes", "hold", item))
+            steps.append(Step(value, "+", boxes * size, name, "has", item))
+        elif kind == "buy":
+            amount = rng.randint(11, 600)
+            said.append(f"{pronoun} {rng.choice(('buys', 'finds', 'wins'))} {amount} more {item}.")
+            steps.append(Step(value, "+", amount, name, "has", item))
+        elif kind == "give":
+            amount = rng.randint(2, value - 5)
+            said.append(f"{pronoun} {rng.choice(('gives away', 'loses', 'sells'))} {amount} {item}.")
+            steps.append(Step(value, "-", amount, name, "has", item, " left"))
+        elif kind == "grow":
+            factor = rng.randint(2, min(9, 2400 // value))
+            said.append(f"Then the collection grows to {factor} times its size.")
+            steps.append(Step(value, "*", factor, name, "has", item))
+        else:
+            people = rng.choice(divisors)
+            said.append(f"{pronoun} splits everything into {people} equal parts and keeps one part.")
+            steps.append(Step(value, "/", people, name, "has", item, " left"))
+        value = steps[-1].result
+    return " ".join([*said, f"How many {item} does {name} have now?"]), steps
+
+
+def compare(rng: random.Random, num_steps: int) -> tuple[str, list[Step]]:
+    """Several people, each described by another one; a sum or a difference of two of them is asked."""
+    people = rng.sample(list(NAMES), num_steps)
+    item = rng.choice(ITEMS)
+    owned = {people[0]: rng.randint(12, 150)}
+    said = [f"{people[0]} has {owned[people[0]]} {item}."]
+    steps = []
+    for name in people[1:]:
+        other = rng.choice(list(owned))
+        base = owned[other]
+        kind = rng.choice(["more"] + ["fewer"] * (base >= 20) + ["times"] * (base <= 300))
+        amount = rng.randint(2, 9) if kind == "times" else rng.randint(5, base - 10 if kind == "fewer" else 300)
+        relation = f"{amount} times as many {item} as" if kind == "times" else f"{amount} {kind} {item} than"
+        said.append(f"{name} has {relation} {other}.")
+        steps.append(Step(base, {"more": "+", "fewer": "-", "times": "*"}[kind], amount, name, "has", item))
+        owned[name] = steps[-1].result
+    one, two = rng.sample(people, 2)
+    if rng.random() < 0.5 or owned[one] == owned[two]:
+        steps.append(Step(owned[one], "+", owned[two], f"{one} and {two}", "have", item))
+        ask = f"How many {item} do {one} and {two} have together?"
+    else:
+        one, two = (one, two) if owned[one] > owned[two] else (two, one)
+        steps.append(Step(owned[one], "-", owned[two], one, "has", item, f" more than {two}"))
+        ask = f"How many more {item} does {one} have than {two}?"
+    return " ".join([*said, ask]), steps
+
+
+def shop(rng: random.Random, num_steps: int) -> tuple[str, list[Step]]:
+    """Several things are bought at different prices; the total, or the change, is asked."""
+    name, pronoun = rng.choice(list(NAMES.items()))
+    num_goods, coupon, change = {
+        2: (1, False, True), 3: (2, False, False), 4: (2, False, True), 5: (2, True, True), 6: (3, False, True),
+    }[num_steps]  # fmt: skip
+    goods = [(item, rng.randint(2, 12), rng.randint(6, 48)) for item in rng.sample(ITEMS, num_goods)]
+    said = [f"{name} buys {_listing([f'{count} {item} for {price} dollars each' for item, count, price in goods])}."]
+    steps = [Step(count, "*", price, f"the {item}", "cost", "dollars", free=True) for item, count, price in goods]
+    total = steps[0].result
+    for step in steps[1:num_goods]:
+        words = ("all of this", "costs") if step is steps[num_goods - 1] else ("the first part", "costs")
+        steps.append(Step(total, "+", step.result, *words, "dollars"))
+        total = steps[-1].result
+    if coupon:
+        discount = rng.randint(2, min(99, total - 1))
+        said.append(f"{pronoun} has a coupon for {discount} dollars off.")
+        steps.append(Step(total, "-", discount, name, "pays", "dollars"))
+        total -= discount
+    if change:
+        paid = total + rng.randint(5, 400)
+        said.append(f"{pronoun} had {paid} dollars before.")
+        steps.append(Step(paid, "-", total, name, "has", "dollars", " left"))
+        return " ".join([*said, f"How many dollars does {name} have left?"]), steps
+    return " ".join([*said, f"How many dollars does {name} pay?"]), steps
+
+
+def work(rng: random.Random, num_steps: int) -> tuple[str, list[Step]]:
+    """Hours, wages, expenses and savings."""
+    name, pronoun = rng.choice(list(NAMES.items()))
+    hours, days, wage = rng.randint(3, 8), rng.randint(3, 9), rng.randint(11, 29)
+    said = [f"{name} works {hours} hours a day for {days} days and earns {wage} dollars per hour."]
+    steps = [Step(hours, "*", days, name, "works", "hours")]
+    steps.append(Step(steps[0].result, "*", wage, name, "earns", "dollars"))
+    value = steps[-1].result
+    while len(steps) < num_steps:
+        kind = rng.choice(["bonus"] + ["spend"] * (value >= 40) + ["parts"] * any(value % k == 0 for k in range(2, 10)))
+        if kind == "parts":
+            parts = rng.choice([k for k in range(2, 10) if value % k == 0])
+            said.append(f"{pronoun} divides the money equally among {parts} people.")
+            steps.append(Step(value, "/", parts, "each person", "gets", "dollars"))
+            value = steps[-1].result
+            break
+        amount = rng.randint(10, min(999, value - 10) if kind == "spend" else 600)
+        if kind == "spend":
+            said.append(f"{pronoun} spends {amount} dollars on {rng.choice(('food', 'rent', 'a bike', 'a trip'))}.")
+            steps.append(Step(value, "-", amount, name, "has", "dollars", " left"))
+        else:
+            said.append(f"{pronoun} also gets a bonus of {amount} dollars.")
+            steps.append(Step(value, "+", amount, name, "has", "dollars"))
+        value = steps[-1].result
+    last = "each person get" if steps[-1].subject == "each person" else f"{name} have now"
+    return " ".join([*said, f"How many dollars does {last}?"]), steps
+
+
+def share(rng: random.Random, num_steps: int) -> tuple[str, list[Step]]:
+    """Percentages and fractions of a group, and what remains of it."""
+    place, unit = rng.choice(GROUPS)
+    value = 20 * rng.randint(6, 90)
+    said = [f"A {place} has {value} {unit}."]
+    steps: list[Step] = []
+    while len(steps) < num_steps:
+        fractions = [k for k in FRACTIONS if value % k == 0]
+        percents = [p for p in range(5, 100, 5) if value * p % 100 == 0 and p != 50]
+        if (not fractions and not percents) or value < 12:
+            amount = rng.randint(20, 500)
+            said.append(f"Then {amount} new {unit} join them.")
+            steps.append(Step(value, "+", amount, "the group", "has", unit))
+        elif percents and (not fractions or rng.random() < 0.6):
+            percent = rng.choice(percents)
+            said.append(f"{percent}% of them {rng.choice(('are young', 'are new', 'like music'))}; look only at these.")
+            steps.append(Step(value, "%", percent, "the group", "has", unit))
+        elif len(steps) + 2 <= num_steps and rng.random() < 0.6:
+            parts = rng.choice(fractions)
+            said.append(f"Of these, {FRACTIONS[parts]} leave and the rest stay.")
+            steps.append(Step(value, "/", parts, "those who leave", "make", unit))
+            steps.append(Step(value, "-", value // parts, "the group", "has", unit, " left"))
+        elif fractions:
+            parts = rng.choice(fractions)
+            said.append(f"Only {FRACTIONS[parts]} of these stay.")
+            steps.append(Step(value, "/", parts, "the group", "has", unit, " left"))
+        value = steps[-1].result if steps else value
+    return " ".join([*said, f"How many {unit} does the group have at the end?"]), steps
+
+
+def _listing(parts: list[str]) -> str:
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+
+
+Family = Callable[[random.Random, int], tuple[str, list[Step]]]
+FAMILIES: dict[str, Family] = {"chain": chain, "compare": compare, "shop": shop, "work": work, "share": share}

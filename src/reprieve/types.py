@@ -1,0 +1,228 @@
+"""The frozen records that models, drafters, rules and the engine exchange.
+
+Shapes: N drafted tokens in the block, V vocabulary, D hidden size. A chain is a tree in which every node has one
+child, so there is one set of records and one verification path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+ROOT = -1  # the parent of nodes that follow the last committed token
+
+
+class Provenance(StrEnum):
+    """Who a committed token comes from."""
+
+    TARGET = "target"  # fallback or bonus token
+    MATCHED = "matched"  # drafted, and the lossless check accepts it
+    RESCUED = "rescued"  # drafted, accepted although the lossless check rejects it
+
+
+@dataclass(frozen=True)
+class Block:
+    """The drafted tokens of one round, parents before children.
+
+    `deterministic` says that the drafter did not sample (greedy drafting, n-grams, a scripted tree): the probability
+    it proposed each token with is then 1, whatever `draft_logits` say.
+    """
+
+    token_ids: Tensor  # [N], int64, on the target's device
+    parents: Sequence[int]  # [N], ROOT or an earlier node
+    draft_logits: Tensor | None = None  # [N, V], the draft's raw logits that proposed node i
+    draft_hidden: Tensor | None = None  # [N, Dd], the draft's hidden state that encodes node i
+    deterministic: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.parents)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+    @cached_property
+    def depths(self) -> list[int]:
+        """Distance of each node from the last committed token, 1 or more."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return depths
+
+    @cached_property
+    def children(self) -> dict[int, list[int]]:
+        """Children of each node, and of ROOT, in drafting order."""
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(self.parents):
+            children.setdefault(parent, []).append(node)
+        return children
+
+    @classmethod
+    def empty(cls, device: torch.device | str = "cpu") -> Block:
+        """A block with nothing drafted: the round is then one plain target step."""
+        return cls(token_ids=torch.empty(0, dtype=torch.long, device=device), parents=())
+
+    @classmethod
+    def chain(
+        cls,
+        token_ids: Tensor,  # [N], int64
+        *,
+        draft_logits: Tensor | None = None,  # [N, V]
+        draft_hidden: Tensor | None = None,  # [N, Dd]
+        deterministic: bool = False,
+    ) -> Block:
+        """A block whose tokens follow one another."""
+        parents = tuple(range(-1, len(token_ids) - 1))
+        return cls(token_ids, parents, draft_logits, draft_hidden, deterministic)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What one target forward over the last committed token and the block says.
+
+    Row 0 belongs to the last committed token, row i + 1 to node i.
+    """
+
+    logits: Tensor  # [N + 1, V], the target's distribution after each row
+    hidden: Tensor | None = None  # [N + 1, Dt], the target's last hidden state that encodes each row
+
+    def parent_rows(self, block: Block) -> Tensor:
+        """`logits` rows that judge each node: those of its parent; a view for chains. [N, V]"""
+        if block.is_chain:
+            return self.logits[:-1]
+        return self.logits[torch.tensor(block.parents, device=self.logits.device) + 1]
+
+    @property
+    def node_logits(self) -> Tensor:
+        """The distribution after each node: [N, V]."""
+        return self.logits[1:]
+
+    @property
+    def node_hidden(self) -> Tensor | None:
+        """The hidden state that encodes each node: [N, Dt]."""
+        return None if self.hidden is None else self.hidden[1:]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that a rule may look at, for drafted tokens in any leading shape `...` ([N] here, [num_tokens] in vLLM).
+
+    `target_probs` and `draft_probs` are the distributions tokens are sampled from (after temperature, top-k and
+    top-p); when decoding greedily they are the plain softmax, so that divergences stay defined.
+    """
+
+    token_ids: Tensor  # [...], int64
+    target_logits: Tensor  # [..., V], raw: they judge the drafted token
+    target_probs: Tensor  # [..., V]
+    greedy: bool
+    lossless_accepts: Tensor  # [...], bool: whether the lossless check alone would accept the token
+    uniforms: Tensor | None = None  # [...], in [0, 1); the lossless check's draws; None when greedy
+    noise: Tensor | None = None  # [...], in [0, 1); independent draws for rules that are random themselves
+    draft_probs: Tensor | None = None  # [..., V]
+    node_logits: Tensor | None = None  # [..., V], the target's distribution after the token
+    node_hidden: Tensor | None = None  # [..., Dt]
+    draft_hidden: Tensor | None = None  # [..., Dd]
+    advice: Tensor | None = None  # [...], what an advisor's extra forward returned
+    parents: Sequence[int] | None = None  # [N], ROOT or an earlier node; None where order is not known
+    context_ids: Tensor | None = None  # [T], prompt and committed tokens, oldest first
+
+    @cached_property
+    def target_log_probs(self) -> Tensor:
+        """log of `target_probs`, [..., V]; -inf where a token is excluded."""
+        return self.target_probs.log()
+
+    @cached_property
+    def token_log_probs(self) -> Tensor:
+        """The target's log-probability of each drafted token, [...]."""
+        return gather_token(self.target_log_probs, self.token_ids)
+
+
+def gather_token(values: Tensor, token_ids: Tensor) -> Tensor:
+    """`values[..., token_ids]`: [..., V] and [...] to [...]."""
+    return values.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a round commits: a path through the block, then one token of the target's."""
+
+    path: list[int]  # accepted nodes, first to last
+    provenance: list[Provenance]  # of the path
+    next_token_id: int  # fallback token, or bonus token after a fully accepted branch
+    risks: list[float] | None = None  # of the path, where the rule has a risk
+
+    @property
+    def num_rescued(self) -> int:
+        return self.provenance.count(Provenance.RESCUED)
+
+
+@dataclass(frozen=True)
+class Token:
+    """One committed token, as streams and traces show it."""
+
+    token_id: int
+    provenance: Provenance
+    risk: float | None = None
+
+
+@dataclass(frozen=True)
+class RoundTrace:
+    """One round in full: kept only when a trace was asked for."""
+
+    drafted_ids: list[int]
+    parents: list[int]
+    target_ids: list[int]  # the target's own first choice at each node
+    risks: list[float] | None
+    lossless_accepts: list[bool]
+    path: list[int]
+    committed: list[Token]
+
+
+@dataclass
+class RoundTimes:
+    """Seconds spent in each part of the rounds, added up over a generation."""
+
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    rule_s: float = 0.0
+    commit_s: float = 0.0
+    prefill_s: float = 0.0
+
+
+@dataclass
+class Generation:
+    """A finished answer and how it was made."""
+
+    prompt_ids: list[int]
+    tokens: list[Token]
+    text: str
+    finish_reason: str  # "eos", "stop" or "length"
+    num_rounds: int
+    num_drafted: int
+    seconds: float
+    times: RoundTimes = field(default_factory=RoundTimes)
+    trace: list[RoundTrace] | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.token_id for token in self.tokens]
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafted tokens in the answer, rescued ones included."""
+        return sum(token.provenance is not Provenance.TARGET for token in self.tokens)
+
+    @property
+    def num_rescued(self) -> int:
+        return sum(token.provenance is Provenance.RESCUED for token in self.tokens)
+
+    @property
+    def tokens_per_round(self) -> float:
+        """tau: committed tokens per round, fallback and bonus included; at most K + 1."""
+        return len(self.tokens) / max(1, self.num_rounds)
