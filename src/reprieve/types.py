@@ -113,24 +113,35 @@ class Verification:
 class Evidence:
     """All that a rule may look at, for drafted tokens in any leading shape `...` ([N] here, [num_tokens] in vLLM).
 
-    `target_probs` and `draft_probs` are the distributions tokens are sampled from (after temperature, top-k and
-    top-p); when decoding greedily they are the plain softmax, so that divergences stay defined.
+    Scores are logits after temperature, top-k and top-p, so that their softmax is what tokens are sampled from; when
+    decoding greedily they are the raw logits, so that divergences stay defined. Probabilities are computed when first
+    asked for: a rule that reads none costs none.
     """
 
     token_ids: Tensor  # [...], int64
     target_logits: Tensor  # [..., V], raw: they judge the drafted token
-    target_probs: Tensor  # [..., V]
     greedy: bool
     lossless_accepts: Tensor  # [...], bool: whether the lossless check alone would accept the token
+    target_scores: Tensor | None = None  # [..., V]; None for the raw logits
+    draft_scores: Tensor | None = None  # [..., V]; None when the drafter has no distribution
     uniforms: Tensor | None = None  # [...], in [0, 1); the lossless check's draws; None when greedy
     noise: Tensor | None = None  # [...], in [0, 1); independent draws for rules that are random themselves
-    draft_probs: Tensor | None = None  # [..., V]
     node_logits: Tensor | None = None  # [..., V], the target's distribution after the token
     node_hidden: Tensor | None = None  # [..., Dt]
     draft_hidden: Tensor | None = None  # [..., Dd]
     advice: Tensor | None = None  # [...], what an advisor's extra forward returned
-    parents: Sequence[int] | None = None  # [N], ROOT or an earlier node; None where order is not known
+    parents: Sequence[int] | None = None  # [N], ROOT or an earlier node; None for a chain
     context_ids: Tensor | None = None  # [T], prompt and committed tokens, oldest first
+
+    @cached_property
+    def target_probs(self) -> Tensor:
+        """[..., V]"""
+        return (self.target_logits if self.target_scores is None else self.target_scores).softmax(-1)
+
+    @cached_property
+    def draft_probs(self) -> Tensor | None:
+        """[..., V], or None when the drafter has no distribution."""
+        return None if self.draft_scores is None else self.draft_scores.softmax(-1)
 
     @cached_property
     def target_log_probs(self) -> Tensor:

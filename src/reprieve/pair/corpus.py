@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from reprieve.pair.families import format_equation
+from reprieve.pair.families import LARGE, SMALL, format_equation
 from reprieve.pair.problems import Style, draw_problem, write_solution
 
 Segments = list[tuple[str, bool]]  # text, whether the loss counts it
@@ -25,36 +25,35 @@ class Mixture:
 
     style: Style
     family_weights: dict[str, float] = field(default_factory=dict)
-    max_steps: int = 6
+    large_share: float = 0.3
+    step_weights: tuple[float, ...] | None = None
     equation_share: float = 0.5  # of rows, in the first `equation_phase` of training
     equation_phase: float = 0.6
 
 
-def draw_equation(rng: random.Random) -> Segments:
+def draw_equation(rng: random.Random, large_share: float) -> Segments:
     """One bare equation with the operand ranges of the word problems."""
+    large = rng.random() < large_share
     kind = rng.choice("++--***//%")
     if kind == "+":
-        left, right = _operand(rng, 4), _operand(rng, 3)
-        left, right = (left, right) if rng.random() < 0.5 else (right, left)
+        operands = [rng.randint(2, 1500 if large else 300), rng.randint(2, 600 if large else 60)]
+        rng.shuffle(operands)
     elif kind == "-":
-        left = _operand(rng, 4)
-        right = rng.randint(1, max(1, min(left - 1, rng.choice((99, 999, 9999)))))
+        left = rng.randint(8, 1500 if large else 300)
+        operands = [left, rng.randint(2, min(left - 1, 900 if large else 80))]
     elif kind == "*":
-        shape = rng.random()
-        left, right = (rng.randint(2, 72), rng.randint(2, 48)) if shape < 0.6 else (rng.randint(20, 999), rng.randint(2, 9))
-        left, right = (left, right) if rng.random() < 0.5 else (right, left)
+        operands = [rng.randint(2, 72 if large else 56), rng.randint(2, 48 if large else 12)]
+        if rng.random() < 0.3:
+            operands = [rng.randint(2, 300 if large else 60), rng.randint(2, 9 if large else 4)]
+        rng.shuffle(operands)
     elif kind == "/":
         right = rng.randint(2, 9)
-        left = right * rng.randint(2, 400)
+        operands = [right * rng.randint(2, 150 if large else 40), right]
     else:
-        left, right = 20 * rng.randint(1, 90), 5 * rng.randint(1, 19)
-    question, result = format_equation(left, kind, right).split("=")
+        ranges = LARGE if large else SMALL
+        operands = [20 * rng.randint(1, ranges.group[1]), rng.choice(ranges.percents)]
+    question, result = format_equation(operands[0], kind, operands[1]).split("=")
     return [(question + "=", False), (result + "\n", True)]
-
-
-def _operand(rng: random.Random, max_digits: int) -> int:
-    digits = rng.randint(1, max_digits)
-    return rng.randint(1 if digits == 1 else 10 ** (digits - 1), min(10**digits - 1, 4500))
 
 
 class RowStream:
@@ -86,7 +85,7 @@ class RowStream:
             weights += new_weights
         filler: Segments = []
         for _ in range((size - len(ids)) // 6 + 1):
-            filler += draw_equation(rng)
+            filler += draw_equation(rng, self.mixture.large_share)
         new_ids, new_weights = self._encode(filler, end=False)
         ids, weights = (ids + new_ids)[:size], (weights + new_weights)[:size]
         padding = size - len(ids)
@@ -104,7 +103,8 @@ class RowStream:
                 row_index * 16 + number,
                 seed=self.seed,
                 family_weights=self.mixture.family_weights or None,
-                max_steps=self.mixture.max_steps,
+                large_share=self.mixture.large_share,
+                step_weights=self.mixture.step_weights,
             )
             yield [(problem.prompt, False), (write_solution(problem, self.mixture.style, rng), True)]
             number += 1

@@ -1,7 +1,8 @@
 """The five kinds of word problem of the bundled task.
 
-Each family is a function `(rng, num_steps) -> (question, steps)`. Every number stays a whole number from 0 to 9999,
-and every question can be answered from its text alone.
+Each family is a function `(rng, num_steps, ranges) -> (question, steps)`. Every number stays a whole number from 0 to
+9999, and every question can be answered from its text alone. `SMALL` numbers are within reach of the draft, `LARGE`
+ones are hard even for the target.
 """
 
 from __future__ import annotations
@@ -21,6 +22,57 @@ ITEMS = (
 )  # fmt: skip
 GROUPS = (("school", "students"), ("club", "members"), ("factory", "workers"), ("farm", "animals"))
 FRACTIONS = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth"}
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """How large the numbers of a problem are: pairs are (smallest, largest), single numbers the largest."""
+
+    start: tuple[int, int]
+    change: int
+    factor: int
+    grow_from: int  # largest value that is still multiplied
+    boxes: tuple[int, int]
+    box_size: tuple[int, int]
+    count: tuple[int, int]
+    price: tuple[int, int]
+    hours: tuple[int, int]
+    days: tuple[int, int]
+    wage: tuple[int, int]
+    group: tuple[int, int]  # in twenties
+    percents: tuple[int, ...]
+
+
+SMALL = Ranges(
+    start=(6, 60),
+    change=40,
+    factor=4,
+    grow_from=50,
+    boxes=(2, 6),
+    box_size=(3, 10),
+    count=(2, 9),
+    price=(2, 12),
+    hours=(2, 8),
+    days=(2, 7),
+    wage=(3, 9),
+    group=(1, 15),
+    percents=(10, 20, 25, 30, 40, 60, 75, 80),
+)
+LARGE = Ranges(
+    start=(20, 300),
+    change=400,
+    factor=9,
+    grow_from=250,
+    boxes=(3, 12),
+    box_size=(11, 40),
+    count=(2, 12),
+    price=(6, 48),
+    hours=(3, 8),
+    days=(3, 9),
+    wage=(11, 24),
+    group=(6, 60),
+    percents=tuple(p for p in range(5, 100, 5) if p != 50),
+)
 
 
 @dataclass(frozen=True)
@@ -70,25 +122,31 @@ def format_equation(left: int, operator: str, right: int) -> str:
     return f"{right}% of {left}={result}" if operator == "%" else f"{left}{operator}{right}={result}"
 
 
-def chain(rng: random.Random, num_steps: int) -> tuple[str, list[Step]]:
+def chain(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[Step]]:
     """One person's collection goes up and down."""
     name, pronoun = rng.choice(list(NAMES.items()))
     item = rng.choice(ITEMS)
-    value = rng.randint(20, 400)
+    value = rng.randint(*ranges.start)
     said = [f"{name} has {value} {item}."]
     steps: list[Step] = []
     while len(steps) < num_steps:
         room = num_steps - len(steps)
         divisors = [k for k in range(2, 10) if value % k == 0 and value // k >= 5]
-        kinds = ["buy"] + ["give"] * (value > 9) + ["grow"] * (value * 2 <= 1200) + ["share"] * bool(divisors) + ["boxes"] * (room >= 2)
+        kinds = (
+            ["buy"]
+            + ["give"] * (value > 9)
+            + ["grow"] * (value <= ranges.grow_from)
+            + ["share"] * bool(divisors)
+            + ["boxes"] * (room >= 2)
+        )
         kind = rng.choice(kinds)
         if kind == "boxes":
-            boxes, size = rng.randint(3, 12), rng.randint(11, 45)
+            boxes, size = rng.randint(*ranges.boxes), rng.randint(*ranges.box_size)
             said.append(f"{pronoun} gets {boxes} boxes with {size} {item} in each box.")
             steps.append(Step(boxes, "*", size, "the boxes", "hold", item))
             steps.append(Step(value, "+", boxes * size, name, "has", item))
         elif kind == "buy":
-            amount = rng.randint(11, 600)
+            amount = rng.randint(2, ranges.change)
             said.append(f"{pronoun} {rng.choice(('buys', 'finds', 'wins'))} {amount} more {item}.")
             steps.append(Step(value, "+", amount, name, "has", item))
         elif kind == "give":
@@ -96,7 +154,7 @@ def chain(rng: random.Random, num_steps: int) -> tuple[str, list[Step]]:
             said.append(f"{pronoun} {rng.choice(('gives away', 'loses', 'sells'))} {amount} {item}.")
             steps.append(Step(value, "-", amount, name, "has", item, " left"))
         elif kind == "grow":
-            factor = rng.randint(2, min(9, 2400 // value))
+            factor = rng.randint(2, ranges.factor)
             said.append(f"Then the collection grows to {factor} times its size.")
             steps.append(Step(value, "*", factor, name, "has", item))
         else:
@@ -107,18 +165,19 @@ def chain(rng: random.Random, num_steps: int) -> tuple[str, list[Step]]:
     return " ".join([*said, f"How many {item} does {name} have now?"]), steps
 
 
-def compare(rng: random.Random, num_steps: int) -> tuple[str, list[Step]]:
+def compare(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[Step]]:
     """Several people, each described by another one; a sum or a difference of two of them is asked."""
     people = rng.sample(list(NAMES), num_steps)
     item = rng.choice(ITEMS)
-    owned = {people[0]: rng.randint(12, 150)}
+    owned = {people[0]: rng.randint(*ranges.start)}
     said = [f"{people[0]} has {owned[people[0]]} {item}."]
     steps = []
     for name in people[1:]:
         other = rng.choice(list(owned))
         base = owned[other]
-        kind = rng.choice(["more"] + ["fewer"] * (base >= 20) + ["times"] * (base <= 300))
-        amount = rng.randint(2, 9) if kind == "times" else rng.randint(5, base - 10 if kind == "fewer" else 300)
+        kind = rng.choice(["more"] + ["fewer"] * (base >= 12) + ["times"] * (base <= ranges.grow_from))
+        most = {"times": ranges.factor, "fewer": base - 5, "more": ranges.change}[kind]
+        amount = rng.randint(2, most)
         relation = f"{amount} times as many {item} as" if kind == "times" else f"{amount} {kind} {item} than"
         said.append(f"{name} has {relation} {other}.")
         steps.append(Step(base, {"more": "+", "fewer": "-", "times": "*"}[kind], amount, name, "has", item))
@@ -134,13 +193,13 @@ def compare(rng: random.Random, num_steps: int) -> tuple[str, list[Step]]:
     return " ".join([*said, ask]), steps
 
 
-def shop(rng: random.Random, num_steps: int) -> tuple[str, list[Step]]:
+def shop(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[Step]]:
     """Several things are bought at different prices; the total, or the change, is asked."""
     name, pronoun = rng.choice(list(NAMES.items()))
     num_goods, coupon, change = {
         2: (1, False, True), 3: (2, False, False), 4: (2, False, True), 5: (2, True, True), 6: (3, False, True),
     }[num_steps]  # fmt: skip
-    goods = [(item, rng.randint(2, 12), rng.randint(6, 48)) for item in rng.sample(ITEMS, num_goods)]
+    goods = [(item, rng.randint(*ranges.count), rng.randint(*ranges.price)) for item in rng.sample(ITEMS, num_goods)]
     said = [f"{name} buys {_listing([f'{count} {item} for {price} dollars each' for item, count, price in goods])}."]
     steps = [Step(count, "*", price, f"the {item}", "cost", "dollars", free=True) for item, count, price in goods]
     total = steps[0].result
@@ -149,35 +208,35 @@ def shop(rng: random.Random, num_steps: int) -> tuple[str, list[Step]]:
         steps.append(Step(total, "+", step.result, *words, "dollars"))
         total = steps[-1].result
     if coupon:
-        discount = rng.randint(2, min(99, total - 1))
+        discount = rng.randint(2, min(ranges.change, total - 1))
         said.append(f"{pronoun} has a coupon for {discount} dollars off.")
         steps.append(Step(total, "-", discount, name, "pays", "dollars"))
         total -= discount
     if change:
-        paid = total + rng.randint(5, 400)
+        paid = total + rng.randint(2, ranges.change)
         said.append(f"{pronoun} had {paid} dollars before.")
         steps.append(Step(paid, "-", total, name, "has", "dollars", " left"))
         return " ".join([*said, f"How many dollars does {name} have left?"]), steps
     return " ".join([*said, f"How many dollars does {name} pay?"]), steps
 
 
-def work(rng: random.Random, num_steps: int) -> tuple[str, list[Step]]:
+def work(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[Step]]:
     """Hours, wages, expenses and savings."""
     name, pronoun = rng.choice(list(NAMES.items()))
-    hours, days, wage = rng.randint(3, 8), rng.randint(3, 9), rng.randint(11, 29)
+    hours, days, wage = rng.randint(*ranges.hours), rng.randint(*ranges.days), rng.randint(*ranges.wage)
     said = [f"{name} works {hours} hours a day for {days} days and earns {wage} dollars per hour."]
     steps = [Step(hours, "*", days, name, "works", "hours")]
     steps.append(Step(steps[0].result, "*", wage, name, "earns", "dollars"))
     value = steps[-1].result
     while len(steps) < num_steps:
-        kind = rng.choice(["bonus"] + ["spend"] * (value >= 40) + ["parts"] * any(value % k == 0 for k in range(2, 10)))
+        kind = rng.choice(["bonus"] + ["spend"] * (value >= 20) + ["parts"] * any(value % k == 0 for k in range(2, 10)))
         if kind == "parts":
             parts = rng.choice([k for k in range(2, 10) if value % k == 0])
             said.append(f"{pronoun} divides the money equally among {parts} people.")
             steps.append(Step(value, "/", parts, "each person", "gets", "dollars"))
             value = steps[-1].result
             break
-        amount = rng.randint(10, min(999, value - 10) if kind == "spend" else 600)
+        amount = rng.randint(2, min(2 * ranges.change, value - 5) if kind == "spend" else ranges.change)
         if kind == "spend":
             said.append(f"{pronoun} spends {amount} dollars on {rng.choice(('food', 'rent', 'a bike', 'a trip'))}.")
             steps.append(Step(value, "-", amount, name, "has", "dollars", " left"))
@@ -189,17 +248,17 @@ def work(rng: random.Random, num_steps: int) -> tuple[str, list[Step]]:
     return " ".join([*said, f"How many dollars does {last}?"]), steps
 
 
-def share(rng: random.Random, num_steps: int) -> tuple[str, list[Step]]:
+def share(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[Step]]:
     """Percentages and fractions of a group, and what remains of it."""
     place, unit = rng.choice(GROUPS)
-    value = 20 * rng.randint(6, 90)
+    value = 20 * rng.randint(*ranges.group)
     said = [f"A {place} has {value} {unit}."]
     steps: list[Step] = []
     while len(steps) < num_steps:
         fractions = [k for k in FRACTIONS if value % k == 0]
-        percents = [p for p in range(5, 100, 5) if value * p % 100 == 0 and p != 50]
+        percents = [p for p in ranges.percents if value * p % 100 == 0]
         if (not fractions and not percents) or value < 12:
-            amount = rng.randint(20, 500)
+            amount = rng.randint(2, ranges.change)
             said.append(f"Then {amount} new {unit} join them.")
             steps.append(Step(value, "+", amount, "the group", "has", unit))
         elif percents and (not fractions or rng.random() < 0.6):
@@ -223,5 +282,5 @@ def _listing(parts: list[str]) -> str:
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
-Family = Callable[[random.Random, int], tuple[str, list[Step]]]
+Family = Callable[[random.Random, int, Ranges], tuple[str, list[Step]]]
 FAMILIES: dict[str, Family] = {"chain": chain, "compare": compare, "shop": shop, "work": work, "share": share}

@@ -12,13 +12,16 @@ import hashlib
 import random
 from dataclasses import dataclass
 
-from reprieve.pair.families import FAMILIES, Step
+from reprieve.pair.families import FAMILIES, LARGE, SMALL, Step
 
 SPLITS = ("train", "validation", "test")
 # Share of the hash space each split owns. A question belongs to exactly one split, whatever the seeds.
 _VALIDATION_BUCKETS = range(0, 16)
 _TEST_BUCKETS = range(16, 48)
 _NUM_BUCKETS = 256
+# What the task's problems are like; the models are trained on mixtures of their own.
+LARGE_SHARE = 0.25
+STEP_WEIGHTS = (4.0, 3.0, 2.0, 1.0, 1.0)  # relative frequency of 2, 3, 4, 5 and 6 steps
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ def draw_problem(
     *,
     seed: int = 0,
     family_weights: dict[str, float] | None = None,
-    max_steps: int = 6,
+    large_share: float = LARGE_SHARE,
+    step_weights: tuple[float, ...] | None = STEP_WEIGHTS,
 ) -> Problem:
     """Problem number `index` of a split; the same arguments always give the same problem.
 
@@ -80,7 +84,8 @@ def draw_problem(
         index: 0 or more.
         seed: another seed gives other problems of the same split.
         family_weights: relative frequency of each family; equal when None.
-        max_steps: problems have 2 to this many steps, at most 6.
+        large_share: how many of the problems use large numbers.
+        step_weights: relative frequency of 2, 3, 4, 5 and 6 steps; equal when None.
 
     Raises:
         ValueError: unknown split or family, or a negative index.
@@ -95,7 +100,9 @@ def draw_problem(
     rng = random.Random(f"{seed}:{split}:{index}")
     family = rng.choices(list(weights), list(weights.values()))[0]
     while True:
-        question, steps = FAMILIES[family](rng, rng.randint(2, max_steps))
+        ranges = LARGE if rng.random() < large_share else SMALL
+        num_steps = rng.choices(range(2, 7), step_weights)[0] if step_weights else rng.randint(2, 6)
+        question, steps = FAMILIES[family](rng, num_steps, ranges)
         if split_of(question) == split:
             return Problem(f"{split}-{seed}-{index}", family, question, tuple(steps))
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from reprieve.pair.corpus import Mixture, RowStream
-from reprieve.pair.problems import Style, draw_problem, write_solution
+from reprieve.pair.problems import STEP_WEIGHTS, Style, draw_problem, write_solution
 from reprieve.pair.tokenizer import MAX_LENGTH, train_tokenizer
 
 
@@ -53,23 +53,27 @@ RECIPES = {
         hidden_size=256,
         intermediate_size=512,
         num_heads=4,
-        num_tokens=24_000_000,
+        num_tokens=20_000_000,
         learning_rate=1.5e-3,
         mixture=Mixture(
             style=Style(intro=0.01, opener=0.10, hedge=0.03, body=0.02, commute=0.05, order=0.05),
             family_weights={"chain": 1.0, "compare": 1.0, "shop": 1.0, "work": 1.0, "share": 0.2},
+            large_share=0.3,
         ),
     ),
     "draft": Recipe(
         num_layers=2,
         hidden_size=192,
         intermediate_size=512,
-        num_heads=3,
-        num_tokens=25_000_000,
-        learning_rate=2e-3,
+        num_heads=6,
+        num_tokens=30_000_000,
+        learning_rate=3e-3,
         mixture=Mixture(
             style=Style.uniform(0.85),
             family_weights={"chain": 1.0, "compare": 1.0, "shop": 1.0, "work": 1.0, "share": 1.5},
+            large_share=0.05,
+            step_weights=STEP_WEIGHTS,
+            equation_share=0.3,
         ),
         seed=1,
     ),

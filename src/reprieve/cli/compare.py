@@ -1,0 +1,79 @@
+"""What `bench`, `sweep` and `demo` have in common: run the arms, write results and figure, print the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from reprieve.cli.options import command_line, console, progress_bar, quiet_transformers, results_table, table_width
+from reprieve.evaluation.arms import Arm
+from reprieve.tasks import load_task
+
+
+def compare(
+    arms: Sequence[Arm],
+    *,
+    target: str,
+    draft: str | None,
+    drafter: str,
+    dtype: str,
+    device: str | None,
+    task: str,
+    split: str,
+    limit: int,
+    seed: int,
+    sampling: dict[str, Any],
+    out: Path,
+) -> int:
+    """Measure and report; returns the exit status."""
+    loaded_task = load_task(task)
+    quiet_transformers()
+    from reprieve.evaluation.figure import draw_frontier
+    from reprieve.evaluation.results import summarise, write_results
+    from reprieve.evaluation.runner import RunConfig, run_arms
+    from reprieve.models import load_pair
+
+    pair = load_pair(target, draft, dtype=dtype, device=device)
+    ks = list(dict.fromkeys(arm.num_draft_tokens for arm in arms if arm.rule is not None))
+    config = RunConfig(
+        command=command_line(),
+        target=pair.target_name,
+        draft=pair.draft_name,
+        drafter=drafter,
+        dtype=str(pair.target.dtype).removeprefix("torch."),
+        device=str(pair.target.device),
+        task=task,
+        split=split,
+        limit=limit,
+        seed=seed,
+        sampling=sampling,
+        num_draft_tokens=ks,
+        arms=[arm.label for arm in arms],
+    )
+    with progress_bar(f"{len(arms)} arms") as bar:
+        run = run_arms(config, arms, pair, loaded_task, out, progress=_reporter(bar))
+    document = summarise(run)
+    write_results(document, out)
+    if not document["arms"]:
+        console(stderr=True).print(f"interrupted before every arm had answered a problem; records kept in {out}")
+        return 130
+    paths = draw_frontier(document, out)
+    width = table_width(console())
+    console(width=width).print(results_table(document, width=width))
+    console().print(f"results: {out / 'results.json'}   figure: {paths[0]}", soft_wrap=True)
+    if not run.complete:
+        console(stderr=True).print("interrupted: the table holds what was finished; run again to resume")
+        return 130
+    return 1 if any(arm["num_failed"] for arm in document["arms"]) else 0
+
+
+def _reporter(bar: Progress) -> Any:
+    task = bar.add_task("", total=None)
+
+    def report(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+
+    return report

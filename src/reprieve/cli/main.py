@@ -1,0 +1,78 @@
+"""`reprieve`: dispatch and error handling. Exit status: 0 done, 1 a run failed, 2 bad usage, 130 interrupted."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import NoReturn
+
+VERBS = {
+    "demo": "the main job on the bundled pair: every training-free rule beside lossless, a table and a figure",
+    "generate": "answer one prompt, streamed, each token coloured by where it comes from",
+    "bench": "compare rules side by side on a task",
+    "sweep": "one rule over thresholds and K",
+    "rules": "list the rules, their parameters and their sources",
+}
+
+
+def usage() -> str:
+    """What `reprieve --help` prints."""
+    lines = ["usage: reprieve COMMAND [OPTIONS]", "", "Relaxed verification for speculative decoding.", ""]
+    lines += [f"  {verb:<10} {text}" for verb, text in VERBS.items()]
+    return "\n".join([*lines, "", "`reprieve COMMAND --help` lists a command's options."])
+
+
+def main(arguments: list[str]) -> int:
+    """Run one command; returns the exit status."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"reprieve {version('reprieve')}")
+        return 0
+    verb, rest = arguments[0], arguments[1:]
+    if verb not in VERBS:
+        print(f"reprieve: unknown command {verb!r}; it is one of {', '.join(VERBS)}", file=sys.stderr)
+        return 2
+    return _run_verb(verb, rest)
+
+
+def _run_verb(verb: str, rest: list[str]) -> int:
+    import typer
+
+    from reprieve.errors import ReprieveError
+
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    module = importlib.import_module(f"reprieve.cli.{verb}")
+    app.command()(module.command)
+    try:
+        status = typer.main.get_command(app).main(args=rest, prog_name=f"reprieve {verb}", standalone_mode=False)
+        return int(status or 0)
+    except ReprieveError as error:
+        print(f"reprieve {verb}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    except typer.Exit as stop:
+        return int(stop.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        print(f"reprieve {verb}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe has gone away
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] in ("click", "typer") and hasattr(error, "exit_code"):
+            error.show()  # type: ignore[attr-defined]
+            return int(error.exit_code)
+        raise
+
+
+def run() -> NoReturn:
+    """The `reprieve` script."""
+    sys.exit(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,150 @@
+"""Options several verbs share, and what they do with them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from reprieve.errors import SpecError
+
+Target = Annotated[str, typer.Option(help="Target model: hub id or folder. Default: the bundled pair.")]
+Draft = Annotated[str | None, typer.Option(help="Draft model: hub id or folder.")]
+DrafterSpec = Annotated[str, typer.Option("--drafter", help="draft, or ngram:max_ngram=3,min_ngram=1.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ... Default: a GPU if there is one.")]
+Seed = Annotated[int, typer.Option(help="Same seed, same answers.")]
+Limit = Annotated[int, typer.Option(help="Number of problems.")]
+Split = Annotated[str, typer.Option(help="Split of the task.")]
+TaskName = Annotated[str, typer.Option("--task", help="Task to run.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopP = Annotated[float, typer.Option("--top-p", help="Nucleus mass, in (0, 1].")]
+TopK = Annotated[int, typer.Option("--top-k", help="Most likely tokens kept; 0 keeps all.")]
+DraftTemperature = Annotated[
+    float | None, typer.Option(help="The draft's own temperature (FSD drafts at 0). Default: the target's.")
+]
+Out = Annotated[Path, typer.Option("--out", help="Folder for results; run again with it to resume.")]
+
+BUNDLED = "reprieve/arithmetic-pair"
+
+
+def console(*, stderr: bool = False, color: bool | None = None, width: int | None = None) -> Console:
+    """A console that keeps colour off when told, or where NO_COLOR is set."""
+    return Console(
+        stderr=stderr, no_color=color is False or None, force_terminal=color or None, highlight=False, width=width
+    )
+
+
+def command_line() -> str:
+    """The command as typed, for the results."""
+    return shlex.join(["reprieve", *sys.argv[1:]])
+
+
+def parse_numbers(text: str, name: str, kind: Callable[[str], Any] = float) -> list[Any]:
+    """`0.1,0.2` as numbers.
+
+    Raises:
+        SpecError: something else, or nothing.
+    """
+    try:
+        numbers = [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise SpecError(f"{name} must be numbers separated by commas, got {text!r}") from None
+    if not numbers:
+        raise SpecError(f"{name} must hold at least one number, got {text!r}")
+    return numbers
+
+
+def sampling_options(
+    temperature: float, top_p: float, top_k: int, draft_temperature: float | None = None
+) -> dict[str, Any]:
+    """The sampling part of a run's configuration, checked."""
+    from reprieve.models.sampling import SamplingParams
+
+    options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "draft_temperature": draft_temperature}
+    SamplingParams(**options)  # type: ignore[arg-type]
+    return options
+
+
+def progress_bar(what: str) -> Progress:
+    """A bar with an estimate of the time left, on stderr; one line every so often where there is no terminal."""
+    return Progress(
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console(stderr=True),
+    )
+
+
+def quiet_transformers() -> None:
+    """No warnings or bars from loading; our own messages say what matters."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def results_table(document: dict[str, Any], *, width: int) -> Table:
+    """The arms of a results document, one row each; narrow terminals get fewer columns."""
+    table = Table(
+        title=f"{document['task']}, {document['split']} split, n = {document['num_problems']}; "
+        f"K = {document['num_draft_tokens']}; brackets are 95% intervals",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    cells = [_row(arm) for arm in document["arms"]]
+    essential = ("arm", "solved, %", "tokens/round", "speedup vs target")
+    names = [name for name in cells[0] if width >= _WIDE or name in essential]
+    for name in names:
+        table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=name != "arm", overflow="fold")
+    for row in cells:
+        table.add_row(*(row[name] for name in names))
+    return table
+
+
+_WIDE = 150
+
+
+def table_width(terminal: Console) -> int:
+    """A terminal's own width; wide enough for every column in a file or a pipe."""
+    return terminal.width if terminal.is_terminal else 170
+
+
+def _row(arm: dict[str, Any]) -> dict[str, str]:
+    return {
+        "arm": arm["spec"],
+        "solved, %": f"{100 * arm['accuracy']:.1f} {_interval(arm['accuracy_ci95'], 100, 1)}",
+        "vs lossless": f"{100 * arm['accuracy_vs_lossless'][0]:+.1f} "
+        f"{_interval(arm['accuracy_vs_lossless'][1:], 100, 1)}",
+        "tokens/round": _number(arm["tokens_per_round"], ".2f"),
+        "accepted": _number(arm["acceptance_rate"], ".0%"),
+        "rescued": str(arm["num_rescued"]),
+        "speedup vs target": f"{_number(arm['speedup_vs_target'], '.2f')}x "
+        f"{_interval(arm['speedup_vs_target_ci95'], 1, 2)}",
+        "vs lossless ": f"{_number(arm['speedup_vs_lossless'], '.2f')}x "
+        f"{_interval(arm['speedup_vs_lossless_ci95'], 1, 2)}",
+        "tokens/answer": _number(arm["tokens_per_answer"], ".0f"),
+        "cut off": str(arm["num_truncated"]),
+    }
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _interval(bounds: list[float], scale: float, digits: int) -> str:
+    return f"[{scale * bounds[0]:.{digits}f}, {scale * bounds[1]:.{digits}f}]"

@@ -1,0 +1,7 @@
+"""Drafters: whatever proposes tokens for the target to verify."""
+
+from reprieve.drafters.base import Drafter
+from reprieve.drafters.draft_model import DraftModelDrafter
+from reprieve.drafters.ngram import NgramDrafter
+
+__all__ = ["DraftModelDrafter", "Drafter", "NgramDrafter"]

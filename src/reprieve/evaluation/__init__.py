@@ -1,0 +1,1 @@
+"""Measuring arms side by side: runner, results, figure."""

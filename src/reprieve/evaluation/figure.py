@@ -1,0 +1,77 @@
+"""The frontier as a picture: accuracy against speedup and against tokens per round."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from reprieve.evaluation.arms import DRAFT_ONLY, LOSSLESS, TARGET_ONLY
+
+_MARKERS = "osD^vP*Xh<>p"
+
+
+def draw_frontier(document: dict[str, Any], folder: Path) -> list[Path]:
+    """`frontier.png` and `frontier.svg` from a results document; returns their paths."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11.5, 4.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    arms = document["arms"]
+    names = [name for name in dict.fromkeys(arm["rule"] for arm in arms) if name not in (TARGET_ONLY, DRAFT_ONLY)]
+    styles = {name: (_MARKERS[i % len(_MARKERS)], f"C{i % 10}") for i, name in enumerate(names)}
+    _panel(left, arms, styles, "speedup_vs_target", "speedup over the target alone (tokens per second)")
+    _panel(right, arms, styles, "tokens_per_round", "tokens per target forward")
+    line = document.get("random_allocation", [])
+    left.plot(
+        [point["speedup_vs_target"] for point in line],
+        [100 * point["accuracy"] for point in line],
+        color="0.6",
+        linestyle="--",
+        zorder=0,
+        label="random allocation to the draft",
+    )
+    left.set_ylabel("problems solved, %")
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
+    figure.suptitle(
+        f"{document['task']} ({document['split']}), n = {document['num_problems']}, "
+        f"K = {document['num_draft_tokens']}; bars are 95% intervals",
+        fontsize=10,
+    )
+    paths = [folder / "frontier.png", folder / "frontier.svg"]
+    for path in paths:
+        temporary = path.with_name(f".{path.name}.tmp")
+        figure.savefig(temporary, format=path.suffix[1:], dpi=150)
+        temporary.replace(path)
+    return paths
+
+
+def _panel(axes: Any, arms: list[dict[str, Any]], styles: dict[str, tuple[str, str]], x: str, label: str) -> None:
+    for name, (marker, color) in styles.items():
+        points = sorted((arm for arm in arms if arm["rule"] == name and arm[x]), key=lambda arm: arm[x])
+        if not points:
+            continue
+        accuracy = [100 * arm["accuracy"] for arm in points]
+        low = [100 * (arm["accuracy"] - arm["accuracy_ci95"][0]) for arm in points]
+        high = [100 * (arm["accuracy_ci95"][1] - arm["accuracy"]) for arm in points]
+        axes.errorbar(
+            [arm[x] for arm in points],
+            accuracy,
+            yerr=[low, high],
+            marker=marker,
+            markersize=9 if name == LOSSLESS else 6,
+            color="black" if name == LOSSLESS else color,
+            linewidth=1,
+            elinewidth=0.6,
+            label=name,
+        )
+    target = next((arm for arm in arms if arm["rule"] == TARGET_ONLY), None)
+    if target is not None:
+        axes.axhline(100 * target["accuracy"], color="0.3", linewidth=0.8, linestyle=":")
+        axes.plot(
+            [target[x]], [100 * target["accuracy"]], marker="s", color="0.3", linestyle="none", label="target only"
+        )
+    axes.set_xlabel(label)
+    axes.grid(alpha=0.25)

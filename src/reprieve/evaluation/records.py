@@ -1,0 +1,103 @@
+"""What a run leaves behind: one line per problem and arm, written as it happens and read back to resume."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from reprieve.errors import ReprieveError
+
+
+@dataclass(frozen=True)
+class ProblemRecord:
+    """How one arm did on one problem. Seconds are wall clock; counts are of generated tokens."""
+
+    arm: str
+    problem_id: str
+    correct: bool
+    answer: str | None
+    num_tokens: int
+    num_rounds: int
+    num_drafted: int
+    num_accepted: int
+    num_rescued: int
+    seconds: float
+    finish_reason: str
+    text: str
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    rule_s: float = 0.0
+    commit_s: float = 0.0
+    prefill_s: float = 0.0
+    error: str | None = None
+
+
+class RecordFile:
+    """`problems.jsonl`: append-only. A line cut off by a kill is dropped when the file is opened again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records = self._read()
+
+    def append(self, record: ProblemRecord) -> None:
+        """Write one line and make sure it has left the process."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(record), ensure_ascii=False) + "\n")
+            file.flush()
+        self.records.append(record)
+
+    def _read(self) -> list[ProblemRecord]:
+        if not self.path.exists():
+            return []
+        raw = self.path.read_bytes()
+        whole = raw[: raw.rfind(b"\n") + 1]
+        if len(whole) != len(raw):
+            replace_file(self.path, whole)
+        known = {f.name for f in fields(ProblemRecord)}
+        records = []
+        for number, line in enumerate(whole.decode().splitlines(), start=1):
+            try:
+                values = json.loads(line)
+                records.append(ProblemRecord(**{key: values[key] for key in values.keys() & known}))
+            except (json.JSONDecodeError, TypeError) as error:
+                raise ReprieveError(f"{self.path}, line {number}: not a problem record ({error})") from None
+        return records
+
+
+def replace_file(path: Path, content: bytes | str) -> None:
+    """Write to a temporary name beside `path` and rename: readers see the old file or the new one, never half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+    os.replace(temporary, path)
+
+
+def claim_folder(folder: Path, configuration: Mapping[str, Any]) -> RecordFile:
+    """Open a run's folder: a new one gets the configuration, an old one must have been made with the same.
+
+    Raises:
+        ReprieveError: the folder holds another run; the message names the first setting that differs.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ReprieveError(f"--out {str(folder)!r} cannot be made: {error.strerror}") from None
+    path = folder / "run.json"
+    wanted = json.loads(json.dumps(configuration))
+    if path.exists():
+        found = json.loads(path.read_text())
+        for key in sorted(wanted.keys() | found.keys()):
+            if wanted.get(key) != found.get(key):
+                raise ReprieveError(
+                    f"--out {str(folder)!r} holds another run: its {key} is {found.get(key)!r}, this one's is "
+                    f"{wanted.get(key)!r}; name another folder, or use the same settings to resume"
+                )
+    elif (folder / "problems.jsonl").exists():
+        raise ReprieveError(f"--out {str(folder)!r} has a problems.jsonl but no run.json; name another folder")
+    else:
+        replace_file(path, json.dumps(wanted, indent=2) + "\n")
+    return RecordFile(folder / "problems.jsonl")

@@ -1,0 +1,158 @@
+"""A causal language model with its cache: the one way the engine and the drafters run a forward."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from reprieve.errors import ContextOverflowError, UnsupportedModelError
+from reprieve.models.cache import RollbackCache
+from reprieve.models.tree_attention import tree_mask
+from reprieve.types import Block
+
+HiddenLayers = tuple[int, ...]  # indices into transformers' `hidden_states`; -1 is the last, after the final norm
+
+
+class CachedModel:
+    """One model, one sequence, one cache. Batch size 1.
+
+    Args:
+        model: any `transformers` causal language model whose cache is made of keys and values.
+        vocab_size: logits are cut to this many columns (models of one family pad their vocabularies differently).
+        hidden_layers: which hidden states `forward` returns, concatenated; () for none.
+
+    Raises:
+        UnsupportedModelError: a model with recurrent state, which cannot be rolled back, or without the layer asked.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, vocab_size: int | None = None, hidden_layers: HiddenLayers = ()
+    ) -> None:
+        self.model = model
+        self.vocab_size = vocab_size
+        self.hidden_layers = hidden_layers
+        self.cache = RollbackCache()
+        self.cached_ids: list[int] = []
+        self._config = model.config.get_text_config()
+        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        _refuse_recurrent(self._config)
+        num_states = self._config.num_hidden_layers + 1
+        for layer in hidden_layers:
+            if not -num_states <= layer < num_states:
+                raise UnsupportedModelError(
+                    f"hidden layer must be in [-{num_states}, {num_states - 1}] for {model.config.name_or_path!r} "
+                    f"({num_states - 1} layers), got {layer}"
+                )
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def max_length(self) -> int | None:
+        """Positions the model was made for; None where it does not say."""
+        return getattr(self._config, "max_position_embeddings", None)
+
+    @property
+    def length(self) -> int:
+        """Number of cached tokens."""
+        return len(self.cached_ids)
+
+    def require_room(self, num_tokens: int, *, what: str) -> None:
+        """Refuse sequences longer than the model's positions.
+
+        Raises:
+            ContextOverflowError: names the model, its limit and what was asked.
+        """
+        if self.max_length is not None and num_tokens > self.max_length:
+            raise ContextOverflowError(
+                f"{what} need {num_tokens} positions, but {self.model.config.name_or_path or 'the model'} "
+                f"has {self.max_length}; shorten the prompt or lower max_new_tokens"
+            )
+
+    def start(self, token_ids: Sequence[int], *, reuse_prefix: bool = False) -> None:
+        """Prefill: cache exactly these tokens.
+
+        Args:
+            reuse_prefix: keep what the cache already shares with them instead of starting empty.
+        """
+        shared = 0
+        if reuse_prefix:
+            limit = min(len(token_ids), self.length)
+            shared = next((i for i in range(limit) if token_ids[i] != self.cached_ids[i]), limit)
+        self.keep(shared)
+        if shared < len(token_ids):
+            extra = {"logits_to_keep": 1} if self._takes_logits_to_keep else {}
+            self._run(list(token_ids[shared:]), **extra)
+
+    def forward(self, token_ids: list[int], block: Block | None = None) -> tuple[Tensor, Tensor | None]:
+        """Append tokens and return the logits [n, V] after each and, if asked for, hidden states [n, D].
+
+        Args:
+            token_ids: n tokens; with a tree, the last committed token and then the block's.
+            block: gives the tree's shape; None, or a chain, for plain causal attention.
+        """
+        extra: dict[str, Any] = {}
+        if block is not None and not block.is_chain:
+            extra = self._tree_arguments(block)
+        output = self._run(token_ids, output_hidden_states=bool(self.hidden_layers) or None, **extra)
+        logits = output.logits[0]
+        if self.vocab_size is not None and logits.shape[-1] != self.vocab_size:
+            logits = logits[:, : self.vocab_size]
+        hidden = None
+        if self.hidden_layers:
+            hidden = torch.cat([output.hidden_states[layer][0] for layer in self.hidden_layers], dim=-1)
+        return logits, hidden
+
+    def keep(self, length: int) -> None:
+        """Roll back to the first `length` tokens."""
+        self.cache.keep(length)
+        del self.cached_ids[length:]
+
+    def keep_path(self, start: int, rows: list[int]) -> None:
+        """Keep the first `start` tokens and, of those after them, the rows named (increasing)."""
+        if rows == list(range(len(rows))):
+            self.keep(start + len(rows))
+            return
+        self.cache.keep_path(start, torch.tensor(rows))
+        self.cached_ids[start:] = [self.cached_ids[start + row] for row in rows]
+
+    def _run(self, token_ids: list[int], **extra: Any) -> Any:
+        input_ids = torch.tensor([token_ids], device=self.device)
+        self.cached_ids += token_ids
+        return self.model(input_ids=input_ids, past_key_values=self.cache, use_cache=True, **extra)
+
+    def _tree_arguments(self, block: Block) -> dict[str, Any]:
+        positions = torch.tensor([[0, *block.depths]], device=self.device) + self.length
+        kinds = set(getattr(self._config, "layer_types", None) or ())
+        window = getattr(self._config, "sliding_window", None)
+
+        def mask(size: int | None) -> Tensor:
+            return tree_mask(
+                block.parents, num_cached=self.length, dtype=self.model.dtype, device=self.device, window=size
+            )
+
+        masks: Any
+        if len(kinds) > 1:
+            masks = {kind: mask(window if kind == "sliding_attention" else None) for kind in kinds}
+        elif kinds:
+            masks = mask(window if kinds == {"sliding_attention"} else None)
+        else:
+            masks = mask(window)
+        return {"attention_mask": masks, "position_ids": positions}
+
+
+def _refuse_recurrent(config: Any) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if unsupported := kinds - {"full_attention", "sliding_attention"}:
+        raise UnsupportedModelError(
+            f"{config.model_type} has layers of kind {', '.join(sorted(unsupported))}; speculative decoding needs a "
+            "cache that can be rolled back, which only full_attention and sliding_attention layers have"
+        )
+    if hasattr(config, "state_size") or hasattr(config, "ssm_cfg"):
+        raise UnsupportedModelError(f"{config.model_type} keeps recurrent state, which cannot be rolled back")

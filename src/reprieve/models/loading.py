@@ -1,0 +1,125 @@
+"""Load a target and a draft and make sure they belong together."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from reprieve.errors import PairError, ReprieveError, require_choice
+from reprieve.models.cached_model import CachedModel, HiddenLayers
+
+BUNDLED_PAIR = "reprieve/arithmetic-pair"
+DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, a draft and their one tokenizer. Make fresh `CachedModel`s from it for every decoder."""
+
+    target: PreTrainedModel
+    draft: PreTrainedModel | None
+    tokenizer: Any
+    target_name: str
+    draft_name: str | None
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Columns of logits both models have."""
+        models = [self.target] if self.draft is None else [self.target, self.draft]
+        return min(model.get_output_embeddings().weight.shape[0] for model in models)
+
+    def cached_target(self, hidden_layers: HiddenLayers = ()) -> CachedModel:
+        return CachedModel(self.target, vocab_size=self.vocab_size, hidden_layers=hidden_layers)
+
+    def cached_draft(self, hidden_layers: HiddenLayers = ()) -> CachedModel:
+        """The draft with a cache of its own.
+
+        Raises:
+            PairError: the pair was loaded without a draft.
+        """
+        if self.draft is None:
+            raise PairError(f"{self.target_name!r} was loaded without a draft; name one with --draft")
+        return CachedModel(self.draft, vocab_size=self.vocab_size, hidden_layers=hidden_layers)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies the tokenizer: artefacts made for one pair refuse another."""
+        return tokenizer_fingerprint(self.tokenizer)
+
+
+def load_pair(
+    target: str | Path = BUNDLED_PAIR,
+    draft: str | Path | None = None,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+) -> Pair:
+    """Load a pair from the hub, from folders, or the bundled one.
+
+    Args:
+        target: hub id or folder; `reprieve/arithmetic-pair` is the bundled target.
+        draft: hub id or folder; None takes the bundled draft with the bundled target, and otherwise no draft.
+        dtype: auto, float32, bfloat16 or float16.
+        device: cpu, cuda, cuda:1, mps; the first GPU, or the CPU, when None.
+
+    Raises:
+        SpecError: unknown dtype.
+        ReprieveError: a model that cannot be found or loaded.
+        PairError: the two do not share a tokenizer.
+    """
+    require_choice("dtype", dtype, tuple(DTYPES))
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if str(target) == BUNDLED_PAIR and draft is None:
+        draft = BUNDLED_PAIR
+    target_model, tokenizer = _load(target, "target", dtype, device)
+    draft_model = None
+    if draft is not None:
+        draft_model, draft_tokenizer = _load(draft, "draft", dtype, device)
+        require_same_tokenizer(tokenizer, draft_tokenizer, str(target), str(draft))
+    return Pair(target_model, draft_model, tokenizer, str(target), None if draft is None else str(draft))
+
+
+def bundled_folder(role: str) -> Path:
+    """Where the bundled `target` or `draft` lies: a plain transformers model folder."""
+    return Path(str(resources.files("reprieve.pair"))) / "weights" / role
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Twelve hex digits of a hash over the whole vocabulary."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
+    return hashlib.sha256(vocabulary.encode()).hexdigest()[:12]
+
+
+def require_same_tokenizer(target: Any, draft: Any, target_name: str, draft_name: str) -> None:
+    """Refuse two tokenizers that give tokens different numbers.
+
+    Raises:
+        PairError: names both and the first difference.
+    """
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours == theirs:
+        return
+    different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+    raise PairError(
+        f"target {target_name!r} ({len(ours)} tokens) and draft {draft_name!r} ({len(theirs)} tokens) have different "
+        f"tokenizers: {len(different)} tokens differ, such as {different[0]!r} "
+        f"({ours.get(different[0])} and {theirs.get(different[0])}); a draft must share the target's tokenizer"
+    )
+
+
+def _load(name: str | Path, role: str, dtype: str, device: str) -> tuple[PreTrainedModel, Any]:
+    source = bundled_folder(role) if str(name) == BUNDLED_PAIR else name
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
+        return model.to(device).eval(), tokenizer
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ReprieveError(f"could not load the {role} {str(name)!r} on {device}: {error}") from error

@@ -1,0 +1,104 @@
+"""How tokens are drawn: temperature, top-k and top-p through transformers' own processors, and a seeded generator."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from reprieve.errors import SpecError, require_range
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What is asked of one answer.
+
+    Args:
+        max_new_tokens: exact largest number of generated tokens, the end-of-text token included.
+        temperature: 0 is greedy.
+        top_p: nucleus mass, in (0, 1]; 1 keeps everything.
+        top_k: most likely tokens kept; 0 keeps everything.
+        seed: same seed, same answer.
+        stop: texts that end the answer; the answer's text stops before them.
+        draft_temperature: the draft's own temperature; None for the target's. FSD drafts greedily (0).
+        ignore_eos: go on after the end-of-text token.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    draft_temperature: float | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise SpecError(f"max_new_tokens must be 1 or more, got {self.max_new_tokens!r}")
+        require_range("temperature", self.temperature, 0.0, math.inf)
+        if math.isinf(self.temperature):
+            raise SpecError("temperature must be finite, got inf")
+        require_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        if self.top_k < 0:
+            raise SpecError(f"top_k must be 0 or more, got {self.top_k!r}")
+        if self.draft_temperature is not None:
+            require_range("draft_temperature", self.draft_temperature, 0.0, math.inf)
+        if any(not text for text in self.stop):
+            raise SpecError("stop must hold texts of at least one character, got an empty one")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+class Sampler:
+    """Draws tokens for one answer. Target and draft share the processors; every draw comes from one generator."""
+
+    def __init__(self, params: SamplingParams, device: torch.device) -> None:
+        self.params = params
+        self.generator = torch.Generator(device=device).manual_seed(params.seed)
+        self.greedy = params.greedy
+        self._target = _processors(params, params.temperature)
+        temperature = params.temperature if params.draft_temperature is None else params.draft_temperature
+        self.draft_greedy = temperature == 0.0
+        self._draft = self._target if self.draft_greedy else _processors(params, temperature)
+
+    def target_scores(self, logits: Tensor) -> Tensor:
+        """Logits whose softmax the target's tokens are drawn from, [n, V]; unchanged when greedy."""
+        return self._target(None, logits) if self._target else logits  # type: ignore[arg-type]
+
+    def draft_scores(self, logits: Tensor) -> Tensor:
+        """The same for the draft. A greedy draft beside a sampling target is shaped as the target is."""
+        return self._draft(None, logits) if self._draft else logits  # type: ignore[arg-type]
+
+    def draft_token(self, logits: Tensor) -> int:
+        """The drafter's next token from its logits [V]."""
+        if self.draft_greedy:
+            return int(logits.argmax())
+        return self.draw(self.draft_scores(logits.unsqueeze(0))[0].softmax(-1))
+
+    def draw(self, probs: Tensor) -> int:
+        """A token from probabilities [V]."""
+        return int(torch.multinomial(probs, 1, generator=self.generator))
+
+    def uniforms(self, size: int) -> Tensor:
+        """Draws in [0, 1), [size]."""
+        return torch.rand(size, generator=self.generator, device=self.generator.device)
+
+
+def _processors(params: SamplingParams, temperature: float) -> LogitsProcessorList | None:
+    if temperature == 0.0:
+        return None
+    processors = LogitsProcessorList()
+    if temperature != 1.0:
+        processors.append(TemperatureLogitsWarper(temperature))
+    if params.top_k > 0:
+        processors.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1.0:
+        processors.append(TopPLogitsWarper(params.top_p))
+    return processors

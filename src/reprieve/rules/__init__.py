@@ -1,0 +1,42 @@
+"""Acceptance rules: pure functions of tensors, one file per paper."""
+
+from reprieve.rules.accept import RiskBudget, accept
+from reprieve.rules.asd import AsdRule
+from reprieve.rules.base import Rule, accepts
+from reprieve.rules.cascades import CascadeRule
+from reprieve.rules.compose import AllOf, AnyOf, InsideSpan
+from reprieve.rules.fly import FlyRule
+from reprieve.rules.fuzzy import FuzzyRule
+from reprieve.rules.lenience import LenienceRule
+from reprieve.rules.lossless import LosslessRule
+from reprieve.rules.margin import FloorRule, MarginRule, RatioRule
+from reprieve.rules.math_symbols import MathSymbolsRule
+from reprieve.rules.random_acceptance import RandomRule
+from reprieve.rules.spec import RULES, parse_rule
+from reprieve.rules.top_k import TopKRule
+from reprieve.rules.typical import TypicalRule
+
+__all__ = [
+    "RULES",
+    "AllOf",
+    "AnyOf",
+    "AsdRule",
+    "CascadeRule",
+    "FloorRule",
+    "FlyRule",
+    "FuzzyRule",
+    "InsideSpan",
+    "LenienceRule",
+    "LosslessRule",
+    "MarginRule",
+    "MathSymbolsRule",
+    "RandomRule",
+    "RatioRule",
+    "RiskBudget",
+    "Rule",
+    "TopKRule",
+    "TypicalRule",
+    "accept",
+    "accepts",
+    "parse_rule",
+]

@@ -1,0 +1,56 @@
+"""ASD (arXiv 2608.03447): logit regret with a limit a block and a budget an answer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from reprieve.errors import require_range
+from reprieve.rules.base import Rule, require_k
+from reprieve.rules.margin import margin_risk
+from reprieve.types import Evidence
+
+
+@dataclass(frozen=True)
+class AsdRule(Rule):
+    """Rescue tokens of small regret until the answer's budget runs out.
+
+    Args:
+        regret: largest logit gap to the target's best token of one rescue, nats, 0 or more.
+        per_block: most rescues in one round; None for no limit.
+        budget: largest summed regret of one answer, nats; 0 is lossless, inf is no limit.
+
+    The rule that bounds the whole answer: its log-probability under greedy target choices, token by token, is lower
+    than the best choices' by at most `budget`.
+    """
+
+    name = "asd"
+    dial = "budget"
+    strictest = 0.0
+
+    regret: float = 0.25
+    per_block: int | None = 2
+    budget: float = 4.0
+
+    def __post_init__(self) -> None:
+        require_range("regret", self.regret, 0.0, math.inf)
+        require_range("budget", self.budget, 0.0, math.inf)
+        require_k("per_block", self.per_block)
+
+    @property
+    def threshold(self) -> float:
+        return self.regret if self.regret > 0 and self.budget > 0 else -1.0
+
+    @property
+    def max_rescues_per_block(self) -> int | None:
+        return self.per_block
+
+    @property
+    def risk_budget(self) -> float | None:
+        return None if math.isinf(self.budget) else self.budget
+
+    def risk(self, evidence: Evidence) -> Tensor:
+        """Logit of the target's best token minus the drafted token's, nats."""
+        return margin_risk(evidence.target_logits, evidence.token_ids)

@@ -1,0 +1,142 @@
+"""What every rule is: a risk per drafted token, and a threshold that one dial sets."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self
+
+from torch import Tensor
+
+from reprieve.errors import SpecError, require_range
+from reprieve.types import Evidence
+
+
+class VocabularySource(Protocol):
+    """The part of a tokenizer that rules about tokens' text need."""
+
+    def __len__(self) -> int: ...
+    def decode(self, token_ids: list[int]) -> str: ...
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """A rule scores drafted tokens; lower risk is safer.
+
+    A *rescuing* rule accepts a token when the lossless check accepts it or when `risk <= threshold`. A *replacing*
+    rule (`replaces = True`) ignores the lossless check and accepts exactly when `risk <= threshold`.
+
+    Subclasses are frozen dataclasses whose fields are the paper's own parameters. `dial` names the field that sweeps
+    vary, `strictest` the value of that field at which the rule changes nothing.
+
+    Every rescuing rule can also be limited: at most `per_block` rescues a round, and at most `budget` of summed risk
+    an answer (ASD, arXiv 2608.03447); and held to a span of the text, between the markers `start` and `end`.
+    """
+
+    name: ClassVar[str]
+    dial: ClassVar[str]
+    strictest: ClassVar[float]
+    replaces: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset()  # optional `Evidence` fields it reads
+
+    @property
+    @abstractmethod
+    def threshold(self) -> float:
+        """Largest accepted risk, in the unit of `risk`."""
+
+    @abstractmethod
+    def risk(self, evidence: Evidence) -> Tensor:
+        """Risk of each drafted token, [...]; +inf is never accepted."""
+
+    def relaxed_target_probs(self, evidence: Evidence) -> Tensor | None:
+        """A distribution that sampling verifies against instead of the target's, [..., V]; None for the target's."""
+        return None
+
+    @property
+    def max_rescues_per_block(self) -> int | None:
+        """Most rescues in one round; None for no limit."""
+        return None
+
+    @property
+    def risk_budget(self) -> float | None:
+        """Largest summed risk of rescued tokens in one answer; None for no limit."""
+        return None
+
+    def bind(self, tokenizer: VocabularySource) -> Rule:
+        """The same rule, ready for a tokenizer; rules that do not read tokens' text return themselves."""
+        return self
+
+    def with_dial(self, value: float) -> Self:
+        """A copy whose dial is set to `value`.
+
+        Raises:
+            SpecError: the value is outside the dial's range.
+        """
+        field_type = {f.name: str(f.type) for f in dataclasses.fields(self)}[self.dial]
+        if "int" in field_type and float(value).is_integer():
+            value = int(value)
+        return dataclasses.replace(self, **{self.dial: value})
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The paper's parameters, by name, as JSON can hold them."""
+        return {
+            f.name: _json_number(getattr(self, f.name))
+            for f in dataclasses.fields(self)
+            if f.metadata.get("spec", True)
+        }
+
+    @property
+    def spec(self) -> str:
+        """The shortest text that `parse_rule` turns back into this rule."""
+        given = [
+            f"{f.name}={_format(getattr(self, f.name))}"
+            for f in dataclasses.fields(self)
+            if f.metadata.get("spec", True) and getattr(self, f.name) != f.default
+        ]
+        return self.name + (":" + ",".join(given) if given else "")
+
+    def __and__(self, other: Rule) -> Rule:
+        from reprieve.rules.compose import AllOf
+
+        return AllOf((self, other))
+
+    def __or__(self, other: Rule) -> Rule:
+        from reprieve.rules.compose import AnyOf
+
+        return AnyOf((self, other))
+
+
+def accepts(rule: Rule, evidence: Evidence, *, threshold: float | Tensor | None = None) -> Tensor:
+    """Which drafted tokens the rule lets pass, before any per-block or per-answer limit: [...], bool.
+
+    `threshold` overrides the rule's own, and may be a tensor that broadcasts against the risk, so that requests in
+    one batch can each have theirs. NaN and +inf never pass.
+    """
+    limit = rule.threshold if threshold is None else threshold
+    risk = rule.risk(evidence)
+    passed = (risk <= limit) & (risk < math.inf)
+    return passed if rule.replaces else passed | evidence.lossless_accepts
+
+
+def require_k(name: str, value: int | None) -> None:
+    """Refuse a rank cap below 1; None means no cap."""
+    if value is not None and (not float(value).is_integer() or value < 1):
+        raise SpecError(f"{name} must be a whole number of 1 or more, got {value!r}")
+
+
+def require_probability(name: str, value: float) -> None:
+    require_range(name, value, 0.0, 1.0)
+
+
+def _json_number(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _format(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,85 @@
+"""Speculative cascades (Narasimhan et al., arXiv 2405.19261): defer to the target only where it pays."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from reprieve.errors import require_choice
+from reprieve.rules.base import Rule
+from reprieve.rules.distributions import total_variation
+from reprieve.types import Evidence, gather_token
+
+
+def cascade_tok_probs(
+    target_probs: Tensor,  # [..., V]
+    draft_probs: Tensor,  # [..., V]
+    *,
+    alpha: float,
+) -> Tensor:  # [..., V]
+    """The distribution Tok (version 3) samples from.
+
+    With A the tokens of at least (1 - alpha) times the best target probability: draft(v) on A, plus the draft's mass
+    outside A handed to the target.
+    """
+    allowed = target_probs >= (1 - alpha) * target_probs.amax(-1, keepdim=True)
+    kept = draft_probs * allowed
+    return kept + (1 - kept.sum(-1, keepdim=True)) * target_probs
+
+
+@dataclass(frozen=True)
+class CascadeRule(Rule):
+    """Accept the draft where it is as confident as the target, up to `alpha`.
+
+    Args:
+        kind: `opt` accepts where max draft >= max target - alpha * TV(target, draft); `diff` where max draft >= max
+            target - alpha; `chow` where max draft >= 1 - alpha; otherwise they are strict. `tok` verifies against
+            `cascade_tok_probs` (greedy: accepts tokens with at least 1 - alpha times the best target probability).
+        alpha: larger is more lenient, -inf is lossless; 0 is not.
+
+    Relaxed: the output follows the cascade's own distribution, not the target's.
+    """
+
+    name = "cascade"
+    dial = "alpha"
+    strictest = -math.inf
+    needs = frozenset({"draft_probs"})
+
+    kind: str = "opt"
+    alpha: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_choice("kind", self.kind, ("opt", "tok", "diff", "chow"))
+        if math.isnan(self.alpha):
+            raise ValueError("alpha must be a number, got nan")
+
+    @property
+    def threshold(self) -> float:
+        return self.alpha
+
+    def risk(self, evidence: Evidence) -> Tensor:
+        """The smallest alpha at which the rule would accept."""
+        draft_probs = evidence.draft_probs
+        assert draft_probs is not None, "the engine refuses cascades without draft probabilities"
+        best_target = evidence.target_probs.amax(-1)
+        best_draft = draft_probs.amax(-1)
+        if self.kind == "tok":
+            risk = 1 - gather_token(evidence.target_probs, evidence.token_ids) / best_target
+            # When sampling, the cascade acts through its distribution; there is nothing left to rescue.
+            return risk if evidence.greedy else torch.full_like(risk, math.inf)
+        if self.kind == "chow":
+            return 1 - best_draft
+        if self.kind == "diff":
+            return best_target - best_draft
+        distance = total_variation(evidence.target_probs, draft_probs)
+        # Equal distributions: 0 / 0, where any alpha accepts.
+        return torch.where(distance > 0, (best_target - best_draft) / distance, -torch.inf)
+
+    def relaxed_target_probs(self, evidence: Evidence) -> Tensor | None:
+        if self.kind != "tok" or evidence.greedy:
+            return None
+        assert evidence.draft_probs is not None
+        return cascade_tok_probs(evidence.target_probs, evidence.draft_probs, alpha=self.alpha)

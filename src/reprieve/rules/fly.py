@@ -1,0 +1,87 @@
+"""FLy (arXiv 2511.22972): an entropy gate and a deferred window inside the block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from reprieve.errors import require_choice, require_range
+from reprieve.rules.base import Rule, require_k
+from reprieve.rules.distributions import entropy
+from reprieve.types import ROOT, Evidence
+
+
+def matching_run(matches: Tensor, parents: Sequence[int]) -> Tensor:
+    """Length of the longest unbroken run of matching nodes below each node: [N] bool to [N] int64.
+
+    On a chain this is how many of the tokens right after a token match; on a tree, along the best branch.
+    """
+    below = [0] * len(parents)
+    flags = matches.tolist()
+    for node in range(len(parents) - 1, -1, -1):
+        parent = parents[node]
+        if flags[node] and parent != ROOT:
+            below[parent] = max(below[parent], 1 + below[node])
+    return torch.tensor(below, device=matches.device)
+
+
+def truncated_entropy(probs: Tensor, k: int) -> Tensor:
+    """-sum p ln p over the k most likely tokens, nats, not renormalised: [..., V] to [...]."""
+    return entropy(probs.topk(min(k, probs.shape[-1]), dim=-1).values)
+
+
+@dataclass(frozen=True)
+class FlyRule(Rule):
+    """Forgive a mismatch where the target is unsure and the next `window` drafted tokens match again.
+
+    Args:
+        theta: least entropy of the target; lower is more lenient, inf is lossless.
+        window: matching tokens needed after the mismatch. They must fit into the block, so that its last tokens are
+            never relaxed. None takes the variant's own: 5 (`amd`), min(6, K - 1) (`vllm`), 6 (`normalised`).
+        variant: `amd`, the authors' code: entropy over the top 3, in nats, matches by argmax; `vllm`, the port in
+            vLLM 0.33: as `amd`, but the window counts tokens the lossless check accepts; `normalised`: full entropy
+            over ln V, as the paper is described.
+
+    Relaxed: no bound on the output distribution.
+    """
+
+    name = "fly"
+    dial = "theta"
+    strictest = math.inf
+
+    theta: float = 0.3
+    window: int | None = None
+    variant: str = "amd"
+
+    def __post_init__(self) -> None:
+        require_choice("variant", self.variant, ("amd", "vllm", "normalised"))
+        require_range("theta", self.theta, 0.0, math.inf)
+        require_k("window", self.window)
+
+    @property
+    def threshold(self) -> float:
+        return -self.theta
+
+    def window_for(self, num_draft_tokens: int) -> int:
+        """The window used with blocks of this depth."""
+        if self.window is not None:
+            return self.window
+        return {"amd": 5, "vllm": max(1, min(6, num_draft_tokens - 1)), "normalised": 6}[self.variant]
+
+    def risk(self, evidence: Evidence) -> Tensor:
+        """Minus the target's entropy; infinite where the window does not match or does not fit."""
+        parents = range(-1, evidence.token_ids.shape[-1] - 1) if evidence.parents is None else evidence.parents
+        if self.variant == "vllm":
+            matches = evidence.lossless_accepts
+        else:
+            matches = evidence.target_logits.argmax(-1) == evidence.token_ids
+        if self.variant == "normalised":
+            uncertainty = entropy(evidence.target_probs) / math.log(evidence.target_probs.shape[-1])
+        else:
+            uncertainty = truncated_entropy(evidence.target_probs, 3)
+        fits = matching_run(matches, parents) >= self.window_for(len(parents))
+        return torch.where(fits, -uncertainty, math.inf)

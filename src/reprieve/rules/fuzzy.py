@@ -1,0 +1,101 @@
+"""Fuzzy speculative decoding (FSD): accept where draft and target distributions are close."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from reprieve.errors import SpecError, require_choice, require_range
+from reprieve.rules.base import Rule, require_k
+from reprieve.rules.distributions import js_divergence, kl_divergence, normalised, total_variation
+from reprieve.types import Evidence
+
+
+def top_k_union(target_probs: Tensor, draft_probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Both distributions held to the union of their k most likely tokens and normalised there: [..., V] each."""
+    size = target_probs.shape[-1]
+    keep = torch.zeros(target_probs.shape, dtype=torch.bool, device=target_probs.device)
+    for probs in (target_probs, draft_probs):
+        keep = keep.scatter(-1, probs.topk(min(k, size), dim=-1).indices, True)
+    return normalised(target_probs * keep), normalised(draft_probs * keep)
+
+
+def fuzzy_divergence(
+    target_probs: Tensor,  # [..., V]
+    draft_probs: Tensor,  # [..., V]
+    *,
+    divergence: str = "js",
+    form: str = "paper",
+    base: float = 2.0,
+    k: int | None = None,
+) -> Tensor:  # [...], 0 or more
+    """The divergence FSD thresholds (paper, appendix A), or the one its released code computes.
+
+    `paper`: KL(target || draft), Jensen-Shannon, total variation. `released`: the authors' code has KL(draft ||
+    target), and (KL(m || target) + KL(m || draft)) / 2 with m the mean where the paper has Jensen-Shannon, in nats.
+    """
+    if k is not None:
+        target_probs, draft_probs = top_k_union(target_probs, draft_probs, k)
+    if divergence == "tv":
+        return total_variation(target_probs, draft_probs)
+    if form == "released":
+        if divergence == "kl":
+            return kl_divergence(draft_probs, target_probs)
+        middle = (target_probs + draft_probs) / 2
+        return (kl_divergence(middle, target_probs) + kl_divergence(middle, draft_probs)) / 2
+    nats = js_divergence if divergence == "js" else kl_divergence
+    return nats(target_probs, draft_probs) / math.log(base)
+
+
+@dataclass(frozen=True)
+class FuzzyRule(Rule):
+    """Accept where the divergence of draft and target is at most `threshold` (FSD, section 4).
+
+    Replaces the lossless check: a drafted token that matches the target is refused where the distributions differ,
+    and after a refusal the target's own distribution is sampled, not the residual.
+
+    Args:
+        threshold: largest accepted divergence, 0 or more. The paper writes "less than T"; ties have measure zero
+            except at 0, where identical distributions pass.
+        divergence: `js` (the paper's choice), `kl` or `tv`.
+        form: `paper`, or `released` for the authors' code, which published thresholds belong to.
+        base: of the logarithm, for `form=paper`; the paper does not say. 2 puts JS on 0 to 1.
+        k: hold both distributions to the union of their k most likely tokens; None for the whole vocabulary.
+
+    Relaxed: an answer of T tokens diverges from the target by at most T * P(draft used) * threshold (appendix B).
+    """
+
+    name = "fuzzy"
+    dial = "threshold"
+    strictest = 0.0
+    replaces = True
+    needs = frozenset({"draft_probs"})
+
+    threshold: float = 0.4  # type: ignore[assignment]
+    divergence: str = "js"
+    form: str = "paper"
+    base: float = 2.0
+    k: int | None = None
+
+    def __post_init__(self) -> None:
+        require_choice("divergence", self.divergence, ("js", "kl", "tv"))
+        require_choice("form", self.form, ("paper", "released"))
+        require_range("threshold", self.threshold, 0.0, math.inf)
+        if not self.base > 1:
+            raise SpecError(f"base must be above 1, got {self.base!r}")
+        require_k("k", self.k)
+
+    def risk(self, evidence: Evidence) -> Tensor:
+        """The divergence at the token's position."""
+        assert evidence.draft_probs is not None, "the engine refuses fuzzy without draft probabilities"
+        return fuzzy_divergence(
+            evidence.target_probs,
+            evidence.draft_probs,
+            divergence=self.divergence,
+            form=self.form,
+            base=self.base,
+            k=self.k,
+        )

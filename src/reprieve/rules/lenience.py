@@ -1,0 +1,48 @@
+"""Lenience, from the appendix of speculative decoding (Leviathan et al., arXiv 2211.17192)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from reprieve.errors import require_range
+from reprieve.rules.base import Rule
+from reprieve.rules.margin import margin_risk
+from reprieve.types import Evidence, gather_token
+
+
+@dataclass(frozen=True)
+class LenienceRule(Rule):
+    """Accept with probability min(1, target / (lenience * draft)); greedy: p(token) >= lenience * p(best).
+
+    Args:
+        lenience: in (0, 1]; 1 is lossless.
+
+    Relaxed: a token's output probability can exceed the target's by at most 1 / lenience.
+    A rejected token is replaced from the lossless residual.
+    """
+
+    name = "lenience"
+    dial = "lenience"
+    strictest = 1.0
+
+    lenience: float = 0.5
+
+    def __post_init__(self) -> None:
+        require_range("lenience", self.lenience, 0.0, 1.0, low_open=True)
+
+    @property
+    def threshold(self) -> float:
+        return -math.log(self.lenience) if self.lenience < 1.0 else -math.inf
+
+    def risk(self, evidence: Evidence) -> Tensor:
+        """log of (uniform * draft / target) when sampling, of p(best) / p(token) when greedy; nats."""
+        if evidence.uniforms is None:
+            return margin_risk(evidence.target_logits, evidence.token_ids)
+        log_draft = torch.zeros_like(evidence.uniforms)
+        if evidence.draft_probs is not None:
+            log_draft = gather_token(evidence.draft_probs, evidence.token_ids).log()
+        return evidence.uniforms.log() + log_draft - evidence.token_log_probs

@@ -1,0 +1,125 @@
+"""Rules on the gap to the target's best token: margin, ratio, and a plain probability floor."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from reprieve.errors import require_choice, require_range
+from reprieve.rules.base import Rule, require_k
+from reprieve.rules.distributions import token_rank
+from reprieve.types import Evidence
+
+
+def margin_risk(
+    target_logits: Tensor,  # [..., V]
+    token_ids: Tensor,  # [...], int64
+) -> Tensor:  # [...], nats, 0 or more
+    """How far the drafted token lies below the target's best token, as a log-probability or logit difference."""
+    token_logits = target_logits.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+    return target_logits.amax(-1) - token_logits
+
+
+def beyond_top_k(risk: Tensor, evidence: Evidence, k: int | None) -> Tensor:
+    """The risk, made infinite for tokens outside the target's k most likely; unchanged when k is None."""
+    if k is None:
+        return risk
+    return torch.where(token_rank(evidence.target_logits, evidence.token_ids) <= k, risk, math.inf)
+
+
+@dataclass(frozen=True)
+class MarginRule(Rule):
+    """Accept a token close enough to the target's best one, among the k most likely.
+
+    Args:
+        delta: largest gap. With `scale=log`, log p(best) - log p(token) in nats, 0 or more; with `scale=prob`, the
+            difference of probabilities, 0 to 1 (TensorRT-LLM's relaxed acceptance recommends k = 10, delta = 0.6).
+        k: cap on the token's rank; None for none. MARS's top-2 gap is `scale=log, k=2`.
+
+    Relaxed: at `scale=prob` a delta of 1 accepts every one of the k. Greedy only in the systems it comes from.
+    """
+
+    name = "margin"
+    dial = "delta"
+    strictest = 0.0
+
+    delta: float = 1.0
+    k: int | None = None
+    scale: str = "log"
+
+    def __post_init__(self) -> None:
+        require_choice("scale", self.scale, ("log", "prob"))
+        require_range("delta", self.delta, 0.0, 1.0 if self.scale == "prob" else math.inf)
+        require_k("k", self.k)
+
+    @property
+    def threshold(self) -> float:
+        # A gap of 0 is the best token itself: nothing to rescue, also when sampling.
+        return self.delta if self.delta > 0 else -1.0
+
+    def risk(self, evidence: Evidence) -> Tensor:
+        """The gap, in the chosen scale; infinite beyond the k most likely."""
+        if self.scale == "log":
+            gap = margin_risk(evidence.target_logits, evidence.token_ids)
+        else:
+            gap = margin_risk(evidence.target_probs, evidence.token_ids)
+        return beyond_top_k(gap, evidence, self.k)
+
+
+@dataclass(frozen=True)
+class RatioRule(Rule):
+    """Accept a token with at least `ratio` times the best token's probability, among the k most likely.
+
+    The rule of vLLM's pull requests 22238, 43184 and 45229 (ratio 0.5, k 3; never merged).
+    """
+
+    name = "ratio"
+    dial = "ratio"
+    strictest = 1.0
+
+    ratio: float = 0.5
+    k: int | None = 3
+
+    def __post_init__(self) -> None:
+        require_range("ratio", self.ratio, 0.0, 1.0)
+        require_k("k", self.k)
+
+    @property
+    def threshold(self) -> float:
+        if self.ratio >= 1.0:
+            return -1.0
+        return -math.log(self.ratio) if self.ratio > 0 else math.inf
+
+    def risk(self, evidence: Evidence) -> Tensor:
+        """log of p(best) / p(token), nats; infinite beyond the k most likely."""
+        return beyond_top_k(margin_risk(evidence.target_logits, evidence.token_ids), evidence, self.k)
+
+
+@dataclass(frozen=True)
+class FloorRule(Rule):
+    """Accept a token with at least `min_prob` under the target (SGLang's single-token threshold).
+
+    Mostly used to restrict another rule: `judge & floor` (PAD refuses tokens under 1e-4).
+    """
+
+    name = "floor"
+    dial = "min_prob"
+    strictest = 1.0
+
+    min_prob: float = 1e-4
+
+    def __post_init__(self) -> None:
+        require_range("min_prob", self.min_prob, 0.0, 1.0)
+
+    @property
+    def threshold(self) -> float:
+        if self.min_prob >= 1.0:
+            return -1.0
+        return -math.log(self.min_prob) if self.min_prob > 0 else math.inf
+
+    def risk(self, evidence: Evidence) -> Tensor:
+        """-log p(token), nats."""
+        return -evidence.token_log_probs

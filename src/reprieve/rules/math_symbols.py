@@ -1,0 +1,72 @@
+"""The rule-based baseline of AutoJudge's appendix K: mathematical tokens are important, the rest is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from reprieve.errors import require_choice
+from reprieve.rules.base import Rule, VocabularySource, require_k
+from reprieve.rules.distributions import token_rank
+from reprieve.types import Evidence
+
+# A digit, an operator or relation, or a lone letter used as a variable.
+_MATHEMATICAL = re.compile(r"[0-9+\-*/=<>^%×÷±√∑π]|^\s*[a-zA-Z]\s*$")
+_ARTICLES = {"a", "A", "I"}
+
+
+def is_mathematical(text: str) -> bool:
+    """Whether a token's text holds a digit, an operator, or is a single-letter variable ("a" and "I" are words)."""
+    return bool(_MATHEMATICAL.search(text)) and text.strip() not in _ARTICLES
+
+
+@dataclass(frozen=True)
+class MathSymbolsRule(Rule):
+    """Refuse mismatches in mathematical tokens; accept the others among the target's k most likely.
+
+    Args:
+        k: cap on the drafted token's rank (the paper's "Math & Top-1024", "Math & Top-128"); None for none ("Math
+            only"), 1 is lossless.
+        tokens: which token makes a mismatch mathematical: `either` of drafted and target's best, or only the `draft`.
+
+    Relaxed: misses planning steps that hold no symbol (AutoJudge, Table 10).
+    """
+
+    name = "math_symbols"
+    dial = "k"
+    strictest = 1
+
+    k: int | None = None
+    tokens: str = "either"
+    symbol_mask: Tensor | None = field(default=None, compare=False, metadata={"spec": False})  # [V], bool
+
+    def __post_init__(self) -> None:
+        require_k("k", self.k)
+        require_choice("tokens", self.tokens, ("either", "draft"))
+
+    @property
+    def threshold(self) -> float:
+        if self.k == 1:
+            return 0.0
+        return float(torch.iinfo(torch.int32).max) if self.k is None else float(self.k)
+
+    def bind(self, tokenizer: VocabularySource) -> MathSymbolsRule:
+        """Classify every token of the vocabulary once."""
+        mask = torch.tensor([is_mathematical(tokenizer.decode([token_id])) for token_id in range(len(tokenizer))])
+        return dataclasses.replace(self, symbol_mask=mask)
+
+    def risk(self, evidence: Evidence) -> Tensor:
+        """Rank under the target; infinite for mathematical mismatches."""
+        assert self.symbol_mask is not None, "bind the rule to a tokenizer first"
+        mask = self.symbol_mask.to(evidence.token_ids.device)
+        # Logits can be wider than the tokenizer; padding rows are nobody's token.
+        important = mask[evidence.token_ids.clamp_max(len(mask) - 1)]
+        if self.tokens == "either":
+            important = important | mask[evidence.target_logits.argmax(-1).clamp_max(len(mask) - 1)]
+        rank = token_rank(evidence.target_logits, evidence.token_ids).float()
+        return torch.where(important, math.inf, rank)

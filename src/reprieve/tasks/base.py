@@ -1,0 +1,40 @@
+"""A task: problems, how to ask them, and whether an answer is right. Shared by labelling and evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class TaskProblem:
+    """One problem: the exact prompt, and the reference answer graders compare with."""
+
+    problem_id: str
+    prompt: str
+    reference: str
+
+
+class Task(Protocol):
+    """What evaluation and labelling need to know of a task."""
+
+    name: str
+    splits: tuple[str, ...]
+    max_new_tokens: int
+    stop: tuple[str, ...]
+
+    def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
+        """Problems `offset` to `offset + limit` of a split; always the same ones, whatever the run's seed."""
+        ...
+
+    def wrap(self, question: str) -> str:
+        """A bare question as this task asks it."""
+        ...
+
+    def extract_answer(self, text: str) -> str | None:
+        """The final answer in a response, or None where it gives none."""
+        ...
+
+    def equivalent(self, answer: str | None, other: str | None) -> bool:
+        """Whether two extracted answers are the same; an absent answer equals nothing."""
+        ...

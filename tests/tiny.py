@@ -1,0 +1,111 @@
+"""Tiny random models and drafters, built in code: no download, no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from reprieve.models.sampling import Sampler
+from reprieve.types import Block, Outcome, Verification
+
+VOCAB_SIZE = 48
+ARCHITECTURES = ("llama", "qwen3", "gemma3", "gpt_neox")
+
+
+def tiny_model(
+    kind: str = "llama", *, seed: int = 0, vocab_size: int = VOCAB_SIZE, scale: float | None = None
+) -> PreTrainedModel:
+    """A two-layer random model; `scale` sharpens its distributions (by default enough for varied greedy text)."""
+    torch.manual_seed(seed)
+    common = dict(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    grouped = dict(num_key_value_heads=1, head_dim=16)
+    windows = dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])
+    model: PreTrainedModel = {
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**common, num_key_value_heads=1)),
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**common, **grouped)),
+        "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**common, **grouped, **windows)),
+        "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**common)),
+    }[kind]()
+    factor = scale or (8.0 if kind == "gpt_neox" else 4.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(factor)
+    return model.eval()
+
+
+def perturbed(model: PreTrainedModel, *, noise: float = 0.02, seed: int = 1) -> PreTrainedModel:
+    """A draft for `model`: its own weights with noise, so that it agrees often but not always."""
+    torch.manual_seed(seed)
+    draft = type(model)(model.config).eval()
+    with torch.no_grad():
+        for mine, theirs in zip(draft.parameters(), model.parameters(), strict=True):
+            mine.copy_(theirs + noise * torch.randn_like(theirs))
+    return draft
+
+
+class NumberTokenizer:
+    """Tokens are numbers, text is the numbers with a space after each."""
+
+    def __init__(self, size: int = VOCAB_SIZE, eos_token_id: int | None = None) -> None:
+        self.size = size
+        self.eos_token_id = eos_token_id
+
+    def __len__(self) -> int:
+        return self.size
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        kept = [i for i in token_ids if not (skip_special_tokens and i == self.eos_token_id)]
+        return "".join(f"{i} " for i in kept)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [int(part) for part in text.split()]
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(i): i for i in range(self.size)}
+
+
+class ScriptedDrafter:
+    """Proposes what a function of the committed tokens says: (tokens, parents), or a ready block."""
+
+    name = "scripted"
+
+    def __init__(self, script: Callable[[list[int], int], Block]) -> None:
+        self.script = script
+        self.token_ids: list[int] = []
+        self.outcomes: list[Outcome] = []
+
+    def start(self, prompt_ids: Sequence[int], sampler: Sampler) -> None:
+        self.token_ids = list(prompt_ids)
+        self.sampler = sampler
+
+    def propose(self, max_depth: int) -> Block:
+        if max_depth < 1:
+            return Block.empty()
+        return self.script(self.token_ids, max_depth)
+
+    def commit(self, block: Block, outcome: Outcome, verification: Verification) -> None:
+        self.outcomes.append(outcome)
+        self.token_ids += [int(block.token_ids[node]) for node in outcome.path] + [outcome.next_token_id]
