@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from reprieve.models.sampling import Sampler
 from reprieve.models.cached_model import CachedModel
+from reprieve.models.sampling import Sampler
 from reprieve.types import Block, Outcome, Verification
 
 

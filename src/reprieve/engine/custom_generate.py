@@ -20,7 +20,7 @@ from reprieve.rules import Rule, parse_rule
 class _IdsOnly:
     """Stands in for a tokenizer when none is given: enough for rules and stops that read no text."""
 
-    eos_token_id = None
+    eos_token_id: int | None = None
 
     def __init__(self, size: int) -> None:
         self.size = size

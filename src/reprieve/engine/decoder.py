@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from reprieve.drafters.base import Drafter
-from reprieve.models.sampling import Sampler, SamplingParams
 from reprieve.engine.text_stream import TextStream
 from reprieve.errors import SpecError, UnsupportedModelError
 from reprieve.models.cached_model import CachedModel
+from reprieve.models.sampling import Sampler, SamplingParams
 from reprieve.rules import LosslessRule, RiskBudget, Rule, accept
 from reprieve.rules.lossless import greedy_accepts, sampling_accepts
 from reprieve.types import (
@@ -304,10 +304,8 @@ class SpeculativeDecoder:
 
     def _accept(self, answer: _Answer, block: Block, evidence: Evidence, next_scores: Tensor) -> Outcome:
         sampler = answer.sampler
-        if sampler.greedy:
-            probs, sample = next_scores, _argmax
-        else:
-            probs, sample = next_scores.softmax(-1), sampler.draw
+        probs = next_scores if sampler.greedy else next_scores.softmax(-1)
+        sample = _argmax if sampler.greedy else sampler.draw
         return accept(
             self.rule, block, evidence, probs, sample=sample, budget=answer.budget, threshold=answer.threshold
         )

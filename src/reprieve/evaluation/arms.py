@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reprieve.drafters import DraftModelDrafter, Drafter, NgramDrafter
+from reprieve.drafters import Drafter, DraftModelDrafter, NgramDrafter
 from reprieve.engine import SpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.models import Pair

@@ -90,7 +90,7 @@ def claim_folder(folder: Path, configuration: Mapping[str, Any]) -> RecordFile:
     wanted = json.loads(json.dumps(configuration))
     if path.exists():
         found = json.loads(path.read_text())
-        for key in sorted(wanted.keys() | found.keys()):
+        for key in sorted((wanted.keys() | found.keys()) - {"command"}):
             if wanted.get(key) != found.get(key):
                 raise ReprieveError(
                     f"--out {str(folder)!r} holds another run: its {key} is {found.get(key)!r}, this one's is "

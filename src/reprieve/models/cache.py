@@ -85,9 +85,11 @@ class RollbackCache(Cache):
     def keep(self, length: int) -> None:
         """Drop everything after the first `length` tokens, in every layer."""
         for layer in self.layers:
-            layer.keep(length)  # type: ignore[attr-defined]
+            assert isinstance(layer, RollbackLayer)
+            layer.keep(length)
 
     def keep_path(self, start: int, rows: Tensor) -> None:
         """Keep the first `start` tokens and, after them, those at `start + rows`, in every layer."""
         for layer in self.layers:
-            layer.keep_path(start, rows.to(layer.keys.device))  # type: ignore[attr-defined, union-attr]
+            assert isinstance(layer, RollbackLayer) and layer.keys is not None
+            layer.keep_path(start, rows.to(layer.keys.device))

@@ -120,6 +120,7 @@ def _load(name: str | Path, role: str, dtype: str, device: str) -> tuple[PreTrai
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
-        return model.to(device).eval(), tokenizer
+        model.to(device)  # type: ignore[arg-type]
+        return model.eval(), tokenizer
     except (OSError, ValueError, RuntimeError) as error:
         raise ReprieveError(f"could not load the {role} {str(name)!r} on {device}: {error}") from error

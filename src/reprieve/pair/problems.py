@@ -16,7 +16,7 @@ from reprieve.pair.families import FAMILIES, LARGE, SMALL, Step
 
 SPLITS = ("train", "validation", "test")
 # Share of the hash space each split owns. A question belongs to exactly one split, whatever the seeds.
-_VALIDATION_BUCKETS = range(0, 16)
+_VALIDATION_BUCKETS = range(16)
 _TEST_BUCKETS = range(16, 48)
 _NUM_BUCKETS = 256
 # What the task's problems are like; the models are trained on mixtures of their own.

@@ -91,11 +91,11 @@ class Rule(ABC):
 
     @property
     def spec(self) -> str:
-        """The shortest text that `parse_rule` turns back into this rule."""
+        """The shortest text, dial always included, that `parse_rule` turns back into this rule."""
         given = [
             f"{f.name}={_format(getattr(self, f.name))}"
             for f in dataclasses.fields(self)
-            if f.metadata.get("spec", True) and getattr(self, f.name) != f.default
+            if f.metadata.get("spec", True) and (f.name == self.dial or getattr(self, f.name) != f.default)
         ]
         return self.name + (":" + ",".join(given) if given else "")
 

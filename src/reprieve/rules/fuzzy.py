@@ -74,7 +74,7 @@ class FuzzyRule(Rule):
     replaces = True
     needs = frozenset({"draft_probs"})
 
-    threshold: float = 0.4  # type: ignore[assignment]
+    threshold: float = 0.4
     divergence: str = "js"
     form: str = "paper"
     base: float = 2.0

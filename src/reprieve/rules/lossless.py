@@ -35,6 +35,10 @@ class LosslessRule(Rule):
         require_choice("verification", self.verification, ("token", "block"))
 
     @property
+    def spec(self) -> str:
+        return self.name if self.verification == "token" else f"{self.name}:verification={self.verification}"
+
+    @property
     def threshold(self) -> float:
         return float("-inf")
 

@@ -1,10 +1,12 @@
 """Tasks, by name."""
 
+from collections.abc import Callable
+
 from reprieve.errors import require_choice
 from reprieve.tasks.arithmetic import ArithmeticTask
 from reprieve.tasks.base import Task, TaskProblem
 
-TASKS: dict[str, type[Task]] = {"arithmetic": ArithmeticTask}
+TASKS: dict[str, Callable[[], Task]] = {"arithmetic": ArithmeticTask}
 
 
 def load_task(name: str) -> Task:

@@ -14,9 +14,9 @@ _ANSWER = re.compile(r"final answer is\s+(-?\d[\d,]*)")
 class ArithmeticTask:
     """Word problems of 2 to 6 steps; the answer is the number after "The final answer is"."""
 
-    name = "arithmetic"
-    splits = SPLITS
-    max_new_tokens = 256
+    name: str = "arithmetic"
+    splits: tuple[str, ...] = SPLITS
+    max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
 
     def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
