@@ -35,7 +35,7 @@ def tiny_model(
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=320,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
