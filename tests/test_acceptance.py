@@ -199,9 +199,9 @@ def test_a_relaxed_rule_fails_the_same_chi_square():
         CachedModel(target), drafter, NumberTokenizer(size), rule=parse_rule("top_k:k=3"), num_draft_tokens=3
     )
     counts = counts_of(
-        lambda seed: decoder.generate(
-            [1, 2, 3, 0], SamplingParams(max_new_tokens=2, temperature=1.0, seed=seed)
-        ).token_ids,
+        lambda seed: (
+            decoder.generate([1, 2, 3, 0], SamplingParams(max_new_tokens=2, temperature=1.0, seed=seed)).token_ids
+        ),
         1500,
         size,
         1,

@@ -222,7 +222,7 @@ def test_k_out_of_range_is_refused(target, draft, num_draft_tokens):
 
 
 def test_context_overflow_names_the_limit(target, draft):
-    with pytest.raises(ContextOverflowError, match="need 340 positions.*has 320"):
+    with pytest.raises(ContextOverflowError, match=r"need 340 positions.*has 320"):
         decoder(target, draft).generate(PROMPT, SamplingParams(max_new_tokens=320))
 
 

@@ -124,11 +124,15 @@ def test_padding_order_and_layout_change_nothing(spec, ladder):
     tensors = ("token_ids", "target_logits", "lossless_accepts", "draft_scores", "noise")
     permuted = dataclasses.replace(case, **{n: moved(getattr(case, n), lambda t: t[order]) for n in tensors})
     torch.testing.assert_close(rule.risk(permuted), expected[order])
-    folded = dataclasses.replace(case, **{n: moved(getattr(case, n), lambda t: t.unflatten(0, (2, 12))) for n in tensors})
+    folded = dataclasses.replace(
+        case, **{n: moved(getattr(case, n), lambda t: t.unflatten(0, (2, 12))) for n in tensors}
+    )
     torch.testing.assert_close(rule.risk(folded), expected.unflatten(0, (2, 12)))
     # Extra columns no model ever predicts, as padded vocabularies have.
     if "released" not in spec and "k=3" not in spec:
-        wide = {n: torch.nn.functional.pad(getattr(case, n), (0, 4), value=-1e4) for n in ("target_logits", "draft_scores")}
+        wide = {
+            n: torch.nn.functional.pad(getattr(case, n), (0, 4), value=-1e4) for n in ("target_logits", "draft_scores")
+        }
         torch.testing.assert_close(rule.risk(dataclasses.replace(case, **wide)), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -166,8 +170,14 @@ TOKENS = [1, 0, 2]
         ("fuzzy:divergence=tv", [0.4, 0, 0.599]),
         # KL(target || draft) in bits at the first position, by hand.
         ("fuzzy:divergence=kl", [0.5 * math.log2(2.5) + 0.3 * math.log2(3 / 7) + 0.2 * math.log2(2), 0, None]),
-        ("fuzzy:divergence=kl,base=2.718281828459045", [0.5 * math.log(2.5) + 0.3 * math.log(3 / 7) + 0.2 * math.log(2), 0, None]),
-        ("fuzzy:divergence=kl,form=released", [0.2 * math.log(0.4) + 0.7 * math.log(7 / 3) + 0.1 * math.log(0.5), 0, None]),
+        (
+            "fuzzy:divergence=kl,base=2.718281828459045",
+            [0.5 * math.log(2.5) + 0.3 * math.log(3 / 7) + 0.2 * math.log(2), 0, None],
+        ),
+        (
+            "fuzzy:divergence=kl,form=released",
+            [0.2 * math.log(0.4) + 0.7 * math.log(7 / 3) + 0.1 * math.log(0.5), 0, None],
+        ),
         ("cascade:kind=chow", [0.3, 0.4, 0.2]),
         ("cascade:kind=diff", [-0.2, 0.0, -0.4]),
         ("cascade:kind=opt", [-0.2 / 0.4, -math.inf, -0.4 / 0.599]),

@@ -7,18 +7,20 @@ minutes, and writes each finished model with what its model card needs: seed, to
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
+import random
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from reprieve.pair.card import greedy_accuracy, install, write_card
 from reprieve.pair.corpus import Mixture, RowStream
 from reprieve.pair.problems import STEP_WEIGHTS, Style, draw_problem, write_solution
 from reprieve.pair.tokenizer import MAX_LENGTH, train_tokenizer
@@ -190,8 +192,6 @@ class Trainer:
         path = self.folder / "checkpoint.safetensors"
         if not path.exists():
             return
-        from safetensors import safe_open
-
         with safe_open(path, "pt") as opened:
             metadata = opened.metadata()
         tensors = load_file(path, device=self.device)
@@ -210,8 +210,6 @@ def pair_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     path = folder / "tokenizer"
     if path.exists():
         return PreTrainedTokenizerFast.from_pretrained(path)
-    import random
-
     rng = random.Random(0)
     problems = [draw_problem("train", index) for index in range(5000)]
     tokenizer = train_tokenizer(p.prompt + write_solution(p, Style.uniform(0.5), rng) for p in problems)
@@ -219,8 +217,10 @@ def pair_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def train_model(name: str, folder: Path, *, device: str, recipe: Recipe | None = None) -> None:
-    """Train `target` or `draft` and save it, its tokenizer and its training record under `folder/name`."""
+def train_model(
+    name: str, folder: Path, *, device: str, recipe: Recipe | None = None, num_test_problems: int = 1000
+) -> None:
+    """Train `target` or `draft` and save it, its tokenizer and its model card under `folder/name`."""
     recipe = recipe or RECIPES[name]
     tokenizer = pair_tokenizer(folder)
     trainer = Trainer(recipe, tokenizer, folder / name, device)
@@ -236,8 +236,10 @@ def train_model(name: str, folder: Path, *, device: str, recipe: Recipe | None =
         "device": device,
         "num_threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "num_test_problems": num_test_problems,
+        "test_accuracy": greedy_accuracy(model, tokenizer, num_test_problems),
     }
-    (folder / name / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    write_card(folder / name, record)
 
 
 def main() -> None:
@@ -246,12 +248,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/pair"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--install", action="store_true", help="put the trained models into the package")
     arguments = parser.parse_args()
     if unknown := set(arguments.models) - set(RECIPES):
         parser.error(f"models must be among {', '.join(RECIPES)}, got {', '.join(sorted(unknown))}")
     torch.set_num_threads(arguments.num_threads)
     for name in arguments.models:
         train_model(name, arguments.out, device=arguments.device)
+        if arguments.install:
+            install(arguments.out / name, Path(__file__).parent / "weights" / name)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,89 @@
+"""The house: import direction, honest README, no forbidden formats."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "reprieve"
+# Imports may only point up this list; modules of one floor may import each other.
+FLOORS = (
+    "errors", "types", "metrics", "rules", "heads", "models", "drafters", "engine", "pair", "tasks", "labelling",
+    "training", "calibration", "evaluation", "serving", "cli",
+)  # fmt: skip
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("reprieve"):
+            yield node.module
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_imports_point_up_the_house():
+    for path in sorted(SOURCE.rglob("*.py")):
+        floor = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if floor == "__init__":
+            continue
+        assert floor in FLOORS, f"{path} is on no floor"
+        for module in imports_of(path):
+            parts = module.split(".")
+            if parts[0] != "reprieve" or len(parts) == 1:
+                continue
+            assert FLOORS.index(parts[1]) <= FLOORS.index(floor), f"{path.relative_to(ROOT)} imports {module}"
+
+
+def test_rules_import_errors_and_types_only():
+    for path in sorted((SOURCE / "rules").glob("*.py")):
+        for module in imports_of(path):
+            if module.startswith("reprieve."):
+                assert module.split(".")[1] in ("errors", "types", "rules")
+            assert not module.startswith("transformers")
+
+
+def test_nothing_pickles_and_nothing_is_bound_to_a_gpu():
+    for path in sorted(SOURCE.rglob("*.py")):
+        text = path.read_text()
+        assert not re.search(r"\bpickle\b|torch\.load\(|joblib|cuda:0", text), path
+
+
+def test_package_imports_without_loading_torch():
+    code = "import sys, reprieve, reprieve.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_readme_names_the_two_commands_and_the_makefile_has_them():
+    readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
+    for target in ("demo", "test"):
+        assert f"make {target}" in readme
+        assert re.search(rf"^{target}:", makefile, flags=re.M)
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_readme_and_docs_link_to_files_that_exist():
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.relative_to(ROOT)} links to {link}"
+
+
+def test_every_rule_has_its_page_and_its_row():
+    from reprieve.rules import RULES
+
+    rows = (ROOT / "docs" / "papers.md").read_text()
+    pages = "\n".join(path.read_text() for path in (ROOT / "docs" / "rules").glob("*.md"))
+    for name in RULES:
+        assert f"`{name}" in rows, f"docs/papers.md has no row for {name}"
+        assert re.search(rf"^#+ .*`{name}`", pages, flags=re.M), f"docs/rules has no section for {name}"
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_examples_are_short_and_run(example):
+    assert len(example.read_text().splitlines()) < 40
+    subprocess.run([sys.executable, str(example)], check=True, capture_output=True, timeout=120)
