@@ -62,7 +62,8 @@ ARMS = ["top_k:k=3", "margin:delta=2.0", "random:rate=0.5"]
 
 def config(arms, **changes):
     values = dict(
-        command="reprieve bench", target="toy-target", draft="toy-draft", drafter="draft", dtype="float32", device="cpu",
+        command="reprieve bench", target="toy-target", draft="toy-draft", drafter="draft", dtype="float32",
+        device="cpu",
         task="toy", split="test", limit=6, seed=0, sampling={"temperature": 0.0}, num_draft_tokens=[4],
         arms=[arm.label for arm in arms],
     )  # fmt: skip

@@ -57,11 +57,12 @@ def greedy_accuracy(
     tokenizer.padding_side = "left"
     problems = [draw_problem("test", index) for index in range(num_problems)]
     num_right = 0
+    generate: Any = model.generate
     for start in range(0, num_problems, batch_size):
         batch = problems[start : start + batch_size]
         inputs = tokenizer([problem.prompt for problem in batch], return_tensors="pt", padding=True).to(model.device)
         with torch.inference_mode():
-            output = model.generate(
+            output = generate(
                 input_ids=inputs.input_ids, attention_mask=inputs.attention_mask, max_new_tokens=256, do_sample=False
             )
         texts = tokenizer.batch_decode(output[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)

@@ -1,0 +1,143 @@
+"""The command line, end to end on the bundled pair: contracts, exit statuses, clear refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from reprieve.cli.main import VERBS, main
+
+QUESTION = "Anna has 23 apples. She buys 18 more apples. How many apples does Anna have now?"
+
+
+def test_generate_json_accounts_for_every_token(capsys):
+    assert main(["generate", QUESTION, "--rule", "margin:delta=6", "--json", "--trace"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert "The final answer is 41." in answer["text"]
+    assert answer["finish_reason"] == "eos"
+    kinds = [token["provenance"] for token in answer["tokens"]]
+    assert set(kinds) == {"target", "matched", "rescued"}
+    assert kinds.count("rescued") == answer["num_rescued"]
+    assert len(kinds) == answer["num_tokens"] == sum(len(entry["committed"]) for entry in answer["rounds"])
+    assert len(answer["rounds"]) == answer["num_rounds"]
+
+
+def test_generate_streams_text_and_colours_by_provenance(capsys):
+    assert main(["generate", QUESTION, "--rule", "margin:delta=6", "--color"]) == 0
+    colored = capsys.readouterr().out
+    assert "\x1b[32m" in colored
+    assert "\x1b[1;33m" in colored
+    assert main(["generate", QUESTION, "--rule", "margin:delta=6", "--no-color"]) == 0
+    plain = capsys.readouterr().out
+    assert "\x1b" not in plain
+    assert re.sub(r"\x1b\[[0-9;]*m", "", colored) == plain
+
+
+def test_generate_obeys_budget_stop_and_seed(capsys):
+    def run(*extra):
+        assert main(["generate", QUESTION, "--json", *extra]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    assert run("--max-new-tokens", "5")["num_tokens"] == 5
+    stopped = run("--stop", "final answer")
+    assert stopped["finish_reason"] == "stop"
+    assert stopped["text"].endswith("The ")
+    sampled = [run("--temperature", "1.5", "--seed", seed)["text"] for seed in ("1", "1", "2")]
+    assert sampled[0] == sampled[1] != sampled[2]
+    assert run("--drafter", "ngram")["text"] == run()["text"]
+
+
+def test_bench_writes_results_records_and_figure_and_resumes(tmp_path, capsys):
+    out = str(tmp_path / "run")
+    command = ["bench", "--arm", "top_k:k=4", "--arm", "fuzzy:threshold=0.2", "--limit", "3", "--out", out]
+    assert main(command) == 0
+    table = capsys.readouterr().out
+    assert "top_k:k=4" in table
+    assert "target_only" in table
+    document = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert [arm["spec"] for arm in document["arms"]] == [
+        "target_only", "draft_only", "lossless", "top_k:k=4", "fuzzy:threshold=0.2",
+    ]  # fmt: skip
+    assert document["complete"]
+    assert (tmp_path / "run" / "frontier.svg").exists()
+    lines = (tmp_path / "run" / "problems.jsonl").read_text()
+    assert main(command) == 0
+    assert (tmp_path / "run" / "problems.jsonl").read_text() == lines
+    assert main([*command[:-4], "--limit", "4", "--out", out]) == 1
+    assert "its limit is 3, this one's is 4" in capsys.readouterr().err
+
+
+def test_sweep_names_each_threshold_at_each_k(tmp_path):
+    out = str(tmp_path / "run")
+    arguments = ["--rule", "margin", "--thresholds", "1,4", "--num-draft-tokens", "4,8", "--limit", "2", "--out", out]
+    assert main(["sweep", *arguments]) == 0
+    specs = [arm["spec"] for arm in json.loads((tmp_path / "run" / "results.json").read_text())["arms"]]
+    assert specs[2:] == [f"{rule}@K={k}" for k in (4, 8) for rule in ("lossless", "margin:delta=1", "margin:delta=4")]
+
+
+def test_ctrl_c_keeps_what_is_done_and_exits_130(tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "reprieve.cli.main", "bench", "--limit", "500", "--out", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**os.environ})
+    deadline = time.time() + 120
+    while time.time() < deadline:
+        if (out / "problems.jsonl").exists() and (out / "problems.jsonl").read_text().count("\n") > 8:
+            break
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    document = json.loads((out / "results.json").read_text())
+    assert not document["complete"]
+    assert document["num_problems"] >= 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        ([], 2, ""),
+        (["serve-me"], 2, "unknown command 'serve-me'"),
+        (["generate"], 2, "Missing argument"),
+        (["bench", "--limt", "3"], 2, "No such option"),
+        (["bench", "--limit", "0"], 2, "limit must be 1 or more, got 0"),
+        (["bench", "--arm", "top_k:k=0"], 2, "k must be a whole number of 1 or more, got 0"),
+        (["bench", "--task", "gsm9k"], 2, "task must be one of arithmetic, got 'gsm9k'"),
+        (["bench", "--split", "dev"], 2, "split must be one of train, validation, test, got 'dev'"),
+        (["bench", "--drafter", "oracle"], 2, "drafter must be one of draft, ngram, got 'oracle'"),
+        (["bench", "--temperature", "-1"], 2, "temperature must be in [0, inf], got -1.0"),
+        (["bench", "--num-draft-tokens", "0"], 2, "num_draft_tokens must be in [1, 512], got 0"),
+        (["sweep", "--rule", "margin", "--thresholds", "a,b"], 2, "--thresholds must be numbers"),
+        (["generate", "x", "--rule", "nope"], 2, "rule must be one of"),
+        (["generate", "x", "--dtype", "int8"], 2, "dtype must be one of"),
+        (["generate", "x", "--target", "/nowhere/at/all"], 1, "could not load the target '/nowhere/at/all'"),
+        (["generate", "x", "--max-new-tokens", "9999"], 2, "has 512"),
+        (["generate", "x", "--template", "chat"], 2, "no chat template"),
+    ],
+)
+def test_bad_usage_says_what_is_wrong(arguments, status, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == status
+    captured = capsys.readouterr()
+    assert says in captured.err + captured.out
+    assert "Traceback" not in captured.err
+    assert not list(tmp_path.rglob("results.json"))
+
+
+@pytest.mark.parametrize("verb", list(VERBS))
+def test_every_verb_has_help(verb, capsys):
+    assert main([verb, "--help"]) == 0
+    assert "Usage" in capsys.readouterr().out
+
+
+def test_rules_lists_every_rule_with_its_parameters(capsys):
+    assert main(["rules"]) == 0
+    listed = capsys.readouterr().out
+    assert "fuzzy" in listed
+    assert "divergence=js" in listed
