@@ -64,7 +64,7 @@ def measure(num_problems: int, num_draft_tokens: int, pair: Pair) -> dict:
         name: build_decoder(Arm(name, reprieve.parse_rule("lossless") if k else None, k or 1), pair)
         for name, k in (("target_only", None), ("lossless", num_draft_tokens))
     }
-    parts = dict.fromkeys(("draft_s", "verify_s", "rule_s", "commit_s", "prefill_s"), 0.0)
+    parts = dict.fromkeys(("draft_s", "verify_s", "advise_s", "rule_s", "commit_s", "prefill_s"), 0.0)
     counts = {"rounds": 0, "drafted": 0, "tokens": 0}
 
     def lossless(prompt: str) -> list[int]:

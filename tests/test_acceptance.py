@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -34,7 +36,11 @@ def walk(spec, probs, tokens, parents=None, **keywords):
     )
     rule = parse_rule(spec)
     budget = keywords.pop("budget", RiskBudget.of(rule))
-    return accept(rule, block, evidence, rows, sample=lambda p: int(p.argmax()), budget=budget, **keywords)
+
+    def next_token(row, residual):
+        return int(rows[row].argmax())
+
+    return accept(rule, block, evidence, next_token=next_token, budget=budget, **keywords)
 
 
 CHAIN = [[0.6, 0.3, 0.1], [0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.1, 0.2, 0.7]]
@@ -88,8 +94,7 @@ def test_replacing_rule_may_refuse_a_match():
         parse_rule("fuzzy:threshold=0.05"),
         block,
         evidence,
-        rows,
-        sample=lambda p: int(p.argmax()),
+        next_token=lambda row, residual: int(rows[row].argmax()),
         budget=RiskBudget(),
     )
     assert outcome.path == [0]
@@ -155,7 +160,7 @@ def tree_of_samples(draft, iid):
     return drafter
 
 
-@pytest.mark.parametrize("drafting", ["chain", "greedy chain", "block", "tree, iid", "tree, best"])
+@pytest.mark.parametrize("drafting", ["chain", "greedy chain", "block", "exact", "tree, iid", "tree, best"])
 def test_sampled_lossless_leaves_the_targets_distribution(drafting):
     """Chi-square over all texts of three tokens of a vocabulary of four; seeded, so it cannot flicker."""
     size, length, num_answers = 4, 3, 3000
@@ -170,16 +175,18 @@ def test_sampled_lossless_leaves_the_targets_distribution(drafting):
         if "tree" in drafting
         else DraftModelDrafter(CachedModel(draft), CPU)
     )
-    rule = parse_rule("lossless:verification=block" if drafting == "block" else "lossless")
+    rule = parse_rule(f"lossless:verification={drafting}" if drafting in ("block", "exact") else "lossless")
     decoder = SpeculativeDecoder(CachedModel(target), drafter, NumberTokenizer(size), rule=rule, num_draft_tokens=3)
-    import dataclasses
+    num_rescued = 0
 
-    counts = counts_of(
-        lambda seed: decoder.generate(prompt, dataclasses.replace(params, seed=seed)).token_ids,
-        num_answers,
-        size,
-        length,
-    )
+    def decode(seed):
+        nonlocal num_rescued
+        made = decoder.generate(prompt, dataclasses.replace(params, seed=seed))
+        num_rescued += made.num_rescued
+        return made.token_ids
+
+    counts = counts_of(decode, num_answers, size, length)
+    assert num_rescued == 0, "lossless rescues nothing, on trees neither"
     expected = exact_probs(target, prompt, length, params) * num_answers
     assert counts[expected == 0].sum() == 0, "no text the target excludes"
     common = expected >= 5

@@ -142,11 +142,11 @@ def test_ngram_drafter_proposes_what_followed_last_time():
     assert drafter.propose(3).num_tokens == 0
 
 
-def test_per_request_threshold_changes_one_answer_only(target, draft):
+def test_per_request_dial_changes_one_answer_only(target, draft):
     model = decoder(target, draft, rule="top_k:k=2")
     plain = model.generate(PROMPT).num_rescued
-    assert model.generate(PROMPT, threshold=0.0).num_rescued == 0
-    assert model.generate(PROMPT, threshold=48.0).num_rescued > plain
+    assert model.generate(PROMPT, dial=1).num_rescued == 0
+    assert model.generate(PROMPT, dial=48).num_rescued > plain
     assert model.generate(PROMPT).num_rescued == plain
 
 

@@ -63,7 +63,7 @@ ARMS = ["top_k:k=3", "margin:delta=2.0", "random:rate=0.5"]
 def config(arms, **changes):
     values = dict(
         command="reprieve bench", target="toy-target", draft="toy-draft", drafter="draft", dtype="float32",
-        device="cpu",
+        device="cpu", weights="w",
         task="toy", split="test", limit=6, seed=0, sampling={"temperature": 0.0}, num_draft_tokens=[4],
         arms=[arm.label for arm in arms],
     )  # fmt: skip
@@ -171,7 +171,7 @@ def test_sweep_sets_the_papers_own_parameter_at_every_k():
     labels = [arm.label for arm in make_arms(rules, [4, 8])]
     assert labels[:3] == ["target_only", "draft_only", "lossless@K=4"]
     assert "lenience:lenience=0.5@K=8" in labels
-    with pytest.raises(SpecError, match="dial must be one of epsilon, delta, slack"):
+    with pytest.raises(SpecError, match="dial must be one of epsilon, delta, slack, got 'theta'"):
         sweep_rules("typical", [0.1], dial="theta")
     with pytest.raises(SpecError, match="nothing to sweep"):
         sweep_rules("lossless", [0.1])

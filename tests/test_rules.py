@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from reprieve.rules import RULES, accepts, parse_rule
+from reprieve.rules import RULES, accepts, all_of, parse_rule
 from reprieve.rules.lossless import greedy_accepts, sampling_accepts
 from reprieve.types import Evidence
 
@@ -171,7 +171,7 @@ TOKENS = [1, 0, 2]
         # KL(target || draft) in bits at the first position, by hand.
         ("fuzzy:divergence=kl", [0.5 * math.log2(2.5) + 0.3 * math.log2(3 / 7) + 0.2 * math.log2(2), 0, None]),
         (
-            "fuzzy:divergence=kl,base=2.718281828459045",
+            "fuzzy:divergence=kl,log_base=2.718281828459045",
             [0.5 * math.log(2.5) + 0.3 * math.log(3 / 7) + 0.2 * math.log(2), 0, None],
         ),
         (
@@ -245,7 +245,7 @@ def test_composition_needs_both_or_either():
     assert accepts(bound("top_k:k=2&floor:min_prob=0.31"), case).tolist() == [False, True, False]
     assert accepts(bound("top_k:k=2&floor:min_prob=0.29"), case).tolist() == [True, True, False]
     assert accepts(bound("top_k:k=2|floor:min_prob=0.2"), case).tolist() == [True, True, True]
-    composed = parse_rule("top_k:k=2") & parse_rule("floor:min_prob=0.29")
+    composed = all_of(parse_rule("top_k:k=2"), parse_rule("floor:min_prob=0.29"))
     assert composed.spec == "top_k:k=2&floor:min_prob=0.29"
     assert parse_rule(composed.spec) == composed
 

@@ -91,6 +91,7 @@ class ScriptedDrafter:
     """Proposes what a function of the committed tokens says: (tokens, parents), or a ready block."""
 
     name = "scripted"
+    provides = frozenset({"draft_probs"})
 
     def __init__(self, script: Callable[[list[int], int], Block]) -> None:
         self.script = script

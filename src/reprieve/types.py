@@ -6,6 +6,7 @@ child, so there is one set of records and one verification path.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -123,7 +124,9 @@ class Evidence:
     greedy: bool
     lossless_accepts: Tensor  # [...], bool: whether the lossless check alone would accept the token
     target_scores: Tensor | None = None  # [..., V]; None for the raw logits
+    target_ids: Tensor | None = None  # [...], the target's own draw in each token's place (base `exact`)
     draft_scores: Tensor | None = None  # [..., V]; None when the drafter has no distribution
+    proposal_probs: Tensor | None = None  # [...], of each token; None where the drafter did not sample
     uniforms: Tensor | None = None  # [...], in [0, 1); the lossless check's draws; None when greedy
     noise: Tensor | None = None  # [...], in [0, 1); independent draws for rules that are random themselves
     node_logits: Tensor | None = None  # [..., V], the target's distribution after the token
@@ -133,10 +136,20 @@ class Evidence:
     parents: Sequence[int] | None = None  # [N], ROOT or an earlier node; None for a chain
     context_ids: Tensor | None = None  # [T], prompt and committed tokens, oldest first
 
+    @property
+    def scores(self) -> Tensor:
+        """What rules judge by: the target's scores when sampling, its raw logits when greedy. [..., V]"""
+        return self.target_logits if self.target_scores is None else self.target_scores
+
+    @cached_property
+    def allowed(self) -> Tensor:
+        """Whether the target can produce the token at all (top-k, top-p or a grammar may exclude it). [...], bool"""
+        return gather_token(self.scores, self.token_ids) > -math.inf
+
     @cached_property
     def target_probs(self) -> Tensor:
         """[..., V]"""
-        return (self.target_logits if self.target_scores is None else self.target_scores).softmax(-1)
+        return self.scores.softmax(-1)
 
     @cached_property
     def draft_probs(self) -> Tensor | None:
@@ -146,7 +159,7 @@ class Evidence:
     @cached_property
     def target_log_probs(self) -> Tensor:
         """log of `target_probs`, [..., V]; -inf where a token is excluded."""
-        return self.target_probs.log()
+        return self.scores.log_softmax(-1)
 
     @cached_property
     def token_log_probs(self) -> Tensor:
@@ -202,6 +215,7 @@ class RoundTimes:
     draft_s: float = 0.0
     verify_s: float = 0.0
     rule_s: float = 0.0
+    advise_s: float = 0.0
     commit_s: float = 0.0
     prefill_s: float = 0.0
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.progress import Progress
 
 from reprieve.cli.options import command_line, console, progress_bar, quiet_transformers, results_table, table_width
-from reprieve.evaluation.arms import Arm
+from reprieve.evaluation.arms import DRAFT_ONLY, Arm
 from reprieve.tasks import load_task
 
 
@@ -37,12 +37,15 @@ def compare(
     from reprieve.models import load_pair
 
     pair = load_pair(target, draft, dtype=dtype, device=device)
+    if pair.draft is None:  # n-grams need none; what the draft alone would do is then not known
+        arms = [arm for arm in arms if arm.label != DRAFT_ONLY]
     ks = list(dict.fromkeys(arm.num_draft_tokens for arm in arms if arm.rule is not None))
     config = RunConfig(
         command=command_line(),
         target=pair.target_name,
         draft=pair.draft_name,
         drafter=drafter,
+        weights=pair.weights_fingerprint,
         dtype=str(pair.target.dtype).removeprefix("torch."),
         device=str(pair.target.device),
         task=task,

@@ -21,7 +21,7 @@ STYLES = {"target": "default", "matched": "green", "rescued": "bold yellow"}
 def command(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     rule: Annotated[str, typer.Option(help="The rule, such as margin:delta=2.")] = "lossless",
-    threshold: Annotated[float | None, typer.Option(help="This request's own threshold, as a risk.")] = None,
+    dial: Annotated[float | None, typer.Option(help="This request's own value of the rule's dial.")] = None,
     target: o.Target = o.BUNDLED,
     draft: o.Draft = None,
     drafter: o.DrafterSpec = "draft",
@@ -60,7 +60,7 @@ def command(
     def show(token: Token, piece: str) -> None:
         out.print(Text(piece, style=STYLES[token.provenance.value]), end="", soft_wrap=True)
 
-    made = decoder.generate(wrapped, params, threshold=threshold, on_token=None if as_json else show, trace=trace)
+    made = decoder.generate(wrapped, params, dial=dial, on_token=None if as_json else show, trace=trace)
     if as_json:
         print(json.dumps(_as_json(made, parsed.spec, pair.tokenizer)))
         return 0

@@ -146,5 +146,7 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _interval(bounds: list[float], scale: float, digits: int) -> str:
+def _interval(bounds: list[float] | None, scale: float, digits: int) -> str:
+    if bounds is None:
+        return ""
     return f"[{scale * bounds[0]:.{digits}f}, {scale * bounds[1]:.{digits}f}]"

@@ -3,5 +3,6 @@
 from reprieve.drafters.base import Drafter
 from reprieve.drafters.draft_model import DraftModelDrafter
 from reprieve.drafters.ngram import NgramDrafter
+from reprieve.drafters.none import NoDrafter
 
-__all__ = ["DraftModelDrafter", "Drafter", "NgramDrafter"]
+__all__ = ["DraftModelDrafter", "Drafter", "NgramDrafter", "NoDrafter"]

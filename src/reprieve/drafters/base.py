@@ -17,6 +17,7 @@ class Drafter(Protocol):
     """
 
     name: str
+    provides: frozenset[str]  # which of `draft_probs` and `draft_hidden` its blocks carry
 
     def start(self, prompt_ids: Sequence[int], sampler: Sampler) -> None:
         """Get ready for a prompt; forget the last one."""

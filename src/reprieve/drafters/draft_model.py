@@ -24,6 +24,7 @@ class DraftModelDrafter:
     def __init__(self, model: CachedModel, device: torch.device) -> None:
         self.model = model
         self.device = device
+        self.provides = frozenset({"draft_probs", "draft_hidden"} if model.hidden_layers else {"draft_probs"})
         self._unread: list[int] = []  # committed, not yet in the draft's cache
         self._base = 0
 

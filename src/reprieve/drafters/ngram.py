@@ -21,6 +21,7 @@ class NgramDrafter:
     """
 
     name = "ngram"
+    provides: frozenset[str] = frozenset()
 
     def __init__(self, device: torch.device, *, max_ngram: int = 3, min_ngram: int = 1) -> None:
         if not 1 <= min_ngram <= max_ngram:

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from reprieve.drafters import DraftModelDrafter, NgramDrafter
 from reprieve.drafters.base import Drafter
 from reprieve.engine.decoder import SpeculativeDecoder
-from reprieve.errors import SpecError
+from reprieve.errors import PairError, SpecError
 from reprieve.models.cached_model import CachedModel
 from reprieve.models.sampling import SamplingParams
 from reprieve.rules import Rule, parse_rule
@@ -35,6 +35,30 @@ class _IdsOnly:
         raise SpecError("this rule reads tokens' text: pass tokenizer= to generate")
 
 
+# Generation settings that would change the answer and that the engine does not have, with their neutral values.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "num_return_sequences": (None, 1),
+    "repetition_penalty": (None, 1.0),
+    "encoder_repetition_penalty": (None, 1.0),
+    "no_repeat_ngram_size": (None, 0),
+    "min_new_tokens": (None, 0),
+    "min_length": (None, 0),
+    "min_p": (None, 0.0),
+    "typical_p": (None, 1.0),
+    "epsilon_cutoff": (None, 0.0),
+    "eta_cutoff": (None, 0.0),
+    "bad_words_ids": (None,),
+    "sequence_bias": (None,),
+    "suppress_tokens": (None,),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "guidance_scale": (None, 1.0),
+    "max_time": (None,),
+    "return_dict_in_generate": (None, False),
+}
+
+
 def custom_generate(
     model: PreTrainedModel,
     input_ids: Tensor,  # [1, prompt length]
@@ -44,37 +68,66 @@ def custom_generate(
     num_draft_tokens: int = 16,
     generation_config: GenerationConfig | None = None,
     tokenizer: Any = None,
-    seed: int = 0,
-    **unused: Any,
+    streamer: Any = None,
+    seed: int | None = None,
+    **extra: Any,
 ) -> Tensor:  # [1, prompt length + new tokens]
     """Speculative decoding with a relaxed rule, as a `custom_generate` callable.
 
-    `max_new_tokens`, `max_length`, `do_sample`, `temperature`, `top_p`, `top_k` and `stop_strings` are taken from the
-    generation configuration. Without a `draft_model`, n-grams of the text itself are proposed.
+    `max_new_tokens`, `max_length`, `do_sample`, `temperature`, `top_p`, `top_k`, `eos_token_id` and `stop_strings` are
+    taken from the generation configuration. Without a `draft_model`, n-grams of the text itself are proposed.
+
+    Args:
+        tokenizer: needed for stop strings and for rules that read tokens' text.
+        seed: of the sampling; drawn from torch's global generator when None.
 
     Raises:
-        SpecError: more than one prompt, beams, or a rule that cannot be read.
+        SpecError: more than one prompt, a generation setting the engine does not have, or a rule that cannot be read.
+        PairError: the draft's vocabulary differs from the target's.
         ContextOverflowError: prompt and new tokens exceed the model's positions.
     """
     config = generation_config or model.generation_config
-    if input_ids.shape[0] != 1:
-        raise SpecError(f"batch size must be 1, got {input_ids.shape[0]}")
-    if (config.num_beams or 1) != 1 or (config.num_return_sequences or 1) != 1:
-        raise SpecError("num_beams and num_return_sequences must be 1")
+    parsed = parse_rule(rule) if isinstance(rule, str) else rule
+    _refuse_unsupported(input_ids, config, extra)
+    if tokenizer is None and (parsed.reads_text or config.stop_strings):
+        raise SpecError(f"rule {parsed.spec} and stop strings read tokens' text: pass tokenizer= to generate")
     vocab_size = model.get_output_embeddings().weight.shape[0]
     drafter: Drafter = NgramDrafter(model.device)
     if draft_model is not None:
-        vocab_size = min(vocab_size, draft_model.get_output_embeddings().weight.shape[0])
+        if draft_model.config.get_text_config().vocab_size > vocab_size and tokenizer is None:
+            raise PairError(
+                f"the draft has {draft_model.config.get_text_config().vocab_size} tokens, the target {vocab_size}; "
+                "pass tokenizer= if they share one"
+            )
         drafter = DraftModelDrafter(CachedModel(draft_model, vocab_size=vocab_size), model.device)
     decoder = SpeculativeDecoder(
-        CachedModel(model, vocab_size=vocab_size),
+        CachedModel(model),
         drafter,
         tokenizer if tokenizer is not None else _IdsOnly(vocab_size),
-        rule=parse_rule(rule) if isinstance(rule, str) else rule,
+        rule=parsed,
         num_draft_tokens=num_draft_tokens,
     )
-    made = decoder.generate(input_ids[0].tolist(), _params(config, input_ids.shape[1], seed))
+    seed = int(torch.randint(2**31, ())) if seed is None else seed
+    on_token = None if streamer is None else lambda token, _: streamer.put(torch.tensor([token.token_id]))
+    made = decoder.generate(input_ids[0].tolist(), _params(config, input_ids.shape[1], seed), on_token=on_token)
+    if streamer is not None:
+        streamer.end()
     return torch.cat([input_ids, torch.tensor([made.token_ids], device=input_ids.device)], dim=1)
+
+
+def _refuse_unsupported(input_ids: Tensor, config: GenerationConfig, extra: dict[str, Any]) -> None:
+    if input_ids.shape[0] != 1:
+        raise SpecError(f"batch size must be 1, got {input_ids.shape[0]}")
+    for name, neutral in _UNSUPPORTED.items():
+        if (value := getattr(config, name, None)) not in neutral:
+            raise SpecError(f"generation setting {name} must be {neutral[-1]} with custom_generate, got {value!r}")
+    mask = extra.get("attention_mask")
+    if mask is not None and not bool(mask.all()):
+        raise SpecError("attention_mask must be all ones: the prompt must not be padded")
+    for kind in ("logits_processor", "stopping_criteria"):
+        for item in extra.get(kind) or ():
+            if not type(item).__module__.startswith("transformers."):
+                raise SpecError(f"{kind} of your own is not supported, got {type(item).__name__}")
 
 
 def _params(config: GenerationConfig, prompt_length: int, seed: int) -> SamplingParams:
@@ -82,6 +135,7 @@ def _params(config: GenerationConfig, prompt_length: int, seed: int) -> Sampling
     if max_new_tokens is None:
         max_new_tokens = (config.max_length or 20) - prompt_length
     stop = config.stop_strings or ()
+    eos = config.eos_token_id
     sampling: dict[str, Any] = {}
     if config.do_sample:
         sampling = {
@@ -90,5 +144,9 @@ def _params(config: GenerationConfig, prompt_length: int, seed: int) -> Sampling
             "top_k": config.top_k or 0,
         }
     return SamplingParams(
-        max_new_tokens=max_new_tokens, seed=seed, stop=(stop,) if isinstance(stop, str) else tuple(stop), **sampling
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        **sampling,
     )

@@ -6,19 +6,21 @@ Target-only decoding is the same loop with a drafter that proposes nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from reprieve.drafters.base import Drafter
+from reprieve.drafters import Drafter, NoDrafter
+from reprieve.engine.answer import Answer, OnToken
 from reprieve.engine.text_stream import TextStream
 from reprieve.errors import SpecError, UnsupportedModelError
 from reprieve.models.cached_model import CachedModel
 from reprieve.models.sampling import Sampler, SamplingParams
 from reprieve.rules import LosslessRule, RiskBudget, Rule, accept
+from reprieve.rules.accept import NextToken
+from reprieve.rules.base import bounded_risk
 from reprieve.rules.lossless import greedy_accepts, sampling_accepts
 from reprieve.types import (
     Block,
@@ -26,13 +28,11 @@ from reprieve.types import (
     Generation,
     Outcome,
     Provenance,
-    RoundTimes,
     RoundTrace,
     Token,
     Verification,
+    gather_token,
 )
-
-OnToken = Callable[[Token, str], None]  # a committed token and the text it made certain
 
 MAX_DRAFT_TOKENS = 512
 
@@ -61,72 +61,6 @@ class Advisor(Protocol):
     def commit(self, token_ids: list[int]) -> None:
         """Take the tokens the round committed."""
         ...
-
-
-class NoDrafter:
-    """Proposes nothing: every round is one plain target step."""
-
-    name = "none"
-
-    def __init__(self, device: torch.device) -> None:
-        self._empty = Block.empty(device)
-
-    def start(self, prompt_ids: Sequence[int], sampler: Sampler) -> None: ...
-
-    def propose(self, max_depth: int) -> Block:
-        return self._empty
-
-    def commit(self, block: Block, outcome: Outcome, verification: Verification) -> None: ...
-
-
-@dataclass
-class _Answer:
-    """The state of one answer while it is being decoded."""
-
-    prompt_ids: list[int]
-    params: SamplingParams
-    sampler: Sampler
-    stream: TextStream
-    budget: RiskBudget
-    threshold: float | None
-    eos_ids: frozenset[int]
-    on_token: OnToken | None
-    tokens: list[Token] = field(default_factory=list)
-    trace: list[RoundTrace] | None = None
-    num_rounds: int = 0
-    num_drafted: int = 0
-    finish_reason: str | None = None
-    times: RoundTimes = field(default_factory=RoundTimes)
-
-    @property
-    def last_id(self) -> int:
-        return self.tokens[-1].token_id if self.tokens else self.prompt_ids[-1]
-
-    @property
-    def num_left(self) -> int:
-        return self.params.max_new_tokens - len(self.tokens)
-
-    def context_ids(self, device: torch.device) -> Tensor:
-        return torch.tensor([*self.prompt_ids, *(token.token_id for token in self.tokens)], device=device)
-
-    def take(self, token: Token) -> bool:
-        """Commit one token; False once the answer has ended."""
-        self.tokens.append(token)
-        ended = token.token_id in self.eos_ids
-        text = ""
-        if self.on_token is not None or self.params.stop:
-            text = self.stream.push(token.token_id)
-        if ended:
-            self.finish_reason = "eos"
-        elif self.stream.stopped:
-            self.finish_reason = "stop"
-        elif self.num_left == 0:
-            self.finish_reason = "length"
-        if self.finish_reason and self.on_token is not None:
-            text += self.stream.finish()
-        if self.on_token is not None:
-            self.on_token(token, text)
-        return self.finish_reason is None
 
 
 class SpeculativeDecoder:
@@ -163,14 +97,19 @@ class SpeculativeDecoder:
         self.rule = (rule or LosslessRule()).bind(tokenizer)
         self.num_draft_tokens = num_draft_tokens
         self.advisor = advisor
-        if "node_hidden" in self.rule.needs and not target.hidden_layers:
-            raise UnsupportedModelError(
-                f"rule {self.rule.name} needs hidden states: load the target with hidden_layers"
-            )
-        if "advice" in self.rule.needs and advisor is None:
-            raise SpecError(f"rule {self.rule.name} needs an advisor")
-        if "draft_probs" in self.rule.needs and self.drafter.name == "ngram":
-            raise SpecError(f"rule {self.rule.name} needs draft probabilities, which the ngram drafter does not have")
+        self._require_inputs()
+
+    def _require_inputs(self) -> None:
+        name, needs = self.rule.name, self.rule.needs
+        if "node_hidden" in needs and not self.target.hidden_layers:
+            raise UnsupportedModelError(f"rule {name} needs hidden states: give the target hidden_layers")
+        if "advice" in needs and self.advisor is None:
+            raise SpecError(f"rule {name} needs an advisor")
+        for field in ("draft_probs", "draft_hidden"):
+            if field in needs and field not in self.drafter.provides:
+                raise SpecError(
+                    f"rule {name} needs {field.replace('_', ' ')}, which the {self.drafter.name} drafter does not have"
+                )
 
     @torch.inference_mode()
     def generate(
@@ -178,7 +117,7 @@ class SpeculativeDecoder:
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
         *,
-        threshold: float | None = None,
+        dial: float | None = None,
         on_token: OnToken | None = None,
         trace: bool = False,
     ) -> Generation:
@@ -186,21 +125,21 @@ class SpeculativeDecoder:
 
         Args:
             prompt: text, or token ids.
-            threshold: this request's own threshold, in the unit of the rule's risk; None for the rule's.
+            dial: this request's own value of the rule's dial, in the paper's unit; None for the rule's.
             on_token: called with each committed token and the text it makes certain.
             trace: keep a `RoundTrace` of every round.
 
         Raises:
             ContextOverflowError: prompt and `max_new_tokens` exceed a model's positions.
-            SpecError: an empty prompt.
+            SpecError: an empty prompt, or a dial out of range.
         """
         started = time.perf_counter()
-        answer = self._start(prompt, params or SamplingParams(), threshold, on_token, trace)
+        answer = self._start(prompt, params or SamplingParams(), dial, on_token, trace)
         while answer.finish_reason is None:
             self._round(answer)
         seconds = time.perf_counter() - started
         text = answer.stream.text
-        if not (answer.on_token or answer.params.stop):
+        if not answer.streams:
             text = self.tokenizer.decode([token.token_id for token in answer.tokens], skip_special_tokens=True)
         return Generation(
             prompt_ids=answer.prompt_ids,
@@ -218,101 +157,115 @@ class SpeculativeDecoder:
         self,
         prompt: str | Sequence[int],
         params: SamplingParams,
-        threshold: float | None,
+        dial: float | None,
         on_token: OnToken | None,
         trace: bool,
-    ) -> _Answer:
+    ) -> Answer:
         prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not prompt_ids:
             raise SpecError("prompt must hold at least one token, got none")
         num_positions = len(prompt_ids) + params.max_new_tokens
         self.target.require_room(num_positions, what=f"{len(prompt_ids)} prompt + {params.max_new_tokens} new tokens")
-        started = time.perf_counter()
+        rule = self.rule if dial is None else self.rule.with_dial(dial)
+        started = self._clock()
         sampler = Sampler(params, self.target.device)
         self.target.start(prompt_ids[:-1])
         self.drafter.start(prompt_ids, sampler)
         if self.advisor is not None:
             self.advisor.start(prompt_ids)
-        eos = _eos_ids(self.target, self.tokenizer)
-        answer = _Answer(
+        eos = _eos_ids(self.target, self.tokenizer) if params.eos_token_ids is None else params.eos_token_ids
+        answer = Answer(
             prompt_ids=prompt_ids,
             params=params,
             sampler=sampler,
             stream=TextStream(self.tokenizer, params.stop),
-            budget=RiskBudget.of(self.rule),
-            threshold=threshold,
-            eos_ids=frozenset() if params.ignore_eos else eos,
+            rule=rule,
+            budget=RiskBudget.of(rule),
+            eos_ids=frozenset() if params.ignore_eos else frozenset(eos),
             on_token=on_token,
             trace=[] if trace else None,
         )
-        answer.times.prefill_s = time.perf_counter() - started
+        answer.times.prefill_s = self._clock() - started
         return answer
 
-    def _round(self, answer: _Answer) -> None:
+    def _round(self, answer: Answer) -> None:
         """Draft, verify, accept, commit."""
-        clock = [time.perf_counter()]
+        clock = [self._clock()]
         # The target's own token ends every round, so the last one of the budget needs no draft.
         block = self.drafter.propose(min(self.num_draft_tokens, answer.num_left - 1))
-        clock.append(time.perf_counter())
+        clock.append(self._clock())
         base = self.target.length
         logits, hidden = self.target.forward([answer.last_id, *block.token_ids.tolist()], block)
         verification = Verification(logits, hidden)
-        clock.append(time.perf_counter())
-        evidence, next_scores = self._evidence(answer, block, verification)
-        outcome = self._accept(answer, block, evidence, next_scores)
-        clock.append(time.perf_counter())
+        clock.append(self._clock())
+        advice = self.advisor.advise(block, verification) if self.advisor is not None else None
+        clock.append(self._clock())
+        evidence, next_token = self._evidence(answer, block, verification, advice)
+        outcome = accept(answer.rule, block, evidence, next_token=next_token, budget=answer.budget)
+        clock.append(self._clock())
         self._commit(answer, block, verification, outcome, evidence, base)
-        clock.append(time.perf_counter())
-        for name, start, end in zip(("draft_s", "verify_s", "rule_s", "commit_s"), clock, clock[1:], strict=False):
-            setattr(answer.times, name, getattr(answer.times, name) + end - start)
+        clock.append(self._clock())
+        parts = ("draft_s", "verify_s", "advise_s", "rule_s", "commit_s")
+        for part, start, end in zip(parts, clock, clock[1:], strict=False):
+            setattr(answer.times, part, getattr(answer.times, part) + end - start)
 
-    def _evidence(self, answer: _Answer, block: Block, verification: Verification) -> tuple[Evidence, Tensor]:
-        """What the rule may see, and the scores [N + 1, V] that fallback and bonus tokens come from."""
-        sampler = answer.sampler
+    def _clock(self) -> float:
+        """Seconds, after the device has finished what it was given."""
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+        return time.perf_counter()
+
+    def _evidence(
+        self, answer: Answer, block: Block, verification: Verification, advice: Tensor | None
+    ) -> tuple[Evidence, NextToken]:
+        """What the rule may see, and where fallback and bonus tokens come from."""
+        sampler, needs = answer.sampler, answer.rule.needs
         scores = sampler.target_scores(verification.logits)
-        judged = verification.parent_rows(block)
+        judged = Verification(scores).parent_rows(block)
         draft_scores = None
-        if block.draft_logits is not None and (not sampler.greedy or "draft_probs" in self.rule.needs):
-            draft_scores = sampler.draft_scores(block.draft_logits[:, : judged.shape[-1]])
-        uniforms = None
-        target_scores = None
+        if block.draft_logits is not None and (not sampler.greedy or "draft_probs" in needs):
+            draft_scores = sampler.draft_scores(block.draft_logits)
+        uniforms = proposal_probs = target_ids = None
+        next_token: NextToken
         if sampler.greedy:
             lossless = greedy_accepts(judged, block.token_ids)
+            next_token = lambda row, residual: int(scores[row].argmax())  # noqa: E731
+        elif answer.rule.base == "exact":
+            drawn = sampler.draws(scores.softmax(-1))
+            target_ids = Verification(drawn).parent_rows(block)
+            lossless = target_ids == block.token_ids
+            next_token = lambda row, residual: int(drawn[row])  # noqa: E731
         else:
-            target_scores = Verification(scores).parent_rows(block)
             uniforms = sampler.uniforms(block.num_tokens)
             proposal = None if block.deterministic or draft_scores is None else draft_scores.softmax(-1)
-            lossless = sampling_accepts(target_scores.softmax(-1), proposal, block.token_ids, uniforms)
-        needs = self.rule.needs
+            proposal_probs = None if proposal is None else gather_token(proposal, block.token_ids)
+            lossless = sampling_accepts(judged.softmax(-1), proposal, block.token_ids, uniforms)
+            next_token = lambda row, residual: sampler.draw(  # noqa: E731
+                scores[row].softmax(-1) if residual is None else residual
+            )
         evidence = Evidence(
             token_ids=block.token_ids,
-            target_logits=judged,
+            target_logits=verification.parent_rows(block),
             greedy=sampler.greedy,
             lossless_accepts=lossless,
-            target_scores=target_scores,
+            target_scores=None if sampler.greedy else judged,
+            target_ids=target_ids,
             draft_scores=draft_scores,
+            proposal_probs=proposal_probs,
             uniforms=uniforms,
             noise=sampler.uniforms(block.num_tokens) if "noise" in needs else None,
             node_logits=verification.node_logits,
             node_hidden=verification.node_hidden,
             draft_hidden=block.draft_hidden,
-            advice=self.advisor.advise(block, verification) if self.advisor is not None else None,
+            advice=advice,
             parents=block.parents,
             context_ids=answer.context_ids(block.token_ids.device) if "context_ids" in needs else None,
         )
-        return evidence, scores
-
-    def _accept(self, answer: _Answer, block: Block, evidence: Evidence, next_scores: Tensor) -> Outcome:
-        sampler = answer.sampler
-        probs = next_scores if sampler.greedy else next_scores.softmax(-1)
-        sample = _argmax if sampler.greedy else sampler.draw
-        return accept(
-            self.rule, block, evidence, probs, sample=sample, budget=answer.budget, threshold=answer.threshold
-        )
+        return evidence, next_token
 
     def _commit(
         self,
-        answer: _Answer,
+        answer: Answer,
         block: Block,
         verification: Verification,
         outcome: Outcome,
@@ -336,23 +289,20 @@ class SpeculativeDecoder:
             if not answer.take(token):
                 break
         if answer.trace is not None:
-            answer.trace.append(self._trace(block, outcome, evidence, answer.tokens[first:]))
-
-    def _trace(self, block: Block, outcome: Outcome, evidence: Evidence, committed: list[Token]) -> RoundTrace:
-        has_risk = block.num_tokens and not isinstance(self.rule, LosslessRule)
-        return RoundTrace(
-            drafted_ids=block.token_ids.tolist(),
-            parents=list(block.parents),
-            target_ids=evidence.target_logits.argmax(-1).tolist(),
-            risks=self.rule.risk(evidence).tolist() if has_risk else None,
-            lossless_accepts=evidence.lossless_accepts.tolist(),
-            path=outcome.path,
-            committed=committed,
-        )
+            answer.trace.append(_trace(answer, block, outcome, evidence, answer.tokens[first:]))
 
 
-def _argmax(scores: Tensor) -> int:
-    return int(scores.argmax())
+def _trace(answer: Answer, block: Block, outcome: Outcome, evidence: Evidence, committed: list[Token]) -> RoundTrace:
+    has_risk = block.num_tokens and not isinstance(answer.rule, LosslessRule)
+    return RoundTrace(
+        drafted_ids=block.token_ids.tolist(),
+        parents=list(block.parents),
+        target_ids=evidence.target_logits.argmax(-1).tolist(),
+        risks=bounded_risk(answer.rule, evidence).tolist() if has_risk else None,
+        lossless_accepts=evidence.lossless_accepts.tolist(),
+        path=outcome.path,
+        committed=committed,
+    )
 
 
 def _eos_ids(target: CachedModel, tokenizer: Tokenizer) -> frozenset[int]:

@@ -16,7 +16,8 @@ class Decodes(Protocol):
 class TextStream:
     """Decodes incrementally; `push` returns the text that has become certain.
 
-    Text that could be the beginning of a stop text is held back until it is known not to be one.
+    Text that could be the beginning of a stop text is held back until it is known not to be one. Only a window of the
+    last tokens is decoded each time, with the ones before it as context, since tokenizers join words by context.
     """
 
     def __init__(self, tokenizer: Decodes, stop: tuple[str, ...] = ()) -> None:
@@ -25,35 +26,46 @@ class TextStream:
         self.text = ""  # without the stop text
         self.stopped = False
         self._ids: list[int] = []
-        self._emitted = 0
+        self._context = 0  # the window's first token
+        self._read = 0  # tokens whose text is in `text`
+        self._released = 0
 
     def push(self, token_id: int) -> str:
         """Add a token; returns new text, often one word, sometimes none. After a stop nothing more comes."""
         if self.stopped:
             return ""
         self._ids.append(token_id)
-        self.text = self.tokenizer.decode(self._ids, skip_special_tokens=True)
-        for stop in self.stop:
-            # A stop can only have appeared in what is new; the text before was searched already.
-            at = self.text.find(stop, max(0, self._emitted - len(stop)))
-            if at >= 0:
-                self.text, self.stopped = self.text[:at], True
+        self._take(final=False)
         return self._release(len(self.text) if self.stopped else self._certain())
 
     def finish(self) -> str:
         """The text still held back."""
+        if not self.stopped:
+            self._take(final=True)
         return self._release(len(self.text))
 
+    def _take(self, *, final: bool) -> None:
+        known = self._decode(self._ids[self._context : self._read])
+        window = self._decode(self._ids[self._context :])
+        if window.endswith(_REPLACEMENT) and not final:
+            return  # half a character
+        searched = max(0, len(self.text) - max(map(len, self.stop), default=0))
+        self.text += window[len(known) :]
+        self._context, self._read = self._read, len(self._ids)
+        ends = [at for stop in self.stop if (at := self.text.find(stop, searched)) >= 0]
+        if ends:
+            self.text, self.stopped = self.text[: min(ends)], True
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
     def _certain(self) -> int:
-        end = len(self.text.rstrip(_REPLACEMENT))
-        for stop in self.stop:
-            for size in range(min(len(stop) - 1, end), 0, -1):
-                if self.text.endswith(stop[:size], 0, end):
-                    end -= size
-                    break
-        return end
+        """Length of the text that no stop text can still take back."""
+        end = len(self.text)
+        held = [size for stop in self.stop for size in range(1, len(stop)) if self.text.endswith(stop[:size])]
+        return end - max(held, default=0)
 
     def _release(self, end: int) -> str:
-        new = self.text[self._emitted : end]
-        self._emitted = max(self._emitted, end)
+        new = self.text[self._released : end]
+        self._released = max(self._released, end)
         return new

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,12 +62,7 @@ def sweep_rules(spec: str, thresholds: Sequence[float], *, dial: str | None = No
         raise SpecError("thresholds must hold at least one value, got none")
     if isinstance(getattr(rule, rule.dial, 0.0), str):
         raise SpecError(f"rule {rule.name} has nothing to sweep")
-    if dial is None:
-        return [rule.with_dial(value) for value in thresholds]
-    known = [f.name for f in dataclasses.fields(rule) if f.metadata.get("spec", True)]
-    if dial not in known:
-        raise SpecError(f"dial must be one of {', '.join(known)} for rule {rule.name}, got {dial!r}")
-    return [dataclasses.replace(rule, **{dial: value}) for value in thresholds]
+    return [rule.with_parameter(dial or rule.dial, value) for value in thresholds]
 
 
 def make_drafter(spec: str, pair: Pair, rule: Rule) -> Drafter:

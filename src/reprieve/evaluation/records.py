@@ -30,6 +30,7 @@ class ProblemRecord:
     text: str
     draft_s: float = 0.0
     verify_s: float = 0.0
+    advise_s: float = 0.0
     rule_s: float = 0.0
     commit_s: float = 0.0
     prefill_s: float = 0.0

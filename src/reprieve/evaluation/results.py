@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "sampling": run.config.sampling,
         "arms": [_summarise_arm(arm, rows) for arm in run.arms] if common else [],
     }
-    if common:
+    if common and DRAFT_ONLY in rows:
         document["random_allocation"] = _random_allocation(rows)
     return document
 
@@ -88,7 +89,7 @@ def _summarise_arm(arm: Arm, rows: dict[str, list[ProblemRecord]]) -> dict[str, 
         "seconds_per_solved": seconds / num_correct if num_correct else None,
         "seconds_by_part": {
             part: sum(getattr(record, part) for record in records)
-            for part in ("prefill_s", "draft_s", "verify_s", "rule_s", "commit_s")
+            for part in ("prefill_s", "draft_s", "verify_s", "advise_s", "rule_s", "commit_s")
         },
     }
 
@@ -105,17 +106,20 @@ def _totals(records: list[ProblemRecord]) -> np.ndarray:
 
 def _ratio(arm: np.ndarray, baseline: np.ndarray) -> float:
     (tokens, seconds), (base_tokens, base_seconds) = arm.sum(0), baseline.sum(0)
-    if not seconds or not base_tokens:
+    if not seconds or not base_tokens or not base_seconds:
         return float("nan")
     return float((tokens / seconds) / (base_tokens / base_seconds))
 
 
-def _speedup(records: list[ProblemRecord], baseline: list[ProblemRecord]) -> float:
-    """Ratio of tokens per second over the same problems."""
-    return _ratio(_totals(records), _totals(baseline))
+def _speedup(records: list[ProblemRecord], baseline: list[ProblemRecord]) -> float | None:
+    """Ratio of tokens per second over the same problems; None where one of them made no token."""
+    ratio = _ratio(_totals(records), _totals(baseline))
+    return None if math.isnan(ratio) else ratio
 
 
-def _speedup_interval(records: list[ProblemRecord], baseline: list[ProblemRecord]) -> list[float]:
+def _speedup_interval(records: list[ProblemRecord], baseline: list[ProblemRecord]) -> list[float] | None:
+    if _speedup(records, baseline) is None:
+        return None
     arm, base = _totals(records), _totals(baseline)
     return list(bootstrap_interval(lambda index: _ratio(arm[index], base[index]), len(arm), num_resamples=1000))
 
@@ -127,6 +131,8 @@ def _random_allocation(rows: dict[str, list[ProblemRecord]]) -> list[dict[str, f
     line = []
     for share in np.linspace(0, 1, _NUM_SHARES):
         tokens, seconds = (1 - share) * target + share * draft
+        if not tokens or not target[0]:
+            continue
         line.append(
             {
                 "share_to_draft": float(share),

@@ -29,6 +29,7 @@ class RunConfig:
     drafter: str
     dtype: str
     device: str
+    weights: str
     task: str
     split: str
     limit: int
@@ -123,8 +124,9 @@ def _answer(
     """One arm on one problem. An error is recorded as an error, never as an answer."""
     try:
         made = decoder.generate(problem.prompt, params)
-    except ReprieveError as error:
-        return ProblemRecord(label, problem.problem_id, False, None, 0, 0, 0, 0, 0, 0.0, "error", "", error=str(error))
+    except Exception as error:  # whatever it is, the other problems are still worth measuring
+        told = f"{type(error).__name__}: {error}"
+        return ProblemRecord(label, problem.problem_id, False, None, 0, 0, 0, 0, 0, 0.0, "error", "", error=told)
     answer = task.extract_answer(made.text)
     drafted_alone = label == DRAFT_ONLY
     return ProblemRecord(

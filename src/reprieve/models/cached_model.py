@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,8 @@ class CachedModel:
 
     Args:
         model: any `transformers` causal language model whose cache is made of keys and values.
-        vocab_size: logits are cut to this many columns (models of one family pad their vocabularies differently).
+        vocab_size: logits are brought to this many columns, cut or filled up with -inf: a draft's to its target's,
+            since models of one family pad their vocabularies differently. None leaves them alone.
         hidden_layers: which hidden states `forward` returns, concatenated; () for none.
 
     Raises:
@@ -40,7 +42,7 @@ class CachedModel:
         self.cached_ids: list[int] = []
         self._config = model.config.get_text_config()
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
-        _refuse_recurrent(self._config)
+        _refuse_recurrent(model, self._config)
         num_states = self._config.num_hidden_layers + 1
         for layer in hidden_layers:
             if not -num_states <= layer < num_states:
@@ -101,9 +103,10 @@ class CachedModel:
         if block is not None and not block.is_chain:
             extra = self._tree_arguments(block)
         output = self._run(token_ids, output_hidden_states=bool(self.hidden_layers) or None, **extra)
-        logits = output.logits[0]
-        if self.vocab_size is not None and logits.shape[-1] != self.vocab_size:
-            logits = logits[:, : self.vocab_size]
+        logits = output.logits[0].float()  # probabilities in half precision do not sum to 1
+        missing = 0 if self.vocab_size is None else self.vocab_size - logits.shape[-1]
+        if missing:
+            logits = torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
         hidden = None
         if self.hidden_layers:
             hidden = torch.cat([output.hidden_states[layer][0] for layer in self.hidden_layers], dim=-1)
@@ -124,8 +127,9 @@ class CachedModel:
 
     def _run(self, token_ids: list[int], **extra: Any) -> Any:
         input_ids = torch.tensor([token_ids], device=self.device)
-        self.cached_ids += token_ids
-        return self.model(input_ids=input_ids, past_key_values=self.cache, use_cache=True, **extra)
+        output = self.model(input_ids=input_ids, past_key_values=self.cache, use_cache=True, **extra)
+        self.cached_ids += token_ids  # only now: an interrupted forward must not count
+        return output
 
     def _tree_arguments(self, block: Block) -> dict[str, Any]:
         positions = torch.tensor([[0, *block.depths]], device=self.device) + self.length
@@ -147,12 +151,12 @@ class CachedModel:
         return {"attention_mask": masks, "position_ids": positions}
 
 
-def _refuse_recurrent(config: Any) -> None:
+def _refuse_recurrent(model: PreTrainedModel, config: Any) -> None:
     kinds = set(getattr(config, "layer_types", None) or ())
-    if unsupported := kinds - {"full_attention", "sliding_attention"}:
+    unsupported = sorted(kinds - {"full_attention", "sliding_attention"})
+    if unsupported or getattr(model, "_is_stateful", False) or hasattr(config, "state_size"):
+        what = f"layers of kind {', '.join(unsupported)}" if unsupported else "recurrent state"
         raise UnsupportedModelError(
-            f"{config.model_type} has layers of kind {', '.join(sorted(unsupported))}; speculative decoding needs a "
-            "cache that can be rolled back, which only full_attention and sliding_attention layers have"
+            f"{config.model_type} has {what}, which cannot be rolled back; speculative decoding needs full_attention "
+            "or sliding_attention layers throughout"
         )
-    if hasattr(config, "state_size") or hasattr(config, "ssm_cfg"):
-        raise UnsupportedModelError(f"{config.model_type} keeps recurrent state, which cannot be rolled back")

@@ -30,14 +30,14 @@ class Pair:
     target_name: str
     draft_name: str | None
 
-    @cached_property
+    @property
     def vocab_size(self) -> int:
-        """Columns of logits both models have."""
-        models = [self.target] if self.draft is None else [self.target, self.draft]
-        return min(model.get_output_embeddings().weight.shape[0] for model in models)
+        """Columns of the target's logits; the draft's are brought to as many."""
+        return self.target.get_output_embeddings().weight.shape[0]
 
     def cached_target(self, hidden_layers: HiddenLayers = ()) -> CachedModel:
-        return CachedModel(self.target, vocab_size=self.vocab_size, hidden_layers=hidden_layers)
+        """The target with a cache of its own."""
+        return CachedModel(self.target, hidden_layers=hidden_layers)
 
     def cached_draft(self, hidden_layers: HiddenLayers = ()) -> CachedModel:
         """The draft with a cache of its own.
@@ -48,6 +48,15 @@ class Pair:
         if self.draft is None:
             raise PairError(f"{self.target_name!r} was loaded without a draft; name one with --draft")
         return CachedModel(self.draft, vocab_size=self.vocab_size, hidden_layers=hidden_layers)
+
+    @cached_property
+    def weights_fingerprint(self) -> str:
+        """Identifies the weights, from the first values of every tensor: runs of other weights are not mixed."""
+        digest = hashlib.sha256()
+        for model in filter(None, (self.target, self.draft)):
+            for parameter in model.parameters():
+                digest.update(parameter.detach().flatten()[:64].float().cpu().numpy().tobytes())
+        return digest.hexdigest()[:12]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -122,5 +131,5 @@ def _load(name: str | Path, role: str, dtype: str, device: str) -> tuple[PreTrai
         model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
         model.to(device)  # type: ignore[arg-type]
         return model.eval(), tokenizer
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:  # torch asserts that CUDA is there
         raise ReprieveError(f"could not load the {role} {str(name)!r} on {device}: {error}") from error

@@ -26,6 +26,7 @@ class SamplingParams:
         stop: texts that end the answer; the answer's text stops before them.
         draft_temperature: the draft's own temperature; None for the target's. FSD drafts greedily (0).
         ignore_eos: go on after the end-of-text token.
+        eos_token_ids: tokens that end the answer; None for the model's and the tokenizer's own.
     """
 
     max_new_tokens: int = 256
@@ -36,8 +37,11 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     draft_temperature: float | None = None
     ignore_eos: bool = False
+    eos_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            raise SpecError(f"stop must be a tuple of texts, got the text {self.stop!r}")
         if self.max_new_tokens < 1:
             raise SpecError(f"max_new_tokens must be 1 or more, got {self.max_new_tokens!r}")
         require_range("temperature", self.temperature, 0.0, math.inf)
@@ -84,7 +88,11 @@ class Sampler:
 
     def draw(self, probs: Tensor) -> int:
         """A token from probabilities [V]."""
-        return int(torch.multinomial(probs, 1, generator=self.generator))
+        return int(torch.multinomial(probs.to(self.generator.device), 1, generator=self.generator))
+
+    def draws(self, probs: Tensor) -> Tensor:
+        """A token from each row of probabilities, [n, V] to [n]."""
+        return torch.multinomial(probs, 1, generator=self.generator).squeeze(-1)
 
     def uniforms(self, size: int) -> Tensor:
         """Draws in [0, 1), [size]."""

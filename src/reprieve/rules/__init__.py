@@ -4,7 +4,7 @@ from reprieve.rules.accept import RiskBudget, accept
 from reprieve.rules.asd import AsdRule
 from reprieve.rules.base import Rule, accepts
 from reprieve.rules.cascades import CascadeRule
-from reprieve.rules.compose import AllOf, AnyOf, InsideSpan
+from reprieve.rules.compose import AllOf, AnyOf, InsideSpan, all_of, any_of
 from reprieve.rules.fly import FlyRule
 from reprieve.rules.fuzzy import FuzzyRule
 from reprieve.rules.lenience import LenienceRule
@@ -38,5 +38,7 @@ __all__ = [
     "TypicalRule",
     "accept",
     "accepts",
+    "all_of",
+    "any_of",
     "parse_rule",
 ]

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reprieve.rules.base import Rule
-from reprieve.rules.lossless import LosslessRule, block_verification, residual_probs
+from reprieve.errors import SpecError
+from reprieve.rules.base import Rule, bounded_risk
+from reprieve.rules.lossless import block_verification, residual_probs
 from reprieve.types import ROOT, Block, Evidence, Outcome, Provenance
 
-Sample = Callable[[Tensor], int]  # probabilities [V] to a token id
+# The token a round ends with: from the row it follows (0 for the last committed token, i + 1 for node i) and, after a
+# refusal by speculative sampling, the residual probabilities [V] to draw from instead of the target's own.
+NextToken = Callable[[int, Tensor | None], int]
 
 
 @dataclass
@@ -34,9 +37,8 @@ def accept(
     rule: Rule,
     block: Block,
     evidence: Evidence,
-    next_probs: Tensor,  # [N + 1, V]: after the last committed token (row 0) and after each node
     *,
-    sample: Sample,
+    next_token: NextToken,
     budget: RiskBudget,
     threshold: float | None = None,
 ) -> Outcome:
@@ -48,30 +50,34 @@ def accept(
     the child of least risk at once.
 
     Args:
-        sample: draws from probabilities; the argmax when greedy.
+        next_token: gives the fallback or bonus token.
         budget: reduced in place by the risk of what is rescued.
-        threshold: overrides the rule's own.
+        threshold: overrides the rule's own, in the unit of its risk.
+
+    Raises:
+        SpecError: block verification of a tree.
     """
-    if isinstance(rule, LosslessRule) and rule.verification == "block" and not evidence.greedy and block.num_tokens:
-        return _accept_block(block, evidence, next_probs, sample)
-    limit = rule.threshold if threshold is None else threshold
-    walk = _Walk(rule, block, evidence, limit, budget)
+    if not block.num_tokens:
+        return Outcome([], [], next_token(0, None))
+    if rule.base == "block" and not evidence.greedy:
+        return _accept_block(block, evidence, next_token)
+    walk = _Walk(rule, block, evidence, rule.threshold if threshold is None else threshold, budget)
     path: list[int] = []
     provenance: list[Provenance] = []
     place = ROOT
+    residual = None
     while children := block.children.get(place, []):
-        node, final_probs = walk.choose(children)
+        node, kind, residual = walk.choose(children)
         if node is None:
-            token = sample(next_probs[place + 1] if final_probs is None else final_probs)
-            return Outcome(path, provenance, token, walk.risks_of(path))
+            break
         path.append(node)
-        provenance.append(Provenance.MATCHED if walk.lossless[node] else Provenance.RESCUED)
+        provenance.append(kind)
         place = node
-    return Outcome(path, provenance, sample(next_probs[place + 1]), walk.risks_of(path))
+    return Outcome(path, provenance, next_token(place + 1, residual), walk.risks_of(path))
 
 
 class _Walk:
-    """The decisions at one place of the tree after another; reads every tensor once, up front."""
+    """The decisions at one place of the tree after another."""
 
     def __init__(self, rule: Rule, block: Block, evidence: Evidence, limit: float, budget: RiskBudget) -> None:
         self.rule = rule
@@ -81,26 +87,33 @@ class _Walk:
         self.budget = budget
         self.relaxed_probs = rule.relaxed_target_probs(evidence)
         self.lossless: list[bool] = evidence.lossless_accepts.tolist()
+        self.flags_decide = evidence.greedy or rule.base == "exact"
         self.risks: list[float] | None = None
-        if rule.replaces or limit > -math.inf:
-            self.risks = rule.risk(evidence).tolist()
+        if limit > -math.inf:
+            self.risks = bounded_risk(rule, evidence).tolist()
         self.rescues_left = math.inf if rule.max_rescues_per_block is None else rule.max_rescues_per_block
 
     def risks_of(self, path: list[int]) -> list[float] | None:
         return None if self.risks is None else [self.risks[node] for node in path]
 
-    def choose(self, children: list[int]) -> tuple[int | None, Tensor | None]:
-        """The accepted child, or None and the probabilities to sample instead (None for the target's own)."""
+    def choose(self, children: list[int]) -> tuple[int | None, Provenance, Tensor | None]:
+        """The accepted child and how it passed; or None, and the residual to draw from where there is one."""
         if self.rule.replaces:
-            return self._least_risk(children), None
-        final_probs = None
-        if self.evidence.greedy:
+            best = self._least_risk(children)
+            return best, self._by_flag(best), None
+        residual = None
+        if self.flags_decide:
             accepted = next((node for node in children if self.lossless[node]), None)
         else:
-            accepted, final_probs = self._sampled(children)
-        if accepted is None:
-            accepted = self._rescue(children)
-        return accepted, final_probs
+            accepted, residual = self._sampled(children)
+        if accepted is not None:
+            # Verified against the rule's own distribution, the flag says whether the target's would have passed it.
+            relaxed = self.relaxed_probs is not None
+            return accepted, self._by_flag(accepted) if relaxed else Provenance.MATCHED, None
+        return self._rescue(children), Provenance.RESCUED, residual
+
+    def _by_flag(self, node: int | None) -> Provenance:
+        return Provenance.MATCHED if node is not None and self.lossless[node] else Provenance.RESCUED
 
     def _sampled(self, children: list[int]) -> tuple[int | None, Tensor | None]:
         """Multi-round speculative sampling over siblings: lossless for draws with or without a distribution."""
@@ -117,15 +130,15 @@ class _Walk:
         return None, probs
 
     def _least_risk(self, children: list[int]) -> int | None:
-        assert self.risks is not None
-        best = min(children, key=lambda node: _nan_last(self.risks[node]))  # type: ignore[index]
-        return best if self.risks[best] <= self.limit and self.risks[best] < math.inf else None
+        if self.risks is None:
+            return None
+        risks = self.risks
+        best = min(children, key=lambda node: _nan_last(risks[node]))
+        return best if risks[best] <= self.limit and risks[best] < math.inf else None
 
     def _rescue(self, children: list[int]) -> int | None:
-        if self.risks is None or self.rescues_left < 1:
-            return None
-        best = self._least_risk(children)
-        if best is None or max(0.0, self.risks[best]) > self.budget.left:
+        best = self._least_risk(children) if self.rescues_left >= 1 else None
+        if best is None or self.risks is None or max(0.0, self.risks[best]) > self.budget.left:
             return None
         self.rescues_left -= 1
         # Negative and infinite risks (typical's, an any_of's) cost nothing: budgets belong to rules with risk >= 0.
@@ -137,12 +150,14 @@ def _nan_last(risk: float) -> float:
     return math.inf if math.isnan(risk) else risk
 
 
-def _accept_block(block: Block, evidence: Evidence, next_probs: Tensor, sample: Sample) -> Outcome:
+def _accept_block(block: Block, evidence: Evidence, next_token: NextToken) -> Outcome:
+    if not block.is_chain:
+        raise SpecError("lossless:verification=block needs a chain, got a tree; use verification=token")
     assert evidence.uniforms is not None
     proposal = evidence.draft_probs
     if block.deterministic or proposal is None:
         size = evidence.target_probs.shape[-1]
         proposal = torch.nn.functional.one_hot(evidence.token_ids, size).to(evidence.target_probs.dtype)
     num_accepted, residual = block_verification(evidence.target_probs, proposal, evidence.token_ids, evidence.uniforms)
-    token = sample(next_probs[num_accepted] if residual is None else residual)
+    token = next_token(num_accepted, residual)
     return Outcome(list(range(num_accepted)), [Provenance.MATCHED] * num_accepted, token)

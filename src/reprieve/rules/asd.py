@@ -53,4 +53,4 @@ class AsdRule(Rule):
 
     def risk(self, evidence: Evidence) -> Tensor:
         """Logit of the target's best token minus the drafted token's, nats."""
-        return margin_risk(evidence.target_logits, evidence.token_ids)
+        return margin_risk(evidence.scores, evidence.token_ids)

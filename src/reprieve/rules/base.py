@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
+import torch
 from torch import Tensor
 
 from reprieve.errors import SpecError, require_range
@@ -32,8 +33,8 @@ class Rule(ABC):
     Subclasses are frozen dataclasses whose fields are the paper's own parameters. `dial` names the field that sweeps
     vary, `strictest` the value of that field at which the rule changes nothing.
 
-    Every rescuing rule can also be limited: at most `per_block` rescues a round, and at most `budget` of summed risk
-    an answer (ASD, arXiv 2608.03447); and held to a span of the text, between the markers `start` and `end`.
+    A rule may limit itself: at most `max_rescues_per_block` rescues a round, and at most `risk_budget` of summed risk
+    an answer. `InsideSpan` holds any rescuing rule to a span of the text.
     """
 
     name: ClassVar[str]
@@ -41,6 +42,7 @@ class Rule(ABC):
     strictest: ClassVar[float]
     replaces: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset()  # optional `Evidence` fields it reads
+    reads_text: ClassVar[bool] = False  # whether `bind` needs a tokenizer that knows the tokens' text
 
     @property
     @abstractmethod
@@ -50,6 +52,11 @@ class Rule(ABC):
     @abstractmethod
     def risk(self, evidence: Evidence) -> Tensor:
         """Risk of each drafted token, [...]; +inf is never accepted."""
+
+    @property
+    def base(self) -> str:
+        """The lossless check under the rule: `token`, `block` or `exact` (see `LosslessRule`)."""
+        return "token"
 
     def relaxed_target_probs(self, evidence: Evidence) -> Tensor | None:
         """A distribution that sampling verifies against instead of the target's, [..., V]; None for the target's."""
@@ -75,10 +82,20 @@ class Rule(ABC):
         Raises:
             SpecError: the value is outside the dial's range.
         """
-        field_type = {f.name: str(f.type) for f in dataclasses.fields(self)}[self.dial]
-        if "int" in field_type and float(value).is_integer():
-            value = int(value)
-        return dataclasses.replace(self, **{self.dial: value})
+        return self.with_parameter(self.dial, value)
+
+    def with_parameter(self, name: str, value: float) -> Self:
+        """A copy with one numeric parameter replaced, in the paper's own unit.
+
+        Raises:
+            SpecError: no numeric parameter of that name, or a value out of range.
+        """
+        types = {f.name: str(f.type) for f in dataclasses.fields(self) if f.metadata.get("spec", True)}
+        numeric = [key for key, kind in types.items() if "int" in kind or "float" in kind]
+        if name not in numeric:
+            raise SpecError(f"rule {self.name}: the dial must be one of {', '.join(numeric) or 'none'}, got {name!r}")
+        whole = "int" in types[name] and float(value).is_integer()
+        return dataclasses.replace(self, **{name: int(value) if whole else value})
 
     @property
     def params(self) -> dict[str, Any]:
@@ -99,26 +116,21 @@ class Rule(ABC):
         ]
         return self.name + (":" + ",".join(given) if given else "")
 
-    def __and__(self, other: Rule) -> Rule:
-        from reprieve.rules.compose import AllOf
 
-        return AllOf((self, other))
-
-    def __or__(self, other: Rule) -> Rule:
-        from reprieve.rules.compose import AnyOf
-
-        return AnyOf((self, other))
+def bounded_risk(rule: Rule, evidence: Evidence) -> Tensor:
+    """The rule's risk, [...], made infinite for tokens the target cannot produce at all."""
+    return torch.where(evidence.allowed, rule.risk(evidence), math.inf)
 
 
 def accepts(rule: Rule, evidence: Evidence, *, threshold: float | Tensor | None = None) -> Tensor:
     """Which drafted tokens the rule lets pass, before any per-block or per-answer limit: [...], bool.
 
     `threshold` overrides the rule's own, and may be a tensor that broadcasts against the risk, so that requests in
-    one batch can each have theirs. NaN and +inf never pass.
+    one batch can each have theirs. NaN and +inf never pass; a threshold of -inf lets nothing pass.
     """
-    limit = rule.threshold if threshold is None else threshold
-    risk = rule.risk(evidence)
-    passed = (risk <= limit) & (risk < math.inf)
+    limit = torch.as_tensor(rule.threshold if threshold is None else threshold, device=evidence.token_ids.device)
+    risk = bounded_risk(rule, evidence)
+    passed = (risk <= limit) & (risk < math.inf) & (limit > -math.inf)
     return passed if rule.replaces else passed | evidence.lossless_accepts
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reprieve.errors import require_choice
+from reprieve.errors import SpecError, require_choice
 from reprieve.rules.base import Rule
 from reprieve.rules.distributions import total_variation
 from reprieve.types import Evidence, gather_token
@@ -54,7 +54,7 @@ class CascadeRule(Rule):
     def __post_init__(self) -> None:
         require_choice("kind", self.kind, ("opt", "tok", "diff", "chow"))
         if math.isnan(self.alpha):
-            raise ValueError("alpha must be a number, got nan")
+            raise SpecError("alpha must be in [-inf, inf], got nan")
 
     @property
     def threshold(self) -> float:

@@ -41,6 +41,10 @@ class _Wrapper(Rule):
         return frozenset().union(*(rule.needs for rule in self.parts))
 
     @property
+    def reads_text(self) -> bool:  # type: ignore[override]
+        return any(rule.reads_text for rule in self.parts)
+
+    @property
     def threshold(self) -> float:
         return self.parts[0].threshold
 
@@ -51,6 +55,10 @@ class _Wrapper(Rule):
     @property
     def risk_budget(self) -> float | None:
         return self.parts[0].risk_budget
+
+
+def _is_limited(rule: Rule) -> bool:
+    return rule.max_rescues_per_block is not None or rule.risk_budget is not None
 
 
 def _require_rescuing(rule: Rule, where: str) -> None:
@@ -68,8 +76,12 @@ class _Composite(_Wrapper):
     def __post_init__(self) -> None:
         if len(self.rules) < 2:
             raise SpecError(f"{self.name} needs at least 2 rules, got {len(self.rules)}")
-        for rule in self.rules:
+        for place, rule in enumerate(self.rules):
             _require_rescuing(rule, self.name)
+            if isinstance(rule, AnyOf) or (isinstance(rule, AllOf) and isinstance(self, AllOf)):
+                raise SpecError(f"{self.name} cannot hold {rule.name}; write it out as a&b|a&c")
+            if _is_limited(rule) and (place > 0 or isinstance(self, AnyOf)):
+                raise SpecError(f"{rule.spec!r} has limits of its own: it can only be the first rule of an all_of")
 
     @property
     def parts(self) -> tuple[Rule, ...]:
@@ -78,8 +90,8 @@ class _Composite(_Wrapper):
     def bind(self, tokenizer: VocabularySource) -> Rule:
         return dataclasses.replace(self, rules=tuple(rule.bind(tokenizer) for rule in self.rules))
 
-    def with_dial(self, value: float) -> Any:
-        return dataclasses.replace(self, rules=(self.rules[0].with_dial(value), *self.rules[1:]))
+    def with_parameter(self, name: str, value: float) -> Any:
+        return dataclasses.replace(self, rules=(self.rules[0].with_parameter(name, value), *self.rules[1:]))
 
     @property
     def params(self) -> dict[str, Any]:
@@ -107,7 +119,7 @@ class AllOf(_Composite):
 
 @dataclass(frozen=True)
 class AnyOf(_Composite):
-    """Rescue what at least one rule would rescue; its dial alone cannot make it strict."""
+    """Rescue what at least one rule would rescue; only a dial of -inf switches the others off too."""
 
     name = "any_of"
     symbol = "|"
@@ -120,6 +132,16 @@ class AnyOf(_Composite):
         return risk
 
 
+def all_of(*rules: Rule) -> AllOf:
+    """Rescue what every rule would: `all_of(top_k, floor)`."""
+    return AllOf(rules)
+
+
+def any_of(*rules: Rule) -> AnyOf:
+    """Rescue what at least one rule would."""
+    return AnyOf(rules)
+
+
 def last_occurrence(tokens: Sequence[int], marker: Sequence[int]) -> int:
     """Index just past the last occurrence of `marker` in `tokens`, or -1."""
     size = len(marker)
@@ -127,6 +149,11 @@ def last_occurrence(tokens: Sequence[int], marker: Sequence[int]) -> int:
         if list(tokens[end - size : end]) == list(marker):
             return end
     return -1
+
+
+def quoted(text: str) -> str:
+    """A marker as a specification writes it: in double quotes where it holds one of the grammar's own signs."""
+    return f'"{text}"' if any(sign in text for sign in ",|&=:") else text
 
 
 def inside_span(tokens: Sequence[int], start_ids: Sequence[int], end_ids: Sequence[int]) -> bool:
@@ -152,6 +179,8 @@ class InsideSpan(_Wrapper):
 
     def __post_init__(self) -> None:
         _require_rescuing(self.rule, "a span")
+        if '"' in self.start + self.end:
+            raise SpecError(f"start and end must not hold a double quote, got {self.start!r}, {self.end!r}")
         if not self.start or not self.end:
             raise SpecError(f"a span needs both start and end, got start={self.start!r}, end={self.end!r}")
 
@@ -163,6 +192,10 @@ class InsideSpan(_Wrapper):
     def needs(self) -> frozenset[str]:  # type: ignore[override]
         return self.rule.needs | {"context_ids"}
 
+    @property
+    def reads_text(self) -> bool:  # type: ignore[override]
+        return True
+
     def bind(self, tokenizer: VocabularySource) -> InsideSpan:
         """Encode the markers and bind the rule inside."""
         start_ids, end_ids = (
@@ -170,8 +203,8 @@ class InsideSpan(_Wrapper):
         )
         return dataclasses.replace(self, rule=self.rule.bind(tokenizer), start_ids=start_ids, end_ids=end_ids)
 
-    def with_dial(self, value: float) -> Any:
-        return dataclasses.replace(self, rule=self.rule.with_dial(value))
+    def with_parameter(self, name: str, value: float) -> Any:
+        return dataclasses.replace(self, rule=self.rule.with_parameter(name, value))
 
     @property
     def params(self) -> dict[str, Any]:
@@ -179,7 +212,8 @@ class InsideSpan(_Wrapper):
 
     @property
     def spec(self) -> str:
-        return f"{self.rule.spec}{',' if ':' in self.rule.spec else ':'}start={self.start},end={self.end}"
+        joint = "," if ":" in self.rule.spec else ":"
+        return f"{self.rule.spec}{joint}start={quoted(self.start)},end={quoted(self.end)}"
 
     def risk(self, evidence: Evidence) -> Tensor:
         """The inner rule's risk; infinite outside the span."""
@@ -187,12 +221,16 @@ class InsideSpan(_Wrapper):
         assert evidence.context_ids is not None and evidence.parents is not None
         context = evidence.context_ids.tolist()
         drafted = evidence.token_ids.tolist()
-        paths: dict[int, list[int]] = {ROOT: context}
+        longest = max(len(self.start_ids), len(self.end_ids))
+        # After each place: the last few tokens, and whether the span is open there.
+        states = {ROOT: (context[-longest:], inside_span(context, self.start_ids, self.end_ids))}
         inside = []
         for node, parent in enumerate(evidence.parents):
-            before = paths[parent]
-            open_here = inside_span(before, self.start_ids, self.end_ids)
-            inside.append(open_here and drafted[node] != self.end_ids[0])
-            paths[node] = [*before, drafted[node]]
-        mask = torch.tensor(inside, device=evidence.token_ids.device)
+            tail, is_open = states[parent]
+            inside.append(is_open and drafted[node] != self.end_ids[0])
+            tail = [*tail, drafted[node]][-longest:]
+            opened = last_occurrence(tail, self.start_ids) == len(tail)
+            closed = last_occurrence(tail, self.end_ids) == len(tail)
+            states[node] = (tail, opened or (is_open and not closed))
+        mask = torch.tensor(inside, dtype=torch.bool, device=evidence.token_ids.device)
         return torch.where(mask, self.rule.risk(evidence), math.inf)

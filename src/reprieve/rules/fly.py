@@ -78,7 +78,7 @@ class FlyRule(Rule):
         if self.variant == "vllm":
             matches = evidence.lossless_accepts
         else:
-            matches = evidence.target_logits.argmax(-1) == evidence.token_ids
+            matches = evidence.scores.argmax(-1) == evidence.token_ids
         if self.variant == "normalised":
             uncertainty = entropy(evidence.target_probs) / math.log(evidence.target_probs.shape[-1])
         else:

@@ -29,7 +29,7 @@ def fuzzy_divergence(
     *,
     divergence: str = "js",
     form: str = "paper",
-    base: float = 2.0,
+    log_base: float = 2.0,
     k: int | None = None,
 ) -> Tensor:  # [...], 0 or more
     """The divergence FSD thresholds (paper, appendix A), or the one its released code computes.
@@ -47,7 +47,7 @@ def fuzzy_divergence(
         middle = (target_probs + draft_probs) / 2
         return (kl_divergence(middle, target_probs) + kl_divergence(middle, draft_probs)) / 2
     nats = js_divergence if divergence == "js" else kl_divergence
-    return nats(target_probs, draft_probs) / math.log(base)
+    return nats(target_probs, draft_probs) / math.log(log_base)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class FuzzyRule(Rule):
             except at 0, where identical distributions pass.
         divergence: `js` (the paper's choice), `kl` or `tv`.
         form: `paper`, or `released` for the authors' code, which published thresholds belong to.
-        base: of the logarithm, for `form=paper`; the paper does not say. 2 puts JS on 0 to 1.
+        log_base: of the logarithm, for `form=paper`; the paper does not say. 2 puts JS on 0 to 1.
         k: hold both distributions to the union of their k most likely tokens; None for the whole vocabulary.
 
     Relaxed: an answer of T tokens diverges from the target by at most T * P(draft used) * threshold (appendix B).
@@ -77,15 +77,15 @@ class FuzzyRule(Rule):
     threshold: float = 0.4
     divergence: str = "js"
     form: str = "paper"
-    base: float = 2.0
+    log_base: float = 2.0
     k: int | None = None
 
     def __post_init__(self) -> None:
         require_choice("divergence", self.divergence, ("js", "kl", "tv"))
         require_choice("form", self.form, ("paper", "released"))
         require_range("threshold", self.threshold, 0.0, math.inf)
-        if not self.base > 1:
-            raise SpecError(f"base must be above 1, got {self.base!r}")
+        if not self.log_base > 1:
+            raise SpecError(f"log_base must be above 1, got {self.log_base!r}")
         require_k("k", self.k)
 
     def risk(self, evidence: Evidence) -> Tensor:
@@ -96,6 +96,6 @@ class FuzzyRule(Rule):
             evidence.draft_probs,
             divergence=self.divergence,
             form=self.form,
-            base=self.base,
+            log_base=self.log_base,
             k=self.k,
         )

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from reprieve.errors import require_range
 from reprieve.rules.base import Rule
 from reprieve.rules.margin import margin_risk
-from reprieve.types import Evidence, gather_token
+from reprieve.types import Evidence
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,6 @@ class LenienceRule(Rule):
     def risk(self, evidence: Evidence) -> Tensor:
         """log of (uniform * draft / target) when sampling, of p(best) / p(token) when greedy; nats."""
         if evidence.uniforms is None:
-            return margin_risk(evidence.target_logits, evidence.token_ids)
-        log_draft = torch.zeros_like(evidence.uniforms)
-        if evidence.draft_probs is not None:
-            log_draft = gather_token(evidence.draft_probs, evidence.token_ids).log()
-        return evidence.uniforms.log() + log_draft - evidence.token_log_probs
+            return margin_risk(evidence.scores, evidence.token_ids)
+        proposed = evidence.uniforms if evidence.proposal_probs is None else evidence.uniforms * evidence.proposal_probs
+        return proposed.log() - evidence.token_log_probs

@@ -22,7 +22,9 @@ class LosslessRule(Rule):
 
     Args:
         verification: `token` decides token by token; `block` decides on the whole block jointly, which accepts at
-            least as many tokens on average. They differ only when sampling, and `block` needs a chain.
+            least as many tokens on average and needs a chain; `exact` draws the target's own token in every place
+            and accepts drafted tokens that equal it, which accepts fewer (CoSpec's base, appendix F). Greedily all
+            three are one.
     """
 
     name = "lossless"
@@ -32,11 +34,15 @@ class LosslessRule(Rule):
     verification: str = "token"
 
     def __post_init__(self) -> None:
-        require_choice("verification", self.verification, ("token", "block"))
+        require_choice("verification", self.verification, ("token", "block", "exact"))
 
     @property
     def spec(self) -> str:
         return self.name if self.verification == "token" else f"{self.name}:verification={self.verification}"
+
+    @property
+    def base(self) -> str:
+        return self.verification
 
     @property
     def threshold(self) -> float:

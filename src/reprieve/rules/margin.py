@@ -27,7 +27,7 @@ def beyond_top_k(risk: Tensor, evidence: Evidence, k: int | None) -> Tensor:
     """The risk, made infinite for tokens outside the target's k most likely; unchanged when k is None."""
     if k is None:
         return risk
-    return torch.where(token_rank(evidence.target_logits, evidence.token_ids) <= k, risk, math.inf)
+    return torch.where(token_rank(evidence.scores, evidence.token_ids) <= k, risk, math.inf)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class MarginRule(Rule):
     def risk(self, evidence: Evidence) -> Tensor:
         """The gap, in the chosen scale; infinite beyond the k most likely."""
         if self.scale == "log":
-            gap = margin_risk(evidence.target_logits, evidence.token_ids)
+            gap = margin_risk(evidence.scores, evidence.token_ids)
         else:
             gap = margin_risk(evidence.target_probs, evidence.token_ids)
         return beyond_top_k(gap, evidence, self.k)
@@ -95,7 +95,7 @@ class RatioRule(Rule):
 
     def risk(self, evidence: Evidence) -> Tensor:
         """log of p(best) / p(token), nats; infinite beyond the k most likely."""
-        return beyond_top_k(margin_risk(evidence.target_logits, evidence.token_ids), evidence, self.k)
+        return beyond_top_k(margin_risk(evidence.scores, evidence.token_ids), evidence, self.k)
 
 
 @dataclass(frozen=True)

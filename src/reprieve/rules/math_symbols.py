@@ -40,6 +40,7 @@ class MathSymbolsRule(Rule):
     name = "math_symbols"
     dial = "k"
     strictest = 1
+    reads_text = True
 
     k: int | None = None
     tokens: str = "either"
@@ -67,6 +68,6 @@ class MathSymbolsRule(Rule):
         # Logits can be wider than the tokenizer; padding rows are nobody's token.
         important = mask[evidence.token_ids.clamp_max(len(mask) - 1)]
         if self.tokens == "either":
-            important = important | mask[evidence.target_logits.argmax(-1).clamp_max(len(mask) - 1)]
-        rank = token_rank(evidence.target_logits, evidence.token_ids).float()
+            important = important | mask[evidence.scores.argmax(-1).clamp_max(len(mask) - 1)]
+        rank = token_rank(evidence.scores, evidence.token_ids).float()
         return torch.where(important, math.inf, rank)

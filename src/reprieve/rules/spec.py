@@ -1,7 +1,8 @@
 """From the text of the command line to a rule: `fuzzy:divergence=js,threshold=0.3`, `top_k:k=4&floor:min_prob=0.01`.
 
 Grammar: `name:parameter=value,...`; `a&b` rescues what both rescue, `a|b` what either does (`&` binds tighter). Any
-rule that rescues takes `start=` and `end=` and then holds only between these two markers in the text.
+rule that rescues takes `start=` and `end=` and then holds only between these two markers in the text; a marker that
+holds one of the signs `,|&=:` stands in double quotes.
 """
 
 from __future__ import annotations
@@ -55,12 +56,14 @@ def parse_rule(spec: str) -> Rule:
     """
     if not spec.strip():
         raise SpecError(f"rule must be one of {', '.join(RULES)}, got an empty text")
-    either = [_parse_all(part) for part in spec.split("|")]
+    if spec.count('"') % 2:
+        raise SpecError(f"rule {spec!r}: a double quote is not closed")
+    either = [_parse_all(part) for part in _split(spec, "|")]
     return either[0] if len(either) == 1 else AnyOf(tuple(either))
 
 
 def _parse_all(spec: str) -> Rule:
-    both = [_parse_one(part.strip()) for part in spec.split("&")]
+    both = [_parse_one(part.strip()) for part in _split(spec, "&")]
     return both[0] if len(both) == 1 else AllOf(tuple(both))
 
 
@@ -83,14 +86,26 @@ def parse_parameters(text: str, *, where: str) -> dict[str, str]:
         SpecError: a part without `=`, or a parameter given twice.
     """
     given: dict[str, str] = {}
-    for part in filter(None, text.split(",")):
+    for part in filter(None, _split(text, ",")):
         key, equals, value = part.partition("=")
         if not equals or not key.strip():
             raise SpecError(f"{where}: parameters are written name=value, got {part!r}")
         if key.strip() in given:
             raise SpecError(f"{where}: parameter {key.strip()} is given twice")
-        given[key.strip()] = value.strip()
+        given[key.strip()] = value.strip().removeprefix('"').removesuffix('"')
     return given
+
+
+def _split(text: str, sign: str) -> list[str]:
+    """Split at a sign, but not inside double quotes."""
+    parts, inside = [""], False
+    for character in text:
+        inside ^= character == '"'
+        if character == sign and not inside:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
 
 
 def convert_parameters(kind: type, given: dict[str, str], *, where: str) -> dict[str, Any]:

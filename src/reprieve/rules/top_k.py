@@ -34,4 +34,4 @@ class TopKRule(Rule):
 
     def risk(self, evidence: Evidence) -> Tensor:
         """Rank under the target, 1 for the most likely."""
-        return token_rank(evidence.target_logits, evidence.token_ids).float()
+        return token_rank(evidence.scores, evidence.token_ids).float()

@@ -1,0 +1,27 @@
+"""No drafting: every round is one plain target step, so that target-only decoding is the same loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from reprieve.models.sampling import Sampler
+from reprieve.types import Block, Outcome, Verification
+
+
+class NoDrafter:
+    """Proposes nothing: every round is one plain target step."""
+
+    name = "none"
+    provides = frozenset({"draft_probs", "draft_hidden"})  # of no tokens: no rule lacks anything
+
+    def __init__(self, device: torch.device) -> None:
+        self._empty = Block.empty(device)
+
+    def start(self, prompt_ids: Sequence[int], sampler: Sampler) -> None: ...
+
+    def propose(self, max_depth: int) -> Block:
+        return self._empty
+
+    def commit(self, block: Block, outcome: Outcome, verification: Verification) -> None: ...

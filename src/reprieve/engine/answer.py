@@ -1,0 +1,69 @@
+"""The state of one answer while it is being decoded: what was committed, what is left, how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from reprieve.engine.text_stream import TextStream
+from reprieve.models.sampling import Sampler, SamplingParams
+from reprieve.rules import RiskBudget, Rule
+from reprieve.types import RoundTimes, RoundTrace, Token
+
+OnToken = Callable[[Token, str], None]  # a committed token and the text it made certain
+
+
+@dataclass
+class Answer:
+    """The state of one answer while it is being decoded."""
+
+    prompt_ids: list[int]
+    params: SamplingParams
+    sampler: Sampler
+    stream: TextStream
+    rule: Rule
+    budget: RiskBudget
+    eos_ids: frozenset[int]
+    on_token: OnToken | None
+    tokens: list[Token] = field(default_factory=list)
+    trace: list[RoundTrace] | None = None
+    num_rounds: int = 0
+    num_drafted: int = 0
+    finish_reason: str | None = None
+    times: RoundTimes = field(default_factory=RoundTimes)
+
+    @property
+    def last_id(self) -> int:
+        return self.tokens[-1].token_id if self.tokens else self.prompt_ids[-1]
+
+    @property
+    def num_left(self) -> int:
+        return self.params.max_new_tokens - len(self.tokens)
+
+    @property
+    def streams(self) -> bool:
+        """Whether text is needed token by token."""
+        return self.on_token is not None or bool(self.params.stop)
+
+    def context_ids(self, device: torch.device) -> Tensor:
+        return torch.tensor([*self.prompt_ids, *(token.token_id for token in self.tokens)], device=device)
+
+    def take(self, token: Token) -> bool:
+        """Commit one token; False once the answer has ended."""
+        self.tokens.append(token)
+        ended = token.token_id in self.eos_ids
+        text = self.stream.push(token.token_id) if self.streams else ""
+        if ended:
+            self.finish_reason = "eos"
+        elif self.stream.stopped:
+            self.finish_reason = "stop"
+        elif self.num_left == 0:
+            self.finish_reason = "length"
+        if self.finish_reason and self.streams:
+            text += self.stream.finish()
+        if self.on_token is not None:
+            self.on_token(token, text)
+        return self.finish_reason is None
