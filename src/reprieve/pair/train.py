@@ -22,7 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from reprieve.pair.card import greedy_accuracy, install, write_card
 from reprieve.pair.corpus import Mixture, RowStream
-from reprieve.pair.problems import STEP_WEIGHTS, Style, draw_problem, write_solution
+from reprieve.pair.families import FAMILIES
+from reprieve.pair.problems import Style, draw_problem, write_solution
 from reprieve.pair.tokenizer import MAX_LENGTH, train_tokenizer
 
 
@@ -74,7 +75,7 @@ RECIPES = {
             style=Style.uniform(0.85),
             family_weights={"chain": 1.0, "compare": 1.0, "shop": 1.0, "work": 1.0, "share": 1.5},
             large_share=0.05,
-            step_weights=STEP_WEIGHTS,
+            step_weights=(4.0, 3.0, 2.0, 1.0, 1.0),
             equation_share=0.3,
         ),
         seed=1,
@@ -211,7 +212,8 @@ def pair_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     if path.exists():
         return PreTrainedTokenizerFast.from_pretrained(path)
     rng = random.Random(0)
-    problems = [draw_problem("train", index) for index in range(5000)]
+    equal = dict.fromkeys(FAMILIES, 1.0)
+    problems = [draw_problem("train", index, family_weights=equal) for index in range(5000)]
     tokenizer = train_tokenizer(p.prompt + write_solution(p, Style.uniform(0.5), rng) for p in problems)
     tokenizer.save_pretrained(path)
     return tokenizer
