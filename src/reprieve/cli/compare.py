@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +73,14 @@ def compare(
     return 1 if any(arm["num_failed"] for arm in document["arms"]) else 0
 
 
-def _reporter(bar: Progress) -> Any:
+def _reporter(bar: Progress) -> Callable[[int, int], None]:
+    """Moves the bar; where there is no terminal to draw it on, prints a line every tenth of the way."""
     task = bar.add_task("", total=None)
 
     def report(done: int, total: int) -> None:
         bar.update(task, completed=done, total=total)
+        if not bar.console.is_terminal and done * 10 // total > (done - 1) * 10 // total:
+            left = bar.tasks[0].time_remaining
+            bar.console.print(f"{done} of {total} answers" + (f", {left:.0f} s left" if left else ""))
 
     return report

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -38,7 +39,8 @@ def command(
     device: o.Device = None,
     color: Annotated[bool | None, typer.Option("--color/--no-color", help="Default: only on a terminal.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
-    trace: Annotated[bool, typer.Option(help="With --json: every round in full.")] = False,
+    trace: Annotated[bool, typer.Option(help="With --json or --out: every round in full.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON object to this file.")] = None,
 ) -> int:
     """Answer one prompt. Plain: the target's own token; green: drafted and matched; yellow: drafted and rescued."""
     from reprieve.rules import parse_rule
@@ -48,6 +50,7 @@ def command(
     sampling = o.sampling_options(temperature, top_p, top_k, draft_temperature)
     o.quiet_transformers()
     from reprieve.evaluation.arms import Arm, build_decoder
+    from reprieve.evaluation.records import replace_file
     from reprieve.models import load_pair
     from reprieve.models.sampling import SamplingParams
 
@@ -55,16 +58,19 @@ def command(
     pair = load_pair(target, draft, dtype=dtype, device=device)
     decoder = build_decoder(Arm(rule, parsed, num_draft_tokens), pair, drafter=drafter)
     wrapped = _wrap(text, template, target, pair.tokenizer)
-    out = o.console(color=color)
+    screen = o.console(color=color)
 
     def show(token: Token, piece: str) -> None:
-        out.print(Text(piece, style=STYLES[token.provenance.value]), end="", soft_wrap=True)
+        screen.print(Text(piece, style=STYLES[token.provenance.value]), end="", soft_wrap=True)
 
     made = decoder.generate(wrapped, params, dial=dial, on_token=None if as_json else show, trace=trace)
+    document = json.dumps(_as_json(made, parsed.spec, pair.tokenizer))
+    if out is not None:
+        replace_file(out, document + "\n")
     if as_json:
-        print(json.dumps(_as_json(made, parsed.spec, pair.tokenizer)))
+        print(document)
         return 0
-    out.print()
+    screen.print()
     o.console(stderr=True).print(
         f"{len(made.tokens)} tokens in {made.num_rounds} rounds ({made.tokens_per_round:.2f} a round), "
         f"{made.num_accepted} drafted and accepted, {made.num_rescued} of them rescued; "

@@ -76,7 +76,7 @@ def sampling_options(
 
 
 def progress_bar(what: str) -> Progress:
-    """A bar with an estimate of the time left, on stderr; one line every so often where there is no terminal."""
+    """A bar with an estimate of the time left, on stderr; drawn only on a terminal."""
     return Progress(
         TextColumn(what),
         BarColumn(),
@@ -85,6 +85,7 @@ def progress_bar(what: str) -> Progress:
         TextColumn("left"),
         TimeRemainingColumn(),
         console=console(stderr=True),
+        disable=not console(stderr=True).is_terminal,
     )
 
 

@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from reprieve.drafters import DraftModelDrafter, NgramDrafter
 from reprieve.drafters.base import Drafter
+from reprieve.engine.answer import OnToken
 from reprieve.engine.decoder import SpeculativeDecoder
 from reprieve.errors import PairError, SpecError
 from reprieve.models.cached_model import CachedModel
@@ -68,7 +69,7 @@ def custom_generate(
     num_draft_tokens: int = 16,
     generation_config: GenerationConfig | None = None,
     tokenizer: Any = None,
-    streamer: Any = None,
+    on_token: OnToken | None = None,
     seed: int | None = None,
     **extra: Any,
 ) -> Tensor:  # [1, prompt length + new tokens]
@@ -79,6 +80,7 @@ def custom_generate(
 
     Args:
         tokenizer: needed for stop strings and for rules that read tokens' text.
+        on_token: called with each token and the text it makes certain (transformers hands its `streamer` to no callable).
         seed: of the sampling; drawn from torch's global generator when None.
 
     Raises:
@@ -94,10 +96,11 @@ def custom_generate(
     vocab_size = model.get_output_embeddings().weight.shape[0]
     drafter: Drafter = NgramDrafter(model.device)
     if draft_model is not None:
-        if draft_model.config.get_text_config().vocab_size > vocab_size and tokenizer is None:
+        num_drafted = draft_model.config.get_text_config().vocab_size
+        num_needed = vocab_size if tokenizer is None else len(tokenizer)
+        if num_drafted < num_needed:
             raise PairError(
-                f"the draft has {draft_model.config.get_text_config().vocab_size} tokens, the target {vocab_size}; "
-                "pass tokenizer= if they share one"
+                f"the draft knows {num_drafted} tokens, the target {num_needed}: they must share a tokenizer"
             )
         drafter = DraftModelDrafter(CachedModel(draft_model, vocab_size=vocab_size), model.device)
     decoder = SpeculativeDecoder(
@@ -108,19 +111,16 @@ def custom_generate(
         num_draft_tokens=num_draft_tokens,
     )
     seed = int(torch.randint(2**31, ())) if seed is None else seed
-    on_token = None if streamer is None else lambda token, _: streamer.put(torch.tensor([token.token_id]))
     made = decoder.generate(input_ids[0].tolist(), _params(config, input_ids.shape[1], seed), on_token=on_token)
-    if streamer is not None:
-        streamer.end()
     return torch.cat([input_ids, torch.tensor([made.token_ids], device=input_ids.device)], dim=1)
 
 
 def _refuse_unsupported(input_ids: Tensor, config: GenerationConfig, extra: dict[str, Any]) -> None:
-    if input_ids.shape[0] != 1:
-        raise SpecError(f"batch size must be 1, got {input_ids.shape[0]}")
     for name, neutral in _UNSUPPORTED.items():
         if (value := getattr(config, name, None)) not in neutral:
             raise SpecError(f"generation setting {name} must be {neutral[-1]} with custom_generate, got {value!r}")
+    if input_ids.shape[0] != 1:
+        raise SpecError(f"batch size must be 1, got {input_ids.shape[0]}")
     mask = extra.get("attention_mask")
     if mask is not None and not bool(mask.all()):
         raise SpecError("attention_mask must be all ones: the prompt must not be padded")

@@ -105,11 +105,9 @@ class SpeculativeDecoder:
             raise UnsupportedModelError(f"rule {name} needs hidden states: give the target hidden_layers")
         if "advice" in needs and self.advisor is None:
             raise SpecError(f"rule {name} needs an advisor")
-        for field in ("draft_probs", "draft_hidden"):
+        for field, words in (("draft_probs", "draft probabilities"), ("draft_hidden", "draft hidden states")):
             if field in needs and field not in self.drafter.provides:
-                raise SpecError(
-                    f"rule {name} needs {field.replace('_', ' ')}, which the {self.drafter.name} drafter does not have"
-                )
+                raise SpecError(f"rule {name} needs {words}, which the {self.drafter.name} drafter does not have")
 
     @torch.inference_mode()
     def generate(

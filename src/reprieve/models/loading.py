@@ -93,6 +93,11 @@ def load_pair(
     if draft is not None:
         draft_model, draft_tokenizer = _load(draft, "draft", dtype, device)
         require_same_tokenizer(tokenizer, draft_tokenizer, str(target), str(draft))
+        num_rows = draft_model.config.get_text_config().vocab_size
+        if num_rows < len(tokenizer):
+            raise PairError(
+                f"draft {str(draft)!r} has {num_rows} token embeddings, its tokenizer {len(tokenizer)} tokens"
+            )
     return Pair(target_model, draft_model, tokenizer, str(target), None if draft is None else str(draft))
 
 

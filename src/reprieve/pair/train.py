@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from reprieve.errors import ReprieveError
 from reprieve.pair.card import greedy_accuracy, install, write_card
 from reprieve.pair.corpus import Mixture, RowStream
 from reprieve.pair.families import FAMILIES
@@ -186,7 +187,8 @@ class Trainer:
         path = self.folder / "checkpoint.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
-        save_file(tensors, temporary, metadata={"update": str(self.update), "seconds": f"{self.seconds:.1f}"})
+        metadata = {"update": str(self.update), "seconds": f"{self.seconds:.1f}", "recipe": repr(self.recipe)}
+        save_file(tensors, temporary, metadata=metadata)
         os.replace(temporary, path)
 
     def _load_checkpoint(self) -> None:
@@ -195,6 +197,8 @@ class Trainer:
             return
         with safe_open(path, "pt") as opened:
             metadata = opened.metadata()
+        if metadata.get("recipe") != repr(self.recipe):
+            raise ReprieveError(f"{path} belongs to another recipe; remove it, or train into another folder")
         tensors = load_file(path, device=self.device)
         self.update, self.seconds = int(metadata["update"]), float(metadata["seconds"])
         with torch.no_grad():
