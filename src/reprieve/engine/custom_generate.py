@@ -80,7 +80,7 @@ def custom_generate(
 
     Args:
         tokenizer: needed for stop strings and for rules that read tokens' text.
-        on_token: called with each token and the text it makes certain (transformers hands its `streamer` to no callable).
+        on_token: called with each token and the text it makes certain; transformers hands callables no `streamer`.
         seed: of the sampling; drawn from torch's global generator when None.
 
     Raises:
