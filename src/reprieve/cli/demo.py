@@ -30,6 +30,11 @@ def command(
     out: o.Out = Path("runs/demo"),
 ) -> int:
     """Compare seven training-free rules with lossless and target-only on generated word problems."""
+    if target == o.BUNDLED:
+        # So small a pair gains next to nothing from a second thread, and loses much where the other core is busy.
+        import torch
+
+        torch.set_num_threads(1)
     for rule in ("lossless", "math_symbols"):
         heading = o.console()
         heading.print(f"\n[bold]{rule}[/bold]  {QUESTION}", soft_wrap=True)
