@@ -38,9 +38,14 @@ BUNDLED = "reprieve/arithmetic-pair"
 
 
 def console(*, stderr: bool = False, color: bool | None = None, width: int | None = None) -> Console:
-    """A console that keeps colour off when told, or where NO_COLOR is set."""
+    """A console: coloured when told, whatever the terminal says; plain when told, or where NO_COLOR is set."""
     return Console(
-        stderr=stderr, no_color=color is False or None, force_terminal=color or None, highlight=False, width=width
+        stderr=stderr,
+        no_color=None if color is None else not color,
+        force_terminal=color or None,
+        color_system="standard" if color else "auto",
+        highlight=False,
+        width=width,
     )
 
 
