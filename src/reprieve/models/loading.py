@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
@@ -58,11 +57,6 @@ class Pair:
                 digest.update(parameter.detach().flatten()[:64].float().cpu().numpy().tobytes())
         return digest.hexdigest()[:12]
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """Identifies the tokenizer: artefacts made for one pair refuse another."""
-        return tokenizer_fingerprint(self.tokenizer)
-
 
 def load_pair(
     target: str | Path = BUNDLED_PAIR,
@@ -104,12 +98,6 @@ def load_pair(
 def bundled_folder(role: str) -> Path:
     """Where the bundled `target` or `draft` lies: a plain transformers model folder."""
     return Path(str(resources.files("reprieve.pair"))) / "weights" / role
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Twelve hex digits of a hash over the whole vocabulary."""
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
-    return hashlib.sha256(vocabulary.encode()).hexdigest()[:12]
 
 
 def require_same_tokenizer(target: Any, draft: Any, target_name: str, draft_name: str) -> None:
