@@ -176,7 +176,7 @@ class ToyArbiter(Rule):
     threshold = 0.5
 
     def risk(self, evidence):
-        assert evidence.node_hidden.shape == (len(evidence.token_ids), 32)
+        assert evidence.node_hidden[-1].shape == (len(evidence.token_ids), 32)
         return evidence.advice
 
 
@@ -199,8 +199,9 @@ def test_an_advisor_gets_one_call_a_round_and_hidden_states_encode_the_nodes(tar
         cached.start(PROMPT)
         _, hidden = cached.forward([30, 31, 32])
         whole = target(torch.tensor([[*PROMPT, 30, 31, 32]]), output_hidden_states=True).hidden_states
-    expected = torch.cat([whole[1][0, -3:], whole[-1][0, -3:]], dim=-1)
-    torch.testing.assert_close(hidden, expected, rtol=1e-3, atol=1e-4)
+    assert list(hidden) == [1, -1]
+    for layer, states in hidden.items():
+        torch.testing.assert_close(states, whole[layer][0, -3:], rtol=1e-3, atol=1e-4)
 
 
 def test_prefix_reuse_reads_only_what_is_new(target):
@@ -227,7 +228,7 @@ def test_context_overflow_names_the_limit(target, draft):
 
 
 def test_missing_inputs_are_refused_at_construction(target):
-    with pytest.raises(UnsupportedModelError, match="needs hidden states"):
+    with pytest.raises(UnsupportedModelError, match="needs the target's hidden states of layer -1"):
         SpeculativeDecoder(CachedModel(target), None, NumberTokenizer(), rule=ToyArbiter(), advisor=ToyAdvisor())
     with pytest.raises(SpecError, match="needs draft probabilities"):
         SpeculativeDecoder(CachedModel(target), NgramDrafter(CPU), NumberTokenizer(), rule=parse_rule("fuzzy"))

@@ -7,7 +7,7 @@ child, so there is one set of records and one verification path.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -16,6 +16,14 @@ import torch
 from torch import Tensor
 
 ROOT = -1  # the parent of nodes that follow the last committed token
+
+# Hidden states by layer, [n, D] each: an index into transformers' `hidden_states`; -1 is the last, after the final norm.
+HiddenStates = Mapping[int, Tensor]
+
+
+def select_rows(hidden: HiddenStates | None, rows: Tensor | slice) -> HiddenStates | None:
+    """The same rows of every layer's hidden states; None stays None."""
+    return None if hidden is None else {layer: states[rows] for layer, states in hidden.items()}
 
 
 class Provenance(StrEnum):
@@ -37,7 +45,7 @@ class Block:
     token_ids: Tensor  # [N], int64, on the target's device
     parents: Sequence[int]  # [N], ROOT or an earlier node
     draft_logits: Tensor | None = None  # [N, V], the draft's raw logits that proposed node i
-    draft_hidden: Tensor | None = None  # [N, Dd], the draft's hidden state that encodes node i
+    draft_hidden: HiddenStates | None = None  # [N, Dd] a layer: the draft's hidden states that encode node i
     deterministic: bool = False
 
     @property
@@ -75,7 +83,7 @@ class Block:
         token_ids: Tensor,  # [N], int64
         *,
         draft_logits: Tensor | None = None,  # [N, V]
-        draft_hidden: Tensor | None = None,  # [N, Dd]
+        draft_hidden: HiddenStates | None = None,  # [N, Dd] a layer
         deterministic: bool = False,
     ) -> Block:
         """A block whose tokens follow one another."""
@@ -91,13 +99,20 @@ class Verification:
     """
 
     logits: Tensor  # [N + 1, V], the target's distribution after each row
-    hidden: Tensor | None = None  # [N + 1, Dt], the target's last hidden state that encodes each row
+    hidden: HiddenStates | None = None  # [N + 1, Dt] a layer: the target's hidden states that encode each row
 
     def parent_rows(self, block: Block) -> Tensor:
         """`logits` rows that judge each node: those of its parent; a view for chains. [N, V]"""
+        return self.logits[self._rows_of_parents(block)]
+
+    def parent_hidden(self, block: Block) -> HiddenStates | None:
+        """The hidden states that encode each node's parent, and so predicted the node: [N, Dt] a layer."""
+        return select_rows(self.hidden, self._rows_of_parents(block))
+
+    def _rows_of_parents(self, block: Block) -> Tensor | slice:
         if block.is_chain:
-            return self.logits[:-1]
-        return self.logits[torch.tensor(block.parents, device=self.logits.device) + 1]
+            return slice(0, -1)
+        return torch.tensor(block.parents, device=self.logits.device) + 1
 
     @property
     def node_logits(self) -> Tensor:
@@ -105,9 +120,9 @@ class Verification:
         return self.logits[1:]
 
     @property
-    def node_hidden(self) -> Tensor | None:
-        """The hidden state that encodes each node: [N, Dt]."""
-        return None if self.hidden is None else self.hidden[1:]
+    def node_hidden(self) -> HiddenStates | None:
+        """The hidden states that encode each node: [N, Dt] a layer."""
+        return select_rows(self.hidden, slice(1, None))
 
 
 @dataclass(frozen=True)
@@ -130,8 +145,9 @@ class Evidence:
     uniforms: Tensor | None = None  # [...], in [0, 1); the lossless check's draws; None when greedy
     noise: Tensor | None = None  # [...], in [0, 1); independent draws for rules that are random themselves
     node_logits: Tensor | None = None  # [..., V], the target's distribution after the token
-    node_hidden: Tensor | None = None  # [..., Dt]
-    draft_hidden: Tensor | None = None  # [..., Dd]
+    node_hidden: HiddenStates | None = None  # [..., Dt] a layer, the target's, encoding the token
+    parent_hidden: HiddenStates | None = None  # [..., Dt] a layer, the target's, that predicted the token
+    draft_hidden: HiddenStates | None = None  # [..., Dd] a layer, the draft's, encoding the token
     advice: Tensor | None = None  # [...], what an advisor's extra forward returned
     parents: Sequence[int] | None = None  # [N], ROOT or an earlier node; None for a chain
     context_ids: Tensor | None = None  # [T], prompt and committed tokens, oldest first

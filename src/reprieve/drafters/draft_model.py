@@ -8,7 +8,7 @@ import torch
 
 from reprieve.models.cached_model import CachedModel
 from reprieve.models.sampling import Sampler
-from reprieve.types import Block, Outcome, Verification
+from reprieve.types import Block, HiddenStates, Outcome, Verification
 
 
 class DraftModelDrafter:
@@ -48,20 +48,23 @@ class DraftModelDrafter:
             logits, hidden = self.model.forward(feed)
             rows.append(logits[-1])
             if hidden is not None and token_ids:
-                hidden_rows.append(hidden[-1])
+                hidden_rows.append(_last_row(hidden))
             token_ids.append(self.sampler.draft_token(logits[-1]))
             feed = token_ids[-1:]
         self._unread = []
         if self.model.hidden_layers:  # the last drafted token is encoded only where its hidden state is wanted
             _, hidden = self.model.forward(feed)
             assert hidden is not None
-            hidden_rows.append(hidden[-1])
+            hidden_rows.append(_last_row(hidden))
         return Block.chain(
             torch.tensor(token_ids, device=self.device),
             draft_logits=torch.stack(rows).to(self.device),
-            draft_hidden=torch.stack(hidden_rows).to(self.device) if hidden_rows else None,
+            draft_hidden=self._stack(hidden_rows) if hidden_rows else None,
             deterministic=self.sampler.draft_greedy,
         )
+
+    def _stack(self, rows: list[HiddenStates]) -> HiddenStates:
+        return {layer: torch.stack([row[layer] for row in rows]).to(self.device) for layer in self.model.hidden_layers}
 
     def commit(self, block: Block, outcome: Outcome, verification: Verification) -> None:
         if not block.num_tokens:
@@ -71,3 +74,7 @@ class DraftModelDrafter:
         self.model.keep(self._base + len(accepted))
         missing = self._base + len(accepted) - self.model.length  # 1 when the whole block was accepted
         self._unread = [*accepted[len(accepted) - missing :], outcome.next_token_id]
+
+
+def _last_row(hidden: HiddenStates) -> HiddenStates:
+    return {layer: states[-1] for layer, states in hidden.items()}

@@ -101,8 +101,11 @@ class SpeculativeDecoder:
 
     def _require_inputs(self) -> None:
         name, needs = self.rule.name, self.rule.needs
-        if "node_hidden" in needs and not self.target.hidden_layers:
-            raise UnsupportedModelError(f"rule {name} needs hidden states: give the target hidden_layers")
+        if missing := set(self.rule.target_layers) - set(self.target.hidden_layers):
+            raise UnsupportedModelError(
+                f"rule {name} needs the target's hidden states of layer {min(missing)}: give it hidden_layers="
+                f"{self.rule.target_layers}"
+            )
         if "advice" in needs and self.advisor is None:
             raise SpecError(f"rule {name} needs an advisor")
         for field, words in (("draft_probs", "draft probabilities"), ("draft_hidden", "draft hidden states")):
@@ -254,6 +257,7 @@ class SpeculativeDecoder:
             noise=sampler.uniforms(block.num_tokens) if "noise" in needs else None,
             node_logits=verification.node_logits,
             node_hidden=verification.node_hidden,
+            parent_hidden=verification.parent_hidden(block),
             draft_hidden=block.draft_hidden,
             advice=advice,
             parents=block.parents,

@@ -76,8 +76,7 @@ def make_drafter(spec: str, pair: Pair, rule: Rule) -> Drafter:
     if name == "draft":
         if given:
             raise SpecError(f"drafter draft has no parameters, got {', '.join(given)}")
-        hidden_layers = (-1,) if "draft_hidden" in rule.needs else ()
-        return DraftModelDrafter(pair.cached_draft(hidden_layers), pair.target.device)
+        return DraftModelDrafter(pair.cached_draft(rule.draft_layers), pair.target.device)
     if name == "ngram":
         if unknown := given.keys() - {"max_ngram", "min_ngram"}:
             raise SpecError(f"drafter ngram has no parameter {sorted(unknown)[0]!r}; it takes max_ngram, min_ngram")
@@ -95,9 +94,8 @@ def build_decoder(arm: Arm, pair: Pair, *, drafter: str = "draft") -> Speculativ
     if arm.label == DRAFT_ONLY:
         return SpeculativeDecoder(pair.cached_draft(), None, pair.tokenizer)
     assert arm.rule is not None
-    hidden_layers = (-1,) if "node_hidden" in arm.rule.needs else ()
     return SpeculativeDecoder(
-        pair.cached_target(hidden_layers),
+        pair.cached_target(arm.rule.target_layers),
         make_drafter(drafter, pair, arm.rule),
         pair.tokenizer,
         rule=arm.rule,

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from reprieve.errors import ContextOverflowError, UnsupportedModelError
 from reprieve.models.cache import RollbackCache
 from reprieve.models.tree_attention import tree_mask
-from reprieve.types import Block
+from reprieve.types import Block, HiddenStates
 
 HiddenLayers = tuple[int, ...]  # indices into transformers' `hidden_states`; -1 is the last, after the final norm
 
@@ -26,7 +26,7 @@ class CachedModel:
         model: any `transformers` causal language model whose cache is made of keys and values.
         vocab_size: logits are brought to this many columns, cut or filled up with -inf: a draft's to its target's,
             since models of one family pad their vocabularies differently. None leaves them alone.
-        hidden_layers: which hidden states `forward` returns, concatenated; () for none.
+        hidden_layers: which hidden states `forward` returns; () for none.
 
     Raises:
         UnsupportedModelError: a model with recurrent state, which cannot be rolled back, or without the layer asked.
@@ -92,8 +92,8 @@ class CachedModel:
             extra = {"logits_to_keep": 1} if self._takes_logits_to_keep else {}
             self._run(list(token_ids[shared:]), **extra)
 
-    def forward(self, token_ids: list[int], block: Block | None = None) -> tuple[Tensor, Tensor | None]:
-        """Append tokens and return the logits [n, V] after each and, if asked for, hidden states [n, D].
+    def forward(self, token_ids: list[int], block: Block | None = None) -> tuple[Tensor, HiddenStates | None]:
+        """Append tokens and return the logits [n, V] after each and, if asked for, hidden states [n, D] by layer.
 
         Args:
             token_ids: n tokens; with a tree, the last committed token and then the block's.
@@ -109,7 +109,7 @@ class CachedModel:
             logits = torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
         hidden = None
         if self.hidden_layers:
-            hidden = torch.cat([output.hidden_states[layer][0] for layer in self.hidden_layers], dim=-1)
+            hidden = {layer: output.hidden_states[layer][0] for layer in self.hidden_layers}
         return logits, hidden
 
     def keep(self, length: int) -> None:

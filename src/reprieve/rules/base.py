@@ -54,6 +54,16 @@ class Rule(ABC):
         """Risk of each drafted token, [...]; +inf is never accepted."""
 
     @property
+    def target_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose hidden states the rule reads; -1 is the last, after the final norm."""
+        return (-1,) if {"node_hidden", "parent_hidden"} & self.needs else ()
+
+    @property
+    def draft_layers(self) -> tuple[int, ...]:
+        """The same for the draft."""
+        return (-1,) if "draft_hidden" in self.needs else ()
+
+    @property
     def base(self) -> str:
         """The lossless check under the rule: `token`, `block` or `exact` (see `LosslessRule`)."""
         return "token"

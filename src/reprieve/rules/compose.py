@@ -41,6 +41,14 @@ class _Wrapper(Rule):
         return frozenset().union(*(rule.needs for rule in self.parts))
 
     @property
+    def target_layers(self) -> tuple[int, ...]:
+        return tuple(sorted({layer for rule in self.parts for layer in rule.target_layers}))
+
+    @property
+    def draft_layers(self) -> tuple[int, ...]:
+        return tuple(sorted({layer for rule in self.parts for layer in rule.draft_layers}))
+
+    @property
     def reads_text(self) -> bool:  # type: ignore[override]
         return any(rule.reads_text for rule in self.parts)
 
