@@ -17,7 +17,7 @@ from torch import Tensor
 
 ROOT = -1  # the parent of nodes that follow the last committed token
 
-# Hidden states by layer, [n, D] each: an index into transformers' `hidden_states`; -1 is the last, after the final norm.
+# Hidden states by layer, [n, D] each: indices into transformers' `hidden_states`; -1 is the last, after the norm.
 HiddenStates = Mapping[int, Tensor]
 
 

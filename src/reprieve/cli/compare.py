@@ -45,7 +45,7 @@ def compare(
         target=pair.target_name,
         draft=pair.draft_name,
         drafter=drafter,
-        weights=pair.weights_fingerprint,
+        weights=f"{pair.identity.target_weights}+{pair.identity.draft_weights}",
         dtype=str(pair.target.dtype).removeprefix("torch."),
         device=str(pair.target.device),
         task=task,
@@ -57,7 +57,7 @@ def compare(
         arms=[arm.label for arm in arms],
     )
     with progress_bar(f"{len(arms)} arms") as bar:
-        run = run_arms(config, arms, pair, loaded_task, out, progress=_reporter(bar))
+        run = run_arms(config, arms, pair, loaded_task, out, progress=reporter(bar))
     document = summarise(run)
     write_results(document, out)
     if not document["arms"]:
@@ -73,7 +73,7 @@ def compare(
     return 1 if any(arm["num_failed"] for arm in document["arms"]) else 0
 
 
-def _reporter(bar: Progress) -> Callable[[int, int], None]:
+def reporter(bar: Progress, what: str = "answers") -> Callable[[int, int], None]:
     """Moves the bar; where there is no terminal to draw it on, prints a line every tenth of the way."""
     task = bar.add_task("", total=None)
 
@@ -81,6 +81,6 @@ def _reporter(bar: Progress) -> Callable[[int, int], None]:
         bar.update(task, completed=done, total=total)
         if not bar.console.is_terminal and done * 10 // total > (done - 1) * 10 // total:
             left = bar.tasks[0].time_remaining
-            bar.console.print(f"{done} of {total} answers" + (f", {left:.0f} s left" if left else ""))
+            bar.console.print(f"{done} of {total} {what}" + (f", {left:.0f} s left" if left else ""))
 
     return report

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
+from types import ModuleType
 from typing import NoReturn
 
 VERBS = {
@@ -12,6 +14,7 @@ VERBS = {
     "generate": "answer one prompt, streamed, each token coloured by where it comes from",
     "bench": "compare rules side by side on a task",
     "sweep": "one rule over thresholds and K",
+    "mine": "label which mismatches matter: autojudge, pivot",
     "rules": "list the rules, their parameters and their sources",
 }
 
@@ -47,7 +50,10 @@ def _run_verb(verb: str, rest: list[str]) -> int:
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     module = importlib.import_module(f"reprieve.cli.{verb}")
-    app.command()(module.command)
+    for name, command in getattr(module, "COMMANDS", {None: getattr(module, "command", None)}).items():
+        app.command(name)(command)
+    if hasattr(module, "COMMANDS"):
+        app.callback()(_group(module))
     try:
         status = typer.main.get_command(app).main(args=rest, prog_name=f"reprieve {verb}", standalone_mode=False)
         return int(status or 0)
@@ -67,6 +73,15 @@ def _run_verb(verb: str, rest: list[str]) -> int:
             error.show()  # type: ignore[attr-defined]
             return int(error.exit_code)
         raise
+
+
+def _group(module: ModuleType) -> Callable[[], None]:
+    """Keeps a verb's subcommands subcommands, even where there is one."""
+
+    def group() -> None: ...
+
+    group.__doc__ = (module.__doc__ or "").partition(":")[2].strip()
+    return group
 
 
 def run() -> NoReturn:

@@ -16,7 +16,7 @@ from reprieve.drafters import Drafter, NoDrafter
 from reprieve.engine.answer import Answer, OnToken
 from reprieve.engine.text_stream import TextStream
 from reprieve.errors import SpecError, UnsupportedModelError
-from reprieve.models.cached_model import CachedModel
+from reprieve.models.cached_model import CachedModel, eos_token_ids
 from reprieve.models.sampling import Sampler, SamplingParams
 from reprieve.rules import LosslessRule, RiskBudget, Rule, accept
 from reprieve.rules.accept import NextToken
@@ -174,7 +174,7 @@ class SpeculativeDecoder:
         self.drafter.start(prompt_ids, sampler)
         if self.advisor is not None:
             self.advisor.start(prompt_ids)
-        eos = _eos_ids(self.target, self.tokenizer) if params.eos_token_ids is None else params.eos_token_ids
+        eos = eos_token_ids(self.target.model, self.tokenizer) if params.eos_token_ids is None else params.eos_token_ids
         answer = Answer(
             prompt_ids=prompt_ids,
             params=params,
@@ -305,14 +305,3 @@ def _trace(answer: Answer, block: Block, outcome: Outcome, evidence: Evidence, c
         path=outcome.path,
         committed=committed,
     )
-
-
-def _eos_ids(target: CachedModel, tokenizer: Tokenizer) -> frozenset[int]:
-    """End-of-text tokens: what the model's generation configuration says, and the tokenizer's."""
-    configured = getattr(target.model.generation_config, "eos_token_id", None)
-    if configured is None:
-        configured = []
-    ids = set(configured if isinstance(configured, list) else [configured])
-    if tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return frozenset(ids)

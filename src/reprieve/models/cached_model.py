@@ -42,7 +42,7 @@ class CachedModel:
         self.cached_ids: list[int] = []
         self._config = model.config.get_text_config()
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
-        _refuse_recurrent(model, self._config)
+        refuse_recurrent(model)
         num_states = self._config.num_hidden_layers + 1
         for layer in hidden_layers:
             if not -num_states <= layer < num_states:
@@ -56,11 +56,6 @@ class CachedModel:
         return self.model.device
 
     @property
-    def max_length(self) -> int | None:
-        """Positions the model was made for; None where it does not say."""
-        return getattr(self._config, "max_position_embeddings", None)
-
-    @property
     def length(self) -> int:
         """Number of cached tokens."""
         return len(self.cached_ids)
@@ -71,11 +66,7 @@ class CachedModel:
         Raises:
             ContextOverflowError: names the model, its limit and what was asked.
         """
-        if self.max_length is not None and num_tokens > self.max_length:
-            raise ContextOverflowError(
-                f"{what} need {num_tokens} positions, but {self.model.config.name_or_path or 'the model'} "
-                f"has {self.max_length}; shorten the prompt or lower max_new_tokens"
-            )
+        require_positions(self.model, num_tokens, what=what)
 
     def start(self, token_ids: Sequence[int], *, reuse_prefix: bool = False) -> None:
         """Prefill: cache exactly these tokens.
@@ -85,8 +76,7 @@ class CachedModel:
         """
         shared = 0
         if reuse_prefix:
-            limit = min(len(token_ids), self.length)
-            shared = next((i for i in range(limit) if token_ids[i] != self.cached_ids[i]), limit)
+            shared = shared_length(token_ids, self.cached_ids)
         self.keep(shared)
         if shared < len(token_ids):
             extra = {"logits_to_keep": 1} if self._takes_logits_to_keep else {}
@@ -133,25 +123,67 @@ class CachedModel:
 
     def _tree_arguments(self, block: Block) -> dict[str, Any]:
         positions = torch.tensor([[0, *block.depths]], device=self.device) + self.length
-        kinds = set(getattr(self._config, "layer_types", None) or ())
-        window = getattr(self._config, "sliding_window", None)
+        windows = layer_windows(self.model)
 
         def mask(size: int | None) -> Tensor:
             return tree_mask(
                 block.parents, num_cached=self.length, dtype=self.model.dtype, device=self.device, window=size
             )
 
-        masks: Any
-        if len(kinds) > 1:
-            masks = {kind: mask(window if kind == "sliding_attention" else None) for kind in kinds}
-        elif kinds:
-            masks = mask(window if kinds == {"sliding_attention"} else None)
-        else:
-            masks = mask(window)
+        by_kind = isinstance(windows, dict)
+        masks: Any = {kind: mask(window) for kind, window in windows.items()} if by_kind else mask(windows)
         return {"attention_mask": masks, "position_ids": positions}
 
 
-def _refuse_recurrent(model: PreTrainedModel, config: Any) -> None:
+def eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """End-of-text tokens: what the model's generation configuration says, and the tokenizer's."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    if configured is None:
+        configured = []
+    ids = set(configured if isinstance(configured, list) else [configured])
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return frozenset(ids)
+
+
+def shared_length(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """How many tokens two texts begin with in common."""
+    limit = min(len(tokens), len(others))
+    return next((i for i in range(limit) if tokens[i] != others[i]), limit)
+
+
+def require_positions(model: PreTrainedModel, num_tokens: int, *, what: str) -> None:
+    """Refuse texts longer than the model's positions.
+
+    Raises:
+        ContextOverflowError: names the model, its limit and what was asked.
+    """
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and num_tokens > limit:
+        raise ContextOverflowError(
+            f"{what} need {num_tokens} positions, but {model.config.name_or_path or 'the model'} "
+            f"has {limit}; shorten the prompt or lower max_new_tokens"
+        )
+
+
+def layer_windows(model: PreTrainedModel) -> dict[str, int | None] | int | None:
+    """Sliding-window sizes: one for all layers (None for full attention), or one for each kind of layer."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    by_kind = {kind: window if kind == "sliding_attention" else None for kind in kinds}
+    if len(kinds) > 1:
+        return by_kind
+    return by_kind.popitem()[1] if kinds else window
+
+
+def refuse_recurrent(model: PreTrainedModel) -> None:
+    """Refuse models whose caches are not keys and values only.
+
+    Raises:
+        UnsupportedModelError: names the kind of layer.
+    """
+    config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
     unsupported = sorted(kinds - {"full_attention", "sliding_attention"})
     if unsupported or getattr(model, "_is_stateful", False) or hasattr(config, "state_size"):

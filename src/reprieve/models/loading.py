@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
@@ -13,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from reprieve.errors import PairError, ReprieveError, require_choice
+from reprieve.heads.binding import PairIdentity, digest, tokenizer_fingerprint
 from reprieve.models.cached_model import CachedModel, HiddenLayers
 
 BUNDLED_PAIR = "reprieve/arithmetic-pair"
@@ -49,13 +49,24 @@ class Pair:
         return CachedModel(self.draft, vocab_size=self.vocab_size, hidden_layers=hidden_layers)
 
     @cached_property
-    def weights_fingerprint(self) -> str:
-        """Identifies the weights, from the first values of every tensor: runs of other weights are not mixed."""
-        digest = hashlib.sha256()
-        for model in filter(None, (self.target, self.draft)):
-            for parameter in model.parameters():
-                digest.update(parameter.detach().flatten()[:64].float().cpu().numpy().tobytes())
-        return digest.hexdigest()[:12]
+    def identity(self) -> PairIdentity:
+        """Names and fingerprints: runs, labels and heads of other weights or tokenizers are not mixed."""
+        return PairIdentity(
+            target=self.target_name,
+            draft=self.draft_name,
+            target_weights=weights_fingerprint(self.target),
+            draft_weights=None if self.draft is None else weights_fingerprint(self.draft),
+            tokenizer=tokenizer_fingerprint(self.tokenizer.get_vocab()),
+        )
+
+
+def weights_fingerprint(model: PreTrainedModel) -> str:
+    """Identifies weights by the first values of every tensor, in bfloat16 so that a model loaded in less matches."""
+    content = bytearray()
+    for parameter in model.parameters():
+        values = parameter.detach().flatten()[:64].to(torch.bfloat16).view(torch.int16)
+        content += values.cpu().numpy().tobytes()
+    return digest(bytes(content))
 
 
 def load_pair(

@@ -1,0 +1,93 @@
+"""`reprieve mine autojudge|pivot`: labelled mismatches into a store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from reprieve.cli import options as o
+
+if TYPE_CHECKING:
+    from reprieve.labelling.recipes import MiningConfig
+
+InFlight = Annotated[int, typer.Option("--in-flight", help="Problems under way at once.")]
+Offset = Annotated[int, typer.Option(help="First problem of the split.")]
+MaxNewTokens = Annotated[int | None, typer.Option(help="Largest whole response. Default: the task's.")]
+
+
+def autojudge(
+    target: o.Target = o.BUNDLED,
+    draft: o.Draft = None,
+    task: o.TaskName = "arithmetic",
+    split: o.Split = "train",
+    limit: o.Limit = 100,
+    offset: Offset = 0,
+    variant: Annotated[str, typer.Option(help="search (Algorithm 1), or naive: every mismatch alone.")] = "search",
+    temperature: o.Temperature = 0.0,
+    top_p: o.TopP = 1.0,
+    top_k: o.TopK = 0,
+    seed: o.Seed = 0,
+    max_new_tokens: MaxNewTokens = None,
+    in_flight: InFlight = 16,
+    dtype: o.Dtype = "auto",
+    device: o.Device = None,
+    out: Annotated[Path, typer.Option("--out", help="Label store; run again with it to go on.")] = Path("runs/labels"),
+) -> int:
+    """Find the mismatches that change the answer (AutoJudge, Algorithm 1)."""
+    from reprieve.labelling.recipes import MiningConfig
+
+    config = MiningConfig(
+        miner="autojudge",
+        target=target,
+        draft=draft,
+        dtype=dtype,
+        device=device,
+        task=task,
+        split=split,
+        limit=limit,
+        offset=offset,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        num_in_flight=in_flight,
+        options={"variant": variant},
+    )
+    return _mine(config, out)
+
+
+COMMANDS: dict[str, Any] = {"autojudge": autojudge}
+
+
+def _mine(config: MiningConfig, out: Path) -> int:
+    """Mine into the store at `out` and say what came of it; returns the exit status."""
+    o.quiet_transformers()
+    from reprieve.cli.compare import reporter
+    from reprieve.labelling.recipes import build
+    from reprieve.labelling.runner import mine_problems
+    from reprieve.labelling.store import LabelStore
+    from reprieve.labelling.summary import summarise
+
+    bench = build(config)
+    store = LabelStore(out, bench.manifest)
+    with o.progress_bar("mining") as bar:
+        report = mine_problems(
+            bench.miner,
+            bench.problems,
+            store,
+            num_in_flight=config.num_in_flight,
+            progress=reporter(bar, "problems"),
+        )
+    o.console().print(summarise(store.problems()).sentence())
+    o.console().print(
+        f"labels: {out}   mined now: {report.num_mined}, there before: {report.num_skipped}, "
+        f"failed: {len(report.errors)}",
+        soft_wrap=True,
+    )
+    if report.interrupted:
+        o.console(stderr=True).print("interrupted: finished problems are kept; run again to go on")
+        return 130
+    return 1 if report.errors else 0

@@ -1,0 +1,61 @@
+"""What a head was made for: the pair, its tokenizer and the task. Checked whenever it is used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from reprieve.errors import PairError
+
+
+@dataclass(frozen=True)
+class PairIdentity:
+    """Which target, draft and tokenizer: names for people, fingerprints for the check."""
+
+    target: str
+    draft: str | None
+    target_weights: str
+    draft_weights: str | None
+    tokenizer: str
+
+    def require_matches(self, other: PairIdentity, what: str, *, reads_draft: bool) -> None:
+        """Refuse another pair.
+
+        Args:
+            other: the pair at hand.
+            what: names the artefact in the message.
+            reads_draft: whether the draft's weights matter to it.
+
+        Raises:
+            PairError: names both pairs and what differs.
+        """
+        parts = ["tokenizer", "target_weights"] + (["draft_weights"] if reads_draft else [])
+        different = [part for part in parts if getattr(self, part) != getattr(other, part)]
+        if different:
+            raise PairError(
+                f"{what} was made for target {self.target!r} and draft {self.draft!r}, not for target "
+                f"{other.target!r} and draft {other.draft!r}: different {', '.join(different)} "
+                f"({', '.join(f'{getattr(self, part)} and {getattr(other, part)}' for part in different)})"
+            )
+
+
+def warn_of_transfer(what: str, made_for: str, used_on: str) -> None:
+    """Say that a head meets a task it was not trained on: allowed, and worse in AutoJudge's appendices D and M."""
+    if made_for != used_on:
+        warnings.warn(
+            f"{what} was trained on task {made_for!r} and is used on {used_on!r}; measure the price there before use",
+            stacklevel=3,
+        )
+
+
+def tokenizer_fingerprint(vocabulary: Mapping[str, int]) -> str:
+    """Identifies a tokenizer by its tokens and their numbers."""
+    return digest(json.dumps(sorted(vocabulary.items())).encode())
+
+
+def digest(content: bytes) -> str:
+    """A short SHA-256, as all fingerprints here are written."""
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -1,0 +1,147 @@
+"""From settings to a miner: what `reprieve mine` says, and what a cluster's workers are sent."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from reprieve.errors import SpecError, require_choice
+from reprieve.labelling.autojudge import AutoJudgeMiner
+from reprieve.labelling.draft import DraftReader
+from reprieve.labelling.equivalence import SameAnswer
+from reprieve.labelling.responses import ResponseFormat
+from reprieve.labelling.runner import Miner
+from reprieve.labelling.target import LocalTarget
+from reprieve.models import Pair, load_pair
+from reprieve.models.batch_decoder import BatchDecoder
+from reprieve.models.cached_model import eos_token_ids
+from reprieve.models.sampling import GumbelNoise, Sampler, SamplingParams
+from reprieve.tasks import Task, TaskProblem, load_task
+
+MINERS = ("autojudge", "pivot")
+
+
+@dataclass(frozen=True)
+class MiningConfig:
+    """Everything that decides what labels say, and how fast they come.
+
+    Args:
+        miner: autojudge or pivot.
+        limit: problems `offset` to `offset + limit` of the split.
+        temperature: 0 is greedy; above, AutoJudge samples through Gumbel noise.
+        max_new_tokens: largest whole response; None for the task's.
+        num_in_flight: problems under way at once.
+        options: the miner's own settings.
+    """
+
+    miner: str
+    target: str
+    draft: str | None = None
+    dtype: str = "auto"
+    device: str | None = None
+    task: str = "arithmetic"
+    split: str = "train"
+    limit: int = 100
+    offset: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    max_new_tokens: int | None = None
+    num_in_flight: int = 16
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require_choice("miner", self.miner, MINERS)
+        if self.limit < 1 or self.offset < 0:
+            raise SpecError(f"limit must be 1 or more and offset 0 or more, got {self.limit} and {self.offset}")
+        if self.num_in_flight < 1:
+            raise SpecError(f"num_in_flight must be 1 or more, got {self.num_in_flight}")
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=self.seed)
+
+
+@dataclass(frozen=True)
+class Workbench:
+    """A miner with what it stands on."""
+
+    miner: Miner
+    problems: list[TaskProblem]
+    manifest: dict[str, Any]  # of the store its labels go to
+
+
+def build(config: MiningConfig) -> Workbench:
+    """Load the pair and the task and make the miner.
+
+    Raises:
+        SpecError: a setting out of range.
+        ReprieveError: a model or task that cannot be loaded.
+    """
+    task = load_task(config.task)
+    pair = load_pair(config.target, config.draft, dtype=config.dtype, device=config.device)
+    pair.cached_draft()  # refuses a pair without a draft
+    responses = ResponseFormat(
+        tokenizer=pair.tokenizer,
+        task=task,
+        eos_ids=eos_token_ids(pair.target, pair.tokenizer),
+        max_new_tokens=config.max_new_tokens or task.max_new_tokens,
+    )
+    problems = task.problems(config.split, config.limit, offset=config.offset)
+    return Workbench(
+        miner=_autojudge(config, pair, task, responses),
+        problems=problems,
+        manifest=_manifest(config, pair, responses),
+    )
+
+
+def _autojudge(config: MiningConfig, pair: Pair, task: Task, responses: ResponseFormat) -> AutoJudgeMiner:
+    params = config.sampling
+
+    def make_draft(noise: GumbelNoise | None) -> DraftReader:
+        return DraftReader(pair.cached_draft(), Sampler(params, pair.draft.device), noise)  # type: ignore[union-attr]
+
+    return AutoJudgeMiner(
+        target=_local_target(config, pair, responses),
+        make_draft=make_draft,
+        responses=responses,
+        equivalence=SameAnswer(task),
+        noise=None if params.greedy else (lambda problem: GumbelNoise(problem_seed(config.seed, problem))),
+        **config.options,
+    )
+
+
+def _local_target(config: MiningConfig, pair: Pair, responses: ResponseFormat, *, rows: int = 1) -> LocalTarget:
+    decoder = BatchDecoder(
+        pair.target,
+        num_rows=config.num_in_flight * rows,
+        params=config.sampling,
+        eos_ids=responses.eos_ids,
+        stops=responses.stops if responses.task.stop else None,
+    )
+    return LocalTarget(decoder)
+
+
+def _manifest(config: MiningConfig, pair: Pair, responses: ResponseFormat) -> dict[str, Any]:
+    """What labels must have in common to lie in one store; how fast they were made is left out."""
+    return {
+        "miner": config.miner,
+        **config.options,
+        **dataclasses.asdict(pair.identity),
+        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "task": config.task,
+        "split": config.split,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k,
+        "seed": config.seed,
+        "max_new_tokens": responses.max_new_tokens,
+    }
+
+
+def problem_seed(seed: int, problem: TaskProblem) -> int:
+    """A random state of a problem's own, the same in every run and on every worker."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{problem.problem_id}".encode(), digest_size=7).digest(), "little")

@@ -1,0 +1,52 @@
+"""Responses as tokens and as text: where they end, what they say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from reprieve.tasks import Task
+
+
+@dataclass(frozen=True)
+class ResponseFormat:
+    """How responses of a task end and read, for a tokenizer.
+
+    Args:
+        eos_ids: tokens that end a response.
+        max_new_tokens: T_max: the largest whole response, whatever of it is regenerated.
+    """
+
+    tokenizer: Any
+    task: Task
+    eos_ids: frozenset[int]
+    max_new_tokens: int
+
+    def encode_prompt(self, prompt: str) -> list[int]:
+        return list(self.tokenizer.encode(prompt))
+
+    def text(self, response_ids: list[int]) -> str:
+        """The response up to its first stop text, without special tokens."""
+        text = str(self.tokenizer.decode(response_ids, skip_special_tokens=True))
+        return text[: min((text.find(stop) for stop in self.task.stop if stop in text), default=len(text))]
+
+    def answer(self, response_ids: list[int]) -> str | None:
+        return self.task.extract_answer(self.text(response_ids))
+
+    def num_left(self, response_ids: list[int]) -> int:
+        """Tokens the response may still take; 0 once it has ended."""
+        return 0 if self.ended(response_ids) else self.max_new_tokens - len(response_ids)
+
+    def ended(self, response_ids: list[int]) -> bool:
+        """Whether the response is over: by an end-of-text token, a stop text or its budget."""
+        if not response_ids:
+            return False
+        if response_ids[-1] in self.eos_ids or len(response_ids) >= self.max_new_tokens:
+            return True
+        return bool(self.task.stop) and self.stops(response_ids)
+
+    def stops(self, response_ids: list[int]) -> bool:
+        """Whether one of the task's stop texts ends in the last few tokens."""
+        longest = max(map(len, self.task.stop), default=0)
+        tail = str(self.tokenizer.decode(response_ids[-longest - 1 :]))
+        return any(stop in tail for stop in self.task.stop)

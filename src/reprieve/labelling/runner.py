@@ -1,0 +1,98 @@
+"""Mine many problems, several in flight, into a store; the same code for one process and for a cluster's workers."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from reprieve.errors import ReprieveError, SpecError
+from reprieve.labelling.records import ProblemLabels
+from reprieve.labelling.store import LabelStore
+from reprieve.tasks import TaskProblem
+
+Progress = Callable[[int, int], None]  # finished and all problems
+
+
+class Miner(Protocol):
+    """Labels one problem at a time; several may be under way."""
+
+    async def mine(self, problem: TaskProblem) -> ProblemLabels: ...
+
+
+@dataclass
+class MiningReport:
+    """What one run did."""
+
+    num_mined: int = 0
+    num_skipped: int = 0  # done before, or in another worker's hands
+    errors: dict[str, str] = field(default_factory=dict)  # by problem id; a rerun tries them again
+    interrupted: bool = False
+
+
+def mine_problems(
+    miner: Miner,
+    problems: Iterable[TaskProblem],
+    store: LabelStore,
+    *,
+    num_in_flight: int = 16,
+    progress: Progress = lambda done, total: None,
+) -> MiningReport:
+    """Mine what the store does not have yet.
+
+    Ctrl-C drops the problems in flight and keeps the finished ones. A problem that fails is reported, not labelled.
+
+    Raises:
+        SpecError: fewer than 1 problem in flight.
+        ReprieveError: every problem failed.
+    """
+    if num_in_flight < 1:
+        raise SpecError(f"num_in_flight must be 1 or more, got {num_in_flight!r}")
+    report = MiningReport()
+    try:
+        asyncio.run(_mine_all(miner, list(problems), store, num_in_flight, progress, report))
+    except KeyboardInterrupt:
+        report.interrupted = True
+    store.fold()
+    if report.errors and not report.num_mined:
+        problem_id, first = next(iter(report.errors.items()))
+        raise ReprieveError(f"every problem failed; the first, {problem_id}: {first}")
+    return report
+
+
+async def _mine_all(
+    miner: Miner,
+    problems: list[TaskProblem],
+    store: LabelStore,
+    num_in_flight: int,
+    progress: Progress,
+    report: MiningReport,
+) -> None:
+    waiting = iter(problems)
+
+    async def work() -> None:
+        for problem in waiting:
+            await _mine_one(miner, problem, store, report)
+            progress(report.num_mined + report.num_skipped + len(report.errors), len(problems))
+
+    await asyncio.gather(*(work() for _ in range(min(num_in_flight, len(problems)))))
+
+
+async def _mine_one(miner: Miner, problem: TaskProblem, store: LabelStore, report: MiningReport) -> None:
+    if problem.problem_id in store.done():
+        report.num_skipped += 1
+        return
+    with store.claim(problem.problem_id) as ours:
+        if not ours:
+            report.num_skipped += 1
+            return
+        try:
+            labels = await miner.mine(problem)
+        except Exception as error:  # whatever it is, the other problems are still worth mining
+            report.errors[problem.problem_id] = f"{type(error).__name__}: {error}"
+            print(f"{problem.problem_id}: {report.errors[problem.problem_id]}", file=sys.stderr)
+            return
+        store.append(labels)
+        report.num_mined += 1

@@ -1,0 +1,199 @@
+"""The label store: append-only Parquet shards and a manifest, in one folder.
+
+Every finished problem is a shard of its own, written to a temporary name and renamed, so that a run killed at any
+moment loses only the problems in hand. A run that ends in good order folds its shards into one. Workers claim problems
+by file locks, which the system releases when a process dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from reprieve.errors import ReprieveError
+from reprieve.labelling.records import ProblemLabels
+
+SCHEMA = 1
+_MANIFEST = "manifest.json"
+
+
+class LabelStore:
+    """A folder of labels that were all made in the same way.
+
+    Args:
+        folder: where; made if it is not there.
+        manifest: what the labels are for (pair, tokenizer, task, miner and its settings). A store that exists must
+            have been made with the same. None opens an existing store as it is.
+
+    Raises:
+        ReprieveError: no store there, or one made for something else; the message names the first difference.
+    """
+
+    def __init__(self, folder: Path, manifest: Mapping[str, Any] | None = None) -> None:
+        self.folder = folder
+        self._done: set[str] = set()
+        self._read_shards: set[str] = set()
+        path = folder / _MANIFEST
+        if manifest is None:
+            if not path.exists():
+                raise ReprieveError(f"{str(folder)!r} is not a label store: it has no {_MANIFEST}")
+            self.manifest = _read_manifest(path)
+            return
+        self.manifest = {"schema": SCHEMA, **json.loads(json.dumps(manifest))}
+        try:
+            (folder / "shards").mkdir(parents=True, exist_ok=True)
+            (folder / "claims").mkdir(exist_ok=True)
+        except OSError as error:
+            raise ReprieveError(f"label store {str(folder)!r} cannot be made: {error.strerror}") from None
+        with FileLock(folder / "claims" / ".manifest.lock"):
+            if path.exists():
+                self._require_same(_read_manifest(path))
+            else:
+                _replace(path, lambda temporary: temporary.write_text(json.dumps(self.manifest, indent=2) + "\n"))
+
+    def _require_same(self, found: Mapping[str, Any]) -> None:
+        for key in sorted(self.manifest.keys() | found.keys()):
+            if self.manifest.get(key) != found.get(key):
+                raise ReprieveError(
+                    f"label store {str(self.folder)!r} was made with {key} = {found.get(key)!r}, this run has "
+                    f"{self.manifest.get(key)!r}; labels are not mixed: name another folder"
+                )
+
+    @contextlib.contextmanager
+    def claim(self, problem_id: str) -> Iterator[bool]:
+        """Whether this problem is ours to mine now: not done, and no other worker is at it."""
+        lock = FileLock(self.folder / "claims" / f"{_file_name(problem_id)}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            yield False
+            return
+        try:
+            yield problem_id not in self.done()
+        finally:
+            lock.release()
+
+    def append(self, labels: ProblemLabels) -> None:
+        """Write one problem; it is safe on disk when this returns."""
+        self._write([labels], f"one-{_file_name(labels.problem_id)}-{uuid.uuid4().hex[:8]}.parquet")
+        self._done.add(labels.problem_id)
+
+    def done(self) -> set[str]:
+        """Problems that are in the store, whoever mined them."""
+        import pyarrow.parquet as parquet
+
+        for shard in self._shards():
+            if shard.name not in self._read_shards:
+                with contextlib.suppress(FileNotFoundError):  # another worker has just folded it into a larger one
+                    self._done.update(parquet.read_table(shard, columns=["problem_id"])["problem_id"].to_pylist())
+                    self._read_shards.add(shard.name)
+        return self._done
+
+    def problems(self) -> list[ProblemLabels]:
+        """All problems, each once, by problem id.
+
+        Raises:
+            ReprieveError: a shard that cannot be read.
+        """
+        import pyarrow
+        import pyarrow.parquet as parquet
+
+        found: dict[str, ProblemLabels] = {}
+        for shard in self._shards():
+            try:
+                rows = parquet.read_table(shard).to_pylist()
+            except FileNotFoundError:
+                continue
+            except (pyarrow.ArrowInvalid, OSError) as error:
+                raise ReprieveError(f"label store {str(self.folder)!r}: {shard.name} cannot be read: {error}") from None
+            found.update((row["problem_id"], ProblemLabels.from_row(row)) for row in rows)
+        return [found[key] for key in sorted(found, key=_natural)]
+
+    def fold(self) -> None:
+        """Fold the shards of single problems into one; a kill in between leaves duplicates, which readers drop."""
+        with FileLock(self.folder / "claims" / ".fold.lock"):
+            single = [shard for shard in self._shards() if shard.name.startswith("one-")]
+            if len(single) < 2:
+                return
+            import pyarrow.parquet as parquet
+
+            rows = [ProblemLabels.from_row(row) for shard in single for row in parquet.read_table(shard).to_pylist()]
+            self._write(rows, f"many-{uuid.uuid4().hex[:12]}.parquet")
+            for shard in single:
+                shard.unlink()
+
+    def _shards(self) -> list[Path]:
+        return sorted((self.folder / "shards").glob("*.parquet"))
+
+    def _write(self, labels: list[ProblemLabels], name: str) -> None:
+        import pyarrow
+        import pyarrow.parquet as parquet
+
+        table = pyarrow.Table.from_pylist([problem.to_row() for problem in labels], schema=_schema())
+        _replace(
+            self.folder / "shards" / name, lambda temporary: parquet.write_table(table, temporary, compression="zstd")
+        )
+
+
+def _schema() -> Any:
+    import pyarrow as pa
+
+    ids = pa.list_(pa.int32())
+    mismatch = pa.struct(
+        [
+            ("position", pa.int32()),
+            ("target_id", pa.int32()),
+            ("draft_id", pa.int32()),
+            ("important", pa.bool_()),
+            ("reason", pa.string()),
+            ("continuation_ids", ids),
+            ("answer", pa.string()),
+            ("base_utility", pa.float64()),
+            ("candidate_utility", pa.float64()),
+            ("num_rollouts", pa.int32()),
+            ("verdict", pa.string()),
+        ]
+    )
+    return pa.schema(
+        [
+            ("problem_id", pa.string()),
+            ("status", pa.string()),
+            ("prompt_ids", ids),
+            ("target_ids", ids),
+            ("response_ids", ids),
+            ("target_answer", pa.string()),
+            ("mismatches", pa.list_(mismatch)),
+            ("seconds", pa.float64()),
+            ("num_generated", pa.int64()),
+            ("source", pa.string()),
+        ]
+    )
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (json.JSONDecodeError, OSError) as error:
+        raise ReprieveError(f"{str(path)!r} is not a label store's manifest: {error}") from None
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    write(temporary)
+    os.replace(temporary, path)
+
+
+def _file_name(problem_id: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", problem_id)
+
+
+def _natural(problem_id: str) -> list[Any]:
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", problem_id)]

@@ -1,0 +1,65 @@
+"""The target as miners see it: something that continues texts, many at once."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from reprieve.models.batch_decoder import BatchDecoder, Draw, Session, TextRequest
+
+
+class Target(Protocol):
+    """Continues texts. One `Session` a problem lets it keep what the problem's texts have in common."""
+
+    async def complete(
+        self, session: Session, prompt_ids: list[int], response_ids: list[int], max_new_tokens: int, draw: Draw | None
+    ) -> list[int] | None:
+        """What follows prompt and response, at most `max_new_tokens` tokens, the end-of-text token included.
+
+        Args:
+            draw: how tokens are chosen; None for the most likely.
+
+        Returns:
+            None where the target would read other tokens than these (a text API that tokenizes anew).
+        """
+        ...
+
+
+class LocalTarget:
+    """A target on this machine: the requests of all problems in flight share forwards."""
+
+    def __init__(self, decoder: BatchDecoder) -> None:
+        self.decoder = decoder
+        self._stepping: asyncio.Task[None] | None = None
+
+    async def complete(
+        self, session: Session, prompt_ids: list[int], response_ids: list[int], max_new_tokens: int, draw: Draw | None
+    ) -> list[int]:
+        """See `Target`.
+
+        Raises:
+            ContextOverflowError: the text could exceed the model's positions.
+        """
+        done: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        request = TextRequest(session, [*prompt_ids, *response_ids], max_new_tokens, draw, _resolver(done))
+        self.decoder.submit(request)
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._step())
+        stepping = self._stepping
+        await asyncio.wait({done, stepping}, return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():
+            stepping.result()  # a failed forward fails every text that waits for it
+        return await done
+
+    async def _step(self) -> None:
+        while not self.decoder.idle:
+            self.decoder.step()
+            await asyncio.sleep(0)  # let every problem that got its text ask for the next
+
+
+def _resolver(done: asyncio.Future[list[int]]):  # type: ignore[no-untyped-def]
+    def resolve(token_ids: list[int]) -> None:
+        if not done.done():  # it is, when the problem was cancelled
+            done.set_result(token_ids)
+
+    return resolve

@@ -1,0 +1,103 @@
+"""A KV cache of several independent sequences, each with its own length, for generating many texts at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+_FIRST_CAPACITY = 256
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The cache of one text, kept so that texts with the same beginning need not read it again."""
+
+    token_ids: list[int]
+    states: list[tuple[Tensor, Tensor]]  # a layer: keys and values, [heads, length, head_dim]
+
+
+class _Placement:
+    """Where the next forward writes: rows `first` onwards, token j of row i at `positions[i, j]`."""
+
+    first: int
+    positions: Tensor  # [R, n], int64
+    end: int  # columns the forward attends to
+
+
+class RowLayer(DynamicLayer):
+    """One layer's keys and values of all rows, [rows, heads, capacity, head_dim]."""
+
+    def __init__(self, num_rows: int, placement: _Placement) -> None:
+        super().__init__()
+        self.num_rows = num_rows
+        self.placement = placement
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write each row's new states at its own positions; return the rows' states so far, padded to one length."""
+        place = self.placement
+        num, size = place.positions.shape
+        self.reserve(place.end, key_states, value_states)
+        rows = torch.arange(place.first, place.first + num, device=key_states.device)[:, None].expand(num, size)
+        results = []
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            assert buffer is not None
+            buffer[rows, :, place.positions] = states.transpose(1, 2)
+            results.append(buffer[place.first : place.first + num, :, : place.end])
+        return results[0], results[1]
+
+    def reserve(self, length: int, key_states: Tensor, value_states: Tensor) -> None:
+        """Make room for texts of `length` tokens; the states, [..., heads, any, head_dim], say what kind."""
+        capacity = 0 if self.keys is None or not self.is_initialized else self.keys.shape[-2]
+        if capacity >= length:
+            return
+        grown = max(_FIRST_CAPACITY, capacity)
+        while grown < length:
+            grown *= 2
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        buffers = []
+        for old, states in ((self.keys, key_states), (self.values, value_states)):
+            buffer = states.new_zeros(self.num_rows, states.shape[-3], grown, states.shape[-1])
+            if capacity:
+                assert old is not None
+                buffer[:, :, :capacity] = old
+            buffers.append(buffer)
+        self.keys, self.values = buffers
+
+    def get_seq_length(self) -> int:
+        return 0  # rows have lengths of their own; positions and masks are given
+
+
+class RowCache(Cache):
+    """All layers' `RowLayer`s; say with `place` where a forward writes before running it."""
+
+    def __init__(self, num_rows: int, num_layers: int) -> None:
+        self.placement = _Placement()
+        super().__init__(layers=[RowLayer(num_rows, self.placement) for _ in range(num_layers)])
+
+    def place(self, first: int, positions: Tensor, end: int) -> None:
+        """The next forward is of rows `first` onwards, at `positions` [R, n], and sees `end` columns."""
+        self.placement.first, self.placement.positions, self.placement.end = first, positions, end
+
+    def snapshot(self, row: int, token_ids: list[int]) -> Snapshot:
+        """A copy of a row's first `len(token_ids)` tokens."""
+        size = len(token_ids)
+        states = []
+        for layer in self.layers:
+            assert layer.keys is not None and layer.values is not None
+            states.append((layer.keys[row, :, :size].clone(), layer.values[row, :, :size].clone()))
+        return Snapshot(token_ids, states)
+
+    def restore(self, row: int, snapshot: Snapshot, length: int) -> None:
+        """Put a snapshot's first `length` tokens into a row."""
+        for layer, (keys, values) in zip(self.layers, snapshot.states, strict=True):
+            assert isinstance(layer, RowLayer)
+            layer.reserve(length, keys, values)
+            assert layer.keys is not None and layer.values is not None
+            layer.keys[row, :, :length] = keys[:, :length]
+            layer.values[row, :, :length] = values[:, :length]

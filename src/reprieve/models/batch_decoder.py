@@ -1,0 +1,240 @@
+"""Plain generation of many texts at once with one model, prefixes shared: what miners regenerate suffixes with.
+
+No drafting here: with many texts in flight a forward is no longer bound by its fixed cost, and batching alone brings
+more than speculation would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from reprieve.errors import SpecError
+from reprieve.models.batch_cache import RowCache, Snapshot
+from reprieve.models.cached_model import layer_windows, refuse_recurrent, require_positions, shared_length
+from reprieve.models.sampling import Sampler, SamplingParams
+
+# The next token of a text: from its scores [V] (logits after temperature, top-k and top-p) and its tokens so far.
+Draw = Callable[[Tensor, Sequence[int]], int]
+
+_SNAPSHOTS = 2  # kept a session: the running text and the last attempt
+
+
+@dataclass
+class Session:
+    """Texts that begin alike, such as one problem's: each finds the longest beginning that is already cached."""
+
+    snapshots: list[Snapshot] = field(default_factory=list)
+
+    def keep(self, snapshot: Snapshot, prefix_ids: Sequence[int]) -> None:
+        """Remember a text that continued a prefix, in place of the one that shares least with the prefix."""
+        if len(self.snapshots) == _SNAPSHOTS:
+            shared = [shared_length(old.token_ids, prefix_ids) for old in self.snapshots]
+            del self.snapshots[len(shared) - 1 - shared[::-1].index(min(shared))]
+        self.snapshots.append(snapshot)
+
+    def longest_prefix(self, token_ids: Sequence[int]) -> tuple[Snapshot | None, int]:
+        """The snapshot that shares most tokens with these, and how many; the last token is never counted."""
+        best, length = None, 0
+        for snapshot in self.snapshots:
+            shared = min(shared_length(token_ids, snapshot.token_ids), len(token_ids) - 1)
+            if shared > length:
+                best, length = snapshot, shared
+        return best, length
+
+
+@dataclass
+class TextRequest:
+    """One text to continue.
+
+    Args:
+        prefix_ids: prompt and what is given of the response.
+        max_new_tokens: exact largest number of new tokens, the end-of-text token included.
+        draw: how tokens are chosen; None for the most likely.
+        on_done: called with the new tokens.
+    """
+
+    session: Session
+    prefix_ids: list[int]
+    max_new_tokens: int
+    draw: Draw | None
+    on_done: Callable[[list[int]], None]
+
+
+@dataclass
+class _Row:
+    request: TextRequest
+    token_ids: list[int]  # prefix and new tokens; all but the last are cached
+
+    @property
+    def num_new(self) -> int:
+        return len(self.token_ids) - len(self.request.prefix_ids)
+
+
+class BatchDecoder:
+    """Up to `num_rows` texts at once; `submit`, then `step` until `idle`.
+
+    Args:
+        model: any `transformers` causal language model whose cache is made of keys and values.
+        num_rows: texts in one forward, 1 or more.
+        params: temperature, top-k and top-p, for every text.
+        eos_ids: tokens that end a text.
+        stops: whether a text's tokens so far, prefix included, end it; asked after each.
+
+    Raises:
+        SpecError: no rows.
+        UnsupportedModelError: a model with recurrent state.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        num_rows: int,
+        params: SamplingParams,
+        eos_ids: frozenset[int],
+        stops: Callable[[list[int]], bool] | None = None,
+    ) -> None:
+        if num_rows < 1:
+            raise SpecError(f"num_rows must be 1 or more, got {num_rows!r}")
+        refuse_recurrent(model)
+        self.model = model
+        self.eos_ids = eos_ids
+        self.stops = stops
+        self.sampler = Sampler(params, model.device)
+        self.num_read = 0  # tokens read by forwards, padding left out
+        self.num_generated = 0
+        self._windows = layer_windows(model)
+        self._cache = RowCache(num_rows, model.config.get_text_config().num_hidden_layers)
+        self._rows: list[_Row | None] = [None] * num_rows
+        self._waiting: deque[TextRequest] = deque()
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and not any(self._rows)
+
+    def submit(self, request: TextRequest) -> None:
+        """Queue a text; with no token left to generate it is done at once.
+
+        Raises:
+            ContextOverflowError: the text could exceed the model's positions.
+        """
+        if request.max_new_tokens < 1:
+            request.on_done([])
+            return
+        num_positions = len(request.prefix_ids) + request.max_new_tokens
+        require_positions(self.model, num_positions, what=f"prefix and {request.max_new_tokens} new tokens")
+        self._waiting.append(request)
+
+    def drop(self, session: Session) -> None:
+        """Forget the texts of a session that is abandoned."""
+        self._waiting = deque(request for request in self._waiting if request.session is not session)
+        self._rows = [None if row and row.request.session is session else row for row in self._rows]
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """One token for every text in flight; waiting texts take free rows first."""
+        for index, row in enumerate(self._rows):
+            if row is None and self._waiting:
+                self._admit(index, self._waiting.popleft())
+        active = [index for index, row in enumerate(self._rows) if row]
+        if not active:
+            return
+        rows = self._rows[: active[-1] + 1]
+        logits = self._forward(0, [row.token_ids[-1:] if row else [0] for row in rows], self._lengths(rows))
+        self.num_read += len(active)
+        for index, token_id in zip(active, self._choose(logits[active, -1], active), strict=True):
+            self._take(index, token_id)
+
+    @staticmethod
+    def _lengths(rows: Sequence[_Row | None]) -> list[int]:
+        return [len(row.token_ids) - 1 if row else 0 for row in rows]
+
+    def _admit(self, index: int, request: TextRequest) -> None:
+        """Give a text a row, with what its session has cached; read the rest, but for the last token."""
+        self._rows[index] = _Row(request, list(request.prefix_ids))
+        snapshot, length = request.session.longest_prefix(request.prefix_ids)
+        if snapshot is not None:
+            self._cache.restore(index, snapshot, length)
+        unread = request.prefix_ids[length:-1]
+        if unread:
+            self._forward(index, [unread], [length])
+            self.num_read += len(unread)
+
+    def _choose(self, logits: Tensor, active: list[int]) -> list[int]:
+        """Each text's next token; [len(active), V] in."""
+        best = logits.argmax(-1).tolist()
+        if self.sampler.greedy:
+            return best
+        scores = self.sampler.target_scores(logits)
+        chosen = []
+        for place, index in enumerate(active):
+            row = self._rows[index]
+            assert row is not None
+            draw = row.request.draw
+            chosen.append(best[place] if draw is None else draw(scores[place], row.token_ids))
+        return chosen
+
+    def _take(self, index: int, token_id: int) -> None:
+        row = self._rows[index]
+        assert row is not None
+        cached = list(row.token_ids)
+        row.token_ids.append(token_id)
+        self.num_generated += 1
+        request = row.request
+        stopped = self.stops is not None and self.stops(row.token_ids)
+        if stopped or token_id in self.eos_ids or row.num_new == request.max_new_tokens:
+            request.session.keep(self._cache.snapshot(index, cached), request.prefix_ids)
+            self._rows[index] = None
+            request.on_done(row.token_ids[len(request.prefix_ids) :])
+
+    def _forward(self, first: int, chunks: list[list[int]], lengths: list[int]) -> Tensor:
+        """Logits [R, n, V] after equally long chunks appended to rows `first` onwards, which hold `lengths` tokens."""
+        size = len(chunks[0])
+        starts = torch.tensor(lengths)
+        positions = starts[:, None] + torch.arange(size)  # [R, n]
+        end = max(lengths) + size
+        device = self.model.device
+        self._cache.place(first, positions.to(device), end)
+        output = self.model(
+            input_ids=torch.tensor(chunks, device=device),
+            past_key_values=self._cache,
+            use_cache=True,
+            position_ids=positions.to(device),
+            attention_mask=self._masks(positions, end),
+        )
+        return output.logits.float()
+
+    def _masks(self, positions: Tensor, end: int) -> Any:
+        """Additive masks [R, 1, n, end]: each text sees its own tokens up to each place, within the window."""
+        columns = torch.arange(end)
+        distance = positions[:, None, :, None] - columns  # [R, 1, n, end]
+
+        def mask(window: int | None) -> Tensor:
+            visible = distance >= 0
+            if window is not None:
+                visible &= distance < window
+            values = torch.zeros(visible.shape, dtype=self.model.dtype)
+            return values.masked_fill(~visible, torch.finfo(self.model.dtype).min).to(self.model.device)
+
+        if isinstance(self._windows, dict):
+            return {kind: mask(window) for kind, window in self._windows.items()}
+        return mask(self._windows)
+
+
+def inverse_cdf_draw(uniforms: Callable[[], float]) -> Draw:
+    """Sampling by one uniform number a token: the first token whose cumulative probability exceeds it."""
+
+    def draw(scores: Tensor, token_ids: Sequence[int]) -> int:
+        cumulative = scores.softmax(-1).double().cumsum(-1)
+        place = int(torch.searchsorted(cumulative, torch.tensor(uniforms() * float(cumulative[-1])), right=True))
+        return min(place, int((scores > -math.inf).nonzero()[-1]))
+
+    return draw
