@@ -163,6 +163,11 @@ class Evidence:
         return gather_token(self.scores, self.token_ids) > -math.inf
 
     @cached_property
+    def possible(self) -> Tensor:
+        """Whether the target's raw logits leave the token any probability (a grammar may not). [...], bool"""
+        return gather_token(self.target_logits, self.token_ids) > -math.inf
+
+    @cached_property
     def target_probs(self) -> Tensor:
         """[..., V]"""
         return self.scores.softmax(-1)

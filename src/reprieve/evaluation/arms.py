@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from reprieve.drafters import Drafter, DraftModelDrafter, NgramDrafter
 from reprieve.engine import SpeculativeDecoder
 from reprieve.errors import SpecError
+from reprieve.heads.loading import attach_heads, require_heads_fit
 from reprieve.models import Pair
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.spec import parse_parameters
@@ -43,7 +44,7 @@ def make_arms(specs: Sequence[str | Rule], num_draft_tokens: Sequence[int]) -> l
     for spec in specs:
         if spec in (TARGET_ONLY, DRAFT_ONLY, LOSSLESS):
             continue
-        rules.append(parse_rule(spec) if isinstance(spec, str) else spec)
+        rules.append(attach_heads(parse_rule(spec) if isinstance(spec, str) else spec))
     arms = baselines
     for k in dict.fromkeys(num_draft_tokens):
         suffix = f"@K={k}" if len(set(num_draft_tokens)) > 1 else ""
@@ -57,7 +58,7 @@ def sweep_rules(spec: str, thresholds: Sequence[float], *, dial: str | None = No
     Raises:
         SpecError: no thresholds, a value out of range, or a rule without that parameter.
     """
-    rule = parse_rule(spec)
+    rule = attach_heads(parse_rule(spec))
     if not thresholds:
         raise SpecError("thresholds must hold at least one value, got none")
     if isinstance(getattr(rule, rule.dial, 0.0), str):
@@ -87,17 +88,26 @@ def make_drafter(spec: str, pair: Pair, rule: Rule) -> Drafter:
     raise SpecError(f"drafter must be one of draft, ngram, got {name!r}")
 
 
-def build_decoder(arm: Arm, pair: Pair, *, drafter: str = "draft") -> SpeculativeDecoder:
-    """A decoder with caches of its own; models are shared among arms."""
+def build_decoder(arm: Arm, pair: Pair, *, drafter: str = "draft", task: str | None = None) -> SpeculativeDecoder:
+    """A decoder with caches of its own; models are shared among arms.
+
+    Args:
+        task: what it will be used on, for a warning where a head was trained on another; None to leave that out.
+
+    Raises:
+        PairError: a head made for another pair.
+    """
     if arm.label == TARGET_ONLY:
         return SpeculativeDecoder(pair.cached_target(), None, pair.tokenizer)
     if arm.label == DRAFT_ONLY:
         return SpeculativeDecoder(pair.cached_draft(), None, pair.tokenizer)
     assert arm.rule is not None
+    rule = attach_heads(arm.rule)
+    require_heads_fit(rule, pair.identity, task)
     return SpeculativeDecoder(
-        pair.cached_target(arm.rule.target_layers),
-        make_drafter(drafter, pair, arm.rule),
+        pair.cached_target(rule.target_layers),
+        make_drafter(drafter, pair, rule),
         pair.tokenizer,
-        rule=arm.rule,
+        rule=rule,
         num_draft_tokens=arm.num_draft_tokens,
     )

@@ -74,7 +74,7 @@ def run_arms(
     if not arms or not problems:
         raise SpecError(f"task {task.name} has no problems in split {config.split!r}")
     file = claim_folder(folder, dataclasses.asdict(config))
-    decoders = {arm.label: build_decoder(arm, pair, drafter=config.drafter) for arm in arms}
+    decoders = {arm.label: build_decoder(arm, pair, drafter=config.drafter, task=config.task) for arm in arms}
     params = SamplingParams(
         max_new_tokens=task.max_new_tokens, seed=config.seed, stop=tuple(task.stop), **config.sampling
     )

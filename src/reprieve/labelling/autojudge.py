@@ -55,7 +55,8 @@ class AutoJudgeMiner:
         assert original is not None, "a prompt alone is never refused"
         reference = self.responses.answer(original)
         usable = self.equivalence.usable(reference)
-        running, mismatches = original, []
+        running = original
+        mismatches: list[Mismatch] = []
         if usable and self.variant == "search":
             running, mismatches = await self._search(search, original)
         elif usable:
@@ -75,7 +76,8 @@ class AutoJudgeMiner:
 
     async def _search(self, search: _Search, original: list[int]) -> tuple[list[int], list[Mismatch]]:
         """Algorithm 1, lines 6 to 20: the response after all harmless swaps, and the mismatches met."""
-        running, mismatches = original, []
+        running = original
+        mismatches: list[Mismatch] = []
         drafted = search.draft.predict(search.prompt_ids, running)
         position = _next_mismatch(running, drafted, 0)
         while position is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from reprieve.models.batch_decoder import BatchDecoder, Draw, Session, TextRequest
 
@@ -46,7 +47,8 @@ class LocalTarget:
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step())
         stepping = self._stepping
-        await asyncio.wait({done, stepping}, return_when=asyncio.FIRST_COMPLETED)
+        waited: set[asyncio.Future[Any]] = {done, stepping}
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if not done.done():
             stepping.result()  # a failed forward fails every text that waits for it
         return await done
@@ -57,7 +59,7 @@ class LocalTarget:
             await asyncio.sleep(0)  # let every problem that got its text ask for the next
 
 
-def _resolver(done: asyncio.Future[list[int]]):  # type: ignore[no-untyped-def]
+def _resolver(done: asyncio.Future[list[int]]) -> Callable[[list[int]], None]:
     def resolve(token_ids: list[int]) -> None:
         if not done.done():  # it is, when the problem was cancelled
             done.set_result(token_ids)

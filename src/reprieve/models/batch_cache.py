@@ -89,7 +89,7 @@ class RowCache(Cache):
         size = len(token_ids)
         states = []
         for layer in self.layers:
-            assert layer.keys is not None and layer.values is not None
+            assert isinstance(layer, RowLayer) and layer.keys is not None and layer.values is not None
             states.append((layer.keys[row, :, :size].clone(), layer.values[row, :, :size].clone()))
         return Snapshot(token_ids, states)
 

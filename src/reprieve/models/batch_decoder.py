@@ -18,7 +18,13 @@ from transformers import PreTrainedModel
 
 from reprieve.errors import SpecError
 from reprieve.models.batch_cache import RowCache, Snapshot
-from reprieve.models.cached_model import layer_windows, refuse_recurrent, require_positions, shared_length
+from reprieve.models.cached_model import (
+    layer_windows,
+    masks_by_layer,
+    refuse_recurrent,
+    require_positions,
+    shared_length,
+)
 from reprieve.models.sampling import Sampler, SamplingParams
 
 # The next token of a text: from its scores [V] (logits after temperature, top-k and top-p) and its tokens so far.
@@ -224,9 +230,7 @@ class BatchDecoder:
             values = torch.zeros(visible.shape, dtype=self.model.dtype)
             return values.masked_fill(~visible, torch.finfo(self.model.dtype).min).to(self.model.device)
 
-        if isinstance(self._windows, dict):
-            return {kind: mask(window) for kind, window in self._windows.items()}
-        return mask(self._windows)
+        return masks_by_layer(mask, self._windows)
 
 
 def inverse_cdf_draw(uniforms: Callable[[], float]) -> Draw:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -130,9 +130,7 @@ class CachedModel:
                 block.parents, num_cached=self.length, dtype=self.model.dtype, device=self.device, window=size
             )
 
-        by_kind = isinstance(windows, dict)
-        masks: Any = {kind: mask(window) for kind, window in windows.items()} if by_kind else mask(windows)
-        return {"attention_mask": masks, "position_ids": positions}
+        return {"attention_mask": masks_by_layer(mask, windows), "position_ids": positions}
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
@@ -164,6 +162,13 @@ def require_positions(model: PreTrainedModel, num_tokens: int, *, what: str) -> 
             f"{what} need {num_tokens} positions, but {model.config.name_or_path or 'the model'} "
             f"has {limit}; shorten the prompt or lower max_new_tokens"
         )
+
+
+def masks_by_layer(mask: Callable[[int | None], Tensor], windows: dict[str, int | None] | int | None) -> Any:
+    """A mask for each kind of layer, as transformers takes them, from a function of the window size."""
+    if isinstance(windows, dict):
+        return {kind: mask(window) for kind, window in windows.items()}
+    return mask(windows)
 
 
 def layer_windows(model: PreTrainedModel) -> dict[str, int | None] | int | None:

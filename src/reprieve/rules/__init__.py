@@ -7,6 +7,7 @@ from reprieve.rules.cascades import CascadeRule
 from reprieve.rules.compose import AllOf, AnyOf, InsideSpan, all_of, any_of
 from reprieve.rules.fly import FlyRule
 from reprieve.rules.fuzzy import FuzzyRule
+from reprieve.rules.learned import JudgeRule, PivotRule
 from reprieve.rules.lenience import LenienceRule
 from reprieve.rules.lossless import LosslessRule
 from reprieve.rules.margin import FloorRule, MarginRule, RatioRule
@@ -26,10 +27,12 @@ __all__ = [
     "FlyRule",
     "FuzzyRule",
     "InsideSpan",
+    "JudgeRule",
     "LenienceRule",
     "LosslessRule",
     "MarginRule",
     "MathSymbolsRule",
+    "PivotRule",
     "RandomRule",
     "RatioRule",
     "RiskBudget",

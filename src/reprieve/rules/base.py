@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
@@ -43,6 +44,7 @@ class Rule(ABC):
     replaces: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset()  # optional `Evidence` fields it reads
     reads_text: ClassVar[bool] = False  # whether `bind` needs a tokenizer that knows the tokens' text
+    beyond_truncation: ClassVar[bool] = False  # whether it may accept tokens that top-k or top-p cut off
 
     @property
     @abstractmethod
@@ -107,6 +109,15 @@ class Rule(ABC):
         whole = "int" in types[name] and float(value).is_integer()
         return dataclasses.replace(self, **{name: int(value) if whole else value})
 
+    def with_heads(self, load: Callable[[str, str], Any]) -> Rule:
+        """The same rule with the trained heads it names, from `load(kind, path)`; most rules have none."""
+        return self
+
+    @property
+    def heads(self) -> tuple[tuple[str, Any], ...]:
+        """Names and objects of the heads it holds."""
+        return ()
+
     @property
     def params(self) -> dict[str, Any]:
         """The paper's parameters, by name, as JSON can hold them."""
@@ -129,7 +140,8 @@ class Rule(ABC):
 
 def bounded_risk(rule: Rule, evidence: Evidence) -> Tensor:
     """The rule's risk, [...], made infinite for tokens the target cannot produce at all."""
-    return torch.where(evidence.allowed, rule.risk(evidence), math.inf)
+    allowed = evidence.possible if rule.beyond_truncation else evidence.allowed
+    return torch.where(allowed, rule.risk(evidence), math.inf)
 
 
 def accepts(rule: Rule, evidence: Evidence, *, threshold: float | Tensor | None = None) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,14 @@ class _Wrapper(Rule):
     @property
     def reads_text(self) -> bool:  # type: ignore[override]
         return any(rule.reads_text for rule in self.parts)
+
+    @property
+    def beyond_truncation(self) -> bool:  # type: ignore[override]
+        return all(rule.beyond_truncation for rule in self.parts)
+
+    @property
+    def heads(self) -> tuple[tuple[str, Any], ...]:
+        return tuple(head for rule in self.parts for head in rule.heads)
 
     @property
     def threshold(self) -> float:
@@ -97,6 +105,9 @@ class _Composite(_Wrapper):
 
     def bind(self, tokenizer: VocabularySource) -> Rule:
         return dataclasses.replace(self, rules=tuple(rule.bind(tokenizer) for rule in self.rules))
+
+    def with_heads(self, load: Callable[[str, str], Any]) -> Rule:
+        return dataclasses.replace(self, rules=tuple(rule.with_heads(load) for rule in self.rules))
 
     def with_parameter(self, name: str, value: float) -> Any:
         return dataclasses.replace(self, rules=(self.rules[0].with_parameter(name, value), *self.rules[1:]))
@@ -210,6 +221,9 @@ class InsideSpan(_Wrapper):
             tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (self.start, self.end)
         )
         return dataclasses.replace(self, rule=self.rule.bind(tokenizer), start_ids=start_ids, end_ids=end_ids)
+
+    def with_heads(self, load: Callable[[str, str], Any]) -> Rule:
+        return dataclasses.replace(self, rule=self.rule.with_heads(load))
 
     def with_parameter(self, name: str, value: float) -> Any:
         return dataclasses.replace(self, rule=self.rule.with_parameter(name, value))

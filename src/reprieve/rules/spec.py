@@ -19,6 +19,7 @@ from reprieve.rules.cascades import CascadeRule
 from reprieve.rules.compose import AllOf, AnyOf, InsideSpan
 from reprieve.rules.fly import FlyRule
 from reprieve.rules.fuzzy import FuzzyRule
+from reprieve.rules.learned import JudgeRule, PivotRule
 from reprieve.rules.lenience import LenienceRule
 from reprieve.rules.lossless import LosslessRule
 from reprieve.rules.margin import FloorRule, MarginRule, RatioRule
@@ -43,6 +44,8 @@ RULES: dict[str, type[Rule]] = {
         AsdRule,
         CascadeRule,
         MathSymbolsRule,
+        JudgeRule,
+        PivotRule,
     )
 }
 

@@ -1,0 +1,93 @@
+"""Saving and loading heads: a folder of `config.json` and `model.safetensors`, checked against each other."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from reprieve.errors import ReprieveError
+
+SCHEMA = 1
+_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
+
+
+def save_artefact(folder: Path, kind: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write both files under temporary names and rename them, the weights first.
+
+    Raises:
+        ReprieveError: the folder cannot be made, or holds something else.
+    """
+    folder = Path(folder)
+    config_path = folder / _CONFIG
+    if config_path.exists() and json.loads(config_path.read_text()).get("kind") != kind:
+        raise ReprieveError(f"{str(folder)!r} holds something else than a {kind} head; name another folder")
+    content = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    document = {"schema": SCHEMA, "kind": kind, **config, "weights_sha256": hashlib.sha256(content).hexdigest()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, data in (
+            (folder / _WEIGHTS, content),
+            (config_path, (json.dumps(document, indent=2) + "\n").encode()),
+        ):
+            temporary = path.with_name(f".{path.name}.tmp")
+            temporary.write_bytes(data)
+            os.replace(temporary, path)
+    except OSError as error:
+        raise ReprieveError(f"{str(folder)!r} cannot be written: {error.strerror}") from None
+
+
+def load_artefact(
+    source: str | Path, kinds: tuple[str, ...], keys: frozenset[str]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Configuration and tensors of a head, from a folder or a hub id.
+
+    Args:
+        kinds: which kinds of head are wanted.
+        keys: what the configuration holds beside schema, kind and digest; more or less is an error.
+
+    Raises:
+        ReprieveError: not found, another kind, unreadable, or weights that are not those it was saved with.
+    """
+    folder = _find(source)
+    try:
+        config = dict(json.loads((folder / _CONFIG).read_text()))
+        content = (folder / _WEIGHTS).read_bytes()
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ReprieveError(f"head {str(source)!r} cannot be read: {error}") from None
+    if config.pop("schema", None) != SCHEMA or config.get("kind") not in kinds:
+        raise ReprieveError(
+            f"head {str(source)!r} must be of kind {' or '.join(kinds)} (schema {SCHEMA}), got {config.get('kind')!r}"
+        )
+    if hashlib.sha256(content).hexdigest() != config.pop("weights_sha256", None):
+        raise ReprieveError(f"head {str(source)!r}: {_WEIGHTS} is not the file its {_CONFIG} was saved with")
+    kind = config.pop("kind")
+    if config.keys() != keys:
+        odd = ", ".join(sorted(config.keys() ^ keys))
+        raise ReprieveError(f"head {str(source)!r}: {_CONFIG} must hold {', '.join(sorted(keys))}; check {odd}")
+    try:
+        return {"kind": kind, **config}, load(content)
+    except (SafetensorError, ValueError) as error:
+        raise ReprieveError(f"head {str(source)!r}: {_WEIGHTS} cannot be read: {error}") from None
+
+
+def _find(source: str | Path) -> Path:
+    """The folder a name means: itself, or a copy of a hub repository."""
+    folder = Path(source)
+    if folder.is_dir():
+        return folder
+    if str(source).count("/") != 1 or str(source).startswith((".", "/", "~")):
+        raise ReprieveError(f"head {str(source)!r} is neither a folder nor a hub id (owner/name)")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=[_CONFIG, _WEIGHTS]))
+    except Exception as error:  # no network, no such repository, no access: the hub has many ways to say it
+        raise ReprieveError(f"head {str(source)!r} is no folder here, and the hub says: {error}") from None

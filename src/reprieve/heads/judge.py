@@ -1,0 +1,36 @@
+"""AutoJudge's head (and Judge Decoding's): logistic regression on existing hidden states."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from reprieve.heads.base import Head
+
+
+def judge_probability(
+    features: Tensor,  # [..., F]
+    weight: Tensor,  # [F]
+    bias: Tensor,  # []
+) -> Tensor:  # [...], 0 to 1
+    """P(important) of drafted tokens (AutoJudge, section 3.2); standardisation is folded into the weights."""
+    return torch.sigmoid(features @ weight + bias)
+
+
+class JudgeHead(Head):
+    """A linear head: one product with states the target has computed anyway.
+
+    Tensors: `weight` [F] and `bias` [], with the standardisation of the features folded in.
+    """
+
+    kind: ClassVar[str] = "judge"
+
+    def check_shapes(self) -> None:
+        self._tensor("weight", -1)
+        self._tensor("bias")
+
+    def probability(self, features: Tensor) -> Tensor:
+        """See `judge_probability`."""
+        return judge_probability(features, self.tensors["weight"], self.tensors["bias"])

@@ -1,0 +1,1 @@
+"""From labels to artefacts: one file per recipe."""

@@ -1,0 +1,148 @@
+"""From labels to features: every problem's states in one parallel forward a model.
+
+Verification sees parallel states, so heads are trained on parallel states (AutoJudge, appendix C). The final response
+is a chain; tokens that were tried but are not in it hang off it as leaves of a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reprieve.errors import SpecError
+from reprieve.heads.features import FeatureRecipe, TokenStates, assemble, distribution_scalars
+from reprieve.labelling.records import Mismatch, ProblemLabels
+from reprieve.models import Pair
+from reprieve.models.cached_model import CachedModel, HiddenLayers
+from reprieve.types import ROOT, Block, HiddenStates
+
+Progress = Callable[[int, int], None]  # finished and all problems
+
+
+@dataclass(frozen=True)
+class LabelledTokens:
+    """Every labelled mismatch of a store, with what verification would know about it."""
+
+    states: TokenStates
+    important: np.ndarray  # [n], bool
+    problem_ids: np.ndarray  # [n], str
+    target_log_probs: np.ndarray  # [n], of the drafted token
+    draft_probs: np.ndarray  # [n], of the drafted token under the draft; NaN without a draft
+
+    def features(self, recipe: FeatureRecipe) -> np.ndarray:
+        """[n, F], float32."""
+        return assemble(recipe, self.states).numpy()
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """One model's states and logits around the mismatches of one problem."""
+
+    hidden: Mapping[str, HiddenStates]  # by encoding
+    parent_logits: Tensor  # [n, V]
+
+
+def collect(
+    pair: Pair,
+    problems: Sequence[ProblemLabels],
+    *,
+    layers: HiddenLayers = (-1,),
+    draft_layers: HiddenLayers = (-1,),
+    progress: Progress = lambda done, total: None,
+) -> LabelledTokens:
+    """Run target and draft over every problem.
+
+    Args:
+        layers: of the target; `draft_layers` of the draft, () to leave it out.
+
+    Raises:
+        SpecError: no labelled mismatches.
+    """
+    target = pair.cached_target(layers)
+    draft = pair.cached_draft(draft_layers) if draft_layers else None
+    parts: list[tuple[_Forward, _Forward | None]] = []
+    kept: list[tuple[str, Mismatch]] = []
+    for number, problem in enumerate(problems):
+        mismatches = problem.labelled()
+        if mismatches:
+            parts.append((_read(target, problem), _read(draft, problem) if draft else None))
+            kept += [(problem.problem_id, mismatch) for mismatch in mismatches]
+        progress(number + 1, len(problems))
+    if not kept:
+        raise SpecError("labels must hold at least one labelled mismatch, got none")
+    token_ids = torch.tensor([mismatch.draft_id for _, mismatch in kept])
+    logits = torch.cat([ours.parent_logits for ours, _ in parts])
+    entropy, probability = distribution_scalars(logits, token_ids)
+    draft_probs = torch.full_like(probability, float("nan"))
+    if draft is not None:
+        draft_logits = torch.cat([theirs.parent_logits for _, theirs in parts if theirs])
+        _, draft_probs = distribution_scalars(draft_logits, token_ids)
+    states = TokenStates(
+        target=_join([ours.hidden for ours, _ in parts]),
+        draft=_join([theirs.hidden for _, theirs in parts if theirs]),
+        entropy=entropy,
+        probability=probability,
+    )
+    return LabelledTokens(
+        states=states,
+        important=np.array([bool(mismatch.important) for _, mismatch in kept]),
+        problem_ids=np.array([problem_id for problem_id, _ in kept]),
+        target_log_probs=probability.clamp_min(1e-45).log().numpy(),
+        draft_probs=draft_probs.numpy(),
+    )
+
+
+@torch.inference_mode()
+def _read(model: CachedModel, problem: ProblemLabels) -> _Forward:
+    """One forward over the response and the tokens that were tried beside it."""
+    tree = _Tree(problem)
+    prompt_ids = list(problem.prompt_ids)
+    model.start(prompt_ids[:-1], reuse_prefix=True)
+    block = Block(torch.tensor(tree.token_ids, device=model.device), tree.parents)
+    logits, hidden = model.forward([prompt_ids[-1], *tree.token_ids], block)
+    mismatches = problem.labelled()
+    rows = {
+        "draft": [tree.row(mismatch.position, mismatch.draft_id) for mismatch in mismatches],
+        "target": [tree.row(mismatch.position, mismatch.target_id) for mismatch in mismatches],
+        "previous": [mismatch.position for mismatch in mismatches],  # row 0 is the prompt's last token
+    }
+    states = {
+        encoding: {layer: values[chosen].float().cpu() for layer, values in (hidden or {}).items()}
+        for encoding, chosen in rows.items()
+    }
+    return _Forward(states, logits[rows["previous"]].cpu())
+
+
+class _Tree:
+    """A response as a chain of nodes, and a leaf for every token that was tried at a place but is not in it."""
+
+    def __init__(self, problem: ProblemLabels) -> None:
+        self.token_ids = list(problem.response_ids)
+        self.parents = list(range(ROOT, len(self.token_ids) - 1))
+        self._rows = {(place, token_id): place + 1 for place, token_id in enumerate(self.token_ids)}
+        for mismatch in problem.labelled():
+            for token_id in (mismatch.draft_id, mismatch.target_id):
+                self._add(mismatch.position, token_id)
+
+    def _add(self, position: int, token_id: int) -> None:
+        if (position, token_id) not in self._rows:
+            self.token_ids.append(token_id)
+            self.parents.append(position - 1 if position else ROOT)
+            self._rows[position, token_id] = len(self.token_ids)
+
+    def row(self, position: int, token_id: int) -> int:
+        """Which row of the forward encodes a token at a place of the response."""
+        return self._rows[position, token_id]
+
+
+def _join(parts: Sequence[Mapping[str, HiddenStates]]) -> dict[str, HiddenStates]:
+    if not parts:
+        return {}
+    return {
+        encoding: {layer: torch.cat([part[encoding][layer] for part in parts]) for layer in parts[0][encoding]}
+        for encoding in parts[0]
+    }

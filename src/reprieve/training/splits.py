@@ -1,0 +1,56 @@
+"""Splits by problem, and how well scores separate labels, with intervals over problems."""
+
+from __future__ import annotations
+
+import numpy as np
+from sklearn.metrics import roc_auc_score
+
+from reprieve.errors import SpecError, require_range
+from reprieve.metrics import bootstrap_interval
+
+
+def split_by_problem(
+    problem_ids: np.ndarray,  # [n], of each token
+    *,
+    held_out: float,
+    seed: int,
+) -> np.ndarray:  # [n], bool: held out
+    """All tokens of a problem fall on one side; tokens of one text are too alike to be split.
+
+    Raises:
+        SpecError: a share outside (0, 1), or fewer than two problems.
+    """
+    require_range("held_out", held_out, 0.0, 0.9, low_open=True)
+    problems = np.unique(problem_ids)
+    if len(problems) < 2:
+        raise SpecError(f"labels must come from at least 2 problems to hold some out, got {len(problems)}")
+    order = np.random.default_rng(seed).permutation(len(problems))
+    num_held = min(max(1, round(held_out * len(problems))), len(problems) - 1)
+    return np.isin(problem_ids, problems[order[:num_held]])
+
+
+def auc(important: np.ndarray, scores: np.ndarray) -> float:
+    """ROC AUC; NaN where only one label occurs."""
+    return float(roc_auc_score(important, scores)) if 0 < important.sum() < len(important) else float("nan")
+
+
+def auc_interval(important: np.ndarray, scores: np.ndarray, problem_ids: np.ndarray, *, seed: int = 0) -> list[float]:
+    """AUC with a 95% bootstrap interval over problems: [auc, low, high]."""
+    problems = np.unique(problem_ids)
+    rows = [np.flatnonzero(problem_ids == problem) for problem in problems]
+
+    def resampled(index: np.ndarray) -> float:
+        chosen = np.concatenate([rows[i] for i in index])
+        return auc(important[chosen], scores[chosen])
+
+    low, high = bootstrap_interval(resampled, len(problems), seed=seed, num_resamples=1000)
+    return [auc(important, scores), low, high]
+
+
+def threshold_at_recall(important: np.ndarray, scores: np.ndarray, recall: float) -> float:
+    """The largest threshold that still refuses `recall` of the important tokens (risk above it is refused)."""
+    risks = np.sort(scores[important])
+    if not len(risks):
+        return 0.0
+    num_missed = int(np.floor((1 - recall) * len(risks)))
+    return float(np.nextafter(np.float32(risks[num_missed]), np.float32(0)))
