@@ -59,7 +59,53 @@ def autojudge(
     return _mine(config, out)
 
 
-COMMANDS: dict[str, Any] = {"autojudge": autojudge}
+def pivot(
+    target: o.Target = o.BUNDLED,
+    draft: o.Draft = None,
+    task: o.TaskName = "arithmetic",
+    split: o.Split = "train",
+    limit: o.Limit = 100,
+    offset: Offset = 0,
+    rollouts: Annotated[int, typer.Option(help="N: rollouts on each side of a rejected token.")] = 8,
+    alpha: Annotated[float, typer.Option(help="A pivot's utility is below alpha times the base's.")] = 0.8,
+    soundness: Annotated[
+        str | None, typer.Option(help="Judge of non-pivots: equations, or openai:model=NAME,url=ADDRESS.")
+    ] = None,
+    temperature: o.Temperature = 0.6,
+    top_p: o.TopP = 0.95,
+    top_k: o.TopK = 20,
+    seed: o.Seed = 0,
+    max_new_tokens: MaxNewTokens = None,
+    in_flight: InFlight = 4,
+    dtype: o.Dtype = "auto",
+    device: o.Device = None,
+    out: Annotated[Path, typer.Option("--out", help="Label store; run again with it to go on.")] = Path("runs/pivots"),
+) -> int:
+    """Label the tokens that speculative sampling rejects by rollouts (PAD, Algorithm 1)."""
+    from reprieve.labelling.recipes import MiningConfig
+
+    config = MiningConfig(
+        miner="pivot",
+        target=target,
+        draft=draft,
+        dtype=dtype,
+        device=device,
+        task=task,
+        split=split,
+        limit=limit,
+        offset=offset,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        num_in_flight=in_flight,
+        options={"num_rollouts": rollouts, "alpha": alpha, "soundness": soundness},
+    )
+    return _mine(config, out)
+
+
+COMMANDS: dict[str, Any] = {"autojudge": autojudge, "pivot": pivot}
 
 
 def _mine(config: MiningConfig, out: Path) -> int:

@@ -9,15 +9,19 @@ from typing import Any
 
 from reprieve.errors import SpecError, require_choice
 from reprieve.labelling.autojudge import AutoJudgeMiner
+from reprieve.labelling.chat import Chat, OpenAIChat
 from reprieve.labelling.draft import DraftReader
 from reprieve.labelling.equivalence import SameAnswer
+from reprieve.labelling.pivot import CandidateSource, PivotMiner
 from reprieve.labelling.responses import ResponseFormat
 from reprieve.labelling.runner import Miner
+from reprieve.labelling.soundness import EquationSoundness, ModelSoundness, SoundnessJudge
 from reprieve.labelling.target import LocalTarget
 from reprieve.models import Pair, load_pair
 from reprieve.models.batch_decoder import BatchDecoder
 from reprieve.models.cached_model import eos_token_ids
 from reprieve.models.sampling import GumbelNoise, Sampler, SamplingParams
+from reprieve.rules.spec import parse_parameters
 from reprieve.tasks import Task, TaskProblem, load_task
 
 MINERS = ("autojudge", "pivot")
@@ -92,7 +96,7 @@ def build(config: MiningConfig) -> Workbench:
     )
     problems = task.problems(config.split, config.limit, offset=config.offset)
     return Workbench(
-        miner=_autojudge(config, pair, task, responses),
+        miner=(_autojudge if config.miner == "autojudge" else _pivot)(config, pair, task, responses),
         problems=problems,
         manifest=_manifest(config, pair, responses),
     )
@@ -112,6 +116,54 @@ def _autojudge(config: MiningConfig, pair: Pair, task: Task, responses: Response
         noise=None if params.greedy else (lambda problem: GumbelNoise(problem_seed(config.seed, problem))),
         **config.options,
     )
+
+
+def _pivot(config: MiningConfig, pair: Pair, task: Task, responses: ResponseFormat) -> PivotMiner:
+    if config.sampling.greedy:
+        raise SpecError("temperature must be above 0 for pivot mining, which labels by rollouts, got 0")
+    options = dict(config.options)
+    soundness = make_soundness(options.pop("soundness", None))
+    num_rollouts = options["num_rollouts"]
+
+    def make_source(seed: int) -> CandidateSource:
+        params = dataclasses.replace(config.sampling, seed=seed)
+        return CandidateSource(pair.cached_target(), pair.cached_draft(), params)
+
+    return PivotMiner(
+        target=_local_target(config, pair, responses, rows=2 * num_rollouts),
+        make_source=make_source,
+        responses=responses,
+        make_seed=lambda problem: problem_seed(config.seed, problem),
+        soundness=soundness,
+        **options,
+    )
+
+
+def make_soundness(spec: str | None) -> SoundnessJudge | None:
+    """The soundness judge a text names: `equations`, `openai:model=NAME,url=ADDRESS`, or none.
+
+    Raises:
+        SpecError: something else.
+    """
+    if not spec:
+        return None
+    if spec == "equations":
+        return EquationSoundness()
+    return ModelSoundness(make_chat(spec))
+
+
+def make_chat(spec: str) -> Chat:
+    """The judge model a text names: `openai:model=NAME,url=ADDRESS,temperature=1`.
+
+    Raises:
+        SpecError: something else.
+        ReprieveError: no client, or no key.
+    """
+    name, _, rest = spec.partition(":")
+    given = parse_parameters(rest, where=f"judge {name}")
+    if name != "openai" or not {"model"} <= given.keys() <= {"model", "url", "temperature"}:
+        raise SpecError(f"a judge is written openai:model=NAME,url=ADDRESS,temperature=1, got {spec!r}")
+    return OpenAIChat(given["model"], url=given.get("url"), temperature=float(given.get("temperature", 1.0)))
 
 
 def _local_target(config: MiningConfig, pair: Pair, responses: ResponseFormat, *, rows: int = 1) -> LocalTarget:

@@ -173,6 +173,8 @@ class BatchDecoder:
         if unread:
             self._forward(index, [unread], [length])
             self.num_read += len(unread)
+            read = request.prefix_ids[:-1]
+            request.session.keep(self._cache.snapshot(index, read), read)  # for rollouts that start alike
 
     def _choose(self, logits: Tensor, active: list[int]) -> list[int]:
         """Each text's next token; [len(active), V] in."""

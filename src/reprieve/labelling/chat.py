@@ -1,0 +1,62 @@
+"""Language models as judges, behind one small protocol."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from reprieve.errors import ReprieveError, SpecError
+
+
+class Chat(Protocol):
+    """A model that answers a prompt."""
+
+    async def ask(self, prompt: str, *, attempt: int = 0) -> str:
+        """The reply; another `attempt` may give another one."""
+        ...
+
+
+class OpenAIChat:
+    """A model behind an OpenAI-compatible chat API; the key comes from OPENAI_API_KEY.
+
+    Args:
+        model: its name there.
+        url: base address; None for the client's default.
+        temperature: of its replies; votes need one above 0 to differ.
+
+    Raises:
+        ReprieveError: the `openai` package is missing, or no key is set.
+    """
+
+    def __init__(self, model: str, *, url: str | None = None, temperature: float = 1.0, seed: int = 0) -> None:
+        if not model:
+            raise SpecError("a judge needs the name of a model, got an empty one")
+        self.model = model
+        self.temperature = temperature
+        self.seed = seed
+        self._client = openai_client(url)
+
+    async def ask(self, prompt: str, *, attempt: int = 0) -> str:
+        """See `Chat`."""
+        reply = await self._client.chat.completions.create(
+            model=self.model,
+            messages=[{"role": "user", "content": prompt}],
+            temperature=self.temperature,
+            seed=self.seed + attempt,
+        )
+        return reply.choices[0].message.content or ""
+
+
+def openai_client(url: str | None):  # type: ignore[no-untyped-def]
+    """An asynchronous client that retries what a server refuses for a moment.
+
+    Raises:
+        ReprieveError: the `openai` package is missing, or no key is set.
+    """
+    try:
+        from openai import AsyncOpenAI, OpenAIError
+    except ImportError:
+        raise ReprieveError("an API needs the openai package: pip install 'reprieve[api]'") from None
+    try:
+        return AsyncOpenAI(base_url=url, max_retries=5)
+    except OpenAIError as error:
+        raise ReprieveError(f"the API client cannot start: {error}") from None
