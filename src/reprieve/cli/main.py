@@ -15,6 +15,8 @@ VERBS = {
     "bench": "compare rules side by side on a task",
     "sweep": "one rule over thresholds and K",
     "mine": "label which mismatches matter: autojudge, pivot",
+    "train": "fit a head to labels: judge, pivot",
+    "labels": "look at a label store: show, stats",
     "rules": "list the rules, their parameters and their sources",
 }
 

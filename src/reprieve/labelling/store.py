@@ -8,6 +8,7 @@ by file locks, which the system releases when a process dies.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from reprieve.errors import ReprieveError
+from reprieve.heads.binding import PairIdentity
 from reprieve.labelling.records import ProblemLabels
 
 SCHEMA = 1
@@ -66,6 +68,16 @@ class LabelStore:
                     f"label store {str(self.folder)!r} was made with {key} = {found.get(key)!r}, this run has "
                     f"{self.manifest.get(key)!r}; labels are not mixed: name another folder"
                 )
+
+    def require_pair(self, pair: PairIdentity) -> None:
+        """Refuse labels of another pair.
+
+        Raises:
+            PairError: names both.
+        """
+        names = (f.name for f in dataclasses.fields(PairIdentity))
+        ours = PairIdentity(**{name: self.manifest.get(name) for name in names})  # type: ignore[arg-type]
+        ours.require_matches(pair, f"label store {str(self.folder)!r}", reads_draft=True)
 
     @contextlib.contextmanager
     def claim(self, problem_id: str) -> Iterator[bool]:

@@ -46,8 +46,8 @@ class LearnedRule(Rule):
     """Ask a head about tokens the lossless check would reject; accept those of low enough risk.
 
     Args:
-        threshold: largest accepted P(important), 0 to 1; 0 is lossless. None takes the head's own recommendation.
         path: folder or hub id of the head.
+        threshold: largest accepted P(important), 0 to 1; 0 is lossless. None takes the head's own recommendation.
         head: the head itself, once it is loaded (`reprieve.heads.loading.attach_heads`).
 
     A head judges by what a token says, not by how likely sampling would draw it: tokens that top-k or top-p cut off
@@ -59,8 +59,8 @@ class LearnedRule(Rule):
     beyond_truncation: ClassVar[bool] = True
     head_kind: ClassVar[str]
 
-    threshold: float | None = None  # type: ignore[assignment]
     path: str = ""
+    threshold: float | None = None  # type: ignore[assignment]
     head: RiskHead | None = field(default=None, compare=False, repr=False, metadata={"spec": False})
 
     def __post_init__(self) -> None:

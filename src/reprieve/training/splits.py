@@ -53,4 +53,6 @@ def threshold_at_recall(important: np.ndarray, scores: np.ndarray, recall: float
     if not len(risks):
         return 0.0
     num_missed = int(np.floor((1 - recall) * len(risks)))
-    return float(np.nextafter(np.float32(risks[num_missed]), np.float32(0)))
+    below = float(risks[num_missed])
+    rounded = float(f"{below:.3g}")  # a number people can type
+    return rounded if rounded < below else float(f"{below * 0.995:.3g}")

@@ -1,0 +1,136 @@
+"""`reprieve train judge|pivot`: heads from labels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from reprieve.cli import options as o
+
+if TYPE_CHECKING:
+    from reprieve.heads.base import Head
+    from reprieve.heads.features import FeatureRecipe
+    from reprieve.models import Pair
+    from reprieve.training.features import LabelledTokens
+
+Labels = Annotated[Path, typer.Option(help="Label store, from `reprieve mine`.")]
+HeadOut = Annotated[Path, typer.Option("--out", help="Folder for the head.")]
+HeldOut = Annotated[float, typer.Option(help="Share of problems held out.")]
+Layers = Annotated[str, typer.Option(help="Target layers, such as -1 or -1,-4; -1 is the last, after the norm.")]
+
+
+def judge(
+    labels: Labels = Path("runs/labels"),
+    target: o.Target = o.BUNDLED,
+    draft: o.Draft = None,
+    states: Annotated[str, typer.Option(help="Hidden states of target, draft or both.")] = "target",
+    encoding: Annotated[str, typer.Option(help="Of the draft token, or of the previous one.")] = "draft",
+    layers: Layers = "-1",
+    grid: Annotated[str, typer.Option(help="Values of C to try.")] = "1,0.1,0.01,1e-3,1e-4,1e-5,1e-6,1e-7",
+    held_out: HeldOut = 0.1,
+    seed: o.Seed = 0,
+    dtype: o.Dtype = "auto",
+    device: o.Device = None,
+    out: HeadOut = Path("heads/judge"),
+) -> int:
+    """Fit AutoJudge's linear head."""
+    from reprieve.heads.features import FeatureRecipe
+
+    recipe = FeatureRecipe(states=states, encoding=encoding, layers=tuple(o.parse_numbers(layers, "--layers", int)))
+    recipe.require_decodable()
+    values = o.parse_numbers(grid, "--grid")
+
+    def fit(tokens: LabelledTokens, pair: Pair, task: str, progress: Any) -> Head:
+        from reprieve.training.judge import train_judge
+
+        return train_judge(
+            tokens, pair.identity, task, recipe=recipe, grid=values, held_out=held_out, seed=seed, progress=progress
+        )
+
+    return _train(fit, recipe, labels, target, draft, dtype, device, out)
+
+
+def pivot(
+    labels: Labels = Path("runs/pivots"),
+    target: o.Target = o.BUNDLED,
+    draft: o.Draft = None,
+    layers: Layers = "-1",
+    hidden_size: Annotated[int, typer.Option(help="Units of the branch on the hidden state.")] = 64,
+    epochs: Annotated[int, typer.Option(help="Largest number of epochs.")] = 60,
+    held_out: HeldOut = 0.2,
+    seed: o.Seed = 0,
+    dtype: o.Dtype = "auto",
+    device: o.Device = None,
+    out: HeadOut = Path("heads/pivot"),
+) -> int:
+    """Fit PAD's two-branch MLP."""
+    import dataclasses
+
+    from reprieve.heads.features import PIVOT
+
+    recipe = dataclasses.replace(PIVOT, layers=tuple(o.parse_numbers(layers, "--layers", int)))
+
+    def fit(tokens: LabelledTokens, pair: Pair, task: str, progress: Any) -> Head:
+        from reprieve.training.pivot import PivotTraining, train_pivot
+
+        settings = PivotTraining(hidden_size=hidden_size, num_epochs=epochs)
+        return train_pivot(
+            tokens,
+            pair.identity,
+            task,
+            recipe=recipe,
+            held_out=held_out,
+            seed=seed,
+            settings=settings,
+            progress=progress,
+        )
+
+    return _train(fit, recipe, labels, target, draft, dtype, device, out)
+
+
+COMMANDS: dict[str, Any] = {"judge": judge, "pivot": pivot}
+
+
+def _train(
+    fit: Any,
+    recipe: FeatureRecipe,
+    labels: Path,
+    target: str,
+    draft: str | None,
+    dtype: str,
+    device: str | None,
+    out: Path,
+) -> int:
+    """Read labels, recompute their features, fit, save and report; returns the exit status."""
+    o.quiet_transformers()
+    from reprieve.cli.compare import reporter
+    from reprieve.labelling.store import LabelStore
+    from reprieve.models import load_pair
+    from reprieve.training.features import collect
+
+    store = LabelStore(labels)
+    pair = load_pair(target, draft, dtype=dtype, device=device)
+    store.require_pair(pair.identity)
+    with o.progress_bar("features") as bar:
+        tokens = collect(
+            pair,
+            store.problems(),
+            layers=recipe.layers,
+            draft_layers=recipe.draft_layers if recipe.reads_draft else (),
+            progress=reporter(bar, "problems"),
+        )
+    with o.progress_bar("fitting") as bar:
+        head = fit(tokens, pair, store.manifest["task"], reporter(bar, "steps"))
+    head.save_pretrained(out)
+    made = head.training
+    auc, low, high = made["auc_held_out"]
+    o.console().print(
+        f"{made['num_tokens']} labels of {made['num_problems']} problems, {made['num_important']} important; held-out "
+        f"ROC AUC {auc:.3f} [{low:.3f}, {high:.3f}]\nthreshold {head.threshold:g} refuses 90% of the important and "
+        f"accepts {100 * made['acceptance_at_threshold']:.0f}% of the others\nhead: {out}   use it: "
+        f"reprieve bench --arm {head.kind}:path={out}",
+        soft_wrap=True,
+    )
+    return 0
