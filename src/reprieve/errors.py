@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 
 class ReprieveError(Exception):
     """Something the user can mend; the command line prints it without a traceback."""
@@ -21,6 +24,18 @@ class ContextOverflowError(ReprieveError, ValueError):
 
 class UnsupportedModelError(ReprieveError, ValueError):
     """A model that lacks what was asked of it, such as a cache that can be rolled back or hidden states."""
+
+
+def import_extra(module: str, extra: str) -> Any:
+    """A module that only some installations have.
+
+    Raises:
+        ReprieveError: it is missing; says which extra brings it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ReprieveError(f"this needs {module}: pip install 'reprieve[{extra}]' ({error})") from None
 
 
 def require_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:

@@ -30,6 +30,13 @@ def autojudge(
     top_k: o.TopK = 0,
     seed: o.Seed = 0,
     max_new_tokens: MaxNewTokens = None,
+    judge: Annotated[
+        str | None, typer.Option(help="Compares open-ended responses: openai:model=NAME,url=ADDRESS.")
+    ] = None,
+    api_url: Annotated[
+        str | None, typer.Option(help="OpenAI-compatible address that has the target; --target is its name there.")
+    ] = None,
+    api_prompts: Annotated[str, typer.Option(help="What the API is sent: text, or tokens (vLLM).")] = "text",
     in_flight: InFlight = 16,
     dtype: o.Dtype = "auto",
     device: o.Device = None,
@@ -54,7 +61,9 @@ def autojudge(
         seed=seed,
         max_new_tokens=max_new_tokens,
         num_in_flight=in_flight,
-        options={"variant": variant},
+        options={"variant": variant, "judge": judge},
+        api_url=api_url,
+        api_prompts=api_prompts,
     )
     return _mine(config, out)
 

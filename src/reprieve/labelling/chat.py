@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
-from reprieve.errors import ReprieveError, SpecError
+from reprieve.errors import ReprieveError, SpecError, import_extra
 
 
 class Chat(Protocol):
@@ -46,17 +46,14 @@ class OpenAIChat:
         return reply.choices[0].message.content or ""
 
 
-def openai_client(url: str | None):  # type: ignore[no-untyped-def]
+def openai_client(url: str | None) -> Any:
     """An asynchronous client that retries what a server refuses for a moment.
 
     Raises:
         ReprieveError: the `openai` package is missing, or no key is set.
     """
+    openai = import_extra("openai", "api")
     try:
-        from openai import AsyncOpenAI, OpenAIError
-    except ImportError:
-        raise ReprieveError("an API needs the openai package: pip install 'reprieve[api]'") from None
-    try:
-        return AsyncOpenAI(base_url=url, max_retries=5)
-    except OpenAIError as error:
+        return openai.AsyncOpenAI(base_url=url, max_retries=5)
+    except openai.OpenAIError as error:
         raise ReprieveError(f"the API client cannot start: {error}") from None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Protocol
 
+from reprieve.labelling.chat import Chat
 from reprieve.labelling.responses import ResponseFormat
 from reprieve.tasks import Task, TaskProblem
 
@@ -59,3 +61,68 @@ class SameAnswer:
     ) -> Comparison:
         same = self.task.equivalent(responses.answer(changed), responses.answer(original))
         return Comparison(important=not same)
+
+
+_VERDICT = re.compile(r"\[\[(A>>B|A>B|A=B|B>A|B>>A)\]\]")
+_PROMPT = """\
+Two assistants, A and B, answered the same request. Compare their answers: correctness first, then how well they do
+what was asked, then clarity. Ignore which came first, and do not prefer the longer one for its length.
+
+Request:
+{question}
+
+Answer of assistant A:
+{running}
+
+Answer of assistant B:
+{changed}
+
+Explain in a sentence or two, then end with exactly one of these verdicts:
+[[A>>B]] A is much better   [[A>B]] A is slightly better   [[A=B]] about the same
+[[B>A]] B is slightly better   [[B>>A]] B is much better"""
+
+
+@dataclass(frozen=True)
+class NotWorse:
+    """For open-ended tasks: unimportant unless a language model finds the changed response worse (appendix L).
+
+    The changed response is compared with the running one, swaps accepted so far included, not with the original.
+
+    Args:
+        chat: the judge.
+        num_votes: replies that are counted; the majority decides, a draw means as good.
+        num_tries: how often a reply without a verdict is asked for again before that vote is lost.
+    """
+
+    chat: Chat
+    num_votes: int = 3
+    num_tries: int = 3
+
+    def usable(self, reference: str | None) -> bool:
+        return bool(reference)
+
+    async def compare(
+        self,
+        problem: TaskProblem,
+        responses: ResponseFormat,
+        original: list[int],
+        running: list[int],
+        changed: list[int],
+    ) -> Comparison:
+        prompt = _PROMPT.format(
+            question=problem.prompt, running=responses.text(running), changed=responses.text(changed)
+        )
+        votes = [await self._vote(prompt, number) for number in range(self.num_votes)]
+        told = ",".join(vote or "none" for vote in votes)
+        if not any(votes):
+            return Comparison(None, "the judge gave no verdict", told)
+        worse = sum(vote in ("A>>B", "A>B") for vote in votes)
+        better = sum(vote in ("B>>A", "B>A") for vote in votes)
+        return Comparison(worse > better, votes=told)
+
+    async def _vote(self, prompt: str, number: int) -> str | None:
+        for attempt in range(self.num_tries):
+            found = _VERDICT.findall(await self.chat.ask(prompt, attempt=number * self.num_tries + attempt))
+            if found:
+                return str(found[-1])
+        return None

@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reprieve.errors import SpecError, require_choice
+from reprieve.labelling.api_target import ApiTarget
 from reprieve.labelling.autojudge import AutoJudgeMiner
-from reprieve.labelling.chat import Chat, OpenAIChat
+from reprieve.labelling.chat import Chat, OpenAIChat, openai_client
 from reprieve.labelling.draft import DraftReader
-from reprieve.labelling.equivalence import SameAnswer
+from reprieve.labelling.equivalence import NotWorse, SameAnswer
 from reprieve.labelling.pivot import CandidateSource, PivotMiner
 from reprieve.labelling.responses import ResponseFormat
 from reprieve.labelling.runner import Miner
 from reprieve.labelling.soundness import EquationSoundness, ModelSoundness, SoundnessJudge
-from reprieve.labelling.target import LocalTarget
+from reprieve.labelling.store import API_WEIGHTS
+from reprieve.labelling.target import LocalTarget, Target
 from reprieve.models import Pair, load_pair
 from reprieve.models.batch_decoder import BatchDecoder
 from reprieve.models.cached_model import eos_token_ids
@@ -37,7 +39,9 @@ class MiningConfig:
         temperature: 0 is greedy; above, AutoJudge samples through Gumbel noise.
         max_new_tokens: largest whole response; None for the task's.
         num_in_flight: problems under way at once.
-        options: the miner's own settings.
+        options: the miner's own settings; None stands for the default.
+        api_url: address of an OpenAI-compatible completions API that has the target; then only the draft is loaded.
+        api_prompts: what it is sent: `text`, or `tokens`.
     """
 
     miner: str
@@ -56,6 +60,8 @@ class MiningConfig:
     max_new_tokens: int | None = None
     num_in_flight: int = 16
     options: dict[str, Any] = field(default_factory=dict)
+    api_url: str | None = None
+    api_prompts: str = "text"
 
     def __post_init__(self) -> None:
         require_choice("miner", self.miner, MINERS)
@@ -63,6 +69,8 @@ class MiningConfig:
             raise SpecError(f"limit must be 1 or more and offset 0 or more, got {self.limit} and {self.offset}")
         if self.num_in_flight < 1:
             raise SpecError(f"num_in_flight must be 1 or more, got {self.num_in_flight}")
+        if self.api_url is not None and (self.miner != "autojudge" or self.temperature > 0 or self.draft is None):
+            raise SpecError("a target behind an API needs miner autojudge, temperature 0, and a draft by name")
 
     @property
     def sampling(self) -> SamplingParams:
@@ -86,8 +94,7 @@ def build(config: MiningConfig) -> Workbench:
         ReprieveError: a model or task that cannot be loaded.
     """
     task = load_task(config.task)
-    pair = load_pair(config.target, config.draft, dtype=config.dtype, device=config.device)
-    pair.cached_draft()  # refuses a pair without a draft
+    pair = _load(config)
     responses = ResponseFormat(
         tokenizer=pair.tokenizer,
         task=task,
@@ -102,19 +109,31 @@ def build(config: MiningConfig) -> Workbench:
     )
 
 
+def _load(config: MiningConfig) -> Pair:
+    """The pair; where the target is behind an API, the draft stands on both sides and only its tokenizer counts."""
+    if config.api_url is None:
+        pair = load_pair(config.target, config.draft, dtype=config.dtype, device=config.device)
+        pair.cached_draft()  # refuses a pair without a draft
+        return pair
+    alone = load_pair(str(config.draft), str(config.draft), dtype=config.dtype, device=config.device)
+    return dataclasses.replace(alone, target_name=config.target)
+
+
 def _autojudge(config: MiningConfig, pair: Pair, task: Task, responses: ResponseFormat) -> AutoJudgeMiner:
     params = config.sampling
+    options = dict(config.options)
+    judge = options.pop("judge", None)
 
     def make_draft(noise: GumbelNoise | None) -> DraftReader:
         return DraftReader(pair.cached_draft(), Sampler(params, pair.draft.device), noise)  # type: ignore[union-attr]
 
     return AutoJudgeMiner(
-        target=_local_target(config, pair, responses),
+        target=_target(config, pair, responses),
         make_draft=make_draft,
         responses=responses,
-        equivalence=SameAnswer(task),
+        equivalence=NotWorse(make_chat(judge)) if judge else SameAnswer(task),
         noise=None if params.greedy else (lambda problem: GumbelNoise(problem_seed(config.seed, problem))),
-        **config.options,
+        **options,
     )
 
 
@@ -130,7 +149,7 @@ def _pivot(config: MiningConfig, pair: Pair, task: Task, responses: ResponseForm
         return CandidateSource(pair.cached_target(), pair.cached_draft(), params)
 
     return PivotMiner(
-        target=_local_target(config, pair, responses, rows=2 * num_rollouts),
+        target=_local_target(config, pair, responses, rows=num_rollouts),  # half of what it asks for: rows stay full
         make_source=make_source,
         responses=responses,
         make_seed=lambda problem: problem_seed(config.seed, problem),
@@ -166,6 +185,19 @@ def make_chat(spec: str) -> Chat:
     return OpenAIChat(given["model"], url=given.get("url"), temperature=float(given.get("temperature", 1.0)))
 
 
+def _target(config: MiningConfig, pair: Pair, responses: ResponseFormat) -> Target:
+    if config.api_url is None:
+        return _local_target(config, pair, responses)
+    return ApiTarget(
+        openai_client(config.api_url),
+        config.target,
+        pair.tokenizer,
+        eos_id=pair.tokenizer.eos_token_id,
+        stop=responses.task.stop,
+        prompts=config.api_prompts,
+    )
+
+
 def _local_target(config: MiningConfig, pair: Pair, responses: ResponseFormat, *, rows: int = 1) -> LocalTarget:
     decoder = BatchDecoder(
         pair.target,
@@ -179,10 +211,13 @@ def _local_target(config: MiningConfig, pair: Pair, responses: ResponseFormat, *
 
 def _manifest(config: MiningConfig, pair: Pair, responses: ResponseFormat) -> dict[str, Any]:
     """What labels must have in common to lie in one store; how fast they were made is left out."""
+    identity = dataclasses.asdict(pair.identity)
+    if config.api_url is not None:
+        identity["target_weights"] = f"{API_WEIGHTS}{config.target}"
     return {
         "miner": config.miner,
-        **config.options,
-        **dataclasses.asdict(pair.identity),
+        **{name: value for name, value in config.options.items() if value is not None},
+        **identity,
         "dtype": str(pair.target.dtype).removeprefix("torch."),
         "task": config.task,
         "split": config.split,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from reprieve.labelling.records import NO_ANSWER, ProblemLabels
 from reprieve.metrics import wilson_interval
@@ -50,3 +52,53 @@ def summarise(problems: Sequence[ProblemLabels]) -> LabelSummary:
         seconds=sum(problem.seconds for problem in problems),
         num_generated=sum(problem.num_generated for problem in problems),
     )
+
+
+_CLASSES = (
+    ("end of text", re.compile(r"<[|/]?\w+[|]?>")),
+    ("number", re.compile(r"\s*[-+]?\d[\d.,]*\s*")),
+    ("operator", re.compile(r"\s*[+\-*/=<>^%×÷]+\s*")),
+    ("punctuation", re.compile(r"\s*[^\w\s]+\s*")),
+    ("space", re.compile(r"\s*")),
+    ("word", re.compile(r"\s*[^\W\d_]+\s*")),
+)
+
+
+def token_class(text: str) -> str:
+    """What kind of token a text is: number, operator, word, punctuation, space, end of text, or other."""
+    return next((name for name, pattern in _CLASSES if pattern.fullmatch(text)), "other")
+
+
+@dataclass(frozen=True)
+class ClassShare:
+    """Labels of one class of target tokens."""
+
+    name: str
+    num_labelled: int
+    num_important: int
+
+
+def shares_by_class(problems: Sequence[ProblemLabels], tokenizer: Any) -> list[ClassShare]:
+    """Labels by the class of the target's token, most frequent first."""
+    labelled: Counter[str] = Counter()
+    important: Counter[str] = Counter()
+    for problem in problems:
+        for mismatch in problem.labelled():
+            name = token_class(tokenizer.decode([mismatch.target_id]))
+            labelled[name] += 1
+            important[name] += bool(mismatch.important)
+    return [ClassShare(name, count, important[name]) for name, count in labelled.most_common()]
+
+
+def frequent_important(problems: Sequence[ProblemLabels], tokenizer: Any, limit: int) -> list[tuple[str, str, int]]:
+    """The most frequent important swaps: target's token, draft's token, count."""
+    swaps = Counter(
+        (mismatch.target_id, mismatch.draft_id)
+        for problem in problems
+        for mismatch in problem.labelled()
+        if mismatch.important
+    )
+    return [
+        (tokenizer.decode([ours]), tokenizer.decode([theirs]), count)
+        for (ours, theirs), count in swaps.most_common(limit)
+    ]

@@ -128,6 +128,18 @@ def require_same_tokenizer(target: Any, draft: Any, target_name: str, draft_name
     )
 
 
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model, from the hub, a folder, or the bundled pair.
+
+    Raises:
+        ReprieveError: it cannot be found or read.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(bundled_folder("target") if name == BUNDLED_PAIR else name)
+    except (OSError, ValueError) as error:
+        raise ReprieveError(f"could not load the tokenizer of {name!r}: {error}") from error
+
+
 def _load(name: str | Path, role: str, dtype: str, device: str) -> tuple[PreTrainedModel, Any]:
     source = bundled_folder(role) if str(name) == BUNDLED_PAIR else name
     try:

@@ -117,7 +117,7 @@ def convert_parameters(kind: type, given: dict[str, str], *, where: str) -> dict
     Raises:
         SpecError: an unknown parameter, or a value of the wrong type.
     """
-    known = {f.name for f in dataclasses.fields(kind) if f.metadata.get("spec", True)}
+    known = {f.name for f in dataclasses.fields(kind) if f.init and f.metadata.get("spec", True)}
     hints = typing.get_type_hints(kind)
     converted = {}
     for key, text in given.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
 
 from reprieve.errors import require_choice
 from reprieve.pair.problems import SPLITS, draw_problem
@@ -11,13 +12,14 @@ from reprieve.tasks.base import TaskProblem
 _ANSWER = re.compile(r"final answer is\s+(-?\d[\d,]*)")
 
 
+@dataclass
 class ArithmeticTask:
     """Word problems of 2 to 6 steps; the answer is the number after "The final answer is"."""
 
-    name: str = "arithmetic"
-    splits: tuple[str, ...] = SPLITS
-    max_new_tokens: int = 256
-    stop: tuple[str, ...] = ()
+    name: str = field(default="arithmetic", init=False)
+    splits: tuple[str, ...] = field(default=SPLITS, init=False)
+    max_new_tokens: int = field(default=256, init=False)
+    stop: tuple[str, ...] = field(default=(), init=False)
 
     def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
         require_choice("split", split, SPLITS)

@@ -1,0 +1,90 @@
+"""A target reached only through an OpenAI-compatible completions API (AutoJudge, appendix R).
+
+The trap: most servers take and give text, and one text has many spellings in tokens. A swapped token can merge with
+its neighbours, and the server then continues other tokens than the ones being judged. Such swaps are not labelled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reprieve.errors import SpecError, require_choice
+from reprieve.models.batch_decoder import Draw, Session
+
+PROMPTS = ("text", "tokens")
+
+
+class ApiTarget:
+    """Continues texts by requests; greedy.
+
+    Args:
+        client: an asynchronous `openai` client, or anything with its `completions.create`.
+        model: the target's name there.
+        tokenizer: the draft's, which must be the target's too.
+        eos_id: appended where the server says that the response stopped.
+        stop: texts that end a response.
+        prompts: send `text`, or `tokens` to servers that take token ids (vLLM does), where a prefix cannot be misread.
+
+    Raises:
+        SpecError: unknown `prompts`.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        model: str,
+        tokenizer: Any,
+        *,
+        eos_id: int,
+        stop: tuple[str, ...] = (),
+        prompts: str = "text",
+    ) -> None:
+        require_choice("prompts", prompts, PROMPTS)
+        self.client = client
+        self.model = model
+        self.tokenizer = tokenizer
+        self.eos_id = eos_id
+        self.stop = stop
+        self.prompts = prompts
+
+    async def complete(
+        self, session: Session, prompt_ids: list[int], response_ids: list[int], max_new_tokens: int, draw: Draw | None
+    ) -> list[int] | None:
+        """See `Target`. None where the text would be read as other tokens.
+
+        Raises:
+            SpecError: sampling, which a server cannot repeat.
+        """
+        if draw is not None:
+            raise SpecError("an API target is greedy: a server's sampling cannot be keyed by the prefix")
+        prefix = [*prompt_ids, *response_ids]
+        text = self._text(prefix)
+        if self.prompts == "text" and response_ids and list(self.tokenizer.encode(text)) != prefix:
+            return None
+        reply = await self.client.completions.create(
+            model=self.model,
+            prompt=prefix if self.prompts == "tokens" else text,
+            max_tokens=max_new_tokens,
+            temperature=0.0,
+            stop=list(self.stop) or None,
+        )
+        choice = reply.choices[0]
+        new = self._tokens(prefix, text, choice.text)
+        if new is not None and choice.finish_reason == "stop":
+            new.append(self.eos_id)
+        return None if new is None else new[:max_new_tokens]
+
+    def _text(self, token_ids: list[int]) -> str:
+        """The text of tokens, special ones included, but for the first one where the tokenizer adds it by itself."""
+        added = list(self.tokenizer.encode(""))
+        if added and token_ids[: len(added)] == added:
+            token_ids = token_ids[len(added) :]
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def _tokens(self, prefix: list[int], prefix_text: str, new_text: str) -> list[int] | None:
+        """A completion's tokens after the prefix's own; None where no tokens continue the prefix to that text."""
+        whole = list(self.tokenizer.encode(prefix_text + new_text))
+        if whole[: len(prefix)] == prefix:
+            return whole[len(prefix) :]
+        alone = list(self.tokenizer.encode(new_text, add_special_tokens=False))
+        return alone if self._text([*prefix, *alone]) == prefix_text + new_text else None

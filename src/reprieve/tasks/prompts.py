@@ -1,0 +1,57 @@
+"""Open-ended prompts from a JSONL file: no reference answers, so only a judge can compare responses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from reprieve.errors import ReprieveError, SpecError, require_choice
+from reprieve.tasks.base import TaskProblem
+from reprieve.tasks.gsm8k import read_jsonl
+
+
+@dataclass
+class PromptsTask:
+    """Prompts from a file, a `prompt` a line, or `turns` as Spec-Bench has them (the first is taken).
+
+    Args:
+        path: the JSONL file.
+        length: largest response, in tokens.
+    """
+
+    path: str | None = None
+    length: int = 256
+
+    name: str = field(default="prompts", init=False)
+    splits: tuple[str, ...] = field(default=("all",), init=False)
+    stop: tuple[str, ...] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise SpecError("task prompts needs path=FILE.jsonl")
+        if self.length < 1:
+            raise SpecError(f"length must be 1 or more, got {self.length}")
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.length
+
+    def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
+        require_choice("split", split, self.splits)
+        problems = []
+        for number, row in enumerate(read_jsonl(Path(str(self.path)))):
+            prompt = row.get("prompt") or (row.get("turns") or [None])[0]
+            if not prompt:
+                raise ReprieveError(f"task prompts: line {number + 1} of {self.path} has neither prompt nor turns")
+            problems.append(TaskProblem(f"prompts-{row.get('question_id', number)}", str(prompt), ""))
+        return problems[offset : offset + limit]
+
+    def wrap(self, question: str) -> str:
+        return question
+
+    def extract_answer(self, text: str) -> str | None:
+        return text.strip() or None
+
+    def equivalent(self, answer: str | None, other: str | None) -> bool:
+        """Only identical texts are known to be the same; mining takes a judge."""
+        return answer is not None and answer == other
