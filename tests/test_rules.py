@@ -12,9 +12,10 @@ from reprieve.rules import RULES, accepts, all_of, parse_rule
 from reprieve.rules.lossless import greedy_accepts, sampling_accepts
 from reprieve.types import Evidence
 
-from .tiny import NumberTokenizer
+from .tiny import NumberTokenizer, random_head
 
 VOCAB_SIZE = 12
+HIDDEN_SIZE = 6
 
 # A specification of each rule and values of its dial from strict to lenient.
 LADDERS = [
@@ -44,6 +45,8 @@ LADDERS = [
         for form in ("paper", "released")
         for k in ("", ",k=3")
     ],
+    ("judge:path=j", [0.0, 0.01, 0.3, 0.6, 1.0]),
+    ("pivot:path=p", [0.0, 0.2, 0.5, 1.0]),
     ("top_k&floor:min_prob=0.02", [1, 2, 6, 12]),
     ("margin:start=1 2,end=3", [0.0, 1.0, 9.0]),
 ]
@@ -70,6 +73,7 @@ def evidence(*, greedy: bool, size: int = 200, seed: int = 0) -> Evidence:
         noise=torch.rand(size, generator=generator),
         parents=range(-1, size - 1),
         context_ids=torch.tensor([1, 2]),
+        node_hidden={-1: torch.randn(size, HIDDEN_SIZE, generator=generator)},
     )
 
 
@@ -81,7 +85,15 @@ class WordTokenizer(NumberTokenizer):
 
 
 def bound(spec: str):
-    return parse_rule(spec).bind(WordTokenizer(VOCAB_SIZE))
+    return parse_rule(spec).with_heads(random_head).bind(WordTokenizer(VOCAB_SIZE))
+
+
+def test_rules_that_need_a_head_say_so():
+    from reprieve.errors import SpecError
+    from reprieve.heads.loading import attach_heads
+
+    with pytest.raises(SpecError, match="needs path=FOLDER"):
+        attach_heads(parse_rule("judge"))
 
 
 def test_every_rule_has_a_ladder():
@@ -122,11 +134,14 @@ def test_padding_order_and_layout_change_nothing(spec, ladder):
         return None if tensor is None else change(tensor)
 
     tensors = ("token_ids", "target_logits", "lossless_accepts", "draft_scores", "noise")
+    hidden = case.node_hidden[-1]
     permuted = dataclasses.replace(case, **{n: moved(getattr(case, n), lambda t: t[order]) for n in tensors})
+    permuted = dataclasses.replace(permuted, node_hidden={-1: hidden[order]})
     torch.testing.assert_close(rule.risk(permuted), expected[order])
     folded = dataclasses.replace(
         case, **{n: moved(getattr(case, n), lambda t: t.unflatten(0, (2, 12))) for n in tensors}
     )
+    folded = dataclasses.replace(folded, node_hidden={-1: hidden.unflatten(0, (2, 12))})
     torch.testing.assert_close(rule.risk(folded), expected.unflatten(0, (2, 12)))
     # Extra columns no model ever predicts, as padded vocabularies have.
     if "released" not in spec and "k=3" not in spec:

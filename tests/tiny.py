@@ -17,6 +17,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from reprieve.heads.base import Head
+from reprieve.heads.binding import PairIdentity
+from reprieve.heads.features import JUDGE_TARGET, PIVOT
+from reprieve.heads.judge import JudgeHead
+from reprieve.heads.pivot import PivotHead
 from reprieve.models.sampling import Sampler
 from reprieve.types import Block, Outcome, Verification
 
@@ -110,3 +115,22 @@ class ScriptedDrafter:
     def commit(self, block: Block, outcome: Outcome, verification: Verification) -> None:
         self.outcomes.append(outcome)
         self.token_ids += [int(block.token_ids[node]) for node in outcome.path] + [outcome.next_token_id]
+
+
+IDENTITY = PairIdentity("tiny/target", "tiny/draft", "t0", "d0", "tok0")
+
+
+def random_head(kind: str = "judge", path: str = "", *, size: int = 6, seed: int = 0, pair=IDENTITY) -> Head:
+    """A judge or pivot head with random weights for hidden states of a size."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    if kind == "judge":
+        return JudgeHead({"weight": draw(size), "bias": draw(1)[0]}, JUDGE_TARGET, pair, "arithmetic", 0.2)
+    sizes = {"hidden": (4, size), "scalars": (3, 2), "fuse": (5, 7), "out": (2, 5)}
+    tensors = {f"{name}.weight": draw(*shape) for name, shape in sizes.items()}
+    tensors |= {f"{name}.bias": draw(shape[0]) for name, shape in sizes.items()}
+    tensors |= {"mean": torch.zeros(size + 2), "scale": torch.ones(size + 2)}
+    return PivotHead(tensors, PIVOT, pair, "arithmetic", 0.5)

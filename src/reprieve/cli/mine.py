@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from reprieve.cli import options as o
+from reprieve.errors import SpecError
 
 if TYPE_CHECKING:
     from reprieve.labelling.recipes import MiningConfig
 
 InFlight = Annotated[int, typer.Option("--in-flight", help="Problems under way at once.")]
 Offset = Annotated[int, typer.Option(help="First problem of the split.")]
+Workers = Annotated[str, typer.Option(help="1, or ray, or ray:N for N workers of a Ray cluster.")]
 MaxNewTokens = Annotated[int | None, typer.Option(help="Largest whole response. Default: the task's.")]
 
 
@@ -38,6 +40,7 @@ def autojudge(
     ] = None,
     api_prompts: Annotated[str, typer.Option(help="What the API is sent: text, or tokens (vLLM).")] = "text",
     in_flight: InFlight = 16,
+    workers: Workers = "1",
     dtype: o.Dtype = "auto",
     device: o.Device = None,
     out: Annotated[Path, typer.Option("--out", help="Label store; run again with it to go on.")] = Path("runs/labels"),
@@ -65,7 +68,7 @@ def autojudge(
         api_url=api_url,
         api_prompts=api_prompts,
     )
-    return _mine(config, out)
+    return _mine(config, out, workers)
 
 
 def pivot(
@@ -86,6 +89,7 @@ def pivot(
     seed: o.Seed = 0,
     max_new_tokens: MaxNewTokens = None,
     in_flight: InFlight = 4,
+    workers: Workers = "1",
     dtype: o.Dtype = "auto",
     device: o.Device = None,
     out: Annotated[Path, typer.Option("--out", help="Label store; run again with it to go on.")] = Path("runs/pivots"),
@@ -111,32 +115,35 @@ def pivot(
         num_in_flight=in_flight,
         options={"num_rollouts": rollouts, "alpha": alpha, "soundness": soundness},
     )
-    return _mine(config, out)
+    return _mine(config, out, workers)
 
 
 COMMANDS: dict[str, Any] = {"autojudge": autojudge, "pivot": pivot}
 
 
-def _mine(config: MiningConfig, out: Path) -> int:
+def _mine(config: MiningConfig, out: Path, workers: str) -> int:
     """Mine into the store at `out` and say what came of it; returns the exit status."""
+    num_workers = _parse_workers(workers)
     o.quiet_transformers()
     from reprieve.cli.compare import reporter
+    from reprieve.labelling.cluster import mine_on_ray
     from reprieve.labelling.recipes import build
     from reprieve.labelling.runner import mine_problems
     from reprieve.labelling.store import LabelStore
     from reprieve.labelling.summary import summarise
 
-    bench = build(config)
-    store = LabelStore(out, bench.manifest)
     with o.progress_bar("mining") as bar:
-        report = mine_problems(
-            bench.miner,
-            bench.problems,
-            store,
-            num_in_flight=config.num_in_flight,
-            progress=reporter(bar, "problems"),
-        )
-    o.console().print(summarise(store.problems()).sentence())
+        progress = reporter(bar, "problems")
+        if num_workers is None:
+            bench = build(config)
+            store = LabelStore(out, bench.manifest)
+            report = mine_problems(
+                bench.miner, bench.problems, store, num_in_flight=config.num_in_flight, progress=progress
+            )
+        else:
+            report = mine_on_ray(config, out, num_workers=num_workers or None, progress=progress)
+            store = LabelStore(out)
+    o.console().print(summarise(store.problems()).sentence(), soft_wrap=True)
     o.console().print(
         f"labels: {out}   mined now: {report.num_mined}, there before: {report.num_skipped}, "
         f"failed: {len(report.errors)}",
@@ -146,3 +153,13 @@ def _mine(config: MiningConfig, out: Path) -> int:
         o.console(stderr=True).print("interrupted: finished problems are kept; run again to go on")
         return 130
     return 1 if report.errors else 0
+
+
+def _parse_workers(text: str) -> int | None:
+    """None for this process; workers of a Ray cluster otherwise, 0 for as many as it has."""
+    name, colon, count = text.partition(":")
+    if text == "1":
+        return None
+    if name == "ray" and (not colon or (count.isdigit() and int(count) > 0)):
+        return int(count or 0)
+    raise SpecError(f"--workers must be 1, ray, or ray:N with N of 1 or more, got {text!r}")

@@ -56,13 +56,26 @@ class Head:
         """
         raise NotImplementedError
 
+    @property
+    def num_features(self) -> int:
+        """F, the length of what it reads."""
+        raise NotImplementedError
+
     def probability(self, features: Tensor) -> Tensor:
         """P(important) for features [..., F]: [...]."""
         raise NotImplementedError
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """P(important) of each drafted token of a round, [...]; above 0, so that threshold 0 accepts nothing."""
+        """P(important) of each drafted token of a round, [...]; above 0, so that threshold 0 accepts nothing.
+
+        Raises:
+            SpecError: the models' states are not of the size it was trained on.
+        """
         features = assemble(self.recipe, TokenStates.of(evidence, self.recipe))
+        if features.shape[-1] != self.num_features:
+            raise SpecError(
+                f"the {self.kind} head reads {self.num_features} features, these models give {features.shape[-1]}"
+            )
         return self.probability(features).clamp_min(_SMALLEST)
 
     def to(self, device: Any) -> Self:

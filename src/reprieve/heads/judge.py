@@ -31,6 +31,10 @@ class JudgeHead(Head):
         self._tensor("weight", -1)
         self._tensor("bias")
 
+    @property
+    def num_features(self) -> int:
+        return int(self.tensors["weight"].shape[0])
+
     def probability(self, features: Tensor) -> Tensor:
         """See `judge_probability`."""
         return judge_probability(features, self.tensors["weight"], self.tensors["bias"])

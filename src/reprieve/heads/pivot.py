@@ -47,6 +47,10 @@ class PivotHead(Head):
         for layer in LAYERS:
             self._tensor(f"{layer}.bias", self._tensor(f"{layer}.weight", -1, -1).shape[0])
 
+    @property
+    def num_features(self) -> int:
+        return int(self.tensors["mean"].shape[0])
+
     def probability(self, features: Tensor) -> Tensor:
         """P(pivot), the softmax of `pivot_logits`."""
         return pivot_logits(features, self.tensors).softmax(-1)[..., 1]

@@ -23,9 +23,8 @@ def read_annotations(path: Path, tokenizer: Any) -> list[ProblemLabels]:
     Raises:
         ReprieveError: a line that lacks a field, or a span outside the response; names file and line.
     """
-    return [
-        _problem(row, f"{path}, line {number}", number, tokenizer) for number, row in enumerate(read_jsonl(path), 1)
-    ]
+    rows = enumerate(read_jsonl(path), start=1)
+    return [_problem(row, f"{path}, line {number}", number, tokenizer) for number, row in rows]
 
 
 def _problem(row: dict[str, Any], where: str, number: int, tokenizer: Any) -> ProblemLabels:

@@ -14,7 +14,8 @@ from reprieve.tasks.base import TaskProblem
 from reprieve.tasks.expressions import same_expression
 
 _SPLITS = ("train", "test")
-_ANSWER = re.compile(r"final answer is:?\s*(.+)", re.IGNORECASE)
+_PHRASE = re.compile(r"final answer is:?", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"\.(\s|$)|\n")
 _ANNOTATION = re.compile(r"<<[^>]*>>")
 _INSTRUCTION = 'Solve the problem step by step. End with "The final answer is" and the answer.\n\n'
 
@@ -54,8 +55,8 @@ class Gsm8kTask:
         return f"{_INSTRUCTION}{worked}Problem: {question.strip()}\nSolution:"
 
     def extract_answer(self, text: str) -> str | None:
-        found = _ANSWER.findall(text)
-        return found[-1].strip().rstrip(".").strip() or None if found else None
+        after = _PHRASE.split(text)[1:]
+        return _SENTENCE_END.split(after[-1].strip())[0].strip(" *") or None if after else None
 
     def equivalent(self, answer: str | None, other: str | None) -> bool:
         return answer is not None and other is not None and same_expression(answer, other)

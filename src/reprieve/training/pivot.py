@@ -65,11 +65,9 @@ def train_pivot(
         SpecError: labels of one kind only.
     """
     settings = settings or PivotTraining()
-    if len(np.unique(tokens.important)) < 2:
-        raise SpecError("labels must hold pivots and non-pivots, got one kind only; mine more problems")
     features = torch.tensor(tokens.features(recipe))
     labels = torch.tensor(tokens.important).long()
-    held = split_by_problem(tokens.problem_ids, held_out=held_out, seed=seed)
+    held = split_by_problem(tokens.problem_ids, tokens.important, held_out=held_out, seed=seed)
     training, validation = torch.tensor(~held), torch.tensor(held)
     mean, scale = features[training].mean(0), features[training].std(0).clamp_min(1e-6)
     with torch.random.fork_rng():
@@ -126,7 +124,7 @@ def _fit(
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            losses.append(float(loss))
+            losses.append(loss.item())
         with torch.no_grad():
             logits = pivot_logits(features[validation], {**_named(layers), **standard})
             held_loss = float(cross_entropy(logits, labels[validation], weight=weights))

@@ -11,6 +11,7 @@ from reprieve.metrics import bootstrap_interval
 
 def split_by_problem(
     problem_ids: np.ndarray,  # [n], of each token
+    important: np.ndarray,  # [n], bool
     *,
     held_out: float,
     seed: int,
@@ -18,7 +19,7 @@ def split_by_problem(
     """All tokens of a problem fall on one side; tokens of one text are too alike to be split.
 
     Raises:
-        SpecError: a share outside (0, 1), or fewer than two problems.
+        SpecError: a share outside (0, 0.9], fewer than two problems, or a side with labels of one kind only.
     """
     require_range("held_out", held_out, 0.0, 0.9, low_open=True)
     problems = np.unique(problem_ids)
@@ -26,7 +27,14 @@ def split_by_problem(
         raise SpecError(f"labels must come from at least 2 problems to hold some out, got {len(problems)}")
     order = np.random.default_rng(seed).permutation(len(problems))
     num_held = min(max(1, round(held_out * len(problems))), len(problems) - 1)
-    return np.isin(problem_ids, problems[order[:num_held]])
+    held = np.isin(problem_ids, problems[order[:num_held]])
+    for side, name in ((~held, "training"), (held, "held-out")):
+        if len(np.unique(important[side])) < 2:
+            raise SpecError(
+                f"the {name} problems must hold important and unimportant tokens, got {int(important[side].sum())} "
+                f"important of {int(side.sum())}; mine more problems"
+            )
+    return held
 
 
 def auc(important: np.ndarray, scores: np.ndarray) -> float:
@@ -50,8 +58,6 @@ def auc_interval(important: np.ndarray, scores: np.ndarray, problem_ids: np.ndar
 def threshold_at_recall(important: np.ndarray, scores: np.ndarray, recall: float) -> float:
     """The largest threshold that still refuses `recall` of the important tokens (risk above it is refused)."""
     risks = np.sort(scores[important])
-    if not len(risks):
-        return 0.0
     num_missed = int(np.floor((1 - recall) * len(risks)))
     below = float(risks[num_missed])
     rounded = float(f"{below:.3g}")  # a number people can type
