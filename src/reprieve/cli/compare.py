@@ -47,7 +47,7 @@ def compare(
         drafter=drafter,
         weights=f"{pair.identity.target_weights}+{pair.identity.draft_weights}",
         dtype=str(pair.target.dtype).removeprefix("torch."),
-        device=str(pair.target.device),
+        device=str(pair.device),
         task=task,
         split=split,
         limit=limit,

@@ -94,7 +94,7 @@ class SpeculativeDecoder:
         self.target = target
         self.drafter = drafter or NoDrafter(target.device)
         self.tokenizer = tokenizer
-        self.rule = (rule or LosslessRule()).bind(tokenizer)
+        self.rule = (rule or LosslessRule()).bind(tokenizer).to(target.device)
         self.num_draft_tokens = num_draft_tokens
         self.advisor = advisor
         self._require_inputs()

@@ -77,12 +77,12 @@ def make_drafter(spec: str, pair: Pair, rule: Rule) -> Drafter:
     if name == "draft":
         if given:
             raise SpecError(f"drafter draft has no parameters, got {', '.join(given)}")
-        return DraftModelDrafter(pair.cached_draft(rule.draft_layers), pair.target.device)
+        return DraftModelDrafter(pair.cached_draft(rule.draft_layers), pair.device)
     if name == "ngram":
         if unknown := given.keys() - {"max_ngram", "min_ngram"}:
             raise SpecError(f"drafter ngram has no parameter {sorted(unknown)[0]!r}; it takes max_ngram, min_ngram")
         try:
-            return NgramDrafter(pair.target.device, **{key: int(value) for key, value in given.items()})
+            return NgramDrafter(pair.device, **{key: int(value) for key, value in given.items()})
         except ValueError as error:
             raise SpecError(f"drafter ngram: {error}") from None
     raise SpecError(f"drafter must be one of draft, ngram, got {name!r}")

@@ -53,7 +53,7 @@ class CachedModel:
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        return execution_device(self.model)
 
     @property
     def length(self) -> int:
@@ -148,6 +148,15 @@ def shared_length(tokens: Sequence[int], others: Sequence[int]) -> int:
     """How many tokens two texts begin with in common."""
     limit = min(len(tokens), len(others))
     return next((i for i in range(limit) if tokens[i] != others[i]), limit)
+
+
+def execution_device(model: PreTrainedModel) -> torch.device:
+    """Where forwards run; not where the weights lie, when accelerate fetches them from elsewhere."""
+    if model.device.type != "meta":
+        return model.device
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    return torch.device(next((device for device in devices if device is not None), "meta"))
 
 
 def require_positions(model: PreTrainedModel, num_tokens: int, *, what: str) -> None:

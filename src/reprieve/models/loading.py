@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from reprieve.errors import PairError, ReprieveError, require_choice
 from reprieve.heads.binding import PairIdentity, digest, tokenizer_fingerprint
-from reprieve.models.cached_model import CachedModel, HiddenLayers
+from reprieve.models.cached_model import CachedModel, HiddenLayers, execution_device
 
 BUNDLED_PAIR = "reprieve/arithmetic-pair"
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -33,6 +33,11 @@ class Pair:
     def vocab_size(self) -> int:
         """Columns of the target's logits; the draft's are brought to as many."""
         return self.target.get_output_embeddings().weight.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target runs."""
+        return execution_device(self.target)
 
     def cached_target(self, hidden_layers: HiddenLayers = ()) -> CachedModel:
         """The target with a cache of its own."""

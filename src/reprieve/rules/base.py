@@ -113,6 +113,10 @@ class Rule(ABC):
         """The same rule with the trained heads it names, from `load(kind, path)`; most rules have none."""
         return self
 
+    def to(self, device: Any) -> Rule:
+        """The same rule with its heads' weights on a device."""
+        return self
+
     @property
     def heads(self) -> tuple[tuple[str, Any], ...]:
         """Names and objects of the heads it holds."""

@@ -109,6 +109,9 @@ class _Composite(_Wrapper):
     def with_heads(self, load: Callable[[str, str], Any]) -> Rule:
         return dataclasses.replace(self, rules=tuple(rule.with_heads(load) for rule in self.rules))
 
+    def to(self, device: Any) -> Rule:
+        return dataclasses.replace(self, rules=tuple(rule.to(device) for rule in self.rules))
+
     def with_parameter(self, name: str, value: float) -> Any:
         return dataclasses.replace(self, rules=(self.rules[0].with_parameter(name, value), *self.rules[1:]))
 
@@ -224,6 +227,9 @@ class InsideSpan(_Wrapper):
 
     def with_heads(self, load: Callable[[str, str], Any]) -> Rule:
         return dataclasses.replace(self, rule=self.rule.with_heads(load))
+
+    def to(self, device: Any) -> Rule:
+        return dataclasses.replace(self, rule=self.rule.to(device))
 
     def with_parameter(self, name: str, value: float) -> Any:
         return dataclasses.replace(self, rule=self.rule.with_parameter(name, value))

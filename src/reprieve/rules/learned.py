@@ -39,6 +39,7 @@ class RiskHead(Protocol):
     @property
     def recipe(self) -> Any: ...
     def risk(self, evidence: Evidence) -> Tensor: ...
+    def to(self, device: Any) -> RiskHead: ...
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,9 @@ class LearnedRule(Rule):
         if not self.path:
             raise SpecError(f"rule {self.name} needs path=FOLDER, a head from `reprieve train {self.head_kind}`")
         return self._with_head(load(self.head_kind, self.path))
+
+    def to(self, device: Any) -> Self:
+        return self if self.head is None else dataclasses.replace(self, head=self.head.to(device))
 
     def _with_head(self, head: RiskHead) -> Self:
         head.recipe.require_decodable()

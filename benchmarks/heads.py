@@ -1,0 +1,204 @@
+"""How well heads separate important tokens: `python benchmarks/heads.py --judge-labels runs/labels-autojudge`.
+
+Held-out ROC AUC of judge, pivot and the target's log-probability alone with bootstrap intervals over problems, the
+curves, the ablations of AutoJudge's Figures 6 and 7, and its appendix O. Writes heads.json and roc.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+from sklearn.ensemble import RandomForestClassifier
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.metrics import roc_curve
+from sklearn.neural_network import MLPClassifier
+
+import reprieve
+from reprieve.evaluation.records import replace_file
+from reprieve.evaluation.runner import environment
+from reprieve.heads.features import JUDGE_BOTH, JUDGE_TARGET, FeatureRecipe
+from reprieve.labelling.store import LabelStore
+from reprieve.training.features import LabelledTokens, collect
+from reprieve.training.judge import GRID, fit_linear
+from reprieve.training.pivot import train_pivot
+from reprieve.training.splits import auc, auc_interval, split_by_problem
+
+SEED = 0
+ENCODINGS = ("previous", "draft", "target", "both")
+
+
+class Split:
+    """One split by problem, shared by everything that is compared."""
+
+    def __init__(self, tokens: LabelledTokens, held_out: float) -> None:
+        self.tokens = tokens
+        self.held = split_by_problem(tokens.problem_ids, tokens.important, held_out=held_out, seed=SEED)
+
+    def interval(self, scores: np.ndarray) -> list[float]:
+        """Held-out AUC and its interval, from scores of all tokens."""
+        tokens, held = self.tokens, self.held
+        return auc_interval(tokens.important[held], scores[held], tokens.problem_ids[held])
+
+    def linear(self, recipe: FeatureRecipe, c: float) -> np.ndarray:
+        """Scores of all tokens by a logistic regression fitted to the training side."""
+        features = self.tokens.features(recipe)
+        return fit_linear(features[~self.held], self.tokens.important[~self.held], c).scores(features)
+
+    def best_linear(self, recipe: FeatureRecipe) -> tuple[float, np.ndarray]:
+        """The C that ranks held-out problems best, and its scores."""
+        trials = [(c, self.linear(recipe, c)) for c in GRID]
+        held = self.held
+        return max(trials, key=lambda trial: auc(self.tokens.important[held], trial[1][held]))
+
+
+def regularisation(split: Split) -> list[dict]:
+    """Figure 6, left: every C of the grid."""
+    rows = []
+    for c in GRID:
+        scores, held = split.linear(JUDGE_BOTH, c), split.held
+        important = split.tokens.important
+        rows.append({"C": c, "held_out": split.interval(scores), "training": auc(important[~held], scores[~held])})
+    return rows
+
+
+def classifiers(split: Split) -> list[dict]:
+    """Figure 6, right: logistic regression, random forest, MLP, with the paper's settings."""
+    features, important, held = split.tokens.features(JUDGE_BOTH), split.tokens.important, split.held
+    mean, scale = features[~held].mean(0), features[~held].std(0) + 1e-8
+    standard = (features - mean) / scale
+    models = {
+        "random forest, 128 trees": RandomForestClassifier(
+            n_estimators=128, min_samples_leaf=0.001, random_state=SEED, n_jobs=1
+        ),
+        "MLP, 128 hidden units": MLPClassifier(hidden_layer_sizes=(128,), early_stopping=True, random_state=SEED),
+    }
+    c, scores = split.best_linear(JUDGE_BOTH)
+    rows = [_row(f"logistic regression, C = {c:g}", split, scores)]
+    for name, model in models.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            model.fit(standard[~held], important[~held])
+        rows.append(_row(name, split, model.predict_proba(standard)[:, 1]))
+    return rows
+
+
+def _row(name: str, split: Split, scores: np.ndarray) -> dict:
+    held, important = split.held, split.tokens.important
+    return {"name": name, "held_out": split.interval(scores), "training": auc(important[~held], scores[~held])}
+
+
+def inputs(split: Split) -> list[dict]:
+    """Figure 7: which token is encoded (both models' states), and whose states (of the draft token)."""
+    recipes = {
+        f"encoding {encoding}, both models": FeatureRecipe(states="both", encoding=encoding) for encoding in ENCODINGS
+    }
+    recipes |= {
+        f"draft token, states of {states}": FeatureRecipe(states=states) for states in ("draft", "target", "both")
+    }
+    return [_row(name, split, split.best_linear(recipe)[1]) for name, recipe in recipes.items()]
+
+
+def correlation(split: Split, scores: np.ndarray) -> dict:
+    """Appendix O: the head's probability against the draft's of the drafted token, on held-out problems."""
+    held = split.held
+    ours, theirs = scores[held], split.tokens.draft_probs[held].astype(np.float64)
+    problems = split.tokens.problem_ids[held]
+    by_problem = [
+        np.corrcoef(ours[problems == problem], theirs[problems == problem])[0, 1]
+        for problem in np.unique(problems)
+        if (problems == problem).sum() > 2
+    ]
+    return {
+        "pearson": float(np.corrcoef(ours, theirs)[0, 1]),
+        "covariance": float(np.cov(ours, theirs)[0, 1]),
+        "pearson_by_problem_quantiles_10_50_90": np.nanquantile(by_problem, [0.1, 0.5, 0.9]).tolist(),
+        "auc_of_draft_probability": split.interval(-split.tokens.draft_probs),
+    }
+
+
+def draw(curves: dict[str, tuple[np.ndarray, np.ndarray]], path: Path) -> None:
+    """ROC curves with their AUC in the legend."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(5.2, 4.6))
+    for name, (important, scores) in curves.items():
+        false_positives, true_positives, _ = roc_curve(important, scores)
+        axes.plot(false_positives, true_positives, label=f"{name}: {auc(important, scores):.3f}")
+    axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8, linestyle=":")
+    axes.set(xlabel="unimportant tokens refused", ylabel="important tokens refused", xlim=(0, 1), ylim=(0, 1))
+    axes.legend(loc="lower right", fontsize=8, title="held-out ROC AUC", frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--judge-labels", type=Path, default=Path("runs/labels-autojudge"))
+    parser.add_argument("--pivot-labels", type=Path, default=Path("runs/labels-pivot"))
+    parser.add_argument("--held-out", type=float, default=0.2)
+    parser.add_argument("--target", default="reprieve/arithmetic-pair")
+    parser.add_argument("--draft", default=None)
+    parser.add_argument("--out", type=Path, default=Path("runs/heads-report"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    pair = reprieve.load_pair(arguments.target, arguments.draft)
+    store = LabelStore(arguments.judge_labels)
+    store.require_pair(pair.identity)
+    split = Split(collect(pair, store.problems()), arguments.held_out)
+    tokens, held = split.tokens, split.held
+    _, target_scores = split.best_linear(JUDGE_TARGET)
+    _, both_scores = split.best_linear(JUDGE_BOTH)
+    named = {
+        "judge (target states)": target_scores,
+        "judge (both)": both_scores,
+        "log-probability (AutoJudge labels)": -tokens.target_log_probs,
+    }
+    document = {
+        **environment(),
+        "autojudge": _counts(tokens, held) | {name: split.interval(scores) for name, scores in named.items()},
+        "figure_6_regularisation": regularisation(split),
+        "figure_6_classifiers": classifiers(split),
+        "figure_7_inputs": inputs(split),
+        "appendix_o": correlation(split, target_scores),
+    }
+    curves = {name: (tokens.important[held], scores[held]) for name, scores in named.items()}
+    if arguments.pivot_labels.exists():
+        document["pivot"] = pivot_part(pair, arguments, curves)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    draw(curves, arguments.out / "roc.png")
+    replace_file(arguments.out / "heads.json", json.dumps(document, indent=2) + "\n")
+    print(json.dumps({key: value for key, value in document.items() if key not in ("versions", "machine")}, indent=1))
+
+
+def pivot_part(pair: reprieve.Pair, arguments: argparse.Namespace, curves: dict) -> dict:
+    """The pivot head on its own labels, beside a linear head and the log-probability on the same ones."""
+    tokens = collect(pair, LabelStore(arguments.pivot_labels).problems())
+    split = Split(tokens, arguments.held_out)
+    head = train_pivot(tokens, pair.identity, "arithmetic", held_out=arguments.held_out, seed=SEED)
+    scores = head.probability(torch.tensor(tokens.features(head.recipe))).numpy().astype(np.float64)
+    named = {"pivot": scores, "log-probability (PAD labels)": -tokens.target_log_probs}
+    for name, values in named.items():
+        curves[name] = (tokens.important[split.held], values[split.held])
+    linear = {"linear head on PAD labels": split.best_linear(JUDGE_TARGET)[1]}
+    return _counts(tokens, split.held) | {name: split.interval(values) for name, values in (named | linear).items()}
+
+
+def _counts(tokens: LabelledTokens, held: np.ndarray) -> dict:
+    return {
+        "num_problems": len(np.unique(tokens.problem_ids)),
+        "num_tokens": len(tokens.important),
+        "num_important": int(tokens.important.sum()),
+        "num_held_out": int(held.sum()),
+    }
+
+
+if __name__ == "__main__":
+    main()

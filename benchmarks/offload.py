@@ -1,0 +1,84 @@
+"""A target whose weights do not fit: `python benchmarks/offload.py --head runs/heads/judge`.
+
+AutoJudge, appendix H: with weights fetched from disk for every forward (accelerate), a target pass costs far more than
+a draft pass, so that long windows pay, if enough of them is accepted. Lossless and judge at K = 8 and K = 48, taking
+turns problem by problem. Writes offload.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import disk_offload
+
+import reprieve
+from reprieve.evaluation.arms import Arm, build_decoder
+from reprieve.evaluation.records import replace_file
+from reprieve.evaluation.runner import environment
+from reprieve.heads.loading import attach_heads
+from reprieve.metrics import bootstrap_interval, wilson_interval
+from reprieve.tasks import load_task
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--head", default="runs/heads/judge")
+    parser.add_argument("--limit", type=int, default=40)
+    parser.add_argument("--windows", default="8,48")
+    parser.add_argument("--out", type=Path, default=Path("runs/offload-report"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    pair = reprieve.load_pair()
+    print(f"pair {pair.identity.target_weights}", flush=True)  # fingerprints first: offloaded weights are not there
+    task = load_task("arithmetic")
+    judge = attach_heads(reprieve.parse_rule(f"judge:path={arguments.head}"))
+    arms = [
+        Arm(f"{name}, K = {k}", rule, k)
+        for k in map(int, arguments.windows.split(","))
+        for name, rule in (("lossless", reprieve.parse_rule("lossless")), ("judge", judge))
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        disk_offload(pair.target, folder, execution_device=torch.device("cpu"))
+        decoders = {arm.label: build_decoder(arm, pair) for arm in arms}
+        params = reprieve.SamplingParams(max_new_tokens=task.max_new_tokens)
+        totals: dict[str, list[tuple[float, ...]]] = {arm.label: [] for arm in arms}
+        for number, problem in enumerate(task.problems("test", arguments.limit)):
+            for label, decoder in decoders.items():
+                made = decoder.generate(problem.prompt, params)
+                correct = task.equivalent(task.extract_answer(made.text), problem.reference)
+                times = made.times
+                totals[label].append(
+                    (len(made.tokens), made.seconds, made.num_rounds, correct, times.draft_s, times.verify_s)
+                )
+            print(f"{number + 1} of {arguments.limit}", flush=True)
+    rows = {label: np.array(values, dtype=float) for label, values in totals.items()}
+    base = rows[arms[0].label]
+    document = {**environment(), "num_problems": arguments.limit, "arms": {}}
+    for label, values in rows.items():
+        tokens, seconds, rounds, correct, draft_s, verify_s = values.sum(0)
+        document["arms"][label] = {
+            "accuracy": correct / len(values),
+            "accuracy_ci95": wilson_interval(int(correct), len(values)),
+            "tokens_per_round": tokens / rounds,
+            "tokens_per_second": tokens / seconds,
+            "draft_ms_per_round": 1e3 * draft_s / rounds,
+            "verify_ms_per_round": 1e3 * verify_s / rounds,
+            f"speedup_vs_{arms[0].label}": ratio(values, base),
+            "speedup_ci95": bootstrap_interval(lambda i, v=values: ratio(v[i], base[i]), len(values)),
+        }
+    replace_file(arguments.out / "offload.json", json.dumps(document, indent=2) + "\n")
+    print(json.dumps(document["arms"], indent=1))
+
+
+def ratio(values: np.ndarray, base: np.ndarray) -> float:
+    """Tokens a second over the baseline's."""
+    return float((values[:, 0].sum() / values[:, 1].sum()) / (base[:, 0].sum() / base[:, 1].sum()))
+
+
+if __name__ == "__main__":
+    main()

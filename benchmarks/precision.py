@@ -1,0 +1,92 @@
+"""Do a head's features depend on how they are computed? `python benchmarks/precision.py --head runs/heads/judge`.
+
+AutoJudge, appendix C: states from token-by-token forwards against states from one parallel forward, in float32 and in
+bfloat16, and what a head trained on parallel float32 states makes of each. Writes precision.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import reprieve
+from reprieve.evaluation.records import replace_file
+from reprieve.evaluation.runner import environment
+from reprieve.heads.judge import JudgeHead
+from reprieve.labelling.records import ProblemLabels
+from reprieve.labelling.store import LabelStore
+from reprieve.models import Pair
+from reprieve.training.features import collect
+from reprieve.training.splits import auc_interval, split_by_problem
+
+
+@torch.inference_mode()
+def sequential(pair: Pair, problems: list[ProblemLabels]) -> np.ndarray:
+    """Last hidden states that encode each labelled draft token, computed token by token. [n, D]"""
+    model = pair.cached_target((-1,))
+    rows = []
+    for problem in problems:
+        by_place = {mismatch.position: mismatch for mismatch in problem.labelled()}
+        model.start(list(problem.prompt_ids))
+        for place, token_id in enumerate(problem.response_ids):
+            length = model.length
+            if place in by_place and by_place[place].draft_id != token_id:
+                rows.append(model.forward([by_place[place].draft_id])[1][-1][0])
+                model.keep(length)
+            states = model.forward([token_id])[1][-1][0]
+            if place in by_place and by_place[place].draft_id == token_id:
+                rows.append(states)
+    return torch.stack(rows).float().numpy()
+
+
+def measure(head: JudgeHead, features: np.ndarray, important: np.ndarray, problem_ids: np.ndarray) -> dict:
+    """What the head makes of features: AUC, and recall and acceptance at its threshold."""
+    scores = head.probability(torch.tensor(features)).numpy().astype(np.float64)
+    refused = scores > head.threshold
+    return {
+        "auc": auc_interval(important, scores, problem_ids),
+        "recall": float(refused[important].mean()),
+        "acceptance": float((~refused[~important]).mean()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--labels", type=Path, default=Path("runs/labels-autojudge"))
+    parser.add_argument("--head", default="runs/heads/judge")
+    parser.add_argument("--limit", type=int, default=100, help="held-out problems")
+    parser.add_argument("--out", type=Path, default=Path("runs/precision-report"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    head = JudgeHead.from_pretrained(arguments.head)
+    everything = LabelStore(arguments.labels).problems()
+    ids = np.concatenate([[p.problem_id] * len(p.labelled()) for p in everything])
+    flags = np.concatenate([[bool(m.important) for m in p.labelled()] for p in everything]).astype(bool)
+    made = head.training
+    held = set(ids[split_by_problem(ids, flags, held_out=made["held_out"], seed=made["seed"])])
+    problems = [problem for problem in everything if problem.problem_id in held][: arguments.limit]
+    document = {**environment(), "num_problems": len(problems), "threshold": head.threshold, "features": {}}
+    reference = None
+    for dtype in ("float32", "bfloat16"):
+        pair = reprieve.load_pair(dtype=dtype)
+        tokens = collect(pair, problems, draft_layers=())
+        ways = {"parallel": tokens.features(head.recipe), "sequential": sequential(pair, problems)}
+        reference = ways["parallel"] if reference is None else reference
+        for way, features in ways.items():
+            difference = np.linalg.norm(features - reference, axis=1) / np.linalg.norm(reference, axis=1)
+            document["features"][f"{way}, {dtype}"] = {
+                "relative_difference_median": float(np.median(difference)),
+                "relative_difference_max": float(difference.max()),
+                **measure(head, features, tokens.important, tokens.problem_ids),
+            }
+        document["num_tokens"] = len(tokens.important)
+    replace_file(arguments.out / "precision.json", json.dumps(document, indent=2) + "\n")
+    print(json.dumps(document["features"], indent=1), document["num_problems"], document["num_tokens"])
+
+
+if __name__ == "__main__":
+    main()
