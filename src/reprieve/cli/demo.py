@@ -9,13 +9,13 @@ from reprieve.cli import options as o
 from reprieve.cli.compare import compare
 
 ARMS = (
+    "judge:path=reprieve/arithmetic-judge",
     "top_k:k=2",
     "margin:delta=3",
     "typical",
     "fuzzy:threshold=0.6",
     "fly:theta=0.1",
     "math_symbols",
-    "random:rate=0.9",
 )
 QUESTION = "Anna has 23 apples. She buys 18 more apples. She gives away 9 apples. How many apples does Anna have now?"
 
@@ -29,13 +29,13 @@ def command(
     device: o.Device = None,
     out: o.Out = Path("runs/demo"),
 ) -> int:
-    """Compare seven training-free rules with lossless and target-only on generated word problems."""
+    """Compare a trained head and six training-free rules with lossless and target-only on generated word problems."""
     if target == o.BUNDLED:
         # So small a pair gains next to nothing from a second thread, and loses much where the other core is busy.
         import torch
 
         torch.set_num_threads(1)
-    for rule in ("lossless", "math_symbols"):
+    for rule in ("lossless", "judge:path=reprieve/arithmetic-judge"):
         heading = o.console()
         heading.print(f"\n[bold]{rule}[/bold]  {QUESTION}", soft_wrap=True)
         generate.command(QUESTION, rule=rule, target=target, draft=draft, dtype=dtype, device=device)

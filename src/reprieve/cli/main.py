@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import NoReturn
 
 VERBS = {
-    "demo": "the main job on the bundled pair: every training-free rule beside lossless, a table and a figure",
+    "demo": "the main job on the bundled pair: a trained head and six rules beside lossless, a table and a figure",
     "generate": "answer one prompt, streamed, each token coloured by where it comes from",
     "bench": "compare rules side by side on a task",
     "sweep": "one rule over thresholds and K",

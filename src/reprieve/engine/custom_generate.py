@@ -13,7 +13,9 @@ from reprieve.drafters.base import Drafter
 from reprieve.engine.answer import OnToken
 from reprieve.engine.decoder import SpeculativeDecoder
 from reprieve.errors import PairError, SpecError
+from reprieve.heads.loading import attach_heads, require_heads_fit
 from reprieve.models.cached_model import CachedModel
+from reprieve.models.loading import identify
 from reprieve.models.sampling import SamplingParams
 from reprieve.rules import Rule, parse_rule
 
@@ -79,20 +81,24 @@ def custom_generate(
     taken from the generation configuration. Without a `draft_model`, n-grams of the text itself are proposed.
 
     Args:
-        tokenizer: needed for stop strings and for rules that read tokens' text.
+        tokenizer: needed for stop strings, for rules that read tokens' text, and for trained heads.
         on_token: called with each token and the text it makes certain; transformers hands callables no `streamer`.
         seed: of the sampling; drawn from torch's global generator when None.
 
     Raises:
         SpecError: more than one prompt, a generation setting the engine does not have, or a rule that cannot be read.
-        PairError: the draft's vocabulary differs from the target's.
+        PairError: the draft's vocabulary differs from the target's, or the rule's head was made for other models.
         ContextOverflowError: prompt and new tokens exceed the model's positions.
     """
     config = generation_config or model.generation_config
-    parsed = parse_rule(rule) if isinstance(rule, str) else rule
+    parsed = attach_heads(parse_rule(rule) if isinstance(rule, str) else rule)
     _refuse_unsupported(input_ids, config, extra)
-    if tokenizer is None and (parsed.reads_text or config.stop_strings):
-        raise SpecError(f"rule {parsed.spec} and stop strings read tokens' text: pass tokenizer= to generate")
+    if tokenizer is None and (parsed.reads_text or config.stop_strings or parsed.heads):
+        raise SpecError(f"rule {parsed.spec}, or a stop string, needs the tokenizer: pass tokenizer= to generate")
+    if parsed.heads:
+        draft_name = None if draft_model is None else str(draft_model.name_or_path)
+        identity = identify(model, draft_model, tokenizer, str(model.name_or_path), draft_name)
+        require_heads_fit(parsed, identity, None)
     vocab_size = model.get_output_embeddings().weight.shape[0]
     drafter: Drafter = NgramDrafter(model.device)
     if draft_model is not None:
@@ -102,9 +108,10 @@ def custom_generate(
             raise PairError(
                 f"the draft knows {num_drafted} tokens, the target {num_needed}: they must share a tokenizer"
             )
-        drafter = DraftModelDrafter(CachedModel(draft_model, vocab_size=vocab_size), model.device)
+        draft = CachedModel(draft_model, vocab_size=vocab_size, hidden_layers=parsed.draft_layers)
+        drafter = DraftModelDrafter(draft, model.device)
     decoder = SpeculativeDecoder(
-        CachedModel(model),
+        CachedModel(model, hidden_layers=parsed.target_layers),
         drafter,
         tokenizer if tokenizer is not None else _IdsOnly(vocab_size),
         rule=parsed,

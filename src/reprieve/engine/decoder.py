@@ -16,6 +16,7 @@ from reprieve.drafters import Drafter, NoDrafter
 from reprieve.engine.answer import Answer, OnToken
 from reprieve.engine.text_stream import TextStream
 from reprieve.errors import SpecError, UnsupportedModelError
+from reprieve.heads.loading import attach_heads
 from reprieve.models.cached_model import CachedModel, eos_token_ids
 from reprieve.models.sampling import Sampler, SamplingParams
 from reprieve.rules import LosslessRule, RiskBudget, Rule, accept
@@ -94,7 +95,7 @@ class SpeculativeDecoder:
         self.target = target
         self.drafter = drafter or NoDrafter(target.device)
         self.tokenizer = tokenizer
-        self.rule = (rule or LosslessRule()).bind(tokenizer).to(target.device)
+        self.rule = attach_heads(rule or LosslessRule()).bind(tokenizer).to(target.device)
         self.num_draft_tokens = num_draft_tokens
         self.advisor = advisor
         self._require_inputs()

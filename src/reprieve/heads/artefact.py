@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from reprieve.errors import ReprieveError
 
 SCHEMA = 1
+BUNDLED = {f"reprieve/arithmetic-{kind}": kind for kind in ("judge", "pivot")}  # heads of the bundled pair
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 
 
@@ -79,7 +81,9 @@ def load_artefact(
 
 
 def _find(source: str | Path) -> Path:
-    """The folder a name means: itself, or a copy of a hub repository."""
+    """The folder a name means: a bundled head's, itself, or a copy of a hub repository."""
+    if str(source) in BUNDLED:
+        return Path(str(resources.files("reprieve.pair"))) / "heads" / BUNDLED[str(source)]
     folder = Path(source)
     if folder.is_dir():
         return folder

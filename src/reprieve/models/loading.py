@@ -56,13 +56,20 @@ class Pair:
     @cached_property
     def identity(self) -> PairIdentity:
         """Names and fingerprints: runs, labels and heads of other weights or tokenizers are not mixed."""
-        return PairIdentity(
-            target=self.target_name,
-            draft=self.draft_name,
-            target_weights=weights_fingerprint(self.target),
-            draft_weights=None if self.draft is None else weights_fingerprint(self.draft),
-            tokenizer=tokenizer_fingerprint(self.tokenizer.get_vocab()),
-        )
+        return identify(self.target, self.draft, self.tokenizer, self.target_name, self.draft_name)
+
+
+def identify(
+    target: PreTrainedModel, draft: PreTrainedModel | None, tokenizer: Any, target_name: str, draft_name: str | None
+) -> PairIdentity:
+    """Names and fingerprints of two loaded models and their tokenizer."""
+    return PairIdentity(
+        target=target_name,
+        draft=draft_name,
+        target_weights=weights_fingerprint(target),
+        draft_weights=None if draft is None else weights_fingerprint(draft),
+        tokenizer=tokenizer_fingerprint(tokenizer.get_vocab()),
+    )
 
 
 def weights_fingerprint(model: PreTrainedModel) -> str:
