@@ -50,10 +50,16 @@ class Split:
         return fit_linear(features[~self.held], self.tokens.important[~self.held], c).scores(features)
 
     def best_linear(self, recipe: FeatureRecipe) -> tuple[float, np.ndarray]:
-        """The C that ranks held-out problems best, and its scores."""
-        trials = [(c, self.linear(recipe, c)) for c in GRID]
-        held = self.held
-        return max(trials, key=lambda trial: auc(self.tokens.important[held], trial[1][held]))
+        """The C that ranks an eighth of the training problems best, and the scores of its fit to all of them.
+
+        Held-out problems choose nothing, so that their AUC is not that of the luckiest C.
+        """
+        tokens, training = self.tokens, ~self.held
+        features, important = tokens.features(recipe)[training], tokens.important[training]
+        chooses = split_by_problem(tokens.problem_ids[training], important, held_out=0.125, seed=SEED)
+        fits = {c: fit_linear(features[~chooses], important[~chooses], c) for c in GRID}
+        best = max(GRID, key=lambda c: auc(important[chooses], fits[c].scores(features[chooses])))
+        return best, self.linear(recipe, best)
 
 
 def regularisation(split: Split) -> list[dict]:

@@ -13,7 +13,7 @@ output = target.generate(
     prompt.input_ids,
     custom_generate=reprieve.custom_generate,
     draft_model=draft,
-    tokenizer=tokenizer,
+    text_tokenizer=tokenizer,
     rule="fuzzy:threshold=0.3",
     max_new_tokens=80,
 )

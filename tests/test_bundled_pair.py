@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reprieve
+from reprieve.errors import PairError
 from reprieve.evaluation.arms import Arm, build_decoder
 from reprieve.models.loading import bundled_folder
 from reprieve.pair.problems import split_of
@@ -51,6 +52,33 @@ def test_a_lenient_rule_rescues_and_needs_fewer_rounds(pair):
         made = [decoder.generate(problem.prompt) for problem in task.problems("test", 10)]
         rounds[spec] = sum(len(m.tokens) for m in made) / sum(m.num_rounds for m in made)
     assert rounds["margin:delta=6"] > 1.3 * rounds["lossless"]
+
+
+@pytest.mark.parametrize("kind", ["judge", "pivot"])
+def test_bundled_heads_fit_their_pair_and_rescue(pair, kind):
+    rule = reprieve.parse_rule(f"{kind}:path=reprieve/arithmetic-{kind}")
+    lossless = build_decoder(Arm("lossless", reprieve.parse_rule("lossless"), 16), pair)
+    relaxed = build_decoder(Arm(kind, rule, 16), pair, task="arithmetic")
+    params = reprieve.SamplingParams(max_new_tokens=200)
+    problems = load_task("arithmetic").problems("validation", 4)
+    ours = [relaxed.generate(problem.prompt, params) for problem in problems]
+    theirs = [lossless.generate(problem.prompt, params) for problem in problems]
+    assert sum(made.num_rescued for made in ours) > 4
+    assert sum(made.num_rounds for made in ours) < 0.8 * sum(made.num_rounds for made in theirs)
+
+
+def test_heads_work_inside_generate_and_refuse_other_models(pair):
+    prompt = torch.tensor([pair.tokenizer.encode(load_task("arithmetic").problems("validation", 1)[0].prompt)])
+    options = dict(
+        custom_generate=reprieve.custom_generate,
+        text_tokenizer=pair.tokenizer,
+        rule="judge:path=reprieve/arithmetic-judge",
+        max_new_tokens=60,
+    )
+    made = pair.target.generate(prompt, draft_model=pair.draft, **options)
+    assert made.shape[1] > prompt.shape[1]
+    with pytest.raises(PairError, match="was made for target"):
+        pair.draft.generate(prompt, draft_model=pair.draft, **options)
 
 
 def test_task_problems_belong_to_their_split():

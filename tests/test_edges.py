@@ -207,7 +207,7 @@ class TestCustomGenerate:
             ({"repetition_penalty": 1.2}, "repetition_penalty must be 1.0"),
             ({"num_beams": 2}, "num_beams must be 1"),
             ({"return_dict_in_generate": True}, "return_dict_in_generate must be False"),
-            ({"rule": "math_symbols"}, "pass tokenizer="),
+            ({"rule": "math_symbols"}, "pass text_tokenizer="),
             ({"attention_mask": torch.tensor([[0] + [1] * 19])}, "must not be padded"),
         ],
     )

@@ -35,7 +35,7 @@ class _IdsOnly:
         return ""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        raise SpecError("this rule reads tokens' text: pass tokenizer= to generate")
+        raise SpecError("this rule reads tokens' text: pass text_tokenizer= to generate")
 
 
 # Generation settings that would change the answer and that the engine does not have, with their neutral values.
@@ -70,7 +70,7 @@ def custom_generate(
     rule: str | Rule = "lossless",
     num_draft_tokens: int = 16,
     generation_config: GenerationConfig | None = None,
-    tokenizer: Any = None,
+    text_tokenizer: Any = None,
     on_token: OnToken | None = None,
     seed: int | None = None,
     **extra: Any,
@@ -81,7 +81,8 @@ def custom_generate(
     taken from the generation configuration. Without a `draft_model`, n-grams of the text itself are proposed.
 
     Args:
-        tokenizer: needed for stop strings, for rules that read tokens' text, and for trained heads.
+        text_tokenizer: needed for stop strings, for rules that read tokens' text, and for trained heads. (What is
+            passed as `tokenizer`, transformers keeps to itself.)
         on_token: called with each token and the text it makes certain; transformers hands callables no `streamer`.
         seed: of the sampling; drawn from torch's global generator when None.
 
@@ -93,17 +94,17 @@ def custom_generate(
     config = generation_config or model.generation_config
     parsed = attach_heads(parse_rule(rule) if isinstance(rule, str) else rule)
     _refuse_unsupported(input_ids, config, extra)
-    if tokenizer is None and (parsed.reads_text or config.stop_strings or parsed.heads):
-        raise SpecError(f"rule {parsed.spec}, or a stop string, needs the tokenizer: pass tokenizer= to generate")
+    if text_tokenizer is None and (parsed.reads_text or config.stop_strings or parsed.heads):
+        raise SpecError(f"rule {parsed.spec}, or a stop string, needs the tokenizer: pass text_tokenizer= to generate")
     if parsed.heads:
         draft_name = None if draft_model is None else str(draft_model.name_or_path)
-        identity = identify(model, draft_model, tokenizer, str(model.name_or_path), draft_name)
+        identity = identify(model, draft_model, text_tokenizer, str(model.name_or_path), draft_name)
         require_heads_fit(parsed, identity, None)
     vocab_size = model.get_output_embeddings().weight.shape[0]
     drafter: Drafter = NgramDrafter(model.device)
     if draft_model is not None:
         num_drafted = draft_model.config.get_text_config().vocab_size
-        num_needed = vocab_size if tokenizer is None else len(tokenizer)
+        num_needed = vocab_size if text_tokenizer is None else len(text_tokenizer)
         if num_drafted < num_needed:
             raise PairError(
                 f"the draft knows {num_drafted} tokens, the target {num_needed}: they must share a tokenizer"
@@ -113,7 +114,7 @@ def custom_generate(
     decoder = SpeculativeDecoder(
         CachedModel(model, hidden_layers=parsed.target_layers),
         drafter,
-        tokenizer if tokenizer is not None else _IdsOnly(vocab_size),
+        text_tokenizer if text_tokenizer is not None else _IdsOnly(vocab_size),
         rule=parsed,
         num_draft_tokens=num_draft_tokens,
     )

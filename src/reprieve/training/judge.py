@@ -6,7 +6,6 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,11 +17,10 @@ from reprieve.heads.binding import PairIdentity
 from reprieve.heads.features import JUDGE_TARGET, FeatureRecipe
 from reprieve.heads.judge import JudgeHead
 from reprieve.training.features import LabelledTokens
-from reprieve.training.splits import auc, auc_interval, split_by_problem, threshold_at_recall
+from reprieve.training.splits import auc, split_by_problem, summarise_held_out
 
 GRID = tuple(10.0**-power for power in range(8))  # 1e0 to 1e-7
 MAX_ITER = 500
-RECALL = 0.9  # the paper picks thresholds that catch at least this share of important tokens
 
 
 @dataclass(frozen=True)
@@ -80,20 +78,8 @@ def train_judge(
         trials.append((c, held_auc, auc(tokens.important[~held], fit.scores(features[~held])), fit))
         progress(number + 1, len(grid))
     best_c, _, _, best = max(trials, key=lambda trial: np.nan_to_num(trial[1]))
-    scores = best.scores(features[held])
-    threshold = threshold_at_recall(tokens.important[held], scores, RECALL)
-    training: dict[str, Any] = {
-        "num_problems": len(np.unique(tokens.problem_ids)),
-        "num_tokens": len(tokens.important),
-        "num_important": int(tokens.important.sum()),
-        "held_out": held_out,
-        "seed": seed,
-        "C": best_c,
-        "auc_held_out": auc_interval(tokens.important[held], scores, tokens.problem_ids[held]),
-        "recall_at_threshold": RECALL,
-        "acceptance_at_threshold": float((scores[~tokens.important[held]] <= threshold).mean()),
-        "grid": [{"C": c, "auc_held_out": ours, "auc_train": theirs} for c, ours, theirs, _ in trials],
-    }
+    threshold, summary = summarise_held_out(tokens, held, best.scores(features[held]), held_out=held_out, seed=seed)
+    grid_log = [{"C": c, "auc_held_out": ours, "auc_train": theirs} for c, ours, theirs, _ in trials]
     weight = torch.tensor(best.coefficients / best.scale, dtype=torch.float32)
     bias = torch.tensor(best.intercept - float((best.coefficients / best.scale) @ best.mean), dtype=torch.float32)
     return JudgeHead(
@@ -102,5 +88,5 @@ def train_judge(
         pair=dataclasses.replace(pair),
         task=task,
         threshold=threshold,
-        training=training,
+        training={**summary, "C": best_c, "grid": grid_log},
     )

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +17,7 @@ from reprieve.heads.binding import PairIdentity
 from reprieve.heads.features import PIVOT, FeatureRecipe
 from reprieve.heads.pivot import PivotHead, pivot_logits
 from reprieve.training.features import LabelledTokens
-from reprieve.training.splits import auc_interval, split_by_problem, threshold_at_recall
-
-RECALL = 0.9
+from reprieve.training.splits import split_by_problem, summarise_held_out
 
 
 @dataclass(frozen=True)
@@ -75,21 +72,9 @@ def train_pivot(
         tensors, log = _fit(features, labels, training, validation, mean, scale, settings, progress)
     head = PivotHead(tensors=tensors, recipe=recipe, pair=dataclasses.replace(pair), task=task, threshold=0.5)
     scores = head.probability(features[validation]).numpy().astype(np.float64)
-    important = tokens.important[held]
-    threshold = threshold_at_recall(important, scores, RECALL)
-    summary: dict[str, Any] = {
-        "num_problems": len(np.unique(tokens.problem_ids)),
-        "num_tokens": len(tokens.important),
-        "num_important": int(tokens.important.sum()),
-        "held_out": held_out,
-        "seed": seed,
-        "auc_held_out": auc_interval(important, scores, tokens.problem_ids[held]),
-        "recall_at_threshold": RECALL,
-        "acceptance_at_threshold": float((scores[~important] <= threshold).mean()),
-        "settings": dataclasses.asdict(settings),
-        "losses": log,
-    }
-    return dataclasses.replace(head, threshold=threshold, training=summary)
+    threshold, summary = summarise_held_out(tokens, held, scores, held_out=held_out, seed=seed)
+    made = {**summary, "settings": dataclasses.asdict(settings), "losses": log}
+    return dataclasses.replace(head, threshold=threshold, training=made)
 
 
 def _fit(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from sklearn.metrics import roc_auc_score
 
 from reprieve.errors import SpecError, require_range
 from reprieve.metrics import bootstrap_interval
+from reprieve.training.features import LabelledTokens
+
+RECALL = 0.9  # AutoJudge picks thresholds that catch at least this share of important tokens
 
 
 def split_by_problem(
@@ -62,3 +67,26 @@ def threshold_at_recall(important: np.ndarray, scores: np.ndarray, recall: float
     below = float(risks[num_missed])
     rounded = float(f"{below:.3g}")  # a number people can type
     return rounded if rounded < below else float(f"{below * 0.995:.3g}")
+
+
+def summarise_held_out(
+    tokens: LabelledTokens,
+    held: np.ndarray,  # [n], bool
+    scores: np.ndarray,  # [number held out], of the held-out tokens
+    *,
+    held_out: float,
+    seed: int,
+) -> tuple[float, dict[str, Any]]:
+    """The recommended threshold, which refuses 90% of the held-out important tokens, and what a head's card says."""
+    important = tokens.important[held]
+    threshold = threshold_at_recall(important, scores, RECALL)
+    return threshold, {
+        "num_problems": len(np.unique(tokens.problem_ids)),
+        "num_tokens": len(tokens.important),
+        "num_important": int(tokens.important.sum()),
+        "held_out": held_out,
+        "seed": seed,
+        "auc_held_out": auc_interval(important, scores, tokens.problem_ids[held]),
+        "recall_at_threshold": RECALL,
+        "acceptance_at_threshold": float((scores[~important] <= threshold).mean()),
+    }
