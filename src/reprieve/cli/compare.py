@@ -55,6 +55,7 @@ def compare(
         sampling=sampling,
         num_draft_tokens=ks,
         arms=[arm.label for arm in arms],
+        heads={name: head.fingerprint for arm in arms if arm.rule for name, head in arm.rule.heads},
     )
     with progress_bar(f"{len(arms)} arms") as bar:
         run = run_arms(config, arms, pair, loaded_task, out, progress=reporter(bar))

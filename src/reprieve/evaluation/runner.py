@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class RunConfig:
     sampling: dict[str, Any]
     num_draft_tokens: list[int]
     arms: list[str]
+    heads: dict[str, str] = field(default_factory=dict)  # fingerprints, by name
 
 
 @dataclass

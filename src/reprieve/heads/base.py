@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from safetensors.torch import save
 from torch import Tensor
 
 from reprieve.errors import ReprieveError, SpecError, require_range
 from reprieve.heads.artefact import load_artefact, save_artefact
-from reprieve.heads.binding import PairIdentity
+from reprieve.heads.binding import PairIdentity, digest
 from reprieve.heads.features import FeatureRecipe, TokenStates, assemble
 from reprieve.types import Evidence
 
@@ -77,6 +78,11 @@ class Head:
                 f"the {self.kind} head reads {self.num_features} features, these models give {features.shape[-1]}"
             )
         return self.probability(features).clamp_min(_SMALLEST)
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies its weights: runs of a head trained anew are not mixed with those of the old one."""
+        return digest(save({name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}))
 
     def to(self, device: Any) -> Self:
         """A copy with its weights on a device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class CandidateSource:
 
     Args:
         target: with a cache of its own; so `draft`.
-        block_size: drafted tokens verified at once; it does not change what is found.
+        block_size: drafted tokens verified at once: a matter of speed, though other sizes draw other tokens.
     """
 
     def __init__(self, target: CachedModel, draft: CachedModel, params: SamplingParams, *, block_size: int = 8) -> None:
@@ -208,5 +209,6 @@ def median_length(responses: list[list[int]]) -> list[int]:
 
 def _seeded_draw(*key: int) -> Draw:
     """Draws of one rollout: the same whenever it is repeated."""
-    generator = torch.Generator().manual_seed(hash(key) & (2**62 - 1))
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
     return inverse_cdf_draw(lambda: float(torch.rand((), generator=generator, dtype=torch.float64)))

@@ -17,9 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
-from reprieve.errors import ReprieveError
+from reprieve.errors import ReprieveError, import_extra
 from reprieve.heads.binding import PairIdentity
 from reprieve.labelling.records import ProblemLabels
 
@@ -56,7 +54,7 @@ class LabelStore:
             (folder / "claims").mkdir(exist_ok=True)
         except OSError as error:
             raise ReprieveError(f"label store {str(folder)!r} cannot be made: {error.strerror}") from None
-        with FileLock(folder / "claims" / ".manifest.lock"):
+        with _file_lock(folder / "claims" / ".manifest.lock"):
             if path.exists():
                 self._require_same(_read_manifest(path))
             else:
@@ -85,10 +83,10 @@ class LabelStore:
     @contextlib.contextmanager
     def claim(self, problem_id: str) -> Iterator[bool]:
         """Whether this problem is ours to mine now: not done, and no other worker is at it."""
-        lock = FileLock(self.folder / "claims" / f"{_file_name(problem_id)}.lock")
+        lock = _file_lock(self.folder / "claims" / f"{_file_name(problem_id)}.lock")
         try:
             lock.acquire(timeout=0)
-        except Timeout:
+        except TimeoutError:  # filelock's Timeout is one
             yield False
             return
         try:
@@ -103,13 +101,8 @@ class LabelStore:
 
     def done(self) -> set[str]:
         """Problems that are in the store, whoever mined them."""
-        import pyarrow.parquet as parquet
-
-        for shard in self._shards():
-            if shard.name not in self._read_shards:
-                with contextlib.suppress(FileNotFoundError):  # another worker has just folded it into a larger one
-                    self._done.update(parquet.read_table(shard, columns=["problem_id"])["problem_id"].to_pylist())
-                    self._read_shards.add(shard.name)
+        for table in self._tables(self._read_shards, columns=["problem_id"]):
+            self._done.update(table["problem_id"].to_pylist())
         return self._done
 
     def problems(self) -> list[ProblemLabels]:
@@ -118,49 +111,63 @@ class LabelStore:
         Raises:
             ReprieveError: a shard that cannot be read.
         """
-        import pyarrow
-        import pyarrow.parquet as parquet
-
         found: dict[str, ProblemLabels] = {}
-        for shard in self._shards():
-            try:
-                rows = parquet.read_table(shard).to_pylist()
-            except FileNotFoundError:
-                continue
-            except (pyarrow.ArrowInvalid, OSError) as error:
-                raise ReprieveError(f"label store {str(self.folder)!r}: {shard.name} cannot be read: {error}") from None
-            found.update((row["problem_id"], ProblemLabels.from_row(row)) for row in rows)
+        for table in self._tables(set()):
+            found.update((row["problem_id"], ProblemLabels.from_row(row)) for row in table.to_pylist())
         return [found[key] for key in sorted(found, key=_natural)]
+
+    def _tables(self, seen: set[str], *, columns: list[str] | None = None) -> Iterator[Any]:
+        """Every shard whose name is not in `seen`, which is added to.
+
+        Another worker may fold shards while we read: what has gone then is in a shard that came since.
+
+        Raises:
+            ReprieveError: a shard that cannot be read.
+        """
+        pyarrow, parquet = import_extra("pyarrow", "labels"), import_extra("pyarrow.parquet", "labels")
+        while new := [shard for shard in self._shards() if shard.name not in seen]:
+            for shard in new:
+                try:
+                    table = parquet.read_table(shard, columns=columns)
+                except FileNotFoundError:
+                    continue
+                except (pyarrow.ArrowInvalid, OSError) as error:
+                    raise ReprieveError(
+                        f"label store {str(self.folder)!r}: {shard.name} cannot be read: {error}"
+                    ) from None
+                seen.add(shard.name)
+                yield table
 
     def fold(self) -> None:
         """Fold the shards of single problems into one; a kill in between leaves duplicates, which readers drop."""
-        with FileLock(self.folder / "claims" / ".fold.lock"):
+        with _file_lock(self.folder / "claims" / ".fold.lock"):
             single = [shard for shard in self._shards() if shard.name.startswith("one-")]
             if len(single) < 2:
                 return
-            import pyarrow.parquet as parquet
-
-            rows = [ProblemLabels.from_row(row) for shard in single for row in parquet.read_table(shard).to_pylist()]
+            read = {shard.name for shard in self._shards()} - {shard.name for shard in single}
+            before = set(read)
+            rows = [ProblemLabels.from_row(row) for table in self._tables(read) for row in table.to_pylist()]
             self._write(rows, f"many-{uuid.uuid4().hex[:12]}.parquet")
-            for shard in single:
-                shard.unlink()
+            for name in read - before:  # also what another worker has written since
+                (self.folder / "shards" / name).unlink()
 
     def _shards(self) -> list[Path]:
         return sorted((self.folder / "shards").glob("*.parquet"))
 
     def _write(self, labels: list[ProblemLabels], name: str) -> None:
-        import pyarrow
-        import pyarrow.parquet as parquet
-
+        pyarrow, parquet = import_extra("pyarrow", "labels"), import_extra("pyarrow.parquet", "labels")
         table = pyarrow.Table.from_pylist([problem.to_row() for problem in labels], schema=_schema())
         _replace(
             self.folder / "shards" / name, lambda temporary: parquet.write_table(table, temporary, compression="zstd")
         )
 
 
-def _schema() -> Any:
-    import pyarrow as pa
+def _file_lock(path: Path) -> Any:
+    return import_extra("filelock", "labels").FileLock(path)
 
+
+def _schema() -> Any:
+    pa = import_extra("pyarrow", "labels")
     ids = pa.list_(pa.int32())
     mismatch = pa.struct(
         [

@@ -42,7 +42,8 @@ class LocalTarget:
             ContextOverflowError: the text could exceed the model's positions.
         """
         done: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-        request = TextRequest(session, [*prompt_ids, *response_ids], max_new_tokens, draw, _resolver(done))
+        text = [*prompt_ids, *response_ids]
+        request = TextRequest(session, text, max_new_tokens, draw, _resolver(done), response_start=len(prompt_ids))
         self.decoder.submit(request)
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step())

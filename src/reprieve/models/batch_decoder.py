@@ -62,6 +62,7 @@ class TextRequest:
 
     Args:
         prefix_ids: prompt and what is given of the response.
+        response_start: length of the prompt: texts that end a response are not looked for in it.
         max_new_tokens: exact largest number of new tokens, the end-of-text token included.
         draw: how tokens are chosen; None for the most likely.
         on_done: called with the new tokens.
@@ -72,6 +73,7 @@ class TextRequest:
     max_new_tokens: int
     draw: Draw | None
     on_done: Callable[[list[int]], None]
+    response_start: int = 0
 
 
 @dataclass
@@ -92,7 +94,7 @@ class BatchDecoder:
         num_rows: texts in one forward, 1 or more.
         params: temperature, top-k and top-p, for every text.
         eos_ids: tokens that end a text.
-        stops: whether a text's tokens so far, prefix included, end it; asked after each.
+        stops: whether a response's tokens so far end it; asked after each.
 
     Raises:
         SpecError: no rows.
@@ -197,7 +199,7 @@ class BatchDecoder:
         row.token_ids.append(token_id)
         self.num_generated += 1
         request = row.request
-        stopped = self.stops is not None and self.stops(row.token_ids)
+        stopped = self.stops is not None and self.stops(row.token_ids[request.response_start :])
         if stopped or token_id in self.eos_ids or row.num_new == request.max_new_tokens:
             request.session.keep(self._cache.snapshot(index, cached), request.prefix_ids)
             self._rows[index] = None
