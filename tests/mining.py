@@ -30,6 +30,7 @@ class LastWordTask:
     """The answer is what follows the word 9."""
 
     name = "words"
+    graded = True
     splits = ("train",)
     max_new_tokens = 12
     stop: tuple[str, ...] = ()

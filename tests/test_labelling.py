@@ -40,7 +40,7 @@ from reprieve.labelling.soundness import (
 )
 from reprieve.labelling.store import LabelStore
 from reprieve.labelling.summary import shares_by_class, summarise, token_class
-from reprieve.labelling.target import LocalTarget
+from reprieve.labelling.target import LocalTarget, gather_all
 from reprieve.models.batch_decoder import BatchDecoder, Session
 from reprieve.models.cached_model import CachedModel
 from reprieve.models.sampling import SamplingParams
@@ -102,6 +102,33 @@ def test_what_is_no_store_or_no_shard_is_named(tmp_path):
     (tmp_path / "s" / "manifest.json").write_text("{")
     with pytest.raises(ReprieveError, match="is not a label store's manifest"):
         LabelStore(tmp_path / "s")
+    (tmp_path / "s" / "manifest.json").write_text("[1]")
+    with pytest.raises(ReprieveError, match="must name schema, pair and task"):
+        LabelStore(tmp_path / "s")
+
+
+def test_a_reader_sees_every_problem_while_another_worker_folds(tmp_path, monkeypatch):
+    writer, reader = LabelStore(tmp_path, MANIFEST), LabelStore(tmp_path)
+    for number in range(5):
+        writer.append(labels(f"p-{number}"))
+    listed = reader._shards
+
+    def list_then_fold():
+        shards = listed()
+        writer.fold()
+        return shards
+
+    monkeypatch.setattr(reader, "_shards", list_then_fold)
+    assert len(reader.problems()) == 5
+    assert reader.done() == {f"p-{number}" for number in range(5)}
+
+
+def test_ids_that_look_alike_in_file_names_are_kept_apart(tmp_path):
+    store = LabelStore(tmp_path, MANIFEST)
+    with store.claim("a b") as first, store.claim("a_b") as second, store.claim("x" * 300) as long:
+        assert (first, second, long) == (True, True, True)
+    store.append(labels("x" * 300))
+    assert store.done() == {"x" * 300}
 
 
 def test_a_problem_is_claimed_by_one_worker_and_freed_by_its_death(tmp_path):
@@ -182,23 +209,47 @@ def test_failed_problems_are_reported_not_labelled_and_tried_again(tmp_path, cap
     report = mine_problems(flaky, problems, store)
     assert (report.num_mined, report.num_skipped) == (1, 2)
     flaky.fails = {"p-7"}
+    report = mine_problems(flaky, [problem("p-0"), problem("p-7")], store)
+    report.require_some()  # one was there already
     with pytest.raises(ReprieveError, match="every problem failed; the first, p-7: RuntimeError"):
-        mine_problems(flaky, [problem("p-7")], store)
+        mine_problems(flaky, [problem("p-7")], store).require_some()
     with pytest.raises(SpecError, match="num_in_flight must be 1 or more, got 0"):
         mine_problems(flaky, problems, store, num_in_flight=0)
 
 
 def test_a_forward_that_fails_fails_its_problems_and_nothing_hangs():
     model = tiny_model()
-    decoder = BatchDecoder(model, num_rows=2, params=SamplingParams(), eos_ids=frozenset())
-    decoder.step = lambda: (_ for _ in ()).throw(RuntimeError("out of memory"))
+    params = SamplingParams(temperature=1.0)
+    decoder = BatchDecoder(model, num_rows=2, params=params, eos_ids=frozenset())
     target = LocalTarget(decoder)
 
+    def fail(scores, token_ids):
+        raise RuntimeError("bad draw")
+
     async def ask():
+        first = target.complete(Session(), [1, 2], [], 4, fail)
+        with pytest.raises(RuntimeError, match="bad draw"):
+            await asyncio.wait_for(first, timeout=5)
         return await asyncio.wait_for(target.complete(Session(), [1, 2], [], 4, None), timeout=5)
 
-    with pytest.raises(RuntimeError, match="out of memory"):
-        asyncio.run(ask())
+    assert len(asyncio.run(ask())) == 4
+
+
+def test_a_cancelled_problem_leaves_no_text_behind():
+    decoder = BatchDecoder(tiny_model(), num_rows=1, params=SamplingParams(), eos_ids=frozenset())
+    target = LocalTarget(decoder)
+
+    async def fail():
+        await asyncio.sleep(0)
+        raise RuntimeError("judge is away")
+
+    async def both():
+        texts = [target.complete(Session(), [1, 2], [], 200, None) for _ in range(3)]
+        with pytest.raises(RuntimeError, match="judge is away"):
+            await gather_all([*texts, fail()])
+
+    asyncio.run(both())
+    assert decoder.idle
 
 
 # A target behind an API
@@ -327,6 +378,18 @@ def test_api_budgets_are_cut_and_endings_told_apart():
         api("c", prompts="ids")
 
 
+def test_stop_texts_are_cut_here_and_no_end_is_invented():
+    """The server is sent none, so that what ended the completion is known."""
+    stops = lambda ids: MergingTokenizer().decode(ids).endswith("cc")  # noqa: E731
+    target, seen = api("acca", stops=stops)
+    assert complete(target, [C], []) == [A, C, C]
+    assert "stop" not in seen[0]
+    target, _ = api("ca", stops=stops)
+    assert complete(target, [A], [C]) == [C], "a stop text can begin in what was given"
+    target, _ = api("a", stops=stops)
+    assert complete(target, [A], [C]) == [A, EOS]
+
+
 def test_unlabelled_swaps_keep_the_targets_token():
     class Refusing(ScriptedTarget):
         async def complete(self, session, prompt_ids, response_ids, max_new_tokens, draw):
@@ -393,6 +456,7 @@ class Open:
     """No answers: the response is the answer."""
 
     stop = ()
+    graded = False
 
     def extract_answer(self, text):
         return text or None
@@ -460,7 +524,7 @@ class ListedSource:
 
     def next(self, prompt_ids, response_ids, num_left):
         accepted, draft_id, fallback_id = self.steps.pop(0)
-        return accepted, None if draft_id is None else Candidate(accepted, draft_id, fallback_id)
+        return accepted, None if draft_id is None else Candidate(draft_id, fallback_id)
 
 
 class RolloutTarget:
@@ -592,12 +656,10 @@ def test_labels_are_shown_with_alternatives_and_outcomes():
     red = [shown.plain[span.start : span.end] for span in shown.spans if "red" in str(span.style)]
     assert any("5" in text for text in red)
     page = html_page([item], tokenizer, title="a <b>")
-    assert 'class="important"' in page
+    assert '<span class="important" title="...9 6 ✗ 6"> 5</span><span class="other">[6]</span>' in page
     assert "<title>a &lt;b&gt;</title>" in page
     harmless = dataclasses.replace(labels(important=False), response_ids=(1, 6, 9, 5, 0))
-    assert 'class="harmless" title="...9 6 0' in html_page([harmless], tokenizer, title="t") or "harmless" in html_page(
-        [harmless], tokenizer, title="t"
-    )
+    assert '<span class="harmless" title="...9 6 ✓ 6"> 6</span>' in html_page([harmless], tokenizer, title="t")
     assert "6[5]" in terminal_text(harmless, tokenizer).plain.replace(" ", "")
 
 
@@ -638,11 +700,16 @@ def test_annotations_label_every_token_by_its_span(tmp_path):
         + "\n"
     )
     (found,) = read_annotations(path, tokenizer)
+    path.write_text(path.read_text() * 2)
+    with pytest.raises(ReprieveError, match="got 'x' twice"):
+        read_annotations(path, tokenizer)
     wrong = [tokenizer.decode([m.draft_id]) for m in found.mismatches if m.important]
     assert wrong == ["9"]
     assert len(found.mismatches) == len(found.response_ids)
     for row, says in (
         ({"prompt": "p", "response": "r"}, "wrong is missing"),
+        ({"prompt": "p", "response": "r", "wrong": 5}, "wrong must be a list"),
+        ({"prompt": "p", "response": "r", "wrong": [["a", 1]]}, "a span must be"),
         (
             {"prompt": "p", "response": "r", "wrong": [[0, 9]]},
             r"a span must be \[start, end\) in \[0, 1\], got \[0, 9\]",
@@ -693,6 +760,32 @@ def test_mine_show_train_and_decode_end_to_end(tmp_path, capsys):
     assert main(sweep) == 0
     assert main(["bench", "--arm", "judge:path=/nowhere", "--out", str(tmp_path / "b2")]) == 1
     assert "neither a folder nor a hub id" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["mine", "autojudge", "--max-new-tokens", "0"], "max_new_tokens must be 1 or more, got 0"),
+        (["mine", "pivot", "--rollouts", "0"], "num_rollouts must be 1 or more, got 0"),
+        (["mine", "autojudge", "--task", "prompts:path={prompts}", "--split", "all"], "no answers to compare"),
+        (["mine", "pivot", "--task", "prompts:path={prompts}", "--split", "all"], "no answers to compare"),
+        (["mine", "autojudge", "--task", "gsm8k:path={gsm}", "--offset", "9"], "offset must be below"),
+        (
+            ["mine", "autojudge", "--judge", "openai:model=m,temperature=hot", "--limit", "1"],
+            "must be a number, got 'hot'",
+        ),
+        (["train", "judge", "--grid", "nan"], "grid must hold finite values of C above 0"),
+        (["train", "judge", "--held-out", "1"], "held_out must be in (0, 0.9], got 1.0"),
+        (["train", "pivot", "--epochs", "-1"], "num_epochs must be 1 or more, got -1"),
+    ],
+)
+def test_bad_options_are_refused_at_once(command, says, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Say hi"}\n')
+    (tmp_path / "g.jsonl").write_text('{"question": "1+1?", "answer": "2\\n#### 2"}\n')
+    given = [part.format(prompts=tmp_path / "p.jsonl", gsm=tmp_path / "g.jsonl") for part in command]
+    assert main([*given, "--out", str(tmp_path / "out")]) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
 
 
 def test_pivot_end_to_end(tmp_path, capsys):

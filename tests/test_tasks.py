@@ -63,10 +63,27 @@ def test_gsm8k_answers_are_the_last_after_the_phrase(text, answer):
         ("1,5", "15", False),
         ("3/2", "2/3", False),
         ("", "", False),
+        ("99999999!", "3", False),
+        ("9^{9^{9^{9}}}", "3", False),
+        ("2^{99999999}", "3", False),
+        ("9" * 500, "3", False),
     ],
 )
 def test_expressions_are_compared_as_expressions(left, right, same):
     assert same_expression(left, right) is same
+
+
+def test_worked_examples_leave_out_the_problem_that_is_asked(folder):
+    task = load_task(f"gsm8k:path={folder}/gsm_{{split}}.jsonl,shots=2")
+    prompt = task.problems("train", 1)[0].prompt
+    assert prompt.count("Ann has 3 hats") == 1
+    assert prompt.count("Problem:") == 3
+
+
+def test_strings_may_hold_other_line_separators(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False) + "\n")
+    assert load_task(f"prompts:path={path}").problems("all", 1)[0].prompt == "a\u2028b"
 
 
 def test_expressions_can_be_compared_in_any_thread():
@@ -88,7 +105,7 @@ def test_prompts_come_from_either_form_of_line(tmp_path):
     path.write_text('{"prompt": "Say hi"}\n\n{"question_id": 81, "turns": ["Write a poem", "Shorter"]}\n')
     problems = load_task(f"prompts:path={path}").problems("all", 5)
     assert [(problem.problem_id, problem.prompt) for problem in problems] == [
-        ("prompts-0", "Say hi"),
+        ("prompts-1", "Say hi"),
         ("prompts-81", "Write a poem"),
     ]
 
@@ -100,9 +117,12 @@ def test_bad_tasks_and_files_are_named(tmp_path):
         with pytest.raises(ReprieveError, match=says):
             load_task(f"gsm8k:path={path}").problems("test", 1)
     path.write_text('{"question": "?"}\n')
-    with pytest.raises(ReprieveError, match="without 'answer'"):
+    with pytest.raises(ReprieveError, match=r"line 1.* answer is missing"):
         load_task(f"gsm8k:path={path}").problems("test", 1)
-    with pytest.raises(ReprieveError, match="neither prompt nor turns"):
+    path.write_text('\n\n{"question": "?", "answer": "5"}\n')
+    with pytest.raises(ReprieveError, match=r"line 3: answer must end in #### and the result, got '5'"):
+        load_task(f"gsm8k:path={path}").problems("test", 1)
+    with pytest.raises(ReprieveError, match=r"line 3 of .* neither prompt nor turns"):
         load_task(f"prompts:path={path}").problems("all", 1)
     with pytest.raises(ReprieveError, match="No such file"):
         load_task("gsm8k:path=/nowhere.jsonl").problems("test", 1)

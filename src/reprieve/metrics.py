@@ -53,9 +53,12 @@ def bootstrap_interval(
     """95% percentile bootstrap over problems.
 
     Args:
-        statistic: from indices [num_problems] (problems, drawn with replacement) to the number of interest.
+        statistic: from indices [num_problems] (problems, drawn with replacement) to the number of interest; NaN where
+            a resample does not define it.
     """
     rng = np.random.default_rng(seed)
     draws = [statistic(rng.integers(0, num_problems, num_problems)) for _ in range(num_resamples)]
-    low, high = np.percentile(draws, [2.5, 97.5])
+    if np.isnan(draws).all():
+        return (math.nan, math.nan)
+    low, high = np.nanpercentile(draws, [2.5, 97.5])
     return (float(low), float(high))

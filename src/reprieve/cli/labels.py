@@ -52,7 +52,7 @@ def stats(
     problems, tokenizer = _open(store)
     summary = summarise(problems)
     out = o.console()
-    out.print(summary.sentence(), soft_wrap=True)
+    out.print(summary.sentence(), soft_wrap=True, markup=False)
     if summary.num_problems:
         out.print(f"{summary.num_generated / summary.num_problems:.0f} tokens generated a problem", soft_wrap=True)
     table = Table("class of the target's token", "labelled", "important", "share [95%]", box=box.SIMPLE_HEAD)
@@ -93,7 +93,7 @@ def import_(
         if labels.problem_id not in store.done():
             store.append(labels)
     store.fold()
-    o.console().print(summarise(store.problems()).sentence(), soft_wrap=True)
+    o.console().print(summarise(store.problems()).sentence(), soft_wrap=True, markup=False)
     o.console().print(f"labels: {out}", soft_wrap=True)
     return 0
 
@@ -112,6 +112,8 @@ def _open(store: Path) -> tuple[list[ProblemLabels], Any]:
 def _choose(problems: list[ProblemLabels], wanted: list[str], limit: int) -> list[ProblemLabels]:
     from reprieve.errors import SpecError
 
+    if limit < 1:
+        raise SpecError(f"limit must be 1 or more, got {limit}")
     if not wanted:
         return problems[:limit]
     by_id = {problem.problem_id: problem for problem in problems}

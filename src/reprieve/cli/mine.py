@@ -143,7 +143,8 @@ def _mine(config: MiningConfig, out: Path, workers: str) -> int:
         else:
             report = mine_on_ray(config, out, num_workers=num_workers or None, progress=progress)
             store = LabelStore(out)
-    o.console().print(summarise(store.problems()).sentence(), soft_wrap=True)
+    report.require_some()
+    o.console().print(summarise(store.problems()).sentence(), soft_wrap=True, markup=False)
     o.console().print(
         f"labels: {out}   mined now: {report.num_mined}, there before: {report.num_skipped}, "
         f"failed: {len(report.errors)}",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from reprieve.cli import options as o
+from reprieve.errors import require_range
 
 if TYPE_CHECKING:
     from reprieve.heads.base import Head
@@ -41,6 +42,9 @@ def judge(
     recipe = FeatureRecipe(states=states, encoding=encoding, layers=tuple(o.parse_numbers(layers, "--layers", int)))
     recipe.require_decodable()
     values = o.parse_numbers(grid, "--grid")
+    from reprieve.training.judge import require_grid
+
+    require_grid(values)
 
     def fit(tokens: LabelledTokens, pair: Pair, task: str, progress: Any) -> Head:
         from reprieve.training.judge import train_judge
@@ -49,7 +53,7 @@ def judge(
             tokens, pair.identity, task, recipe=recipe, grid=values, held_out=held_out, seed=seed, progress=progress
         )
 
-    return _train(fit, recipe, labels, target, draft, dtype, device, out)
+    return _train(fit, recipe, held_out, labels, target, draft, dtype, device, out)
 
 
 def pivot(
@@ -71,11 +75,13 @@ def pivot(
     from reprieve.heads.features import PIVOT
 
     recipe = dataclasses.replace(PIVOT, layers=tuple(o.parse_numbers(layers, "--layers", int)))
+    from reprieve.training.pivot import PivotTraining
+
+    settings = PivotTraining(hidden_size=hidden_size, num_epochs=epochs)
 
     def fit(tokens: LabelledTokens, pair: Pair, task: str, progress: Any) -> Head:
-        from reprieve.training.pivot import PivotTraining, train_pivot
+        from reprieve.training.pivot import train_pivot
 
-        settings = PivotTraining(hidden_size=hidden_size, num_epochs=epochs)
         return train_pivot(
             tokens,
             pair.identity,
@@ -87,7 +93,7 @@ def pivot(
             progress=progress,
         )
 
-    return _train(fit, recipe, labels, target, draft, dtype, device, out)
+    return _train(fit, recipe, held_out, labels, target, draft, dtype, device, out)
 
 
 COMMANDS: dict[str, Any] = {"judge": judge, "pivot": pivot}
@@ -96,6 +102,7 @@ COMMANDS: dict[str, Any] = {"judge": judge, "pivot": pivot}
 def _train(
     fit: Any,
     recipe: FeatureRecipe,
+    held_out: float,
     labels: Path,
     target: str,
     draft: str | None,
@@ -104,8 +111,10 @@ def _train(
     out: Path,
 ) -> int:
     """Read labels, recompute their features, fit, save and report; returns the exit status."""
+    require_range("held_out", held_out, 0.0, 0.9, low_open=True)
     o.quiet_transformers()
     from reprieve.cli.compare import reporter
+    from reprieve.heads.artefact import claim_folder
     from reprieve.labelling.store import LabelStore
     from reprieve.models import load_pair
     from reprieve.training.features import collect
@@ -113,6 +122,7 @@ def _train(
     store = LabelStore(labels)
     pair = load_pair(target, draft, dtype=dtype, device=device)
     store.require_pair(pair.identity)
+    claim_folder(out)
     with o.progress_bar("features") as bar:
         tokens = collect(
             pair,
@@ -126,11 +136,13 @@ def _train(
     head.save_pretrained(out)
     made = head.training
     auc, low, high = made["auc_held_out"]
-    o.console().print(
+    lines = (
         f"{made['num_tokens']} labels of {made['num_problems']} problems, {made['num_important']} important; held-out "
-        f"ROC AUC {auc:.3f} [{low:.3f}, {high:.3f}]\nthreshold {head.threshold:g} refuses 90% of the important and "
-        f"accepts {100 * made['acceptance_at_threshold']:.0f}% of the others\nhead: {out}   use it: "
-        f"reprieve bench --arm {head.kind}:path={out}",
-        soft_wrap=True,
+        f"ROC AUC {auc:.3f} [{low:.3f}, {high:.3f}]",
+        f"features: {recipe.name}",
+        f"threshold {head.threshold:g} refuses {100 * made['recall_at_threshold']:.0f}% of the important and accepts "
+        f"{100 * made['acceptance_at_threshold']:.0f}% of the others",
+        f"head: {out}   use it: reprieve bench --arm {head.kind}:path={out}",
     )
+    o.console().print("\n".join(lines), soft_wrap=True, markup=False)
     return 0

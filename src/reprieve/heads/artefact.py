@@ -29,10 +29,11 @@ def save_artefact(folder: Path, kind: str, config: Mapping[str, Any], tensors: M
     """
     folder = Path(folder)
     config_path = folder / _CONFIG
-    if config_path.exists() and json.loads(config_path.read_text()).get("kind") != kind:
+    if config_path.exists() and _kind(config_path) != kind:
         raise ReprieveError(f"{str(folder)!r} holds something else than a {kind} head; name another folder")
     content = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-    document = {"schema": SCHEMA, "kind": kind, **config, "weights_sha256": hashlib.sha256(content).hexdigest()}
+    document = {"schema": SCHEMA, "kind": kind, **config}
+    document["sha256"] = _digest(document, content)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, data in (
@@ -44,6 +45,18 @@ def save_artefact(folder: Path, kind: str, config: Mapping[str, Any], tensors: M
             os.replace(temporary, path)
     except OSError as error:
         raise ReprieveError(f"{str(folder)!r} cannot be written: {error.strerror}") from None
+
+
+def claim_folder(folder: Path) -> None:
+    """Make a folder, so that what took long to make has a place to go.
+
+    Raises:
+        ReprieveError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ReprieveError(f"{str(folder)!r} cannot be made: {error.strerror}") from None
 
 
 def load_artefact(
@@ -60,17 +73,21 @@ def load_artefact(
     """
     folder = _find(source)
     try:
-        config = dict(json.loads((folder / _CONFIG).read_text()))
+        config = json.loads((folder / _CONFIG).read_text())
         content = (folder / _WEIGHTS).read_bytes()
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ReprieveError(f"head {str(source)!r} cannot be read: {error}") from None
-    if config.pop("schema", None) != SCHEMA or config.get("kind") not in kinds:
+    if not isinstance(config, dict):
+        raise ReprieveError(f"head {str(source)!r}: {_CONFIG} must be an object, got {type(config).__name__}")
+    if config.get("schema") != SCHEMA or config.get("kind") not in kinds:
         raise ReprieveError(
             f"head {str(source)!r} must be of kind {' or '.join(kinds)} (schema {SCHEMA}), got {config.get('kind')!r}"
         )
-    if hashlib.sha256(content).hexdigest() != config.pop("weights_sha256", None):
-        raise ReprieveError(f"head {str(source)!r}: {_WEIGHTS} is not the file its {_CONFIG} was saved with")
+    wanted = config.pop("sha256", None)
+    if _digest(config, content) != wanted:
+        raise ReprieveError(f"head {str(source)!r}: {_CONFIG} and {_WEIGHTS} are not as they were saved together")
     kind = config.pop("kind")
+    del config["schema"]
     if config.keys() != keys:
         odd = ", ".join(sorted(config.keys() ^ keys))
         raise ReprieveError(f"head {str(source)!r}: {_CONFIG} must hold {', '.join(sorted(keys))}; check {odd}")
@@ -94,4 +111,19 @@ def _find(source: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(source), allow_patterns=[_CONFIG, _WEIGHTS]))
     except Exception as error:  # no network, no such repository, no access: the hub has many ways to say it
-        raise ReprieveError(f"head {str(source)!r} is no folder here, and the hub says: {error}") from None
+        told = " ".join(str(error).split())
+        raise ReprieveError(f"head {str(source)!r} is no folder here, and the hub says: {told}") from None
+
+
+def _kind(path: Path) -> Any:
+    try:
+        found = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return None
+    return found.get("kind") if isinstance(found, dict) else None
+
+
+def _digest(config: Mapping[str, Any], content: bytes) -> str:
+    """Over configuration and weights together: neither can be changed without the other knowing."""
+    canonical = json.dumps(config, sort_keys=True).encode()
+    return hashlib.sha256(canonical + content).hexdigest()

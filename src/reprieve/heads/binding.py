@@ -44,7 +44,7 @@ class PairIdentity:
 
 def warn_of_transfer(what: str, made_for: str, used_on: str) -> None:
     """Say that a head meets a task it was not trained on: allowed, and worse in AutoJudge's appendices D and M."""
-    if made_for != used_on:
+    if made_for.partition(":")[0] != used_on.partition(":")[0]:  # settings, such as a file's path, do not count
         warnings.warn(
             f"{what} was trained on task {made_for!r} and is used on {used_on!r}; measure the price there before use",
             stacklevel=3,

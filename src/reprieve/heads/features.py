@@ -54,6 +54,19 @@ class FeatureRecipe:
             raise SpecError("layers must name at least one layer, got none")
 
     @property
+    def name(self) -> str:
+        """For people: `target states of the draft token, layers -1, entropy, probability (v1)`."""
+        whose = {"both": "target and draft"}.get(self.states, self.states)
+        which = {"both": "draft and target tokens", "previous": "previous token"}.get(
+            self.encoding, f"{self.encoding} token"
+        )
+        layers = self.layers if self.reads_target else self.draft_layers
+        extra = [word for word, wanted in (("entropy", self.entropy), ("probability", self.probability)) if wanted]
+        return ", ".join([f"{whose} states of the {which}", f"layers {' '.join(map(str, layers))}", *extra]) + (
+            f" (v{self.version})"
+        )
+
+    @property
     def reads_target(self) -> bool:
         return self.states != "draft"
 

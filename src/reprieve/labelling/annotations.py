@@ -23,16 +23,22 @@ def read_annotations(path: Path, tokenizer: Any) -> list[ProblemLabels]:
     Raises:
         ReprieveError: a line that lacks a field, or a span outside the response; names file and line.
     """
-    rows = enumerate(read_jsonl(path), start=1)
-    return [_problem(row, f"{path}, line {number}", number, tokenizer) for number, row in rows]
+    problems = [_problem(row, f"{path}, line {number}", number, tokenizer) for number, row in read_jsonl(path)]
+    ids = [problem.problem_id for problem in problems]
+    if twice := next((name for name in ids if ids.count(name) > 1), None):
+        raise ReprieveError(f"{path}: id must differ from line to line, got {twice!r} twice")
+    return problems
 
 
 def _problem(row: dict[str, Any], where: str, number: int, tokenizer: Any) -> ProblemLabels:
     if missing := {"prompt", "response", "wrong"} - row.keys():
         raise ReprieveError(f"{where}: must have prompt, response and wrong; {', '.join(sorted(missing))} is missing")
     prompt, response = str(row["prompt"]), str(row["response"])
+    if not isinstance(row["wrong"], list):
+        raise ReprieveError(f"{where}: wrong must be a list of [start, end), got {row['wrong']!r}")
     for span in row["wrong"]:
-        if not (isinstance(span, list) and len(span) == 2 and 0 <= span[0] < span[1] <= len(response)):
+        numbers = isinstance(span, list) and len(span) == 2 and all(isinstance(end, int) for end in span)
+        if not numbers or not 0 <= span[0] < span[1] <= len(response):
             raise ReprieveError(f"{where}: a span must be [start, end) in [0, {len(response)}], got {span!r}")
     prompt_ids = list(tokenizer.encode(prompt))
     encoded = tokenizer(response, add_special_tokens=False, return_offsets_mapping=True)

@@ -6,6 +6,7 @@ its neighbours, and the server then continues other tokens than the ones being j
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from reprieve.errors import SpecError, require_choice
@@ -22,7 +23,8 @@ class ApiTarget:
         model: the target's name there.
         tokenizer: the draft's, which must be the target's too.
         eos_id: appended where the server says that the response stopped.
-        stop: texts that end a response.
+        stops: whether a response's tokens so far end it by a stop text. The server is sent no stop texts: it would keep
+            quiet about whether one, or the end of the text, ended its completion.
         prompts: send `text`, or `tokens` to servers that take token ids (vLLM does), where a prefix cannot be misread.
 
     Raises:
@@ -36,7 +38,7 @@ class ApiTarget:
         tokenizer: Any,
         *,
         eos_id: int,
-        stop: tuple[str, ...] = (),
+        stops: Callable[[list[int]], bool] | None = None,
         prompts: str = "text",
     ) -> None:
         require_choice("prompts", prompts, PROMPTS)
@@ -44,7 +46,7 @@ class ApiTarget:
         self.model = model
         self.tokenizer = tokenizer
         self.eos_id = eos_id
-        self.stop = stop
+        self.stops = stops
         self.prompts = prompts
 
     async def complete(
@@ -66,13 +68,20 @@ class ApiTarget:
             prompt=prefix if self.prompts == "tokens" else text,
             max_tokens=max_new_tokens,
             temperature=0.0,
-            stop=list(self.stop) or None,
         )
         choice = reply.choices[0]
         new = self._tokens(prefix, text, choice.text)
-        if new is not None and choice.finish_reason == "stop":
+        if new is None:
+            return None
+        if choice.finish_reason == "stop":
             new.append(self.eos_id)
-        return None if new is None else new[:max_new_tokens]
+        return self._until_stop(response_ids, new[:max_new_tokens])
+
+    def _until_stop(self, response_ids: list[int], new: list[int]) -> list[int]:
+        if self.stops is None:
+            return new
+        sizes = range(1, len(new) + 1)
+        return new[: next((size for size in sizes if self.stops([*response_ids, *new[:size]])), len(new))]
 
     def _text(self, token_ids: list[int]) -> str:
         """The text of tokens, special ones included, but for the first one where the tokenizer adds it by itself."""

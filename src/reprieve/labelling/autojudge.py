@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from reprieve.errors import require_choice
+from reprieve.errors import ReprieveError, require_choice
 from reprieve.labelling.draft import DraftReader
 from reprieve.labelling.equivalence import Equivalence
 from reprieve.labelling.records import MINED, NO_ANSWER, Mismatch, ProblemLabels
 from reprieve.labelling.responses import ResponseFormat
-from reprieve.labelling.target import Target
+from reprieve.labelling.target import Target, gather_all
 from reprieve.models.batch_decoder import Draw, Session
 from reprieve.models.sampling import GumbelNoise
 from reprieve.tasks import TaskProblem
@@ -52,7 +51,9 @@ class AutoJudgeMiner:
         search = _Search(self, problem)
         started = time.perf_counter()
         original = await search.complete([])
-        assert original is not None, "a prompt alone is never refused"
+        if original is None:
+            name = problem.problem_id
+            raise ReprieveError(f"the target's response to {name} cannot be spelled in the draft's tokens")
         reference = self.responses.answer(original)
         usable = self.equivalence.usable(reference)
         running = original
@@ -95,7 +96,7 @@ class AutoJudgeMiner:
         drafted = search.draft.predict(search.prompt_ids, original)
         places = [i for i, (ours, theirs) in enumerate(zip(original, drafted, strict=True)) if ours != theirs]
         attempts = [search.attempt(original, drafted[place], place, original) for place in places]
-        return [mismatch for mismatch, _ in await asyncio.gather(*attempts)]
+        return [mismatch for mismatch, _ in await gather_all(attempts)]
 
 
 class _Search:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,11 @@ def mine_on_ray(
     """
     ray = import_extra("ray", "ray")
     if not ray.is_initialized():
-        ray.init(log_to_driver=False, num_cpus=num_workers, include_dashboard=False)
-    on_gpu = (config.device or "").startswith("cuda")
-    available = ray.cluster_resources().get("GPU" if on_gpu else "CPU", 1)
+        own = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": num_workers, "include_dashboard": False}
+        ray.init(log_to_driver=False, **own)
+    resources = ray.cluster_resources()
+    on_gpu = resources.get("GPU", 0) > 0 if config.device is None else config.device.startswith("cuda")
+    available = resources.get("GPU" if on_gpu else "CPU", 1)
     num_workers = num_workers or max(1, int(available))
     run = ray.remote(num_cpus=1, num_gpus=1 if on_gpu else 0)(_work)
     pending = [run.remote(config, str(folder.resolve()), number, num_workers) for number in range(num_workers)]
@@ -53,7 +56,10 @@ def mine_on_ray(
         for handle in pending:
             ray.cancel(handle, force=True)
     except ray.exceptions.RayError as error:
-        raise ReprieveError(f"a worker failed: {error}") from None
+        for handle in pending:
+            ray.cancel(handle, force=True)
+        raise ReprieveError(f"a worker failed: {' '.join(str(error).split())[-400:]}") from None
+    total.num_skipped = max(0, config.limit - total.num_mined - len(total.errors))
     return total
 
 

@@ -21,7 +21,6 @@ class DraftReader:
         self.model = model
         self.sampler = sampler
         self.noise = noise
-        self._prompt_ids: list[int] = []
         self._predicted: list[int] = []  # after each cached token from the prompt's last on
 
     @torch.inference_mode()

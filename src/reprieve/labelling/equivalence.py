@@ -90,7 +90,7 @@ class NotWorse:
 
     Args:
         chat: the judge.
-        num_votes: replies that are counted; the majority decides, a draw means as good.
+        num_votes: replies that are counted; important where more find it worse than better, ties left out.
         num_tries: how often a reply without a verdict is asked for again before that vote is lost.
     """
 

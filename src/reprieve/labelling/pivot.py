@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from reprieve.errors import SpecError, require_range
 from reprieve.labelling.records import MINED, Mismatch, ProblemLabels
 from reprieve.labelling.responses import ResponseFormat
 from reprieve.labelling.soundness import NOT_ASKED, UNSOUND, SoundnessJudge
-from reprieve.labelling.target import Target
+from reprieve.labelling.target import Target, gather_all
 from reprieve.models.batch_decoder import Draw, Session, inverse_cdf_draw
 from reprieve.models.cached_model import CachedModel
 from reprieve.models.sampling import Sampler, SamplingParams
@@ -26,7 +25,6 @@ from reprieve.tasks import TaskProblem
 class Candidate:
     """A drafted token that speculative sampling rejected."""
 
-    accepted_ids: list[int]  # drafted and accepted before it
     draft_id: int
     fallback_id: int  # drawn from the residual in its place
 
@@ -60,7 +58,7 @@ class CandidateSource:
         if place is None:
             return drafted, None
         residual = residual_probs(target_probs[place], proposal[place], token_ids[place])
-        return drafted[:place], Candidate(drafted[:place], drafted[place], self.sampler.draw(residual))
+        return drafted[:place], Candidate(drafted[place], self.sampler.draw(residual))
 
     def _draft(self, text: list[int], size: int) -> tuple[list[int], torch.Tensor]:
         """Drafted tokens and the logits [size, V] each was drawn from."""
@@ -147,7 +145,7 @@ class _Walk:
     async def label(self, candidate: Candidate) -> Mismatch:
         """Utilities on both sides, the comparison, and the soundness check."""
         with_candidate = [*self.response_ids, candidate.draft_id]
-        base, tried = await asyncio.gather(self._rollouts(self.response_ids, 0), self._rollouts(with_candidate, 1))
+        base, tried = await gather_all([self._rollouts(self.response_ids, 0), self._rollouts(with_candidate, 1)])
         base_utility, candidate_utility = (self._utility(rollouts) for rollouts in (base, tried))
         important = candidate_utility < self.miner.alpha * base_utility
         reason, verdict = "", NOT_ASKED
@@ -176,11 +174,8 @@ class _Walk:
         num_left = self.miner.responses.num_left(response_ids)
         if num_left < 1:
             return [list(response_ids)] * self.miner.num_rollouts
-        return list(
-            await asyncio.gather(
-                *(self._rollout(response_ids, num_left, side, n) for n in range(self.miner.num_rollouts))
-            )
-        )
+        numbers = range(self.miner.num_rollouts)
+        return await gather_all(self._rollout(response_ids, num_left, side, number) for number in numbers)
 
     async def _rollout(self, response_ids: list[int], num_left: int, side: int, number: int) -> list[int]:
         draw = _seeded_draw(self.seed, len(response_ids), side, number)

@@ -67,6 +67,8 @@ class MiningConfig:
         require_choice("miner", self.miner, MINERS)
         if self.limit < 1 or self.offset < 0:
             raise SpecError(f"limit must be 1 or more and offset 0 or more, got {self.limit} and {self.offset}")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise SpecError(f"max_new_tokens must be 1 or more, got {self.max_new_tokens}")
         if self.num_in_flight < 1:
             raise SpecError(f"num_in_flight must be 1 or more, got {self.num_in_flight}")
         if self.api_url is not None and (self.miner != "autojudge" or self.temperature > 0 or self.draft is None):
@@ -94,14 +96,18 @@ def build(config: MiningConfig) -> Workbench:
         ReprieveError: a model or task that cannot be loaded.
     """
     task = load_task(config.task)
+    if not task.graded and (config.miner == "pivot" or not config.options.get("judge")):
+        raise SpecError(f"task {task.name} has no answers to compare; mine autojudge with a judge (--judge)")
+    problems = task.problems(config.split, config.limit, offset=config.offset)
+    if not problems:
+        raise SpecError(f"offset must be below the number of problems of split {config.split!r}, got {config.offset}")
     pair = _load(config)
     responses = ResponseFormat(
         tokenizer=pair.tokenizer,
         task=task,
         eos_ids=eos_token_ids(pair.target, pair.tokenizer),
-        max_new_tokens=config.max_new_tokens or task.max_new_tokens,
+        max_new_tokens=task.max_new_tokens if config.max_new_tokens is None else config.max_new_tokens,
     )
-    problems = task.problems(config.split, config.limit, offset=config.offset)
     return Workbench(
         miner=(_autojudge if config.miner == "autojudge" else _pivot)(config, pair, task, responses),
         problems=problems,
@@ -143,6 +149,8 @@ def _pivot(config: MiningConfig, pair: Pair, task: Task, responses: ResponseForm
     options = dict(config.options)
     soundness = make_soundness(options.pop("soundness", None))
     num_rollouts = options["num_rollouts"]
+    if num_rollouts < 1:
+        raise SpecError(f"num_rollouts must be 1 or more, got {num_rollouts}")
 
     def make_source(seed: int) -> CandidateSource:
         params = dataclasses.replace(config.sampling, seed=seed)
@@ -182,7 +190,11 @@ def make_chat(spec: str) -> Chat:
     given = parse_parameters(rest, where=f"judge {name}")
     if name != "openai" or not {"model"} <= given.keys() <= {"model", "url", "temperature"}:
         raise SpecError(f"a judge is written openai:model=NAME,url=ADDRESS,temperature=1, got {spec!r}")
-    return OpenAIChat(given["model"], url=given.get("url"), temperature=float(given.get("temperature", 1.0)))
+    try:
+        temperature = float(given.get("temperature", 1.0))
+    except ValueError:
+        raise SpecError(f"temperature of a judge must be a number, got {given['temperature']!r}") from None
+    return OpenAIChat(given["model"], url=given.get("url"), temperature=temperature)
 
 
 def _target(config: MiningConfig, pair: Pair, responses: ResponseFormat) -> Target:
@@ -193,7 +205,7 @@ def _target(config: MiningConfig, pair: Pair, responses: ResponseFormat) -> Targ
         config.target,
         pair.tokenizer,
         eos_id=pair.tokenizer.eos_token_id,
-        stop=responses.task.stop,
+        stops=responses.stops if responses.task.stop else None,
         prompts=config.api_prompts,
     )
 
@@ -214,6 +226,7 @@ def _manifest(config: MiningConfig, pair: Pair, responses: ResponseFormat) -> di
     identity = dataclasses.asdict(pair.identity)
     if config.api_url is not None:
         identity["target_weights"] = f"{API_WEIGHTS}{config.target}"
+        identity["api_prompts"] = config.api_prompts
     return {
         "miner": config.miner,
         **{name: value for name, value in config.options.items() if value is not None},

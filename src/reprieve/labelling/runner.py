@@ -31,6 +31,16 @@ class MiningReport:
     errors: dict[str, str] = field(default_factory=dict)  # by problem id; a rerun tries them again
     interrupted: bool = False
 
+    def require_some(self) -> None:
+        """Refuse a run in which every problem failed.
+
+        Raises:
+            ReprieveError: with the first error.
+        """
+        if self.errors and not self.num_mined and not self.num_skipped:
+            problem_id, first = next(iter(self.errors.items()))
+            raise ReprieveError(f"every problem failed; the first, {problem_id}: {first}")
+
 
 def mine_problems(
     miner: Miner,
@@ -46,7 +56,7 @@ def mine_problems(
 
     Raises:
         SpecError: fewer than 1 problem in flight.
-        ReprieveError: every problem failed.
+        ReprieveError: the store cannot be read or written.
     """
     if num_in_flight < 1:
         raise SpecError(f"num_in_flight must be 1 or more, got {num_in_flight!r}")
@@ -55,10 +65,9 @@ def mine_problems(
         asyncio.run(_mine_all(miner, list(problems), store, num_in_flight, progress, report))
     except KeyboardInterrupt:
         report.interrupted = True
+    except OSError as error:
+        raise ReprieveError(f"label store {str(store.folder)!r} cannot be written: {error.strerror}") from error
     store.fold()
-    if report.errors and not report.num_mined:
-        problem_id, first = next(iter(report.errors.items()))
-        raise ReprieveError(f"every problem failed; the first, {problem_id}: {first}")
     return report
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -95,7 +96,7 @@ class LabelStore:
             lock.release()
 
     def append(self, labels: ProblemLabels) -> None:
-        """Write one problem; it is safe on disk when this returns."""
+        """Write one problem; it outlives the process when this returns."""
         self._write([labels], f"one-{_file_name(labels.problem_id)}-{uuid.uuid4().hex[:8]}.parquet")
         self._done.add(labels.problem_id)
 
@@ -113,7 +114,10 @@ class LabelStore:
         """
         found: dict[str, ProblemLabels] = {}
         for table in self._tables(set()):
-            found.update((row["problem_id"], ProblemLabels.from_row(row)) for row in table.to_pylist())
+            try:
+                found.update((row["problem_id"], ProblemLabels.from_row(row)) for row in table.to_pylist())
+            except (KeyError, TypeError) as error:
+                raise ReprieveError(f"label store {str(self.folder)!r} holds a foreign shard: {error}") from None
         return [found[key] for key in sorted(found, key=_natural)]
 
     def _tables(self, seen: set[str], *, columns: list[str] | None = None) -> Iterator[Any]:
@@ -131,7 +135,7 @@ class LabelStore:
                     table = parquet.read_table(shard, columns=columns)
                 except FileNotFoundError:
                     continue
-                except (pyarrow.ArrowInvalid, OSError) as error:
+                except (pyarrow.ArrowException, OSError) as error:
                     raise ReprieveError(
                         f"label store {str(self.folder)!r}: {shard.name} cannot be read: {error}"
                     ) from None
@@ -202,9 +206,12 @@ def _schema() -> Any:
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text()))
-    except (json.JSONDecodeError, OSError) as error:
+        found = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
         raise ReprieveError(f"{str(path)!r} is not a label store's manifest: {error}") from None
+    if not isinstance(found, dict) or not {"schema", "task", "target_weights", "tokenizer"} <= found.keys():
+        raise ReprieveError(f"{str(path)!r} is not a label store's manifest: it must name schema, pair and task")
+    return found
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
@@ -214,7 +221,9 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def _file_name(problem_id: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]", "_", problem_id)
+    """Readable, short, and different for every id."""
+    readable = re.sub(r"[^A-Za-z0-9._-]", "_", problem_id)[:80]
+    return f"{readable}-{hashlib.blake2b(problem_id.encode(), digest_size=4).hexdigest()}"
 
 
 def _natural(problem_id: str) -> list[Any]:

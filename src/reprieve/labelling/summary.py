@@ -21,7 +21,6 @@ class LabelSummary:
     num_labelled: int
     num_important: int
     num_unlabelled: int
-    seconds: float  # summed over problems; they overlap when several are in flight
     num_generated: int
 
     @property
@@ -49,7 +48,6 @@ def summarise(problems: Sequence[ProblemLabels]) -> LabelSummary:
         num_labelled=labels[True] + labels[False],
         num_important=labels[True],
         num_unlabelled=labels[None],
-        seconds=sum(problem.seconds for problem in problems),
         num_generated=sum(problem.num_generated for problem in problems),
     )
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Protocol, TypeVar
 
 from reprieve.models.batch_decoder import BatchDecoder, Draw, Session, TextRequest
+
+T = TypeVar("T")
 
 
 class Target(Protocol):
@@ -49,15 +51,35 @@ class LocalTarget:
             self._stepping = asyncio.create_task(self._step())
         stepping = self._stepping
         waited: set[asyncio.Future[Any]] = {done, stepping}
-        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self.decoder.drop(request)
+            raise
         if not done.done():
             stepping.result()  # a failed forward fails every text that waits for it
         return await done
 
     async def _step(self) -> None:
-        while not self.decoder.idle:
-            self.decoder.step()
-            await asyncio.sleep(0)  # let every problem that got its text ask for the next
+        try:
+            while not self.decoder.idle:
+                self.decoder.step()
+                await asyncio.sleep(0)  # let every problem that got its text ask for the next
+        except BaseException:
+            self.decoder.clear()  # so that what made it fail does not fail the texts asked for after
+            raise
+
+
+async def gather_all(texts: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order; the first failure cancels what is still under way."""
+    tasks = [asyncio.ensure_future(text) for text in texts]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 def _resolver(done: asyncio.Future[list[int]]) -> Callable[[list[int]], None]:

@@ -56,7 +56,7 @@ class Session:
         return best, length
 
 
-@dataclass
+@dataclass(eq=False)
 class TextRequest:
     """One text to continue.
 
@@ -141,10 +141,15 @@ class BatchDecoder:
         require_positions(self.model, num_positions, what=f"prefix and {request.max_new_tokens} new tokens")
         self._waiting.append(request)
 
-    def drop(self, session: Session) -> None:
-        """Forget the texts of a session that is abandoned."""
-        self._waiting = deque(request for request in self._waiting if request.session is not session)
-        self._rows = [None if row and row.request.session is session else row for row in self._rows]
+    def drop(self, request: TextRequest) -> None:
+        """Forget a text that nobody waits for any more."""
+        self._waiting = deque(other for other in self._waiting if other is not request)
+        self._rows = [None if row and row.request is request else row for row in self._rows]
+
+    def clear(self) -> None:
+        """Forget every text, after a forward that failed."""
+        self._waiting.clear()
+        self._rows = [None] * len(self._rows)
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -241,6 +246,7 @@ def inverse_cdf_draw(uniforms: Callable[[], float]) -> Draw:
     """Sampling by one uniform number a token: the first token whose cumulative probability exceeds it."""
 
     def draw(scores: Tensor, token_ids: Sequence[int]) -> int:
+        scores = scores.cpu()
         cumulative = scores.softmax(-1).double().cumsum(-1)
         place = int(torch.searchsorted(cumulative, torch.tensor(uniforms() * float(cumulative[-1])), right=True))
         return min(place, int((scores > -math.inf).nonzero()[-1]))

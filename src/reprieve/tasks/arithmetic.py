@@ -17,6 +17,7 @@ class ArithmeticTask:
     """Word problems of 2 to 6 steps; the answer is the number after "The final answer is"."""
 
     name: str = field(default="arithmetic", init=False)
+    graded: bool = field(default=True, init=False)
     splits: tuple[str, ...] = field(default=SPLITS, init=False)
     max_new_tokens: int = field(default=256, init=False)
     stop: tuple[str, ...] = field(default=(), init=False)

@@ -19,6 +19,7 @@ class Task(Protocol):
     """What evaluation and labelling need to know of a task."""
 
     name: str
+    graded: bool  # whether answers can be compared; else only a judge tells responses apart
     splits: tuple[str, ...]
     max_new_tokens: int
     stop: tuple[str, ...]

@@ -33,6 +33,7 @@ class Gsm8kTask:
     shots: int = 0
 
     name: str = field(default="gsm8k", init=False)
+    graded: bool = field(default=True, init=False)
     splits: tuple[str, ...] = field(default=_SPLITS, init=False)
     max_new_tokens: int = field(default=512, init=False)
     stop: tuple[str, ...] = field(default=("\nProblem:",), init=False)
@@ -51,7 +52,8 @@ class Gsm8kTask:
         ]
 
     def wrap(self, question: str) -> str:
-        worked = "".join(f"Problem: {shown}\nSolution: {_worked(solution)}\n\n" for shown, solution in self._examples())
+        shown = self._examples(question)
+        worked = "".join(f"Problem: {other}\nSolution: {_worked(solution)}\n\n" for other, solution in shown)
         return f"{_INSTRUCTION}{worked}Problem: {question.strip()}\nSolution:"
 
     def extract_answer(self, text: str) -> str | None:
@@ -61,29 +63,35 @@ class Gsm8kTask:
     def equivalent(self, answer: str | None, other: str | None) -> bool:
         return answer is not None and other is not None and same_expression(answer, other)
 
-    def _examples(self) -> Sequence[tuple[str, str]]:
-        return self._rows("train")[: self.shots] if self.shots else ()
+    def _examples(self, question: str) -> Sequence[tuple[str, str]]:
+        """The first training problems, the one that is asked left out."""
+        if not self.shots:
+            return ()
+        others = [row for row in self._rows("train")[: self.shots + 1] if row[0] != question]
+        return others[: self.shots]
 
     def _rows(self, split: str) -> list[tuple[str, str]]:
         if split not in self._loaded:
-            rows = _from_hub(split) if self.path is None else read_jsonl(Path(self.path.replace("{split}", split)))
-            try:
-                self._loaded[split] = [(str(row["question"]), str(row["answer"])) for row in rows]
-            except KeyError as missing:
-                raise ReprieveError(f"task gsm8k: {self.path} has a line without {missing}") from None
+            if self.path is None:
+                rows = list(enumerate(_from_hub(split), start=1))
+            else:
+                rows = read_jsonl(Path(self.path.replace("{split}", split)))
+            self._loaded[split] = [_checked(row, f"{self.path or 'openai/gsm8k'}, line {line}") for line, row in rows]
         return self._loaded[split]
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Objects of a file, one a line.
+def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Line numbers and objects of a file, one a line; empty lines are passed over.
 
     Raises:
         ReprieveError: the file cannot be read, or a line is no JSON object; names both.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # a string may hold other line separators
     except OSError as error:
         raise ReprieveError(f"{str(path)!r} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ReprieveError(f"{str(path)!r} must be UTF-8: {error}") from None
     rows = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -94,7 +102,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             raise ReprieveError(f"{path}, line {number}: not JSON ({error})") from None
         if not isinstance(row, dict):
             raise ReprieveError(f"{path}, line {number}: must be an object, got {type(row).__name__}")
-        rows.append(row)
+        rows.append((number, row))
     return rows
 
 
@@ -106,6 +114,17 @@ def _from_hub(split: str) -> list[dict[str, Any]]:
         raise ReprieveError(
             f"task gsm8k could not be loaded from the hub ({error}); give a file: gsm8k:path=gsm8k_{{split}}.jsonl"
         ) from None
+
+
+def _checked(row: dict[str, Any], where: str) -> tuple[str, str]:
+    if missing := {"question", "answer"} - row.keys():
+        raise ReprieveError(
+            f"task gsm8k: {where} must have question and answer, {', '.join(sorted(missing))} is missing"
+        )
+    question, answer = str(row["question"]), str(row["answer"])
+    if "####" not in answer:
+        raise ReprieveError(f"task gsm8k: {where}: answer must end in #### and the result, got {answer[-40:]!r}")
+    return question, answer
 
 
 def _reference(solution: str) -> str:

@@ -23,6 +23,7 @@ class PromptsTask:
     length: int = 256
 
     name: str = field(default="prompts", init=False)
+    graded: bool = field(default=False, init=False)
     splits: tuple[str, ...] = field(default=("all",), init=False)
     stop: tuple[str, ...] = field(default=(), init=False)
 
@@ -39,11 +40,11 @@ class PromptsTask:
     def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
         require_choice("split", split, self.splits)
         problems = []
-        for number, row in enumerate(read_jsonl(Path(str(self.path)))):
+        for line, row in read_jsonl(Path(str(self.path))):
             prompt = row.get("prompt") or (row.get("turns") or [None])[0]
             if not prompt:
-                raise ReprieveError(f"task prompts: line {number + 1} of {self.path} has neither prompt nor turns")
-            problems.append(TaskProblem(f"prompts-{row.get('question_id', number)}", str(prompt), ""))
+                raise ReprieveError(f"task prompts: line {line} of {self.path} has neither prompt nor turns")
+            problems.append(TaskProblem(f"prompts-{row.get('question_id', line)}", str(prompt), ""))
         return problems[offset : offset + limit]
 
     def wrap(self, question: str) -> str:

@@ -43,7 +43,8 @@ class _Forward:
     """One model's states and logits around the mismatches of one problem."""
 
     hidden: Mapping[str, HiddenStates]  # by encoding
-    parent_logits: Tensor  # [n, V]
+    entropy: Tensor  # [n], of its distribution
+    probability: Tensor  # [n], of the drafted token
 
 
 def collect(
@@ -74,17 +75,14 @@ def collect(
         progress(number + 1, len(problems))
     if not kept:
         raise SpecError("labels must hold at least one labelled mismatch, got none")
-    token_ids = torch.tensor([mismatch.draft_id for _, mismatch in kept])
-    logits = torch.cat([ours.parent_logits for ours, _ in parts])
-    entropy, probability = distribution_scalars(logits, token_ids)
+    probability = torch.cat([ours.probability for ours, _ in parts])
     draft_probs = torch.full_like(probability, float("nan"))
     if draft is not None:
-        draft_logits = torch.cat([theirs.parent_logits for _, theirs in parts if theirs])
-        _, draft_probs = distribution_scalars(draft_logits, token_ids)
+        draft_probs = torch.cat([theirs.probability for _, theirs in parts if theirs])
     states = TokenStates(
         target=_join([ours.hidden for ours, _ in parts]),
         draft=_join([theirs.hidden for _, theirs in parts if theirs]),
-        entropy=entropy,
+        entropy=torch.cat([ours.entropy for ours, _ in parts]),
         probability=probability,
     )
     return LabelledTokens(
@@ -114,7 +112,9 @@ def _read(model: CachedModel, problem: ProblemLabels) -> _Forward:
         encoding: {layer: values[chosen].float().cpu() for layer, values in (hidden or {}).items()}
         for encoding, chosen in rows.items()
     }
-    return _Forward(states, logits[rows["previous"]].cpu())
+    token_ids = torch.tensor([mismatch.draft_id for mismatch in mismatches], device=logits.device)
+    entropy, probability = distribution_scalars(logits[rows["previous"]], token_ids)
+    return _Forward(states, entropy.cpu(), probability.cpu())
 
 
 class _Tree:

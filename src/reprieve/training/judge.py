@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,6 +48,16 @@ def fit_linear(features: np.ndarray, important: np.ndarray, c: float) -> LinearF
     return LinearFit(mean, scale, model.coef_[0], float(model.intercept_[0]))
 
 
+def require_grid(grid: Sequence[float]) -> None:
+    """Refuse values of C that are no finite positive numbers.
+
+    Raises:
+        SpecError: names the values.
+    """
+    if not grid or not all(0 < c < float("inf") for c in grid):
+        raise SpecError(f"grid must hold finite values of C above 0, got {list(grid)}")
+
+
 def train_judge(
     tokens: LabelledTokens,
     pair: PairIdentity,
@@ -67,8 +76,7 @@ def train_judge(
     Raises:
         SpecError: an empty grid, or labels of one kind only.
     """
-    if not grid or min(grid) <= 0:
-        raise SpecError(f"grid must hold positive values of C, got {list(grid)}")
+    require_grid(grid)
     features = tokens.features(recipe)
     held = split_by_problem(tokens.problem_ids, tokens.important, held_out=held_out, seed=seed)
     trials = []
@@ -85,7 +93,7 @@ def train_judge(
     return JudgeHead(
         tensors={"weight": weight, "bias": bias},
         recipe=recipe,
-        pair=dataclasses.replace(pair),
+        pair=pair,
         task=task,
         threshold=threshold,
         training={**summary, "C": best_c, "grid": grid_log},

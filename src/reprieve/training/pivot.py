@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from reprieve.errors import SpecError
+from reprieve.errors import SpecError, require_range
 from reprieve.heads.binding import PairIdentity
 from reprieve.heads.features import PIVOT, FeatureRecipe
 from reprieve.heads.pivot import PivotHead, pivot_logits
@@ -26,7 +26,7 @@ class PivotTraining:
 
     Args:
         hidden_size: of the branch on the hidden state; `scalar_size` of the other, `fuse_size` of their union.
-        dropout: on the hidden branch, while training.
+        dropout: share of the standardised features set to their mean, while training; [0, 1).
     """
 
     hidden_size: int = 64
@@ -43,6 +43,9 @@ class PivotTraining:
         for name in ("hidden_size", "scalar_size", "fuse_size", "batch_size", "num_epochs", "patience"):
             if getattr(self, name) < 1:
                 raise SpecError(f"{name} must be 1 or more, got {getattr(self, name)!r}")
+        require_range("learning_rate", self.learning_rate, 0.0, 1.0, low_open=True)
+        require_range("weight_decay", self.weight_decay, 0.0, 10.0)
+        require_range("dropout", self.dropout, 0.0, 0.9)
 
 
 def train_pivot(
@@ -70,7 +73,7 @@ def train_pivot(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         tensors, log = _fit(features, labels, training, validation, mean, scale, settings, progress)
-    head = PivotHead(tensors=tensors, recipe=recipe, pair=dataclasses.replace(pair), task=task, threshold=0.5)
+    head = PivotHead(tensors=tensors, recipe=recipe, pair=pair, task=task, threshold=0.5)
     scores = head.probability(features[validation]).numpy().astype(np.float64)
     threshold, summary = summarise_held_out(tokens, held, scores, held_out=held_out, seed=seed)
     made = {**summary, "settings": dataclasses.asdict(settings), "losses": log}

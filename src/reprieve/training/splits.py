@@ -57,13 +57,14 @@ def auc_interval(important: np.ndarray, scores: np.ndarray, problem_ids: np.ndar
         return auc(important[chosen], scores[chosen])
 
     low, high = bootstrap_interval(resampled, len(problems), seed=seed, num_resamples=1000)
-    return [auc(important, scores), low, high]
+    known = np.isfinite(low) and np.isfinite(high)  # too few problems: most resamples have one kind of label only
+    return [auc(important, scores), low if known else 0.0, high if known else 1.0]
 
 
 def threshold_at_recall(important: np.ndarray, scores: np.ndarray, recall: float) -> float:
     """The largest threshold that still refuses `recall` of the important tokens (risk above it is refused)."""
     risks = np.sort(scores[important])
-    num_missed = int(np.floor((1 - recall) * len(risks)))
+    num_missed = len(risks) - int(np.ceil(recall * len(risks) - 1e-9))
     below = float(risks[num_missed])
     rounded = float(f"{below:.3g}")  # a number people can type
     return rounded if rounded < below else float(f"{below * 0.995:.3g}")
