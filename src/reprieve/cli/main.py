@@ -16,7 +16,7 @@ VERBS = {
     "sweep": "one rule over thresholds and K",
     "mine": "label which mismatches matter: autojudge, pivot",
     "train": "fit a head to labels: judge, pivot",
-    "labels": "look at a label store: show, stats",
+    "labels": "look at a label store, or fill one by hand: show, stats, import",
     "rules": "list the rules, their parameters and their sources",
 }
 

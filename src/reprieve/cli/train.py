@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from reprieve.cli import options as o
-from reprieve.errors import require_range
+from reprieve.errors import import_extra, require_range
 
 if TYPE_CHECKING:
     from reprieve.heads.base import Head
@@ -112,6 +112,7 @@ def _train(
 ) -> int:
     """Read labels, recompute their features, fit, save and report; returns the exit status."""
     require_range("held_out", held_out, 0.0, 0.9, low_open=True)
+    import_extra("sklearn", "labels")
     o.quiet_transformers()
     from reprieve.cli.compare import reporter
     from reprieve.heads.artefact import claim_folder
