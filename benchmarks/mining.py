@@ -1,15 +1,15 @@
 """What AutoJudge's search costs and guarantees: `python benchmarks/mining.py --labels runs/labels-autojudge`.
 
 Speed: seconds a problem beside a straightforward implementation that calls transformers' `generate` anew for every
-swap, taking turns in batches of problems. Guarantee: over all mined problems, whether a draft that answers differently
+swap, in turns. Guarantee: over all mined problems, whether a draft that answers differently
 leaves an important token, for the search and, with --naive, for the naive variant. Writes mining.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
+import tempfile
 import time
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from reprieve.evaluation.records import replace_file
 from reprieve.evaluation.runner import environment
 from reprieve.labelling.recipes import MiningConfig, build
 from reprieve.labelling.records import ProblemLabels
+from reprieve.labelling.runner import mine_problems
 from reprieve.labelling.store import LabelStore
 from reprieve.labelling.summary import summarise
 from reprieve.metrics import bootstrap_interval
@@ -62,47 +63,44 @@ def straightforward(pair: Pair, task: Task, problem: TaskProblem) -> list[tuple[
     return found
 
 
-def speed(num_batches: int, batch: int, in_flight: int) -> dict:
-    """Seconds of both on the same problems, batch by batch in turns, and whether their labels agree."""
+def speed(num_turns: int, num_ours: int, num_plain: int, in_flight: int) -> dict:
+    """Seconds a problem of both, in turns: ours over many problems, the plain way over the first few of the same."""
     config = MiningConfig(
         miner="autojudge",
         target="reprieve/arithmetic-pair",
-        limit=num_batches * batch,
+        limit=num_turns * num_ours,
         num_in_flight=in_flight,
         options={"variant": "search"},
     )
     bench = build(config)
     pair, task = reprieve.load_pair(), load_task("arithmetic")
     ours, theirs, same = [], [], []
-    for start in range(0, len(bench.problems), batch):
-        problems = bench.problems[start : start + batch]
+    for start in range(0, len(bench.problems), num_ours):
+        problems = bench.problems[start : start + num_ours]
         began = time.perf_counter()
-        mined = asyncio.run(_mine(bench.miner, problems))
-        ours.append(time.perf_counter() - began)
-        began = time.perf_counter()
-        plain = [straightforward(pair, task, problem) for problem in problems]
-        theirs.append(time.perf_counter() - began)
-        same += [
-            [(m.position, m.draft_id, m.important) for m in one.mismatches] == other
-            for one, other in zip(mined, plain, strict=True)
-        ]
-        print(
-            f"batch {start // batch + 1}: {ours[-1] / batch:.2f} and {theirs[-1] / batch:.2f} s a problem", flush=True
-        )
-    fast, slow = np.array(ours), np.array(theirs)
+        with tempfile.TemporaryDirectory() as folder:
+            store = LabelStore(Path(folder), bench.manifest)
+            mine_problems(bench.miner, problems, store, num_in_flight=in_flight)
+            mined = {labels.problem_id: labels for labels in store.problems()}
+        ours.append((time.perf_counter() - began) / len(problems))
+        for problem in problems[:num_plain]:
+            began = time.perf_counter()
+            plain = straightforward(pair, task, problem)
+            theirs.append(time.perf_counter() - began)
+            found = mined[problem.problem_id].mismatches
+            same.append([(m.position, m.draft_id, bool(m.important)) for m in found] == plain)
+        print(f"{start + len(problems)}: {ours[-1]:.2f} and {np.mean(theirs[-num_plain:]):.2f} s a problem", flush=True)
+    slow = np.array(theirs)
     return {
         "num_problems": len(bench.problems),
+        "num_problems_straightforward": len(slow),
         "in_flight": in_flight,
-        "seconds_per_problem": fast.sum() / len(bench.problems),
-        "seconds_per_problem_straightforward": slow.sum() / len(bench.problems),
-        "ratio": slow.sum() / fast.sum(),
-        "ratio_ci95": bootstrap_interval(lambda i: slow[i].sum() / fast[i].sum(), len(fast)),
+        "seconds_per_problem": float(np.mean(ours)),
+        "seconds_per_problem_straightforward": float(slow.mean()),
+        "ratio": float(slow.mean() / np.mean(ours)),
+        "ratio_ci95": bootstrap_interval(lambda i: float(slow[i].mean() / np.mean(ours)), len(slow)),
         "num_problems_with_the_same_labels": sum(same),
     }
-
-
-async def _mine(miner, problems: list[TaskProblem]) -> list[ProblemLabels]:
-    return list(await asyncio.gather(*(miner.mine(problem) for problem in problems)))
 
 
 def guarantee(stores: dict[str, list[ProblemLabels]]) -> dict:
@@ -138,14 +136,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--labels", type=Path, default=Path("runs/labels-autojudge"))
     parser.add_argument("--naive", type=Path, default=None, help="a store mined with --variant naive")
-    parser.add_argument("--batches", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=3, help="0 leaves the timing out")
+    parser.add_argument("--ours", type=int, default=64, help="problems a turn")
+    parser.add_argument("--plain", type=int, default=8, help="of those, problems mined in the straightforward way too")
+    parser.add_argument("--in-flight", type=int, default=32)
     parser.add_argument("--out", type=Path, default=Path("runs/mining-report"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     document = {**environment()}
-    if arguments.batches:
-        document["speed"] = speed(arguments.batches, arguments.batch, arguments.batch)
+    if arguments.turns:
+        document["speed"] = speed(arguments.turns, arguments.ours, arguments.plain, arguments.in_flight)
     if arguments.labels.exists():
         stores = {"search": LabelStore(arguments.labels).problems()}
         if arguments.naive is not None:
