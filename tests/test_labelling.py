@@ -187,6 +187,21 @@ def test_killed_workers_lose_only_what_is_in_hand_and_two_share_the_rest(tmp_pat
     assert rows == 60, "no problem was mined twice"
 
 
+def test_what_a_dead_worker_had_in_hand_is_mined_after_all(tmp_path):
+    store = LabelStore(tmp_path, MANIFEST)
+    holder = LabelStore(tmp_path, MANIFEST).claim("p-0")
+
+    class Dying:
+        async def mine(self, item):
+            if item.problem_id == "p-2":
+                holder.__exit__(None, None, None)  # the other worker dies while we are at the last problem
+            return labels(item.problem_id)
+
+    assert holder.__enter__()
+    report = mine_problems(Dying(), [problem(f"p-{n}") for n in range(3)], store, num_in_flight=1)
+    assert (report.num_mined, report.num_skipped) == (3, 0)
+
+
 class Flaky:
     """Fails on one problem."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -79,29 +79,38 @@ async def _mine_all(
     progress: Progress,
     report: MiningReport,
 ) -> None:
-    waiting = iter(problems)
+    elsewhere: list[TaskProblem] = []
 
-    async def work() -> None:
+    async def work(waiting: Iterator[TaskProblem]) -> None:
         for problem in waiting:
-            await _mine_one(miner, problem, store, report)
+            if not await _mine_one(miner, problem, store, report):
+                elsewhere.append(problem)
             progress(report.num_mined + report.num_skipped + len(report.errors), len(problems))
 
-    await asyncio.gather(*(work() for _ in range(min(num_in_flight, len(problems)))))
+    async def work_all(waiting: list[TaskProblem]) -> None:
+        shared = iter(waiting)
+        await asyncio.gather(*(work(shared) for _ in range(min(num_in_flight, len(waiting)))))
+
+    await work_all(problems)
+    again, elsewhere = elsewhere, []
+    await work_all(again)  # what a worker had in hand that has died since
+    report.num_skipped += len(elsewhere)
 
 
-async def _mine_one(miner: Miner, problem: TaskProblem, store: LabelStore, report: MiningReport) -> None:
+async def _mine_one(miner: Miner, problem: TaskProblem, store: LabelStore, report: MiningReport) -> bool:
+    """Mine one problem; False where another worker is at it."""
     if problem.problem_id in store.done():
         report.num_skipped += 1
-        return
+        return True
     with store.claim(problem.problem_id) as ours:
         if not ours:
-            report.num_skipped += 1
-            return
+            return False
         try:
             labels = await miner.mine(problem)
         except Exception as error:  # whatever it is, the other problems are still worth mining
             report.errors[problem.problem_id] = f"{type(error).__name__}: {error}"
             print(f"{problem.problem_id}: {report.errors[problem.problem_id]}", file=sys.stderr)
-            return
+            return True
         store.append(labels)
         report.num_mined += 1
+        return True
