@@ -1,4 +1,4 @@
-"""How well heads separate important tokens: `python benchmarks/heads.py --judge-labels runs/labels-autojudge`.
+"""How well heads separate important tokens: `python benchmarks/heads.py`.
 
 Held-out ROC AUC of judge, pivot and the target's log-probability alone with bootstrap intervals over problems, the
 curves, the ablations of AutoJudge's Figures 6 and 7, and its appendix O. Writes heads.json and roc.png.
@@ -147,8 +147,8 @@ def draw(curves: dict[str, tuple[np.ndarray, np.ndarray]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--judge-labels", type=Path, default=Path("runs/labels-autojudge"))
-    parser.add_argument("--pivot-labels", type=Path, default=Path("runs/labels-pivot"))
+    parser.add_argument("--judge-labels", type=Path, default=Path("benchmarks/labels/autojudge"))
+    parser.add_argument("--pivot-labels", type=Path, default=Path("benchmarks/labels/pivot"))
     parser.add_argument("--held-out", type=float, default=0.2)
     parser.add_argument("--target", default="reprieve/arithmetic-pair")
     parser.add_argument("--draft", default=None)

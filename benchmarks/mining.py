@@ -1,4 +1,4 @@
-"""What AutoJudge's search costs and guarantees: `python benchmarks/mining.py --labels runs/labels-autojudge`.
+"""What AutoJudge's search costs and guarantees: `python benchmarks/mining.py`.
 
 Speed: seconds a problem beside a straightforward implementation that calls transformers' `generate` anew for every
 swap, in turns. Guarantee: over all mined problems, whether a draft that answers differently
@@ -134,7 +134,7 @@ def guarantee(stores: dict[str, list[ProblemLabels]]) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--labels", type=Path, default=Path("runs/labels-autojudge"))
+    parser.add_argument("--labels", type=Path, default=Path("benchmarks/labels/autojudge"))
     parser.add_argument("--naive", type=Path, default=None, help="a store mined with --variant naive")
     parser.add_argument("--turns", type=int, default=3, help="0 leaves the timing out")
     parser.add_argument("--ours", type=int, default=64, help="problems a turn")

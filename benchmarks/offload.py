@@ -1,4 +1,4 @@
-"""A target whose weights do not fit: `python benchmarks/offload.py --head runs/heads/judge`.
+"""A target whose weights do not fit: `python benchmarks/offload.py --head reprieve/arithmetic-judge`.
 
 AutoJudge, appendix H: with weights fetched from disk for every forward (accelerate), a target pass costs far more than
 a draft pass, so that long windows pay, if enough of them is accepted. Lossless and judge at K = 8 and K = 48, taking
@@ -27,7 +27,7 @@ from reprieve.tasks import load_task
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--head", default="runs/heads/judge")
+    parser.add_argument("--head", default="reprieve/arithmetic-judge")
     parser.add_argument("--limit", type=int, default=40)
     parser.add_argument("--windows", default="8,48")
     parser.add_argument("--out", type=Path, default=Path("runs/offload-report"))

@@ -1,4 +1,4 @@
-"""Do a head's features depend on how they are computed? `python benchmarks/precision.py --head runs/heads/judge`.
+"""Do a head's features depend on how they are computed? `python benchmarks/precision.py --head reprieve/arithmetic-judge`.
 
 AutoJudge, appendix C: states from token-by-token forwards against states from one parallel forward, in float32 and in
 bfloat16, and what a head trained on parallel float32 states makes of each. Writes precision.json.
@@ -56,8 +56,8 @@ def measure(head: JudgeHead, features: np.ndarray, important: np.ndarray, proble
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--labels", type=Path, default=Path("runs/labels-autojudge"))
-    parser.add_argument("--head", default="runs/heads/judge")
+    parser.add_argument("--labels", type=Path, default=Path("benchmarks/labels/autojudge"))
+    parser.add_argument("--head", default="reprieve/arithmetic-judge")
     parser.add_argument("--limit", type=int, default=100, help="held-out problems")
     parser.add_argument("--out", type=Path, default=Path("runs/precision-report"))
     arguments = parser.parse_args()
