@@ -1,4 +1,4 @@
-"""Do a head's features depend on how they are computed? `python benchmarks/precision.py --head reprieve/arithmetic-judge`.
+"""Do features depend on how they are computed? `python benchmarks/precision.py --head reprieve/arithmetic-judge`.
 
 AutoJudge, appendix C: states from token-by-token forwards against states from one parallel forward, in float32 and in
 bfloat16, and what a head trained on parallel float32 states makes of each. Writes precision.json.

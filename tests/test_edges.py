@@ -16,11 +16,12 @@ from reprieve.models import CachedModel
 from reprieve.rules import RULES, RiskBudget, accept, accepts, parse_rule
 from reprieve.types import ROOT, Block, Evidence, Provenance
 
-from .tiny import NumberTokenizer, ScriptedDrafter, perturbed, tiny_model
+from .tiny import NumberTokenizer, ScriptedDrafter, perturbed, random_head, tiny_model
 
 CPU = torch.device("cpu")
 PROMPT = list(range(2, 22))
-SPECS = [*RULES, "lossless:verification=block", "lossless:verification=exact", "cascade:kind=tok"]
+SPECS = [f"{name}:path=x" if name in ("judge", "pivot") else name for name in RULES]
+SPECS += ["lossless:verification=block", "lossless:verification=exact", "cascade:kind=tok"]
 SPECS += ["top_k&floor", "top_k|floor", "margin:start=2 3,end=9"]
 
 
@@ -36,10 +37,10 @@ def draft(target):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_rule_survives_every_budget_and_empty_blocks(target, draft, spec):
+    rule = parse_rule(spec).with_heads(lambda kind, path: random_head(kind, size=32))
     drafter = DraftModelDrafter(CachedModel(draft), CPU)
-    decoder = SpeculativeDecoder(
-        CachedModel(target), drafter, NumberTokenizer(), rule=parse_rule(spec), num_draft_tokens=3
-    )
+    cached = CachedModel(target, hidden_layers=rule.target_layers)
+    decoder = SpeculativeDecoder(cached, drafter, NumberTokenizer(), rule=rule, num_draft_tokens=3)
     for temperature in (0.0, 0.8):
         for budget in range(1, 7):
             answer = decoder.generate(PROMPT, SamplingParams(max_new_tokens=budget, temperature=temperature, top_k=9))
