@@ -29,18 +29,60 @@ def wilson_interval(num_successes: int, num_trials: int, *, z: float = Z95) -> t
     return (low, high)
 
 
-def paired_difference(left: Sequence[bool], right: Sequence[bool], *, z: float = Z95) -> tuple[float, float, float]:
-    """Mean of left - right over the same problems, with its normal 95% interval: (difference, low, high).
+def paired_difference(
+    left: Sequence[float] | np.ndarray,
+    right: Sequence[float] | np.ndarray,
+    *,
+    z: float = Z95,
+) -> tuple[float, float, float]:
+    """Mean of left - right over the same problems, with its 95% interval: (difference, low, high).
+
+    One value a problem gives a normal interval. Several trials a problem, [n, trials], give a bootstrap over problems:
+    trials of one problem are no independent evidence.
 
     Raises:
-        ValueError: different lengths, or none.
+        ValueError: different shapes, or none.
     """
-    if len(left) != len(right) or not left:
-        raise ValueError(f"paired_difference needs two equally long, non-empty lists, got {len(left)} and {len(right)}")
+    if np.shape(left) != np.shape(right) or not np.size(left):
+        raise ValueError(
+            f"paired_difference needs two equally long, non-empty lists, got {np.shape(left)} and {np.shape(right)}"
+        )
     differences = np.asarray(left, dtype=float) - np.asarray(right, dtype=float)
+    if differences.ndim > 1 and differences.shape[1] > 1:
+        return (float(differences.mean()), *clustered_interval(differences))
+    differences = differences.ravel()
     mean = float(differences.mean())
     spread = z * float(differences.std(ddof=1)) / math.sqrt(len(differences)) if len(differences) > 1 else 1.0
     return (mean, mean - spread, mean + spread)
+
+
+def clustered_interval(values: np.ndarray) -> tuple[float, float]:
+    """95% bootstrap interval of the mean of [n, trials], problems resampled with all their trials."""
+    by_problem = values.mean(1)
+    return bootstrap_interval(lambda index: float(by_problem[index].mean()), len(by_problem))
+
+
+def share_interval(successes: np.ndarray) -> tuple[float, float]:
+    """95% interval of a share, from 0 and 1 in [n, trials]: Wilson for one trial, else bootstrap over problems."""
+    if successes.shape[1] == 1:
+        return wilson_interval(int(successes.sum()), len(successes))
+    return clustered_interval(successes.astype(float))
+
+
+def paired_pvalue(differences: np.ndarray, *, seed: int = 0, num_flips: int = 9999) -> float:
+    """Two-sided p-value that paired differences [n] or [n, trials] have mean zero, by flipping problems' signs.
+
+    The trials of a problem flip together. A large value certifies nothing: it may only mean too few problems.
+    """
+    sums = differences.reshape(len(differences), -1).sum(1)
+    sums = sums[sums != 0]
+    if not len(sums):
+        return 1.0
+    rng = np.random.default_rng(seed)
+    signs = rng.integers(0, 2, (num_flips, len(sums)), dtype=np.int8) * np.int8(2) - np.int8(1)
+    flipped = np.abs(signs @ sums)
+    extreme = int((flipped >= abs(sums.sum()) - 1e-9).sum())
+    return (extreme + 1) / (num_flips + 1)
 
 
 def bootstrap_interval(

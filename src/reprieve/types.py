@@ -253,6 +253,7 @@ class Generation:
     num_drafted: int
     seconds: float
     times: RoundTimes = field(default_factory=RoundTimes)
+    round_lengths: list[int] = field(default_factory=list)  # committed tokens of each round
     trace: list[RoundTrace] | None = None
 
     @property

@@ -12,7 +12,12 @@ from reprieve.cli.compare import compare
 
 
 def command(
-    arm: Annotated[list[str], typer.Option(help="A rule, such as top_k:k=4. Give it several times.")] = [],  # noqa: B006
+    arm: Annotated[
+        list[str],
+        typer.Option(
+            help="A rule, such as top_k:k=4 or judge:path=heads/j@K=24; lossless_rerun; direct:top_k:k=4. Repeatable."
+        ),
+    ] = [],  # noqa: B006
     target: o.Target = o.BUNDLED,
     draft: o.Draft = None,
     drafter: o.DrafterSpec = "draft",
@@ -20,6 +25,9 @@ def command(
     task: o.TaskName = "arithmetic",
     split: o.Split = "test",
     limit: o.Limit = 200,
+    offset: o.Offset = 0,
+    trials: o.Trials = 1,
+    chat_template: o.ChatTemplate = False,
     temperature: o.Temperature = 0.0,
     top_p: o.TopP = 1.0,
     top_k: o.TopK = 0,
@@ -45,4 +53,7 @@ def command(
         seed=seed,
         sampling=o.sampling_options(temperature, top_p, top_k, draft_temperature),
         out=out,
+        offset=offset,
+        trials=trials,
+        chat_template=chat_template,
     )

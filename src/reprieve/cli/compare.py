@@ -27,6 +27,9 @@ def compare(
     seed: int,
     sampling: dict[str, Any],
     out: Path,
+    offset: int = 0,
+    trials: int = 1,
+    chat_template: bool = False,
 ) -> int:
     """Measure and report; returns the exit status."""
     loaded_task = load_task(task)
@@ -39,23 +42,19 @@ def compare(
     pair = load_pair(target, draft, dtype=dtype, device=device)
     if pair.draft is None:  # n-grams need none; what the draft alone would do is then not known
         arms = [arm for arm in arms if arm.label != DRAFT_ONLY]
-    ks = list(dict.fromkeys(arm.num_draft_tokens for arm in arms if arm.rule is not None))
-    config = RunConfig(
+    config = RunConfig.of(
+        pair,
+        arms,
         command=command_line(),
-        target=pair.target_name,
-        draft=pair.draft_name,
         drafter=drafter,
-        weights=f"{pair.identity.target_weights}+{pair.identity.draft_weights}",
-        dtype=str(pair.target.dtype).removeprefix("torch."),
-        device=str(pair.device),
         task=task,
         split=split,
         limit=limit,
+        offset=offset,
+        num_trials=trials,
         seed=seed,
         sampling=sampling,
-        num_draft_tokens=ks,
-        arms=[arm.label for arm in arms],
-        heads={name: head.fingerprint for arm in arms if arm.rule for name, head in arm.rule.heads},
+        chat_template=chat_template,
     )
     with progress_bar(f"{len(arms)} arms") as bar:
         run = run_arms(config, arms, pair, loaded_task, out, progress=reporter(bar))

@@ -14,6 +14,7 @@ VERBS = {
     "generate": "answer one prompt, streamed, each token coloured by where it comes from",
     "bench": "compare rules side by side on a task",
     "sweep": "one rule over thresholds and K",
+    "certify": "the most lenient threshold whose loss is proved to stay below a bound",
     "mine": "label which mismatches matter: autojudge, pivot",
     "train": "fit a head to labels: judge, pivot",
     "labels": "look at a label store, or fill one by hand: show, stats, import",

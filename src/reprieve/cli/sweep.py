@@ -22,6 +22,9 @@ def command(
     task: o.TaskName = "arithmetic",
     split: o.Split = "test",
     limit: o.Limit = 200,
+    offset: o.Offset = 0,
+    trials: o.Trials = 1,
+    chat_template: o.ChatTemplate = False,
     temperature: o.Temperature = 0.0,
     top_p: o.TopP = 1.0,
     top_k: o.TopK = 0,
@@ -48,4 +51,7 @@ def command(
         seed=seed,
         sampling=o.sampling_options(temperature, top_p, top_k, draft_temperature),
         out=out,
+        offset=offset,
+        trials=trials,
+        chat_template=chat_template,
     )

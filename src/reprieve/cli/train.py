@@ -13,11 +13,16 @@ from reprieve.errors import import_extra, require_range
 if TYPE_CHECKING:
     from reprieve.heads.base import Head
     from reprieve.heads.features import FeatureRecipe
+    from reprieve.labelling.records import ProblemLabels
     from reprieve.models import Pair
     from reprieve.training.features import LabelledTokens
 
 Labels = Annotated[Path, typer.Option(help="Label store, from `reprieve mine`.")]
 HeadOut = Annotated[Path, typer.Option("--out", help="Folder for the head.")]
+Folds = Annotated[
+    int | None,
+    typer.Option(help="Train one head per fold of the problems, without that fold (out-of-fold evaluation)."),
+]
 HeldOut = Annotated[float, typer.Option(help="Share of problems held out.")]
 Layers = Annotated[str, typer.Option(help="Target layers, such as -1 or -1,-4; -1 is the last, after the norm.")]
 
@@ -31,6 +36,7 @@ def judge(
     layers: Layers = "-1",
     grid: Annotated[str, typer.Option(help="Values of C to try.")] = "1,0.1,0.01,1e-3,1e-4,1e-5,1e-6,1e-7",
     held_out: HeldOut = 0.1,
+    folds: Folds = None,
     seed: o.Seed = 0,
     dtype: o.Dtype = "auto",
     device: o.Device = None,
@@ -53,7 +59,7 @@ def judge(
             tokens, pair.identity, task, recipe=recipe, grid=values, held_out=held_out, seed=seed, progress=progress
         )
 
-    return _train(fit, recipe, held_out, labels, target, draft, dtype, device, out)
+    return _train(fit, recipe, held_out, folds, labels, target, draft, dtype, device, out)
 
 
 def pivot(
@@ -64,6 +70,7 @@ def pivot(
     hidden_size: Annotated[int, typer.Option(help="Units of the branch on the hidden state.")] = 64,
     epochs: Annotated[int, typer.Option(help="Largest number of epochs.")] = 60,
     held_out: HeldOut = 0.2,
+    folds: Folds = None,
     seed: o.Seed = 0,
     dtype: o.Dtype = "auto",
     device: o.Device = None,
@@ -93,7 +100,7 @@ def pivot(
             progress=progress,
         )
 
-    return _train(fit, recipe, held_out, labels, target, draft, dtype, device, out)
+    return _train(fit, recipe, held_out, folds, labels, target, draft, dtype, device, out)
 
 
 COMMANDS: dict[str, Any] = {"judge": judge, "pivot": pivot}
@@ -103,6 +110,7 @@ def _train(
     fit: Any,
     recipe: FeatureRecipe,
     held_out: float,
+    folds: int | None,
     labels: Path,
     target: str,
     draft: str | None,
@@ -114,26 +122,48 @@ def _train(
     require_range("held_out", held_out, 0.0, 0.9, low_open=True)
     import_extra("sklearn", "labels")
     o.quiet_transformers()
-    from reprieve.cli.compare import reporter
     from reprieve.heads.artefact import claim_folder
+    from reprieve.heads.folds import fold_folder, fold_of, require_folds, write_folds
     from reprieve.labelling.store import LabelStore
     from reprieve.models import load_pair
-    from reprieve.training.features import collect
 
     store = LabelStore(labels)
     pair = load_pair(target, draft, dtype=dtype, device=device)
     store.require_pair(pair.identity)
     claim_folder(out)
+    problems = store.problems()
+    if folds is not None:
+        require_folds(folds)
+        for fold in range(folds):
+            kept = [problem for problem in problems if fold_of(problem.problem_id, folds) != fold]
+            _fit_one(fit, recipe, pair, kept, store.manifest["task"], fold_folder(out, fold))
+        write_folds(out, folds)
+        o.console().print(f"out-of-fold heads: {out}   each problem is answered with the head that never saw it")
+        return 0
+    head = _fit_one(fit, recipe, pair, problems, store.manifest["task"], out)
+    o.console().print(
+        f"head: {out}   use it: reprieve bench --arm {head.kind}:path={out}", soft_wrap=True, markup=False
+    )
+    return 0
+
+
+def _fit_one(fit: Any, recipe: FeatureRecipe, pair: Pair, problems: list[ProblemLabels], task: str, out: Path) -> Head:
+    """Recompute the features of some labels, fit a head, save it and say how good it is."""
+    from reprieve.cli.compare import reporter
+    from reprieve.heads.artefact import claim_folder
+    from reprieve.training.features import collect
+
+    claim_folder(out)
     with o.progress_bar("features") as bar:
         tokens = collect(
             pair,
-            store.problems(),
+            problems,
             layers=recipe.layers,
             draft_layers=recipe.draft_layers if recipe.reads_draft else (),
             progress=reporter(bar, "problems"),
         )
     with o.progress_bar("fitting") as bar:
-        head = fit(tokens, pair, store.manifest["task"], reporter(bar, "steps"))
+        head: Head = fit(tokens, pair, task, reporter(bar, "steps"))
     head.save_pretrained(out)
     made = head.training
     auc, low, high = made["auc_held_out"]
@@ -143,7 +173,6 @@ def _train(
         f"features: {recipe.name}",
         f"threshold {head.threshold:g} refuses {100 * made['recall_at_threshold']:.0f}% of the important and accepts "
         f"{100 * made['acceptance_at_threshold']:.0f}% of the others",
-        f"head: {out}   use it: reprieve bench --arm {head.kind}:path={out}",
     )
     o.console().print("\n".join(lines), soft_wrap=True, markup=False)
-    return 0
+    return head

@@ -30,7 +30,7 @@ class Answer:
     on_token: OnToken | None
     tokens: list[Token] = field(default_factory=list)
     trace: list[RoundTrace] | None = None
-    num_rounds: int = 0
+    round_lengths: list[int] = field(default_factory=list)
     num_drafted: int = 0
     finish_reason: str | None = None
     times: RoundTimes = field(default_factory=RoundTimes)

@@ -148,10 +148,11 @@ class SpeculativeDecoder:
             tokens=answer.tokens,
             text=text,
             finish_reason=answer.finish_reason,
-            num_rounds=answer.num_rounds,
+            num_rounds=len(answer.round_lengths),
             num_drafted=answer.num_drafted,
             seconds=seconds,
             times=answer.times,
+            round_lengths=answer.round_lengths,
             trace=answer.trace,
         )
 
@@ -285,12 +286,12 @@ class SpeculativeDecoder:
         committed.append(Token(outcome.next_token_id, Provenance.TARGET))
         if self.advisor is not None:
             self.advisor.commit([token.token_id for token in committed])
-        answer.num_rounds += 1
         answer.num_drafted += block.num_tokens
         first = len(answer.tokens)
         for token in committed:
             if not answer.take(token):
                 break
+        answer.round_lengths.append(len(answer.tokens) - first)
         if answer.trace is not None:
             answer.trace.append(_trace(answer, block, outcome, evidence, answer.tokens[first:]))
 

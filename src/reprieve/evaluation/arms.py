@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reprieve.drafters import Drafter, DraftModelDrafter, NgramDrafter
 from reprieve.engine import SpeculativeDecoder
 from reprieve.errors import SpecError
-from reprieve.heads.loading import attach_heads, require_heads_fit
+from reprieve.heads.certificates import Certificate, Conditions
+from reprieve.heads.folds import fold_of
+from reprieve.heads.loading import attach_heads, require_heads_fit, split_folds
 from reprieve.models import Pair
+from reprieve.models.sampling import SamplingParams
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.spec import parse_parameters
+from reprieve.rules.truncation import require_truncation
 
 TARGET_ONLY = "target_only"
 DRAFT_ONLY = "draft_only"
 LOSSLESS = "lossless"
+RERUN = "lossless_rerun"  # lossless against lossless: the noise floor
+CERTIFIED = "certified:"  # the rule, threshold and K of a certificate
+DIRECT = "direct:"  # the target alone, sampling from what a truncating rule would accept
+_RERUN_SEED = 7919
 
 
 @dataclass(frozen=True)
@@ -23,33 +32,68 @@ class Arm:
     """One way of decoding. `label` names it in files and tables and is unique within a run."""
 
     label: str
-    rule: Rule | None  # None for target_only and draft_only
+    rule: Rule | None  # None for target_only, draft_only and direct
     num_draft_tokens: int
+    truncation: Rule | None = None  # of a direct arm
+    certificate: Certificate | None = None  # of a certified arm
+    seed_shift: int = 0  # draws of its own, for a rerun
 
     @property
     def rule_name(self) -> str:
-        return self.label if self.rule is None else self.rule.name
+        if self.truncation is not None:
+            return DIRECT + self.truncation.name
+        return self.label.partition("@")[0] if self.rule is None or self.seed_shift else self.rule.name
+
+    def params(self, params: SamplingParams) -> SamplingParams:
+        """A run's sampling as this arm has it. A direct arm always samples: greedy, it would be the plain target."""
+        if self.truncation is None:
+            return dataclasses.replace(params, seed=params.seed + self.seed_shift)
+        return dataclasses.replace(params, truncation=self.truncation, temperature=params.temperature or 1.0)
 
 
 def make_arms(specs: Sequence[str | Rule], num_draft_tokens: Sequence[int]) -> list[Arm]:
     """The arms of a run: target-only, draft-only and lossless first, then what was asked, at every K.
+
+    A text may end in `@K=8`: that arm has a K of its own. `lossless_rerun` is lossless with other draws, and
+    `direct:RULE` samples from the target, cut down to the tokens that RULE would accept. `lossless@K=8` takes the
+    place of the lossless arm that is there otherwise. `certified:FILE` has rule, threshold and K of a certificate.
 
     Raises:
         SpecError: a specification that cannot be read, or no K.
     """
     if not num_draft_tokens:
         raise SpecError("num_draft_tokens must name at least one K, got none")
-    baselines = [Arm(TARGET_ONLY, None, num_draft_tokens[0]), Arm(DRAFT_ONLY, None, num_draft_tokens[0])]
-    rules = [parse_rule(LOSSLESS)]
-    for spec in specs:
-        if spec in (TARGET_ONLY, DRAFT_ONLY, LOSSLESS):
-            continue
-        rules.append(attach_heads(parse_rule(spec) if isinstance(spec, str) else spec))
-    arms = baselines
-    for k in dict.fromkeys(num_draft_tokens):
-        suffix = f"@K={k}" if len(set(num_draft_tokens)) > 1 else ""
-        arms += [Arm(rule.spec + suffix, rule, k) for rule in rules]
+    ks = list(dict.fromkeys(num_draft_tokens))
+    arms = [Arm(TARGET_ONLY, None, ks[0]), Arm(DRAFT_ONLY, None, ks[0])]
+    tuned = any(isinstance(spec, str) and spec.startswith(f"{LOSSLESS}@K=") for spec in specs)
+    for spec in specs if tuned else (LOSSLESS, *specs):
+        if spec not in (TARGET_ONLY, DRAFT_ONLY):
+            arms += _arms_of(spec, ks)
     return list({arm.label: arm for arm in arms}.values())
+
+
+def _arms_of(spec: str | Rule, ks: list[int]) -> list[Arm]:
+    if isinstance(spec, Rule):
+        name, own_k = spec.spec, ""
+    else:
+        name, _, own_k = spec.partition("@K=")
+    if name.startswith(DIRECT):
+        truncation = parse_rule(name.removeprefix(DIRECT))
+        require_truncation(truncation)
+        return [Arm(DIRECT + truncation.spec, None, ks[0], truncation=truncation)]
+    if name.startswith(CERTIFIED):
+        certificate = Certificate.load(name.removeprefix(CERTIFIED))
+        rule = attach_heads(parse_rule(certificate.rule))
+        return [Arm(rule.spec, rule, certificate.conditions.num_draft_tokens, certificate=certificate)]
+    if own_k and not own_k.isdigit():
+        raise SpecError(f"an arm's own K is written {name}@K=8, got {spec!r}")
+    rerun = name == RERUN
+    rule = spec if isinstance(spec, Rule) else parse_rule(LOSSLESS if rerun else name)
+    rule = attach_heads(rule)
+    label, shift = (RERUN, _RERUN_SEED) if rerun else (rule.spec, 0)
+    if own_k:
+        return [Arm(f"{label}@K={own_k}", rule, int(own_k), seed_shift=shift)]
+    return [Arm(label + (f"@K={k}" if len(ks) > 1 else ""), rule, k, seed_shift=shift) for k in ks]
 
 
 def sweep_rules(spec: str, thresholds: Sequence[float], *, dial: str | None = None) -> list[Rule]:
@@ -88,22 +132,53 @@ def make_drafter(spec: str, pair: Pair, rule: Rule) -> Drafter:
     raise SpecError(f"drafter must be one of draft, ngram, got {name!r}")
 
 
-def build_decoder(arm: Arm, pair: Pair, *, drafter: str = "draft", task: str | None = None) -> SpeculativeDecoder:
-    """A decoder with caches of its own; models are shared among arms.
+@dataclass(frozen=True)
+class FoldedDecoder:
+    """A decoder per fold of an arm whose head was trained out of fold."""
 
-    Args:
-        task: what it will be used on, for a warning where a head was trained on another; None to leave that out.
+    decoders: Sequence[SpeculativeDecoder]
+
+    def outside(self, problem_id: str) -> SpeculativeDecoder:
+        """The one whose head was not trained on this problem."""
+        return self.decoders[fold_of(problem_id, len(self.decoders))]
+
+
+def build_decoders(
+    arm: Arm, pair: Pair, *, drafter: str, task: str, here: Conditions | None = None
+) -> SpeculativeDecoder | FoldedDecoder:
+    """As `build_decoder`, and for an arm with out-of-fold heads one for each fold.
 
     Raises:
         PairError: a head made for another pair.
     """
-    if arm.label == TARGET_ONLY:
+    rules = [] if arm.rule is None else split_folds(arm.rule)
+    if len(rules) < 2:
+        return build_decoder(arm, pair, drafter=drafter, task=task, here=here)
+    folds = [dataclasses.replace(arm, rule=rule) for rule in rules]
+    return FoldedDecoder([build_decoder(fold, pair, drafter=drafter, task=task) for fold in folds])
+
+
+def build_decoder(
+    arm: Arm, pair: Pair, *, drafter: str = "draft", task: str | None = None, here: Conditions | None = None
+) -> SpeculativeDecoder:
+    """A decoder with caches of its own; models are shared among arms.
+
+    Args:
+        task: what it will be used on, for a warning where a head was trained on another; None to leave that out.
+        here: all conditions, for a warning where its threshold was certified under others; None to leave that out.
+
+    Raises:
+        PairError: a head made for another pair.
+    """
+    if arm.label == TARGET_ONLY or arm.truncation is not None:
         return SpeculativeDecoder(pair.cached_target(), None, pair.tokenizer)
     if arm.label == DRAFT_ONLY:
         return SpeculativeDecoder(pair.cached_draft(), None, pair.tokenizer)
     assert arm.rule is not None
     rule = attach_heads(arm.rule)
-    require_heads_fit(rule, pair.identity, task)
+    require_heads_fit(rule, pair.identity, task, here=here)
+    if arm.certificate is not None and here is not None:
+        arm.certificate.check(here, where=f"of {arm.label}")
     return SpeculativeDecoder(
         pair.cached_target(rule.target_layers),
         make_drafter(drafter, pair, rule),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,11 @@ class ProblemRecord:
     commit_s: float = 0.0
     prefill_s: float = 0.0
     error: str | None = None
+    trial: int = 0  # 0 to num_trials - 1; each has draws of its own
+    turns: list[str] = field(default_factory=list)  # the answers of a conversation of several turns
+    round_lengths: list[int] = field(default_factory=list)  # committed tokens of each round
+    spans: list[list[Any]] = field(default_factory=list)  # [characters, t, m or r]: who proposed `text`
+    energy_j: float | None = None
 
 
 class RecordFile:

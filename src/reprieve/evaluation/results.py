@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from reprieve.evaluation.arms import DRAFT_ONLY, LOSSLESS, TARGET_ONLY, Arm
 from reprieve.evaluation.records import ProblemRecord, replace_file
 from reprieve.evaluation.runner import Run
-from reprieve.metrics import bootstrap_interval, paired_difference, wilson_interval
+from reprieve.metrics import bootstrap_interval, paired_difference, paired_pvalue, share_interval
 
 SCHEMA = 1
 _NUM_SHARES = 11
@@ -23,9 +24,8 @@ def summarise(run: Run) -> dict[str, Any]:
 
     Arms are compared on the problems that all of them finished, so that an interrupted run stays fair.
     """
-    by_arm = {arm.label: {r.problem_id: r for r in run.records if r.arm == arm.label} for arm in run.arms}
-    common = sorted(set.intersection(*(set(records) for records in by_arm.values()))) if by_arm else []
-    rows = {label: [records[problem_id] for problem_id in common] for label, records in by_arm.items()}
+    rows = common_rows([arm.label for arm in run.arms], run.records, run.config.num_trials)
+    num_problems = len(next(iter(rows.values()), ()))
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "command": run.config.command,
@@ -39,12 +39,15 @@ def summarise(run: Run) -> dict[str, Any]:
         "device": run.config.device,
         "task": run.config.task,
         "split": run.config.split,
-        "num_problems": len(common),
+        "offset": run.config.offset,
+        "num_problems": num_problems,
+        "num_trials": run.config.num_trials,
         "num_draft_tokens": run.config.num_draft_tokens[0],
         "sampling": run.config.sampling,
-        "arms": [_summarise_arm(arm, rows) for arm in run.arms] if common else [],
+        "chat_template": run.config.chat_template,
+        "arms": [_summarise_arm(arm, rows, run.arms) for arm in run.arms] if num_problems else [],
     }
-    if common and DRAFT_ONLY in rows:
+    if num_problems and DRAFT_ONLY in rows:
         document["random_allocation"] = _random_allocation(rows)
     return document
 
@@ -56,37 +59,56 @@ def write_results(document: dict[str, Any], folder: Path) -> Path:
     return path
 
 
-def _summarise_arm(arm: Arm, rows: dict[str, list[ProblemRecord]]) -> dict[str, Any]:
-    records = rows[arm.label]
-    target, lossless = rows[TARGET_ONLY], rows[_lossless_at(arm, rows)]
-    correct = [record.correct for record in records]
-    num_correct = sum(correct)
+Rows = dict[str, list[list[ProblemRecord]]]  # by arm, a list of trials a problem, the same problems for all
+
+
+def common_rows(labels: Sequence[str], records: Sequence[ProblemRecord], num_trials: int = 1) -> Rows:
+    """The problems that every arm has answered in every trial, in one order."""
+    found: dict[str, dict[str, dict[int, ProblemRecord]]] = {label: {} for label in labels}
+    for record in records:
+        if record.arm in found:
+            found[record.arm].setdefault(record.problem_id, {})[record.trial] = record
+    whole = [{name for name, trials in arm.items() if len(trials) == num_trials} for arm in found.values()]
+    common = sorted(set.intersection(*whole)) if whole else []
+    return {
+        label: [[arm[name][trial] for trial in range(num_trials)] for name in common] for label, arm in found.items()
+    }
+
+
+def column(problems: list[list[ProblemRecord]], value: Callable[[ProblemRecord], float | bool]) -> np.ndarray:
+    """One number of every record, [n, trials]."""
+    return np.array([[value(record) for record in trials] for trials in problems], dtype=float)
+
+
+def _summarise_arm(arm: Arm, rows: Rows, arms: Sequence[Arm]) -> dict[str, Any]:
+    problems, lossless = rows[arm.label], rows[_lossless_for(arm, arms)]
+    records = [record for trials in problems for record in trials]
+    correct = column(problems, lambda record: record.correct)
+    num_correct = int(correct.sum())
     tokens = sum(record.num_tokens for record in records)
     seconds = sum(record.seconds for record in records)
     rounds = sum(record.num_rounds for record in records)
     drafted = sum(record.num_drafted for record in records)
+    joules = [record.energy_j for record in records]
     return {
         "rule": arm.rule_name,
         "spec": arm.label,
         "params": {} if arm.rule is None else arm.rule.params,
         "num_draft_tokens": None if arm.rule is None else arm.num_draft_tokens,
-        "num_problems": len(records),
+        "num_problems": len(problems),
         "num_failed": sum(record.error is not None for record in records),
         "accuracy": num_correct / len(records),
-        "accuracy_ci95": list(wilson_interval(num_correct, len(records))),
-        "accuracy_vs_target": list(paired_difference(correct, [record.correct for record in target])),
-        "accuracy_vs_lossless": list(paired_difference(correct, [record.correct for record in lossless])),
+        "accuracy_ci95": list(share_interval(correct)),
+        **_against_target(problems, rows.get(TARGET_ONLY)),
+        **_against_lossless(problems, lossless),
         "tokens_per_round": tokens / rounds if rounds else None,
         "acceptance_rate": sum(r.num_accepted for r in records) / drafted if drafted else None,
         "num_rescued": sum(record.num_rescued for record in records),
         "tokens_per_second": tokens / seconds if seconds else None,
-        "speedup_vs_target": _speedup(records, target),
-        "speedup_vs_target_ci95": _speedup_interval(records, target),
-        "speedup_vs_lossless": _speedup(records, lossless),
-        "speedup_vs_lossless_ci95": _speedup_interval(records, lossless),
         "tokens_per_answer": tokens / len(records),
         "num_truncated": sum(record.finish_reason == "length" for record in records),
         "seconds_per_solved": seconds / num_correct if num_correct else None,
+        "joules_per_solved": _joules_per_solved(joules, num_correct),
         "seconds_by_part": {
             part: sum(getattr(record, part) for record in records)
             for part in ("prefill_s", "draft_s", "verify_s", "advise_s", "rule_s", "commit_s")
@@ -94,14 +116,55 @@ def _summarise_arm(arm: Arm, rows: dict[str, list[ProblemRecord]]) -> dict[str, 
     }
 
 
-def _lossless_at(arm: Arm, rows: dict[str, list[ProblemRecord]]) -> str:
-    same_k = f"{LOSSLESS}@K={arm.num_draft_tokens}"
-    return same_k if same_k in rows else LOSSLESS
+def _against_target(problems: list[list[ProblemRecord]], target: list[list[ProblemRecord]] | None) -> dict[str, Any]:
+    if target is None:
+        return {"accuracy_vs_target": None, "speedup_vs_target": None, "speedup_vs_target_ci95": None}
+    solved = [column(arm, lambda record: record.correct) for arm in (problems, target)]
+    return {
+        "accuracy_vs_target": list(paired_difference(*solved)),
+        "speedup_vs_target": _speedup(problems, target),
+        "speedup_vs_target_ci95": _speedup_interval(problems, target),
+    }
 
 
-def _totals(records: list[ProblemRecord]) -> np.ndarray:
-    """[n, 2]: tokens and seconds of each problem."""
-    return np.array([(record.num_tokens, record.seconds) for record in records], dtype=float)
+def _against_lossless(problems: list[list[ProblemRecord]], lossless: list[list[ProblemRecord]]) -> dict[str, Any]:
+    """Quality, length and speed beside the lossless answers to the same problems."""
+    ours, strict = (column(arm, lambda record: record.correct) for arm in (problems, lossless))
+    tokens = [column(arm, lambda record: record.num_tokens) for arm in (problems, lossless)]
+    cut = [column(arm, lambda record: record.finish_reason == "length") for arm in (problems, lossless)]
+    regressed, improved = strict * (1 - ours), ours * (1 - strict)
+    difference = paired_difference(ours, strict)
+    return {
+        "accuracy_vs_lossless": list(difference),
+        "accuracy_vs_lossless_p": paired_pvalue(ours - strict),
+        "net_drop": [-difference[0], -difference[2], -difference[1]],
+        "regression_rate": float(regressed.mean()),
+        "regression_rate_ci95": list(share_interval(regressed)),
+        "improvement_rate": float(improved.mean()),
+        "tokens_vs_lossless": list(paired_difference(*tokens)),
+        "tokens_vs_lossless_p": paired_pvalue(tokens[0] - tokens[1]),
+        "truncated_vs_lossless": list(paired_difference(*cut)),
+        "truncated_vs_lossless_p": paired_pvalue(cut[0] - cut[1]),
+        "speedup_vs_lossless": _speedup(problems, lossless),
+        "speedup_vs_lossless_ci95": _speedup_interval(problems, lossless),
+    }
+
+
+def _joules_per_solved(joules: list[float | None], num_correct: int) -> float | None:
+    known = [value for value in joules if value is not None]
+    return sum(known) / num_correct if num_correct and len(known) == len(joules) else None
+
+
+def _lossless_for(arm: Arm, arms: Sequence[Arm]) -> str:
+    """The lossless arm of the same K, or else the first one: lossless at the K that suits it."""
+    strict = [other for other in arms if other.rule is not None and other.rule_name == LOSSLESS]
+    same_k = [other.label for other in strict if other.num_draft_tokens == arm.num_draft_tokens]
+    return (same_k or [other.label for other in strict])[0]
+
+
+def _totals(problems: list[list[ProblemRecord]]) -> np.ndarray:
+    """[n, 2]: tokens and seconds of each problem, all trials together."""
+    return np.stack([column(problems, lambda r: r.num_tokens).sum(1), column(problems, lambda r: r.seconds).sum(1)], 1)
 
 
 def _ratio(arm: np.ndarray, baseline: np.ndarray) -> float:
@@ -111,23 +174,23 @@ def _ratio(arm: np.ndarray, baseline: np.ndarray) -> float:
     return float((tokens / seconds) / (base_tokens / base_seconds))
 
 
-def _speedup(records: list[ProblemRecord], baseline: list[ProblemRecord]) -> float | None:
+def _speedup(problems: list[list[ProblemRecord]], baseline: list[list[ProblemRecord]]) -> float | None:
     """Ratio of tokens per second over the same problems; None where one of them made no token."""
-    ratio = _ratio(_totals(records), _totals(baseline))
+    ratio = _ratio(_totals(problems), _totals(baseline))
     return None if math.isnan(ratio) else ratio
 
 
-def _speedup_interval(records: list[ProblemRecord], baseline: list[ProblemRecord]) -> list[float] | None:
-    if _speedup(records, baseline) is None:
+def _speedup_interval(problems: list[list[ProblemRecord]], baseline: list[list[ProblemRecord]]) -> list[float] | None:
+    if _speedup(problems, baseline) is None:
         return None
-    arm, base = _totals(records), _totals(baseline)
+    arm, base = _totals(problems), _totals(baseline)
     return list(bootstrap_interval(lambda index: _ratio(arm[index], base[index]), len(arm), num_resamples=1000))
 
 
-def _random_allocation(rows: dict[str, list[ProblemRecord]]) -> list[dict[str, float]]:
+def _random_allocation(rows: Rows) -> list[dict[str, float]]:
     """What sending a share of the problems to the draft alone would give: the line every rule has to beat."""
     target, draft = _totals(rows[TARGET_ONLY]).sum(0), _totals(rows[DRAFT_ONLY]).sum(0)
-    accuracies = [float(np.mean([r.correct for r in rows[label]])) for label in (TARGET_ONLY, DRAFT_ONLY)]
+    accuracies = [column(rows[label], lambda r: r.correct).mean() for label in (TARGET_ONLY, DRAFT_ONLY)]
     line = []
     for share in np.linspace(0, 1, _NUM_SHARES):
         tokens, seconds = (1 - share) * target + share * draft
@@ -136,7 +199,7 @@ def _random_allocation(rows: dict[str, list[ProblemRecord]]) -> list[dict[str, f
         line.append(
             {
                 "share_to_draft": float(share),
-                "accuracy": (1 - share) * accuracies[0] + share * accuracies[1],
+                "accuracy": float((1 - share) * accuracies[0] + share * accuracies[1]),
                 "speedup_vs_target": float((tokens / seconds) / (target[0] / target[1])),
             }
         )

@@ -71,7 +71,7 @@ def load_artefact(
     Raises:
         ReprieveError: not found, another kind, unreadable, or weights that are not those it was saved with.
     """
-    folder = _find(source)
+    folder = find_artefact(source)
     try:
         config = json.loads((folder / _CONFIG).read_text())
         content = (folder / _WEIGHTS).read_bytes()
@@ -97,7 +97,7 @@ def load_artefact(
         raise ReprieveError(f"head {str(source)!r}: {_WEIGHTS} cannot be read: {error}") from None
 
 
-def _find(source: str | Path) -> Path:
+def find_artefact(source: str | Path) -> Path:
     """The folder a name means: a bundled head's, itself, or a copy of a hub repository."""
     if str(source) in BUNDLED:
         return Path(str(resources.files("reprieve.pair"))) / "heads" / BUNDLED[str(source)]

@@ -13,6 +13,8 @@ from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from reprieve.errors import SpecError, require_range
+from reprieve.rules import Rule
+from reprieve.rules.truncation import require_truncation, truncated_tokens
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class SamplingParams:
         draft_temperature: the draft's own temperature; None for the target's. FSD drafts greedily (0).
         ignore_eos: go on after the end-of-text token.
         eos_token_ids: tokens that end the answer; None for the model's and the tokenizer's own.
+        truncation: draw the target's tokens only from those that this rule would accept; None for no such limit.
     """
 
     max_new_tokens: int = 256
@@ -40,6 +43,7 @@ class SamplingParams:
     draft_temperature: float | None = None
     ignore_eos: bool = False
     eos_token_ids: tuple[int, ...] | None = None
+    truncation: Rule | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -56,6 +60,8 @@ class SamplingParams:
             require_range("draft_temperature", self.draft_temperature, 0.0, math.inf)
         if any(not text for text in self.stop):
             raise SpecError("stop must hold texts of at least one character, got an empty one")
+        if self.truncation is not None:
+            require_truncation(self.truncation)
 
     @property
     def greedy(self) -> bool:
@@ -76,7 +82,11 @@ class Sampler:
 
     def target_scores(self, logits: Tensor) -> Tensor:
         """Logits whose softmax the target's tokens are drawn from, [n, V]; unchanged when greedy."""
-        return self._target(None, logits) if self._target else logits  # type: ignore[arg-type]
+        scores = self._target(None, logits) if self._target else logits  # type: ignore[arg-type]
+        if self.params.truncation is None:
+            return scores
+        rows = [truncated_tokens(self.params.truncation, *row) for row in zip(logits, scores, strict=True)]
+        return scores.masked_fill(~torch.stack(rows), -math.inf)
 
     def draft_scores(self, logits: Tensor) -> Tensor:
         """The same for the draft. A greedy draft beside a sampling target is shaped as the target is."""

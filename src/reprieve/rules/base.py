@@ -45,6 +45,7 @@ class Rule(ABC):
     needs: ClassVar[frozenset[str]] = frozenset()  # optional `Evidence` fields it reads
     reads_text: ClassVar[bool] = False  # whether `bind` needs a tokenizer that knows the tokens' text
     beyond_truncation: ClassVar[bool] = False  # whether it may accept tokens that top-k or top-p cut off
+    truncates: ClassVar[bool] = False  # whether it accepts the likeliest tokens, by the target's distribution alone
 
     @property
     @abstractmethod

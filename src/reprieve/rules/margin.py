@@ -45,6 +45,7 @@ class MarginRule(Rule):
     name = "margin"
     dial = "delta"
     strictest = 0.0
+    truncates = True
 
     delta: float = 1.0
     k: int | None = None
@@ -79,6 +80,7 @@ class RatioRule(Rule):
     name = "ratio"
     dial = "ratio"
     strictest = 1.0
+    truncates = True
 
     ratio: float = 0.5
     k: int | None = 3
@@ -108,6 +110,7 @@ class FloorRule(Rule):
     name = "floor"
     dial = "min_prob"
     strictest = 1.0
+    truncates = True
 
     min_prob: float = 1e-4
 

@@ -21,6 +21,7 @@ class TopKRule(Rule):
     name = "top_k"
     dial = "k"
     strictest = 1
+    truncates = True
 
     k: int = 2
 

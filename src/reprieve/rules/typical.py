@@ -28,6 +28,7 @@ class TypicalRule(Rule):
     name = "typical"
     dial = "slack"
     strictest = -math.inf
+    truncates = True
 
     epsilon: float = 0.09
     delta: float | None = None

@@ -8,11 +8,12 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class TaskProblem:
-    """One problem: the exact prompt, and the reference answer graders compare with."""
+    """One problem: the exact prompt, the reference answer graders compare with, and what is said after the answer."""
 
     problem_id: str
     prompt: str
     reference: str
+    follow_ups: tuple[str, ...] = ()  # the user's later turns
 
 
 class Task(Protocol):

@@ -1,0 +1,1 @@
+"""Thresholds with a promise: valid bounds, the walk over thresholds, certificates."""

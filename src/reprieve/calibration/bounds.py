@@ -1,0 +1,107 @@
+"""Valid one-sided tests of how much quality is lost, and the largest loss they leave possible.
+
+Two quantities, from the same problems answered strictly and relaxed: the *regression rate* (solved strictly, failed
+relaxed; in [0, 1] a problem) and the *net drop* (strict minus relaxed; in [-1, 1] a problem). Every p-value is of the
+hypothesis that the loss is `bound` or more: a small one lets us say "less than `bound`". No test here needs large
+samples or normality.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from scipy.stats import binom
+
+from reprieve.errors import require_range
+
+_PRECISION = 1e-5
+_LARGEST_BET = 0.9  # share of the largest bet that cannot ruin
+
+
+def hoeffding_bentkus_pvalue(losses: np.ndarray, bound: float) -> float:
+    """P-value of "the mean loss is `bound` or more", for losses in [0, 1], [n].
+
+    The smaller of Hoeffding's bound, in its tighter form, and Bentkus' (Bates et al., arXiv 2101.02703, Theorem 3, as
+    Learn-then-Test, arXiv 2110.01052, uses it).
+
+    Raises:
+        SpecError: a bound outside (0, 1].
+        ValueError: no losses, or losses outside [0, 1].
+    """
+    require_range("bound", bound, 0.0, 1.0, low_open=True)
+    _require_within(losses, 0.0)
+    num, mean = len(losses), float(losses.mean())
+    if mean >= bound:
+        return 1.0
+    hoeffding = math.exp(-num * _divergence(mean, bound))
+    # Sums such as 0.1 + 0.2 must not push the ceiling up by one.
+    bentkus = math.e * float(binom.cdf(math.ceil(num * mean - 1e-9), num, bound))
+    return min(hoeffding, bentkus, 1.0)
+
+
+def betting_pvalue(drops: np.ndarray, bound: float, *, confidence: float = 0.95) -> float:
+    """P-value of "the mean drop is `bound` or more", for drops in [-1, 1], [n] in an order fixed beforehand.
+
+    One over the capital of a gambler who bets against that hypothesis, each bet chosen from the drops before it
+    (Waudby-Smith and Ramdas, arXiv 2010.09686): the capital is a supermartingale where the hypothesis holds, so it
+    reaches 1 / p with probability at most p. Bets are sized for n problems and `confidence`; any other size is valid
+    too, and weaker.
+
+    Raises:
+        SpecError: a bound outside (-1, 1), or a confidence outside (0, 1).
+        ValueError: no drops, or drops outside [-1, 1].
+    """
+    require_range("confidence", confidence, 0.5, 0.999999)
+    _require_within(drops, -1.0)
+    require_range("bound", bound, -0.999999, 0.999999)
+    return float(min(1.0, math.exp(-_log_capital((drops + 1) / 2, (bound + 1) / 2, confidence))))
+
+
+def upper_bound(
+    pvalue: Callable[[np.ndarray, float], float], losses: np.ndarray, *, confidence: float, low: float
+) -> float:
+    """The smallest bound that a test accepts at `confidence`: the true loss is below it, with that confidence.
+
+    Args:
+        pvalue: a test whose p-value falls as the bound grows.
+        low: the smallest loss there is: 0 for regressions, -1 for drops.
+    """
+    high, alpha = 1.0 - 1e-6, 1 - confidence
+    low += 1e-6
+    if pvalue(losses, high) > alpha:
+        return 1.0
+    while high - low > _PRECISION:
+        middle = (low + high) / 2
+        low, high = (low, middle) if pvalue(losses, middle) <= alpha else (middle, high)
+    return high
+
+
+def _log_capital(values: np.ndarray, mean: float, confidence: float) -> float:
+    """log of the capital after all bets that `values` in [0, 1] have a smaller mean than `mean`."""
+    before = np.arange(len(values))
+    squares = np.concatenate([[0.0], np.cumsum((values - _running(values)) ** 2)[:-1]])
+    variance = (0.25 + squares) / (before + 1)
+    bets = np.sqrt(2 * math.log(1 / (1 - confidence)) / (len(values) * variance))
+    bets = np.minimum(bets, _LARGEST_BET / (1 - mean))
+    return float(np.log1p(bets * (mean - values)).sum())
+
+
+def _running(values: np.ndarray) -> np.ndarray:
+    """The mean so far at each place, itself included, pulled towards 1/2 by one observation."""
+    return (0.5 + np.cumsum(values)) / (2 + np.arange(len(values)))
+
+
+def _divergence(mean: float, bound: float) -> float:
+    """Kullback-Leibler divergence of two coins, nats; infinite where the bound leaves the mean no chance."""
+    if bound >= 1.0:
+        return math.inf
+    first = mean * math.log(mean / bound) if mean > 0 else 0.0
+    return first + (1 - mean) * math.log((1 - mean) / (1 - bound))
+
+
+def _require_within(values: np.ndarray, low: float) -> None:
+    if not len(values) or values.min() < low or values.max() > 1:
+        got = f"[{values.min():g}, {values.max():g}]" if len(values) else "none"
+        raise ValueError(f"values must be in [{low:g}, 1], at least one, got {got}")

@@ -1,0 +1,189 @@
+"""Measure what certificates need: paired answers on a calibration split, then on held-out problems."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reprieve.calibration.certify import NET_DROP, Evidence, Promise, Step, walk
+from reprieve.errors import SpecError
+from reprieve.evaluation.arms import LOSSLESS, Arm
+from reprieve.evaluation.records import replace_file
+from reprieve.evaluation.results import column, common_rows
+from reprieve.evaluation.runner import RunConfig, Runner, environment
+from reprieve.heads.artefact import BUNDLED
+from reprieve.heads.certificates import FOLDER, Certificate, portable_spec
+from reprieve.models import Pair
+from reprieve.rules import Rule, parse_rule
+from reprieve.rules.learned import LearnedRule
+from reprieve.tasks import Task
+
+# Where a rule has a probability for a dial, these are tried unless others are named.
+PROBABILITIES = (0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3, 0.5)
+Announce = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to certify, and on which problems.
+
+    Args:
+        rule: at any threshold.
+        thresholds: values of its dial to try; () for probabilities from 0.005 to 0.5, for rules with a head.
+        calibration, held_out: configurations of the two measurements; their `arms` are filled in.
+    """
+
+    rule: Rule
+    promise: Promise
+    thresholds: Sequence[float]
+    num_draft_tokens: int
+    calibration: dict[str, Any]
+    held_out: dict[str, Any]
+
+    def candidates(self) -> list[Rule]:
+        """The rule at each threshold, from strict to lenient.
+
+        Raises:
+            SpecError: no thresholds for a rule that has no usual ones, or a value out of range.
+        """
+        values = list(self.thresholds) or (list(PROBABILITIES) if isinstance(self.rule, LearnedRule) else [])
+        if not values:
+            raise SpecError(f"rule {self.rule.name} needs --thresholds: values of {self.rule.dial} to try")
+        return sorted((self.rule.with_dial(value) for value in values), key=lambda rule: rule.threshold)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it: a certificate, or the reason why there is none."""
+
+    steps: list[Step]
+    held_out: Evidence | None
+    certificate: Certificate | None
+    reason: str = ""
+
+
+def certify(
+    plan: Plan,
+    pair: Pair,
+    task: Task,
+    folder: Path,
+    *,
+    command: str,
+    announce: Announce = lambda line: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Outcome | None:
+    """Walk the thresholds, confirm on held-out problems, write `certificate.json`; None where Ctrl-C ended it.
+
+    The promise rests on the calibration problems alone. The held-out ones are a second, independent look: where their
+    observed loss reaches the bound no certificate is written.
+
+    Raises:
+        SpecError: a plan that cannot be read.
+        ReprieveError: the folder holds another run.
+    """
+    candidates = plan.candidates()
+    strict = Arm(LOSSLESS, parse_rule(LOSSLESS), plan.num_draft_tokens)
+    arms = {getattr(rule, rule.dial): Arm(rule.spec, rule, plan.num_draft_tokens) for rule in candidates}
+
+    def runner_of(settings: dict[str, Any], chosen: list[Arm], name: str) -> Runner:
+        config = RunConfig.of(pair, chosen, command=command, **settings)
+        return Runner(config, chosen, pair, task, folder / name)
+
+    calibration = runner_of(plan.calibration, [strict, *arms.values()], "calibration")
+
+    def measure(threshold: float) -> tuple[np.ndarray, np.ndarray, float | None]:
+        both = [strict, arms[threshold]]
+        if not calibration.measure([strict], progress) or not calibration.measure([both[1]], progress):
+            raise KeyboardInterrupt
+        return _outcomes(calibration, both)
+
+    try:
+        steps = walk(list(arms), plan.promise, measure, on_step=lambda step: announce(_line(plan, step)))
+        passed = [step for step in steps if step.evidence.passed]
+        if not passed:
+            return Outcome(steps, None, None, "no threshold passed: already the strictest could not be proved")
+        best = arms[passed[-1].threshold]
+        held = runner_of(plan.held_out, [strict, best], "held_out")
+        if not held.measure(progress=progress):
+            return None
+    except KeyboardInterrupt:
+        return None
+    ours, relaxed, tokens_per_round = _outcomes(held, [strict, best])
+    evidence = plan.promise.test(ours, relaxed)
+    announce(_line(plan, Step(passed[-1].threshold, evidence, tokens_per_round), where="held out"))
+    if evidence.observed >= plan.promise.max_drop:
+        told = f"the held-out problems contradict it: observed {evidence.observed:.4f}"
+        return Outcome(steps, evidence, None, told)
+    rule = best.rule
+    assert rule is not None
+    certificate = Certificate(
+        statement=_statement(plan, task, best, steps[len(passed) - 1], evidence),
+        rule=rule.spec,
+        portable_rule=portable_spec(rule),
+        threshold=float(passed[-1].threshold),
+        promise=dataclasses.asdict(plan.promise),
+        verdict="confirmed" if evidence.passed else "consistent",
+        conditions=calibration.config.conditions(pair, best),
+        calibration={
+            **_where(calibration.config),
+            "num_thresholds_tried": len(steps),
+            "steps": [dataclasses.asdict(step) for step in steps],
+        },
+        held_out={**_where(held.config), "tokens_per_round": tokens_per_round, **dataclasses.asdict(evidence)},
+        made_with={"command": command, **environment()},
+    )
+    replace_file(folder / "certificate.json", certificate.to_json())
+    _file_beside_heads(certificate, rule)
+    return Outcome(steps, evidence, certificate)
+
+
+def _outcomes(runner: Runner, arms: list[Arm]) -> tuple[np.ndarray, np.ndarray, float | None]:
+    labels = [arm.label for arm in arms]
+    rows = common_rows(labels, runner.records, runner.config.num_trials)
+    strict, relaxed = (column(rows[label], lambda record: record.correct) for label in labels)
+    tokens = column(rows[labels[1]], lambda record: record.num_tokens).sum()
+    rounds = column(rows[labels[1]], lambda record: record.num_rounds).sum()
+    return strict, relaxed, float(tokens / rounds) if rounds else None
+
+
+def _where(config: RunConfig) -> dict[str, Any]:
+    return {"split": config.split, "offset": config.offset, "limit": config.limit, "seed": config.seed}
+
+
+def _words(loss: str) -> str:
+    return "loses less than" if loss == NET_DROP else "spoils fewer than"
+
+
+def _statement(plan: Plan, task: Task, arm: Arm, step: Step, held: Evidence) -> str:
+    promise = plan.promise
+    return (
+        f"With {100 * promise.confidence:g}% confidence, {arm.label} {_words(promise.loss)} "
+        f"{100 * promise.max_drop:g} points of problems solved against lossless decoding on task {task.name} at "
+        f"K = {arm.num_draft_tokens}. Calibrated on {step.evidence.num_problems} problems (observed "
+        f"{100 * step.evidence.observed:+.2f} points, at most {100 * step.evidence.upper_bound:.2f}); on "
+        f"{held.num_problems} held-out problems it lost {100 * held.observed:+.2f} points (at most "
+        f"{100 * held.upper_bound:.2f})."
+    )
+
+
+def _line(plan: Plan, step: Step, where: str = "calibration") -> str:
+    evidence = step.evidence
+    return (
+        f"{where}: {plan.rule.dial} {step.threshold:g}: loss {100 * evidence.observed:+.2f} points, at most "
+        f"{100 * evidence.upper_bound:.2f}, p = {evidence.p_value:.3g}, "
+        + (f"{step.tokens_per_round:.2f} tokens a round, " if step.tokens_per_round else "")
+        + ("passed" if evidence.passed else "not proved")
+    )
+
+
+def _file_beside_heads(certificate: Certificate, rule: Rule) -> None:
+    """A copy in the folder of each head the rule has, where that is a folder of the user's."""
+    name = f"{certificate.promise['loss']}-{certificate.promise['max_drop']:g}-{certificate.threshold:g}.json"
+    for path, _ in rule.heads:
+        if path not in BUNDLED and Path(path).is_dir():
+            replace_file(Path(path) / FOLDER / name, certificate.to_json())

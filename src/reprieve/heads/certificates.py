@@ -1,0 +1,147 @@
+"""Certificates: what was promised of a rule at a threshold, under which conditions, on what evidence.
+
+A certificate is a JSON file that people can read. It lies beside the head it is about, in `certificates/`, or wherever
+`reprieve certify` was told to put it; `reprieve.calibration` makes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reprieve.errors import PairError, ReprieveError
+from reprieve.heads.binding import PairIdentity
+from reprieve.rules import Rule
+
+SCHEMA = 1
+FOLDER = "certificates"
+_KIND = "reprieve certificate"
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a measurement held for. Sampling has temperature, top_p, top_k and draft_temperature."""
+
+    pair: PairIdentity
+    task: str
+    sampling: Mapping[str, Any]
+    num_draft_tokens: int
+    drafter: str
+    dtype: str
+    chat_template: bool = False
+
+    def differences(self, other: Conditions) -> list[str]:
+        """How `other` differs, one short text each; the weights are compared by fingerprint, tasks by name."""
+        found = []
+        for part in ("target_weights", "draft_weights", "tokenizer"):
+            if getattr(self.pair, part) != getattr(other.pair, part):
+                found.append(f"{part} {getattr(other.pair, part)} (certified: {getattr(self.pair, part)})")
+        if self.task.partition(":")[0] != other.task.partition(":")[0]:
+            found.append(f"task {other.task} (certified: {self.task})")
+        for name in ("num_draft_tokens", "drafter", "dtype", "chat_template"):
+            if getattr(self, name) != getattr(other, name):
+                found.append(f"{name} {getattr(other, name)} (certified: {getattr(self, name)})")
+        for name in sorted(self.sampling.keys() | other.sampling.keys()):
+            ours, theirs = self.sampling.get(name), other.sampling.get(name)
+            if ours != theirs:
+                found.append(f"{name} {theirs} (certified: {ours})")
+        return found
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """One promise and its evidence.
+
+    Args:
+        statement: the promise in a sentence.
+        rule: the rule's specification, threshold included, with heads named by where they were.
+        portable_rule: the same with heads named by fingerprint: holds wherever the heads have been moved.
+        threshold: the certified value of the rule's dial.
+        promise: max_drop, confidence and loss.
+        verdict: `confirmed` where the held-out problems prove the promise again, `consistent` where they agree with it.
+        calibration, held_out: split, problems, and what was observed; calibration lists every threshold tried.
+        made_with: command, versions, machine, commit.
+    """
+
+    statement: str
+    rule: str
+    portable_rule: str
+    threshold: float
+    promise: Mapping[str, Any]
+    verdict: str
+    conditions: Conditions
+    calibration: Mapping[str, Any]
+    held_out: Mapping[str, Any]
+    made_with: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The file's content, the statement first."""
+        return json.dumps({"kind": _KIND, "schema": SCHEMA, **dataclasses.asdict(self)}, indent=2) + "\n"
+
+    @classmethod
+    def load(cls, path: str | Path) -> Certificate:
+        """Read a certificate.
+
+        Raises:
+            ReprieveError: it cannot be read, or is none.
+        """
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            if values.pop("kind") != _KIND or values.pop("schema") != SCHEMA:
+                raise ValueError(f"not a {_KIND} of schema {SCHEMA}")
+            conditions = values.pop("conditions")
+            pair = PairIdentity(**conditions.pop("pair"))
+            return cls(conditions=Conditions(pair=pair, **conditions), **values)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ReprieveError(f"certificate {str(path)!r} cannot be read: {error}") from None
+
+    def check(self, here: Conditions, *, where: str) -> None:
+        """Warn where a promise made elsewhere says nothing, and refuse another pair.
+
+        Raises:
+            PairError: other weights or another tokenizer.
+        """
+        self.conditions.pair.require_matches(here.pair, f"the certificate {where}", reads_draft=True)
+        if found := self.conditions.differences(here):
+            warnings.warn(
+                f"the certificate {where} does not hold here: {'; '.join(found)}; certify anew, or use its conditions",
+                stacklevel=3,
+            )
+
+
+def portable_spec(rule: Rule) -> str:
+    """The rule's specification with its heads named by fingerprint instead of by folder."""
+    spec = rule.spec
+    for name, head in rule.heads:
+        spec = spec.replace(f"path={name}", f"path={head.fingerprint}")
+    return spec
+
+
+def read_certificates(folder: Path) -> list[Certificate]:
+    """All certificates that lie beside a head, by name.
+
+    Raises:
+        ReprieveError: one of them cannot be read.
+    """
+    return [Certificate.load(path) for path in sorted((folder / FOLDER).glob("*.json"))]
+
+
+def warn_of_certificates(rule: Rule, folders: Mapping[str, Path], here: Conditions) -> None:
+    """Where a rule's threshold was certified under other conditions, say so; where it holds here, say nothing.
+
+    Args:
+        folders: where each of the rule's heads lies.
+    """
+    spec = portable_spec(rule)
+    found = [item for folder in folders.values() for item in read_certificates(folder) if item.portable_rule == spec]
+    if not found or any(not item.conditions.differences(here) for item in found):
+        return
+    try:
+        found[0].check(here, where=f"of {rule.spec}")
+    except PairError as error:
+        warnings.warn(str(error), stacklevel=2)

@@ -1,0 +1,59 @@
+"""The truncated distribution a rule stands for: what a fair comparison samples from directly.
+
+A rule that judges a token by the target's distribution alone accepts a set of tokens at each place. Its honest rival is
+the target sampling from that same set ("Revisiting Lossy Verification", arXiv 2607.26627), not the plain target.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from reprieve.errors import SpecError
+from reprieve.rules.base import Rule, bounded_risk
+from reprieve.types import Evidence
+
+_CHUNK = 64
+
+
+def require_truncation(rule: Rule) -> None:
+    """Refuse a rule that looks at more than the target's distribution.
+
+    Raises:
+        SpecError: names the rule.
+    """
+    if not rule.truncates:
+        raise SpecError(f"direct: takes a rule that judges by the target's distribution alone, got {rule.name}")
+
+
+def truncated_tokens(
+    rule: Rule,
+    logits: Tensor,  # [V], raw
+    scores: Tensor,  # [V], after temperature, top-k and top-p
+) -> Tensor:  # [V], bool
+    """The tokens a truncating rule would accept here, the most likely one always among them.
+
+    Such rules accept any token more likely than one they accept, so tokens are tried by falling score, and the search
+    ends with the first group that holds a refused one.
+
+    Raises:
+        SpecError: a rule that is none.
+    """
+    require_truncation(rule)
+    kept = torch.zeros_like(scores, dtype=torch.bool)
+    order = scores.argsort(descending=True)
+    kept[order[0]] = True
+    for token_ids in order.split(_CHUNK):
+        shape = (len(token_ids), len(scores))
+        evidence = Evidence(
+            token_ids=token_ids,
+            target_logits=logits.expand(shape),
+            greedy=False,
+            lossless_accepts=torch.zeros_like(token_ids, dtype=torch.bool),
+            target_scores=scores.expand(shape),
+        )
+        passed = bounded_risk(rule, evidence) <= rule.threshold
+        kept[token_ids[passed]] = True
+        if not bool(passed.all()):
+            break
+    return kept
