@@ -12,7 +12,8 @@ from reprieve.evaluation.arms import make_arms, sweep_rules
 from reprieve.evaluation.figure import draw_frontier
 from reprieve.evaluation.records import RecordFile
 from reprieve.evaluation.results import summarise, write_results
-from reprieve.evaluation.runner import RunConfig, run_arms
+from reprieve.evaluation.config import RunConfig
+from reprieve.evaluation.runner import run_arms
 from reprieve.metrics import bootstrap_interval, paired_difference, wilson_interval
 from reprieve.models import Pair
 from reprieve.tasks import TaskProblem

@@ -41,10 +41,7 @@ class Promise:
 
     def losses(self, strict: np.ndarray, relaxed: np.ndarray) -> np.ndarray:
         """Loss of each problem, from how it was solved: [n] or [n, trials] in [0, 1] to [n]."""
-        if self.loss == NET_DROP:
-            losses = strict - relaxed
-        else:
-            losses = strict * (1 - relaxed)
+        losses = strict - relaxed if self.loss == NET_DROP else strict * (1 - relaxed)
         return np.asarray(losses, dtype=float).reshape(len(losses), -1).mean(1)
 
     def pvalue(self, losses: np.ndarray, bound: float) -> float:

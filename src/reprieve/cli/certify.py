@@ -30,6 +30,7 @@ def command(
     ] = "test",
     held_out_limit: Annotated[int, typer.Option(help="Number of held-out problems.")] = 1000,
     trials: o.Trials = 1,
+    workers: Annotated[int, typer.Option(help="Processes side by side.")] = 1,
     temperature: o.Temperature = 0.0,
     top_p: o.TopP = 1.0,
     top_k: o.TopK = 0,
@@ -81,6 +82,7 @@ def command(
             loaded,
             out,
             command=o.command_line(),
+            num_workers=workers,
             announce=lambda line: show(line, soft_wrap=True, markup=False),
             progress=reporter(bar),
         )
@@ -91,6 +93,6 @@ def command(
         show(f"no certificate: {outcome.reason}", soft_wrap=True, markup=False)
         return 1
     show(f"\n{outcome.certificate.statement}", soft_wrap=True, markup=False)
-    show(f"{outcome.certificate.verdict}; certificate: {out / 'certificate.json'}", soft_wrap=True, markup=False)
-    show(f"use it: reprieve bench --arm certified:{out / 'certificate.json'}", soft_wrap=True, markup=False)
+    show(f"{outcome.certificate.verdict}; certificate: {outcome.path}", soft_wrap=True, markup=False)
+    show(f"use it: reprieve bench --arm certified:{outcome.path}", soft_wrap=True, markup=False)
     return 0

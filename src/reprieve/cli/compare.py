@@ -34,9 +34,10 @@ def compare(
     """Measure and report; returns the exit status."""
     loaded_task = load_task(task)
     quiet_transformers()
+    from reprieve.evaluation.config import RunConfig
     from reprieve.evaluation.figure import draw_frontier
     from reprieve.evaluation.results import summarise, write_results
-    from reprieve.evaluation.runner import RunConfig, run_arms
+    from reprieve.evaluation.runner import run_arms
     from reprieve.models import load_pair
 
     pair = load_pair(target, draft, dtype=dtype, device=device)

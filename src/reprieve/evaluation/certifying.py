@@ -13,9 +13,10 @@ import numpy as np
 from reprieve.calibration.certify import NET_DROP, Evidence, Promise, Step, walk
 from reprieve.errors import SpecError
 from reprieve.evaluation.arms import LOSSLESS, Arm
+from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.records import replace_file
 from reprieve.evaluation.results import column, common_rows
-from reprieve.evaluation.runner import RunConfig, Runner, environment
+from reprieve.evaluation.runner import Runner, environment
 from reprieve.heads.artefact import BUNDLED
 from reprieve.heads.certificates import FOLDER, Certificate, portable_spec
 from reprieve.models import Pair
@@ -65,6 +66,7 @@ class Outcome:
     held_out: Evidence | None
     certificate: Certificate | None
     reason: str = ""
+    path: Path | None = None  # of the certificate
 
 
 def certify(
@@ -74,10 +76,13 @@ def certify(
     folder: Path,
     *,
     command: str,
+    num_workers: int = 1,
     announce: Announce = lambda line: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Outcome | None:
-    """Walk the thresholds, confirm on held-out problems, write `certificate.json`; None where Ctrl-C ended it.
+    """Walk the thresholds, confirm on held-out problems, write the certificate; None where Ctrl-C ended it.
+
+    Another rule certified into the same folder shares the strict answers.
 
     The promise rests on the calibration problems alone. The held-out ones are a second, independent look: where their
     observed loss reaches the bound no certificate is written.
@@ -92,7 +97,7 @@ def certify(
 
     def runner_of(settings: dict[str, Any], chosen: list[Arm], name: str) -> Runner:
         config = RunConfig.of(pair, chosen, command=command, **settings)
-        return Runner(config, chosen, pair, task, folder / name)
+        return Runner(config, chosen, pair, task, folder / name, num_workers=num_workers, extendable=True)
 
     calibration = runner_of(plan.calibration, [strict, *arms.values()], "calibration")
 
@@ -137,9 +142,10 @@ def certify(
         held_out={**_where(held.config), "tokens_per_round": tokens_per_round, **dataclasses.asdict(evidence)},
         made_with={"command": command, **environment()},
     )
-    replace_file(folder / "certificate.json", certificate.to_json())
+    path = folder / f"{rule.name}-{plan.promise.loss}-{plan.promise.max_drop:g}.json"
+    replace_file(path, certificate.to_json())
     _file_beside_heads(certificate, rule)
-    return Outcome(steps, evidence, certificate)
+    return Outcome(steps, evidence, certificate, path=path)
 
 
 def _outcomes(runner: Runner, arms: list[Arm]) -> tuple[np.ndarray, np.ndarray, float | None]:

@@ -82,8 +82,11 @@ def replace_file(path: Path, content: bytes | str) -> None:
     os.replace(temporary, path)
 
 
-def claim_folder(folder: Path, configuration: Mapping[str, Any]) -> RecordFile:
+def claim_folder(folder: Path, configuration: Mapping[str, Any], *, extendable: tuple[str, ...] = ()) -> RecordFile:
     """Open a run's folder: a new one gets the configuration, an old one must have been made with the same.
+
+    Args:
+        extendable: settings, lists or dictionaries, to which an old folder's may be added.
 
     Raises:
         ReprieveError: the folder holds another run; the message names the first setting that differs.
@@ -96,6 +99,14 @@ def claim_folder(folder: Path, configuration: Mapping[str, Any]) -> RecordFile:
     wanted = json.loads(json.dumps(configuration))
     if path.exists():
         found = json.loads(path.read_text())
+        for key in extendable:
+            old, new = found.get(key) or type(wanted[key])(), wanted[key]
+            merged = {**old, **new} if isinstance(new, dict) else [*old, *(item for item in new if item not in old)]
+            known = isinstance(new, list) or all(new[name] == value for name, value in old.items() if name in new)
+            if known and merged != old:
+                found[key] = merged
+                replace_file(path, json.dumps(found, indent=2) + "\n")
+            wanted[key] = merged if known else new
         for key in sorted((wanted.keys() | found.keys()) - {"command"}):
             if wanted.get(key) != found.get(key):
                 raise ReprieveError(

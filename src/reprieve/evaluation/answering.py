@@ -1,0 +1,103 @@
+"""One arm on one problem: a conversation decoded, graded and written down."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from reprieve.engine import SamplingParams, SpeculativeDecoder
+from reprieve.evaluation.arms import DRAFT_ONLY, Arm, FoldedDecoder, build_decoders
+from reprieve.evaluation.config import RunConfig
+from reprieve.evaluation.conversation import Conversation
+from reprieve.evaluation.energy import EnergyMeter
+from reprieve.evaluation.provenance import provenance_spans
+from reprieve.evaluation.records import ProblemRecord
+from reprieve.models import Pair
+from reprieve.tasks import Task, TaskProblem
+from reprieve.types import Generation, RoundTimes
+
+WARM_UP_TOKENS = 24
+
+
+class Answerer:
+    """The decoders of a run's arms, made when first needed; the models are shared."""
+
+    def __init__(self, config: RunConfig, pair: Pair, task: Task) -> None:
+        self.config = config
+        self.pair = pair
+        self.task = task
+        self.meter = EnergyMeter(str(pair.device))
+        self._decoders: dict[str, SpeculativeDecoder | FoldedDecoder] = {}
+        self._params = SamplingParams(
+            max_new_tokens=task.max_new_tokens, seed=config.seed, stop=tuple(task.stop), **config.sampling
+        )
+
+    def warm_up(self, arm: Arm, problem: TaskProblem) -> None:
+        """Answer a problem briefly and unrecorded.
+
+        Raises:
+            PairError: a head made for another pair.
+        """
+        self._answer(arm, problem, dataclasses.replace(self._params, max_new_tokens=WARM_UP_TOKENS), 0)
+
+    def answer(self, arm: Arm, problem: TaskProblem, number: int, trial: int) -> ProblemRecord:
+        """Answer the `number`th problem; every problem and trial has draws of its own."""
+        seed = (self.config.seed + trial) * 1_000_003 + number
+        return self._answer(arm, problem, dataclasses.replace(self._params, seed=seed), trial)
+
+    def _decoder(self, arm: Arm, problem: TaskProblem) -> SpeculativeDecoder:
+        if arm.label not in self._decoders:
+            self._decoders[arm.label] = build_decoders(
+                arm,
+                self.pair,
+                drafter=self.config.drafter,
+                task=self.config.task,
+                here=self.config.conditions(self.pair, arm),
+            )
+        decoder = self._decoders[arm.label]
+        return decoder.outside(problem.problem_id) if isinstance(decoder, FoldedDecoder) else decoder
+
+    def _answer(self, arm: Arm, problem: TaskProblem, params: SamplingParams, trial: int) -> ProblemRecord:
+        """One arm on one problem. An error is recorded as an error, never as an answer."""
+        decoder = self._decoder(arm, problem)
+        before = self.meter.joules()
+        try:
+            made = self._converse(decoder, problem, arm.params(params))
+        except Exception as error:  # whatever it is, the other problems are still worth measuring
+            told = f"{type(error).__name__}: {error}"
+            return ProblemRecord(
+                arm.label, problem.problem_id, False, None, 0, 0, 0, 0, 0, 0.0, "error", "", error=told, trial=trial
+            )
+        after = self.meter.joules()
+        last = made[-1]
+        answer = self.task.extract_answer(last.text)
+        times = [dataclasses.asdict(part.times) for part in made]
+        return ProblemRecord(
+            arm=arm.label,
+            problem_id=problem.problem_id,
+            correct=self.task.equivalent(answer, problem.reference),
+            answer=answer,
+            num_tokens=sum(len(part.tokens) for part in made),
+            # Rounds are target forwards.
+            num_rounds=0 if arm.label == DRAFT_ONLY else sum(part.num_rounds for part in made),
+            num_drafted=sum(part.num_drafted for part in made),
+            num_accepted=sum(part.num_accepted for part in made),
+            num_rescued=sum(part.num_rescued for part in made),
+            seconds=sum(part.seconds for part in made),
+            finish_reason=last.finish_reason,
+            text=last.text,
+            trial=trial,
+            turns=[part.text for part in made] if len(made) > 1 else [],
+            round_lengths=[length for part in made for length in part.round_lengths],
+            spans=[list(span) for span in provenance_spans(last.tokens, self.pair.tokenizer, params.stop)],
+            energy_j=None if before is None or after is None else after - before,
+            **{name: sum(part[name] for part in times) for name in RoundTimes.__dataclass_fields__},
+        )
+
+    def _converse(self, decoder: SpeculativeDecoder, problem: TaskProblem, params: SamplingParams) -> list[Generation]:
+        """The answers of all turns; most problems have one."""
+        talk = Conversation(self.pair.tokenizer, problem.prompt, chat_template=self.config.chat_template)
+        made = [decoder.generate(talk.prompt(), params)]
+        for message in problem.follow_ups:
+            talk.add(made[-1].text, message)
+            made.append(decoder.generate(talk.prompt(), params))
+        return made

@@ -1,0 +1,69 @@
+"""What a run measures: kept in its folder, and compared when it is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from reprieve.errors import SpecError
+from reprieve.evaluation.arms import Arm
+from reprieve.heads.certificates import Conditions
+from reprieve.models import Pair
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that decides what a run measures; kept in its folder and compared when it is resumed."""
+
+    command: str
+    target: str
+    draft: str | None
+    drafter: str
+    dtype: str
+    device: str
+    weights: str
+    task: str
+    split: str
+    limit: int
+    seed: int
+    sampling: dict[str, Any]
+    num_draft_tokens: list[int]
+    arms: list[str]
+    heads: dict[str, str] = field(default_factory=dict)  # fingerprints, by name
+    offset: int = 0
+    num_trials: int = 1
+    chat_template: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("limit", 1), ("offset", 0), ("num_trials", 1)):
+            if getattr(self, name) < least:
+                raise SpecError(f"{name} must be {least} or more, got {getattr(self, name)}")
+
+    @classmethod
+    def of(cls, pair: Pair, arms: Sequence[Arm], **settings: Any) -> RunConfig:
+        """The configuration of a run of these arms on this pair; the rest is given by name."""
+        ks = list(dict.fromkeys(arm.num_draft_tokens for arm in arms if arm.rule is not None))
+        return cls(
+            target=pair.target_name,
+            draft=pair.draft_name,
+            weights=f"{pair.identity.target_weights}+{pair.identity.draft_weights}",
+            dtype=str(pair.target.dtype).removeprefix("torch."),
+            device=str(pair.device),
+            num_draft_tokens=ks,
+            arms=[arm.label for arm in arms],
+            heads={name: head.fingerprint for arm in arms if arm.rule for name, head in arm.rule.heads},
+            **settings,
+        )
+
+    def conditions(self, pair: Pair, arm: Arm) -> Conditions:
+        """What a certificate of this arm holds for."""
+        return Conditions(
+            pair=pair.identity,
+            task=self.task,
+            sampling=self.sampling,
+            num_draft_tokens=arm.num_draft_tokens,
+            drafter=self.drafter,
+            dtype=self.dtype,
+            chat_template=self.chat_template,
+        )
