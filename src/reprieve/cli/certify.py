@@ -47,13 +47,9 @@ def command(
     promise = Promise(max_drop, confidence, loss)
     values = o.parse_numbers(thresholds, "--thresholds") if thresholds else []
     sampling = o.sampling_options(temperature, top_p, top_k, draft_temperature)
-    o.quiet_transformers()
-    from reprieve.cli.compare import reporter
     from reprieve.evaluation.certifying import Plan, certify
     from reprieve.heads.loading import attach_heads
-    from reprieve.models import load_pair
     from reprieve.rules import parse_rule
-    from reprieve.tasks import load_task
 
     shared = dict(
         drafter=drafter, task=task, num_trials=trials, seed=seed, sampling=sampling, chat_template=chat_template
@@ -72,8 +68,7 @@ def command(
         },
     )
     plan.candidates()
-    loaded = load_task(task)
-    pair = load_pair(target, draft, dtype=dtype, device=device)
+    pair, loaded = o.load_pair_and_task(target, draft, dtype, device, task)
     show = o.console().print
     with o.progress_bar("answers") as bar:
         outcome = certify(
@@ -84,7 +79,7 @@ def command(
             command=o.command_line(),
             num_workers=workers,
             announce=lambda line: show(line, soft_wrap=True, markup=False),
-            progress=reporter(bar),
+            progress=o.reporter(bar),
         )
     if outcome is None:
         o.console(stderr=True).print("interrupted: answers are kept; run again to go on")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress
-
-from reprieve.cli.options import command_line, console, progress_bar, quiet_transformers, results_table, table_width
+from reprieve.cli.options import (
+    command_line,
+    console,
+    load_pair_and_task,
+    progress_bar,
+    reporter,
+    results_table,
+    table_width,
+)
 from reprieve.evaluation.arms import DRAFT_ONLY, Arm
-from reprieve.tasks import load_task
 
 
 def compare(
@@ -32,15 +37,12 @@ def compare(
     chat_template: bool = False,
 ) -> int:
     """Measure and report; returns the exit status."""
-    loaded_task = load_task(task)
-    quiet_transformers()
     from reprieve.evaluation.config import RunConfig
     from reprieve.evaluation.figure import draw_frontier
     from reprieve.evaluation.results import summarise, write_results
     from reprieve.evaluation.runner import run_arms
-    from reprieve.models import load_pair
 
-    pair = load_pair(target, draft, dtype=dtype, device=device)
+    pair, loaded_task = load_pair_and_task(target, draft, dtype, device, task)
     if pair.draft is None:  # n-grams need none; what the draft alone would do is then not known
         arms = [arm for arm in arms if arm.label != DRAFT_ONLY]
     config = RunConfig.of(
@@ -72,16 +74,3 @@ def compare(
         console(stderr=True).print("interrupted: the table holds what was finished; run again to resume")
         return 130
     return 1 if any(arm["num_failed"] for arm in document["arms"]) else 0
-
-
-def reporter(bar: Progress, what: str = "answers") -> Callable[[int, int], None]:
-    """Moves the bar; where there is no terminal to draw it on, prints a line every tenth of the way."""
-    task = bar.add_task("", total=None)
-
-    def report(done: int, total: int) -> None:
-        bar.update(task, completed=done, total=total)
-        if not bar.console.is_terminal and done * 10 // total > (done - 1) * 10 // total:
-            left = bar.tasks[0].time_remaining
-            bar.console.print(f"{done} of {total} {what}" + (f", {left:.0f} s left" if left else ""))
-
-    return report

@@ -125,7 +125,6 @@ def _mine(config: MiningConfig, out: Path, workers: str) -> int:
     """Mine into the store at `out` and say what came of it; returns the exit status."""
     num_workers = _parse_workers(workers)
     o.quiet_transformers()
-    from reprieve.cli.compare import reporter
     from reprieve.labelling.cluster import mine_on_ray
     from reprieve.labelling.recipes import build
     from reprieve.labelling.runner import mine_problems
@@ -133,7 +132,7 @@ def _mine(config: MiningConfig, out: Path, workers: str) -> int:
     from reprieve.labelling.summary import summarise
 
     with o.progress_bar("mining") as bar:
-        progress = reporter(bar, "problems")
+        progress = o.reporter(bar, "problems")
         if num_workers is None:
             bench = build(config)
             store = LabelStore(out, bench.manifest)

@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -16,6 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from reprieve.errors import SpecError
+
+if TYPE_CHECKING:
+    from reprieve.models import Pair
+    from reprieve.tasks import Task
 
 Target = Annotated[str, typer.Option(help="Target model: hub id or folder. Default: the bundled pair.")]
 Draft = Annotated[str | None, typer.Option(help="Draft model: hub id or folder.")]
@@ -95,6 +99,30 @@ def progress_bar(what: str) -> Progress:
         console=console(stderr=True),
         disable=not console(stderr=True).is_terminal,
     )
+
+
+def reporter(bar: Progress, what: str = "answers") -> Callable[[int, int], None]:
+    """Moves the bar; where there is no terminal to draw it on, prints a line every tenth of the way."""
+    task = bar.add_task("", total=None)
+
+    def report(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+        if not bar.console.is_terminal and done * 10 // total > (done - 1) * 10 // total:
+            left = bar.tasks[0].time_remaining
+            bar.console.print(f"{done} of {total} {what}" + (f", {left:.0f} s left" if left else ""))
+
+    return report
+
+
+def load_pair_and_task(target: str, draft: str | None, dtype: str, device: str | None, task: str) -> tuple[Pair, Task]:
+    """Both, the task first: a misspelt one is told before a large model is read."""
+    from reprieve.tasks import load_task
+
+    loaded = load_task(task)
+    quiet_transformers()
+    from reprieve.models import load_pair
+
+    return load_pair(target, draft, dtype=dtype, device=device), loaded
 
 
 def quiet_transformers() -> None:

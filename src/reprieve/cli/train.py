@@ -149,7 +149,6 @@ def _train(
 
 def _fit_one(fit: Any, recipe: FeatureRecipe, pair: Pair, problems: list[ProblemLabels], task: str, out: Path) -> Head:
     """Recompute the features of some labels, fit a head, save it and say how good it is."""
-    from reprieve.cli.compare import reporter
     from reprieve.heads.artefact import claim_folder
     from reprieve.training.features import collect
 
@@ -160,10 +159,10 @@ def _fit_one(fit: Any, recipe: FeatureRecipe, pair: Pair, problems: list[Problem
             problems,
             layers=recipe.layers,
             draft_layers=recipe.draft_layers if recipe.reads_draft else (),
-            progress=reporter(bar, "problems"),
+            progress=o.reporter(bar, "problems"),
         )
     with o.progress_bar("fitting") as bar:
-        head: Head = fit(tokens, pair, task, reporter(bar, "steps"))
+        head: Head = fit(tokens, pair, task, o.reporter(bar, "steps"))
     head.save_pretrained(out)
     made = head.training
     auc, low, high = made["auc_held_out"]

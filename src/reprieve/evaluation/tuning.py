@@ -1,0 +1,156 @@
+"""Protocols that choose settings: K for each arm by itself (AutoJudge, appendix G), thresholds as FSD chose them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reprieve.errors import SpecError, require_range
+from reprieve.evaluation.arms import DRAFT_ONLY, LOSSLESS, TARGET_ONLY, Arm, make_arms, sweep_rules
+from reprieve.evaluation.config import RunConfig
+from reprieve.evaluation.results import summarise
+from reprieve.evaluation.runner import Progress, Run, Runner, environment, run_arms
+from reprieve.models import Pair
+from reprieve.tasks import Task
+
+DEFAULT_KS = (4, 8, 12, 16, 24, 32)
+
+
+@dataclass(frozen=True)
+class BestK:
+    """One arm at the K that decodes most tokens a second.
+
+    The fastest of several measurements is a little flattered; measure again on other problems before quoting it.
+    """
+
+    spec: str
+    num_draft_tokens: int
+    tokens_per_second: float
+    by_k: dict[int, float]  # tokens a second
+
+    @property
+    def arm(self) -> str:
+        """As `bench --arm` takes it."""
+        return f"{self.spec}@K={self.num_draft_tokens}"
+
+
+def best_ks(document: dict[str, Any]) -> list[BestK]:
+    """The fastest K of every rule in a results document that has several."""
+    speeds: dict[str, dict[int, float]] = {}
+    for arm in document["arms"]:
+        if arm["num_draft_tokens"] is not None and arm["tokens_per_second"]:
+            spec = arm["spec"].partition("@K=")[0]
+            speeds.setdefault(spec, {})[arm["num_draft_tokens"]] = arm["tokens_per_second"]
+    found = []
+    for spec, by_k in speeds.items():
+        best = max(by_k, key=by_k.__getitem__)
+        found.append(BestK(spec, best, by_k[best], by_k))
+    return found
+
+
+@dataclass(frozen=True)
+class FsdProtocol:
+    """How FSD's authors chose thresholds (section 5.1 and appendix D).
+
+    Lossless is given the K that suits it best, K'. The threshold that accepts about as many drafted tokens as lossless
+    does, T_SD, is the strictest worth measuring. From there thresholds rise until a share of the accuracy gap between
+    target and draft is lost.
+
+    Args:
+        rule: specification without its dial.
+        thresholds: rising values of the dial.
+        ks: values of K to try for lossless.
+        pilot: settings of the small run that chooses K' and T_SD; `main` of the measurement.
+        lost_share: of the gap, in (0, 1]; FSD stops at 0.2.
+    """
+
+    rule: str
+    thresholds: Sequence[float]
+    ks: Sequence[int]
+    pilot: dict[str, Any]
+    main: dict[str, Any]
+    lost_share: float = 0.2
+
+    def __post_init__(self) -> None:
+        require_range("lost_share", self.lost_share, 0.0, 1.0, low_open=True)
+        if list(self.thresholds) != sorted(set(self.thresholds)):
+            raise SpecError(f"thresholds must rise, got {list(self.thresholds)}")
+
+    def run(
+        self,
+        pair: Pair,
+        task: Task,
+        folder: Path,
+        *,
+        announce: Callable[[str], None] = lambda line: None,
+        progress: Progress = lambda done, total: None,
+    ) -> dict[str, Any] | None:
+        """The results document of the measurement, with `protocol` added; None where Ctrl-C ended it."""
+        lossless = make_arms([LOSSLESS], self.ks)[2:]
+        # A summary compares with the target, so that it is among the arms wherever one is made.
+        target = make_arms([], self.ks)[:1]
+        chosen = self._pilot(pair, task, folder / "k", [*target, *lossless], progress)
+        if chosen is None:
+            return None
+        best_k = best_ks(chosen)[0]
+        announce(f"K' = {best_k.num_draft_tokens}: lossless is fastest there")
+        k = best_k.num_draft_tokens
+        candidates = make_arms(sweep_rules(self.rule, self.thresholds), [k])
+        accepted = self._pilot(
+            pair, task, folder / "acceptance", [arm for arm in candidates if arm.label != DRAFT_ONLY], progress
+        )
+        if accepted is None:
+            return None
+        rates = {arm["spec"]: arm["acceptance_rate"] or 0.0 for arm in accepted["arms"]}
+        relaxed = [arm for arm in candidates if arm.label not in (TARGET_ONLY, DRAFT_ONLY, LOSSLESS)]
+        first = min(range(len(relaxed)), key=lambda i: abs(rates[relaxed[i].label] - rates[LOSSLESS]))
+        announce(
+            f"T_SD: {relaxed[first].label} accepts {rates[relaxed[first].label]:.1%}, lossless {rates[LOSSLESS]:.1%}"
+        )
+        document = self._climb(pair, task, folder / "main", candidates[:3], relaxed[first:], announce, progress)
+        if document is not None:
+            document["protocol"] = {
+                "name": "fsd",
+                "num_draft_tokens": k,
+                "tokens_per_second_by_k": best_k.by_k,
+                "acceptance_rates": rates,
+                "first_threshold": self.thresholds[first],
+                "lost_share": self.lost_share,
+            }
+        return document
+
+    def _pilot(
+        self, pair: Pair, task: Task, folder: Path, arms: list[Arm], progress: Progress
+    ) -> dict[str, Any] | None:
+        run = run_arms(RunConfig.of(pair, arms, **self.pilot), arms, pair, task, folder, progress=progress)
+        return summarise(run) if run.complete else None
+
+    def _climb(
+        self,
+        pair: Pair,
+        task: Task,
+        folder: Path,
+        baselines: list[Arm],
+        relaxed: list[Arm],
+        announce: Callable[[str], None],
+        progress: Progress,
+    ) -> dict[str, Any] | None:
+        arms = [*baselines, *relaxed]
+        runner = Runner(RunConfig.of(pair, arms, **self.main), arms, pair, task, folder)
+        about = environment()
+        measured = list(baselines)
+        if not runner.measure(measured, progress):
+            return None
+        for arm in relaxed:
+            measured.append(arm)
+            if not runner.measure([arm], progress):
+                return None
+            document = summarise(Run(runner.config, measured, runner.records, about, complete=True))
+            accuracy = {row["spec"]: row["accuracy"] for row in document["arms"]}
+            floor = accuracy[TARGET_ONLY] - self.lost_share * (accuracy[TARGET_ONLY] - accuracy[DRAFT_ONLY])
+            announce(f"{arm.label}: solved {accuracy[arm.label]:.1%}; the protocol ends at {floor:.1%}")
+            if accuracy[arm.label] <= floor:
+                break
+        return document
