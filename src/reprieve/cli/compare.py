@@ -66,10 +66,11 @@ def compare(
     if not document["arms"]:
         console(stderr=True).print(f"interrupted before every arm had answered a problem; records kept in {out}")
         return 130
-    paths = draw_frontier(document, out)
+    figures = draw_frontier(document, out) if document["graded"] else []
     width = table_width(console())
     console(width=width).print(results_table(document, width=width))
-    console().print(f"results: {out / 'results.json'}   figure: {paths[0]}", soft_wrap=True)
+    told = f"figure: {figures[0]}" if figures else f"no right answers here: reprieve judge {out} compares the texts"
+    console().print(f"results: {out / 'results.json'}   {told}", soft_wrap=True)
     if not run.complete:
         console(stderr=True).print("interrupted: the table holds what was finished; run again to resume")
         return 130

@@ -164,9 +164,7 @@ def table_width(terminal: Console) -> int:
 def _row(arm: dict[str, Any]) -> dict[str, str]:
     return {
         "arm": arm["spec"],
-        "solved, %": f"{100 * arm['accuracy']:.1f} {_interval(arm['accuracy_ci95'], 100, 1)}",
-        "vs lossless": f"{100 * arm['accuracy_vs_lossless'][0]:+.1f} "
-        f"{_interval(arm['accuracy_vs_lossless'][1:], 100, 1)}",
+        **_quality(arm),
         "tokens/round": _number(arm["tokens_per_round"], ".2f"),
         "accepted": _number(arm["acceptance_rate"], ".0%"),
         "rescued": str(arm["num_rescued"]),
@@ -176,6 +174,16 @@ def _row(arm: dict[str, Any]) -> dict[str, str]:
         f"{_interval(arm['speedup_vs_lossless_ci95'], 1, 2)}",
         "tokens/answer": _number(arm["tokens_per_answer"], ".0f"),
         "cut off": str(arm["num_truncated"]),
+    }
+
+
+def _quality(arm: dict[str, Any]) -> dict[str, str]:
+    if arm["accuracy"] is None:
+        return {"solved, %": "-", "vs lossless": "-"}
+    difference = arm["accuracy_vs_lossless"]
+    return {
+        "solved, %": f"{100 * arm['accuracy']:.1f} {_interval(arm['accuracy_ci95'], 100, 1)}",
+        "vs lossless": f"{100 * difference[0]:+.1f} {_interval(difference[1:], 100, 1)}",
     }
 
 

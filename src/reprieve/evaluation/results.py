@@ -17,6 +17,11 @@ from reprieve.metrics import bootstrap_interval, paired_difference, paired_pvalu
 
 SCHEMA = 1
 _NUM_SHARES = 11
+# What a task without right answers cannot say.
+_QUALITY = (
+    "accuracy", "accuracy_ci95", "accuracy_vs_target", "accuracy_vs_lossless", "accuracy_vs_lossless_p", "net_drop",
+    "regression_rate", "regression_rate_ci95", "improvement_rate", "seconds_per_solved", "joules_per_solved",
+)  # fmt: skip
 
 
 def summarise(run: Run) -> dict[str, Any]:
@@ -45,9 +50,13 @@ def summarise(run: Run) -> dict[str, Any]:
         "num_draft_tokens": run.config.num_draft_tokens[0],
         "sampling": run.config.sampling,
         "chat_template": run.config.chat_template,
+        "graded": run.graded,
         "arms": [_summarise_arm(arm, rows, run.arms) for arm in run.arms] if num_problems else [],
     }
-    if num_problems and DRAFT_ONLY in rows:
+    if not run.graded:
+        for arm in document["arms"]:
+            arm.update(dict.fromkeys(_QUALITY))
+    if num_problems and run.graded and DRAFT_ONLY in rows:
         document["random_allocation"] = _random_allocation(rows)
     return document
 

@@ -30,6 +30,7 @@ class Run:
     records: list[ProblemRecord]
     environment: dict[str, Any]
     complete: bool
+    graded: bool = True  # whether the task has right answers; else only a judge tells arms apart
 
 
 class Runner:
@@ -141,7 +142,7 @@ def run_arms(
     runner = Runner(config, arms, pair, task, folder)
     complete = runner.measure(progress=progress)
     about = {**environment(), "energy": runner.answerer.meter.source}
-    return Run(config, list(arms), runner.records, about, complete)
+    return Run(config, list(arms), runner.records, about, complete, graded=getattr(task, "graded", True))
 
 
 def environment() -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from reprieve.errors import ReprieveError
 from reprieve.labelling.records import MINED, Mismatch, ProblemLabels
-from reprieve.tasks.gsm8k import read_jsonl
+from reprieve.tasks.jsonl import read_jsonl
 
 
 def read_annotations(path: Path, tokenizer: Any) -> list[ProblemLabels]:

@@ -59,7 +59,7 @@ class SameAnswer:
         running: list[int],
         changed: list[int],
     ) -> Comparison:
-        same = self.task.equivalent(responses.answer(changed), responses.answer(original))
+        same = self.task.same(problem, responses.answer(changed), responses.answer(original))
         return Comparison(important=not same)
 
 
@@ -80,6 +80,25 @@ Answer of assistant B:
 Explain in a sentence or two, then end with exactly one of these verdicts:
 [[A>>B]] A is much better   [[A>B]] A is slightly better   [[A=B]] about the same
 [[B>A]] B is slightly better   [[B>>A]] B is much better"""
+
+FIRST_BETTER, SECOND_BETTER = ("A>>B", "A>B"), ("B>>A", "B>A")
+
+
+async def ask_verdict(
+    chat: Chat, question: str, first: str, second: str, *, number: int = 0, num_tries: int = 3
+) -> str | None:
+    """One vote on two answers, `A>>B` to `B>>A`; None where no reply holds a verdict.
+
+    Args:
+        number: of the vote; another one may turn out otherwise.
+        num_tries: how often a reply without a verdict is asked for again.
+    """
+    prompt = _PROMPT.format(question=question, running=first, changed=second)
+    for attempt in range(num_tries):
+        found = _VERDICT.findall(await chat.ask(prompt, attempt=number * num_tries + attempt))
+        if found:
+            return str(found[-1])
+    return None
 
 
 @dataclass(frozen=True)
@@ -109,20 +128,14 @@ class NotWorse:
         running: list[int],
         changed: list[int],
     ) -> Comparison:
-        prompt = _PROMPT.format(
-            question=problem.prompt, running=responses.text(running), changed=responses.text(changed)
-        )
-        votes = [await self._vote(prompt, number) for number in range(self.num_votes)]
+        texts = (problem.prompt, responses.text(running), responses.text(changed))
+        votes = [
+            await ask_verdict(self.chat, *texts, number=number, num_tries=self.num_tries)
+            for number in range(self.num_votes)
+        ]
         told = ",".join(vote or "none" for vote in votes)
         if not any(votes):
             return Comparison(None, "the judge gave no verdict", told)
-        worse = sum(vote in ("A>>B", "A>B") for vote in votes)
-        better = sum(vote in ("B>>A", "B>A") for vote in votes)
+        worse = sum(vote in FIRST_BETTER for vote in votes)
+        better = sum(vote in SECOND_BETTER for vote in votes)
         return Comparison(worse > better, votes=told)
-
-    async def _vote(self, prompt: str, number: int) -> str | None:
-        for attempt in range(self.num_tries):
-            found = _VERDICT.findall(await self.chat.ask(prompt, attempt=number * self.num_tries + attempt))
-            if found:
-                return str(found[-1])
-        return None

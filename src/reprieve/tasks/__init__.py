@@ -5,9 +5,16 @@ from reprieve.rules.spec import convert_parameters, parse_parameters
 from reprieve.tasks.arithmetic import ArithmeticTask
 from reprieve.tasks.base import Task, TaskProblem
 from reprieve.tasks.gsm8k import Gsm8kTask
+from reprieve.tasks.programs import HumanEvalTask, LiveCodeBenchTask
 from reprieve.tasks.prompts import PromptsTask
 
-TASKS: dict[str, type] = {"arithmetic": ArithmeticTask, "gsm8k": Gsm8kTask, "prompts": PromptsTask}
+TASKS: dict[str, type] = {
+    "arithmetic": ArithmeticTask,
+    "gsm8k": Gsm8kTask,
+    "prompts": PromptsTask,
+    "humaneval": HumanEvalTask,
+    "livecodebench": LiveCodeBenchTask,
+}
 
 
 def load_task(spec: str) -> Task:

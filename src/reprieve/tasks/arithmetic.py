@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from reprieve.errors import require_choice
 from reprieve.pair.problems import SPLITS, draw_problem
-from reprieve.tasks.base import TaskProblem
+from reprieve.tasks.base import Task, TaskProblem
 
 _ANSWER = re.compile(r"final answer is\s+(-?\d[\d,]*)")
 
 
 @dataclass
-class ArithmeticTask:
+class ArithmeticTask(Task):
     """Word problems of 2 to 6 steps; the answer is the number after "The final answer is"."""
 
     name: str = field(default="arithmetic", init=False)

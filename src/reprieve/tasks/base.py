@@ -14,6 +14,7 @@ class TaskProblem:
     prompt: str
     reference: str
     follow_ups: tuple[str, ...] = ()  # the user's later turns
+    category: str = ""
 
 
 class Task(Protocol):
@@ -22,8 +23,12 @@ class Task(Protocol):
     name: str
     graded: bool  # whether answers can be compared; else only a judge tells responses apart
     splits: tuple[str, ...]
-    max_new_tokens: int
     stop: tuple[str, ...]
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Budget of an answer."""
+        ...
 
     def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
         """Problems `offset` to `offset + limit` of a split; always the same ones, whatever the run's seed."""
@@ -40,3 +45,7 @@ class Task(Protocol):
     def equivalent(self, answer: str | None, other: str | None) -> bool:
         """Whether two extracted answers are the same; an absent answer equals nothing."""
         ...
+
+    def same(self, problem: TaskProblem, answer: str | None, other: str | None) -> bool:
+        """Whether two answers to a problem are as good as each other, right or wrong; mining asks it."""
+        return self.equivalent(answer, other)

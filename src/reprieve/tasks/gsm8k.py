@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.errors import ReprieveError, SpecError, import_extra, require_choice
-from reprieve.tasks.base import TaskProblem
+from reprieve.tasks.base import Task, TaskProblem
 from reprieve.tasks.expressions import same_expression
+from reprieve.tasks.jsonl import read_jsonl
 
 _SPLITS = ("train", "test")
 _PHRASE = re.compile(r"final answer is:?", re.IGNORECASE)
@@ -21,16 +22,19 @@ _INSTRUCTION = 'Solve the problem step by step. End with "The final answer is" a
 
 
 @dataclass
-class Gsm8kTask:
+class Gsm8kTask(Task):
     """Cobbe et al., 2021: 7,473 training and 1,319 test problems.
 
     Args:
         path: a JSONL file with `question` and `answer`; `{split}` in it stands for train or test. None for the hub.
         shots: worked training problems before each question, 0 to 64.
+        context: training questions, unsolved, before all that: AutoJudge's long-context benchmark has 250
+            (appendix M.2). Drawn anew for each question, always the same ones for it.
     """
 
     path: str | None = None
     shots: int = 0
+    context: int = 0
 
     name: str = field(default="gsm8k", init=False)
     graded: bool = field(default=True, init=False)
@@ -42,6 +46,8 @@ class Gsm8kTask:
     def __post_init__(self) -> None:
         if not 0 <= self.shots <= 64:
             raise SpecError(f"shots must be in [0, 64], got {self.shots}")
+        if not 0 <= self.context <= 5000:
+            raise SpecError(f"context must be in [0, 5000], got {self.context}")
 
     def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
         require_choice("split", split, _SPLITS)
@@ -54,7 +60,7 @@ class Gsm8kTask:
     def wrap(self, question: str) -> str:
         shown = self._examples(question)
         worked = "".join(f"Problem: {other}\nSolution: {_worked(solution)}\n\n" for other, solution in shown)
-        return f"{_INSTRUCTION}{worked}Problem: {question.strip()}\nSolution:"
+        return f"{self._context(question)}{_INSTRUCTION}{worked}Problem: {question.strip()}\nSolution:"
 
     def extract_answer(self, text: str) -> str | None:
         after = _PHRASE.split(text)[1:]
@@ -70,6 +76,16 @@ class Gsm8kTask:
         others = [row for row in self._rows("train")[: self.shots + 1] if row[0] != question]
         return others[: self.shots]
 
+    def _context(self, question: str) -> str:
+        """Other questions, to be read past."""
+        if not self.context:
+            return ""
+        others = [row[0] for row in self._rows("train") if row[0] != question]
+        if len(others) < self.context:
+            raise SpecError(f"context must be at most the {len(others)} other training questions, got {self.context}")
+        chosen = random.Random(question).sample(others, self.context)  # seeded by the text
+        return "".join(f"Problem: {other.strip()}\n\n" for other in chosen)
+
     def _rows(self, split: str) -> list[tuple[str, str]]:
         if split not in self._loaded:
             if self.path is None:
@@ -78,32 +94,6 @@ class Gsm8kTask:
                 rows = read_jsonl(Path(self.path.replace("{split}", split)))
             self._loaded[split] = [_checked(row, f"{self.path or 'openai/gsm8k'}, line {line}") for line, row in rows]
         return self._loaded[split]
-
-
-def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Line numbers and objects of a file, one a line; empty lines are passed over.
-
-    Raises:
-        ReprieveError: the file cannot be read, or a line is no JSON object; names both.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # a string may hold other line separators
-    except OSError as error:
-        raise ReprieveError(f"{str(path)!r} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ReprieveError(f"{str(path)!r} must be UTF-8: {error}") from None
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ReprieveError(f"{path}, line {number}: not JSON ({error})") from None
-        if not isinstance(row, dict):
-            raise ReprieveError(f"{path}, line {number}: must be an object, got {type(row).__name__}")
-        rows.append((number, row))
-    return rows
 
 
 def _from_hub(split: str) -> list[dict[str, Any]]:

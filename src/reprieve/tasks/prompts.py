@@ -6,13 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reprieve.errors import ReprieveError, SpecError, require_choice
-from reprieve.tasks.base import TaskProblem
-from reprieve.tasks.gsm8k import read_jsonl
+from reprieve.tasks.base import Task, TaskProblem
+from reprieve.tasks.jsonl import read_jsonl
 
 
 @dataclass
-class PromptsTask:
-    """Prompts from a file, a `prompt` a line, or `turns` as Spec-Bench has them (the first is taken).
+class PromptsTask(Task):
+    """Prompts from a file: a `prompt` a line (or AlpacaEval's `instruction`), or `turns` (MT-Bench, Spec-Bench).
+
+    Benchmarks go through all turns; mining takes the first.
 
     Args:
         path: the JSONL file.
@@ -41,10 +43,14 @@ class PromptsTask:
         require_choice("split", split, self.splits)
         problems = []
         for line, row in read_jsonl(Path(str(self.path))):
-            prompt = row.get("prompt") or (row.get("turns") or [None])[0]
-            if not prompt:
-                raise ReprieveError(f"task prompts: line {line} of {self.path} has neither prompt nor turns")
-            problems.append(TaskProblem(f"prompts-{row.get('question_id', line)}", str(prompt), ""))
+            turns = row.get("turns") or [row.get("prompt") or row.get("instruction")]
+            if not isinstance(turns, list) or not all(turn and isinstance(turn, str) for turn in turns):
+                raise ReprieveError(
+                    f"task prompts: line {line} of {self.path} must have prompt, instruction or turns, as texts"
+                )
+            first, *others = turns
+            name = f"prompts-{row.get('question_id', line)}"
+            problems.append(TaskProblem(name, first, "", tuple(others), category=str(row.get("category", ""))))
         return problems[offset : offset + limit]
 
     def wrap(self, question: str) -> str:

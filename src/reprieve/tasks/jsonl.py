@@ -1,0 +1,39 @@
+"""Files of one JSON object a line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+from reprieve.errors import ReprieveError
+
+
+def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Line numbers and objects of a file, plain or gzipped, one a line; empty lines are passed over.
+
+    Raises:
+        ReprieveError: the file cannot be read, or a line is no JSON object; names both.
+    """
+    try:
+        content = path.read_bytes()
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
+        lines = content.decode().split("\n")  # a string may hold other line separators
+    except (OSError, EOFError) as error:
+        raise ReprieveError(f"{str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except UnicodeDecodeError as error:
+        raise ReprieveError(f"{str(path)!r} must be UTF-8: {error}") from None
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ReprieveError(f"{path}, line {number}: not JSON ({error})") from None
+        if not isinstance(row, dict):
+            raise ReprieveError(f"{path}, line {number}: must be an object, got {type(row).__name__}")
+        rows.append((number, row))
+    return rows

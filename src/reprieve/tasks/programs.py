@@ -1,0 +1,227 @@
+"""Programming tasks: HumanEval, and LiveCodeBench's format. Answers are programs, graded by running them sandboxed."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickletools
+import re
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reprieve.errors import ReprieveError, SpecError, require_choice
+from reprieve.tasks.base import Task, TaskProblem
+from reprieve.tasks.jsonl import read_jsonl
+from reprieve.tasks.sandbox import Finished, Limits, Sandbox, passes
+
+_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+
+
+@dataclass
+class ProgramsTask(Task):
+    """What programming tasks share.
+
+    Args:
+        path: the JSONL file, plain or gzipped.
+        seconds, memory_mb: limits of each run of a program.
+        unsafe: run programs on a host that cannot isolate them.
+        length: largest answer, in tokens.
+    """
+
+    path: str | None = None
+    seconds: float = 10.0
+    memory_mb: int = 512
+    unsafe: bool = False
+    length: int = 512
+
+    graded: bool = field(default=True, init=False)
+    splits: tuple[str, ...] = field(default=("test",), init=False)
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise SpecError(f"task {self.name} needs path=FILE.jsonl")
+        if self.length < 1:
+            raise SpecError(f"length must be 1 or more, got {self.length}")
+        self._sandbox = Sandbox(Limits(seconds=self.seconds, memory_mb=self.memory_mb), unsafe=self.unsafe)
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.length
+
+    def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
+        require_choice("split", split, self.splits)
+        rows = read_jsonl(Path(str(self.path)))[offset : offset + limit]
+        return [self._problem(row, f"{self.path}, line {line}") for line, row in rows]
+
+    def wrap(self, question: str) -> str:
+        return question
+
+    def equivalent(self, answer: str | None, other: str | None) -> bool:
+        """Whether a program passes; `other` is the problem's reference: its tests."""
+        if answer is None or other is None:
+            return False
+        verdicts = self.verdicts(answer, other)
+        return bool(verdicts) and all(verdicts)
+
+    def same(self, problem: TaskProblem, answer: str | None, other: str | None) -> bool:
+        """Whether two programs do alike in every test (AutoJudge, section 4.2)."""
+        if answer is None or other is None:
+            return False
+        return answer == other or self.verdicts(answer, problem.reference) == self.verdicts(other, problem.reference)
+
+    def verdicts(self, answer: str, reference: str) -> list[bool]:
+        """Which of the reference's tests a program passes."""
+        raise NotImplementedError
+
+    def _problem(self, row: dict[str, Any], where: str) -> TaskProblem:
+        raise NotImplementedError
+
+
+@dataclass
+class HumanEvalTask(ProgramsTask):
+    """Chen et al., 2021: complete a function. A bare completion, or a whole program in a fenced block, is an answer."""
+
+    name: str = field(default="humaneval", init=False)
+    stop: tuple[str, ...] = field(default=("\nclass ", "\ndef ", "\n#", "\nif __name__", "\nprint("), init=False)
+
+    def extract_answer(self, text: str) -> str | None:
+        fenced = _FENCE.findall(text)
+        return fenced[-1] if fenced else text.rstrip() or None
+
+    def verdicts(self, answer: str, reference: str) -> list[bool]:
+        parts = json.loads(reference)
+        whole = f"def {parts['entry_point']}(" in answer
+        # A rewritten function may rely on the imports above the given one.
+        program = parts["prompt"] + ("    pass\n\n" if whole else "") + answer
+        return [passes(self._sandbox, program, f"{parts['test']}\ncheck({parts['entry_point']})")]
+
+    def _problem(self, row: dict[str, Any], where: str) -> TaskProblem:
+        parts = {key: _text(row, key, where) for key in ("prompt", "test", "entry_point")}
+        return TaskProblem(_text(row, "task_id", where), parts["prompt"], json.dumps(parts))
+
+
+@dataclass
+class LiveCodeBenchTask(ProgramsTask):
+    """Jain et al., 2024 (arXiv 2403.07974): problems with stdin/stdout or functional tests, public and private.
+
+    Args:
+        since, until: contest dates to keep, as 2024-08-01; the later one is left out. None for all.
+        max_tests: of each problem, the first ones; None for all.
+    """
+
+    since: str | None = None
+    until: str | None = None
+    max_tests: int | None = None
+
+    name: str = field(default="livecodebench", init=False)
+    stop: tuple[str, ...] = field(default=(), init=False)
+    length: int = 2048
+
+    def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
+        require_choice("split", split, self.splits)
+        rows = [
+            (line, row)
+            for line, row in read_jsonl(Path(str(self.path)))
+            if (self.since or "") <= str(row.get("contest_date", "9"))[:10] < (self.until or "~")
+        ]
+        return [self._problem(row, f"{self.path}, line {line}") for line, row in rows[offset : offset + limit]]
+
+    def extract_answer(self, text: str) -> str | None:
+        fenced = _FENCE.findall(text)
+        return fenced[-1] if fenced else None
+
+    def verdicts(self, answer: str, reference: str) -> list[bool]:
+        parts = json.loads(reference)
+        return [self._passes(answer, test, parts["function"]) for test in parts["tests"]]
+
+    def _passes(self, answer: str, test: dict[str, str], function: str | None) -> bool:
+        if test["testtype"] == "stdin":
+            finished = self._sandbox.run(answer, test["input"])
+            return _printed(finished, test["output"])
+        checks = (
+            "import json as _json\n"
+            f"_arguments = [_json.loads(line) for line in {test['input']!r}.splitlines() if line.strip()]\n"
+            f"_call = getattr(Solution(), {function!r}) if 'Solution' in globals() else globals()[{function!r}]\n"
+            "_got = _call(*_arguments)\n"
+            f"assert _json.loads(_json.dumps(_got)) == _json.loads({test['output']!r}), _got"
+        )
+        return passes(self._sandbox, _PRELUDE + answer, checks)
+
+    def _problem(self, row: dict[str, Any], where: str) -> TaskProblem:
+        tests = _tests(row.get("public_test_cases", "[]"), where) + _tests(row.get("private_test_cases", "[]"), where)
+        if not tests:
+            raise ReprieveError(f"task {self.name}: {where} has no tests")
+        metadata = row.get("metadata") or {}
+        try:
+            function = (json.loads(metadata) if isinstance(metadata, str) else metadata).get("func_name")
+        except json.JSONDecodeError as error:
+            raise ReprieveError(f"task {self.name}: {where}: metadata is not JSON ({error})") from None
+        if function is None and any(test["testtype"] != "stdin" for test in tests):
+            raise ReprieveError(f"task {self.name}: {where} has functional tests and no func_name in its metadata")
+        starter = str(row.get("starter_code") or "").strip()
+        prompt = _INSTRUCTION.format(question=_text(row, "question_content", where).strip())
+        prompt += _WITH_STARTER.format(starter=starter) if starter else _WITH_STDIN
+        reference = json.dumps({"tests": tests[: self.max_tests], "function": function})
+        return TaskProblem(f"lcb-{_text(row, 'question_id', where)}", prompt, reference)
+
+
+_INSTRUCTION = "Write a correct Python program for this problem.\n\n{question}\n\n"
+_WITH_STARTER = "Complete this code and answer with all of it in one ```python block.\n\n```python\n{starter}\n```\n"
+_WITH_STDIN = "Read standard input, write standard output, and answer with one ```python block.\n"
+# What LeetCode's starter code takes for granted.
+_PRELUDE = (
+    "from typing import *\nfrom collections import *\nfrom functools import *\nfrom itertools import *\n"
+    "from heapq import *\nfrom bisect import *\nimport math, re, string, sys\n"
+)
+
+
+def _printed(finished: Finished, wanted: str) -> bool:
+    """Whether a program ended well and printed the wanted lines; numbers may be written otherwise."""
+    if finished.exit_code != 0:
+        return False
+    ours, theirs = ([line.split() for line in text.strip().splitlines()] for text in (finished.stdout, wanted))
+    if len(ours) != len(theirs):
+        return False
+    return all(
+        len(left) == len(right) and all(map(_same_word, left, right)) for left, right in zip(ours, theirs, strict=True)
+    )
+
+
+def _same_word(left: str, right: str) -> bool:
+    if left == right:
+        return True
+    try:
+        return abs(float(left) - float(right)) <= 1e-9 * max(1.0, abs(float(right)))
+    except ValueError:
+        return False
+
+
+def _tests(packed: Any, where: str) -> list[dict[str, str]]:
+    """Test cases from a list, its JSON, or LiveCodeBench's packed form."""
+    try:
+        cases = json.loads(_unpack(packed)) if isinstance(packed, str) else packed
+        return [
+            {"input": str(case["input"]), "output": str(case["output"]), "testtype": str(case["testtype"])}
+            for case in cases
+        ]
+    except (ValueError, KeyError, TypeError, zlib.error) as error:
+        raise ReprieveError(f"task livecodebench: {where}: test cases cannot be read ({error})") from None
+
+
+def _unpack(text: str) -> str:
+    """Private tests are base64 of a compressed pickle of one text. The text is read out; nothing is unpickled."""
+    if not text or text.lstrip()[:1] in "[{":
+        return text or "[]"
+    content = zlib.decompress(base64.b64decode(text, validate=True))
+    found = [argument for _, argument, _ in pickletools.genops(content) if isinstance(argument, str)]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} texts where one is wanted")
+    return found[0]
+
+
+def _text(row: dict[str, Any], key: str, where: str) -> str:
+    if not isinstance(row.get(key), str):
+        raise ReprieveError(f"{where} must have a text {key!r}, got {type(row.get(key)).__name__}")
+    return str(row[key])

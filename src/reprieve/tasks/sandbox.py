@@ -1,0 +1,213 @@
+"""Generated code runs here and nowhere else: no network, a folder of its own, limits, and an end.
+
+Isolation is the `sandlock` library's (Landlock, seccomp; Linux 6.7 or newer, no root needed). On a host without it
+nothing runs, unless one says so: then processes have limits and an end, but the network and the files of the user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from reprieve.errors import ReprieveError, require_range
+
+_MEGABYTE = 1 << 20
+_READABLE = ("/usr", "/lib", "/lib64", "/dev", sys.prefix, sys.base_prefix)
+# Runs before the program: limits that even root's programs cannot raise again inside, output to a file.
+_BOOTSTRAP = """\
+import os, resource
+for name, value in ((resource.RLIMIT_CPU, {cpu_s}), (resource.RLIMIT_FSIZE, {file_bytes}), (resource.RLIMIT_CORE, 0)):
+    resource.setrlimit(name, (value, value))
+if {memory_bytes}:
+    resource.setrlimit(resource.RLIMIT_AS, ({memory_bytes}, {memory_bytes}))
+for number, name, flags in ((0, "stdin", os.O_RDONLY), (1, "stdout", os.O_WRONLY), (2, "stderr", os.O_WRONLY)):
+    os.dup2(os.open(name, flags), number)
+import runpy
+runpy.run_path("program.py", run_name="__main__")
+"""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one run of a program may use.
+
+    Args:
+        seconds: wall clock, and processor seconds of each process.
+        memory_mb: of all its processes together.
+        disk_mb: of all files it writes, and of each.
+        num_processes: at once.
+    """
+
+    seconds: float = 10.0
+    memory_mb: int = 512
+    disk_mb: int = 32
+    num_processes: int = 16
+
+    def __post_init__(self) -> None:
+        require_range("seconds", self.seconds, 0.1, 3600)
+        require_range("memory_mb", self.memory_mb, 32, 1 << 20)
+        require_range("disk_mb", self.disk_mb, 1, 1 << 20)
+        require_range("num_processes", self.num_processes, 1, 1024)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a program ended. Output is what it wrote before, cut where it was too long."""
+
+    exit_code: int  # negative: killed, by a limit or a signal
+    stdout: str
+    stderr: str
+    timed_out: bool
+    seconds: float
+
+
+class Sandbox:
+    """Runs Python programs.
+
+    Args:
+        limits: of each run.
+        unsafe: run without isolation where the host has none. The program then can read and write what the user can.
+
+    Raises:
+        ReprieveError: the host cannot isolate, and `unsafe` is not set.
+    """
+
+    def __init__(self, limits: Limits | None = None, *, unsafe: bool = False) -> None:
+        self.limits = limits or Limits()
+        self.isolated = self._why_not is None
+        if not self.isolated and not unsafe:
+            raise ReprieveError(
+                f"generated code needs isolation, which this host lacks: {self._why_not}. Use Linux 6.7 or newer with "
+                "pip install 'reprieve[code]', or accept that the code can do what you can: unsafe=true in the task"
+            )
+
+    def run(self, program: str, stdin: str = "") -> Finished:
+        """Run a program to its end, or to a limit; all its processes are gone afterwards, and all its files."""
+        with _folder(program, stdin) as folder:
+            started = time.monotonic()
+            code, timed_out = (self._run_isolated if self.isolated else self._run_limited)(folder)
+            seconds = time.monotonic() - started
+            return Finished(code, self._read(folder / "stdout"), self._read(folder / "stderr"), timed_out, seconds)
+
+    @cached_property
+    def _why_not(self) -> str | None:
+        """Why programs cannot be isolated here; None where they can. Tried, not guessed."""
+        try:
+            import sandlock
+        except ImportError as error:
+            return f"the sandlock package is missing ({error})"
+        except OSError as error:
+            return f"sandlock cannot be loaded ({error})"
+        have, need = sandlock.landlock_abi_version(), sandlock.min_landlock_abi()
+        if have < need:
+            return f"the kernel's Landlock has version {have}, {need} is needed"
+        try:
+            with _folder("open('/var/tmp/reprieve-probe', 'w')", "") as folder:
+                code, _ = self._run_isolated(folder)
+        except Exception as error:  # whatever the kernel refused: then there is no isolation
+            return f"a first program could not be started ({error})"
+        return None if code not in (0, -1) else f"a first program was not stopped from writing (exit status {code})"
+
+    def _run_isolated(self, folder: Path) -> tuple[int, bool]:
+        from sandlock import BranchAction
+        from sandlock import Sandbox as Process
+
+        limits = self.limits
+        with tempfile.TemporaryDirectory(prefix="reprieve-writes-") as storage:
+            process = Process(
+                fs_readable=[*(path for path in _READABLE if os.path.isdir(path)), str(folder)],
+                workdir=str(folder),  # writes go to the storage, up to the quota, and are then moved here
+                cwd=str(folder),
+                fs_storage=storage,
+                max_disk=f"{limits.disk_mb}M",
+                on_exit=BranchAction.COMMIT,
+                on_error=BranchAction.COMMIT,
+                max_memory=f"{limits.memory_mb}M",
+                max_processes=limits.num_processes,
+                max_open_files=64,
+                clean_env=True,
+                env=_environment(folder),
+                no_coredump=True,
+            )
+            started = time.monotonic()
+            result = process.run([sys.executable, "-I", "-c", self._bootstrap(0)], timeout=limits.seconds)
+            late = time.monotonic() - started >= limits.seconds
+        return int(result.exit_code), late
+
+    def _run_limited(self, folder: Path) -> tuple[int, bool]:
+        """Limits and an end, no isolation."""
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-c", self._bootstrap(self.limits.memory_mb * _MEGABYTE)],
+            cwd=folder,
+            env=_environment(folder),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(self.limits.seconds), False
+        except subprocess.TimeoutExpired:
+            return -int(signal.SIGKILL), True
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _bootstrap(self, memory_bytes: int) -> str:
+        return _BOOTSTRAP.format(
+            cpu_s=max(1, round(self.limits.seconds)),
+            file_bytes=self.limits.disk_mb * _MEGABYTE,
+            memory_bytes=memory_bytes,
+        )
+
+    def _read(self, path: Path) -> str:
+        with path.open("rb") as file:
+            return file.read(self.limits.disk_mb * _MEGABYTE).decode(errors="replace")
+
+
+def passes(sandbox: Sandbox, program: str, checks: str) -> bool:
+    """Whether `checks`, run after `program` in one file, reach their end.
+
+    An exit status of 0 is not enough: a program may leave before it is checked. A number drawn for this run must be
+    written at the end, which the program has no way to know.
+    """
+    token = secrets.token_hex(16)
+    whole = f"_token = input()\nimport sys as _sys\n_sys.stdin = None\ndel _sys\n{_after_future(program, checks)}"
+    finished = sandbox.run(whole + "\nprint()\nprint(_token)\n", token + "\n")
+    return finished.exit_code == 0 and finished.stdout.rstrip().endswith(token)
+
+
+def _after_future(program: str, checks: str) -> str:
+    """Program and checks; `from __future__` lines, which must come first, are left out: they change no result here."""
+    lines = [line for line in program.splitlines() if not line.startswith("from __future__ ")]
+    return "\n".join(lines) + "\n" + checks
+
+
+def _environment(folder: Path) -> dict[str, Any]:
+    return {"PATH": "/usr/bin:/bin", "HOME": str(folder), "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+
+
+@contextlib.contextmanager
+def _folder(program: str, stdin: str) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="reprieve-program-"))
+    try:
+        (folder / "program.py").write_text(program, encoding="utf-8", errors="replace")
+        (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
+        (folder / "stdout").touch()
+        (folder / "stderr").touch()
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
