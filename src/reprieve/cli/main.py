@@ -17,6 +17,7 @@ VERBS = {
     "tune": "the K that suits each arm, or FSD's protocol for thresholds",
     "certify": "the most lenient threshold whose loss is proved to stay below a bound",
     "study": "everything on one pair: tuned K, every rule, certificates, the report",
+    "eval": "lm-evaluation-harness's tasks through several rules",
     "judge": "compare the answers of a run by a language model: for tasks without right answers",
     "mine": "label which mismatches matter: autojudge, pivot",
     "train": "fit a head to labels: judge, pivot",
