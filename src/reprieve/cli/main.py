@@ -19,6 +19,8 @@ VERBS = {
     "study": "everything on one pair: tuned K, every rule, certificates, the report",
     "eval": "lm-evaluation-harness's tasks through several rules",
     "judge": "compare the answers of a run by a language model: for tasks without right answers",
+    "monitor": "answer with a rule while a share of requests is checked losslessly, with an alarm",
+    "report": "one self-contained page from runs and certificates",
     "mine": "label which mismatches matter: autojudge, pivot",
     "train": "fit a head to labels: judge, pivot",
     "labels": "look at a label store, or fill one by hand: show, stats, import",

@@ -88,47 +88,48 @@ def histogram(shares: Sequence[float], colour: str, *, title: str) -> str:
 
 def stacked(rows: Sequence[tuple[str, Sequence[float]]], names: Sequence[str], *, unit: str) -> str:
     """Horizontal bars of parts, one bar a row."""
-    label, width, tall = 150, 520, 22
+    label, width, tall = 182, 520, 22
     longest = max((sum(parts) for _, parts in rows), default=1.0) or 1.0
     shapes = []
     for number, (name, parts) in enumerate(rows):
         y, x = number * tall + 4, float(label)
-        shapes.append(f'<text x="{label - 6}" y="{y + 12}" text-anchor="end">{html.escape(_cut(name, 22))}</text>')
+        shapes.append(f'<text x="{label - 6}" y="{y + 12}" text-anchor="end">{html.escape(_cut(name, 25))}</text>')
         for index, part in enumerate(parts):
             long = (width - label - 50) * part / longest
             shapes.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{max(0.0, long):.1f}" height="{tall - 6}" '
-                f'fill="{COLOURS[index]}"><title>{names[index]}: {part:.3g} {unit}</title></rect>'
+                f'fill="{COLOURS[index]}"><title>{names[index]}: {_short(part)} {unit}</title></rect>'
             )
             x += long
-        shapes.append(f'<text x="{x + 5:.1f}" y="{y + 12}">{sum(parts):.3g}</text>')
+        shapes.append(f'<text x="{x + 5:.1f}" y="{y + 12}">{_short(sum(parts))}</text>')
     return _svg(width, len(rows) * tall + 8, "where time goes", shapes)
 
 
 def intervals(rows: Sequence[tuple[str, float, float, float, str]], *, label: str) -> str:
     """One difference a row with its interval, around a line at zero: name, value, low, high, what to tell."""
-    left, width, tall = 150, 520, 22
+    left, width, tall = 182, 520, 22
     low, high = min([0.0, *(row[2] for row in rows)]), max([0.0, *(row[3] for row in rows)])
     to_x, ticks = _scale(low, high, left, width - 12)
     bottom = len(rows) * tall + 8
     shapes = [f'<line class="axis" x1="{to_x(0):.1f}" x2="{to_x(0):.1f}" y1="0" y2="{bottom}"/>']
     for number, (name, value, start, end, told) in enumerate(rows):
         y = number * tall + 14
-        shapes.append(f'<text x="{left - 6}" y="{y + 4}" text-anchor="end">{html.escape(_cut(name, 22))}</text>')
+        shapes.append(f'<text x="{left - 6}" y="{y + 4}" text-anchor="end">{html.escape(_cut(name, 25))}</text>')
         shapes.append(
-            f'<g stroke="{COLOURS[0]}" fill="{COLOURS[0]}"><path class="bar" d="M{to_x(start):.1f} {y}H{to_x(end):.1f}"/>'
+            f'<g stroke="{COLOURS[0]}" fill="{COLOURS[0]}">'
+            f'<path class="bar" d="M{to_x(start):.1f} {y}H{to_x(end):.1f}"/>'
             f'<circle class="point" tabindex="0" cx="{to_x(value):.1f}" cy="{y}" r="4" data-told="{html.escape(told)}">'
             f"<title>{html.escape(told)}</title></circle></g>"
         )
     for tick in ticks:
         shapes.append(f'<text x="{to_x(tick):.1f}" y="{bottom + 14}" text-anchor="middle">{_number(tick)}</text>')
-    shapes.append(f'<text x="{(left + width) / 2:.0f}" y="{bottom + 32}" text-anchor="middle">{html.escape(label)}</text>')
+    shapes.append(
+        f'<text x="{(left + width) / 2:.0f}" y="{bottom + 32}" text-anchor="middle">{html.escape(label)}</text>'
+    )
     return _svg(width, bottom + 38, label, shapes)
 
 
-def _axes(
-    x_ticks: list[float], y_ticks: list[float], to_x: _Scale, to_y: _Scale, x_label: str, y_label: str
-) -> str:
+def _axes(x_ticks: list[float], y_ticks: list[float], to_x: _Scale, to_y: _Scale, x_label: str, y_label: str) -> str:
     base = _HEIGHT - _BOTTOM
     parts = []
     for tick in y_ticks:
@@ -139,11 +140,10 @@ def _axes(
         x = to_x(tick)
         parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{base}"/>')
         parts.append(f'<text x="{x:.1f}" y="{base + 16}" text-anchor="middle">{_number(tick)}</text>')
-    middle = (_TOP + base) / 2
-    parts.append(f'<text x="{(_LEFT + _WIDTH) / 2}" y="{_HEIGHT - 8}" text-anchor="middle">{html.escape(x_label)}</text>')
-    parts.append(
-        f'<text transform="rotate(-90 13 {middle})" x="13" y="{middle}" text-anchor="middle">{html.escape(y_label)}</text>'
-    )
+    across, down = (_LEFT + _WIDTH) / 2, (_TOP + base) / 2
+    parts.append(f'<text x="{across}" y="{_HEIGHT - 8}" text-anchor="middle">{html.escape(x_label)}</text>')
+    turned = f'transform="rotate(-90 13 {down})" x="13" y="{down}"'
+    parts.append(f'<text {turned} text-anchor="middle">{html.escape(y_label)}</text>')
     return "".join(parts)
 
 
@@ -173,6 +173,11 @@ def _scale(low: float, high: float, start: float, end: float) -> tuple[_Scale, l
 
 def _number(value: float) -> str:
     return f"{round(value, 6):g}".replace("-", "\u2212")
+
+
+def _short(value: float) -> str:
+    """Three digits, without powers of ten."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _cut(text: str, size: int) -> str:
