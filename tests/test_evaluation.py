@@ -9,10 +9,10 @@ import pytest
 
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.evaluation.arms import make_arms, sweep_rules
+from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.figure import draw_frontier
 from reprieve.evaluation.records import RecordFile
 from reprieve.evaluation.results import summarise, write_results
-from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.runner import run_arms
 from reprieve.metrics import bootstrap_interval, paired_difference, wilson_interval
 from reprieve.models import Pair

@@ -24,7 +24,8 @@ def hoeffding_bentkus_pvalue(losses: np.ndarray, bound: float) -> float:
     """P-value of "the mean loss is `bound` or more", for losses in [0, 1], [n].
 
     The smaller of Hoeffding's bound, in its tighter form, and Bentkus' (Bates et al., arXiv 2101.02703, Theorem 3, as
-    Learn-then-Test, arXiv 2110.01052, uses it).
+    Learn-then-Test, arXiv 2110.01052, uses it). Where every loss is 0 or 1, Bentkus' loses its factor e and is the
+    exact binomial test.
 
     Raises:
         SpecError: a bound outside (0, 1].
@@ -36,8 +37,9 @@ def hoeffding_bentkus_pvalue(losses: np.ndarray, bound: float) -> float:
     if mean >= bound:
         return 1.0
     hoeffding = math.exp(-num * _divergence(mean, bound))
+    binary = bool(np.isin(losses, (0.0, 1.0)).all())
     # Sums such as 0.1 + 0.2 must not push the ceiling up by one.
-    bentkus = math.e * float(binom.cdf(math.ceil(num * mean - 1e-9), num, bound))
+    bentkus = (1.0 if binary else math.e) * float(binom.cdf(math.ceil(num * mean - 1e-9), num, bound))
     return min(hoeffding, bentkus, 1.0)
 
 

@@ -25,6 +25,7 @@ def command(
     task: o.TaskName = "arithmetic",
     split: Annotated[str, typer.Option(help="Split to calibrate on.")] = "validation",
     limit: o.Limit = 1000,
+    offset: o.Offset = 0,
     held_out_split: Annotated[
         str, typer.Option(help="Split to confirm on; the same one goes on after --limit.")
     ] = "test",
@@ -59,12 +60,12 @@ def command(
         promise=promise,
         thresholds=values,
         num_draft_tokens=num_draft_tokens,
-        calibration={**shared, "split": split, "limit": limit},
+        calibration={**shared, "split": split, "limit": limit, "offset": offset},
         held_out={
             **shared,
             "split": held_out_split,
             "limit": held_out_limit,
-            "offset": limit if held_out_split == split else 0,
+            "offset": offset + limit if held_out_split == split else 0,
         },
     )
     plan.candidates()
