@@ -16,6 +16,8 @@ from reprieve.evaluation.results import summarise, write_results
 from reprieve.evaluation.runner import Run, environment
 from reprieve.models import Pair
 
+_GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}  # unless a task says otherwise
+
 
 def evaluate_arms(
     arms: Sequence[Arm],
@@ -59,10 +61,11 @@ def evaluate_arms(
     arms = [arm for arm in arms if arm.label != DRAFT_ONLY]
     config = RunConfig.of(
         pair, arms, command=command, drafter=drafter, task=",".join(tasks), split="test", limit=limit or 10**9,
-        seed=seed, sampling=dict(generation or {}), chat_template=apply_chat_template,
+        seed=seed, sampling={**_GREEDY, **(generation or {})}, chat_template=apply_chat_template,
     )  # fmt: skip
     claim_folder(folder, {**vars(config), "num_fewshot": num_fewshot, "data": {k: dict(v) for k, v in data.items()}})
     paths = [str(TASKS), *([include_path] if include_path else [])]
+    manager = TaskManager(include_path=paths)
     records: dict[str, list[ProblemRecord]] = {}
     metrics: dict[str, dict[str, Any]] = {}
     for number, arm in enumerate(arms):
@@ -70,7 +73,6 @@ def evaluate_arms(
             pair=pair, rule=arm.label, num_draft_tokens=arm.num_draft_tokens, drafter=drafter, seed=seed,
             records=folder / f"answers-{number}.jsonl",
         )  # fmt: skip
-        manager = TaskManager(include_path=paths)
         try:
             found = lm_eval.simple_evaluate(
                 model=model,

@@ -68,6 +68,8 @@ class ReprieveLM(HFLM):
     ) -> None:
         if str(batch_size or 1) not in ("1", "auto"):
             raise SpecError(f"batch_size must be 1: the local engine decodes one answer at a time, got {batch_size}")
+        if device and device.startswith("cuda") and not torch.cuda.is_available():
+            device = None  # what the harness asks for by default, whatever the machine has
         name = target or pretrained
         self.pair = pair or (
             load_pair(name, draft, dtype=dtype, device=device) if name else load_pair(dtype=dtype, device=device)
