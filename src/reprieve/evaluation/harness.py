@@ -76,7 +76,7 @@ def evaluate_arms(
         try:
             found = lm_eval.simple_evaluate(
                 model=model,
-                tasks=[_task(manager, name, data.get(name)) for name in tasks],
+                tasks=[task_with_files(manager, name, data.get(name)) for name in tasks],
                 num_fewshot=num_fewshot,
                 limit=limit,
                 bootstrap_iters=0,
@@ -125,7 +125,7 @@ def evaluate_arms(
     return documents
 
 
-def _task(manager: Any, name: str, files: Mapping[str, str] | None) -> str | dict[str, Any]:
+def task_with_files(manager: Any, name: str, files: Mapping[str, str] | None) -> str | dict[str, Any]:
     """The task's name, or its own definition with local files for data."""
     if not files:
         return name
