@@ -37,8 +37,8 @@ BUNDLED_RULES: dict[str, tuple[str, ...]] = {
     f"{PIVOT},threshold=0.3": (f"{PIVOT},threshold=0.3",),
 }
 CONTROLS = ("direct:top_k:k=2", "direct:margin:delta=2")
-CERTIFIED = {"margin": "1,2"}
-BUNDLED_CERTIFIED = {JUDGE: "0.01,0.04"}
+CERTIFIED = {"margin": "2,3"}
+BUNDLED_CERTIFIED = {JUDGE: "0.02,0.04"}
 # The bundled task's first thousand calibration problems chose these thresholds and the bound (docs/evidence.md), so
 # that certificates rest on the next.
 BUNDLED_OFFSET = 1000

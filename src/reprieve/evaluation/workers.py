@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import os
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -82,9 +85,17 @@ def _start(config: dict[str, Any], ks: dict[str, int]) -> None:
     from transformers.utils import logging
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_with_parent, args=(os.getppid(),), daemon=True).start()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     _WORKER = _Worker(RunConfig(**config), ks)
+
+
+def _leave_with_parent(parent: int) -> None:
+    """A parent that is killed cannot tell its workers; they would wait for work for ever."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _answer(jobs: Sequence[Job]) -> list[ProblemRecord]:
