@@ -56,7 +56,7 @@ def main() -> None:
         )  # fmt: skip
         seconds[name] = time.perf_counter() - started
         found[name] = {
-            (task, sample["filter"], sample["doc_id"]): (sample["resps"][0][0], sample["exact_match"])
+            (task, sample["filter"], sample["doc_id"]): (sample["resps"][0][0], float(sample["exact_match"]))
             for task, samples in results["samples"].items()
             for sample in samples
         }

@@ -41,26 +41,23 @@ def command(
     """
     import_extra("lm_eval", "eval")
     from reprieve.evaluation.arms import make_arms
-    from reprieve.evaluation.harness import evaluate_arms
+    from reprieve.evaluation.harness import HarnessSettings, evaluate_arms
     from reprieve.models import load_pair
     from reprieve.rules.spec import parse_parameters
 
-    generation = {name: float(value) for name, value in parse_parameters(gen_kwargs, where="--gen-kwargs").items()}
+    try:
+        generation = {name: float(value) for name, value in parse_parameters(gen_kwargs, where="--gen-kwargs").items()}
+    except ValueError:
+        raise SpecError(f"--gen-kwargs must be numbers by name, got {gen_kwargs!r}") from None
     files = {}
     for text in data:
         name, colon, rest = text.partition(":")
         if not colon:
             raise SpecError(f"--data is written TASK:split=FILE,split=FILE, got {text!r}")
         files[name] = parse_parameters(rest, where=f"--data {name}")
-    arms = make_arms(arm, [num_draft_tokens])
-    o.quiet_transformers()
-    documents = evaluate_arms(
-        arms,
-        load_pair(target, draft, dtype=dtype, device=device),
-        out,
+    settings = HarnessSettings(
         tasks=[name for name in tasks.split(",") if name],
         data=files,
-        command=o.command_line(),
         limit=limit,
         num_fewshot=num_fewshot,
         drafter=drafter,
@@ -70,6 +67,10 @@ def command(
         include_path=include_path,
         allow_unsafe_code=confirm_run_unsafe_code,
     )
+    arms = make_arms(arm, [num_draft_tokens])
+    o.quiet_transformers()
+    pair = load_pair(target, draft, dtype=dtype, device=device)
+    documents = evaluate_arms(arms, pair, out, settings, command=o.command_line())
     width = o.table_width(o.console())
     for name, document in documents.items():
         if "metrics" in document:

@@ -82,74 +82,88 @@ def certify(
 ) -> Outcome | None:
     """Walk the thresholds, confirm on held-out problems, write the certificate; None where Ctrl-C ended it.
 
-    Another rule certified into the same folder shares the strict answers.
-
-    The promise rests on the calibration problems alone. The held-out ones are a second, independent look: where their
-    observed loss reaches the bound no certificate is written.
+    Another rule certified into the same folder shares the strict answers. The promise rests on the calibration problems
+    alone. The held-out ones are a second, independent look: where their observed loss reaches the bound no certificate
+    is written.
 
     Raises:
         SpecError: a plan that cannot be read.
         ReprieveError: the folder holds another run.
     """
-    candidates = plan.candidates()
     strict = Arm(LOSSLESS, parse_rule(LOSSLESS), plan.num_draft_tokens)
-    arms = {getattr(rule, rule.dial): Arm(rule.spec, rule, plan.num_draft_tokens) for rule in candidates}
+    arms = {
+        getattr(rule, rule.dial): Arm(rule.spec, rule, plan.num_draft_tokens) for rule in plan.candidates()
+    }  # by threshold, strict first
 
-    def runner_of(settings: dict[str, Any], chosen: list[Arm], name: str) -> Runner:
+    def runner(settings: dict[str, Any], chosen: list[Arm], name: str) -> Runner:
         config = RunConfig.of(pair, chosen, command=command, **settings)
         return Runner(config, chosen, pair, task, folder / name, num_workers=num_workers, extendable=True)
 
-    calibration = runner_of(plan.calibration, [strict, *arms.values()], "calibration")
-
-    def measure(threshold: float) -> tuple[np.ndarray, np.ndarray, float | None]:
-        both = [strict, arms[threshold]]
-        if not calibration.measure([strict], progress) or not calibration.measure([both[1]], progress):
+    def measure(run: Runner, arm: Arm) -> tuple[np.ndarray, np.ndarray, float | None]:
+        if not run.measure([strict], progress) or not run.measure([arm], progress):
             raise KeyboardInterrupt
-        return _outcomes(calibration, both)
+        return _outcomes(run, strict, arm)
 
+    calibration = runner(plan.calibration, [strict, *arms.values()], "calibration")
     try:
-        steps = walk(list(arms), plan.promise, measure, on_step=lambda step: announce(_line(plan, step)))
+        steps = walk(
+            list(arms),
+            plan.promise,
+            lambda threshold: measure(calibration, arms[threshold]),
+            on_step=lambda step: announce(_line(plan, step)),
+        )
         passed = [step for step in steps if step.evidence.passed]
         if not passed:
             return Outcome(steps, None, None, "no threshold passed: already the strictest could not be proved")
         best = arms[passed[-1].threshold]
-        held = runner_of(plan.held_out, [strict, best], "held_out")
-        if not held.measure(progress=progress):
-            return None
+        held = runner(plan.held_out, [strict, best], "held_out")
+        ours, relaxed, tokens_per_round = measure(held, best)
     except KeyboardInterrupt:
         return None
-    ours, relaxed, tokens_per_round = _outcomes(held, [strict, best])
-    evidence = plan.promise.test(ours, relaxed)
-    announce(_line(plan, Step(passed[-1].threshold, evidence, tokens_per_round), where="held out"))
-    if evidence.observed >= plan.promise.max_drop:
-        told = f"the held-out problems contradict it: observed {evidence.observed:.4f}"
-        return Outcome(steps, evidence, None, told)
-    rule = best.rule
-    assert rule is not None
-    certificate = Certificate(
-        statement=_statement(plan, task, best, steps[len(passed) - 1], evidence),
-        rule=rule.spec,
-        portable_rule=portable_spec(rule),
-        threshold=float(passed[-1].threshold),
+    look = Step(passed[-1].threshold, plan.promise.test(ours, relaxed), tokens_per_round)
+    announce(_line(plan, look, where="held out"))
+    if look.evidence.observed >= plan.promise.max_drop:
+        told = f"the held-out problems contradict it: observed {look.evidence.observed:.4f}"
+        return Outcome(steps, look.evidence, None, told)
+    certificate = _certificate(plan, best, steps, look, calibration.config, held.config, pair)
+    path = folder / f"{best.rule_name}-{plan.promise.loss}-{plan.promise.max_drop:g}.json"
+    replace_file(path, certificate.to_json())
+    assert best.rule is not None
+    _file_beside_heads(certificate, best.rule)
+    return Outcome(steps, look.evidence, certificate, path=path)
+
+
+def _certificate(
+    plan: Plan, best: Arm, steps: list[Step], look: Step, calibration: RunConfig, held: RunConfig, pair: Pair
+) -> Certificate:
+    """The certificate of the last step that passed."""
+    assert best.rule is not None
+    proved = next(step for step in steps if step.threshold == look.threshold)
+    return Certificate(
+        statement=_statement(plan, calibration.task, best, proved, look.evidence),
+        rule=best.rule.spec,
+        portable_rule=portable_spec(best.rule),
+        threshold=float(look.threshold),
         promise=dataclasses.asdict(plan.promise),
-        verdict="confirmed" if evidence.passed else "consistent",
-        conditions=calibration.config.conditions(pair, best),
+        verdict="confirmed" if look.evidence.passed else "consistent",
+        conditions=calibration.conditions(pair, best),
         calibration={
-            **_where(calibration.config),
+            **_where(calibration),
             "num_thresholds_tried": len(steps),
             "steps": [dataclasses.asdict(step) for step in steps],
         },
-        held_out={**_where(held.config), "tokens_per_round": tokens_per_round, **dataclasses.asdict(evidence)},
-        made_with={"command": command, **environment()},
+        held_out={
+            **_where(held),
+            "tokens_per_round": look.tokens_per_round,
+            **dataclasses.asdict(look.evidence),
+        },
+        made_with={"command": calibration.command, **environment()},
     )
-    path = folder / f"{rule.name}-{plan.promise.loss}-{plan.promise.max_drop:g}.json"
-    replace_file(path, certificate.to_json())
-    _file_beside_heads(certificate, rule)
-    return Outcome(steps, evidence, certificate, path=path)
 
 
-def _outcomes(runner: Runner, arms: list[Arm]) -> tuple[np.ndarray, np.ndarray, float | None]:
-    labels = [arm.label for arm in arms]
+def _outcomes(runner: Runner, strict_arm: Arm, arm: Arm) -> tuple[np.ndarray, np.ndarray, float | None]:
+    """Who solved what, [n, trials], strictly and relaxed, and the relaxed arm's tokens a round."""
+    labels = [strict_arm.label, arm.label]
     rows = common_rows(labels, runner.records, runner.config.num_trials)
     strict, relaxed = (column(rows[label], lambda record: record.correct) for label in labels)
     tokens = column(rows[labels[1]], lambda record: record.num_tokens).sum()
@@ -165,11 +179,11 @@ def _words(loss: str) -> str:
     return "loses less than" if loss == NET_DROP else "spoils fewer than"
 
 
-def _statement(plan: Plan, task: Task, arm: Arm, step: Step, held: Evidence) -> str:
+def _statement(plan: Plan, task: str, arm: Arm, step: Step, held: Evidence) -> str:
     promise = plan.promise
     return (
         f"With {100 * promise.confidence:g}% confidence, {arm.label} {_words(promise.loss)} "
-        f"{100 * promise.max_drop:g} points of problems solved against lossless decoding on task {task.name} at "
+        f"{100 * promise.max_drop:g} points of problems solved against lossless decoding on task {task} at "
         f"K = {arm.num_draft_tokens}. Calibrated on {step.evidence.num_problems} problems (observed "
         f"{100 * step.evidence.observed:+.2f} points, at most {100 * step.evidence.upper_bound:.2f}); on "
         f"{held.num_problems} held-out problems it lost {100 * held.observed:+.2f} points (at most "

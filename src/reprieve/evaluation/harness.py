@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +19,73 @@ from reprieve.models import Pair
 _GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}  # unless a task says otherwise
 
 
-def evaluate_arms(
-    arms: Sequence[Arm],
-    pair: Pair,
-    folder: Path,
-    *,
-    tasks: Sequence[str],
-    data: Mapping[str, Mapping[str, str]],
-    command: str,
-    limit: int | None = None,
-    num_fewshot: int | None = None,
-    drafter: str = "draft",
-    seed: int = 0,
-    generation: Mapping[str, Any] | None = None,
-    apply_chat_template: bool = False,
-    include_path: str | None = None,
-    allow_unsafe_code: bool = False,
-) -> dict[str, dict[str, Any]]:
-    """Run the tasks through every arm; answers are kept as they come, and not made again.
+@dataclass(frozen=True)
+class HarnessSettings:
+    """What the harness is asked to do.
 
     Args:
+        tasks: its names.
         data: local JSONL files in the place of a task's hub data: by task, by split.
+        limit: problems of each task; None for all.
+        num_fewshot: worked examples; None for the task's own number.
+        generation: arguments that overrule the tasks', such as temperature.
+        include_path: a folder of task definitions.
         allow_unsafe_code: passed on to the harness, whose own code tasks (HumanEval, MBPP) run what models write
             without isolation. `reprieve bench --task humaneval:path=...` has a sandbox.
+
+    Raises:
+        SpecError: data for a task that is not among the tasks.
+    """
+
+    tasks: Sequence[str]
+    data: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    limit: int | None = None
+    num_fewshot: int | None = None
+    drafter: str = "draft"
+    seed: int = 0
+    generation: Mapping[str, Any] | None = None
+    apply_chat_template: bool = False
+    include_path: str | None = None
+    allow_unsafe_code: bool = False
+
+    def __post_init__(self) -> None:
+        if unknown := self.data.keys() - set(self.tasks):
+            raise SpecError(f"--data names tasks that are not evaluated: {', '.join(sorted(unknown))}")
+
+    def evaluate(self, lm_eval: Any, model: Any, manager: Any) -> dict[str, Any]:
+        """The harness's own results, samples included.
+
+        Raises:
+            ReprieveError: a task it does not know, data it cannot load.
+        """
+        try:
+            found: dict[str, Any] = lm_eval.simple_evaluate(
+                model=model,
+                tasks=[task_with_files(manager, name, self.data.get(name)) for name in self.tasks],
+                num_fewshot=self.num_fewshot,
+                limit=self.limit,
+                bootstrap_iters=0,
+                log_samples=True,
+                apply_chat_template=self.apply_chat_template,
+                gen_kwargs=dict(self.generation) if self.generation else None,
+                task_manager=manager,
+                random_seed=self.seed,
+                numpy_random_seed=self.seed,
+                torch_random_seed=self.seed,
+                fewshot_random_seed=self.seed,
+                confirm_run_unsafe_code=self.allow_unsafe_code,
+            )
+        except ReprieveError:
+            raise
+        except Exception as error:  # unknown tasks, no network, bad data: the harness has many ways to say it
+            raise ReprieveError(f"lm_eval: {type(error).__name__}: {error}") from error
+        return found
+
+
+def evaluate_arms(
+    arms: Sequence[Arm], pair: Pair, folder: Path, settings: HarnessSettings, *, command: str
+) -> dict[str, dict[str, Any]]:
+    """Run the tasks through every arm; answers are kept as they come, and not made again.
 
     Returns:
         a results document for every task and filter (docs/results.md), also written to `folder/TASK/results.json`;
@@ -49,80 +93,73 @@ def evaluate_arms(
 
     Raises:
         ReprieveError: lm_eval is missing, or refuses a task.
-        SpecError: data for a task that is not among the tasks.
     """
     lm_eval = import_extra("lm_eval", "eval")
     from lm_eval.tasks import TaskManager
 
-    from reprieve.evaluation.lm_eval_model import TASKS, ReprieveLM, request_key
+    from reprieve.evaluation.lm_eval_model import TASKS, ReprieveLM
 
-    if unknown := data.keys() - set(tasks):
-        raise SpecError(f"--data names tasks that are not evaluated: {', '.join(sorted(unknown))}")
     arms = [arm for arm in arms if arm.label != DRAFT_ONLY]
     config = RunConfig.of(
-        pair, arms, command=command, drafter=drafter, task=",".join(tasks), split="test", limit=limit or 10**9,
-        seed=seed, sampling={**_GREEDY, **(generation or {})}, chat_template=apply_chat_template,
-    )  # fmt: skip
-    claim_folder(folder, {**vars(config), "num_fewshot": num_fewshot, "data": {k: dict(v) for k, v in data.items()}})
-    paths = [str(TASKS), *([include_path] if include_path else [])]
-    manager = TaskManager(include_path=paths)
+        pair,
+        arms,
+        command=command,
+        drafter=settings.drafter,
+        task=",".join(settings.tasks),
+        split="test",
+        limit=settings.limit or 10**9,
+        seed=settings.seed,
+        sampling={**_GREEDY, **(settings.generation or {})},
+        chat_template=settings.apply_chat_template,
+    )
+    data = {name: dict(files) for name, files in settings.data.items()}
+    claim_folder(folder, {**vars(config), "num_fewshot": settings.num_fewshot, "data": data})
+    manager = TaskManager(include_path=[str(TASKS), *([settings.include_path] if settings.include_path else [])])
     records: dict[str, list[ProblemRecord]] = {}
     metrics: dict[str, dict[str, Any]] = {}
     for number, arm in enumerate(arms):
+        answers = folder / f"answers-{number}.jsonl"
         model = ReprieveLM(
-            pair=pair, rule=arm.label, num_draft_tokens=arm.num_draft_tokens, drafter=drafter, seed=seed,
-            records=folder / f"answers-{number}.jsonl",
-        )  # fmt: skip
-        try:
-            found = lm_eval.simple_evaluate(
-                model=model,
-                tasks=[task_with_files(manager, name, data.get(name)) for name in tasks],
-                num_fewshot=num_fewshot,
-                limit=limit,
-                bootstrap_iters=0,
-                log_samples=True,
-                apply_chat_template=apply_chat_template,
-                gen_kwargs=dict(generation) if generation else None,
-                task_manager=manager,
-                random_seed=seed,
-                numpy_random_seed=seed,
-                torch_random_seed=seed,
-                fewshot_random_seed=seed,
-                confirm_run_unsafe_code=allow_unsafe_code,
-            )
-        except ReprieveError:
-            raise
-        except Exception as error:  # unknown tasks, no network, bad data: the harness has many ways to say it
-            raise ReprieveError(f"lm_eval: {type(error).__name__}: {error}") from error
-        metrics[arm.label] = found["results"]
-        for task, samples in found["samples"].items():
-            for sample in samples:
-                if _generated(sample):
-                    made = model.generated[request_key(*sample["arguments"][0][:2])]
-                    name = task + ("" if sample["filter"] == "none" else f"-{sample['filter']}")
-                    graded = replace(
-                        made,
-                        problem_id=f"{task}-{sample['doc_id']}",
-                        correct=_solved(sample),
-                        answer=_answer(sample),
-                    )
-                    records.setdefault(name, []).append(graded)
-        replace_file(
-            folder / f"lm_eval-{number}.json",
-            json.dumps({"arm": arm.label, "results": found["results"]}, indent=2, default=str) + "\n",
+            pair=pair,
+            rule=arm.label,
+            num_draft_tokens=arm.num_draft_tokens,
+            drafter=settings.drafter,
+            seed=settings.seed,
+            records=answers,
         )
+        found = settings.evaluate(lm_eval, model, manager)
+        metrics[arm.label] = found["results"]
+        for name, record in _graded(found["samples"], model.generated):
+            records.setdefault(name, []).append(record)
+    about = {"lm_eval": lm_eval.__version__, "num_fewshot": settings.num_fewshot, "metrics": metrics}
+    replace_file(folder / "lm_eval.json", json.dumps(about, indent=2, default=str) + "\n")
     documents = {}
-    for name, graded_records in records.items():
-        run = Run(replace(config, task=name), list(arms), graded_records, environment(), complete=True)
-        document = {**summarise(run), "harness": {"lm_eval": lm_eval.__version__, "num_fewshot": num_fewshot}}
-        write_results(document, folder / name)
-        lines = "".join(json.dumps(vars(record), ensure_ascii=False) + "\n" for record in graded_records)
+    for name, ours in records.items():
+        run = Run(replace(config, task=name), list(arms), ours, environment(), complete=True)
+        documents[name] = {**summarise(run), "harness": {key: about[key] for key in ("lm_eval", "num_fewshot")}}
+        write_results(documents[name], folder / name)
+        lines = "".join(json.dumps(vars(record), ensure_ascii=False) + "\n" for record in ours)
         replace_file(folder / name / "problems.jsonl", lines)
-        documents[name] = document
     for name in metrics[arms[0].label]:
         if not any(known.startswith(name) for known in documents):
             documents[name] = {"metrics": {arm: found[name] for arm, found in metrics.items()}}
     return documents
+
+
+def _graded(
+    samples: Mapping[str, Sequence[Mapping[str, Any]]], generated: Mapping[str, ProblemRecord]
+) -> Iterator[tuple[str, ProblemRecord]]:
+    """What was generated with the task's verdict on it, by task and filter; likelihoods are left out."""
+    from reprieve.evaluation.lm_eval_model import request_key
+
+    for task, ours in samples.items():
+        for sample in ours:
+            if not _generated(sample):
+                continue
+            made = generated[request_key(*sample["arguments"][0][:2])]
+            name = task + ("" if sample["filter"] == "none" else f"-{sample['filter']}")
+            name_in_task = f"{task}-{sample['doc_id']}"
+            yield name, replace(made, problem_id=name_in_task, correct=_solved(sample), answer=_answer(sample))
 
 
 def task_with_files(manager: Any, name: str, files: Mapping[str, str] | None) -> str | dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,10 @@ class Verdict:
     category: str
     votes: list[str]
     score: float | None  # None where the judge gave no verdict
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return (self.arm, self.problem_id, self.trial)
 
 
 async def judge_answer(
@@ -97,54 +101,58 @@ def judge_run(
     """
     if num_votes < 1:
         raise SpecError(f"votes must be 1 or more, got {num_votes}")
-    if not (folder / "problems.jsonl").is_file():
-        raise ReprieveError(f"{str(folder)!r} holds no run: no problems.jsonl")
-    records = [record for record in RecordFile(folder / "problems.jsonl").records if not record.error]
-    by_key = {(record.problem_id, record.trial): record for record in records if record.arm == baseline}
-    if not by_key:
-        known = ", ".join(dict.fromkeys(record.arm for record in records))
-        raise SpecError(f"baseline must be an arm of the run ({known}), got {baseline!r}")
-    by_id = {problem.problem_id: problem for problem in problems}
     kind = "grade" if grade else "compare"
     path = folder / "verdicts.jsonl"
-    verdicts = _read(path)
-    done = {(v.arm, v.problem_id, v.trial) for v in verdicts if v.kind == kind}
+    records, strict = _answers(folder, baseline)
+    by_id = {problem.problem_id: problem for problem in problems}
+    old = _read(path)
+    verdicts = list(old)
+    done = {verdict.key for verdict in old if verdict.kind == kind}
     todo = [
         record
         for record in records
         if (record.arm, record.problem_id, record.trial) not in done
         and record.problem_id in by_id
-        and (grade or (record.arm != baseline and (record.problem_id, record.trial) in by_key))
+        and (grade or (record.arm != baseline and (record.problem_id, record.trial) in strict))
     ]
 
-    async def ask(record: ProblemRecord) -> Verdict:
+    async def judge(record: ProblemRecord) -> Verdict:
         problem = by_id[record.problem_id]
         if grade:
             return await grade_answer(chat, problem, record, num_votes=num_votes)
-        return await judge_answer(chat, problem, record, by_key[(record.problem_id, record.trial)], num_votes=num_votes)
+        return await judge_answer(chat, problem, record, strict[record.problem_id, record.trial], num_votes=num_votes)
 
-    async def work(waiting: Iterable[ProblemRecord]) -> None:
+    async def work(waiting: Iterator[ProblemRecord]) -> None:
         for record in waiting:
-            verdict = await ask(record)
+            verdict = await judge(record)
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(verdict), ensure_ascii=False) + "\n")
             verdicts.append(verdict)
-            progress(len(done) + len(verdicts) - num_before, len(done) + len(todo))
+            progress(len(verdicts), len(old) + len(todo))
 
     async def work_all() -> None:
         shared = iter(todo)
         await asyncio.gather(*(work(shared) for _ in range(min(num_in_flight, len(todo)))))
 
-    num_before = len(verdicts)
     try:
         asyncio.run(work_all())
-    except KeyboardInterrupt:
-        raise
     except Exception as error:  # a server has many ways to refuse
         raise ReprieveError(f"the judge could not be asked: {type(error).__name__}: {error}") from None
-    document = summarise_verdicts([v for v in verdicts if v.kind == kind], baseline)
+    document = summarise_verdicts([verdict for verdict in verdicts if verdict.kind == kind], baseline)
     replace_file(folder / f"judged-{kind}.json", json.dumps(document, indent=2) + "\n")
     return document
+
+
+def _answers(folder: Path, baseline: str) -> tuple[list[ProblemRecord], dict[tuple[str, int], ProblemRecord]]:
+    """All answers of a run, and the baseline's by problem and trial."""
+    if not (folder / "problems.jsonl").is_file():
+        raise ReprieveError(f"{str(folder)!r} holds no run: no problems.jsonl")
+    records = [record for record in RecordFile(folder / "problems.jsonl").records if not record.error]
+    strict = {(record.problem_id, record.trial): record for record in records if record.arm == baseline}
+    if not strict:
+        known = ", ".join(dict.fromkeys(record.arm for record in records))
+        raise SpecError(f"baseline must be an arm of the run ({known}), got {baseline!r}")
+    return records, strict
 
 
 def summarise_verdicts(verdicts: Sequence[Verdict], baseline: str) -> dict[str, Any]:
