@@ -63,7 +63,9 @@ def test_an_arm_may_have_a_k_of_its_own_and_lossless_too():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("spec", ["margin@K=", "margin@K=x", "direct:judge:path=x", "direct:fuzzy", "certified:none"])
+@pytest.mark.parametrize(
+    "spec", ["margin@K=", "margin@K=x", "direct:judge:path=x", "direct:fuzzy", "direct:top_k@K=4", "certified:none"]
+)
 def test_arms_that_cannot_be_are_refused(spec):
     if spec == "margin@K=":
         assert make_arms([spec], [16])[-1].num_draft_tokens == 16
@@ -75,7 +77,9 @@ def test_arms_that_cannot_be_are_refused(spec):
 def test_lossless_beside_itself_is_the_noise_floor(pair, tmp_path):
     arms = make_arms(["lossless_rerun"], [4])
     greedy = {row["spec"]: row for row in summarise(run(pair, arms, tmp_path / "greedy"))["arms"]}
-    assert greedy["lossless_rerun"]["accuracy_vs_lossless"] == [0.0, 0.0, 0.0]
+    difference, low, high = greedy["lossless_rerun"]["accuracy_vs_lossless"]
+    assert difference == 0 and low < 0 < high, "six equal problems do not prove equality"
+    assert greedy["lossless"]["accuracy_vs_lossless"] == [0.0, 0.0, 0.0], "it is the same arm"
     sampled = run(pair, arms, tmp_path / "sampled", sampling={"temperature": 1.0})
     texts = {label: [r.text for r in sampled.records if r.arm == label] for label in ("lossless", "lossless_rerun")}
     assert texts["lossless"] != texts["lossless_rerun"], "draws of its own"
@@ -216,6 +220,51 @@ def test_no_certificate_without_proof_and_the_walk_resumes(pair, tmp_path):
     lines = (tmp_path / "calibration" / "problems.jsonl").read_text().splitlines()
     certify(plan(promise=Promise(0.01)), pair, ToyTask(), tmp_path, command="c")
     assert (tmp_path / "calibration" / "problems.jsonl").read_text().splitlines() == lines
+
+
+def test_trying_thresholds_until_one_passes_is_refused(pair, tmp_path):
+    certify(plan(thresholds=[3.0]), pair, ToyTask(), tmp_path, command="c")
+    certify(plan(thresholds=[3.0]), pair, ToyTask(), tmp_path, command="c")
+    with pytest.raises(SpecError, match=r"first tried on these problems, margin:delta=3: .*--offset"):
+        certify(plan(thresholds=[0.5, 2.0]), pair, ToyTask(), tmp_path, command="c")
+
+
+def test_nothing_is_certified_without_right_answers_or_with_failed_ones(pair, tmp_path):
+    with pytest.raises(SpecError, match="no right answers"):
+        certify(plan(), pair, TwoTurns(), tmp_path / "a", command="c")
+
+    class Breaks(ToyTask):
+        def extract_answer(self, text):
+            raise ValueError("unreadable") if hash(text) % 2 else ValueError("unreadable too")
+
+    class BreaksOnce(ToyTask):
+        num_left = 1
+
+        def extract_answer(self, text):
+            if self.num_left and len(text.split()) == self.max_new_tokens:
+                self.num_left -= 1
+                raise ValueError("unreadable")
+            return super().extract_answer(text)
+
+    with pytest.raises(ReprieveError, match="every problem failed"):
+        certify(plan(), pair, Breaks(), tmp_path / "b", command="c")
+    with pytest.raises(ReprieveError, match="1 answers failed"):
+        certify(plan(), pair, BreaksOnce(), tmp_path / "c", command="c")
+    again = certify(plan(), pair, ToyTask(), tmp_path / "c", command="c")
+    assert again is not None and again.steps, "what failed is tried once more"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(thresholds=[1, 1]), "different values"),
+        (dict(rule=parse_rule("lossless")), "nothing to certify"),
+        (dict(held_out=settings(limit=0)), "limit must be 1 or more"),
+    ],
+)
+def test_plans_that_cannot_be_are_refused_before_anything_is_measured(changes, message):
+    with pytest.raises(SpecError, match=message):
+        plan(**changes)
 
 
 def test_a_second_rule_shares_the_strict_answers(pair, tmp_path):

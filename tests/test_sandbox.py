@@ -104,6 +104,20 @@ def test_programs_run_from_other_threads(sandbox):
     assert found == ["1\n"]
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os; os.remove('stdout')",
+        "import os; os.remove('stdout'); os.mkdir('stdout')",
+        "import os; os.remove('stdout'); os.mkfifo('stdout')",
+        "import os; os.remove('stdout'); os.symlink('/etc/passwd', 'stdout')",
+    ],
+)
+def test_programs_that_replace_their_output_have_none(sandbox, program):
+    started = time.monotonic()
+    assert sandbox.run(program).stdout == "" and time.monotonic() - started < 10
+
+
 def test_leaving_early_is_not_passing(sandbox):
     assert passes(sandbox, "x = 1", "assert x == 1")
     assert not passes(sandbox, "x = 1", "assert x == 2")

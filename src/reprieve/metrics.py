@@ -37,8 +37,9 @@ def paired_difference(
 ) -> tuple[float, float, float]:
     """Mean of left - right over the same problems, with its 95% interval: (difference, low, high).
 
-    One value a problem gives a normal interval. Several trials a problem, [n, trials], give a bootstrap over problems:
-    trials of one problem are no independent evidence.
+    One value a problem gives a normal interval; where all differences in [-1, 1] are the same, the share of problems
+    that could still be otherwise. Several trials a problem, [n, trials], give a bootstrap over problems: trials of one
+    problem are no independent evidence.
 
     Raises:
         ValueError: different shapes, or none.
@@ -51,8 +52,13 @@ def paired_difference(
     if differences.ndim > 1 and differences.shape[1] > 1:
         return (float(differences.mean()), *clustered_interval(differences))
     differences = differences.ravel()
-    mean = float(differences.mean())
-    spread = z * float(differences.std(ddof=1)) / math.sqrt(len(differences)) if len(differences) > 1 else 1.0
+    mean, num = float(differences.mean()), len(differences)
+    if num > 1 and differences.std() > 0:
+        spread = z * float(differences.std(ddof=1)) / math.sqrt(num)
+    elif np.abs(differences).max() <= 1:
+        spread = 1 - 0.025 ** (1 / num)  # no problem stood out: at this share of all problems one would have
+    else:
+        spread = math.inf if num == 1 else 0.0
     return (mean, mean - spread, mean + spread)
 
 

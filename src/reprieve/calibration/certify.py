@@ -77,7 +77,11 @@ class Promise:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What paired outcomes say. Shares of problems; `upper_bound` holds with the promise's confidence."""
+    """What paired outcomes say, in shares of problems.
+
+    `upper_bound` holds with the promise's confidence for one threshold looked at alone; what holds for the threshold
+    that a walk ends at is the promise, `max_drop`.
+    """
 
     num_problems: int
     accuracy_strict: float

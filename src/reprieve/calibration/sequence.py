@@ -17,7 +17,7 @@ class ConfidenceSequence:
     For every candidate mean on a grid, gamblers bet on both sides of it with constant bets, from timid to bold; a
     candidate is out once their mean capital has reached 1 / (1 - confidence). By Ville's inequality the true mean is
     ever thrown out with at most that probability, whenever and however often one looks (Waudby-Smith and Ramdas,
-    arXiv 2010.09686, section 4). The state depends on the counts only, not on the order.
+    arXiv 2010.09686, section 4). Problems must come in random order, as requests do that are picked at random.
 
     Args:
         confidence: in [0.5, 1).
@@ -49,9 +49,9 @@ class ConfidenceSequence:
     def interval(self) -> tuple[float, float]:
         """Low and high; (-1, 1) before the first value."""
         kept = self._grid[self._inside]
-        if not len(kept):  # only where the true mean was thrown out: the confidence's own failure
-            return (self.mean, self.mean)
-        return (float(kept[0]), float(kept[-1]))
+        step = float(self._grid[1] - self._grid[0])  # the truth may lie between candidates
+        low, high = (kept[0], kept[-1]) if len(kept) else (self.mean, self.mean)
+        return (max(-1.0, float(low) - step), min(1.0, float(high) + step))
 
     def update(self, drop: float) -> None:
         """Take one more drop, in [-1, 1].

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,14 +21,14 @@ def command(
 ) -> int:
     """Compare every arm's answers with the baseline's, by a judge behind an OpenAI-compatible API; resumes."""
     from reprieve.evaluation.judging import judge_run
+    from reprieve.evaluation.records import read_run
     from reprieve.labelling.recipes import make_chat
     from reprieve.tasks import load_task
 
     chat = make_chat(judge)
-    try:
-        config = json.loads((run / "run.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ReprieveError(f"{str(run)!r} holds no run: {error}") from None
+    config = read_run(run)
+    if missing := {"task", "split", "limit"} - config.keys():
+        raise ReprieveError(f"{str(run)!r} holds no run of a task: {', '.join(sorted(missing))} is missing")
     problems = load_task(config["task"]).problems(config["split"], config["limit"], offset=config.get("offset", 0))
     with o.progress_bar("answers") as bar:
         document = judge_run(

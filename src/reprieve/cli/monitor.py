@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from reprieve.cli import options as o
+from reprieve.errors import SpecError
 
 
 def command(
@@ -29,12 +30,20 @@ def command(
     device: o.Device = None,
 ) -> int:
     """Watch quality while answering; exit status 1 where the alarm was raised."""
-    from reprieve.evaluation.arms import build_decoder, make_arms
+    from reprieve.evaluation.arms import LOSSLESS, build_decoder, make_arms
+    from reprieve.evaluation.config import RunConfig
     from reprieve.evaluation.monitor import MonitorStatus, watch
 
     sampling = o.sampling_options(temperature, top_p, top_k)
-    strict, relaxed = make_arms([rule], [num_draft_tokens])[-2:]
+    strict = make_arms([], [num_draft_tokens])[-1]
+    relaxed = make_arms([rule], [num_draft_tokens])[-1]
+    if relaxed.rule is None or relaxed.rule.name == LOSSLESS:
+        raise SpecError(f"--rule must be a relaxed rule: there is nothing to watch in {rule!r}")
     pair, loaded = o.load_pair_and_task(target, draft, dtype, device, task)
+    shared = dict(drafter=drafter, task=task, split=split, limit=limit, seed=seed, sampling=sampling)
+    here = RunConfig.of(pair, [relaxed], command=o.command_line(), **shared).conditions(pair, relaxed)
+    if relaxed.certificate is not None:
+        relaxed.certificate.check(here, where=f"of {relaxed.label}")
     problems = loaded.problems(split, limit)
     show = o.console().print
     told: dict[str, Any] = {"checked": -1}
@@ -46,7 +55,7 @@ def command(
             show(status.sentence(), soft_wrap=True, markup=False)
 
     final = watch(
-        build_decoder(relaxed, pair, drafter=drafter, task=task),
+        build_decoder(relaxed, pair, drafter=drafter, task=task, here=here),
         build_decoder(strict, pair, drafter=drafter),
         loaded,
         problems,

@@ -62,19 +62,20 @@ class Answerer:
         before = self.meter.joules()
         try:
             made = self._converse(decoder, problem, arm.params(params))
+            after = self.meter.joules()
+            answer = self.task.extract_answer(made[-1].text)
+            correct = self.task.equivalent(answer, problem.reference)
         except Exception as error:  # whatever it is, the other problems are still worth measuring
             told = f"{type(error).__name__}: {error}"
             return ProblemRecord(
                 arm.label, problem.problem_id, False, None, 0, 0, 0, 0, 0, 0.0, "error", "", error=told, trial=trial
             )
-        after = self.meter.joules()
         last = made[-1]
-        answer = self.task.extract_answer(last.text)
         times = [dataclasses.asdict(part.times) for part in made]
         return ProblemRecord(
             arm=arm.label,
             problem_id=problem.problem_id,
-            correct=self.task.equivalent(answer, problem.reference),
+            correct=correct,
             answer=answer,
             num_tokens=sum(len(part.tokens) for part in made),
             # Rounds are target forwards.

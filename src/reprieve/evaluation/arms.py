@@ -77,6 +77,8 @@ def _arms_of(spec: str | Rule, ks: list[int]) -> list[Arm]:
         name, own_k = spec.spec, ""
     else:
         name, _, own_k = spec.partition("@K=")
+    if own_k and name.startswith((DIRECT, CERTIFIED)):
+        raise SpecError(f"{name.partition(':')[0]}: arms have no K to set, got {spec!r}")
     if name.startswith(DIRECT):
         truncation = parse_rule(name.removeprefix(DIRECT))
         require_truncation(truncation)
@@ -177,8 +179,6 @@ def build_decoder(
     assert arm.rule is not None
     rule = attach_heads(arm.rule)
     require_heads_fit(rule, pair.identity, task, here=here)
-    if arm.certificate is not None and here is not None:
-        arm.certificate.check(here, where=f"of {arm.label}")
     return SpeculativeDecoder(
         pair.cached_target(rule.target_layers),
         make_drafter(drafter, pair, rule),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from reprieve.calibration.certify import NET_DROP, Evidence, Promise, Step, walk
-from reprieve.errors import SpecError
+from reprieve.errors import ReprieveError, SpecError
 from reprieve.evaluation.arms import LOSSLESS, Arm
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.records import replace_file
@@ -45,6 +45,16 @@ class Plan:
     num_draft_tokens: int
     calibration: dict[str, Any]
     held_out: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.rule.name == LOSSLESS:
+            raise SpecError("rule lossless loses nothing: there is nothing to certify")
+        if len(set(self.thresholds)) != len(self.thresholds):
+            raise SpecError(f"thresholds must be different values, got {list(self.thresholds)}")
+        for settings in (self.calibration, self.held_out):
+            for name in ("limit", "num_trials"):
+                if settings.get(name, 1) < 1:
+                    raise SpecError(f"{name} must be 1 or more, got {settings[name]}")
 
     def candidates(self) -> list[Rule]:
         """The rule at each threshold, from strict to lenient.
@@ -87,9 +97,12 @@ def certify(
     is written.
 
     Raises:
-        SpecError: a plan that cannot be read.
-        ReprieveError: the folder holds another run.
+        SpecError: a plan that cannot be read, a task without right answers, or thresholds of this rule that these
+            problems were not asked about first.
+        ReprieveError: the folder holds another run, or answers failed.
     """
+    if not getattr(task, "graded", True):
+        raise SpecError(f"task {task.name} has no right answers: nothing can be certified on it")
     strict = Arm(LOSSLESS, parse_rule(LOSSLESS), plan.num_draft_tokens)
     arms = {
         getattr(rule, rule.dial): Arm(rule.spec, rule, plan.num_draft_tokens) for rule in plan.candidates()
@@ -105,6 +118,7 @@ def certify(
         return _outcomes(run, strict, arm)
 
     calibration = runner(plan.calibration, [strict, *arms.values()], "calibration")
+    _require_first_walk(plan.rule, calibration, {arm.label for arm in arms.values()})
     try:
         steps = walk(
             list(arms),
@@ -131,6 +145,20 @@ def certify(
     assert best.rule is not None
     _file_beside_heads(certificate, best.rule)
     return Outcome(steps, look.evidence, certificate, path=path)
+
+
+def _require_first_walk(rule: Rule, calibration: Runner, labels: set[str]) -> None:
+    """Refuse other thresholds than those these problems have been asked about: trying until one passes proves nothing.
+
+    Raises:
+        SpecError: names the earlier thresholds.
+    """
+    earlier = {record.arm for record in calibration.records} - labels - {LOSSLESS}
+    if same := sorted(label for label in earlier if parse_rule(label).name == rule.name):
+        raise SpecError(
+            f"thresholds must be those first tried on these problems, {', '.join(same)}: choosing others after looking "
+            "breaks the promise; calibrate on other problems (--offset) into another folder"
+        )
 
 
 def _certificate(
@@ -165,6 +193,10 @@ def _outcomes(runner: Runner, strict_arm: Arm, arm: Arm) -> tuple[np.ndarray, np
     """Who solved what, [n, trials], strictly and relaxed, and the relaxed arm's tokens a round."""
     labels = [strict_arm.label, arm.label]
     rows = common_rows(labels, runner.records, runner.config.num_trials)
+    if failed := sum(record.error is not None for label in labels for trials in rows[label] for record in trials):
+        raise ReprieveError(
+            f"{failed} answers failed; a certificate needs all of them: run again to try them once more"
+        )
     strict, relaxed = (column(rows[label], lambda record: record.correct) for label in labels)
     tokens = column(rows[labels[1]], lambda record: record.num_tokens).sum()
     rounds = column(rows[labels[1]], lambda record: record.num_rounds).sum()
@@ -184,8 +216,9 @@ def _statement(plan: Plan, task: str, arm: Arm, step: Step, held: Evidence) -> s
     return (
         f"With {100 * promise.confidence:g}% confidence, {arm.label} {_words(promise.loss)} "
         f"{100 * promise.max_drop:g} points of problems solved against lossless decoding on task {task} at "
-        f"K = {arm.num_draft_tokens}. Calibrated on {step.evidence.num_problems} problems (observed "
-        f"{100 * step.evidence.observed:+.2f} points, at most {100 * step.evidence.upper_bound:.2f}); on "
+        f"K = {arm.num_draft_tokens}, where lossless solves {100 * step.evidence.accuracy_strict:.1f}%. Calibrated on "
+        f"{step.evidence.num_problems} problems (observed {100 * step.evidence.observed:+.2f} points, at most "
+        f"{100 * step.evidence.upper_bound:.2f}); on "
         f"{held.num_problems} held-out problems it lost {100 * held.observed:+.2f} points (at most "
         f"{100 * held.upper_bound:.2f})."
     )

@@ -175,6 +175,7 @@ def _summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     if verdicts[0].kind == "grade":
         low, high = bootstrap_interval(lambda index: float(scores[index].mean()), len(scores), num_resamples=1000)
         return {**found, "mean_grade": float(scores.mean()), "mean_grade_ci95": [low, high]}
+    ids = [verdict.problem_id for verdict in verdicts if verdict.score is not None]
     wins, losses = int((scores > 0).sum()), int((scores < 0).sum())
     not_worse = len(scores) - losses
     return {
@@ -183,8 +184,17 @@ def _summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
         "num_ties": not_worse - wins,
         "num_losses": losses,
         "equal_or_better": not_worse / len(scores),
-        "equal_or_better_ci95": list(wilson_interval(not_worse, len(scores))),
+        "equal_or_better_ci95": list(_share_interval(scores >= 0, ids)),
     }
+
+
+def _share_interval(successes: np.ndarray, problem_ids: list[str]) -> tuple[float, float]:
+    """Wilson's where each problem was answered once, else a bootstrap over problems."""
+    if len(set(problem_ids)) == len(problem_ids):
+        return wilson_interval(int(successes.sum()), len(successes))
+    names = np.array(problem_ids)
+    means = np.array([successes[names == name].mean() for name in np.unique(names)])
+    return bootstrap_interval(lambda index: float(means[index].mean()), len(means), num_resamples=1000)
 
 
 def _read(path: Path) -> list[Verdict]:

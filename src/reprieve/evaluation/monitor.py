@@ -6,6 +6,7 @@ stopped at any moment without losing its meaning.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import random
 import threading
@@ -45,6 +46,8 @@ class MonitorStatus:
         low, high = self.interval
         told = f"{self.num_checked} of {self.num_seen} requests checked: drop {100 * self.drop:+.2f} points "
         told += f"[{100 * low:.2f}, {100 * high:.2f}] at any time"
+        if self.num_failed or self.num_skipped:
+            told += f", {self.num_failed} checks failed, {self.num_skipped} skipped"
         return told + (", ALARM" if self.alarm else "")
 
 
@@ -139,7 +142,8 @@ class QualityMonitor:
                 self._alarm = self._alarm or raised
                 status = self._status()
             if raised:
-                self._on_alarm(status)
+                with contextlib.suppress(Exception):  # whoever is told must not end the watch
+                    self._on_alarm(status)
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,9 @@ class RecordFile:
         records = []
         for number, line in enumerate(whole.decode().splitlines(), start=1):
             try:
-                values = json.loads(line)
+                values = dict(json.loads(line))
                 records.append(ProblemRecord(**{key: values[key] for key in values.keys() & known}))
-            except (json.JSONDecodeError, TypeError) as error:
+            except (ValueError, TypeError) as error:
                 raise ReprieveError(f"{self.path}, line {number}: not a problem record ({error})") from None
         return records
 
@@ -80,6 +80,22 @@ def replace_file(path: Path, content: bytes | str) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     os.replace(temporary, path)
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """A run's configuration.
+
+    Raises:
+        ReprieveError: the folder holds none, or one that cannot be read.
+    """
+    path = folder / "run.json"
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ReprieveError(f"{str(path)!r} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise ReprieveError(f"{str(path)!r} must hold an object, got {type(found).__name__}")
+    return found
 
 
 def claim_folder(folder: Path, configuration: Mapping[str, Any], *, extendable: tuple[str, ...] = ()) -> RecordFile:
@@ -98,7 +114,7 @@ def claim_folder(folder: Path, configuration: Mapping[str, Any], *, extendable: 
     path = folder / "run.json"
     wanted = json.loads(json.dumps(configuration))
     if path.exists():
-        found = json.loads(path.read_text())
+        found = read_run(folder)
         for key in extendable:
             old, new = found.get(key) or type(wanted[key])(), wanted[key]
             merged = {**old, **new} if isinstance(new, dict) else [*old, *(item for item in new if item not in old)]

@@ -17,6 +17,7 @@ from reprieve.metrics import bootstrap_interval, paired_difference, paired_pvalu
 
 SCHEMA = 1
 _NUM_SHARES = 11
+_LARGEST = 1e9
 # What a task without right answers cannot say.
 _QUALITY = (
     "accuracy", "accuracy_ci95", "accuracy_vs_target", "accuracy_vs_lossless", "accuracy_vs_lossless_p", "net_drop",
@@ -130,7 +131,7 @@ def _against_target(problems: list[list[ProblemRecord]], target: list[list[Probl
         return {"accuracy_vs_target": None, "speedup_vs_target": None, "speedup_vs_target_ci95": None}
     solved = [column(arm, lambda record: record.correct) for arm in (problems, target)]
     return {
-        "accuracy_vs_target": list(paired_difference(*solved)),
+        "accuracy_vs_target": _difference(problems, target, *solved),
         "speedup_vs_target": _speedup(problems, target),
         "speedup_vs_target_ci95": _speedup_interval(problems, target),
     }
@@ -142,21 +143,28 @@ def _against_lossless(problems: list[list[ProblemRecord]], lossless: list[list[P
     tokens = [column(arm, lambda record: record.num_tokens) for arm in (problems, lossless)]
     cut = [column(arm, lambda record: record.finish_reason == "length") for arm in (problems, lossless)]
     regressed, improved = strict * (1 - ours), ours * (1 - strict)
-    difference = paired_difference(ours, strict)
+    difference = _difference(problems, lossless, ours, strict)
     return {
-        "accuracy_vs_lossless": list(difference),
+        "accuracy_vs_lossless": difference,
         "accuracy_vs_lossless_p": paired_pvalue(ours - strict),
         "net_drop": [-difference[0], -difference[2], -difference[1]],
         "regression_rate": float(regressed.mean()),
         "regression_rate_ci95": list(share_interval(regressed)),
         "improvement_rate": float(improved.mean()),
-        "tokens_vs_lossless": list(paired_difference(*tokens)),
+        "tokens_vs_lossless": _difference(problems, lossless, *tokens),
         "tokens_vs_lossless_p": paired_pvalue(tokens[0] - tokens[1]),
-        "truncated_vs_lossless": list(paired_difference(*cut)),
+        "truncated_vs_lossless": _difference(problems, lossless, *cut),
         "truncated_vs_lossless_p": paired_pvalue(cut[0] - cut[1]),
         "speedup_vs_lossless": _speedup(problems, lossless),
         "speedup_vs_lossless_ci95": _speedup_interval(problems, lossless),
     }
+
+
+def _difference(ours: Any, theirs: Any, left: np.ndarray, right: np.ndarray) -> list[float]:
+    """[difference, low, high]; an arm beside itself differs by nothing. JSON has no infinity: the largest number is."""
+    if ours is theirs:
+        return [0.0, 0.0, 0.0]
+    return [max(-_LARGEST, min(_LARGEST, value)) for value in paired_difference(left, right)]
 
 
 def _joules_per_solved(joules: list[float | None], num_correct: int) -> float | None:

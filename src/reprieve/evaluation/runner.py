@@ -69,6 +69,9 @@ class Runner:
         self.arms = list(arms)
         self.num_workers = num_workers
         self.answerer = Answerer(config, pair, task)
+        for arm in self.arms:
+            if arm.certificate is not None:
+                arm.certificate.check(config.conditions(pair, arm), where=f"of {arm.label}")
         self.file: RecordFile = claim_folder(
             folder, dataclasses.asdict(config), extendable=("arms", "heads") if extendable else ()
         )
@@ -101,8 +104,8 @@ class Runner:
         return True
 
     def _missing(self, arms: list[Arm]) -> list[Job]:
-        """What is not answered yet, in the order it is to be."""
-        done = {(record.arm, record.problem_id, record.trial) for record in self.records}
+        """What is not answered yet, in the order it is to be; what failed is tried once more."""
+        done = {(record.arm, record.problem_id, record.trial) for record in self.records if not record.error}
         jobs = []
         places = [(number, trial) for number in range(len(self.problems)) for trial in range(self.config.num_trials)]
         for turn, (number, trial) in enumerate(places):

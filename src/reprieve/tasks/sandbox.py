@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -174,15 +175,24 @@ class Sandbox:
         )
 
     def _read(self, path: Path) -> str:
-        with path.open("rb") as file:
+        """A file the program may have replaced by anything: only a plain one is read."""
+        try:
+            number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return ""
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            os.close(number)
+            return ""
+        with open(number, "rb") as file:
             return file.read(self.limits.disk_mb * _MEGABYTE).decode(errors="replace")
 
 
 def passes(sandbox: Sandbox, program: str, checks: str) -> bool:
     """Whether `checks`, run after `program` in one file, reach their end.
 
-    An exit status of 0 is not enough: a program may leave before it is checked. A number drawn for this run must be
-    written at the end, which the program has no way to know.
+    An exit status of 0 is not enough: a program may leave before it is checked, so a number drawn for this run must be
+    written at the end. That stops programs that end early; one that is out to cheat could find the number in its own
+    process.
     """
     token = secrets.token_hex(16)
     whole = f"_token = input()\nimport sys as _sys\n_sys.stdin = None\ndel _sys\n{_after_future(program, checks)}"
