@@ -113,7 +113,11 @@ def test_ctrl_c_keeps_what_is_done_and_exits_130(tmp_path):
         (["bench", "--limt", "3"], 2, "No such option"),
         (["bench", "--limit", "0"], 2, "limit must be 1 or more, got 0"),
         (["bench", "--arm", "top_k:k=0"], 2, "k must be a whole number of 1 or more, got 0"),
-        (["bench", "--task", "gsm9k"], 2, "task must be one of arithmetic, gsm8k, prompts, got 'gsm9k'"),
+        (
+            ["bench", "--task", "gsm9k"],
+            2,
+            "task must be one of arithmetic, gsm8k, prompts, humaneval, livecodebench, got 'gsm9k'",
+        ),
         (["bench", "--split", "dev"], 2, "split must be one of train, validation, test, got 'dev'"),
         (["bench", "--drafter", "oracle"], 2, "drafter must be one of draft, ngram, got 'oracle'"),
         (["bench", "--temperature", "-1"], 2, "temperature must be in [0, inf], got -1.0"),

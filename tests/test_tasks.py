@@ -122,7 +122,7 @@ def test_bad_tasks_and_files_are_named(tmp_path):
     path.write_text('\n\n{"question": "?", "answer": "5"}\n')
     with pytest.raises(ReprieveError, match=r"line 3: answer must end in #### and the result, got '5'"):
         load_task(f"gsm8k:path={path}").problems("test", 1)
-    with pytest.raises(ReprieveError, match=r"line 3 of .* neither prompt nor turns"):
+    with pytest.raises(ReprieveError, match=r"line 3 of .* must have prompt, instruction or turns"):
         load_task(f"prompts:path={path}").problems("all", 1)
     with pytest.raises(ReprieveError, match="No such file"):
         load_task("gsm8k:path=/nowhere.jsonl").problems("test", 1)

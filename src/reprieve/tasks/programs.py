@@ -211,7 +211,7 @@ def _tests(packed: Any, where: str) -> list[dict[str, str]]:
 
 
 def _unpack(text: str) -> str:
-    """Private tests are base64 of a compressed pickle of one text. The text is read out; nothing is unpickled."""
+    """Private tests are base64 of one text, pickled and compressed. The text is read out; nothing is unpickled."""
     if not text or text.lstrip()[:1] in "[{":
         return text or "[]"
     content = zlib.decompress(base64.b64decode(text, validate=True))
