@@ -8,7 +8,7 @@ from collections.abc import Callable
 from reprieve.labelling.autojudge import AutoJudgeMiner
 from reprieve.labelling.equivalence import SameAnswer
 from reprieve.labelling.responses import ResponseFormat
-from reprieve.tasks import TaskProblem
+from reprieve.tasks import Task, TaskProblem
 
 EOS = 0
 PROMPT = "40 41"
@@ -26,7 +26,7 @@ class WordTokenizer:
         return " ".join(str(i) for i in token_ids if not (skip_special_tokens and i == EOS))
 
 
-class LastWordTask:
+class LastWordTask(Task):
     """The answer is what follows the word 9."""
 
     name = "words"

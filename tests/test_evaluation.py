@@ -16,7 +16,7 @@ from reprieve.evaluation.results import summarise, write_results
 from reprieve.evaluation.runner import run_arms
 from reprieve.metrics import bootstrap_interval, paired_difference, wilson_interval
 from reprieve.models import Pair
-from reprieve.tasks import TaskProblem
+from reprieve.tasks import Task, TaskProblem
 
 from .tiny import NumberTokenizer, perturbed, tiny_model
 
@@ -31,7 +31,7 @@ TOP_FIELDS = {
 }  # fmt: skip
 
 
-class ToyTask:
+class ToyTask(Task):
     """The answer is the parity of the last token; good enough to be right and wrong now and then."""
 
     name = "toy"
