@@ -66,13 +66,14 @@ def make_arms(specs: Sequence[str | Rule], num_draft_tokens: Sequence[int]) -> l
     ks = list(dict.fromkeys(num_draft_tokens))
     arms = [Arm(TARGET_ONLY, None, ks[0]), Arm(DRAFT_ONLY, None, ks[0])]
     tuned = any(isinstance(spec, str) and spec.startswith(f"{LOSSLESS}@K=") for spec in specs)
-    for spec in specs if tuned else (LOSSLESS, *specs):
-        if spec not in (TARGET_ONLY, DRAFT_ONLY):
-            arms += _arms_of(spec, ks)
+    for k in ks:
+        for spec in specs if tuned else (LOSSLESS, *specs):
+            if spec not in (TARGET_ONLY, DRAFT_ONLY):
+                arms.append(_arm_of(spec, k, suffix=f"@K={k}" if len(ks) > 1 else ""))
     return list({arm.label: arm for arm in arms}.values())
 
 
-def _arms_of(spec: str | Rule, ks: list[int]) -> list[Arm]:
+def _arm_of(spec: str | Rule, k: int, *, suffix: str) -> Arm:
     if isinstance(spec, Rule):
         name, own_k = spec.spec, ""
     else:
@@ -82,11 +83,11 @@ def _arms_of(spec: str | Rule, ks: list[int]) -> list[Arm]:
     if name.startswith(DIRECT):
         truncation = parse_rule(name.removeprefix(DIRECT))
         require_truncation(truncation)
-        return [Arm(DIRECT + truncation.spec, None, ks[0], truncation=truncation)]
+        return Arm(DIRECT + truncation.spec, None, k, truncation=truncation)
     if name.startswith(CERTIFIED):
         certificate = Certificate.load(name.removeprefix(CERTIFIED))
         rule = attach_heads(parse_rule(certificate.rule))
-        return [Arm(rule.spec, rule, certificate.conditions.num_draft_tokens, certificate=certificate)]
+        return Arm(rule.spec, rule, certificate.conditions.num_draft_tokens, certificate=certificate)
     if own_k and not own_k.isdigit():
         raise SpecError(f"an arm's own K is written {name}@K=8, got {spec!r}")
     rerun = name == RERUN
@@ -94,8 +95,8 @@ def _arms_of(spec: str | Rule, ks: list[int]) -> list[Arm]:
     rule = attach_heads(rule)
     label, shift = (RERUN, _RERUN_SEED) if rerun else (rule.spec, 0)
     if own_k:
-        return [Arm(f"{label}@K={own_k}", rule, int(own_k), seed_shift=shift)]
-    return [Arm(label + (f"@K={k}" if len(ks) > 1 else ""), rule, k, seed_shift=shift) for k in ks]
+        return Arm(f"{label}@K={own_k}", rule, int(own_k), seed_shift=shift)
+    return Arm(label + suffix, rule, k, seed_shift=shift)
 
 
 def sweep_rules(spec: str, thresholds: Sequence[float], *, dial: str | None = None) -> list[Rule]:
