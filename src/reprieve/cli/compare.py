@@ -15,7 +15,7 @@ from reprieve.cli.options import (
     results_table,
     table_width,
 )
-from reprieve.evaluation.arms import DRAFT_ONLY, Arm
+from reprieve.evaluation.arms import Arm, without_missing_draft
 
 
 def compare(
@@ -43,8 +43,7 @@ def compare(
     from reprieve.evaluation.runner import run_arms
 
     pair, loaded_task = load_pair_and_task(target, draft, dtype, device, task)
-    if pair.draft is None:  # n-grams need none; what the draft alone would do is then not known
-        arms = [arm for arm in arms if arm.label != DRAFT_ONLY]
+    arms = without_missing_draft(arms, pair)
     config = RunConfig.of(
         pair,
         arms,

@@ -74,7 +74,7 @@ def command(
 
 
 def _tune_k(arm: list[str], ks: list[int], settings: dict[str, Any], loading: tuple[Any, ...], out: Path) -> int:
-    from reprieve.evaluation.arms import DRAFT_ONLY, make_arms
+    from reprieve.evaluation.arms import make_arms, without_missing_draft
     from reprieve.evaluation.config import RunConfig
     from reprieve.evaluation.records import replace_file
     from reprieve.evaluation.results import summarise, write_results
@@ -83,7 +83,7 @@ def _tune_k(arm: list[str], ks: list[int], settings: dict[str, Any], loading: tu
 
     arms = make_arms(arm, ks)
     pair, task = o.load_pair_and_task(*loading)
-    arms = [item for item in arms if pair.draft is not None or item.label != DRAFT_ONLY]
+    arms = without_missing_draft(arms, pair)
     with o.progress_bar(f"{len(arms)} arms") as bar:
         run = run_arms(RunConfig.of(pair, arms, **settings), arms, pair, task, out, progress=o.reporter(bar))
     if not run.complete:

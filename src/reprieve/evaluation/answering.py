@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from reprieve.engine import SamplingParams, SpeculativeDecoder
+from reprieve.engine.text_stream import Decodes
 from reprieve.evaluation.arms import DRAFT_ONLY, Arm, FoldedDecoder, build_decoders
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.conversation import Conversation
@@ -70,28 +72,13 @@ class Answerer:
             return ProblemRecord(
                 arm.label, problem.problem_id, False, None, 0, 0, 0, 0, 0, 0.0, "error", "", error=told, trial=trial
             )
-        last = made[-1]
-        times = [dataclasses.asdict(part.times) for part in made]
-        return ProblemRecord(
-            arm=arm.label,
-            problem_id=problem.problem_id,
+        record = record_of(arm, problem.problem_id, made, self.pair.tokenizer, params.stop)
+        return dataclasses.replace(
+            record,
             correct=correct,
             answer=answer,
-            num_tokens=sum(len(part.tokens) for part in made),
-            # Rounds are target forwards.
-            num_rounds=0 if arm.label == DRAFT_ONLY else sum(part.num_rounds for part in made),
-            num_drafted=sum(part.num_drafted for part in made),
-            num_accepted=sum(part.num_accepted for part in made),
-            num_rescued=sum(part.num_rescued for part in made),
-            seconds=sum(part.seconds for part in made),
-            finish_reason=last.finish_reason,
-            text=last.text,
             trial=trial,
-            turns=[part.text for part in made] if len(made) > 1 else [],
-            round_lengths=[length for part in made for length in part.round_lengths],
-            spans=[list(span) for span in provenance_spans(last.tokens, self.pair.tokenizer, params.stop)],
             energy_j=None if before is None or after is None else after - before,
-            **{name: sum(part[name] for part in times) for name in RoundTimes.__dataclass_fields__},
         )
 
     def _converse(self, decoder: SpeculativeDecoder, problem: TaskProblem, params: SamplingParams) -> list[Generation]:
@@ -102,3 +89,30 @@ class Answerer:
             talk.add(made[-1].text, message)
             made.append(decoder.generate(talk.prompt(), params))
         return made
+
+
+def record_of(
+    arm: Arm, problem_id: str, made: Sequence[Generation], tokenizer: Decodes, stop: tuple[str, ...]
+) -> ProblemRecord:
+    """What is kept of an answer of one turn or several, not graded yet."""
+    last = made[-1]
+    times = [dataclasses.asdict(part.times) for part in made]
+    return ProblemRecord(
+        arm=arm.label,
+        problem_id=problem_id,
+        correct=False,
+        answer=None,
+        num_tokens=sum(len(part.tokens) for part in made),
+        # Rounds are target forwards.
+        num_rounds=0 if arm.label == DRAFT_ONLY else sum(part.num_rounds for part in made),
+        num_drafted=sum(part.num_drafted for part in made),
+        num_accepted=sum(part.num_accepted for part in made),
+        num_rescued=sum(part.num_rescued for part in made),
+        seconds=sum(part.seconds for part in made),
+        finish_reason=last.finish_reason,
+        text=last.text,
+        turns=[part.text for part in made] if len(made) > 1 else [],
+        round_lengths=[length for part in made for length in part.round_lengths],
+        spans=[list(span) for span in provenance_spans(last.tokens, tokenizer, stop)],
+        **{name: sum(part[name] for part in times) for name in RoundTimes.__dataclass_fields__},
+    )

@@ -99,6 +99,11 @@ def _arm_of(spec: str | Rule, k: int, *, suffix: str) -> Arm:
     return Arm(label + suffix, rule, k, seed_shift=shift)
 
 
+def without_missing_draft(arms: Sequence[Arm], pair: Pair) -> list[Arm]:
+    """The arms that a pair can run: n-grams need no draft, and what the draft alone would do is then not known."""
+    return [arm for arm in arms if pair.draft is not None or arm.label != DRAFT_ONLY]
+
+
 def sweep_rules(spec: str, thresholds: Sequence[float], *, dial: str | None = None) -> list[Rule]:
     """The rule at each threshold, in the unit and direction of its own parameter (`dial`, the rule's by default).
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.evaluation.records import ProblemRecord, RecordFile, replace_file
+from reprieve.evaluation.records import ProblemRecord, RecordFile, replace_file, whole_lines
 from reprieve.labelling.chat import Chat
 from reprieve.labelling.equivalence import FIRST_BETTER, SECOND_BETTER, ask_verdict
 from reprieve.metrics import bootstrap_interval, wilson_interval
@@ -198,14 +198,8 @@ def _share_interval(successes: np.ndarray, problem_ids: list[str]) -> tuple[floa
 
 
 def _read(path: Path) -> list[Verdict]:
-    """Verdicts so far; a line cut off by a kill is dropped."""
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        replace_file(path, whole)
+    """Verdicts so far."""
     try:
-        return [Verdict(**json.loads(line)) for line in whole.splitlines()]
+        return [Verdict(**json.loads(line)) for line in whole_lines(path)]
     except (json.JSONDecodeError, TypeError) as error:
         raise ReprieveError(f"{str(path)!r} cannot be read: {error}") from None

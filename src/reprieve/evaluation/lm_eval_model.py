@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from reprieve.engine import SamplingParams
 from reprieve.errors import SpecError
+from reprieve.evaluation.answering import record_of
 from reprieve.evaluation.arms import DRAFT_ONLY, LOSSLESS, TARGET_ONLY, Arm, build_decoder, make_arms
-from reprieve.evaluation.provenance import provenance_spans
 from reprieve.evaluation.records import ProblemRecord, RecordFile
 from reprieve.heads.binding import digest
 from reprieve.models import Pair, load_pair
@@ -118,23 +118,8 @@ class ReprieveLM(HFLM):
         """What is kept of an answer; grading comes later, by the task."""
         made = self._made
         assert made is not None
-        return ProblemRecord(
-            arm=self.arm.label,
-            problem_id=key,
-            correct=False,
-            answer=None,
-            num_tokens=len(made.tokens),
-            num_rounds=0 if self.arm.label == DRAFT_ONLY else made.num_rounds,
-            num_drafted=made.num_drafted,
-            num_accepted=made.num_accepted,
-            num_rescued=made.num_rescued,
-            seconds=made.seconds,
-            finish_reason=made.finish_reason,
-            text=text,
-            round_lengths=made.round_lengths,
-            spans=[list(span) for span in provenance_spans(made.tokens, self.pair.tokenizer, self._stop)],
-            **dataclasses.asdict(made.times),
-        )
+        record = record_of(self.arm, key, [made], self.pair.tokenizer, self._stop)
+        return dataclasses.replace(record, text=text)  # as the harness cuts it
 
 
 def request_key(context: str, arguments: dict[str, Any], repeat: int = 0) -> str:

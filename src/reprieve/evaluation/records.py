@@ -57,21 +57,26 @@ class RecordFile:
         self.records.append(record)
 
     def _read(self) -> list[ProblemRecord]:
-        if not self.path.exists():
-            return []
-        raw = self.path.read_bytes()
-        whole = raw[: raw.rfind(b"\n") + 1]
-        if len(whole) != len(raw):
-            replace_file(self.path, whole)
         known = {f.name for f in fields(ProblemRecord)}
         records = []
-        for number, line in enumerate(whole.decode().splitlines(), start=1):
+        for number, line in enumerate(whole_lines(self.path), start=1):
             try:
                 values = dict(json.loads(line))
                 records.append(ProblemRecord(**{key: values[key] for key in values.keys() & known}))
             except (ValueError, TypeError) as error:
                 raise ReprieveError(f"{self.path}, line {number}: not a problem record ({error})") from None
         return records
+
+
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a file that is appended to; none without a file, and one cut off by a kill is dropped for good."""
+    if not path.exists():
+        return []
+    raw = path.read_bytes()
+    whole = raw[: raw.rfind(b"\n") + 1]
+    if len(whole) != len(raw):
+        replace_file(path, whole)
+    return whole.decode().splitlines()
 
 
 def replace_file(path: Path, content: bytes | str) -> None:

@@ -92,7 +92,12 @@ class Runner:
         try:
             jobs = self._missing(chosen)
             total = len(chosen) * len(self.problems) * self.config.num_trials
-            answers = self._here(chosen, jobs) if self.num_workers == 1 else self._elsewhere(chosen, jobs)
+            for arm in chosen if jobs else ():  # an arm that cannot be built is told here, not by every worker
+                self.answerer.warm_up(arm, self.problems[0])
+            if self.num_workers == 1:
+                answers = self._here(chosen, jobs)
+            else:
+                answers = answer_in_processes(self.config, chosen, jobs, num_workers=self.num_workers)
             for number, record in enumerate(answers, start=total - len(jobs) + 1):
                 self.file.append(record)
                 progress(number, total)
@@ -116,15 +121,8 @@ class Runner:
 
     def _here(self, arms: list[Arm], jobs: list[Job]) -> Iterator[ProblemRecord]:
         by_label = {arm.label: arm for arm in arms}
-        for arm in arms if jobs else ():
-            self.answerer.warm_up(arm, self.problems[0])
         for job in jobs:
             yield self.answerer.answer(by_label[job.arm], self.problems[job.number], job.number, job.trial)
-
-    def _elsewhere(self, arms: list[Arm], jobs: list[Job]) -> Iterator[ProblemRecord]:
-        for arm in arms if jobs else ():  # an arm that cannot be built is told here, not by every worker
-            self.answerer.warm_up(arm, self.problems[0])
-        yield from answer_in_processes(self.config, arms, jobs, num_workers=self.num_workers)
 
 
 def run_arms(

@@ -15,8 +15,6 @@ from reprieve.evaluation.runner import Progress, Run, Runner, environment, run_a
 from reprieve.models import Pair
 from reprieve.tasks import Task
 
-DEFAULT_KS = (4, 8, 12, 16, 24, 32)
-
 
 @dataclass(frozen=True)
 class BestK:

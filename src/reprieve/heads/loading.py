@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from reprieve.errors import SpecError
 from reprieve.heads.artefact import find_artefact
 from reprieve.heads.base import Head
 from reprieve.heads.binding import PairIdentity, warn_of_transfer
 from reprieve.heads.certificates import Conditions, warn_of_certificates
-from reprieve.heads.folds import FoldedHead, fold_folder, read_folds
+from reprieve.heads.folds import FoldedHead, read_folds
 from reprieve.heads.judge import JudgeHead
 from reprieve.heads.pivot import PivotHead
 from reprieve.rules import Rule, parse_rule
@@ -40,14 +41,16 @@ def split_folds(rule: Rule) -> list[Rule]:
     if len(sizes) > 1:
         raise SpecError(f"rule {rule.spec}: its heads must have equally many folds, got {sorted(sizes)}")
 
-    def loader(fold: int) -> Callable[[str, str], Head]:
-        def load(kind: str, source: str) -> Head:
-            folded = read_folds(source) is not None
-            return HEADS[kind].from_pretrained(fold_folder(source, fold) if folded else source)
+    loaded = dict(rule.heads)
 
-        return load
+    def picker(fold: int) -> Callable[[str, str], Any]:
+        def pick(kind: str, source: str) -> Any:
+            head = loaded[source]
+            return head.heads[fold] if isinstance(head, FoldedHead) else head
 
-    return [parse_rule(rule.spec).with_heads(loader(fold)) for fold in range(sizes.pop())]
+        return pick
+
+    return [parse_rule(rule.spec).with_heads(picker(fold)) for fold in range(sizes.pop())]
 
 
 def attach_heads(rule: Rule) -> Rule:
