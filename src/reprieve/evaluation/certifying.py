@@ -65,7 +65,7 @@ class Plan:
         values = list(self.thresholds) or (list(PROBABILITIES) if isinstance(self.rule, LearnedRule) else [])
         if not values:
             raise SpecError(f"rule {self.rule.name} needs --thresholds: values of {self.rule.dial} to try")
-        return sorted((self.rule.with_dial(value) for value in values), key=lambda rule: rule.threshold)
+        return sorted((self.rule.with_dial(value) for value in values), key=lambda rule: rule.leniency)
 
 
 @dataclass(frozen=True)

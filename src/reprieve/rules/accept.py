@@ -41,6 +41,7 @@ def accept(
     next_token: NextToken,
     budget: RiskBudget,
     threshold: float | None = None,
+    by_flags: bool = False,
 ) -> Outcome:
     """Walk from the last committed token down the accepted branch and choose the token that follows it.
 
@@ -53,6 +54,8 @@ def accept(
         next_token: gives the fallback or bonus token.
         budget: reduced in place by the risk of what is rescued.
         threshold: overrides the rule's own, in the unit of its risk.
+        by_flags: take `evidence.lossless_accepts` for the lossless check's word when sampling too: another engine has
+            drawn already, and draws its own fallback tokens.
 
     Raises:
         SpecError: block verification of a tree.
@@ -62,6 +65,7 @@ def accept(
     if rule.base == "block" and not evidence.greedy:
         return _accept_block(block, evidence, next_token)
     walk = _Walk(rule, block, evidence, rule.threshold if threshold is None else threshold, budget)
+    walk.flags_decide |= by_flags
     path: list[int] = []
     provenance: list[Provenance] = []
     place = ROOT

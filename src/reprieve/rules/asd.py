@@ -44,6 +44,11 @@ class AsdRule(Rule):
         return self.regret if self.regret > 0 and self.budget > 0 else -1.0
 
     @property
+    def leniency(self) -> float:
+        """The budget, which is what the dial sets."""
+        return self.budget
+
+    @property
     def max_rescues_per_block(self) -> int | None:
         return self.per_block
 

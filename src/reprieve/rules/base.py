@@ -45,12 +45,18 @@ class Rule(ABC):
     needs: ClassVar[frozenset[str]] = frozenset()  # optional `Evidence` fields it reads
     reads_text: ClassVar[bool] = False  # whether `bind` needs a tokenizer that knows the tokens' text
     beyond_truncation: ClassVar[bool] = False  # whether it may accept tokens that top-k or top-p cut off
+    reads_block: ClassVar[bool] = False  # whether a token's risk depends on the rest of its block or on the text
     truncates: ClassVar[bool] = False  # whether it accepts the likeliest tokens, by the target's distribution alone
 
     @property
     @abstractmethod
     def threshold(self) -> float:
         """Largest accepted risk, in the unit of `risk`."""
+
+    @property
+    def leniency(self) -> float:
+        """Grows with what the rule lets pass: compares two settings of one rule, in the unit of `threshold`."""
+        return self.threshold
 
     @abstractmethod
     def risk(self, evidence: Evidence) -> Tensor:

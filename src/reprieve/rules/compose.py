@@ -57,12 +57,20 @@ class _Wrapper(Rule):
         return all(rule.beyond_truncation for rule in self.parts)
 
     @property
+    def reads_block(self) -> bool:  # type: ignore[override]
+        return any(rule.reads_block for rule in self.parts)
+
+    @property
     def heads(self) -> tuple[tuple[str, Any], ...]:
         return tuple(head for rule in self.parts for head in rule.heads)
 
     @property
     def threshold(self) -> float:
         return self.parts[0].threshold
+
+    @property
+    def leniency(self) -> float:
+        return self.parts[0].leniency
 
     @property
     def max_rescues_per_block(self) -> int | None:
@@ -192,6 +200,7 @@ class InsideSpan(_Wrapper):
     """
 
     name = "inside_span"
+    reads_block = True  # type: ignore[assignment]
 
     rule: Rule
     start: str

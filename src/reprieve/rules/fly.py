@@ -52,6 +52,7 @@ class FlyRule(Rule):
     name = "fly"
     dial = "theta"
     strictest = math.inf
+    reads_block = True
 
     theta: float = 0.3
     window: int | None = None

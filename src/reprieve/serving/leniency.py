@@ -1,0 +1,222 @@
+"""What a request may ask of the rule, and what it gets: the same words on vLLM and on the local server.
+
+A request names a threshold, a level (`strict`, `certified`, `fast`), or switches the rule off. The operator says what
+the levels mean and how far a request may go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from reprieve.errors import ReprieveError, SpecError
+from reprieve.heads.artefact import find_artefact
+from reprieve.heads.certificates import Certificate, portable_spec, read_certificates
+from reprieve.heads.loading import HEADS, attach_heads
+from reprieve.rules import LosslessRule, Rule, parse_rule
+
+THRESHOLD, SWITCH, LEVEL = "reprieve_threshold", "reprieve_rule", "reprieve_leniency"
+FIELDS = (THRESHOLD, SWITCH, LEVEL)
+LEVELS = ("strict", "certified", "fast")
+STRICT = LosslessRule()
+_KEYS = ("rule", "certified", "fast", "default", "max_threshold", "certificate")
+
+
+class RequestError(SpecError):
+    """A request that asks for what it cannot have; `parameter` names the field."""
+
+    def __init__(self, parameter: str, message: str) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The operator's rule, what the levels mean, and the cap.
+
+    Args:
+        rule: in force where a request asks for nothing and there is no `default`; heads attached.
+        levels: value of the rule's dial at `certified` and `fast`, as far as the operator names them; `strict` is
+            always the lossless check.
+        default: level of requests that ask for nothing; None for the rule as it stands.
+        max_threshold: most lenient value of the dial a request may ask for; None for no cap.
+        certificate: what was promised of the `certified` level; None where nothing was.
+
+    Raises:
+        SpecError: an unknown level, a value out of the dial's range, or a level beyond the cap.
+    """
+
+    rule: Rule
+    levels: Mapping[str, float] = field(default_factory=dict)
+    default: str | None = None
+    max_threshold: float | None = None
+    certificate: Certificate | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_threshold is not None:
+            self.rule.with_dial(self.max_threshold)
+        for level, value in self.levels.items():
+            if level not in LEVELS[1:]:
+                raise SpecError(f"levels must be among certified, fast, got {level!r}")
+            self._within_cap(self.rule.with_dial(value), level)
+        if self.default is not None and self.default != "strict" and self.default not in self.levels:
+            known = ", ".join(("strict", *self.levels))
+            raise SpecError(f"default must be one of {known}, got {self.default!r}")
+        self._within_cap(self.rule, "rule")
+
+    @classmethod
+    def load(cls, source: str | Mapping[str, Any]) -> Policy:
+        """From a rule's specification, a JSON file, or its content.
+
+        A certificate that belongs to the rule's head, or is named, gives the `certified` level.
+
+        Raises:
+            ReprieveError: a file that cannot be read, unknown keys, a head that cannot be loaded.
+            SpecError: a rule or a value that cannot be read.
+        """
+        settings = _settings(source)
+        if unknown := settings.keys() - set(_KEYS):
+            raise SpecError(f"the configuration takes {', '.join(_KEYS)}, got {', '.join(sorted(unknown))}")
+        if not isinstance(settings.get("rule"), str):
+            raise SpecError(f"the configuration needs rule, a specification such as margin:delta=2, got {settings!r}")
+        rule = attach_heads(parse_rule(settings["rule"]))
+        levels = {level: _number(level, settings[level]) for level in LEVELS[1:] if level in settings}
+        certificate = _certificate(rule, settings.get("certificate"), levels.get("certified"))
+        if certificate is not None:
+            levels.setdefault("certified", certificate.threshold)
+        cap = settings.get("max_threshold")
+        return cls(
+            rule,
+            levels=levels,
+            default=settings.get("default"),
+            max_threshold=None if cap is None else _number("max_threshold", cap),
+            certificate=certificate,
+        )
+
+    def with_rule(self, rule: Rule) -> Policy:
+        """The same policy over the rule once it is bound to a tokenizer and a device."""
+        return dataclasses.replace(self, rule=rule)
+
+    @cached_property
+    def standard(self) -> Rule:
+        """The rule of a request that asks for nothing."""
+        return self.rule if self.default is None else self._at_level(self.default)
+
+    def resolve(self, fields: Mapping[str, Any] | None) -> Rule:
+        """The rule a request gets, from its fields (`FIELDS`); others are ignored.
+
+        Raises:
+            RequestError: a bad value, two wishes at once, or more leniency than the operator allows.
+        """
+        asked = {name: (fields or {}).get(name) for name in FIELDS}
+        given = {name: value for name, value in asked.items() if value is not None}
+        if not given:
+            return self.standard
+        if SWITCH in given:
+            switch = given.pop(SWITCH)
+            if switch not in ("on", "off"):
+                raise RequestError(SWITCH, f"{SWITCH} must be one of on, off, got {switch!r}")
+            if switch == "off":
+                if given:
+                    raise RequestError(SWITCH, f"{SWITCH}=off cannot go with {', '.join(given)}")
+                return STRICT
+        if len(given) > 1:
+            raise RequestError(THRESHOLD, f"give {THRESHOLD} or {LEVEL}, not both")
+        if LEVEL in given:
+            return self._asked_level(given[LEVEL])
+        return self._asked_threshold(given[THRESHOLD]) if given else self.rule
+
+    def _asked_level(self, level: Any) -> Rule:
+        known = ("strict", *(name for name in LEVELS[1:] if name in self.levels))
+        if level not in known:
+            raise RequestError(LEVEL, f"{LEVEL} must be one of {', '.join(known)} on this server, got {level!r}")
+        return self._at_level(level)
+
+    def _at_level(self, level: str) -> Rule:
+        return STRICT if level == "strict" else self.rule.with_dial(self.levels[level])
+
+    def _asked_threshold(self, value: Any) -> Rule:
+        if isinstance(self.rule, LosslessRule):
+            raise RequestError(THRESHOLD, f"{THRESHOLD}: this server's rule is lossless, which has no threshold")
+        try:
+            rule = self.rule.with_dial(_number(THRESHOLD, value))
+            self._within_cap(rule, THRESHOLD)
+        except SpecError as error:
+            raise RequestError(THRESHOLD, f"{THRESHOLD} ({self.rule.dial} of {self.rule.name}): {error}") from None
+        return rule
+
+    def _within_cap(self, rule: Rule, what: str) -> None:
+        if self.max_threshold is not None and rule.leniency > self.rule.with_dial(self.max_threshold).leniency:
+            raise SpecError(
+                f"{what} must be no more lenient than {rule.dial}={self.max_threshold:g}, got {dial_value(rule)!r}"
+            )
+
+    def describe(self) -> str:
+        """The line a server logs when it starts: what is active, and which certificate covers it."""
+        levels = ", ".join(["strict", *(f"{level}={value:g}" for level, value in self.levels.items())])
+        told = f"rule {self.standard.spec}; levels {levels}"
+        if self.max_threshold is not None:
+            told += f"; requests may ask up to {self.rule.dial}={self.max_threshold:g}"
+        if self.certificate is None:
+            return told + "; no certificate covers it"
+        covered = self.standard.leniency <= self.rule.with_dial(self.certificate.threshold).leniency
+        return (
+            told
+            + ("; certificate: " if covered else "; MORE LENIENT than its certificate: ")
+            + (self.certificate.statement)
+        )
+
+
+def dial_value(rule: Rule) -> float | None:
+    """The value of a rule's dial; None for a rule without a numeric one."""
+    holder: Any = rule
+    while not hasattr(holder, holder.dial) and getattr(holder, "parts", ()):
+        holder = holder.parts[0]
+    value = getattr(holder, holder.dial, None)
+    return value if isinstance(value, int | float) else None
+
+
+def _settings(source: str | Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(source, str):
+        return dict(source)
+    if not (source.endswith(".json") or Path(source).is_file()):
+        return {"rule": source}
+    try:
+        settings = json.loads(Path(source).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ReprieveError(f"the configuration {source!r} cannot be read: {error}") from None
+    if not isinstance(settings, dict):
+        raise ReprieveError(f"the configuration {source!r} must hold a JSON object, got {type(settings).__name__}")
+    return settings
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise SpecError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+def _certificate(rule: Rule, path: str | None, threshold: float | None) -> Certificate | None:
+    """The one named; else the most lenient of those beside the rule's heads, or the one of the threshold given."""
+    if path is not None:
+        named = Certificate.load(path)
+        if portable_spec(rule.with_dial(named.threshold)) != named.portable_rule:
+            raise SpecError(f"certificate {path!r} is about {named.rule}, not about {rule.spec}")
+        return named
+    found = []
+    for name, _ in rule.heads:
+        if name not in HEADS:  # a head in memory has no folder
+            found += read_certificates(find_artefact(name))
+    fitting = [
+        item
+        for item in found
+        if portable_spec(rule.with_dial(item.threshold)) == item.portable_rule
+        and (threshold is None or item.threshold == threshold)
+    ]
+    return max(fitting, key=lambda item: rule.with_dial(item.threshold).leniency, default=None)

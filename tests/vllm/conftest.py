@@ -1,0 +1,78 @@
+"""Engines of the bundled pair inside this process, so that tests can look at and exchange the rule."""
+
+import os
+
+os.environ.update(
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_LOGGING_LEVEL="WARNING",
+)
+
+import pytest
+from vllm import LLM
+
+from reprieve.models.loading import bundled_folder
+from reprieve.serving.leniency import Policy
+from reprieve.serving.vllm_plugin import adapter
+
+K = 8
+
+
+def make_llm(source=None, **speculative):
+    """A vLLM engine on the bundled pair; `source` configures the plugin, None leaves it off."""
+    spec = {
+        "method": "draft_model",
+        "model": str(bundled_folder("draft")),
+        "num_speculative_tokens": K,
+        **speculative,
+    }
+    return LLM(
+        model=str(bundled_folder("target")),
+        speculative_config=spec,
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=16,
+        seed=0,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        distributed_executor_backend="uni",
+        per_request_spec_decode_metrics="summary",
+        additional_config={} if source is None else {"reprieve": source},
+    )
+
+
+def worker_of(llm):
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
+def rules_of(llm):
+    return worker_of(llm).model_runner.reprieve.rules
+
+
+def use_rule(llm, source):
+    """Exchange the rule of a running engine; start it with one that reads all inputs (fuzzy)."""
+    worker = worker_of(llm)
+    rules = adapter.worker_rules(Policy.load(source), worker)
+    worker.model_runner.reprieve.rules = rules
+    return rules
+
+
+def local_decoder(spec):
+    from reprieve.evaluation.arms import Arm, build_decoder
+    from reprieve.models import load_pair
+    from reprieve.rules import parse_rule
+
+    return build_decoder(Arm(spec, parse_rule(spec), K), load_pair())
+
+
+def texts(outputs):
+    return [output.outputs[0].text for output in outputs]
+
+
+@pytest.fixture(scope="session")
+def problems():
+    from reprieve.tasks import load_task
+
+    return load_task("arithmetic").problems("test", 100)

@@ -1,0 +1,127 @@
+"""What one request may ask for, in a batch with others; and that nothing it asks for harms the engine."""
+
+import pytest
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+
+from tests.vllm.conftest import make_llm, rules_of, texts, use_rule
+
+THRESHOLDS = (0.0, 0.05, 0.2, 0.6)
+JUDGE = "judge:path=reprieve/arithmetic-judge,threshold=0.1"
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return make_llm("fuzzy:threshold=0.4")
+
+
+def params(**asked):
+    return SamplingParams(temperature=0, max_tokens=160, extra_args=asked or None)
+
+
+def generate(llm, problems, parameters):
+    return llm.generate([problem.prompt for problem in problems], parameters, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("spec", "values"),
+    [(JUDGE, THRESHOLDS), ("fuzzy:threshold=0.3", (0.0, 0.05, 0.3, 0.8)), ("asd:regret=4", (0, 2, 6, 30))],
+)
+def test_sixteen_mixed_requests_each_equal_their_own_pure_run(llm, problems, spec, values):
+    use_rule(llm, spec)
+    chosen = problems[:16]
+    wanted = [params(reprieve_threshold=values[place % 4]) for place in range(16)]
+    mixed = texts(generate(llm, chosen, wanted))
+    for place, value in enumerate(values):
+        pure = texts(generate(llm, chosen[place::4], params(reprieve_threshold=value)))
+        assert mixed[place::4] == pure, f"threshold {value}"
+    assert len(set(texts(generate(llm, chosen[:1] * 4, [params(reprieve_threshold=v) for v in values])))) > 1
+
+
+def test_rule_off_and_strict_are_lossless_beside_relaxed_requests(llm, problems):
+    use_rule(llm, "lossless")
+    plain = texts(generate(llm, problems[:6], params()))
+    use_rule(llm, "top_k:k=8")
+    asked = [params(reprieve_rule="off"), params(reprieve_leniency="strict"), params()] * 2
+    served = texts(generate(llm, problems[:6], asked))
+    assert [served[place] == plain[place] for place in (0, 1, 3, 4)] == [True] * 4
+    assert served[2] != plain[2] or served[5] != plain[5]
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"reprieve_threshold": 1.5}, "reprieve_threshold"),
+        ({"reprieve_threshold": "much"}, "reprieve_threshold"),
+        ({"reprieve_threshold": float("nan")}, "reprieve_threshold"),
+        ({"reprieve_threshold": 0.9}, "reprieve_threshold"),  # beyond the cap
+        ({"reprieve_leniency": "wild"}, "reprieve_leniency"),
+        ({"reprieve_leniency": ["fast"]}, "reprieve_leniency"),
+        ({"reprieve_rule": "top_k:k=3"}, "reprieve_rule"),
+        ({"reprieve_rule": "off", "reprieve_threshold": 0.1}, "reprieve_rule"),
+        ({"reprieve_threshold": 0.1, "reprieve_leniency": "fast"}, "reprieve_threshold"),
+    ],
+)
+def test_bad_values_are_refused_by_name_and_the_engine_lives(problems, asked, field):
+    llm = _capped()
+    with pytest.raises(VLLMValidationError, match=field) as refused:
+        generate(llm, problems[:1], params(**asked))
+    assert refused.value.parameter == field
+    assert len(generate(llm, problems[:1], params(reprieve_leniency="certified"))) == 1
+
+
+_ENGINES = {}
+
+
+def _capped():
+    if not _ENGINES:
+        source = {"rule": JUDGE, "fast": 0.2, "max_threshold": 0.5}
+        _ENGINES["capped"] = make_llm(source)
+    return _ENGINES["capped"]
+
+
+def test_the_bundled_certificate_gives_the_certified_level(problems):
+    policy = rules_of(_capped()).policy
+    assert policy.levels == {"certified": 0.04, "fast": 0.2}
+    assert "MORE LENIENT than its certificate" in policy.describe()
+
+
+def test_a_response_says_what_the_rule_did(problems):
+    before = rules_of(_capped()).num_rescued
+    output = generate(_capped(), problems[:1], params(reprieve_leniency="fast"))[0]
+    summary = output.outputs[0].spec_decode_metrics.to_dict()
+    assert summary["reprieve_rule"] == "judge:path=reprieve/arithmetic-judge,threshold=0.2"
+    assert summary["num_rescued_tokens"] == rules_of(_capped()).num_rescued - before > 0
+    strict = generate(_capped(), problems[:1], params(reprieve_rule="off"))[0].outputs[0].spec_decode_metrics.to_dict()
+    assert (strict["num_rescued_tokens"], strict["reprieve_rule"]) == (0, "lossless")
+
+
+def test_counters_stand_beside_vllms_own(problems):
+    llm = _capped()
+    before = counters(llm)
+    generate(llm, problems[:4], params(reprieve_leniency="fast"))
+    generate(llm, problems[:4], params(reprieve_rule="off"))
+    after = counters(llm)
+    rescued = after["vllm:reprieve_rescued_tokens"] - before["vllm:reprieve_rescued_tokens"]
+    rounds = after["vllm:reprieve_relaxed_rounds"] - before["vllm:reprieve_relaxed_rounds"]
+    drafts = after["vllm:spec_decode_num_drafts"] - before["vllm:spec_decode_num_drafts"]
+    assert 0 < rescued < after["vllm:spec_decode_num_accepted_tokens"]
+    assert 0 < rounds < drafts
+
+
+def counters(llm):
+    return {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+
+
+def test_a_rule_that_fails_serves_losslessly_and_makes_the_health_check_fail(llm, problems, monkeypatch):
+    from reprieve.errors import ReprieveError
+    from reprieve.serving.vllm_plugin import require_active
+
+    use_rule(llm, "lossless")
+    plain = texts(generate(llm, problems[:2], params()))
+    rules = use_rule(llm, "margin:delta=3")
+    require_active(llm)
+    monkeypatch.setattr(type(rules.policy.rule), "risk", lambda rule, evidence: 1 / 0)
+    assert texts(generate(llm, problems[:2], params())) == plain
+    with pytest.raises(ReprieveError, match="does not apply the rule"):
+        require_active(llm)

@@ -1,0 +1,151 @@
+"""The traps on the way: each is a case that a plausible plugin gets wrong."""
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.vllm.conftest import make_llm, rules_of, texts, use_rule, worker_of
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return make_llm("top_k:k=714")
+
+
+def generate(llm, prompts, **settings):
+    settings = {"temperature": 0, "max_tokens": 60, **settings}
+    return llm.generate(prompts, SamplingParams(**settings), use_tqdm=False)
+
+
+def counted(llm):
+    return {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+
+
+def test_accepting_everything_gives_whole_blocks(llm, problems):
+    """k = V accepts all that the drafter proposes: K + 1 tokens a round."""
+    before = counted(llm)
+    generate(llm, [problem.prompt for problem in problems[:3]], ignore_eos=True, max_tokens=91)
+    after = counted(llm)
+    drafted = after["vllm:spec_decode_num_draft_tokens"] - before["vllm:spec_decode_num_draft_tokens"]
+    assert after["vllm:spec_decode_num_accepted_tokens"] - before["vllm:spec_decode_num_accepted_tokens"] == drafted
+
+
+def test_drafts_that_nobody_drafted_are_left_to_vllm(llm, problems):
+    """Near the end of the context vLLM hands out token 0 as drafts, to the whole batch."""
+    room = 512
+    ids = llm.get_tokenizer().encode(problems[0].prompt)
+    long = {"prompt_token_ids": (ids * 40)[: room - 24]}
+    served = generate(llm, [long, problems[1].prompt], ignore_eos=True, max_tokens=23)
+    for output in served:
+        assert len(output.outputs[0].token_ids) == 23
+    tail = served[0].outputs[0].token_ids[-6:]
+    use_rule(llm, "lossless")
+    strict = generate(llm, [{"prompt_token_ids": [*long["prompt_token_ids"], *served[0].outputs[0].token_ids[:-6]]}],
+                      ignore_eos=True, max_tokens=6)
+    use_rule(llm, "top_k:k=714")
+    assert list(tail) == list(strict[0].outputs[0].token_ids)
+
+
+def test_masked_tokens_are_never_accepted(llm, problems):
+    allowed = sorted(range(30, 300))
+    output = generate(llm, [problems[0].prompt], allowed_token_ids=allowed, ignore_eos=True)[0].outputs[0]
+    assert set(output.token_ids) <= set(allowed)
+    eos = llm.get_tokenizer().eos_token_id
+    assert eos not in generate(llm, [problems[0].prompt], min_tokens=50, max_tokens=50)[0].outputs[0].token_ids
+    words = generate(llm, [problems[0].prompt], bad_words=[" the", " has"])[0].outputs[0].text
+    assert " the " not in words and " has " not in words
+
+
+def test_a_grammar_is_kept(llm, problems):
+    from vllm.sampling_params import StructuredOutputsParams
+
+    made = generate(llm, [problems[0].prompt], structured_outputs=StructuredOutputsParams(regex=" [0-9]{5}"))
+    assert made[0].outputs[0].text.strip().isdigit()
+
+
+def test_padding_is_never_accepted_and_ends_a_block():
+    from reprieve.rules import RiskBudget, parse_rule
+    from reprieve.serving.vllm_plugin.batch import Batch, Row, decide
+
+    for spec in ("top_k:k=9", "fly:theta=0,window=1", "random:rate=1"):
+        rule = parse_rule(spec)
+        row = Row(rule, 4, True, True, RiskBudget.of(rule), lambda: torch.empty(0))
+        scores = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
+        batch = Batch(torch.tensor([3, -1, 4, 5]), scores, scores, torch.ones(4, dtype=torch.bool), noise=torch.rand(4))
+        made = decide(rule, [row], batch)
+        assert not made.accept[1]
+
+
+def test_stops_inside_an_accepted_block_end_the_answer(llm, problems):
+    prompts = [problem.prompt for problem in problems[:4]]
+    for output in generate(llm, prompts, stop=["."], max_tokens=80):
+        assert "." not in output.outputs[0].text
+
+
+def test_logprobs_are_the_targets_own(llm, problems):
+    """Raised logits are put back: a rescued token's logprob is what the target gave it, not certainty."""
+    output = generate(llm, [problems[0].prompt], logprobs=1, max_tokens=40)[0].outputs[0]
+    chosen = [entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
+    assert all(value <= 1e-6 for value in chosen) and min(chosen) < -0.7
+
+
+def test_the_batch_reorders_and_requests_come_and_go(llm, problems):
+    """More requests than slots, of different lengths: each answer is what it is alone."""
+    use_rule(llm, "margin:delta=4")
+    prompts = [problem.prompt for problem in problems[:40]]
+    lengths = [SamplingParams(temperature=0, max_tokens=20 + 7 * (place % 9)) for place in range(40)]
+    together = texts(llm.generate(prompts, lengths, use_tqdm=False))
+    alone = [texts(llm.generate([prompts[place]], [lengths[place]], use_tqdm=False))[0] for place in range(0, 40, 5)]
+    use_rule(llm, "top_k:k=714")
+    assert together[::5] == alone
+
+
+def test_state_of_finished_requests_is_forgotten(llm, problems):
+    rules = rules_of(llm)
+    for _ in range(3):
+        generate(llm, [problem.prompt for problem in problems[:16]], max_tokens=12)
+    generate(llm, [problems[0].prompt], max_tokens=12)
+    assert len(rules._known) < 40 and len(rules._drafted) < 40
+
+
+def test_without_a_round_the_wrapped_sampler_only_passes_on(llm):
+    from vllm.v1.sample import rejection_sampler as module
+
+    from reprieve.serving.vllm_plugin import adapter
+
+    assert adapter._ROUND is None
+    assert module.rejection_sample.__wrapped__ is not None
+    adapter._require_signatures()
+
+
+def test_a_changed_signature_is_refused(monkeypatch):
+    from reprieve.errors import ReprieveError
+    from reprieve.serving.vllm_plugin import adapter
+
+    monkeypatch.setitem(adapter._SIGNATURES, "generate_uniform_probs", "num_tokens seeds")
+    with pytest.raises(ReprieveError, match="was written for"):
+        adapter._require_signatures()
+
+
+@pytest.mark.parametrize(
+    ("source", "speculative", "told"),
+    [
+        ("fuzzy:threshold=0.1", {"method": "ngram", "model": None, "prompt_lookup_max": 3}, "draft probabilities"),
+        ("lossless:verification=block", {}, "its own lossless check"),
+        ("margin:delta=2", {"rejection_sample_method": "synthetic", "synthetic_acceptance_rate": 0.5}, "standard"),
+        ("margin:delta=-2", {}, "delta"),
+        ("/nowhere/policy.json", {}, "cannot be read"),
+        ({"rule": "margin:delta=2", "leniency": 3}, {}, "takes rule"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_start(source, speculative, told):
+    with pytest.raises(Exception, match=told):
+        make_llm(source, **speculative)
+
+
+def test_n_grams_serve_rules_that_need_no_draft(problems):
+    llm = make_llm("margin:delta=3", method="ngram", model=None, prompt_lookup_max=3, prompt_lookup_min=1)
+    generate(llm, [problem.prompt for problem in problems[:4]], max_tokens=120)
+    status = rules_of(llm).status
+    assert status["failures"] == 0 and status["num_rounds"] > 0 and status["num_rescued"] > 0
+    assert worker_of(llm).reprieve_status() == status
