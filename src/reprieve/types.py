@@ -214,6 +214,8 @@ class Token:
     token_id: int
     provenance: Provenance
     risk: float | None = None
+    logprob: float | None = None  # under the target's raw distribution, nats; None unless asked for
+    alternatives: tuple[tuple[int, float], ...] = ()  # the target's most likely tokens there and their logprobs
 
 
 @dataclass(frozen=True)

@@ -31,19 +31,15 @@ def test_accepting_everything_gives_whole_blocks(llm, problems):
 
 
 def test_drafts_that_nobody_drafted_are_left_to_vllm(llm, problems):
-    """Near the end of the context vLLM hands out token 0 as drafts, to the whole batch."""
-    room = 512
+    """Near the end of the context vLLM hands out token 0 as drafts, to the whole batch; k = V would take them all."""
     ids = llm.get_tokenizer().encode(problems[0].prompt)
-    long = {"prompt_token_ids": (ids * 40)[: room - 24]}
-    served = generate(llm, [long, problems[1].prompt], ignore_eos=True, max_tokens=23)
+    long = {"prompt_token_ids": (ids * 40)[:480]}
+    rounds = rules_of(llm).num_rounds
+    served = generate(llm, [long, problems[1].prompt], ignore_eos=True, max_tokens=31)
+    assert rules_of(llm).num_rounds > rounds
     for output in served:
-        assert len(output.outputs[0].token_ids) == 23
-    tail = served[0].outputs[0].token_ids[-6:]
-    use_rule(llm, "lossless")
-    strict = generate(llm, [{"prompt_token_ids": [*long["prompt_token_ids"], *served[0].outputs[0].token_ids[:-6]]}],
-                      ignore_eos=True, max_tokens=6)
-    use_rule(llm, "top_k:k=714")
-    assert list(tail) == list(strict[0].outputs[0].token_ids)
+        assert len(output.outputs[0].token_ids) == 31
+        assert 0 not in output.outputs[0].token_ids
 
 
 def test_masked_tokens_are_never_accepted(llm, problems):
@@ -52,8 +48,10 @@ def test_masked_tokens_are_never_accepted(llm, problems):
     assert set(output.token_ids) <= set(allowed)
     eos = llm.get_tokenizer().eos_token_id
     assert eos not in generate(llm, [problems[0].prompt], min_tokens=50, max_tokens=50)[0].outputs[0].token_ids
-    words = generate(llm, [problems[0].prompt], bad_words=[" the", " has"])[0].outputs[0].text
-    assert " the " not in words and " has " not in words
+    comma, dash = (llm.get_tokenizer().encode(text, add_special_tokens=False)[0] for text in (",", "-"))
+    assert {comma, dash} <= set(generate(llm, [problems[0].prompt])[0].outputs[0].token_ids)
+    output = generate(llm, [problems[0].prompt], bad_words=[",", "-"])[0].outputs[0]
+    assert not {comma, dash} & set(output.token_ids)
 
 
 def test_a_grammar_is_kept(llm, problems):
@@ -132,7 +130,7 @@ def test_a_changed_signature_is_refused(monkeypatch):
     [
         ("fuzzy:threshold=0.1", {"method": "ngram", "model": None, "prompt_lookup_max": 3}, "draft probabilities"),
         ("lossless:verification=block", {}, "its own lossless check"),
-        ("margin:delta=2", {"rejection_sample_method": "synthetic", "synthetic_acceptance_rate": 0.5}, "standard"),
+        ("margin:delta=2", {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0}, "standard"),
         ("margin:delta=-2", {}, "delta"),
         ("/nowhere/policy.json", {}, "cannot be read"),
         ({"rule": "margin:delta=2", "leniency": 3}, {}, "takes rule"),

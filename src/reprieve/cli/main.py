@@ -19,6 +19,7 @@ VERBS = {
     "study": "everything on one pair: tuned K, every rule, certificates, the report",
     "eval": "lm-evaluation-harness's tasks through several rules",
     "judge": "compare the answers of a run by a language model: for tasks without right answers",
+    "serve": "an OpenAI-compatible server with per-request rules, and a playground",
     "monitor": "answer with a rule while a share of requests is checked losslessly, with an alarm",
     "report": "one self-contained page from runs and certificates",
     "mine": "label which mismatches matter: autojudge, pivot",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -67,3 +68,21 @@ class Answer:
         if self.on_token is not None:
             self.on_token(token, text)
         return self.finish_reason is None
+
+
+def with_logprobs(
+    tokens: Sequence[Token],  # n
+    target_logits: Tensor,  # [n, V], raw: they judge each token
+    num_alternatives: int,
+) -> list[Token]:
+    """The tokens with their log-probabilities under the target, and the most likely alternatives with theirs."""
+    log_probs = target_logits.float().log_softmax(-1)
+    top = log_probs.topk(min(num_alternatives, log_probs.shape[-1]), dim=-1)
+    return [
+        dataclasses.replace(
+            token,
+            logprob=float(row[token.token_id]),
+            alternatives=tuple(zip(ids.tolist(), values.tolist(), strict=True)),
+        )
+        for token, row, ids, values in zip(tokens, log_probs, top.indices, top.values, strict=True)
+    ]

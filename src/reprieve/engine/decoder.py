@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from reprieve.drafters import Drafter, NoDrafter
-from reprieve.engine.answer import Answer, OnToken
+from reprieve.engine.answer import Answer, OnToken, with_logprobs
 from reprieve.engine.text_stream import TextStream
 from reprieve.errors import SpecError, UnsupportedModelError
 from reprieve.heads.loading import attach_heads
@@ -284,6 +284,9 @@ class SpeculativeDecoder:
             for place, (node, provenance) in enumerate(zip(outcome.path, outcome.provenance, strict=True))
         ]
         committed.append(Token(outcome.next_token_id, Provenance.TARGET))
+        if answer.params.num_logprobs is not None:
+            rows = verification.logits[[0, *(node + 1 for node in outcome.path)]]  # that judged each committed token
+            committed = with_logprobs(committed, rows, answer.params.num_logprobs)
         if self.advisor is not None:
             self.advisor.commit([token.token_id for token in committed])
         answer.num_drafted += block.num_tokens

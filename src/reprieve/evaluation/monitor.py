@@ -27,6 +27,7 @@ class Served:
     problem: TaskProblem
     params: SamplingParams
     text: str
+    prompt_ids: list[int] | None = None  # what was answered, where it is not the problem's own prompt
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,8 @@ class LosslessCheck:
     task: Task
 
     def __call__(self, served: Served) -> float:
-        strict = self.decoder.generate(served.problem.prompt, served.params)
+        prompt = served.problem.prompt if served.prompt_ids is None else served.prompt_ids
+        strict = self.decoder.generate(prompt, served.params)
         answers = [self.task.extract_answer(text) for text in (strict.text, served.text)]
         if served.problem.reference:
             solved = [self.task.equivalent(answer, served.problem.reference) for answer in answers]

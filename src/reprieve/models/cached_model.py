@@ -159,13 +159,19 @@ def execution_device(model: PreTrainedModel) -> torch.device:
     return torch.device(next((device for device in devices if device is not None), "meta"))
 
 
+def max_positions(model: PreTrainedModel) -> int | None:
+    """The longest text a model can read, in tokens; None where its configuration does not say."""
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit
+
+
 def require_positions(model: PreTrainedModel, num_tokens: int, *, what: str) -> None:
     """Refuse texts longer than the model's positions.
 
     Raises:
         ContextOverflowError: names the model, its limit and what was asked.
     """
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = max_positions(model)
     if limit is not None and num_tokens > limit:
         raise ContextOverflowError(
             f"{what} need {num_tokens} positions, but {model.config.name_or_path or 'the model'} "

@@ -31,6 +31,8 @@ class SamplingParams:
         draft_temperature: the draft's own temperature; None for the target's. FSD drafts greedily (0).
         ignore_eos: go on after the end-of-text token.
         eos_token_ids: tokens that end the answer; None for the model's and the tokenizer's own.
+        num_logprobs: tell each token's log-probability under the target, and those of this many most likely ones, 0
+            to 20; None for neither.
         truncation: draw the target's tokens only from those that this rule would accept; None for no such limit.
     """
 
@@ -43,6 +45,7 @@ class SamplingParams:
     draft_temperature: float | None = None
     ignore_eos: bool = False
     eos_token_ids: tuple[int, ...] | None = None
+    num_logprobs: int | None = None
     truncation: Rule | None = None
 
     def __post_init__(self) -> None:
@@ -58,6 +61,8 @@ class SamplingParams:
             raise SpecError(f"top_k must be 0 or more, got {self.top_k!r}")
         if self.draft_temperature is not None:
             require_range("draft_temperature", self.draft_temperature, 0.0, math.inf)
+        if self.num_logprobs is not None:
+            require_range("num_logprobs", self.num_logprobs, 0, 20)
         if any(not text for text in self.stop):
             raise SpecError("stop must hold texts of at least one character, got an empty one")
         if self.truncation is not None:

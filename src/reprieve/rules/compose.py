@@ -200,7 +200,7 @@ class InsideSpan(_Wrapper):
     """
 
     name = "inside_span"
-    reads_block = True  # type: ignore[assignment]
+    reads_block = True
 
     rule: Rule
     start: str

@@ -166,7 +166,7 @@ def worker_rules(policy: Policy, worker: Any) -> WorkerRules:
         from transformers import AutoTokenizer
 
         model = worker.vllm_config.model_config
-        tokenizer = AutoTokenizer.from_pretrained(model.tokenizer, trust_remote_code=model.trust_remote_code)
+        tokenizer: Any = AutoTokenizer.from_pretrained(model.tokenizer, trust_remote_code=model.trust_remote_code)
         configuration.require_tokenizer(rule, tokenizer)
         rule = rule.bind(tokenizer)
     return WorkerRules(policy.with_rule(rule.to(worker.model_runner.device)), rank=worker.rank)

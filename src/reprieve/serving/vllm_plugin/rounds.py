@@ -6,7 +6,8 @@ Knows vLLM's tensors and request ids, none of its classes: those are the adapter
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,23 +161,35 @@ class WorkerRules:
         """
         if all(row.strict for row in rows):
             return None
-        try:
+        with self._guarded("the rule failed; its requests are served losslessly"):
             return decide(self.policy.rule, rows, make_batch())
+        return None
+
+    @contextmanager
+    def _guarded(self, told: str) -> Iterator[None]:
+        """A defect of ours must not end the engine: it is logged once, and counted."""
+        try:
+            yield
         except Exception:
             self.failures += 1
             if self.failures == 1:
-                logger.exception("the rule failed; requests are served losslessly")
-            return None
+                logger.exception(told)
 
     def count(self, requests: Sequence[RoundRequest], rows: Sequence[Row], made: Decisions, output_ids: Tensor) -> None:
         """Take note of a round's outcome: output token ids [B, K + 1], -1 where there is none."""
+        with self._guarded("counting failed"):
+            self._pending.append(self._counted(requests, rows, made, output_ids))
+
+    def _counted(
+        self, requests: Sequence[RoundRequest], rows: Sequence[Row], made: Decisions, output_ids: Tensor
+    ) -> _Pending:
         num_accepted = (output_ids >= 0).sum(-1) - 1
         places = torch.arange(output_ids.shape[-1], device=output_ids.device)
         against = torch.zeros(output_ids.shape, dtype=torch.bool, device=output_ids.device)
         flat = [
             place * output_ids.shape[-1] + token for place, row in enumerate(rows) for token in range(row.num_drafted)
         ]
-        positions = torch.tensor(flat).to(output_ids.device, non_blocking=True)
+        positions = torch.tensor(flat, dtype=torch.long).to(output_ids.device, non_blocking=True)
         against.view(-1)[positions] = ~made.lossless
         rescued = (against & (places < num_accepted.unsqueeze(-1))).sum(-1)
         ready = None
@@ -185,7 +198,7 @@ class WorkerRules:
             ready = torch.cuda.Event()
             ready.record()
         rules = ["" if row.strict else row.rule.spec for row in rows]
-        self._pending.append(_Pending([request.request_id for request in requests], rules, rescued, ready))
+        return _Pending([request.request_id for request in requests], rules, rescued, ready)
 
     def take_counts(self) -> dict[str, Counts]:
         """Counts that have arrived since the last call, by request; on a GPU they come a round late."""

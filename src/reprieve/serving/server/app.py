@@ -1,0 +1,324 @@
+"""The HTTP side: routes, limits, errors, streaming, metrics. Everything that takes time happens in the worker."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from reprieve.engine import SamplingParams
+from reprieve.errors import ContextOverflowError, ReprieveError, SpecError
+from reprieve.serving.leniency import RequestError
+from reprieve.serving.server.limits import BodyLimit
+from reprieve.serving.server.menu import Menu
+from reprieve.serving.server.metrics import Metrics
+from reprieve.serving.server.prompts import Prompts
+from reprieve.serving.server.protocol import ChatBody, CompletionBody, Replies, RequestBody, error_body, field_error
+from reprieve.serving.server.worker import (
+    Event,
+    Failed,
+    Finished,
+    Job,
+    Piece,
+    QueueFullError,
+    StoppedError,
+    Worker,
+    describe_worker,
+)
+from reprieve.types import Generation
+
+logger = logging.getLogger("reprieve.server")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a server behaves.
+
+    Args:
+        model: the name clients know it by.
+        api_key: clients must send it as a bearer token; None lets everybody in.
+        timeout_s: longest a request may take, waiting included.
+        grace_s: what is left to requests when the server is told to stop.
+        max_tokens: most new tokens of one choice, whatever the client asks for.
+        max_body_bytes: largest request body.
+        hosts: names the server answers to; None for any.
+    """
+
+    model: str
+    api_key: str | None = None
+    timeout_s: float = 120.0
+    grace_s: float = 20.0
+    max_tokens: int = 4096
+    max_body_bytes: int = 1 << 20
+    hosts: tuple[str, ...] | None = None
+
+
+class TimedOut(Exception):
+    """A request took longer than it may."""
+
+
+class Disconnected(Exception):
+    """The client has gone."""
+
+
+def create_app(settings: Settings, worker: Worker, menu: Menu, prompts: Prompts, metrics: Metrics) -> FastAPI:
+    """The server, around a worker that has been started."""
+    service = Service(settings, worker, menu, prompts, metrics)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(worker.stop, settings.grace_s)
+
+    app = FastAPI(title="Reprieve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    if settings.hosts is not None:
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(settings.hosts))
+
+    @app.middleware("http")
+    async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        if request.url.path.startswith("/v1/") and not service.admits(request):
+            message = "a valid API key is needed: send it as Authorization: Bearer KEY"
+            return JSONResponse(error_body(message, kind="authentication_error", code=401), 401)
+        response = await call_next(request)
+        metrics.count_request(request.url.path, response.status_code)
+        return response
+
+    for kind in (RequestValidationError, HTTPException, ReprieveError, TimedOut, Disconnected):
+        app.add_exception_handler(kind, _on_error)
+    app.add_api_route("/v1/completions", service.complete, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/models", service.models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", service.model, methods=["GET"])
+    app.add_api_route("/v1/reprieve", service.offer, methods=["GET"])
+    app.add_api_route("/health", service.health, methods=["GET"])
+    app.add_api_route("/metrics", service.metrics_page, methods=["GET"])
+    app.add_api_route("/", _playground, methods=["GET"])
+    return app
+
+
+class Service:
+    """What the routes do."""
+
+    def __init__(self, settings: Settings, worker: Worker, menu: Menu, prompts: Prompts, metrics: Metrics) -> None:
+        self.settings = settings
+        self.worker = worker
+        self.menu = menu
+        self.prompts = prompts
+        self.metrics = metrics
+
+    def admits(self, request: Request) -> bool:
+        """Whether the request carries the key, if one is needed."""
+        if self.settings.api_key is None:
+            return True
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        return hmac.compare_digest(given.encode(), self.settings.api_key.encode())
+
+    async def complete(self, body: CompletionBody, request: Request) -> Response:
+        """`POST /v1/completions`."""
+        prompts = [self.prompts.plain(prompt) for prompt in body.prompts]
+        return await self._answer(body, prompts, "completion", body.max_tokens, body.logprobs, request)
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        """`POST /v1/chat/completions`."""
+        prompt = self.prompts.chat([(message.role, message.text) for message in body.messages])
+        wanted = (body.top_logprobs or 0) if body.logprobs else None
+        if body.top_logprobs is not None and not body.logprobs:
+            raise RequestError("top_logprobs", "top_logprobs needs logprobs=true")
+        limit = body.max_completion_tokens or body.max_tokens
+        return await self._answer(body, [prompt], "chat", limit, wanted, request)
+
+    async def models(self) -> dict[str, Any]:
+        """`GET /v1/models`."""
+        return {"object": "list", "data": [self._model()]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """`GET /v1/models/NAME`."""
+        self._require_model(name)
+        return self._model()
+
+    async def offer(self) -> dict[str, Any]:
+        """`GET /v1/reprieve`: the rules on offer, for clients that let people choose."""
+        return {
+            "model": self.settings.model,
+            "num_draft_tokens": self.prompts.num_draft_tokens,
+            "example": self.prompts.example,
+            "rules": self.menu.describe(),
+        }
+
+    async def health(self) -> JSONResponse:
+        """`GET /health`: 200 while the engine's thread lives."""
+        return JSONResponse(describe_worker(self.worker), 200 if self.worker.alive else 503)
+
+    async def metrics_page(self) -> PlainTextResponse:
+        """`GET /metrics`, for Prometheus."""
+        return PlainTextResponse(self.metrics.page(self.worker), media_type=self.metrics.content_type)
+
+    def _model(self) -> dict[str, Any]:
+        return {"id": self.settings.model, "object": "model", "created": 0, "owned_by": "reprieve"}
+
+    def _require_model(self, name: str | None) -> None:
+        if name is not None and name != self.settings.model:
+            raise HTTPException(404, f"model must be {self.settings.model!r}, got {name!r}")
+
+    async def _answer(
+        self,
+        body: RequestBody,
+        prompts: Sequence[list[int]],
+        kind: str,
+        max_tokens: int | None,
+        num_logprobs: int | None,
+        request: Request,
+    ) -> Response:
+        self._require_model(body.model)
+        choice = self.menu.choose(body.leniency)
+        room = self.prompts.room(prompts, max_tokens, self.settings.max_tokens)
+        # The playground shows what the target would have said: one logprob more than may have been asked for.
+        wanted = max(num_logprobs or 0, 2) if body.reprieve_provenance else num_logprobs
+        seed = secrets.randbits(31) if body.seed is None else body.seed
+        params: list[SamplingParams] = []
+        for number in range(len(prompts) * body.n):
+            params.append(body.sampling(max_new_tokens=room, seed=(seed + number) % 2**63, num_logprobs=wanted))
+        repeated = [prompt for prompt in prompts for _ in range(body.n)]
+        job = Job(repeated, params, choice, asyncio.get_running_loop())
+        self.worker.submit(job)
+        replies = Replies(
+            kind,
+            f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}",
+            self.settings.model,
+            self.prompts.decode,
+            choice.rule.spec,
+            provenance=body.reprieve_provenance,
+        )
+        num_read = sum(len(prompt) for prompt in prompts)
+        events = self._events(job, request)
+        if body.stream:
+            first = await anext(events)  # an error before the first token is still an ordinary response
+            lines = self._lines(first, events, replies, body.include_usage, num_read, num_logprobs)
+            return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        made = [event.made async for event in events if isinstance(event, Finished)]
+        return JSONResponse(replies.whole(made, num_read, num_logprobs))
+
+    async def _events(self, job: Job, request: Request) -> AsyncIterator[Event]:
+        """The job's events, until all choices are finished; the job is cancelled when nobody listens any more."""
+        deadline = time.monotonic() + self.settings.timeout_s
+        left, begun = len(job.prompts), time.monotonic()
+        first = True
+        try:
+            while left:
+                event = await self._next(job, request, deadline)
+                if isinstance(event, Failed):
+                    raise event.error
+                if first:
+                    self.metrics.first_token.observe(time.monotonic() - begun)
+                    first = False
+                left -= isinstance(event, Finished)
+                yield event
+            self.metrics.duration.observe(time.monotonic() - begun)
+        finally:
+            job.cancel()
+
+    async def _next(self, job: Job, request: Request, deadline: float) -> Event:
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self.metrics.ended.labels("timeout").inc()
+                raise TimedOut(f"the request took longer than {self.settings.timeout_s:g} s")
+            try:
+                return await asyncio.wait_for(job.events.get(), min(left, 0.25))
+            except TimeoutError:
+                if await request.is_disconnected():
+                    self.metrics.ended.labels("disconnected").inc()
+                    raise Disconnected from None
+
+    async def _lines(
+        self,
+        first: Event,
+        events: AsyncIterator[Event],
+        replies: Replies,
+        include_usage: bool,
+        num_read: int,
+        num_logprobs: int | None,
+    ) -> AsyncIterator[str]:
+        """Server-sent events; an error after the first token becomes one, and ends the stream without [DONE]."""
+        made: list[Generation] = []
+        opened: set[int] = set()
+        try:
+            event: Event | None = first
+            while event is not None:
+                assert not isinstance(event, Failed)
+                if event.index not in opened:
+                    opened.add(event.index)
+                    yield _line(replies.opening(event.index))
+                if isinstance(event, Piece):
+                    yield _line(replies.piece(event.index, event.token, event.text, num_logprobs))
+                else:
+                    made.append(event.made)
+                    yield _line(replies.closing(event.index, event.made))
+                event = await anext(events, None)
+            if include_usage:
+                yield _line(replies.usage(num_read, made))
+            yield "data: [DONE]\n\n"
+        except (TimedOut, Disconnected, ReprieveError) as error:
+            yield _line(_error_of(error)[1])
+        finally:
+            await events.aclose()  # type: ignore[attr-defined]
+
+
+def _line(chunk: dict[str, Any] | None) -> str:
+    return "" if chunk is None else f"data: {json.dumps(chunk)}\n\n"
+
+
+def _error_of(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Status and body of an error."""
+    if isinstance(error, RequestValidationError):
+        message, param = field_error(error.errors())
+        return 400, error_body(message, kind="invalid_request_error", param=param, code=400)
+    if isinstance(error, HTTPException):
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        return error.status_code, error_body(str(error.detail), kind=kind, code=error.status_code)
+    if isinstance(error, RequestError):
+        return 400, error_body(str(error), kind="invalid_request_error", param=error.parameter, code=400)
+    if isinstance(error, QueueFullError):
+        return 429, error_body(str(error), kind="rate_limit_error", code=429)
+    if isinstance(error, StoppedError):
+        return 503, error_body(str(error), kind="service_unavailable_error", code=503)
+    if isinstance(error, TimedOut):
+        return 504, error_body(str(error), kind="timeout_error", code=504)
+    if isinstance(error, Disconnected):
+        return 499, error_body("the client went away", kind="disconnected", code=499)
+    if isinstance(error, ContextOverflowError):
+        return 400, error_body(str(error), kind="invalid_request_error", param="max_tokens", code="context_length")
+    if isinstance(error, SpecError):
+        return 400, error_body(str(error), kind="invalid_request_error", code=400)
+    return 500, error_body("the engine failed; the server's log says more", kind="server_error", code=500)
+
+
+async def _on_error(request: Request, error: Exception) -> JSONResponse:
+    status, body = _error_of(error)
+    headers = {"Retry-After": "1"} if status in (429, 503) else None
+    return JSONResponse(body, status, headers=headers)
+
+
+async def _playground() -> HTMLResponse:
+    """The playground: one page, no build step, nothing from elsewhere."""
+    page = resources.files("reprieve.serving.server").joinpath("playground.html").read_text(encoding="utf-8")
+    policy = (
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+    )
+    return HTMLResponse(page, headers={"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"})

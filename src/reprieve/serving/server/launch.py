@@ -1,0 +1,123 @@
+"""From a pair and a menu to a running server."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from reprieve.engine import SpeculativeDecoder
+from reprieve.errors import SpecError
+from reprieve.evaluation.arms import LOSSLESS, Arm, build_decoder
+from reprieve.evaluation.monitor import LosslessCheck, MonitorStatus, QualityMonitor, Served
+from reprieve.models import Pair
+from reprieve.models.cached_model import max_positions
+from reprieve.models.loading import BUNDLED_PAIR
+from reprieve.rules import LosslessRule
+from reprieve.serving.leniency import Policy
+from reprieve.serving.server.app import Settings, create_app
+from reprieve.serving.server.menu import Menu
+from reprieve.serving.server.metrics import Metrics
+from reprieve.serving.server.prompts import Prompts
+from reprieve.serving.server.worker import Finished, Job, Worker
+from reprieve.tasks import Task, TaskProblem, load_task
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class Monitoring:
+    """Answers a share of the relaxed requests losslessly too, in the background, and tells the metrics.
+
+    Args:
+        settings: of `QualityMonitor`.
+    """
+
+    def __init__(self, decoder: SpeculativeDecoder, task: Task, metrics: Metrics, **settings: Any) -> None:
+        self.monitor = QualityMonitor(LosslessCheck(decoder, task), **settings)
+        metrics.watch_quality(lambda: self.monitor.status)
+        self._seen = 0
+
+    def note(self, job: Job, finished: Finished) -> None:
+        """One finished choice."""
+        if job.choice.strict:
+            return
+        self._seen += 1
+        problem = TaskProblem(str(self._seen), "", "")
+        asked, params = job.prompts[finished.index], job.params[finished.index]
+        self.monitor.observe(Served(problem, params, finished.made.text, prompt_ids=asked))
+
+
+def make_app(
+    pair: Pair,
+    policies: list[Policy],
+    settings: Settings,
+    *,
+    drafter: str = "draft",
+    num_draft_tokens: int = 16,
+    max_waiting: int = 64,
+    task: str | None = None,
+    check_share: float = 0.0,
+    max_drop: float | None = None,
+    on_alarm: Any = lambda status: None,
+) -> FastAPI:
+    """A server around the pair, its rules built and its engine's thread begun.
+
+    Args:
+        task: says when two answers are the same for the quality checks, and wraps chats where the tokenizer has no
+            template; None for the bundled pair's own, where that is the pair.
+        check_share: of relaxed requests to answer losslessly too, 0 to 1.
+        max_drop: raises the alarm once the drop is proved larger.
+
+    Raises:
+        ReprieveError: a rule that the pair cannot serve.
+        SpecError: a value out of range.
+    """
+    if max_waiting < 1:
+        raise SpecError(f"max_waiting must be 1 or more, got {max_waiting}")
+    if task is None and pair.target_name == BUNDLED_PAIR:
+        task = "arithmetic"
+    loaded = None if task is None else load_task(task)
+    menu, metrics = Menu(policies), Metrics()
+
+    def make_decoder(name: str | None) -> SpeculativeDecoder:
+        rule = LosslessRule() if name is None else menu.policies[name].rule
+        arm = Arm(LOSSLESS if name is None else rule.spec, rule, num_draft_tokens)
+        return build_decoder(arm, pair, drafter=drafter)
+
+    watchers = [metrics.count_answer]
+    if check_share:
+        if loaded is None:
+            raise SpecError("check_share needs a task, which says when two answers are the same: give --task")
+        watch = Monitoring(make_decoder(None), loaded, metrics, share=check_share, max_drop=max_drop, on_alarm=on_alarm)
+        watchers.append(watch.note)
+    worker = Worker(
+        make_decoder,
+        max_waiting=max_waiting,
+        on_answer=lambda job, finished: [tell(job, finished) for tell in watchers],  # type: ignore[arg-type]
+    )
+    wrap, example = None, ""
+    if loaded is not None and hasattr(loaded, "wrap"):
+        wrap = loaded.wrap
+    if pair.target_name == BUNDLED_PAIR and loaded is not None:
+        example = loaded.problems("test", 1)[0].prompt
+    prompts = Prompts(
+        pair.tokenizer,
+        max_positions=min(_positions(pair.target), _positions(pair.draft)),
+        vocab_size=pair.vocab_size,
+        wrap=wrap,
+        num_draft_tokens=num_draft_tokens,
+        example=example,
+    )
+    worker.start([None, *menu.policies])
+    return create_app(settings, worker, menu, prompts, metrics)
+
+
+def _positions(model: Any) -> int:
+    return sys.maxsize if model is None else max_positions(model) or sys.maxsize
+
+
+def alarm_line(status: MonitorStatus) -> str:
+    """For the log."""
+    return f"quality alarm: {status.sentence()}"

@@ -1,0 +1,92 @@
+"""From what clients send to token ids, and how much room is left for the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from reprieve.errors import ContextOverflowError
+from reprieve.serving.leniency import RequestError
+
+
+class Prompts:
+    """The text side of a pair.
+
+    Args:
+        tokenizer: of the pair.
+        max_positions: what both models can read.
+        vocab_size: token ids are below it.
+        wrap: makes a prompt of a chat's last message where the tokenizer has no chat template; None refuses chats.
+        num_draft_tokens, example: told to clients.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        max_positions: int,
+        vocab_size: int,
+        wrap: Callable[[str], str] | None,
+        num_draft_tokens: int,
+        example: str = "",
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_positions = max_positions
+        self.vocab_size = vocab_size
+        self.num_draft_tokens = num_draft_tokens
+        self.example = example
+        self._wrap = wrap
+
+    def plain(self, prompt: str | list[int]) -> list[int]:
+        """A prompt as token ids.
+
+        Raises:
+            RequestError: empty, or a token id out of range.
+        """
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if not token_ids:
+            raise RequestError("prompt", "prompt must hold at least one token, got none")
+        if bad := [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]:
+            raise RequestError("prompt", f"prompt: token ids must be in [0, {self.vocab_size - 1}], got {bad[0]}")
+        return list(token_ids)
+
+    def chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        """A conversation (roles and texts) as token ids: by the tokenizer's template, else by `wrap`.
+
+        Raises:
+            RequestError: neither is there, or the template refuses these messages.
+        """
+        if self.tokenizer.chat_template:
+            turns = [{"role": role, "content": text} for role, text in messages]
+            try:
+                text = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            except Exception as error:  # templates raise what they like
+                raise RequestError("messages", f"messages: the chat template refuses them: {error}") from None
+            return self.plain([int(token) for token in self.tokenizer.encode(text, add_special_tokens=False)])
+        if self._wrap is None:
+            raise RequestError("messages", "this model has no chat template; use /v1/completions")
+        if len(messages) != 1 or messages[0][0] != "user":
+            raise RequestError(
+                "messages",
+                f"messages: this model has no chat template and takes one user message, got {len(messages)} messages",
+            )
+        return self.plain(self._wrap(messages[0][1]))
+
+    def room(self, prompts: Sequence[list[int]], asked: int | None, largest: int) -> int:
+        """New tokens that each choice may have: what was asked for, else as many as fit, at most `largest`.
+
+        Raises:
+            ContextOverflowError: they do not fit.
+        """
+        longest = max(len(prompt) for prompt in prompts)
+        left = self.max_positions - longest
+        if left < 1 or (asked is not None and asked > left):
+            raise ContextOverflowError(
+                f"max_tokens must be in [1, {max(0, left)}] beside a prompt of {longest} tokens (the models read "
+                f"{self.max_positions}), got {asked}"
+            )
+        return min(left if asked is None else asked, largest)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Token ids to text, special tokens included."""
+        return str(self.tokenizer.decode(token_ids))
