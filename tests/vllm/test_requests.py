@@ -4,6 +4,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
+from tests.vllm import cpu_kernels
 from tests.vllm.conftest import make_llm, rules_of, texts, use_rule
 
 THRESHOLDS = (0.0, 0.05, 0.2, 0.6)
@@ -36,6 +37,21 @@ def test_sixteen_mixed_requests_each_equal_their_own_pure_run(llm, problems, spe
         pure = texts(generate(llm, chosen[place::4], params(reprieve_threshold=value)))
         assert mixed[place::4] == pure, f"threshold {value}"
     assert len(set(texts(generate(llm, chosen[:1] * 4, [params(reprieve_threshold=v) for v in values])))) > 1
+
+
+@pytest.mark.parametrize("spec", ["fuzzy:threshold=0.3", JUDGE, "lenience:lenience=0.2"])
+def test_sampling_and_greedy_requests_share_a_batch(llm, problems, spec):
+    """Seeded requests draw their own numbers, so each answer is what it is without the others."""
+    cpu_kernels.mend()
+    use_rule(llm, spec)
+    chosen = [problem.prompt for problem in problems[:12]]
+    wanted = [
+        SamplingParams(temperature=0.9 * (place % 2), top_p=0.95, seed=place, max_tokens=80) for place in range(12)
+    ]
+    mixed = texts(llm.generate(chosen, wanted, use_tqdm=False))
+    for kind in (0, 1):
+        assert mixed[kind::2] == texts(llm.generate(chosen[kind::2], wanted[kind::2], use_tqdm=False))
+    assert rules_of(llm).status["failures"] == 0 and rules_of(llm).num_rescued > 0
 
 
 def test_rule_off_and_strict_are_lossless_beside_relaxed_requests(llm, problems):

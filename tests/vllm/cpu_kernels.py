@@ -1,0 +1,23 @@
+"""vLLM's kernels on a CPU, with a mend for one of 0.32's: its `expand_kernel` throws its result away (issue 55005)."""
+
+from vllm.triton_utils.dispatcher import _registry, register_kernels
+
+EXPAND = "vllm.v1.sample.rejection_sampler.expand_kernel"
+
+
+def expand(output, values, ends, replace_from, replace_to, *rest):
+    import torch
+
+    counts = torch.diff(ends, prepend=torch.zeros_like(ends[:1]))
+    values = torch.where(values == replace_from, replace_to, values) if replace_from != replace_to else values
+    output.copy_(values.repeat_interleave(counts.long()))
+
+
+def mend():
+    """Once a process, before anything is sampled above temperature 0."""
+    from vllm.platforms import current_platform
+
+    if "vllm.v1.sample.rejection_sampler.rejection_greedy_sample_kernel" not in _registry:
+        current_platform.register_triton_kernel_overrides()
+    if _registry.get(EXPAND, (None, None))[1] is not expand:
+        register_kernels({EXPAND: expand})

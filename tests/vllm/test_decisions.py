@@ -1,0 +1,153 @@
+"""On recorded blocks, vLLM's own sampler behind the plugin decides as the local engine did, position by position."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.sample import rejection_sampler as module
+
+import reprieve.engine.decoder as engine
+from reprieve.engine import SamplingParams, SpeculativeDecoder
+from reprieve.serving.leniency import Policy
+from reprieve.serving.vllm_plugin import adapter
+from reprieve.serving.vllm_plugin.rounds import WorkerRules
+from tests.vllm import cpu_kernels
+from tests.vllm.conftest import local_decoder
+
+NUM_ANSWERS = 5
+NUM_ROUNDS = 6
+RULES = [
+    "judge:path=reprieve/arithmetic-judge,threshold=0.15",
+    "pivot:path=reprieve/arithmetic-pivot,threshold=0.6",
+    "margin:delta=3",
+    "top_k:k=6",
+    "typical:epsilon=0.02",
+    "lenience:lenience=0.05",
+    "fuzzy:threshold=0.35",
+    "random:rate=0.7",
+    "asd:regret=5,budget=9",
+    "fly:theta=0.1,window=2",
+    "cascade:kind=opt,alpha=0.6",
+    "cascade:kind=tok,alpha=0.99",
+]
+
+
+class Recorder:
+    """The local engine's rounds: what the rule saw, and what it decided."""
+
+    def __init__(self, monkeypatch):
+        self.rounds = []
+        self.blocks = []
+        evidence_of, accept = SpeculativeDecoder._evidence, engine.accept
+        monkeypatch.setattr(SpeculativeDecoder, "_evidence", self.evidence(evidence_of))
+        monkeypatch.setattr(engine, "accept", self.accept(accept))
+
+    def evidence(self, original):
+        def wrapped(decoder, answer, block, verification, advice):
+            made = original(decoder, answer, block, verification, advice)
+            self.blocks.append((answer, verification))
+            return made
+
+        return wrapped
+
+    def accept(self, original):
+        def wrapped(rule, block, evidence, **more):
+            outcome = original(rule, block, evidence, **more)
+            answer, verification = self.blocks[-1]
+            context = answer.context_ids(torch.device("cpu"))
+            self.rounds[-1].append((block, evidence, verification, outcome, context))
+            return outcome
+
+        return wrapped
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels():
+    cpu_kernels.mend()
+    adapter.patch_sampler()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("spec", RULES)
+def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypatch):
+    recorder = Recorder(monkeypatch)
+    decoder = local_decoder(spec)
+    for number, problem in enumerate(problems[:NUM_ANSWERS]):
+        recorder.rounds.append([])
+        decoder.generate(problem.prompt, SamplingParams(max_new_tokens=56, temperature=temperature, seed=number))
+    policy = Policy.load(spec)
+    rules = WorkerRules(policy.with_rule(decoder.rule))
+    rescued = decided = 0
+    for number in range(NUM_ROUNDS):
+        batch = {
+            f"answer-{place}": rounds[number]
+            for place, rounds in enumerate(recorder.rounds)
+            if len(rounds) > number and rounds[number][0].num_tokens
+        }
+        outputs = verify(rules, batch, temperature, monkeypatch)
+        for output, (block, _, _, outcome, _) in zip(outputs.tolist(), batch.values(), strict=True):
+            kept = [token for token in output if token >= 0]
+            assert len(kept) - 1 == len(outcome.path)
+            assert kept[:-1] == block.token_ids[: len(outcome.path)].tolist()
+            if temperature == 0:
+                assert kept[-1] == outcome.next_token_id
+            rescued += outcome.num_rescued
+            decided += block.num_tokens
+    rules.take_counts()
+    assert rules.failures == 0 and rules.num_rescued == rescued
+    assert rescued > 0 and decided > 100
+
+
+def verify(rules, batch, temperature, monkeypatch):
+    """One round of several requests through vLLM's rejection sampler."""
+    greedy = temperature == 0
+    counts = [block.num_tokens for block, *_ in batch.values()]
+    starts = [sum(counts[:place]) + place for place in range(len(counts))]
+    judging = torch.tensor([start + node for start, count in zip(starts, counts, strict=True) for node in range(count)])
+    logits = torch.cat([verification.logits for _, _, verification, _, _ in batch.values()])
+    hidden = [verification.hidden for _, _, verification, _, _ in batch.values()]
+    states = torch.cat([item[-1] for item in hidden]) if hidden[0] else torch.zeros(len(logits), 1)
+    evidence = [item for _, item, _, _, _ in batch.values()]
+    token_ids = torch.cat([block.token_ids for block, *_ in batch.values()]).int()
+    scores = torch.cat([item.scores for item in evidence]).clone()
+    probs = None
+    if evidence[0].draft_scores is not None:
+        probs = [item.draft_scores.softmax(-1) for item in evidence]
+    runner = SimpleNamespace(
+        input_batch=SimpleNamespace(
+            req_ids=list(batch),
+            greedy_reqs=set(batch) if greedy else set(),
+            token_ids_cpu=[context.numpy() for *_, context in batch.values()],
+            num_tokens_no_spec=[len(context) for *_, context in batch.values()],
+        ),
+        requests={name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=None)) for name in batch},
+        drafter=SimpleNamespace(_enable_probabilistic_draft_probs=True),
+    )
+    for place, name in enumerate(batch):
+        rules.note_drafts([name], None if probs is None else probs[place].unsqueeze(0))
+    if evidence[0].noise is not None:
+        monkeypatch.setattr(rules, "noise", lambda size, device: torch.cat([item.noise for item in evidence]))
+    metadata = SimpleNamespace(draft_token_ids=token_ids, target_logits_indices=judging)
+    state = SimpleNamespace(logits=logits, sample_hidden_states=states, spec_decode_metadata=metadata)
+    hooks = adapter.RunnerHooks(rules, runner)
+    possible = logits[judging].gather(-1, token_ids.long().unsqueeze(-1)).squeeze(-1) > -torch.inf
+    if not greedy:
+        uniforms = torch.cat([item.uniforms for item in evidence]).double()
+        monkeypatch.setattr(adapter, "_unwrapped", lambda name: lambda *args: uniforms)
+    monkeypatch.setattr(adapter, "_ROUND", adapter._Round(hooks, state, possible=possible))
+    meta = SimpleNamespace(
+        all_greedy=greedy,
+        all_random=not greedy,
+        temperature=None if greedy else torch.full((len(batch),), temperature),
+        generators={},
+        top_k=None,
+        top_p=None,
+    )
+    before = scores.clone()
+    proposals = None if probs is None or greedy else torch.cat(probs).contiguous()
+    output = module.rejection_sample(
+        token_ids, counts, max(counts), torch.tensor(counts).cumsum(0).int(), proposals, scores,
+        logits[torch.tensor(starts) + torch.tensor(counts)].argmax(-1, keepdim=True), meta,
+    )  # fmt: skip
+    assert torch.equal(scores, before), "raised logits must be put back"
+    return output
