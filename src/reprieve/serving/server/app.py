@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import resources
@@ -18,8 +18,10 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reprieve.engine import SamplingParams
 from reprieve.errors import ContextOverflowError, ReprieveError, SpecError
@@ -87,17 +89,9 @@ def create_app(settings: Settings, worker: Worker, menu: Menu, prompts: Prompts,
 
     app = FastAPI(title="Reprieve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(Guard, service=service)
     if settings.hosts is not None:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(settings.hosts))
-
-    @app.middleware("http")
-    async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        if request.url.path.startswith("/v1/") and not service.admits(request):
-            message = "a valid API key is needed: send it as Authorization: Bearer KEY"
-            return JSONResponse(error_body(message, kind="authentication_error", code=401), 401)
-        response = await call_next(request)
-        metrics.count_request(request.url.path, response.status_code)
-        return response
 
     for kind in (RequestValidationError, HTTPException, ReprieveError, TimedOut, Disconnected):
         app.add_exception_handler(kind, _on_error)
@@ -122,11 +116,11 @@ class Service:
         self.prompts = prompts
         self.metrics = metrics
 
-    def admits(self, request: Request) -> bool:
-        """Whether the request carries the key, if one is needed."""
+    def admits(self, headers: Headers) -> bool:
+        """Whether a request carries the key, if one is needed."""
         if self.settings.api_key is None:
             return True
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        given = headers.get("authorization", "").removeprefix("Bearer ")
         return hmac.compare_digest(given.encode(), self.settings.api_key.encode())
 
     async def complete(self, body: CompletionBody, request: Request) -> Response:
@@ -216,13 +210,15 @@ class Service:
 
     async def _events(self, job: Job, request: Request) -> AsyncIterator[Event]:
         """The job's events, until all choices are finished; the job is cancelled when nobody listens any more."""
-        deadline = time.monotonic() + self.settings.timeout_s
-        left, begun = len(job.prompts), time.monotonic()
-        first = True
+        begun = time.monotonic()
+        left, first = len(job.prompts), True
+        watcher = asyncio.create_task(_watch(job, request))
         try:
             while left:
-                event = await self._next(job, request, deadline)
+                event = await self._next(job, begun + self.settings.timeout_s)
                 if isinstance(event, Failed):
+                    if isinstance(event.error, Disconnected):
+                        self.metrics.ended.labels("disconnected").inc()
                     raise event.error
                 if first:
                     self.metrics.first_token.observe(time.monotonic() - begun)
@@ -231,20 +227,15 @@ class Service:
                 yield event
             self.metrics.duration.observe(time.monotonic() - begun)
         finally:
+            watcher.cancel()
             job.cancel()
 
-    async def _next(self, job: Job, request: Request, deadline: float) -> Event:
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                self.metrics.ended.labels("timeout").inc()
-                raise TimedOut(f"the request took longer than {self.settings.timeout_s:g} s")
-            try:
-                return await asyncio.wait_for(job.events.get(), min(left, 0.25))
-            except TimeoutError:
-                if await request.is_disconnected():
-                    self.metrics.ended.labels("disconnected").inc()
-                    raise Disconnected from None
+    async def _next(self, job: Job, deadline: float) -> Event:
+        try:
+            return await asyncio.wait_for(job.events.get(), max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            self.metrics.ended.labels("timeout").inc()
+            raise TimedOut(f"the request took longer than {self.settings.timeout_s:g} s") from None
 
     async def _lines(
         self,
@@ -278,6 +269,40 @@ class Service:
             yield _line(_error_of(error)[1])
         finally:
             await events.aclose()  # type: ignore[attr-defined]
+
+
+async def _watch(job: Job, request: Request) -> None:
+    """Ends a job when its client goes away; what else a client may still send is of no use."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    job.cancel()
+    job.events.put_nowait(Failed(Disconnected("the client went away")))
+
+
+class Guard:
+    """ASGI middleware: asks for the API key, and counts responses."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app = app
+        self.service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer 401."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        path = scope["path"]
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.service.metrics.count_request(path, message["status"])
+            await send(message)
+
+        app = self.app
+        if path.startswith("/v1/") and not self.service.admits(Headers(scope=scope)):
+            told = "a valid API key is needed: send it as Authorization: Bearer KEY"
+            app = JSONResponse(error_body(told, kind="authentication_error", code=401), 401)
+        await app(scope, receive, counted)
 
 
 def _line(chunk: dict[str, Any] | None) -> str:

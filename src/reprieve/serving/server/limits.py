@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reprieve.serving.server.protocol import error_body
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 
 class BodyLimit:
     """ASGI middleware: answers 413 to bodies of more than `max_bytes`."""
 
-    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]], max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app
         self.max_bytes = max_bytes
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body within the limit, then pass it on whole."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
