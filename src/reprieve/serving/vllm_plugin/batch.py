@@ -79,7 +79,7 @@ class Batch:
             target_logits=self.logits[index],
             greedy=greedy,
             lossless_accepts=lossless,
-            target_scores=None if greedy else scores,
+            target_scores=scores,
             draft_scores=_rows(self.draft_scores, index),
             proposal_probs=proposal_probs,
             uniforms=uniforms,

@@ -1,0 +1,149 @@
+"""What a request may ask of the operator's rule."""
+
+import json
+
+import pytest
+
+from reprieve.errors import ReprieveError, SpecError
+from reprieve.rules import RULES, parse_rule
+from reprieve.serving.leniency import Policy, RequestError, dial_value
+from reprieve.serving.server.menu import Menu, stops
+
+JUDGE = "judge:path=reprieve/arithmetic-judge,threshold=0.1"
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return Policy.load({"rule": JUDGE, "fast": 0.2, "max_threshold": 0.3})
+
+
+def test_the_certificate_beside_the_head_gives_the_certified_level(policy):
+    assert policy.levels == {"certified": 0.04, "fast": 0.2}
+    assert policy.certificate.promise["max_drop"] == 0.03
+    assert "MORE LENIENT than its certificate" in policy.describe()
+    calm = Policy.load({"rule": JUDGE, "default": "certified"})
+    assert "; certificate: With 95% confidence" in calm.describe()
+    assert calm.resolve({}).threshold == 0.04
+
+
+@pytest.mark.parametrize(
+    ("asked", "threshold"),
+    [
+        ({}, 0.1),
+        (None, 0.1),
+        ({"unrelated": 3}, 0.1),
+        ({"reprieve_rule": "on"}, 0.1),
+        ({"reprieve_threshold": 0}, 0.0),
+        ({"reprieve_threshold": 0.3}, 0.3),
+        ({"reprieve_rule": "on", "reprieve_threshold": 0.25}, 0.25),
+        ({"reprieve_leniency": "certified"}, 0.04),
+        ({"reprieve_leniency": "fast"}, 0.2),
+    ],
+)
+def test_a_request_gets_what_it_asked_for(policy, asked, threshold):
+    assert policy.resolve(asked).threshold == threshold
+
+
+def test_strict_and_off_are_the_lossless_check(policy):
+    for asked in ({"reprieve_leniency": "strict"}, {"reprieve_rule": "off"}):
+        assert policy.resolve(asked).name == "lossless"
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"reprieve_threshold": 0.31}, "reprieve_threshold"),
+        ({"reprieve_threshold": -0.1}, "reprieve_threshold"),
+        ({"reprieve_threshold": "0.1"}, "reprieve_threshold"),
+        ({"reprieve_threshold": True}, "reprieve_threshold"),
+        ({"reprieve_threshold": float("nan")}, "reprieve_threshold"),
+        ({"reprieve_leniency": 3}, "reprieve_leniency"),
+        ({"reprieve_rule": "off", "reprieve_leniency": "fast"}, "reprieve_rule"),
+        ({"reprieve_threshold": 0.1, "reprieve_leniency": "fast"}, "reprieve_threshold"),
+    ],
+)
+def test_what_it_cannot_have_names_the_field(policy, asked, field):
+    with pytest.raises(RequestError, match=field) as refused:
+        policy.resolve(asked)
+    assert refused.value.parameter == field
+
+
+@pytest.mark.parametrize(
+    ("rule", "cap", "strict", "lenient"),
+    [("ratio:ratio=0.5", 0.3, 0.4, 0.2), ("fly:theta=1", 0.5, 0.7, 0.3), ("asd", 8, 6, 20), ("top_k:k=2", 4, 3, 5)],
+)
+def test_a_cap_knows_which_way_leniency_goes(rule, cap, strict, lenient):
+    policy = Policy.load({"rule": rule, "max_threshold": cap})
+    policy.resolve({"reprieve_threshold": strict})
+    with pytest.raises(RequestError, match="no more lenient"):
+        policy.resolve({"reprieve_threshold": lenient})
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"rule": "margin:delta=2", "fast": "much"}, "fast must be a number"),
+        ({"rule": "margin:delta=2", "fast": -1}, "delta"),
+        ({"rule": "margin:delta=2", "default": "fast"}, "default must be one of strict"),
+        ({"rule": "margin:delta=4", "max_threshold": 2}, "no more lenient"),
+        ({"rule": "margin:delta=1", "fast": 3, "max_threshold": 2}, "no more lenient"),
+        ({"rule": "margin:delta=2", "speed": 1}, "takes rule, certified"),
+        ({"fast": 3}, "needs rule"),
+        ({"rule": "margin:delta=2", "certificate": "/nowhere.json"}, "cannot be read"),
+        ("/nowhere/policy.json", "cannot be read"),
+        ("margins", "rule must be one of"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_told(settings, told):
+    with pytest.raises(ReprieveError, match=told):
+        Policy.load(settings)
+
+
+def test_a_file_holds_the_same(tmp_path):
+    path = tmp_path / "policy.json"
+    path.write_text(json.dumps({"rule": "margin:delta=2", "fast": 4}))
+    assert Policy.load(str(path)).levels == {"fast": 4}
+    path.write_text("[1]")
+    with pytest.raises(ReprieveError, match="JSON object"):
+        Policy.load(str(path))
+
+
+def test_a_certificate_of_another_rule_is_refused(tmp_path):
+    from reprieve.heads.artefact import find_artefact
+
+    [certificate] = (find_artefact("reprieve/arithmetic-judge") / "certificates").glob("*.json")
+    with pytest.raises(SpecError, match="is about judge"):
+        Policy.load({"rule": "margin:delta=2", "certificate": str(certificate)})
+
+
+def test_the_menu_tells_rules_apart():
+    menu = Menu([Policy.load(spec) for spec in ("margin:delta=2", "margin:delta=2,k=5", "top_k:k=2")])
+    assert list(menu.policies) == ["margin", "margin:delta=2,k=5", "top_k"]
+    assert menu.choose({}).rule.spec == "margin:delta=2"
+    assert menu.choose({"reprieve_rule": "top_k", "reprieve_threshold": 3}).dial == 3
+    assert menu.choose({"reprieve_rule": "off"}).strict
+    with pytest.raises(RequestError, match="reprieve_rule must be one of on, off, margin"):
+        menu.choose({"reprieve_rule": "typical"})
+    with pytest.raises(SpecError, match="twice"):
+        Menu([Policy.load("margin:delta=2")] * 3)
+    with pytest.raises(SpecError, match="at least one"):
+        Menu([])
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_every_rule_has_a_slider_from_strict_to_lenient(name):
+    spec = {"judge": JUDGE, "pivot": "pivot:path=reprieve/arithmetic-pivot"}.get(name, name)
+    policy = Policy.load(spec)
+    found = stops(policy)
+    if name == "lossless":
+        assert found == []
+        return
+    leniency = [policy.rule.with_dial(value).leniency for value in found]
+    assert leniency == sorted(leniency) and len(found) > 3
+    if dial_value(policy.rule) is not None:
+        assert stops(Policy.load({"rule": spec, "max_threshold": found[-1]})) == found
+
+
+def test_leniency_orders_the_budget_rules_by_their_budget():
+    small, large = (parse_rule(f"asd:budget={value}").leniency for value in (1, 9))
+    assert small < large

@@ -1,0 +1,160 @@
+"""vLLM's own OpenAI server with the plugin, as an operator starts it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+
+from reprieve.models.loading import bundled_folder
+from tests.vllm.conftest import K
+
+PORT = 8391
+MODEL = "pair"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    policy = tmp_path_factory.mktemp("policy") / "reprieve.json"
+    rule = "judge:path=reprieve/arithmetic-judge,threshold=0.04"
+    policy.write_text(json.dumps({"rule": rule, "fast": 0.2, "max_threshold": 0.3, "default": "certified"}))
+    log = policy.with_name("log.txt")
+    spec = {"method": "draft_model", "model": str(bundled_folder("draft")), "num_speculative_tokens": K}
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(bundled_folder("target")),
+        "--served-model-name", MODEL, "--speculative-config", json.dumps(spec), "--dtype", "float32",
+        "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8", "--port", str(PORT), "--host", "127.0.0.1",
+        "--no-enable-prefix-caching", "--per-request-spec-decode-metrics", "summary",
+        "--additional-config", json.dumps({"reprieve": str(policy)}),
+    ]  # fmt: skip
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        for _ in range(600):
+            assert process.poll() is None, log.read_text()[-3000:]
+            if get("/health")[0] == 200:
+                break
+            time.sleep(0.5)
+        else:
+            raise AssertionError(f"not up in time: {log.read_text()[-3000:]}")
+        yield log
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def get(path):
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{PORT}{path}", timeout=10) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, ""
+    except OSError:
+        return 0, ""
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", max_retries=0)
+
+
+def ask(client, problem, **xargs):
+    return client.completions.create(
+        model=MODEL, prompt=problem.prompt, max_tokens=120, temperature=0, extra_body={"vllm_xargs": xargs or None}
+    )
+
+
+def test_the_log_says_what_is_active_and_what_covers_it(server):
+    line = next(line for line in server.read_text().splitlines() if "Reprieve is active in 1 worker" in line)
+    assert "threshold=0.04" in line and "With 95% confidence" in line and "up to threshold=0.3" in line
+
+
+def test_requests_choose_their_leniency(client, problems):
+    strict = ask(client, problems[0], reprieve_leniency="strict")
+    fast = ask(client, problems[0], reprieve_leniency="fast")
+    assert strict.choices[0].text != fast.choices[0].text
+    told = fast.model_extra["metrics"]["speculative_decoding"]
+    assert told["num_rescued_tokens"] > 0 and told["reprieve_rule"].endswith("threshold=0.2")
+    assert ask(client, problems[0]).choices[0].text == ask(client, problems[0], reprieve_threshold=0.04).choices[0].text
+
+
+def test_streams_and_chats_choose_too(client, problems):
+    parts = client.completions.create(
+        model=MODEL, prompt=problems[0].prompt, max_tokens=120, temperature=0, stream=True,
+        extra_body={"vllm_xargs": {"reprieve_leniency": "fast"}},
+    )  # fmt: skip
+    fast = ask(client, problems[0], reprieve_leniency="fast").choices[0].text
+    assert "".join(part.choices[0].text for part in parts) == fast
+
+
+@pytest.mark.parametrize(
+    ("xargs", "field"),
+    [
+        ({"reprieve_threshold": 0.5}, "reprieve_threshold"),
+        ({"reprieve_threshold": "a lot"}, "reprieve_threshold"),
+        ({"reprieve_leniency": "wild"}, "reprieve_leniency"),
+        ({"reprieve_rule": "none"}, "reprieve_rule"),
+    ],
+)
+def test_bad_values_are_400_and_name_the_field(client, problems, xargs, field):
+    with pytest.raises(openai.BadRequestError, match=field) as refused:
+        ask(client, problems[0], **xargs)
+    assert refused.value.status_code == 400 and refused.value.param == field
+    assert ask(client, problems[0]).choices[0].text
+
+
+def test_counters_are_on_the_metrics_page(client, problems):
+    ask(client, problems[0], reprieve_leniency="fast")
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        page = get("/metrics")[1]
+        lines = [line for line in page.splitlines() if line.startswith("vllm:reprieve_rescued_tokens_total")]
+        if lines and float(lines[0].split()[-1]) > 0:
+            break
+        time.sleep(0.2)
+    assert len(lines) == 1 and 'rule="judge:path=reprieve/arithmetic-judge,threshold=0.04"' in lines[0]
+    assert float(lines[0].split()[-1]) > 0
+    assert "vllm:reprieve_relaxed_rounds_total" in page and "vllm:spec_decode_num_drafts_total" in page
+
+
+def test_health_asks_the_workers(client):
+    assert get("/health")[0] == 200
+
+
+def test_a_worker_without_the_plugin_stops_the_start(tmp_path):
+    """The front end knows the configuration, the worker's plugin is missing: refuse, do not serve losslessly."""
+    code = (
+        "from tests.vllm.conftest import make_llm\n"
+        "from reprieve.serving.vllm_plugin import adapter\n"
+        "from vllm.v1.worker.worker_base import WorkerBase\n"
+        "adapter.register()\n"
+        "del WorkerBase.reprieve_status\n"
+        "make_llm('margin:delta=2')\n"
+    )
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=200)
+    assert made.returncode != 0 and "did not load in a worker" in made.stderr
+
+
+def test_installed_but_not_configured_nothing_is_patched():
+    code = (
+        "from tests.vllm.conftest import make_llm, worker_of\n"
+        "from vllm.v1.sample import rejection_sampler as module\n"
+        "from vllm.v1.spec_decode.metrics import SpecDecodingStats\n"
+        "llm = make_llm(None)\n"
+        "assert not hasattr(module.rejection_sample, '__wrapped__')\n"
+        "assert not hasattr(SpecDecodingStats, 'num_rescued_tokens')\n"
+        "assert not hasattr(worker_of(llm).model_runner, 'reprieve')\n"
+        "assert 'sample_tokens' not in vars(worker_of(llm).model_runner)\n"
+        "print('untouched')\n"
+    )
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=200)
+    assert "untouched" in made.stdout, made.stderr[-2000:]
