@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,9 @@ import pytest
 from reprieve.models.loading import bundled_folder
 from tests.vllm.conftest import K
 
-PORT = 8391
+with socket.socket() as _probe:
+    _probe.bind(("127.0.0.1", 0))
+    PORT = _probe.getsockname()[1]
 MODEL = "pair"
 
 
@@ -74,7 +77,8 @@ def ask(client, problem, **xargs):
 
 
 def test_the_log_says_what_is_active_and_what_covers_it(server):
-    line = next(line for line in server.read_text().splitlines() if "Reprieve is active in 1 worker" in line)
+    told = [line for line in server.read_text().splitlines() if "eprieve" in line]
+    [line] = [line for line in told if "Reprieve is active in 1 worker" in line]
     assert "threshold=0.04" in line and "With 95% confidence" in line and "up to threshold=0.3" in line
 
 
