@@ -19,7 +19,7 @@ from reprieve.serving.vllm_plugin import adapter
 K = 8
 
 
-def make_llm(source=None, **speculative):
+def make_llm(source=None, *, engine=None, **speculative):
     """A vLLM engine on the bundled pair; `source` configures the plugin, None leaves it off."""
     spec = {
         "method": "draft_model",
@@ -27,20 +27,21 @@ def make_llm(source=None, **speculative):
         "num_speculative_tokens": K,
         **speculative,
     }
-    return LLM(
-        model=str(bundled_folder("target")),
-        speculative_config=spec,
-        enforce_eager=True,
-        dtype="float32",
-        max_model_len=512,
-        max_num_seqs=16,
-        seed=0,
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-        distributed_executor_backend="uni",
-        per_request_spec_decode_metrics="summary",
-        additional_config={} if source is None else {"reprieve": source},
-    )
+    settings = {
+        "model": str(bundled_folder("target")),
+        "speculative_config": spec,
+        "enforce_eager": True,
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": 16,
+        "seed": 0,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "distributed_executor_backend": "uni",
+        "per_request_spec_decode_metrics": "summary",
+        "additional_config": {} if source is None else {"reprieve": source},
+    }
+    return LLM(**{**settings, **(engine or {})})
 
 
 def worker_of(llm):

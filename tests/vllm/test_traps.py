@@ -4,6 +4,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from tests.vllm import cpu_kernels
 from tests.vllm.conftest import make_llm, rules_of, texts, use_rule, worker_of
 
 
@@ -72,6 +73,40 @@ def test_padding_is_never_accepted_and_ends_a_block():
         batch = Batch(torch.tensor([3, -1, 4, 5]), scores, scores, torch.ones(4, dtype=torch.bool), noise=torch.rand(4))
         made = decide(rule, [row], batch)
         assert not made.accept[1]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"repetition_penalty": 1.4},
+        {"presence_penalty": 1.5, "frequency_penalty": 0.7},
+        {"temperature": 0.8, "seed": 3, "top_p": 0.9, "top_k": 20},
+    ],
+)
+def test_processors_stay_vllms_own(llm, problems, settings):
+    """A rule that accepts nothing runs all of the machinery and changes nothing."""
+    cpu_kernels.mend()
+    prompts = [problem.prompt for problem in problems[:4]]
+    made = {}
+    for spec in ("lossless", "margin:delta=0"):
+        rules = use_rule(llm, spec)
+        made[spec] = texts(generate(llm, prompts, **settings))
+    use_rule(llm, "top_k:k=714")
+    assert made["lossless"] == made["margin:delta=0"]
+    assert rules.num_rounds > 0 and rules.failures == 0
+
+
+def test_cached_prefixes_and_prompts_in_pieces_change_nothing(problems):
+    prompts = ["".join(problem.prompt + " 5.\n\n" for problem in problems[:3]) + item.prompt for item in problems[3:9]]
+    engines = [
+        make_llm("margin:delta=4"),
+        make_llm(
+            "margin:delta=4", engine={"enable_prefix_caching": True, "max_num_batched_tokens": 48, "max_num_seqs": 4}
+        ),
+    ]
+    plain, cached = ([texts(generate(llm, prompts)) for _ in range(2)] for llm in engines)
+    assert plain[0] == plain[1] == cached[0] == cached[1]
+    assert rules_of(engines[1]).num_rescued > 0
 
 
 def test_stops_inside_an_accepted_block_end_the_answer(llm, problems):
