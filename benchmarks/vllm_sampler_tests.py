@@ -41,10 +41,11 @@ def _behind_the_plugin():
     from vllm.v1.sample import rejection_sampler as module
 
     from reprieve.serving.leniency import Policy
-    from reprieve.serving.vllm_plugin import adapter
     from reprieve.serving.vllm_plugin.rounds import RoundRequest, WorkerRules
+    from reprieve.serving.vllm_plugin.vllm_0_32 import sampler
+    from reprieve.serving.vllm_plugin.vllm_0_32.runner import RunnerHooks
 
-    adapter.patch_sampler()
+    sampler.patch_sampler()
     patched = module.rejection_sample
 
     def rejection_sample(token_ids, counts, max_spec_len, ends, probs, logits, bonus, meta, *rest, **more):
@@ -52,18 +53,19 @@ def _behind_the_plugin():
         zero = torch.zeros(len(counts)) if meta.temperature is None else meta.temperature
         rules = WorkerRules(Policy.load("margin:delta=0"))
         rules.note_drafts(names, None)
-        hooks = adapter.RunnerHooks(rules, None)
+        hooks = RunnerHooks(rules, None)
         hooks.requests = lambda given: [
             RoundRequest(name, count, bool(zero[int(name)] == 0) or meta.all_greedy, lambda: None, lambda: None)
             for name, count in zip(names, given, strict=True)
         ]
         metadata = SimpleNamespace(draft_token_ids=token_ids, target_logits_indices=torch.arange(len(token_ids)))
         state = SimpleNamespace(spec_decode_metadata=metadata, logits=logits, sample_hidden_states=None)
-        adapter._ROUND = adapter._Round(hooks, state, possible=torch.ones(len(token_ids), dtype=torch.bool))
+        everything = torch.ones(len(token_ids), dtype=torch.bool)
+        token = sampler.ROUND.set(sampler.Round(hooks, state, possible=everything))
         try:
             output = patched(token_ids, counts, max_spec_len, ends, probs, logits, bonus, meta, *rest, **more)
         finally:
-            adapter._ROUND = None
+            sampler.ROUND.reset(token)
         assert rules.failures == 0, "the plugin failed"
         counted = rules.take_counts()
         assert len(counted) == len(counts) and all(made.num_rescued == 0 for made in counted.values())

@@ -26,6 +26,18 @@ def test_the_certificate_beside_the_head_gives_the_certified_level(policy):
     assert calm.resolve({}).threshold == 0.04
 
 
+def test_a_certificate_made_under_other_conditions_is_set_aside(policy):
+    assert policy.under(num_draft_tokens=8, drafter="draft", dtype="float32") is policy
+    elsewhere = policy.under(num_draft_tokens=16, drafter="draft", dtype="bfloat16")
+    assert elsewhere.certificate is None and elsewhere.levels == {"fast": 0.2}
+    told = "its certificate does not hold here: num_draft_tokens 16 (certified: 8); dtype bfloat16 (certified: float32)"
+    assert told in elsewhere.describe()
+    with pytest.raises(RequestError, match="one of strict, fast on this server"):
+        elsewhere.resolve({"reprieve_leniency": "certified"})
+    with pytest.raises(SpecError, match="default certified: the certificate does not hold here"):
+        Policy.load({"rule": JUDGE, "default": "certified"}).under(num_draft_tokens=4)
+
+
 @pytest.mark.parametrize(
     ("asked", "threshold"),
     [

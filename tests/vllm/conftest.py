@@ -14,9 +14,10 @@ from vllm import LLM
 
 from reprieve.models.loading import bundled_folder
 from reprieve.serving.leniency import Policy
-from reprieve.serving.vllm_plugin import adapter
+from reprieve.serving.vllm_plugin.vllm_0_32 import startup
 
 K = 8
+_ALIVE = []  # an engine that is dropped takes the process group of the others with it
 
 
 def make_llm(source=None, *, engine=None, **speculative):
@@ -41,7 +42,8 @@ def make_llm(source=None, *, engine=None, **speculative):
         "per_request_spec_decode_metrics": "summary",
         "additional_config": {} if source is None else {"reprieve": source},
     }
-    return LLM(**{**settings, **(engine or {})})
+    _ALIVE.append(LLM(**{**settings, **(engine or {})}))
+    return _ALIVE[-1]
 
 
 def worker_of(llm):
@@ -55,7 +57,7 @@ def rules_of(llm):
 def use_rule(llm, source):
     """Exchange the rule of a running engine; start it with one that reads all inputs (fuzzy)."""
     worker = worker_of(llm)
-    rules = adapter.worker_rules(Policy.load(source), worker)
+    rules = startup.worker_rules(Policy.load(source), worker)
     worker.model_runner.reprieve.rules = rules
     return rules
 

@@ -9,8 +9,9 @@ from vllm.v1.sample import rejection_sampler as module
 import reprieve.engine.decoder as engine
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.serving.leniency import Policy
-from reprieve.serving.vllm_plugin import adapter
 from reprieve.serving.vllm_plugin.rounds import WorkerRules
+from reprieve.serving.vllm_plugin.vllm_0_32 import sampler
+from reprieve.serving.vllm_plugin.vllm_0_32.runner import RunnerHooks
 from tests.vllm import cpu_kernels
 from tests.vllm.conftest import local_decoder
 
@@ -64,7 +65,7 @@ class Recorder:
 @pytest.fixture(scope="module", autouse=True)
 def _kernels():
     cpu_kernels.mend()
-    adapter.patch_sampler()
+    sampler.patch_sampler()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -129,12 +130,12 @@ def verify(rules, batch, temperature, monkeypatch):
         monkeypatch.setattr(rules, "noise", lambda size, device: torch.cat([item.noise for item in evidence]))
     metadata = SimpleNamespace(draft_token_ids=token_ids, target_logits_indices=judging)
     state = SimpleNamespace(logits=logits, sample_hidden_states=states, spec_decode_metadata=metadata)
-    hooks = adapter.RunnerHooks(rules, runner)
+    hooks = RunnerHooks(rules, runner)
     possible = logits[judging].gather(-1, token_ids.long().unsqueeze(-1)).squeeze(-1) > -torch.inf
     if not greedy:
         uniforms = torch.cat([item.uniforms for item in evidence]).double()
-        monkeypatch.setattr(adapter, "_unwrapped", lambda name: lambda *args: uniforms)
-    monkeypatch.setattr(adapter, "_ROUND", adapter._Round(hooks, state, possible=possible))
+        monkeypatch.setattr(sampler, "_unwrapped", lambda name: lambda *args: uniforms)
+    token = sampler.ROUND.set(sampler.Round(hooks, state, possible=possible))
     meta = SimpleNamespace(
         all_greedy=greedy,
         all_random=not greedy,
@@ -149,5 +150,6 @@ def verify(rules, batch, temperature, monkeypatch):
         token_ids, counts, max(counts), torch.tensor(counts).cumsum(0).int(), proposals, scores,
         logits[torch.tensor(starts) + torch.tensor(counts)].argmax(-1, keepdim=True), meta,
     )  # fmt: skip
+    sampler.ROUND.reset(token)
     assert torch.equal(scores, before), "raised logits must be put back"
     return output

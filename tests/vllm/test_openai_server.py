@@ -138,9 +138,9 @@ def test_a_worker_without_the_plugin_stops_the_start(tmp_path):
     """The front end knows the configuration, the worker's plugin is missing: refuse, do not serve losslessly."""
     code = (
         "from tests.vllm.conftest import make_llm\n"
-        "from reprieve.serving.vllm_plugin import adapter\n"
+        "from reprieve.serving.vllm_plugin.vllm_0_32 import startup\n"
         "from vllm.v1.worker.worker_base import WorkerBase\n"
-        "adapter.register()\n"
+        "startup.register()\n"
         "del WorkerBase.reprieve_status\n"
         "make_llm('margin:delta=2')\n"
     )

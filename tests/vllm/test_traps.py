@@ -144,20 +144,20 @@ def test_state_of_finished_requests_is_forgotten(llm, problems):
 def test_without_a_round_the_wrapped_sampler_only_passes_on(llm):
     from vllm.v1.sample import rejection_sampler as module
 
-    from reprieve.serving.vllm_plugin import adapter
+    from reprieve.serving.vllm_plugin.vllm_0_32 import sampler, startup
 
-    assert adapter._ROUND is None
+    assert sampler.ROUND.get() is None
     assert module.rejection_sample.__wrapped__ is not None
-    adapter._require_signatures()
+    startup._require_signatures()
 
 
 def test_a_changed_signature_is_refused(monkeypatch):
     from reprieve.errors import ReprieveError
-    from reprieve.serving.vllm_plugin import adapter
+    from reprieve.serving.vllm_plugin.vllm_0_32 import sampler, startup
 
-    monkeypatch.setitem(adapter._SIGNATURES, "generate_uniform_probs", "num_tokens seeds")
+    monkeypatch.setitem(sampler.SIGNATURES, "generate_uniform_probs", "num_tokens seeds")
     with pytest.raises(ReprieveError, match="was written for"):
-        adapter._require_signatures()
+        startup._require_signatures()
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,13 @@ def command(
     o.quiet_transformers()
     from reprieve.models import load_pair
     from reprieve.serving.server.app import Settings
-    from reprieve.serving.server.launch import LOOPBACK, alarm_line, make_app
+    from reprieve.serving.server.launch import LOOPBACK, make_app
 
     screen = o.console(stderr=True)
+
+    def tell(line: str) -> None:
+        screen.print(line, soft_wrap=True, markup=False)
+
     settings = Settings(
         model=model_name or target,
         api_key=api_key or os.environ.get(KEY) or None,
@@ -88,12 +92,11 @@ def command(
         task=task,
         check_share=check_share,
         max_drop=max_drop,
-        on_alarm=lambda status: screen.print(alarm_line(status), soft_wrap=True, markup=False),
+        on_alarm=lambda status: tell(f"quality alarm: {status.sentence()}"),
+        announce=tell,
     )
-    for policy in policies:
-        screen.print(f"offers {policy.describe()}", soft_wrap=True, markup=False)
     if host not in LOOPBACK and settings.api_key is None:
-        screen.print(f"warning: {host} may be reached by others, and there is no API key (--api-key)", markup=False)
+        tell(f"warning: {host} may be reached by others, and there is no API key (--api-key)")
     uvicorn.run(
         app,
         host=host,

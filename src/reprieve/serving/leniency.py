@@ -47,6 +47,7 @@ class Policy:
         default: level of requests that ask for nothing; None for the rule as it stands.
         max_threshold: most lenient value of the dial a request may ask for; None for no cap.
         certificate: what was promised of the `certified` level; None where nothing was.
+        set_aside: why a certificate that was found does not hold here; empty where none was set aside.
 
     Raises:
         SpecError: an unknown level, a value out of the dial's range, or a level beyond the cap.
@@ -57,6 +58,7 @@ class Policy:
     default: str | None = None
     max_threshold: float | None = None
     certificate: Certificate | None = None
+    set_aside: str = ""
 
     def __post_init__(self) -> None:
         if self.max_threshold is not None:
@@ -102,6 +104,34 @@ class Policy:
     def with_rule(self, rule: Rule) -> Policy:
         """The same policy over the rule once it is bound to a tokenizer and a device."""
         return dataclasses.replace(self, rule=rule)
+
+    def under(self, **conditions: Any) -> Policy:
+        """The policy where these conditions hold, as far as they are known (not None): fields of a certificate's.
+
+        A certificate made under others is set aside, and the `certified` level it gave with it.
+
+        Raises:
+            SpecError: `certified` is the default, and nothing is left that it could mean.
+        """
+        if self.certificate is None:
+            return self
+        made = self.certificate.conditions
+        differences = [
+            f"{name} {value} (certified: {getattr(made, name)})"
+            for name, value in conditions.items()
+            if value is not None and value != getattr(made, name)
+        ]
+        if not differences:
+            return self
+        told = "; ".join(differences)
+        levels = {
+            level: value
+            for level, value in self.levels.items()
+            if level != "certified" or value != self.certificate.threshold
+        }
+        if self.default is not None and self.default not in ("strict", *levels):
+            raise SpecError(f"default {self.default}: the certificate does not hold here: {told}")
+        return dataclasses.replace(self, levels=levels, certificate=None, set_aside=told)
 
     @cached_property
     def standard(self) -> Rule:
@@ -163,6 +193,8 @@ class Policy:
         told = f"rule {self.standard.spec}; levels {levels}"
         if self.max_threshold is not None:
             told += f"; requests may ask up to {self.rule.dial}={self.max_threshold:g}"
+        if self.set_aside:
+            return f"{told}; its certificate does not hold here: {self.set_aside}"
         if self.certificate is None:
             return told + "; no certificate covers it"
         covered = self.standard.leniency <= self.rule.with_dial(self.certificate.threshold).leniency

@@ -16,29 +16,26 @@ from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reprieve.engine import SamplingParams
-from reprieve.errors import ContextOverflowError, ReprieveError, SpecError
+from reprieve.errors import ReprieveError
 from reprieve.serving.leniency import RequestError
-from reprieve.serving.server.limits import BodyLimit
+from reprieve.serving.server.failures import KINDS, Disconnected, TimedOut, error_of, on_error
 from reprieve.serving.server.menu import Menu
 from reprieve.serving.server.metrics import Metrics
+from reprieve.serving.server.middleware import BodyLimit, Guard
 from reprieve.serving.server.prompts import Prompts
-from reprieve.serving.server.protocol import ChatBody, CompletionBody, Replies, RequestBody, error_body, field_error
+from reprieve.serving.server.protocol import ChatBody, CompletionBody, Replies, RequestBody
 from reprieve.serving.server.worker import (
     Event,
     Failed,
     Finished,
     Job,
     Piece,
-    QueueFullError,
-    StoppedError,
     Worker,
     describe_worker,
 )
@@ -70,14 +67,6 @@ class Settings:
     hosts: tuple[str, ...] | None = None
 
 
-class TimedOut(Exception):
-    """A request took longer than it may."""
-
-
-class Disconnected(Exception):
-    """The client has gone."""
-
-
 def create_app(settings: Settings, worker: Worker, menu: Menu, prompts: Prompts, metrics: Metrics) -> FastAPI:
     """The server, around a worker that has been started."""
     service = Service(settings, worker, menu, prompts, metrics)
@@ -89,12 +78,12 @@ def create_app(settings: Settings, worker: Worker, menu: Menu, prompts: Prompts,
 
     app = FastAPI(title="Reprieve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
-    app.add_middleware(Guard, service=service)
+    app.add_middleware(Guard, admits=service.admits, count=metrics.count_request)
     if settings.hosts is not None:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(settings.hosts))
 
-    for kind in (RequestValidationError, HTTPException, ReprieveError, TimedOut, Disconnected):
-        app.add_exception_handler(kind, _on_error)
+    for kind in KINDS:
+        app.add_exception_handler(kind, on_error)
     app.add_api_route("/v1/completions", service.complete, methods=["POST"], response_model=None)
     app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"], response_model=None)
     app.add_api_route("/v1/models", service.models, methods=["GET"])
@@ -266,7 +255,7 @@ class Service:
                 yield _line(replies.usage(num_read, made))
             yield "data: [DONE]\n\n"
         except (TimedOut, Disconnected, ReprieveError) as error:
-            yield _line(_error_of(error)[1])
+            yield _line(error_of(error)[1])
         finally:
             await events.aclose()  # type: ignore[attr-defined]
 
@@ -279,65 +268,8 @@ async def _watch(job: Job, request: Request) -> None:
     job.events.put_nowait(Failed(Disconnected("the client went away")))
 
 
-class Guard:
-    """ASGI middleware: asks for the API key, and counts responses."""
-
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self.app = app
-        self.service = service
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer 401."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        path = scope["path"]
-
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self.service.metrics.count_request(path, message["status"])
-            await send(message)
-
-        app = self.app
-        if path.startswith("/v1/") and not self.service.admits(Headers(scope=scope)):
-            told = "a valid API key is needed: send it as Authorization: Bearer KEY"
-            app = JSONResponse(error_body(told, kind="authentication_error", code=401), 401)
-        await app(scope, receive, counted)
-
-
 def _line(chunk: dict[str, Any] | None) -> str:
     return "" if chunk is None else f"data: {json.dumps(chunk)}\n\n"
-
-
-def _error_of(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Status and body of an error."""
-    if isinstance(error, RequestValidationError):
-        message, param = field_error(error.errors())
-        return 400, error_body(message, kind="invalid_request_error", param=param, code=400)
-    if isinstance(error, HTTPException):
-        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-        return error.status_code, error_body(str(error.detail), kind=kind, code=error.status_code)
-    if isinstance(error, RequestError):
-        return 400, error_body(str(error), kind="invalid_request_error", param=error.parameter, code=400)
-    if isinstance(error, QueueFullError):
-        return 429, error_body(str(error), kind="rate_limit_error", code=429)
-    if isinstance(error, StoppedError):
-        return 503, error_body(str(error), kind="service_unavailable_error", code=503)
-    if isinstance(error, TimedOut):
-        return 504, error_body(str(error), kind="timeout_error", code=504)
-    if isinstance(error, Disconnected):
-        return 499, error_body("the client went away", kind="disconnected", code=499)
-    if isinstance(error, ContextOverflowError):
-        return 400, error_body(str(error), kind="invalid_request_error", param="max_tokens", code="context_length")
-    if isinstance(error, SpecError):
-        return 400, error_body(str(error), kind="invalid_request_error", code=400)
-    return 500, error_body("the engine failed; the server's log says more", kind="server_error", code=500)
-
-
-async def _on_error(request: Request, error: Exception) -> JSONResponse:
-    status, body = _error_of(error)
-    headers = {"Retry-After": "1"} if status in (429, 503) else None
-    return JSONResponse(body, status, headers=headers)
 
 
 async def _playground() -> HTMLResponse:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from reprieve.engine import SpeculativeDecoder
@@ -60,7 +61,8 @@ def make_app(
     task: str | None = None,
     check_share: float = 0.0,
     max_drop: float | None = None,
-    on_alarm: Any = lambda status: None,
+    on_alarm: Callable[[MonitorStatus], None] = lambda status: None,
+    announce: Callable[[str], None] = lambda line: None,
 ) -> FastAPI:
     """A server around the pair, its rules built and its engine's thread begun.
 
@@ -69,9 +71,11 @@ def make_app(
             template; None for the bundled pair's own, where that is the pair.
         check_share: of relaxed requests to answer losslessly too, 0 to 1.
         max_drop: raises the alarm once the drop is proved larger.
+        announce: told a line about each rule.
 
     Raises:
         ReprieveError: a rule that the pair cannot serve.
+        PairError: a head or a certificate made for another pair.
         SpecError: a value out of range.
     """
     if max_waiting < 1:
@@ -79,7 +83,10 @@ def make_app(
     if task is None and pair.target_name == BUNDLED_PAIR:
         task = "arithmetic"
     loaded = None if task is None else load_task(task)
-    menu, metrics = Menu(policies), Metrics()
+    menu = Menu([_fitted(policy, pair, num_draft_tokens, drafter) for policy in policies])
+    metrics = Metrics()
+    for policy in menu.policies.values():
+        announce(f"offers {policy.describe()}")
 
     def make_decoder(name: str | None) -> SpeculativeDecoder:
         rule = LosslessRule() if name is None else menu.policies[name].rule
@@ -97,27 +104,32 @@ def make_app(
         max_waiting=max_waiting,
         on_answer=lambda job, finished: [tell(job, finished) for tell in watchers],  # type: ignore[arg-type]
     )
-    wrap, example = None, ""
-    if loaded is not None and hasattr(loaded, "wrap"):
-        wrap = loaded.wrap
-    if pair.target_name == BUNDLED_PAIR and loaded is not None:
-        example = loaded.problems("test", 1)[0].prompt
-    prompts = Prompts(
+    prompts = _prompts(pair, loaded, num_draft_tokens)
+    worker.start([None, *menu.policies])
+    return create_app(settings, worker, menu, prompts, metrics)
+
+
+def _fitted(policy: Policy, pair: Pair, num_draft_tokens: int, drafter: str) -> Policy:
+    if policy.certificate is not None:
+        made_for = policy.certificate.conditions.pair
+        made_for.require_matches(pair.identity, f"the certificate of {policy.rule.spec}", reads_draft=True)
+    dtype = str(pair.target.dtype).removeprefix("torch.")
+    return policy.under(num_draft_tokens=num_draft_tokens, drafter=drafter, dtype=dtype)
+
+
+def _prompts(pair: Pair, task: Task | None, num_draft_tokens: int) -> Prompts:
+    """The pair's text side; chats without a template are wrapped as the task wraps its problems."""
+    wrap: Callable[[str], str] | None = getattr(task, "wrap", None)
+    bundled = pair.target_name == BUNDLED_PAIR and task is not None
+    return Prompts(
         pair.tokenizer,
         max_positions=min(_positions(pair.target), _positions(pair.draft)),
         vocab_size=pair.vocab_size,
         wrap=wrap,
         num_draft_tokens=num_draft_tokens,
-        example=example,
+        example=task.problems("test", 1)[0].prompt if bundled and task is not None else "",
     )
-    worker.start([None, *menu.policies])
-    return create_app(settings, worker, menu, prompts, metrics)
 
 
 def _positions(model: Any) -> int:
     return sys.maxsize if model is None else max_positions(model) or sys.maxsize
-
-
-def alarm_line(status: MonitorStatus) -> str:
-    """For the log."""
-    return f"quality alarm: {status.sentence()}"

@@ -5,38 +5,13 @@ vllm serve TARGET --speculative-config '{...}' --additional-config '{"reprieve":
 
 from __future__ import annotations
 
-from typing import Any
+from reprieve.serving.vllm_plugin.health import require_active
 
-from reprieve.errors import ReprieveError
+__all__ = ["register", "require_active"]
 
 
 def register() -> None:
     """The entry point that vLLM calls in each of its processes (`vllm.general_plugins`)."""
-    from reprieve.serving.vllm_plugin import adapter
+    from reprieve.serving.vllm_plugin.vllm_0_32 import startup
 
-    adapter.register()
-
-
-def require_active(llm: Any) -> list[dict[str, Any]]:
-    """The plugin's state in every worker of an offline `LLM`: a dictionary each.
-
-    Raises:
-        ReprieveError: a worker that runs without the plugin, or without its rule.
-    """
-    try:
-        found: list[dict[str, Any]] = llm.collective_rpc("reprieve_status")
-    except Exception as error:  # vLLM has many ways to say that a worker lacks a method
-        raise ReprieveError(f"the plugin did not load in a worker of vLLM, which serves losslessly: {error}") from None
-    require_healthy(found)
-    return found
-
-
-def require_healthy(found: list[dict[str, Any]]) -> None:
-    """Refuse what `reprieve_status` says of a worker that does not apply the rule.
-
-    Raises:
-        ReprieveError: names the worker and what it said.
-    """
-    for status in found:
-        if not status["active"] or status["failures"]:
-            raise ReprieveError(f"worker {status['rank']} does not apply the rule: {status}")
+    startup.register()

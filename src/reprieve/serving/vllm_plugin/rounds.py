@@ -1,6 +1,6 @@
 """One worker's rule at work: requests to rows, a round's tensors to decisions, and what came of them to counts.
 
-Knows vLLM's tensors and request ids, none of its classes: those are the adapter's.
+Knows vLLM's tensors and request ids, none of its classes: those are `vllm_0_32`'s.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Numbers: rescued tokens and relaxed rounds travel with vLLM's own statistics (part of the adapter layer).
+"""Numbers: rescued tokens and relaxed rounds travel with vLLM 0.32's own statistics.
 
 A worker attaches counts to its output; the scheduler adds them to vLLM's per-step and per-request records, which take
 them to the front end; there they become Prometheus counters and part of the per-request metrics.

@@ -1,0 +1,83 @@
+"""What stands before the routes: a limit on bodies, held while they arrive, and the API key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from reprieve.serving.server.protocol import error_body
+
+
+class BodyLimit:
+    """ASGI middleware: answers 413 to bodies of more than `max_bytes`, whether or not they say how long they are."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the body within the limit, then pass it on whole."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        if not declared.isdigit() or int(declared) > self.max_bytes:
+            await self._refusal(scope, receive, send)
+            return
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            if len(body) > self.max_bytes:
+                await self._refusal(scope, receive, send)
+                return
+            if not message.get("more_body"):
+                break
+        handed_on = False
+
+        async def replay() -> Message:
+            nonlocal handed_on
+            if handed_on:
+                return await receive()  # what comes now can only be the client going away
+            handed_on = True
+            return {"type": "http.request", "body": bytes(body), "more_body": False}
+
+        await self.app(scope, replay, send)
+
+    @property
+    def _refusal(self) -> JSONResponse:
+        told = f"the request body must hold at most {self.max_bytes} bytes"
+        body = error_body(told, kind="invalid_request_error", code=413)
+        return JSONResponse(body, 413, headers={"Connection": "close"})
+
+
+class Guard:
+    """ASGI middleware: asks for the API key, and counts responses."""
+
+    def __init__(self, app: ASGIApp, admits: Callable[[Headers], bool], count: Callable[[str, int], None]) -> None:
+        self.app = app
+        self.admits = admits
+        self.count = count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer 401."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        path = scope["path"]
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.count(path, message["status"])
+            await send(message)
+
+        app = self.app
+        if path.startswith("/v1/") and not self.admits(Headers(scope=scope)):
+            told = "a valid API key is needed: send it as Authorization: Bearer KEY"
+            app = JSONResponse(error_body(told, kind="authentication_error", code=401), 401)
+        await app(scope, receive, counted)

@@ -1,0 +1,1 @@
+"""vLLM 0.32: all that knows its internals."""
