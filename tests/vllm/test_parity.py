@@ -6,7 +6,7 @@ from vllm import SamplingParams
 from reprieve.engine import SamplingParams as LocalParams
 from tests.vllm.conftest import local_decoder, make_llm, use_rule
 
-NUM_PROBLEMS = 8
+NUM_PROBLEMS = 6
 MAX_TOKENS = 200
 RULES = [
     "lossless",
