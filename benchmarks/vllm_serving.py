@@ -185,7 +185,7 @@ def main():
     from reprieve.tasks import load_task
 
     task = load_task("arithmetic")
-    problems = task.problems("test", max(options.problems, options.identical, 4 * max(options.batches)))
+    problems = task.problems("test", max(options.problems, options.identical, 2 * max(options.batches)))
     prompts = [problem.prompt for problem in problems]
     report = {"schema": 1, **environment(), "options": {name: str(value) for name, value in vars(options).items()}}
     report |= {"accuracy": {}, "throughput": {}}
@@ -196,7 +196,7 @@ def main():
         if not report["accuracy"]:
             report["off"] = unnoticed(made, prompts[: options.identical])
             report["accuracy"] = accuracy(made, task, problems[: options.problems])
-        report["throughput"][batch] = throughput(made, options, prompts[: max(options.prompts, 4 * batch)], batch)
+        report["throughput"][batch] = throughput(made, options, prompts[: max(options.prompts, 2 * batch)], batch)
         print(json.dumps({"batch": batch, **report["throughput"][batch]}, indent=1), flush=True)
         for arm in made.values():
             arm.close()

@@ -69,6 +69,8 @@ def test_strict_and_off_are_the_lossless_check(policy):
         ({"reprieve_threshold": "0.1"}, "reprieve_threshold"),
         ({"reprieve_threshold": True}, "reprieve_threshold"),
         ({"reprieve_threshold": float("nan")}, "reprieve_threshold"),
+        ({"reprieve_threshold": 10**400}, "reprieve_threshold"),
+        ({"reprieve_treshold": 0.1}, "reprieve_treshold"),
         ({"reprieve_leniency": 3}, "reprieve_leniency"),
         ({"reprieve_rule": "off", "reprieve_leniency": "fast"}, "reprieve_rule"),
         ({"reprieve_threshold": 0.1, "reprieve_leniency": "fast"}, "reprieve_threshold"),
@@ -102,6 +104,15 @@ def test_a_cap_knows_which_way_leniency_goes(rule, cap, strict, lenient):
         ({"rule": "margin:delta=2", "speed": 1}, "takes rule, certified"),
         ({"fast": 3}, "needs rule"),
         ({"rule": "margin:delta=2", "certificate": "/nowhere.json"}, "cannot be read"),
+        ({"rule": "margin:delta=2", "certified": 3, "fast": 1}, "no stricter than certified"),
+        ({"rule": "margin:delta=2", "default": ["strict"]}, "default must be a text"),
+        ({"rule": "margin:delta=2", "certificate": 5}, "certificate must be a text"),
+        ({"rule": "margin:delta=2", "fast": 10**400}, "fast must be a number that fits"),
+        ({"rule": "margin:delta=2", 5: 1}, "takes rule, certified"),
+        (5, "must be a rule, a file's path or an object"),
+        (["margin"], "must be a rule, a file's path or an object"),
+        ({}, "needs rule"),
+        ("", "empty text"),
         ("/nowhere/policy.json", "cannot be read"),
         ("margins", "rule must be one of"),
     ],
@@ -109,6 +120,14 @@ def test_a_cap_knows_which_way_leniency_goes(rule, cap, strict, lenient):
 def test_a_configuration_that_cannot_work_is_told(settings, told):
     with pytest.raises(ReprieveError, match=told):
         Policy.load(settings)
+
+
+def test_naming_the_rule_does_not_undo_the_default():
+    policy = Policy.load({"rule": "margin:delta=4", "default": "strict"})
+    assert policy.resolve({"reprieve_rule": "on"}).name == "lossless"
+    assert Menu([policy]).choose({"reprieve_rule": "margin"}).strict
+    assert policy.resolve({"reprieve_threshold": 2}).spec == "margin:delta=2"
+    assert "rule margin:delta=4; default strict" in policy.describe()
 
 
 def test_a_file_holds_the_same(tmp_path):
@@ -138,6 +157,8 @@ def test_the_menu_tells_rules_apart():
         menu.choose({"reprieve_rule": "typical"})
     with pytest.raises(SpecError, match="twice"):
         Menu([Policy.load("margin:delta=2")] * 3)
+    with pytest.raises(SpecError, match="reprieve_rule=off"):
+        Menu([Policy.load("lossless:verification=block")])
     with pytest.raises(SpecError, match="at least one"):
         Menu([])
 

@@ -12,7 +12,13 @@ from reprieve.errors import PairError, ReprieveError, SpecError
 from reprieve.rules import RiskBudget, accepts, parse_rule
 from reprieve.serving.leniency import STRICT, Policy
 from reprieve.serving.vllm_plugin.batch import Batch, Row, decide
-from reprieve.serving.vllm_plugin.configuration import Setup, require_tokenizer, require_version, source_of
+from reprieve.serving.vllm_plugin.configuration import (
+    Setup,
+    load_policy,
+    require_tokenizer,
+    require_version,
+    source_of,
+)
 from reprieve.serving.vllm_plugin.rounds import RoundRequest, WorkerRules
 
 V = 12
@@ -224,6 +230,26 @@ def test_the_configuration_comes_from_vllm_or_the_environment(monkeypatch):
     assert source_of({"reprieve": "margin"}) == "margin"
     monkeypatch.setenv("REPRIEVE_VLLM", "top_k:k=2")
     assert source_of({}) == "top_k:k=2" and source_of({"reprieve": "margin"}) == "margin"
+    assert source_of({"reprieve": False}) is None
+
+
+def test_a_policy_is_read_once_a_process(monkeypatch):
+    reads = []
+    monkeypatch.setattr(Policy, "load", lambda source: reads.append(source))
+    for _ in range(3):
+        load_policy({"rule": "margin:delta=7.125"})
+        load_policy("margin:delta=7.25")
+    assert len(reads) == 2
+
+
+def test_another_request_by_the_same_name_starts_anew():
+    rules = WorkerRules(Policy.load("margin:delta=2"))
+    rules.note_drafts(["a"], None)
+    assert rules.rows([request("a", asked={"reprieve_rule": "off"})])[0].strict
+    rules.forget(["a", "unknown"])
+    assert rules.rows([request("a")])[0].strict, "no drafts of its own yet"
+    rules.note_drafts(["a"], None)
+    assert not rules.rows([request("a")])[0].strict
 
 
 def test_the_plugin_reads_rules_and_heads_only():

@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -202,7 +204,18 @@ def test_provenance_names_each_tokens_origin(port, prompt):
         ({"prompt": ""}, "prompt"),
         ({"prompt": [99999]}, "prompt"),
         ({"prompt": {"a": 1}}, "prompt"),
-        ({"stop": [""]}, None),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"prompt": "\ud800 a"}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [[1]] * 200}, "prompt"),
+        ({"prompt": ["a"] * 100, "n": 2}, "n"),
+        ({"prompt": "a " * 3000, "max_tokens": None}, "prompt"),
+        ({"seed": True}, "seed"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"reprieve_treshold": 0.1}, "reprieve_treshold"),
+        ({"vllm_xargs": {"reprieve_treshold": 0.1}}, "vllm_xargs"),
+        ({"vllm_xargs": {"reprieve_threshold": 10**400}}, "reprieve_threshold"),
         ({"stop": ["x"] * 40}, "stop"),
         ({"logprobs": 99}, "logprobs"),
         ({"echo": True}, "echo"),
@@ -228,7 +241,10 @@ def test_malformed_bodies_are_clean_errors(port):
         assert status == 400 and told["error"]["message"], body
     assert post(port, b"x" * (2 << 20))[0] == 413
     assert post(port, {}, path="/v1/nothing")[0] == 404
-    assert post(port, {"prompt": "a", "model": "gpt"})[0] == 404
+    status, told = post(port, {"prompt": "a", "model": "gpt"})
+    assert (status, told["error"]["param"]) == (404, "model")
+    assert "Content-Type" in post(port, b"{}", headers={"Content-Type": "text/plain"})[1]["error"]["message"]
+    assert post(port, {"prompt": "a", "temperature": 1e-320, "max_tokens": 2})[0] == 200
     assert get(port, "/v1/completions")[0] == 405
 
 
@@ -259,7 +275,8 @@ def test_models_health_metrics_and_offer(port, client, prompt):
 def test_an_api_key_guards_the_api_and_not_the_health_check(pair, prompt):
     with serving(pair, settings={"api_key": "sesame"}) as port:
         assert post(port, {"prompt": prompt})[0] == 401
-        assert post(port, {"prompt": prompt}, headers={"Authorization": "Bearer wrong"})[0] == 401
+        for header in ("Bearer wrong", "sesame", "Basic sesame"):
+            assert post(port, {"prompt": prompt}, headers={"Authorization": header})[0] == 401
         asked = {"prompt": prompt, "max_tokens": 2}
         assert post(port, asked, headers={"Authorization": "Bearer sesame"})[0] == 200
         assert get(port, "/health")[0] == 200 and get(port, "/v1/reprieve")[0] == 401
@@ -294,6 +311,40 @@ def wait_for(condition, seconds=20):
 def busy(port):
     state = json.loads(get(port, "/health")[1])
     return state["busy"], state["waiting"]
+
+
+def test_clients_that_leave_the_queue_make_room_at_once(pair, prompt):
+    with serving(pair, max_waiting=2) as port:
+        running = raw(port, {"prompt": prompt, "n": 16, **LONG})
+        wait_for(lambda: busy(port) == (True, 0))
+        left = [raw(port, {"prompt": prompt, **LONG}) for _ in range(2)]
+        wait_for(lambda: busy(port) == (True, 2))
+        for connection in left:
+            connection.close()
+        wait_for(lambda: busy(port) == (True, 0))
+        stays = raw(port, {"prompt": prompt, "max_tokens": 2})
+        wait_for(lambda: busy(port)[1] == 1)
+        running.close()
+        assert b"200 OK" in stays.recv(4096)
+
+
+def test_an_engine_that_fails_answers_500_and_goes_on(pair, prompt, monkeypatch):
+    from reprieve.engine import SpeculativeDecoder
+
+    with serving(pair) as port:
+        monkeypatch.setattr(SpeculativeDecoder, "_round", lambda self, answer: 1 / 0)
+        for stream in (False, True):
+            status, body = post(port, {"prompt": prompt, "max_tokens": 4, "stream": stream})
+            assert status == 500 and "log says more" in body["error"]["message"]
+        monkeypatch.undo()
+        assert post(port, {"prompt": prompt, "max_tokens": 4})[0] == 200
+
+
+def test_a_body_that_never_comes_is_408(pair):
+    with serving(pair, settings={"timeout_s": 0.5}) as port:
+        connection = socket.create_connection(("127.0.0.1", port))
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{")
+        assert b" 408 " in connection.recv(4096)
 
 
 def test_a_full_queue_is_429_and_clients_that_leave_free_it(pair, prompt):
@@ -332,11 +383,42 @@ def test_shutdown_finishes_what_runs_and_refuses_the_rest(pair, prompt):
         get(port, "/health")
 
 
+def test_a_server_told_to_stop_ends_what_is_left_with_a_word(tmp_path, prompt):
+    """The process as an operator runs it: SIGTERM, a grace too short, and clean errors for everybody."""
+    command = [sys.executable, "-m", "reprieve.cli.main", "serve", "--port", "0", "--grace", "0.5", "--rule", "margin"]
+    log = tmp_path / "log.txt"
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        wait_for(lambda: process.poll() is not None or "Uvicorn running on" in log.read_text(), 90)
+        port = int(re.search(r"http://127.0.0.1:(\d+)", log.read_text())[1])
+        answers = {}
+
+        def ask(stream):
+            answers[stream] = post(port, {"prompt": prompt, "n": 16, "stream": stream, **LONG})
+
+        threads = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False)]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.3)
+        wait_for(lambda: busy(port) == (True, 1))
+        process.terminate()
+        for thread in threads:
+            thread.join(30)
+        process.wait(30)
+    finally:
+        process.kill()
+    assert '"service_unavailable_error"' in answers[True][1] and "[DONE]" not in answers[True][1]
+    assert answers[False][0] == 503 and "shutting down" in answers[False][1]["error"]["message"]
+    assert "Traceback" not in log.read_text()
+
+
 def test_quality_is_watched_in_the_background(pair, prompt):
-    with serving(pair, check_share=1.0, max_drop=0.5) as port:
+    with serving(pair, check_share=1.0, max_changed=0.5) as port:
         for _ in range(2):
             post(port, {"prompt": prompt, "max_tokens": 80, "temperature": 0, "reprieve_threshold": 0.3})
         post(port, {"prompt": prompt, "max_tokens": 80, "temperature": 0, "reprieve_rule": "off"})
+        post(port, {"prompt": prompt, "max_tokens": 80, "temperature": 1.2})  # sampled answers differ by themselves
         wait_for(lambda: "reprieve_quality_checked 2.0" in get(port, "/metrics")[1])
 
 

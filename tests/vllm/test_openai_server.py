@@ -107,6 +107,7 @@ def test_streams_and_chats_choose_too(client, problems):
         ({"reprieve_threshold": "a lot"}, "reprieve_threshold"),
         ({"reprieve_leniency": "wild"}, "reprieve_leniency"),
         ({"reprieve_rule": "none"}, "reprieve_rule"),
+        ({"reprieve_treshold": 0.1}, "reprieve_treshold"),
     ],
 )
 def test_bad_values_are_400_and_name_the_field(client, problems, xargs, field):

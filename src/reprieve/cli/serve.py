@@ -45,16 +45,15 @@ def command(
     max_tokens: Annotated[int, typer.Option(help="Most new tokens of one answer.")] = 4096,
     task: Annotated[str | None, typer.Option(help="Task whose answers the quality checks compare.")] = None,
     check_share: Annotated[float, typer.Option(help="Share of relaxed requests to answer losslessly too.")] = 0.0,
-    max_drop: Annotated[
-        float | None, typer.Option(help="Alarm once the drop is proved larger, 0.02 for 2 points.")
+    max_changed: Annotated[
+        float | None, typer.Option(help="Alarm once a larger share of changed answers is proved, 0.02 for 2%.")
     ] = None,
     dtype: o.Dtype = "auto",
     device: o.Device = None,
 ) -> int:
     """Serve the OpenAI API, /metrics, /health and a playground at /, one request at a time."""
-    uvicorn = import_extra("uvicorn", "serve")
-    import_extra("fastapi", "serve")
-    import_extra("prometheus_client", "serve")
+    for module in ("uvicorn", "fastapi", "prometheus_client"):
+        import_extra(module, "serve")
     for name, value in (("timeout", timeout), ("grace", grace), ("max_tokens", max_tokens)):
         if not value > 0:
             raise SpecError(f"{name} must be above 0, got {value!r}")
@@ -67,7 +66,7 @@ def command(
     o.quiet_transformers()
     from reprieve.models import load_pair
     from reprieve.serving.server.app import Settings
-    from reprieve.serving.server.launch import LOOPBACK, make_app
+    from reprieve.serving.server.launch import LOOPBACK, make_app, run
 
     screen = o.console(stderr=True)
 
@@ -91,20 +90,11 @@ def command(
         max_waiting=max_waiting,
         task=task,
         check_share=check_share,
-        max_drop=max_drop,
+        max_changed=max_changed,
         on_alarm=lambda status: tell(f"quality alarm: {status.sentence()}"),
         announce=tell,
     )
     if host not in LOOPBACK and settings.api_key is None:
         tell(f"warning: {host} may be reached by others, and there is no API key (--api-key)")
-    uvicorn.run(
-        app,
-        host=host,
-        port=port,
-        log_level="info",
-        access_log=False,
-        timeout_graceful_shutdown=int(grace) + 1,
-        timeout_keep_alive=30,
-        limit_concurrency=max(256, 4 * max_waiting),
-    )
+    run(app, host=host, port=port, grace_s=grace, limit_concurrency=max(256, 4 * max_waiting))
     return 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +21,7 @@ from reprieve.heads.loading import HEADS, attach_heads
 from reprieve.rules import LosslessRule, Rule, parse_rule
 
 THRESHOLD, SWITCH, LEVEL = "reprieve_threshold", "reprieve_rule", "reprieve_leniency"
+PREFIX = "reprieve_"
 FIELDS = (THRESHOLD, SWITCH, LEVEL)
 LEVELS = ("strict", "certified", "fast")
 STRICT = LosslessRule()
@@ -67,6 +67,11 @@ class Policy:
             if level not in LEVELS[1:]:
                 raise SpecError(f"levels must be among certified, fast, got {level!r}")
             self._within_cap(self.rule.with_dial(value), level)
+        at = {level: self.rule.with_dial(value).leniency for level, value in self.levels.items()}
+        if len(at) == 2 and at["fast"] < at["certified"]:
+            raise SpecError(
+                f"fast must be no stricter than certified ({self.levels['certified']:g}), got {self.levels['fast']:g}"
+            )
         if self.default is not None and self.default != "strict" and self.default not in self.levels:
             known = ", ".join(("strict", *self.levels))
             raise SpecError(f"default must be one of {known}, got {self.default!r}")
@@ -84,9 +89,12 @@ class Policy:
         """
         settings = _settings(source)
         if unknown := settings.keys() - set(_KEYS):
-            raise SpecError(f"the configuration takes {', '.join(_KEYS)}, got {', '.join(sorted(unknown))}")
+            raise SpecError(f"the configuration takes {', '.join(_KEYS)}, got {', '.join(sorted(map(str, unknown)))}")
         if not isinstance(settings.get("rule"), str):
             raise SpecError(f"the configuration needs rule, a specification such as margin:delta=2, got {settings!r}")
+        for key in ("default", "certificate"):
+            if not isinstance(settings.get(key), str | None):
+                raise SpecError(f"{key} must be a text, got {settings[key]!r}")
         rule = attach_heads(parse_rule(settings["rule"]))
         levels = {level: _number(level, settings[level]) for level in LEVELS[1:] if level in settings}
         certificate = _certificate(rule, settings.get("certificate"), levels.get("certified"))
@@ -142,12 +150,13 @@ class Policy:
         """The rule a request gets, from its fields (`FIELDS`); others are ignored.
 
         Raises:
-            RequestError: a bad value, two wishes at once, or more leniency than the operator allows.
+            RequestError: a bad value, a misspelt field, two wishes at once, or more leniency than the operator allows.
         """
-        asked = {name: (fields or {}).get(name) for name in FIELDS}
-        given = {name: value for name, value in asked.items() if value is not None}
-        if not given:
-            return self.standard
+        asked = fields or {}
+        for name in asked:
+            if name.startswith(PREFIX) and name not in FIELDS:
+                raise RequestError(name, f"{name} is not known; a request may give {', '.join(FIELDS)}")
+        given = {name: asked[name] for name in FIELDS if asked.get(name) is not None}
         if SWITCH in given:
             switch = given.pop(SWITCH)
             if switch not in ("on", "off"):
@@ -160,7 +169,7 @@ class Policy:
             raise RequestError(THRESHOLD, f"give {THRESHOLD} or {LEVEL}, not both")
         if LEVEL in given:
             return self._asked_level(given[LEVEL])
-        return self._asked_threshold(given[THRESHOLD]) if given else self.rule
+        return self._asked_threshold(given[THRESHOLD]) if given else self.standard
 
     def _asked_level(self, level: Any) -> Rule:
         known = ("strict", *(name for name in LEVELS[1:] if name in self.levels))
@@ -190,7 +199,7 @@ class Policy:
     def describe(self) -> str:
         """The line a server logs when it starts: what is active, and which certificate covers it."""
         levels = ", ".join(["strict", *(f"{level}={value:g}" for level, value in self.levels.items())])
-        told = f"rule {self.standard.spec}; levels {levels}"
+        told = f"rule {self.rule.spec}; default {self.default or 'the rule as it stands'}; levels {levels}"
         if self.max_threshold is not None:
             told += f"; requests may ask up to {self.rule.dial}={self.max_threshold:g}"
         if self.set_aside:
@@ -214,10 +223,12 @@ def dial_value(rule: Rule) -> float | None:
     return value if isinstance(value, int | float) else None
 
 
-def _settings(source: str | Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(source, str):
+def _settings(source: Any) -> dict[str, Any]:
+    if isinstance(source, Mapping):
         return dict(source)
-    if not (source.endswith(".json") or Path(source).is_file()):
+    if not isinstance(source, str):
+        raise SpecError(f"the configuration must be a rule, a file's path or an object, got {source!r}")
+    if not source.endswith(".json"):
         return {"rule": source}
     try:
         settings = json.loads(Path(source).read_text(encoding="utf-8"))
@@ -229,9 +240,12 @@ def _settings(source: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise SpecError(f"{name} must be a number, got {value!r}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise SpecError(f"{name} must be a number that fits, got one of {len(str(value))} digits") from None
 
 
 def _certificate(rule: Rule, path: str | None, threshold: float | None) -> Certificate | None:

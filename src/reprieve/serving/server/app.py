@@ -18,18 +18,17 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from reprieve.engine import SamplingParams
 from reprieve.errors import ReprieveError
 from reprieve.serving.leniency import RequestError
-from reprieve.serving.server.failures import KINDS, Disconnected, TimedOut, error_of, on_error
+from reprieve.serving.server.failures import KINDS, Disconnected, TimedOut, UnknownModelError, error_of, on_error
 from reprieve.serving.server.menu import Menu
 from reprieve.serving.server.metrics import Metrics
 from reprieve.serving.server.middleware import BodyLimit, Guard
 from reprieve.serving.server.prompts import Prompts
-from reprieve.serving.server.protocol import ChatBody, CompletionBody, Replies, RequestBody
+from reprieve.serving.server.protocol import MAX_CHOICES, ChatBody, CompletionBody, Replies, RequestBody
 from reprieve.serving.server.worker import (
     Event,
     Failed,
@@ -74,10 +73,11 @@ def create_app(settings: Settings, worker: Worker, menu: Menu, prompts: Prompts,
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(worker.stop, settings.grace_s)
+        worker.close(settings.grace_s)  # the signal has closed it already, where `run` serves
+        await asyncio.to_thread(worker.join)
 
     app = FastAPI(title="Reprieve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout_s=min(30.0, settings.timeout_s))
     app.add_middleware(Guard, admits=service.admits, count=metrics.count_request)
     if settings.hosts is not None:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(settings.hosts))
@@ -109,17 +109,21 @@ class Service:
         """Whether a request carries the key, if one is needed."""
         if self.settings.api_key is None:
             return True
-        given = headers.get("authorization", "").removeprefix("Bearer ")
-        return hmac.compare_digest(given.encode(), self.settings.api_key.encode())
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), self.settings.api_key.encode())
 
     async def complete(self, body: CompletionBody, request: Request) -> Response:
         """`POST /v1/completions`."""
-        prompts = [self.prompts.plain(prompt) for prompt in body.prompts]
+        if body.n * len(body.prompts) > MAX_CHOICES:
+            told = f"n times the number of prompts must be at most {MAX_CHOICES}, got {body.n * len(body.prompts)}"
+            raise RequestError("n", told)
+        prompts = [await asyncio.to_thread(self.prompts.plain, prompt) for prompt in body.prompts]
         return await self._answer(body, prompts, "completion", body.max_tokens, body.logprobs, request)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
-        prompt = self.prompts.chat([(message.role, message.text) for message in body.messages])
+        messages = [(message.role, message.text) for message in body.messages]
+        prompt = await asyncio.to_thread(self.prompts.chat, messages)
         wanted = (body.top_logprobs or 0) if body.logprobs else None
         if body.top_logprobs is not None and not body.logprobs:
             raise RequestError("top_logprobs", "top_logprobs needs logprobs=true")
@@ -157,7 +161,7 @@ class Service:
 
     def _require_model(self, name: str | None) -> None:
         if name is not None and name != self.settings.model:
-            raise HTTPException(404, f"model must be {self.settings.model!r}, got {name!r}")
+            raise UnknownModelError("model", f"model must be {self.settings.model!r}, got {name!r}")
 
     async def _answer(
         self,
@@ -184,7 +188,7 @@ class Service:
             kind,
             f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}",
             self.settings.model,
-            self.prompts.decode,
+            self.prompts,
             choice.rule.spec,
             provenance=body.reprieve_provenance,
         )

@@ -19,12 +19,16 @@ class TimedOut(Exception):
     """A request took longer than it may."""
 
 
+class UnknownModelError(RequestError):
+    """A model that is not served here."""
+
+
 class Disconnected(Exception):
     """The client has gone."""
 
 
 # What the routes may raise.
-KINDS = (RequestValidationError, HTTPException, ReprieveError, TimedOut, Disconnected)
+KINDS = (RequestValidationError, HTTPException, ReprieveError, TimedOut, Disconnected, Exception)
 
 
 def error_of(error: Exception) -> tuple[int, dict[str, Any]]:
@@ -35,6 +39,8 @@ def error_of(error: Exception) -> tuple[int, dict[str, Any]]:
     if isinstance(error, HTTPException):
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
         return error.status_code, error_body(str(error.detail), kind=kind, code=error.status_code)
+    if isinstance(error, UnknownModelError):
+        return 404, error_body(str(error), kind="not_found_error", param="model", code="model_not_found")
     if isinstance(error, RequestError):
         return 400, error_body(str(error), kind="invalid_request_error", param=error.parameter, code=400)
     if isinstance(error, QueueFullError):

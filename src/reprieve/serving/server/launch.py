@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,9 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 class Monitoring:
     """Answers a share of the relaxed requests losslessly too, in the background, and tells the metrics.
 
+    Without reference answers, what is counted are answers that the rule changed: no fewer than it can have spoiled.
+    Only greedy requests are checked, since sampled answers differ by themselves.
+
     Args:
         settings: of `QualityMonitor`.
     """
@@ -42,7 +46,7 @@ class Monitoring:
 
     def note(self, job: Job, finished: Finished) -> None:
         """One finished choice."""
-        if job.choice.strict:
+        if job.choice.strict or not job.params[finished.index].greedy:
             return
         self._seen += 1
         problem = TaskProblem(str(self._seen), "", "")
@@ -60,7 +64,7 @@ def make_app(
     max_waiting: int = 64,
     task: str | None = None,
     check_share: float = 0.0,
-    max_drop: float | None = None,
+    max_changed: float | None = None,
     on_alarm: Callable[[MonitorStatus], None] = lambda status: None,
     announce: Callable[[str], None] = lambda line: None,
 ) -> FastAPI:
@@ -69,8 +73,8 @@ def make_app(
     Args:
         task: says when two answers are the same for the quality checks, and wraps chats where the tokenizer has no
             template; None for the bundled pair's own, where that is the pair.
-        check_share: of relaxed requests to answer losslessly too, 0 to 1.
-        max_drop: raises the alarm once the drop is proved larger.
+        check_share: of relaxed greedy requests to answer losslessly too, 0 to 1.
+        max_changed: raises the alarm once a larger share of changed answers is proved.
         announce: told a line about each rule.
 
     Raises:
@@ -97,7 +101,9 @@ def make_app(
     if check_share:
         if loaded is None:
             raise SpecError("check_share needs a task, which says when two answers are the same: give --task")
-        watch = Monitoring(make_decoder(None), loaded, metrics, share=check_share, max_drop=max_drop, on_alarm=on_alarm)
+        watch = Monitoring(
+            make_decoder(None), loaded, metrics, share=check_share, max_drop=max_changed, on_alarm=on_alarm
+        )
         watchers.append(watch.note)
     worker = Worker(
         make_decoder,
@@ -106,7 +112,30 @@ def make_app(
     )
     prompts = _prompts(pair, loaded, num_draft_tokens)
     worker.start([None, *menu.policies])
-    return create_app(settings, worker, menu, prompts, metrics)
+    app = create_app(settings, worker, menu, prompts, metrics)
+    app.state.worker = worker
+    return app
+
+
+def run(app: FastAPI, *, host: str, port: int, grace_s: float, limit_concurrency: int) -> None:
+    """Serve until told to stop; then requests have `grace_s` seconds to finish, from the signal on."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            threading.Thread(target=app.state.worker.close, args=(grace_s,)).start()  # no locks in a signal handler
+            super().handle_exit(sig, frame)
+
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        access_log=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(grace_s) + 10,  # the worker ends requests before, with a word
+        limit_concurrency=limit_concurrency,
+    )
+    Server(config).run()
 
 
 def _fitted(policy: Policy, pair: Pair, num_draft_tokens: int, drafter: str) -> Policy:

@@ -84,6 +84,8 @@ class Menu:
             raise SpecError("a server needs at least one rule, got none")
         self.policies: dict[str, Policy] = {}
         for policy in policies:
+            if isinstance(policy.rule, LosslessRule) and policy.rule.spec != STRICT.spec:
+                raise SpecError(f"rule {policy.rule.spec} cannot be offered; lossless always is, as {SWITCH}=off")
             name = policy.rule.name if policy.rule.name not in self.policies else policy.rule.spec
             if name in self.policies:
                 raise SpecError(f"rule {policy.rule.spec} is offered twice")

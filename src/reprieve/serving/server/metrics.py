@@ -38,10 +38,17 @@ class Metrics:
         )
         self._quality: Callable[[], MonitorStatus] | None = None
         self._drop = Gauge(
-            "reprieve_quality_drop", "Strict minus relaxed, of the checked requests.", ["bound"], registry=registry
+            "reprieve_answers_changed",
+            "Share of checked answers that differ from lossless ones.",
+            ["bound"],
+            registry=registry,
         )
         self._checked = Gauge("reprieve_quality_checked", "Requests answered losslessly too.", registry=registry)
-        self._alarm = Gauge("reprieve_quality_alarm", "1 once the drop is proved too large.", registry=registry)
+        self._alarm = Gauge(
+            "reprieve_quality_alarm",
+            "1 once a larger share of changed answers than allowed is proved.",
+            registry=registry,
+        )
 
     def watch_quality(self, status: Callable[[], MonitorStatus]) -> None:
         """Show what a quality monitor knows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from fastapi.responses import JSONResponse
@@ -12,11 +13,15 @@ from reprieve.serving.server.protocol import error_body
 
 
 class BodyLimit:
-    """ASGI middleware: answers 413 to bodies of more than `max_bytes`, whether or not they say how long they are."""
+    """ASGI middleware: answers 413 to bodies of more than `max_bytes`, whether or not they say how long they are.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    A body that has not arrived after `timeout_s` seconds is answered 408.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
         self.app = app
         self.max_bytes = max_bytes
+        self.timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body within the limit, then pass it on whole."""
@@ -25,19 +30,18 @@ class BodyLimit:
             return
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if not declared.isdigit() or int(declared) > self.max_bytes:
-            await self._refusal(scope, receive, send)
+            await self._too_large(scope, receive, send)
             return
-        body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            if len(body) > self.max_bytes:
-                await self._refusal(scope, receive, send)
-                return
-            if not message.get("more_body"):
-                break
+        try:
+            body = await asyncio.wait_for(self._read(receive), self.timeout_s)
+        except TimeoutError:
+            await self._refusal(408, f"the request body must arrive within {self.timeout_s:g} s")(scope, receive, send)
+            return
+        if body is None:
+            return
+        if len(body) > self.max_bytes:
+            await self._too_large(scope, receive, send)
+            return
         handed_on = False
 
         async def replay() -> Message:
@@ -45,15 +49,28 @@ class BodyLimit:
             if handed_on:
                 return await receive()  # what comes now can only be the client going away
             handed_on = True
-            return {"type": "http.request", "body": bytes(body), "more_body": False}
+            return {"type": "http.request", "body": body, "more_body": False}
 
         await self.app(scope, replay, send)
 
-    @property
-    def _refusal(self) -> JSONResponse:
-        told = f"the request body must hold at most {self.max_bytes} bytes"
-        body = error_body(told, kind="invalid_request_error", code=413)
-        return JSONResponse(body, 413, headers={"Connection": "close"})
+    async def _read(self, receive: Receive) -> bytes | None:
+        """The body, or a little more than is allowed of it; None where the client goes away."""
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            if len(body) > self.max_bytes or not message.get("more_body"):
+                return bytes(body)
+
+    async def _too_large(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(413, f"the request body must hold at most {self.max_bytes} bytes")
+        await refusal(scope, receive, send)
+
+    def _refusal(self, status: int, told: str) -> JSONResponse:
+        body = error_body(told, kind="invalid_request_error", code=status)
+        return JSONResponse(body, status, headers={"Connection": "close"})
 
 
 class Guard:

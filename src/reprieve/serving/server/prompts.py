@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from reprieve.errors import ContextOverflowError
 from reprieve.serving.leniency import RequestError
 
 
@@ -43,6 +42,7 @@ class Prompts:
         Raises:
             RequestError: empty, or a token id out of range.
         """
+        require_text("prompt", prompt)
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         if not token_ids:
             raise RequestError("prompt", "prompt must hold at least one token, got none")
@@ -56,6 +56,8 @@ class Prompts:
         Raises:
             RequestError: neither is there, or the template refuses these messages.
         """
+        for _, message in messages:
+            require_text("messages", message)
         if self.tokenizer.chat_template:
             turns = [{"role": role, "content": text} for role, text in messages]
             try:
@@ -76,17 +78,37 @@ class Prompts:
         """New tokens that each choice may have: what was asked for, else as many as fit, at most `largest`.
 
         Raises:
-            ContextOverflowError: they do not fit.
+            RequestError: a prompt that fills the context, or more new tokens than fit or the server allows.
         """
         longest = max(len(prompt) for prompt in prompts)
         left = self.max_positions - longest
-        if left < 1 or (asked is not None and asked > left):
-            raise ContextOverflowError(
-                f"max_tokens must be in [1, {max(0, left)}] beside a prompt of {longest} tokens (the models read "
-                f"{self.max_positions}), got {asked}"
+        if left < 1:
+            raise RequestError("prompt", f"prompt must hold at most {self.max_positions - 1} tokens, got {longest}")
+        if asked is not None and asked > min(left, largest):
+            raise RequestError(
+                "max_tokens",
+                f"max_tokens must be in [1, {min(left, largest)}] beside a prompt of {longest} tokens (the models read "
+                f"{self.max_positions}, this server writes up to {largest}), got {asked}",
             )
         return min(left if asked is None else asked, largest)
 
     def decode(self, token_ids: list[int]) -> str:
         """Token ids to text, special tokens included."""
         return str(self.tokenizer.decode(token_ids))
+
+    def visible(self, token_ids: list[int]) -> str:
+        """Token ids to text as answers hold it, without special tokens."""
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def require_text(field: str, text: Any) -> None:
+    """Refuse a text with half of a character (a lone surrogate), which JSON can hold and no tokenizer can read.
+
+    Raises:
+        RequestError: names the field.
+    """
+    if isinstance(text, str):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(field, f"{field} must be valid Unicode, got {text[error.start]!r}") from None

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from reprieve.engine import SamplingParams
-from reprieve.serving.leniency import FIELDS, LEVEL, SWITCH, THRESHOLD
+from reprieve.serving.leniency import LEVEL, SWITCH, THRESHOLD
 from reprieve.types import Generation, Token
 
-TokenIds = list[int]
+Whole = Annotated[int, Field(strict=True)]  # true is no number
+TokenIds = list[Whole]
+StopText = Annotated[str, Field(min_length=1)]
+MAX_CHOICES = 128
+_GREEDY = 1e-5  # temperatures below it are 0, as in vLLM: dividing by much less overflows
 _FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
@@ -26,11 +30,11 @@ class RequestBody(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    n: Annotated[int, Field(ge=1, le=16)] = 1
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    n: Annotated[int, Field(ge=1, le=16, strict=True)] = 1
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63, strict=True)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
     stream: bool = False
-    stream_options: dict[Literal["include_usage", "continuous_usage_stats"], bool] | None = None
+    stream_options: dict[Literal["include_usage"], bool] | None = None
     ignore_eos: bool = False
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -38,16 +42,22 @@ class RequestBody(BaseModel):
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    vllm_xargs: dict[str, Any] | None = None
+    vllm_xargs: dict[Literal["reprieve_threshold", "reprieve_rule", "reprieve_leniency"], Any] | None = None
     reprieve_rule: str | None = None
     reprieve_threshold: float | None = None
     reprieve_leniency: str | None = None
     reprieve_provenance: bool = False
 
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> RequestBody:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream=true")
+        return self
+
     @property
     def leniency(self) -> dict[str, Any]:
         """The fields that choose rule and setting; as on vLLM they may also stand in `vllm_xargs`."""
-        given = {name: (self.vllm_xargs or {}).get(name) for name in FIELDS}
+        given: dict[str, Any] = {str(name): value for name, value in (self.vllm_xargs or {}).items()}
         own = {SWITCH: self.reprieve_rule, THRESHOLD: self.reprieve_threshold, LEVEL: self.reprieve_leniency}
         return {**given, **{name: value for name, value in own.items() if value is not None}}
 
@@ -60,7 +70,7 @@ class RequestBody(BaseModel):
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
             max_new_tokens=max_new_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
+            temperature=1.0 if self.temperature is None else self.temperature if self.temperature >= _GREEDY else 0.0,
             top_p=self.top_p or 1.0,
             top_k=max(0, self.top_k or 0),
             seed=seed,
@@ -73,9 +83,14 @@ class RequestBody(BaseModel):
 class CompletionBody(RequestBody):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
-    max_tokens: Annotated[int, Field(ge=1)] | None = 16
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt: (
+        str
+        | Annotated[list[str], Field(max_length=MAX_CHOICES)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(max_length=MAX_CHOICES)]
+    )
+    max_tokens: Annotated[int, Field(ge=1, strict=True)] | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = None
     echo: Literal[False] | None = None
     suffix: None = None
     best_of: Literal[1] | None = None
@@ -122,18 +137,26 @@ class ChatBody(RequestBody):
     response_format: dict[Literal["type"], Literal["text"]] | None = None
 
 
+class Texts(Protocol):
+    """Token ids to text."""
+
+    def decode(self, token_ids: list[int]) -> str: ...
+    def visible(self, token_ids: list[int]) -> str: ...
+
+
 class Replies:
     """Builds the responses to one request.
 
     Args:
         kind: `completion` or `chat`.
-        decode: token ids to text, for logprobs.
+        texts: token ids to text, for logprobs.
         spec: of the rule in force, for the summary.
     """
 
-    def __init__(self, kind: str, request_id: str, model: str, decode: Any, spec: str, *, provenance: bool) -> None:
+    def __init__(self, kind: str, request_id: str, model: str, texts: Texts, spec: str, *, provenance: bool) -> None:
         self.chat = kind == "chat"
-        self.decode = decode
+        self.decode = texts.decode
+        self.visible = texts.visible
         self.spec = spec
         self.provenance = provenance
         self._base = {"id": request_id, "created": int(time.time()), "model": model}
@@ -233,9 +256,9 @@ class Replies:
             return {"content": [self._chat_logprob(token, num_logprobs) for token in tokens], "refusal": None}
         texts = [self.decode([token.token_id]) for token in tokens]
         offsets = []
-        for text in texts:
+        for token in tokens:
             offsets.append(self._offsets.get(index, 0))
-            self._offsets[index] = offsets[-1] + len(text)
+            self._offsets[index] = offsets[-1] + len(self.visible([token.token_id]))
         return {
             "tokens": texts,
             "token_logprobs": [_finite(token.logprob) for token in tokens],
@@ -270,14 +293,29 @@ def error_body(message: str, *, kind: str, param: str | None = None, code: int |
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+_SHAPES = {  # fields that take several shapes: the checks of each shape alone would mislead
+    "prompt": f"must be a text, token ids, or up to {MAX_CHOICES} of either",
+    "stop": "must be a text of at least one character, or up to 16 of them",
+    "messages": "must be a list of messages, each with a role and a text (or text parts) as content",
+}
+
+
 def field_error(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     """The first thing wrong with a body: a sentence, and the field."""
     first = errors[0]
-    where = [str(part) for part in first["loc"] if part not in ("body",)]
-    field = where[0] if where and not where[0].isdigit() else None
+    where = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        return f"the body is not JSON: {first['ctx']['error']} at character {where[0]}", None
+    if first["type"] == "value_error":
+        told = str(first["ctx"]["error"])
+        return told, told.partition(" ")[0]
+    if not where:
+        return "send a JSON object, with Content-Type: application/json", None
+    if where[0] in _SHAPES and first["type"] != "missing":
+        return f"{where[0]} {_SHAPES[where[0]]}", where[0]
     got = first.get("input")
     shown = "" if isinstance(got, dict | list) or got is None else f", got {str(got)[:80]!r}"
-    return f"{'.'.join(where) or 'body'}: {first['msg']}{shown}", field
+    return f"{'.'.join(where)}: {first['msg']}{shown}", where[0]
 
 
 def _finite(value: float | None) -> float | None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +24,10 @@ class QueueFullError(ReprieveError):
 
 class StoppedError(ReprieveError):
     """The server is shutting down."""
+
+
+class EngineError(ReprieveError):
+    """A defect: the log has its traceback."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,11 @@ class Job:
         """Nobody waits any more: stop before the next token."""
         self.cancelled.set()
 
+    def fail(self, error: Exception) -> None:
+        """End it, and say why."""
+        self.cancel()
+        self.send(Failed(error))
+
     def send(self, event: Event) -> None:
         """From the worker's thread."""
         try:
@@ -105,7 +113,8 @@ class Worker:
     ) -> None:
         self._make_decoder = make_decoder
         self._decoders: dict[str | None, SpeculativeDecoder] = {}
-        self._waiting: queue.Queue[Job | None] = queue.Queue()
+        self._waiting: deque[Job] = deque()
+        self._changed = threading.Condition()
         self._max_waiting = max_waiting
         self._on_answer = on_answer
         self._stopped = False
@@ -124,7 +133,12 @@ class Worker:
 
     @property
     def num_waiting(self) -> int:
-        return self._waiting.qsize()
+        """Requests in the queue whose clients are still there."""
+        with self._changed:
+            return self._count()
+
+    def _count(self) -> int:
+        return sum(not job.cancelled.is_set() for job in self._waiting)
 
     @property
     def alive(self) -> bool:
@@ -137,42 +151,62 @@ class Worker:
             QueueFullError: too many wait.
             StoppedError: shutting down.
         """
-        if self._stopped:
-            raise StoppedError("the server is shutting down")
-        if self.num_waiting >= self._max_waiting:
-            raise QueueFullError(f"{self._max_waiting} requests are waiting already; try again later")
-        self._waiting.put(job)
+        with self._changed:
+            if self._stopped:
+                raise StoppedError("the server is shutting down")
+            if self._count() >= self._max_waiting:
+                raise QueueFullError(f"{self._max_waiting} requests are waiting already; try again later")
+            self._waiting.append(job)
+            self._changed.notify()
 
-    def stop(self, grace_s: float) -> None:
-        """Take no more, finish what is there within `grace_s` seconds, and cancel the rest."""
-        self._stopped = True
-        self._waiting.put(None)
-        deadline = time.monotonic() + grace_s
-        while self._thread.is_alive() and time.monotonic() < deadline:
-            self._thread.join(timeout=0.1)
-        if not self._thread.is_alive():
-            return
-        for job in [self.running, *self._waiting.queue]:
-            if job is not None:
-                job.cancel()
-        self._thread.join()
+    def close(self, grace_s: float) -> None:
+        """Take no more; what is there has `grace_s` seconds to finish, then is told why it did not. Returns at once."""
+        with self._changed:
+            if self._stopped:
+                return
+            self._stopped = True
+            self._changed.notify()
+        timer = threading.Timer(grace_s, self._end_all)
+        timer.daemon = True
+        timer.start()
+
+    def join(self) -> None:
+        """Wait until everything has ended, after `close`."""
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _end_all(self) -> None:
+        with self._changed:
+            left = [self.running, *self._waiting]
+        for job in left:
+            if job is not None and not job.cancelled.is_set():
+                job.fail(StoppedError("the server is shutting down, and the request did not finish in time"))
 
     def _work(self) -> None:
-        while (job := self._waiting.get()) is not None:
-            if job.cancelled.is_set():
-                job.send(Failed(StoppedError("cancelled")))
-                continue
-            self.running = job
+        while (job := self._next()) is not None:
             try:
                 self._answer(job)
             except _Cancelled:
-                job.send(Failed(StoppedError("cancelled")))
-            except Exception as error:
-                if not isinstance(error, ReprieveError):
-                    logger.exception("a request failed")
+                pass  # whoever cancelled it has told the client, or there is none
+            except ReprieveError as error:
                 job.send(Failed(error))
-            finally:
-                self.running = None
+            except Exception:
+                logger.exception("a request failed")
+                job.send(Failed(EngineError("the engine failed; the server's log says more")))
+
+    def _next(self) -> Job | None:
+        """The next job whose client is still there; None once there is nothing left and the worker was closed."""
+        with self._changed:
+            self.running = None
+            while True:
+                while self._waiting:
+                    job = self._waiting.popleft()
+                    if not job.cancelled.is_set():
+                        self.running = job
+                        return job
+                if self._stopped:
+                    return None
+                self._changed.wait()
 
     def _answer(self, job: Job) -> None:
         decoder = self._decoder(None if job.choice.strict else job.choice.name)

@@ -136,7 +136,7 @@ def _alike(rows: Sequence[Row], device: torch.device) -> list[tuple[Index, list[
     for kind in (True, False):
         of_kind = [place for place, row in enumerate(rows) if row.greedy is kind and row.num_drafted]
         flat = [token for place in of_kind for token in range(spans[place].start, spans[place].stop)]
-        groups.append((torch.tensor(flat, device=device), [rows[place] for place in of_kind]))
+        groups.append((spread(flat, torch.long, device), [rows[place] for place in of_kind]))
     return groups
 
 
@@ -199,7 +199,11 @@ def _rows(tensor: Tensor | None, index: Index) -> Tensor | None:
     return None if tensor is None else tensor[index]
 
 
-def spread(values: list[float] | list[bool], dtype: torch.dtype, device: torch.device) -> Tensor:
+def spread(values: list[float] | list[bool] | list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Values on the device, without waiting for it."""
-    tensor = torch.tensor(values, dtype=dtype)
+    return to_device(torch.tensor(values, dtype=dtype), device)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on the device, without waiting for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,26 +21,29 @@ TESTED_VERSIONS = ("0.32",)
 ANY_VERSION = "REPRIEVE_VLLM_ANY_VERSION"
 
 
-def source_of(additional_config: Any) -> str | Mapping[str, Any] | None:
+def source_of(additional_config: Any) -> Any:
     """What `--additional-config` says, else the environment variable; None where the plugin is off."""
-    if isinstance(additional_config, Mapping) and additional_config.get(KEY):
-        found: str | Mapping[str, Any] = additional_config[KEY]
-        return found
+    if isinstance(additional_config, Mapping) and KEY in additional_config:
+        found = additional_config[KEY]
+        return None if found is False else found
     return os.environ.get(VARIABLE) or None
 
 
-def load_policy(source: str | Mapping[str, Any]) -> Policy:
-    """The policy, read once per process where it is named by a text.
+def load_policy(source: Any) -> Policy:
+    """The policy, read once a process.
 
     Raises:
         ReprieveError: see `Policy.load`.
     """
-    return _load_named(source) if isinstance(source, str) else Policy.load(source)
+    try:
+        return _load(json.dumps(source, sort_keys=True))
+    except TypeError:
+        raise SpecError(f"the configuration must be what JSON can hold, got {source!r}") from None
 
 
 @lru_cache
-def _load_named(source: str) -> Policy:
-    return Policy.load(source)
+def _load(source: str) -> Policy:
+    return Policy.load(json.loads(source))
 
 
 def require_version(version: str) -> None:

@@ -6,7 +6,7 @@ Knows vLLM's tensors and request ids, none of its classes: those are `vllm_0_32`
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from reprieve.errors import ReprieveError
 from reprieve.rules import RiskBudget, Rule
 from reprieve.serving.leniency import STRICT, Policy
-from reprieve.serving.vllm_plugin.batch import Batch, Decisions, Row, decide
+from reprieve.serving.vllm_plugin.batch import Batch, Decisions, Row, decide, to_device
 
 logger = logging.getLogger("vllm.reprieve")
 
@@ -43,10 +43,11 @@ class RoundRequest:
 
 @dataclass
 class Counts:
-    """What a round did for one request."""
+    """What one round or several did for one request."""
 
     rule: str
-    num_rescued: int
+    num_rescued: int = 0
+    num_rounds: int = 0
 
 
 @dataclass
@@ -89,7 +90,7 @@ class WorkerRules:
         return {
             "active": True,
             "rank": self.rank,
-            "rule": self.policy.standard.spec,
+            "rule": self.policy.rule.spec,
             "failures": self.failures,
             "num_rounds": self.num_rounds,
             "num_rescued": self.num_rescued,
@@ -104,12 +105,15 @@ class WorkerRules:
             else:
                 self._draft_probs[request_id] = probs[place]
 
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Drop what belongs to requests that have ended; another may come by the same name."""
+        for request_id in request_ids:
+            for kept in (self._known, self._drafted, self._draft_probs):
+                kept.pop(request_id, None)
+
     def forget_all_but(self, request_ids: Mapping[str, Any]) -> None:
-        """Drop what belongs to requests that have ended; cheap while few have."""
-        for kept in (self._known, self._drafted, self._draft_probs):
-            if len(kept) > 2 * len(request_ids) + 16:
-                for request_id in [known for known in kept if known not in request_ids]:
-                    del kept[request_id]
+        """Drop what belongs to none of these requests."""
+        self.forget([known for known in {**self._known, **self._drafted} if known not in request_ids])
 
     def rows(self, requests: Sequence[RoundRequest]) -> list[Row]:
         """The batch's requests with their rules."""
@@ -151,7 +155,7 @@ class WorkerRules:
         """Draws for rules that are random themselves, [size]: the same on every rank."""
         if "noise" not in self.policy.rule.needs:
             return None
-        return torch.rand(size, generator=self._noise).to(device)
+        return to_device(torch.rand(size, generator=self._noise), device)
 
     def decide(self, rows: Sequence[Row], make_batch: Callable[[], Batch]) -> Decisions | None:
         """Decisions for a round; None where nobody asked for leniency, or where the rule failed.
@@ -189,7 +193,7 @@ class WorkerRules:
         flat = [
             place * output_ids.shape[-1] + token for place, row in enumerate(rows) for token in range(row.num_drafted)
         ]
-        positions = torch.tensor(flat, dtype=torch.long).to(output_ids.device, non_blocking=True)
+        positions = to_device(torch.tensor(flat, dtype=torch.long), output_ids.device)
         against.view(-1)[positions] = ~made.lossless
         rescued = (against & (places < num_accepted.unsqueeze(-1))).sum(-1)
         ready = None
@@ -215,6 +219,8 @@ class WorkerRules:
                     continue
                 self.num_rounds += 1
                 self.num_rescued += rescued
-                counts.setdefault(request_id, Counts(rule, 0)).num_rescued += rescued
+                made = counts.setdefault(request_id, Counts(rule))
+                made.num_rescued += rescued
+                made.num_rounds += 1
         self._pending = waiting
         return counts

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from typing import Any
 
-ATTRIBUTE = "reprieve_counts"  # on a ModelRunnerOutput: {request id: (rule, rescued tokens)}
+ATTRIBUTE = "reprieve_counts"  # on a ModelRunnerOutput: {request id: (rule, rescued tokens, rounds)}
 _RESCUED = "vllm:reprieve_rescued_tokens"
 _ROUNDS = "vllm:reprieve_relaxed_rounds"
 
@@ -59,10 +59,10 @@ def _fill(scheduler: Any) -> None:
     def make_spec_decoding_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
         stats = make(self, *args, **kwargs)
         request_id = kwargs.get("request_id", args[-1] if args else None)
-        rule, num_rescued = self._reprieve_counts.pop(request_id, ("", 0))
+        rule, num_rescued, num_rounds = self._reprieve_counts.pop(request_id, ("", 0, 0))
         if rule and stats is not None:
             stats.num_rescued_tokens += num_rescued
-            stats.num_relaxed_rounds += 1
+            stats.num_relaxed_rounds += num_rounds
         request = self.requests.get(request_id)
         if rule and request is not None and request.spec_decode_metrics is not None:
             request.spec_decode_metrics.num_rescued_tokens += num_rescued

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reprieve.serving.vllm_plugin.batch import Batch
+from reprieve.serving.vllm_plugin.batch import Batch, spread
 from reprieve.serving.vllm_plugin.rounds import RoundRequest, WorkerRules
 from reprieve.serving.vllm_plugin.vllm_0_32 import numbers
 from reprieve.serving.vllm_plugin.vllm_0_32.sampler import ROUND, Round, patch_sampler
@@ -77,6 +77,8 @@ class RunnerHooks:
     @contextmanager
     def _round(self) -> Iterator[None]:
         state = self.runner.execute_model_state
+        if state is not None:
+            self.rules.forget(state.scheduler_output.finished_req_ids)
         drafted = state is not None and state.spec_decode_metadata is not None
         token = ROUND.set(Round(self, state) if drafted else None)
         try:
@@ -90,7 +92,11 @@ class RunnerHooks:
         counts = self.rules.take_counts()
         if counts:
             inner = getattr(output, "_model_runner_output", output)
-            setattr(inner, numbers.ATTRIBUTE, {key: (made.rule, made.num_rescued) for key, made in counts.items()})
+            setattr(
+                inner,
+                numbers.ATTRIBUTE,
+                {key: (made.rule, made.num_rescued, made.num_rounds) for key, made in counts.items()},
+            )
 
     def requests(self, num_draft_tokens: list[int]) -> list[RoundRequest]:
         """The batch in vLLM's order, which changes from round to round."""
@@ -153,15 +159,15 @@ class RunnerHooks:
         scores = self.rules.flat_draft_probs(requests, target_logits).log()
         if meta.all_greedy:
             return scores
-        counts = torch.tensor([request.num_drafted for request in requests], device=scores.device)
+        counts = spread([request.num_drafted for request in requests], torch.long, scores.device)
 
-        def spread(values: Tensor | None) -> Tensor | None:
+        def by_token(values: Tensor | None) -> Tensor | None:
             if values is None:
                 return None
             return values.repeat_interleave(counts, output_size=len(scores))
 
         if not self.runner.drafter._enable_probabilistic_draft_probs:
-            temperature = spread(meta.temperature)
+            temperature = by_token(meta.temperature)
             assert temperature is not None
             scores = scores / torch.where(temperature == 0, 1.0, temperature).unsqueeze(-1)
-        return apply_top_k_top_p(scores, spread(meta.top_k), spread(meta.top_p))
+        return apply_top_k_top_p(scores, by_token(meta.top_k), by_token(meta.top_p))

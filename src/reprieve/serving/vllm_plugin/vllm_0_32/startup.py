@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from reprieve.errors import ReprieveError
-from reprieve.serving.leniency import FIELDS, Policy, RequestError
+from reprieve.serving.leniency import PREFIX, Policy, RequestError
 from reprieve.serving.vllm_plugin import configuration
 from reprieve.serving.vllm_plugin.health import require_healthy
 from reprieve.serving.vllm_plugin.rounds import WorkerRules
@@ -65,7 +65,7 @@ def _prepare(vllm_config: Any) -> None:
     if policy is None:
         return
     _setup(vllm_config).require(policy)
-    numbers.extend(policy.standard.spec)
+    numbers.extend(policy.rule.spec)
 
 
 def _setup(vllm_config: Any) -> configuration.Setup:
@@ -89,7 +89,7 @@ def _setup(vllm_config: Any) -> configuration.Setup:
 def _validate(processor: Any, params: Any, *rest: Any) -> None:
     """A request's fields, in the front end: an error the client sees as 400."""
     asked = getattr(params, "extra_args", None)
-    if not asked or not any(name in asked for name in FIELDS):
+    if not asked or not any(name.startswith(PREFIX) for name in asked):
         return
     policy = _policy(processor.vllm_config)
     if policy is None:
@@ -107,7 +107,7 @@ def _require_workers(engine: Any, vllm_config: Any) -> None:
     policy = _policy(vllm_config)
     if policy is None:
         return
-    numbers.extend(policy.standard.spec)
+    numbers.extend(policy.rule.spec)
     try:
         found = engine.collective_rpc("reprieve_status")
     except Exception as error:
