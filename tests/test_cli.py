@@ -128,6 +128,12 @@ def test_ctrl_c_keeps_what_is_done_and_exits_130(tmp_path):
         (["generate", "x", "--target", "/nowhere/at/all"], 1, "could not load the target '/nowhere/at/all'"),
         (["generate", "x", "--max-new-tokens", "9999"], 2, "has 512"),
         (["generate", "x", "--template", "chat"], 2, "no chat template"),
+        (["serve", "--timeout", "0"], 2, "timeout must be above 0, got 0.0"),
+        (["serve", "--port", "99999"], 2, "port must be in [0, 65535], got 99999"),
+        (["serve", "--rule", "margin", "--rule", "margin"], 2, "rule margin:delta=1 is offered twice"),
+        (["serve", "--check-share", "2"], 2, "check_share must be in [0, 1], got 2.0"),
+        (["serve", "--max-waiting", "0"], 2, "max_waiting must be 1 or more, got 0"),
+        (["serve", "--rule", "/nowhere/policy.json"], 1, "cannot be read"),
     ],
 )
 def test_bad_usage_says_what_is_wrong(arguments, status, says, capsys, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from reprieve.engine import SpeculativeDecoder
-from reprieve.errors import SpecError
+from reprieve.errors import SpecError, require_range
 from reprieve.evaluation.arms import LOSSLESS, Arm, build_decoder
 from reprieve.evaluation.monitor import LosslessCheck, MonitorStatus, QualityMonitor, Served
 from reprieve.models import Pair
@@ -84,6 +84,7 @@ def make_app(
     """
     if max_waiting < 1:
         raise SpecError(f"max_waiting must be 1 or more, got {max_waiting}")
+    require_range("check_share", check_share, 0.0, 1.0)
     if task is None and pair.target_name == BUNDLED_PAIR:
         task = "arithmetic"
     loaded = None if task is None else load_task(task)

@@ -86,9 +86,9 @@ class Menu:
         for policy in policies:
             if isinstance(policy.rule, LosslessRule) and policy.rule.spec != STRICT.spec:
                 raise SpecError(f"rule {policy.rule.spec} cannot be offered; lossless always is, as {SWITCH}=off")
-            name = policy.rule.name if policy.rule.name not in self.policies else policy.rule.spec
-            if name in self.policies:
+            if any(policy.rule.spec == other.rule.spec for other in self.policies.values()):
                 raise SpecError(f"rule {policy.rule.spec} is offered twice")
+            name = policy.rule.name if policy.rule.name not in self.policies else policy.rule.spec
             self.policies[name] = policy
 
     def choose(self, fields: Mapping[str, Any]) -> Choice:
