@@ -138,6 +138,7 @@ def test_health_asks_the_workers(client):
 def test_a_worker_without_the_plugin_stops_the_start(tmp_path):
     """The front end knows the configuration, the worker's plugin is missing: refuse, do not serve losslessly."""
     code = (
+        "import os; os.environ['VLLM_PLUGINS'] = ''\n"
         "from tests.vllm.conftest import make_llm\n"
         "from reprieve.serving.vllm_plugin.vllm_0_32 import startup\n"
         "from vllm.v1.worker.worker_base import WorkerBase\n"

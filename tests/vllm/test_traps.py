@@ -151,6 +151,14 @@ def test_without_a_round_the_wrapped_sampler_only_passes_on(llm):
     startup._require_signatures()
 
 
+def test_another_version_is_refused_at_start(monkeypatch):
+    import vllm.version
+
+    monkeypatch.setattr(vllm.version, "__version__", "0.33.0")
+    with pytest.raises(Exception, match=r"was tested with vLLM 0\.32, this is 0\.33\.0"):
+        make_llm("margin:delta=2")
+
+
 def test_a_changed_signature_is_refused(monkeypatch):
     from reprieve.errors import ReprieveError
     from reprieve.serving.vllm_plugin.vllm_0_32 import sampler, startup

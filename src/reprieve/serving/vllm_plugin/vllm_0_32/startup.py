@@ -23,24 +23,29 @@ from reprieve.serving.vllm_plugin.vllm_0_32.sampler import SIGNATURES
 
 logger = logging.getLogger("vllm.reprieve")
 
-_REGISTERED = False  # of this process: vLLM may load plugins several times
-
 
 def register() -> None:
-    """Wrap the places where vLLM starts up. Every wrapper asks first whether the plugin is configured."""
-    global _REGISTERED
-    if _REGISTERED:
-        return
-    _REGISTERED = True
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
+    """Wrap the places where vLLM starts up, once a process. Every wrapper asks first whether the plugin is configured.
 
+    The worker's wrapper comes first: whatever else has moved in another vLLM, it can still refuse a configured start.
+    """
+    from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
+
+    if hasattr(WorkerBase, "reprieve_status"):
+        return
+    WorkerBase.reprieve_status = _status
     _after(WorkerWrapperBase, "init_device", lambda wrapper: _install(wrapper.worker))
+    try:
+        _wrap_front_end()
+    except (ImportError, AttributeError) as error:
+        logger.warning("Reprieve's plugin does not fit this vLLM and refuses to be configured: %s", error)
+
+
+def _wrap_front_end() -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.input_processor import InputProcessor
-    from vllm.v1.worker.worker_base import WorkerBase
 
-    WorkerBase.reprieve_status = _status
     _before(InputProcessor, "__init__", lambda processor, vllm_config, *rest, **more: _prepare(vllm_config))
     _before(InputProcessor, "_validate_params", _validate)
     _after(EngineCore, "_initialize_kv_caches", _require_workers)
@@ -51,6 +56,9 @@ def _policy(vllm_config: Any) -> Policy | None:
     source = configuration.source_of(vllm_config.additional_config)
     if source is None:
         return None
+    from vllm.version import __version__
+
+    configuration.require_version(__version__)  # before anything that another version may have moved
     spec = vllm_config.speculative_config
     return configuration.load_policy(source).under(
         num_draft_tokens=None if spec is None else spec.num_speculative_tokens,
