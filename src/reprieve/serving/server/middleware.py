@@ -11,6 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reprieve.serving.server.protocol import error_body
 
+_LINGER = 16  # times the limit: how much more of a body that is too large is listened to
+
 
 class BodyLimit:
     """ASGI middleware: answers 413 to bodies of more than `max_bytes`, whether or not they say how long they are.
@@ -28,10 +30,6 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if not declared.isdigit() or int(declared) > self.max_bytes:
-            await self._too_large(scope, receive, send)
-            return
         try:
             body = await asyncio.wait_for(self._read(receive), self.timeout_s)
         except TimeoutError:
@@ -40,7 +38,7 @@ class BodyLimit:
         if body is None:
             return
         if len(body) > self.max_bytes:
-            await self._too_large(scope, receive, send)
+            await self._refusal(413, f"the request body must hold at most {self.max_bytes} bytes")(scope, receive, send)
             return
         handed_on = False
 
@@ -54,19 +52,22 @@ class BodyLimit:
         await self.app(scope, replay, send)
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """The body, or a little more than is allowed of it; None where the client goes away."""
-        body = bytearray()
+        """The body, or a little more than is allowed of it; None where the client goes away.
+
+        What is too much is read and dropped, up to a limit: a client that is refused while it still sends may see a
+        broken connection instead of the answer.
+        """
+        body, num_dropped = bytearray(), 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            body += message.get("body", b"")
-            if len(body) > self.max_bytes or not message.get("more_body"):
+            if len(body) <= self.max_bytes:
+                body += message.get("body", b"")
+            else:
+                num_dropped += len(message.get("body", b""))
+            if num_dropped > _LINGER * self.max_bytes or not message.get("more_body"):
                 return bytes(body)
-
-    async def _too_large(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal(413, f"the request body must hold at most {self.max_bytes} bytes")
-        await refusal(scope, receive, send)
 
     def _refusal(self, status: int, told: str) -> JSONResponse:
         body = error_body(told, kind="invalid_request_error", code=status)
