@@ -171,7 +171,6 @@ GOOD = dict(
     version="0.32.0",
     method="draft_model",
     rejection_sample_method="standard",
-    draft_sample_method="greedy",
     has_draft_logits=True,
     heterogeneous_vocab=False,
     v2_model_runner=False,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import logging
 import secrets
 import time
 import uuid
@@ -39,8 +38,6 @@ from reprieve.serving.server.worker import (
     describe_worker,
 )
 from reprieve.types import Generation
-
-logger = logging.getLogger("reprieve.server")
 
 
 @dataclass(frozen=True)

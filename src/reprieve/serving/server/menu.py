@@ -105,8 +105,7 @@ class Menu:
             asked[SWITCH] = "on"
         else:
             raise RequestError(SWITCH, f"{SWITCH} must be one of on, off, {', '.join(self.policies)}, got {name!r}")
-        rule = self.policies[name].resolve(asked)
-        return Choice(name, STRICT if isinstance(rule, LosslessRule) else rule)
+        return Choice(name, self.policies[name].resolve(asked))
 
     def describe(self) -> list[dict[str, Any]]:
         """For clients: each rule, its dial, where a slider may stop, and its certificate."""

@@ -99,7 +99,7 @@ class Worker:
     """Answers jobs, one at a time.
 
     Args:
-        make_decoder: gives a decoder for a rule of the menu, by name; None for lossless. Called in the thread.
+        make_decoder: gives a decoder for a rule of the menu, by name; None for lossless.
         max_waiting: jobs that may wait; more raise `QueueFullError`.
         on_answer: told of each finished choice, in the thread.
     """

@@ -68,7 +68,6 @@ class Setup:
     version: str
     method: str | None  # of speculative decoding; None without
     rejection_sample_method: str
-    draft_sample_method: str
     has_draft_logits: bool  # whether the drafter computes a distribution that can be read
     heterogeneous_vocab: bool
     v2_model_runner: bool

@@ -14,6 +14,7 @@ from reprieve.serving.vllm_plugin.batch import Batch, spread
 from reprieve.serving.vllm_plugin.rounds import RoundRequest, WorkerRules
 from reprieve.serving.vllm_plugin.vllm_0_32 import numbers
 from reprieve.serving.vllm_plugin.vllm_0_32.sampler import ROUND, Round, patch_sampler
+from reprieve.types import gather_token
 
 
 class RunnerHooks:
@@ -137,7 +138,7 @@ class RunnerHooks:
         assert current.possible is not None
         proposal = None
         if draft_probs is not None:
-            proposal = draft_probs.gather(-1, token_ids.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+            proposal = gather_token(draft_probs, token_ids.clamp_min(0))
         return Batch(
             token_ids=token_ids,
             scores=target_logits,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from reprieve.serving.vllm_plugin.batch import Batch, Decisions, Row, spread
 from reprieve.serving.vllm_plugin.rounds import RoundRequest, WorkerRules
+from reprieve.types import gather_token
 
 # Hooked functions and the parameters they must have; other ones mean another vLLM than the tested one.
 SIGNATURES = {
@@ -81,7 +82,7 @@ def _apply_sampling_constraints(original: Callable[..., Tensor], logits: Tensor,
     current = ROUND.get()
     if current is not None:
         token_ids = current.state.spec_decode_metadata.draft_token_ids.long().clamp_min(0)
-        current.possible = logits.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1) > -math.inf
+        current.possible = gather_token(logits, token_ids) > -math.inf
     return original(logits, *rest)
 
 

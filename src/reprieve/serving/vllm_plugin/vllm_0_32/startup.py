@@ -85,7 +85,6 @@ def _setup(vllm_config: Any) -> configuration.Setup:
         version=__version__,
         method=method,
         rejection_sample_method="standard" if spec is None else spec.rejection_sample_method,
-        draft_sample_method="greedy" if spec is None else spec.draft_sample_method,
         has_draft_logits=method in ("draft_model", "eagle", "eagle3", "mtp"),
         heterogeneous_vocab=bool(spec is not None and spec.use_heterogeneous_vocab),
         v2_model_runner=vllm_config.use_v2_model_runner,
