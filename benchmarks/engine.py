@@ -17,8 +17,8 @@ import torch
 
 import reprieve
 from reprieve.evaluation.arms import Arm, build_decoder
-from reprieve.evaluation.records import replace_file
 from reprieve.evaluation.runner import environment
+from reprieve.files import replace_file
 from reprieve.metrics import bootstrap_interval
 from reprieve.models import CachedModel, Pair
 from reprieve.tasks import load_task

@@ -18,8 +18,8 @@ from lm_eval.tasks import TaskManager
 
 from reprieve.evaluation.harness import task_with_files
 from reprieve.evaluation.lm_eval_model import TASKS, ReprieveLM
-from reprieve.evaluation.records import replace_file
 from reprieve.evaluation.runner import environment
+from reprieve.files import replace_file
 from reprieve.models import load_pair
 
 

@@ -19,8 +19,8 @@ from sklearn.metrics import roc_curve
 from sklearn.neural_network import MLPClassifier
 
 import reprieve
-from reprieve.evaluation.records import replace_file
 from reprieve.evaluation.runner import environment
+from reprieve.files import replace_file
 from reprieve.heads.features import JUDGE_BOTH, JUDGE_TARGET, FeatureRecipe
 from reprieve.labelling.store import LabelStore
 from reprieve.training.features import LabelledTokens, collect

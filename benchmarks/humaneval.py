@@ -13,8 +13,8 @@ import json
 import time
 from pathlib import Path
 
-from reprieve.evaluation.records import replace_file
 from reprieve.evaluation.runner import environment
+from reprieve.files import replace_file
 from reprieve.tasks import load_task
 from reprieve.tasks.jsonl import read_jsonl
 

@@ -18,8 +18,8 @@ import torch
 
 import reprieve
 from reprieve.evaluation.arms import Arm, build_decoder
-from reprieve.evaluation.records import replace_file
 from reprieve.evaluation.runner import environment
+from reprieve.files import replace_file
 from reprieve.labelling.recipes import MiningConfig, build
 from reprieve.labelling.records import ProblemLabels
 from reprieve.labelling.runner import mine_problems

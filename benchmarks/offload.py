@@ -18,8 +18,8 @@ from accelerate import disk_offload
 
 import reprieve
 from reprieve.evaluation.arms import Arm, build_decoder
-from reprieve.evaluation.records import replace_file
 from reprieve.evaluation.runner import environment
+from reprieve.files import replace_file
 from reprieve.heads.loading import attach_heads
 from reprieve.metrics import bootstrap_interval, wilson_interval
 from reprieve.tasks import load_task

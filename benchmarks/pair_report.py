@@ -15,8 +15,8 @@ import torch
 
 import reprieve
 from reprieve.evaluation.arms import Arm, build_decoder
-from reprieve.evaluation.records import replace_file
 from reprieve.evaluation.runner import environment
+from reprieve.files import replace_file
 from reprieve.metrics import wilson_interval
 from reprieve.models import Pair
 from reprieve.models.loading import bundled_folder

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 import reprieve
-from reprieve.evaluation.records import replace_file
 from reprieve.evaluation.runner import environment
+from reprieve.files import replace_file
 from reprieve.heads.judge import JudgeHead
 from reprieve.labelling.records import ProblemLabels
 from reprieve.labelling.store import LabelStore

@@ -20,8 +20,8 @@ import sys
 import time
 from pathlib import Path
 
-from reprieve.evaluation.records import replace_file
 from reprieve.evaluation.runner import environment
+from reprieve.files import replace_file
 
 BAD = [
     b"",

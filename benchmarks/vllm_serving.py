@@ -180,8 +180,8 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("runs/vllm-serving"))
     options = parser.parse_args()
 
-    from reprieve.evaluation.records import replace_file
     from reprieve.evaluation.runner import environment
+    from reprieve.files import replace_file
     from reprieve.tasks import load_task
 
     task = load_task("arithmetic")

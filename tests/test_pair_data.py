@@ -121,7 +121,7 @@ def test_training_resumes_to_the_same_weights(tokenizer, tmp_path):
     for _ in range(3):
         cut._one_update()
         cut.update += 1
-    cut._save_checkpoint()
+    cut._save()
     resumed = Trainer(recipe, tokenizer, tmp_path / "cut", "cpu")
     resumed.train()
     for mine, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):

@@ -50,7 +50,7 @@ def command(
     sampling = o.sampling_options(temperature, top_p, top_k, draft_temperature)
     o.quiet_transformers()
     from reprieve.evaluation.arms import Arm, build_decoder
-    from reprieve.evaluation.records import replace_file
+    from reprieve.files import replace_file
     from reprieve.models import load_pair
     from reprieve.models.sampling import SamplingParams
 

@@ -24,7 +24,7 @@ def show(
 ) -> int:
     """Print problems: important tokens red, unimportant green, the other model's in brackets, and every swap."""
     o.quiet_transformers()
-    from reprieve.evaluation.records import replace_file
+    from reprieve.files import replace_file
     from reprieve.labelling.show import html_page, terminal_text
 
     problems, tokenizer = _open(store)

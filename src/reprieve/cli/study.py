@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from reprieve.cli import options as o
-from reprieve.evaluation.records import replace_file
+from reprieve.files import replace_file
 from reprieve.heads.loading import attach_heads
 from reprieve.rules import parse_rule
 

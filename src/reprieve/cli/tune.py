@@ -76,10 +76,10 @@ def command(
 def _tune_k(arm: list[str], ks: list[int], settings: dict[str, Any], loading: tuple[Any, ...], out: Path) -> int:
     from reprieve.evaluation.arms import make_arms, without_missing_draft
     from reprieve.evaluation.config import RunConfig
-    from reprieve.evaluation.records import replace_file
     from reprieve.evaluation.results import summarise, write_results
     from reprieve.evaluation.runner import run_arms
     from reprieve.evaluation.tuning import best_ks
+    from reprieve.files import replace_file
 
     arms = make_arms(arm, ks)
     pair, task = o.load_pair_and_task(*loading)

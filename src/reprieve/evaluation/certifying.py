@@ -14,9 +14,9 @@ from reprieve.calibration.certify import NET_DROP, Evidence, Promise, Step, walk
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.evaluation.arms import LOSSLESS, Arm
 from reprieve.evaluation.config import RunConfig
-from reprieve.evaluation.records import replace_file
 from reprieve.evaluation.results import column, common_rows
 from reprieve.evaluation.runner import Runner, environment
+from reprieve.files import replace_file
 from reprieve.heads.artefact import BUNDLED
 from reprieve.heads.certificates import FOLDER, Certificate, portable_spec
 from reprieve.models import Pair

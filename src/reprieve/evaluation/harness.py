@@ -11,9 +11,10 @@ from typing import Any
 from reprieve.errors import ReprieveError, SpecError, import_extra
 from reprieve.evaluation.arms import DRAFT_ONLY, Arm
 from reprieve.evaluation.config import RunConfig
-from reprieve.evaluation.records import ProblemRecord, claim_folder, replace_file
+from reprieve.evaluation.records import ProblemRecord, claim_folder
 from reprieve.evaluation.results import summarise, write_results
 from reprieve.evaluation.runner import Run, environment
+from reprieve.files import replace_file
 from reprieve.models import Pair
 
 _GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}  # unless a task says otherwise

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.evaluation.records import ProblemRecord, RecordFile, replace_file, whole_lines
+from reprieve.evaluation.records import ProblemRecord, RecordFile
+from reprieve.files import replace_file, whole_lines
 from reprieve.labelling.chat import Chat
 from reprieve.labelling.equivalence import FIRST_BETTER, SECOND_BETTER, ask_verdict
 from reprieve.metrics import bootstrap_interval, wilson_interval

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from reprieve.errors import ReprieveError
+from reprieve.files import replace_file, whole_lines
 
 
 @dataclass(frozen=True)
@@ -66,25 +66,6 @@ class RecordFile:
             except (ValueError, TypeError) as error:
                 raise ReprieveError(f"{self.path}, line {number}: not a problem record ({error})") from None
         return records
-
-
-def whole_lines(path: Path) -> list[str]:
-    """The lines of a file that is appended to; none without a file, and one cut off by a kill is dropped for good."""
-    if not path.exists():
-        return []
-    raw = path.read_bytes()
-    whole = raw[: raw.rfind(b"\n") + 1]
-    if len(whole) != len(raw):
-        replace_file(path, whole)
-    return whole.decode().splitlines()
-
-
-def replace_file(path: Path, content: bytes | str) -> None:
-    """Write to a temporary name beside `path` and rename: readers see the old file or the new one, never half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    os.replace(temporary, path)
 
 
 def read_run(folder: Path) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from markupsafe import Markup
 from reprieve.errors import ReprieveError
 from reprieve.evaluation.arms import DRAFT_ONLY, TARGET_ONLY
 from reprieve.evaluation.charts import COLOURS, Point, histogram, intervals, scatter, stacked
-from reprieve.evaluation.records import ProblemRecord, RecordFile, replace_file
+from reprieve.evaluation.records import ProblemRecord, RecordFile
 from reprieve.evaluation.results import common_rows
+from reprieve.files import replace_file
 from reprieve.heads.certificates import Certificate
 
 PARTS = {"prefill_s": "prompt", "draft_s": "draft", "verify_s": "verify", "rule_s": "rule", "commit_s": "commit"}

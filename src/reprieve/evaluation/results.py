@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from reprieve.evaluation.arms import DRAFT_ONLY, LOSSLESS, TARGET_ONLY, Arm
-from reprieve.evaluation.records import ProblemRecord, replace_file
+from reprieve.evaluation.records import ProblemRecord
 from reprieve.evaluation.runner import Run
+from reprieve.files import replace_file
 from reprieve.metrics import bootstrap_interval, paired_difference, paired_pvalue, share_interval
 
 SCHEMA = 1

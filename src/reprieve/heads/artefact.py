@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from reprieve.errors import ReprieveError
+from reprieve.files import replace_file
 
 SCHEMA = 1
 BUNDLED = {f"reprieve/arithmetic-{kind}": kind for kind in ("judge", "pivot")}  # heads of the bundled pair
@@ -40,9 +40,7 @@ def save_artefact(folder: Path, kind: str, config: Mapping[str, Any], tensors: M
             (folder / _WEIGHTS, content),
             (config_path, (json.dumps(document, indent=2) + "\n").encode()),
         ):
-            temporary = path.with_name(f".{path.name}.tmp")
-            temporary.write_bytes(data)
-            os.replace(temporary, path)
+            replace_file(path, data)
     except OSError as error:
         raise ReprieveError(f"{str(folder)!r} cannot be written: {error.strerror}") from None
 

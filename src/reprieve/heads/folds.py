@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from reprieve.errors import ReprieveError, SpecError
+from reprieve.files import replace_file
 from reprieve.heads.base import Head
 from reprieve.heads.binding import PairIdentity, digest
 from reprieve.heads.features import FeatureRecipe
@@ -47,7 +48,7 @@ def fold_folder(folder: str | Path, fold: int) -> Path:
 
 def write_folds(folder: Path, num_folds: int) -> None:
     """Declare a folder of heads to be folds; the last thing to write."""
-    (folder / _FILE).write_text(json.dumps({"schema": 1, "num_folds": num_folds}) + "\n")
+    replace_file(folder / _FILE, json.dumps({"schema": 1, "num_folds": num_folds}) + "\n")
 
 
 def read_folds(folder: str | Path) -> int | None:

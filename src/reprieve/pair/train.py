@@ -7,8 +7,6 @@ minutes, and writes each finished model with what its model card needs: seed, to
 from __future__ import annotations
 
 import argparse
-import math
-import os
 import random
 import time
 from dataclasses import asdict, dataclass
@@ -16,12 +14,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from reprieve.errors import ReprieveError
 from reprieve.pair.card import greedy_accuracy, install, write_card
+from reprieve.pair.checkpoints import learning_rate_at, load_checkpoint, save_checkpoint
 from reprieve.pair.corpus import Mixture, RowStream
 from reprieve.pair.families import FAMILIES
 from reprieve.pair.problems import Style, draw_problem, write_solution
@@ -84,14 +80,6 @@ RECIPES = {
 }
 
 
-def learning_rate_at(recipe: Recipe, update: int) -> float:
-    """Linear warm-up, then a cosine down to 2% of the peak."""
-    if update < recipe.warmup_updates:
-        return recipe.learning_rate * (update + 1) / recipe.warmup_updates
-    done = (update - recipe.warmup_updates) / max(1, recipe.num_updates - recipe.warmup_updates)
-    return recipe.learning_rate * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
-
-
 def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """A freshly initialised model of the recipe's shape."""
     torch.manual_seed(recipe.seed)
@@ -132,7 +120,10 @@ class Trainer:
 
     def train(self, *, checkpoint_seconds: float = 120.0) -> None:
         """Train to the end of the recipe, from the checkpoint if there is one."""
-        self._load_checkpoint()
+        restored = load_checkpoint(self._checkpoint, self.model, self.optimizer, recipe=repr(self.recipe))
+        if restored is not None:
+            self.update, self.seconds = restored
+            print(f"{self.folder.name}: resuming at update {self.update} of {self.recipe.num_updates}", flush=True)
         saved = logged = time.perf_counter()
         self.model.train()
         while self.update < self.recipe.num_updates:
@@ -145,9 +136,23 @@ class Trainer:
                 self._log(loss)
                 logged = now
             if now - saved > checkpoint_seconds:
-                self._save_checkpoint()
+                self._save()
                 saved = now
-        self._save_checkpoint()
+        self._save()
+
+    @property
+    def _checkpoint(self) -> Path:
+        return self.folder / "checkpoint.safetensors"
+
+    def _save(self) -> None:
+        save_checkpoint(
+            self._checkpoint,
+            self.model,
+            self.optimizer,
+            recipe=repr(self.recipe),
+            update=self.update,
+            seconds=self.seconds,
+        )
 
     def _one_update(self) -> float:
         recipe = self.recipe
@@ -177,37 +182,6 @@ class Trainer:
             f"loss {loss:.4f}, {tokens / self.seconds:,.0f} tokens/s, {left / 60:.0f} min left",
             flush=True,
         )
-
-    def _save_checkpoint(self) -> None:
-        """Weights and optimiser state in one safetensors file, renamed into place when complete."""
-        tensors = {f"model.{name}": p.detach().contiguous() for name, p in self.model.named_parameters()}
-        for name, parameter in self.model.named_parameters():
-            for key, value in self.optimizer.state[parameter].items():
-                tensors[f"{key}.{name}"] = value.detach().clone().contiguous()
-        path = self.folder / "checkpoint.safetensors"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        metadata = {"update": str(self.update), "seconds": f"{self.seconds:.1f}", "recipe": repr(self.recipe)}
-        save_file(tensors, temporary, metadata=metadata)
-        os.replace(temporary, path)
-
-    def _load_checkpoint(self) -> None:
-        path = self.folder / "checkpoint.safetensors"
-        if not path.exists():
-            return
-        with safe_open(path, "pt") as opened:
-            metadata = opened.metadata()
-        if metadata.get("recipe") != repr(self.recipe):
-            raise ReprieveError(f"{path} belongs to another recipe; remove it, or train into another folder")
-        tensors = load_file(path, device=self.device)
-        self.update, self.seconds = int(metadata["update"]), float(metadata["seconds"])
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(tensors[f"model.{name}"])
-                self.optimizer.state[parameter] = {
-                    key: tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")
-                }
-        print(f"{self.folder.name}: resuming at update {self.update} of {self.recipe.num_updates}", flush=True)
 
 
 def pair_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

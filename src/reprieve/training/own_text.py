@@ -1,0 +1,111 @@
+"""A target's own answers to a task's problems: what drafters that learn from it are trained on."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from reprieve.errors import ReprieveError
+from reprieve.files import whole_lines
+from reprieve.models import Pair
+from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest, inverse_cdf_draw
+from reprieve.models.cached_model import eos_token_ids
+from reprieve.models.sampling import SamplingParams
+from reprieve.tasks.base import TaskProblem
+
+
+@dataclass(frozen=True)
+class OwnText:
+    """One prompt and the target's answer to it, in tokens."""
+
+    prompt_ids: list[int]
+    answer_ids: list[int]
+
+
+def write_own_texts(
+    path: Path,
+    pair: Pair,
+    problems: Sequence[TaskProblem],
+    *,
+    max_new_tokens: int,
+    seed: int = 0,
+    num_rows: int = 32,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[OwnText]:
+    """Answer every problem not yet in the file, a line each as it is done, and return all the texts.
+
+    Every second answer is greedy, the others are sampled at temperature 1 by draws keyed by seed and problem: a
+    drafter meets both kinds of text.
+
+    Raises:
+        ReprieveError: a file that holds something else, or answers of other problems.
+    """
+    texts = _read(path)
+    if unknown := texts.keys() - {problem.problem_id for problem in problems}:
+        raise ReprieveError(f"{path} holds answers to other problems, such as {min(unknown)!r}; name another folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        _answer(file, texts, pair, problems, max_new_tokens, seed, num_rows, progress)
+    return [texts[problem.problem_id] for problem in problems]
+
+
+def _answer(
+    file: IO[str],
+    texts: dict[str, OwnText],
+    pair: Pair,
+    problems: Sequence[TaskProblem],
+    max_new_tokens: int,
+    seed: int,
+    num_rows: int,
+    progress: Callable[[int, int], None],
+) -> None:
+    decoder = BatchDecoder(
+        pair.target,
+        num_rows=num_rows,
+        params=SamplingParams(temperature=1.0),
+        eos_ids=eos_token_ids(pair.target, pair.tokenizer),
+    )
+
+    def take(problem: TaskProblem, prompt_ids: list[int]) -> Callable[[list[int]], None]:
+        def done(token_ids: list[int]) -> None:
+            texts[problem.problem_id] = OwnText(prompt_ids, token_ids)
+            line = {"problem_id": problem.problem_id, "prompt_ids": prompt_ids, "answer_ids": token_ids}
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            progress(len(texts), len(problems))
+
+        return done
+
+    for index, problem in enumerate(problems):
+        if problem.problem_id in texts:
+            continue
+        prompt_ids = pair.tokenizer.encode(problem.prompt)
+        uniforms = random.Random(f"{seed} {problem.problem_id}").random
+        decoder.submit(
+            TextRequest(
+                session=Session(),
+                prefix_ids=prompt_ids,
+                max_new_tokens=max_new_tokens,
+                draw=inverse_cdf_draw(uniforms) if index % 2 else None,
+                on_done=take(problem, prompt_ids),
+                response_start=len(prompt_ids),
+            )
+        )
+    while not decoder.idle:
+        decoder.step()
+
+
+def _read(path: Path) -> dict[str, OwnText]:
+    """The texts of a file."""
+    texts = {}
+    for line in whole_lines(path):
+        try:
+            found = json.loads(line)
+            texts[found["problem_id"]] = OwnText(found["prompt_ids"], found["answer_ids"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ReprieveError(f"{path} cannot be read as a target's answers: {error}") from None
+    return texts
