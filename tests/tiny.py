@@ -23,7 +23,7 @@ from reprieve.heads.features import JUDGE_TARGET, PIVOT
 from reprieve.heads.judge import JudgeHead
 from reprieve.heads.pivot import PivotHead
 from reprieve.models.sampling import Sampler
-from reprieve.types import Block, Outcome, Verification
+from reprieve.types import Block, Outcome, Prefill, Verification
 
 VOCAB_SIZE = 48
 ARCHITECTURES = ("llama", "qwen3", "gemma3", "gpt_neox")
@@ -96,6 +96,7 @@ class ScriptedDrafter:
     """Proposes what a function of the committed tokens says: (tokens, parents), or a ready block."""
 
     name = "scripted"
+    target_layers: tuple[int, ...] = ()
     provides = frozenset({"draft_probs"})
 
     def __init__(self, script: Callable[[list[int], int], Block]) -> None:
@@ -103,7 +104,7 @@ class ScriptedDrafter:
         self.token_ids: list[int] = []
         self.outcomes: list[Outcome] = []
 
-    def start(self, prompt_ids: Sequence[int], sampler: Sampler) -> None:
+    def start(self, prompt_ids: Sequence[int], sampler: Sampler, prefill: Prefill) -> None:
         self.token_ids = list(prompt_ids)
         self.sampler = sampler
 

@@ -39,7 +39,8 @@ class Block:
     """The drafted tokens of one round, parents before children.
 
     `deterministic` says that the drafter did not sample (greedy drafting, n-grams, a scripted tree): the probability
-    it proposed each token with is then 1, whatever `draft_logits` say.
+    it proposed each token with is then 1, whatever `draft_logits` say. `num_pruned` counts nodes that were drafted and
+    cut away again before verification.
     """
 
     token_ids: Tensor  # [N], int64, on the target's device
@@ -47,6 +48,7 @@ class Block:
     draft_logits: Tensor | None = None  # [N, V], the draft's raw logits that proposed node i
     draft_hidden: HiddenStates | None = None  # [N, Dd] a layer: the draft's hidden states that encode node i
     deterministic: bool = False
+    num_pruned: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -89,6 +91,14 @@ class Block:
         """A block whose tokens follow one another."""
         parents = tuple(range(-1, len(token_ids) - 1))
         return cls(token_ids, parents, draft_logits, draft_hidden, deterministic)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """What the target says of a prompt whose n tokens it has read."""
+
+    logits: Tensor | None = None  # [V], the distribution after the last of them; None where it read nothing
+    hidden: HiddenStates | None = None  # [n, Dt] a layer; None where no layer was asked for, or nothing read
 
 
 @dataclass(frozen=True)
@@ -148,6 +158,8 @@ class Evidence:
     node_hidden: HiddenStates | None = None  # [..., Dt] a layer, the target's, encoding the token
     parent_hidden: HiddenStates | None = None  # [..., Dt] a layer, the target's, that predicted the token
     draft_hidden: HiddenStates | None = None  # [..., Dd] a layer, the draft's, encoding the token
+    token_embeddings: Tensor | None = None  # [..., D], the target's input embedding of the token
+    top_embeddings: Tensor | None = None  # [..., D], that of the target's most likely token in its place
     advice: Tensor | None = None  # [...], what an advisor's extra forward returned
     parents: Sequence[int] | None = None  # [N], ROOT or an earlier node; None for a chain
     context_ids: Tensor | None = None  # [T], prompt and committed tokens, oldest first
@@ -254,6 +266,7 @@ class Generation:
     num_rounds: int
     num_drafted: int
     seconds: float
+    num_pruned: int = 0  # drafted, and cut away before verification
     times: RoundTimes = field(default_factory=RoundTimes)
     round_lengths: list[int] = field(default_factory=list)  # committed tokens of each round
     trace: list[RoundTrace] | None = None

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 Target = Annotated[str, typer.Option(help="Target model: hub id or folder. Default: the bundled pair.")]
 Draft = Annotated[str | None, typer.Option(help="Draft model: hub id or folder.")]
-DrafterSpec = Annotated[str, typer.Option("--drafter", help="draft, or ngram:max_ngram=3,min_ngram=1.")]
+DrafterSpec = Annotated[
+    str,
+    typer.Option("--drafter", help="draft, ngram:max_ngram=3, or eagle3:path=FOLDER,depth=6,top_k=8,total_tokens=32."),
+]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ... Default: a GPU if there is one.")]
 Seed = Annotated[int, typer.Option(help="Same seed, same answers.")]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from reprieve.models.sampling import Sampler
-from reprieve.types import Block, Outcome, Verification
+from reprieve.types import Block, Outcome, Prefill, Verification
 
 
 class Drafter(Protocol):
@@ -19,8 +19,13 @@ class Drafter(Protocol):
     name: str
     provides: frozenset[str]  # which of `draft_probs` and `draft_hidden` its blocks carry
 
-    def start(self, prompt_ids: Sequence[int], sampler: Sampler) -> None:
-        """Get ready for a prompt; forget the last one."""
+    @property
+    def target_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose hidden states it reads, in the prefill and in every verification."""
+        ...
+
+    def start(self, prompt_ids: Sequence[int], sampler: Sampler, prefill: Prefill) -> None:
+        """Get ready for a prompt, all but whose last token the target has read; forget the last one."""
         ...
 
     def propose(self, max_depth: int) -> Block:

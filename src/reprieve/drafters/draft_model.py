@@ -8,7 +8,7 @@ import torch
 
 from reprieve.models.cached_model import CachedModel
 from reprieve.models.sampling import Sampler
-from reprieve.types import Block, HiddenStates, Outcome, Verification
+from reprieve.types import Block, HiddenStates, Outcome, Prefill, Verification
 
 
 class DraftModelDrafter:
@@ -20,6 +20,7 @@ class DraftModelDrafter:
     """
 
     name = "draft"
+    target_layers: tuple[int, ...] = ()
 
     def __init__(self, model: CachedModel, device: torch.device) -> None:
         self.model = model
@@ -28,7 +29,7 @@ class DraftModelDrafter:
         self._unread: list[int] = []  # committed, not yet in the draft's cache
         self._base = 0
 
-    def start(self, prompt_ids: Sequence[int], sampler: Sampler) -> None:
+    def start(self, prompt_ids: Sequence[int], sampler: Sampler, prefill: Prefill) -> None:
         self.sampler = sampler
         self.model.require_room(
             len(prompt_ids) + sampler.params.max_new_tokens, what="prompt and new tokens, read by the draft,"

@@ -8,7 +8,7 @@ import torch
 
 from reprieve.errors import SpecError
 from reprieve.models.sampling import Sampler
-from reprieve.types import Block, Outcome, Verification
+from reprieve.types import Block, Outcome, Prefill, Verification
 
 
 class NgramDrafter:
@@ -21,6 +21,7 @@ class NgramDrafter:
     """
 
     name = "ngram"
+    target_layers: tuple[int, ...] = ()
     provides: frozenset[str] = frozenset()
 
     def __init__(self, device: torch.device, *, max_ngram: int = 3, min_ngram: int = 1) -> None:
@@ -31,7 +32,7 @@ class NgramDrafter:
         self.min_ngram = min_ngram
         self.token_ids: list[int] = []
 
-    def start(self, prompt_ids: Sequence[int], sampler: Sampler) -> None:
+    def start(self, prompt_ids: Sequence[int], sampler: Sampler, prefill: Prefill) -> None:
         self.token_ids = list(prompt_ids)
 
     def propose(self, max_depth: int) -> Block:

@@ -7,19 +7,20 @@ from collections.abc import Sequence
 import torch
 
 from reprieve.models.sampling import Sampler
-from reprieve.types import Block, Outcome, Verification
+from reprieve.types import Block, Outcome, Prefill, Verification
 
 
 class NoDrafter:
     """Proposes nothing: every round is one plain target step."""
 
     name = "none"
+    target_layers: tuple[int, ...] = ()
     provides = frozenset({"draft_probs", "draft_hidden"})  # of no tokens: no rule lacks anything
 
     def __init__(self, device: torch.device) -> None:
         self._empty = Block.empty(device)
 
-    def start(self, prompt_ids: Sequence[int], sampler: Sampler) -> None: ...
+    def start(self, prompt_ids: Sequence[int], sampler: Sampler, prefill: Prefill) -> None: ...
 
     def propose(self, max_depth: int) -> Block:
         return self._empty

@@ -33,6 +33,7 @@ class Answer:
     trace: list[RoundTrace] | None = None
     round_lengths: list[int] = field(default_factory=list)
     num_drafted: int = 0
+    num_pruned: int = 0
     finish_reason: str | None = None
     times: RoundTimes = field(default_factory=RoundTimes)
 

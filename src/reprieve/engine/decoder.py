@@ -107,6 +107,11 @@ class SpeculativeDecoder:
                 f"rule {name} needs the target's hidden states of layer {min(missing)}: give it hidden_layers="
                 f"{self.rule.target_layers}"
             )
+        if missing := set(self.drafter.target_layers) - set(self.target.hidden_layers):
+            raise UnsupportedModelError(
+                f"the {self.drafter.name} drafter needs the target's hidden states of layer {min(missing)}: give it "
+                f"hidden_layers={self.drafter.target_layers}"
+            )
         if "advice" in needs and self.advisor is None:
             raise SpecError(f"rule {name} needs an advisor")
         for field, words in (("draft_probs", "draft probabilities"), ("draft_hidden", "draft hidden states")):
@@ -150,6 +155,7 @@ class SpeculativeDecoder:
             finish_reason=answer.finish_reason,
             num_rounds=len(answer.round_lengths),
             num_drafted=answer.num_drafted,
+            num_pruned=answer.num_pruned,
             seconds=seconds,
             times=answer.times,
             round_lengths=answer.round_lengths,
@@ -172,8 +178,8 @@ class SpeculativeDecoder:
         rule = self.rule if dial is None else self.rule.with_dial(dial)
         started = self._clock()
         sampler = Sampler(params, self.target.device)
-        self.target.start(prompt_ids[:-1])
-        self.drafter.start(prompt_ids, sampler)
+        prefill = self.target.start(prompt_ids[:-1])
+        self.drafter.start(prompt_ids, sampler, prefill)
         if self.advisor is not None:
             self.advisor.start(prompt_ids)
         eos = eos_token_ids(self.target.model, self.tokenizer) if params.eos_token_ids is None else params.eos_token_ids
@@ -246,6 +252,7 @@ class SpeculativeDecoder:
             next_token = lambda row, residual: sampler.draw(  # noqa: E731
                 scores[row].softmax(-1) if residual is None else residual
             )
+        reads_embeddings = "embeddings" in needs
         evidence = Evidence(
             token_ids=block.token_ids,
             target_logits=verification.parent_rows(block),
@@ -261,6 +268,8 @@ class SpeculativeDecoder:
             node_hidden=verification.node_hidden,
             parent_hidden=verification.parent_hidden(block),
             draft_hidden=block.draft_hidden,
+            token_embeddings=self.target.embed(block.token_ids) if reads_embeddings else None,
+            top_embeddings=self.target.embed(judged.argmax(-1)) if reads_embeddings else None,
             advice=advice,
             parents=block.parents,
             context_ids=answer.context_ids(block.token_ids.device) if "context_ids" in needs else None,
@@ -290,6 +299,7 @@ class SpeculativeDecoder:
         if self.advisor is not None:
             self.advisor.commit([token.token_id for token in committed])
         answer.num_drafted += block.num_tokens
+        answer.num_pruned += block.num_pruned
         first = len(answer.tokens)
         for token in committed:
             if not answer.take(token):

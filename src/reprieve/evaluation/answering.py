@@ -106,6 +106,7 @@ def record_of(
         # Rounds are target forwards.
         num_rounds=0 if arm.label == DRAFT_ONLY else sum(part.num_rounds for part in made),
         num_drafted=sum(part.num_drafted for part in made),
+        num_pruned=sum(part.num_pruned for part in made),
         num_accepted=sum(part.num_accepted for part in made),
         num_rescued=sum(part.num_rescued for part in made),
         seconds=sum(part.seconds for part in made),

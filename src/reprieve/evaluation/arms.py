@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from reprieve.drafters import Drafter, DraftModelDrafter, NgramDrafter
+from reprieve.drafters import Drafter, DraftModelDrafter, EagleDrafter, NgramDrafter, TreeShape
+from reprieve.drafters.pruning import STRATEGIES, Pruning
 from reprieve.engine import SpeculativeDecoder
-from reprieve.errors import SpecError
+from reprieve.errors import SpecError, require_choice
 from reprieve.heads.certificates import Certificate, Conditions
 from reprieve.heads.folds import fold_of
 from reprieve.heads.loading import attach_heads, require_heads_fit, split_folds
@@ -25,6 +28,7 @@ RERUN = "lossless_rerun"  # lossless against lossless: the noise floor
 CERTIFIED = "certified:"  # the rule, threshold and K of a certificate
 DIRECT = "direct:"  # the target alone, sampling from what a truncating rule would accept
 _RERUN_SEED = 7919
+_OWN = re.compile(r"@(?=K=|drafter=)")  # what follows a rule in an arm
 
 
 @dataclass(frozen=True)
@@ -37,12 +41,13 @@ class Arm:
     truncation: Rule | None = None  # of a direct arm
     certificate: Certificate | None = None  # of a certified arm
     seed_shift: int = 0  # draws of its own, for a rerun
+    drafter: str | None = None  # its own; None for the run's
 
     @property
     def rule_name(self) -> str:
         if self.truncation is not None:
             return DIRECT + self.truncation.name
-        return self.label.partition("@")[0] if self.rule is None or self.seed_shift else self.rule.name
+        return _OWN.split(self.label)[0] if self.rule is None or self.seed_shift else self.rule.name
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """A run's sampling as this arm has it. A direct arm always samples: greedy, it would be the plain target."""
@@ -54,7 +59,8 @@ class Arm:
 def make_arms(specs: Sequence[str | Rule], num_draft_tokens: Sequence[int]) -> list[Arm]:
     """The arms of a run: target-only, draft-only and lossless first, then what was asked, at every K.
 
-    A text may end in `@K=8`: that arm has a K of its own. `lossless_rerun` is lossless with other draws, and
+    A text may end in `@K=8` or `@drafter=eagle3:top_k=4`, or both: that arm has a K or a drafter of its own.
+    `lossless_rerun` is lossless with other draws, and
     `direct:RULE` samples from the target, cut down to the tokens that RULE would accept. `lossless@K=8` takes the
     place of the lossless arm that is there otherwise. `certified:FILE` has rule, threshold and K of a certificate.
 
@@ -74,12 +80,10 @@ def make_arms(specs: Sequence[str | Rule], num_draft_tokens: Sequence[int]) -> l
 
 
 def _arm_of(spec: str | Rule, k: int, *, suffix: str) -> Arm:
-    if isinstance(spec, Rule):
-        name, own_k = spec.spec, ""
-    else:
-        name, _, own_k = spec.partition("@K=")
-    if own_k and name.startswith((DIRECT, CERTIFIED)):
-        raise SpecError(f"{name.partition(':')[0]}: arms have no K to set, got {spec!r}")
+    name, own = (spec.spec, dict[str, str]()) if isinstance(spec, Rule) else _own_settings(spec)
+    own_k, drafter = own.get("K"), own.get("drafter")
+    if own and name.startswith((DIRECT, CERTIFIED)):
+        raise SpecError(f"{name.partition(':')[0]}: arms have no K and no drafter to set, got {spec!r}")
     if name.startswith(DIRECT):
         truncation = parse_rule(name.removeprefix(DIRECT))
         require_truncation(truncation)
@@ -88,15 +92,24 @@ def _arm_of(spec: str | Rule, k: int, *, suffix: str) -> Arm:
         certificate = Certificate.load(name.removeprefix(CERTIFIED))
         rule = attach_heads(parse_rule(certificate.rule))
         return Arm(rule.spec, rule, certificate.conditions.num_draft_tokens, certificate=certificate)
-    if own_k and not own_k.isdigit():
+    if own_k is not None and not own_k.isdigit():
         raise SpecError(f"an arm's own K is written {name}@K=8, got {spec!r}")
     rerun = name == RERUN
     rule = spec if isinstance(spec, Rule) else parse_rule(LOSSLESS if rerun else name)
     rule = attach_heads(rule)
     label, shift = (RERUN, _RERUN_SEED) if rerun else (rule.spec, 0)
-    if own_k:
-        return Arm(f"{label}@K={own_k}", rule, int(own_k), seed_shift=shift)
-    return Arm(label + suffix, rule, k, seed_shift=shift)
+    label += f"@K={own_k}" if own_k else suffix
+    label += f"@drafter={drafter}" if drafter else ""
+    return Arm(label, rule, int(own_k) if own_k else k, seed_shift=shift, drafter=drafter)
+
+
+def _own_settings(spec: str) -> tuple[str, dict[str, str]]:
+    """What an arm says before and after its `@K=` and `@drafter=`."""
+    name, *parts = _OWN.split(spec)
+    own = dict(part.split("=", 1) for part in parts)
+    if len(own) != len(parts) or not all(own.values()):
+        raise SpecError(f"an arm names its own K and drafter once each, as {name}@K=8@drafter=eagle3, got {spec!r}")
+    return name, own
 
 
 def without_missing_draft(arms: Sequence[Arm], pair: Pair) -> list[Arm]:
@@ -118,26 +131,74 @@ def sweep_rules(spec: str, thresholds: Sequence[float], *, dial: str | None = No
     return [rule.with_parameter(dial or rule.dial, value) for value in thresholds]
 
 
+DRAFTERS = ("draft", "ngram", "eagle3")
+BUNDLED_EAGLE3 = "reprieve/arithmetic-eagle3"
+_PRUNING = ("epsilon", "budget", "entropy_weight", "leaf", "keep", "alpha")  # go with prune=
+
+
 def make_drafter(spec: str, pair: Pair, rule: Rule) -> Drafter:
-    """The drafter a specification names: `draft`, or `ngram:max_ngram=3,min_ngram=1`.
+    """The drafter a specification names.
+
+    `draft`; `ngram:max_ngram=3,min_ngram=1`; `eagle3:path=FOLDER,depth=6,top_k=8,total_tokens=32`, which also takes
+    `prune=entropy` and the numbers of `Pruning`.
+
+    Raises:
+        SpecError: unknown drafter or parameter.
+        PairError: an EAGLE-3 head for another target.
+    """
+    name, given = parse_drafter(spec)
+    if name == "eagle3":
+        return _eagle_drafter(given, pair)
+    if name == "ngram":
+        return NgramDrafter(pair.device, **_numbers(name, given, int))
+    return DraftModelDrafter(pair.cached_draft(rule.draft_layers), pair.device)
+
+
+def parse_drafter(spec: str) -> tuple[str, dict[str, str]]:
+    """Name and parameters of a drafter.
 
     Raises:
         SpecError: unknown drafter or parameter.
     """
     name, _, rest = spec.partition(":")
+    require_choice("drafter", name, DRAFTERS)
     given = parse_parameters(rest, where=f"drafter {name}")
-    if name == "draft":
-        if given:
-            raise SpecError(f"drafter draft has no parameters, got {', '.join(given)}")
-        return DraftModelDrafter(pair.cached_draft(rule.draft_layers), pair.device)
-    if name == "ngram":
-        if unknown := given.keys() - {"max_ngram", "min_ngram"}:
-            raise SpecError(f"drafter ngram has no parameter {sorted(unknown)[0]!r}; it takes max_ngram, min_ngram")
-        try:
-            return NgramDrafter(pair.device, **{key: int(value) for key, value in given.items()})
-        except ValueError as error:
-            raise SpecError(f"drafter ngram: {error}") from None
-    raise SpecError(f"drafter must be one of draft, ngram, got {name!r}")
+    shape = [field.name for field in dataclasses.fields(TreeShape)]
+    known = {"draft": (), "ngram": ("max_ngram", "min_ngram"), "eagle3": ("path", *shape, "prune", *_PRUNING)}[name]
+    if unknown := sorted(given.keys() - set(known)):
+        takes = f"it takes {', '.join(known)}" if known else "it takes none"
+        raise SpecError(f"drafter {name} has no parameter {unknown[0]!r}; {takes}")
+    return name, given
+
+
+def _eagle_drafter(given: dict[str, str], pair: Pair) -> Drafter:
+    shape = {name: given[name] for name in given.keys() - {"path", "prune", *_PRUNING}}
+    cuts = {name: given[name] for name in given.keys() & set(_PRUNING)}
+    strategy = given.get("prune")
+    if cuts and strategy is None:
+        raise SpecError(f"drafter eagle3: {min(cuts)} goes with prune=, one of {', '.join(STRATEGIES)}")
+    return EagleDrafter(
+        pair.eagle_head(given.get("path", BUNDLED_EAGLE3)),
+        vocab_size=pair.vocab_size,
+        shape=TreeShape(**_numbers("eagle3", shape, int)),
+        pruning=None if strategy is None else Pruning(strategy, **_numbers("eagle3", cuts, float)),
+    )
+
+
+def _numbers(drafter: str, given: Mapping[str, str], kind: type[int] | type[float]) -> dict[str, Any]:
+    try:
+        return {key: kind(value) for key, value in given.items()}
+    except ValueError as error:
+        raise SpecError(f"drafter {drafter}: {error}") from None
+
+
+def drafter_fingerprint(spec: str, pair: Pair) -> dict[str, str]:
+    """What identifies the weights a drafter brings with it, by name; nothing for those of the pair itself."""
+    name, given = parse_drafter(spec)
+    if name != "eagle3":
+        return {}
+    path = given.get("path", BUNDLED_EAGLE3)
+    return {path: pair.eagle_head(path).fingerprint}
 
 
 @dataclass(frozen=True)
@@ -185,9 +246,10 @@ def build_decoder(
     assert arm.rule is not None
     rule = attach_heads(arm.rule)
     require_heads_fit(rule, pair.identity, task, here=here)
+    proposer = make_drafter(arm.drafter or drafter, pair, rule)
     return SpeculativeDecoder(
-        pair.cached_target(rule.target_layers),
-        make_drafter(drafter, pair, rule),
+        pair.cached_target(tuple(dict.fromkeys((*rule.target_layers, *proposer.target_layers)))),
+        proposer,
         pair.tokenizer,
         rule=rule,
         num_draft_tokens=arm.num_draft_tokens,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reprieve.errors import SpecError
-from reprieve.evaluation.arms import Arm
+from reprieve.evaluation.arms import Arm, drafter_fingerprint
 from reprieve.heads.certificates import Conditions
 from reprieve.models import Pair
 
@@ -52,7 +52,7 @@ class RunConfig:
             device=str(pair.device),
             num_draft_tokens=ks,
             arms=[arm.label for arm in arms],
-            heads={name: head.fingerprint for arm in arms if arm.rule for name, head in arm.rule.heads},
+            heads=_fingerprints(pair, arms, settings["drafter"]),
             **settings,
         )
 
@@ -63,7 +63,17 @@ class RunConfig:
             task=self.task,
             sampling=self.sampling,
             num_draft_tokens=arm.num_draft_tokens,
-            drafter=self.drafter,
+            drafter=arm.drafter or self.drafter,
             dtype=self.dtype,
             chat_template=self.chat_template,
         )
+
+
+def _fingerprints(pair: Pair, arms: Sequence[Arm], drafter: str) -> dict[str, str]:
+    """Of every trained part that is not the pair's own, by name."""
+    found: dict[str, str] = {}
+    for arm in arms:
+        if arm.rule is not None:
+            found |= {name: head.fingerprint for name, head in arm.rule.heads}
+            found |= drafter_fingerprint(arm.drafter or drafter, pair)
+    return found

@@ -40,6 +40,7 @@ class ProblemRecord:
     round_lengths: list[int] = field(default_factory=list)  # committed tokens of each round
     spans: list[list[Any]] = field(default_factory=list)  # [characters, t, m or r]: who proposed `text`
     energy_j: float | None = None
+    num_pruned: int = 0  # drafted, and cut away before verification
 
 
 class RecordFile:

@@ -100,6 +100,7 @@ def _summarise_arm(arm: Arm, rows: Rows, arms: Sequence[Arm]) -> dict[str, Any]:
     seconds = sum(record.seconds for record in records)
     rounds = sum(record.num_rounds for record in records)
     drafted = sum(record.num_drafted for record in records)
+    pruned = sum(record.num_pruned for record in records)
     joules = [record.energy_j for record in records]
     return {
         "rule": arm.rule_name,
@@ -115,6 +116,7 @@ def _summarise_arm(arm: Arm, rows: Rows, arms: Sequence[Arm]) -> dict[str, Any]:
         "tokens_per_round": tokens / rounds if rounds else None,
         "acceptance_rate": sum(r.num_accepted for r in records) / drafted if drafted else None,
         "num_rescued": sum(record.num_rescued for record in records),
+        "pruned_share": pruned / (drafted + pruned) if pruned else 0.0,
         "tokens_per_second": tokens / seconds if seconds else None,
         "tokens_per_answer": tokens / len(records),
         "num_truncated": sum(record.finish_reason == "length" for record in records),
@@ -174,8 +176,10 @@ def _joules_per_solved(joules: list[float | None], num_correct: int) -> float | 
 
 
 def _lossless_for(arm: Arm, arms: Sequence[Arm]) -> str:
-    """The lossless arm of the same K, or else the first one: lossless at the K that suits it."""
+    """The lossless arm of the same drafter and K, or else of the same K, or else the first one."""
     strict = [other for other in arms if other.rule is not None and other.rule_name == LOSSLESS]
+    same = [other for other in strict if other.drafter == arm.drafter]
+    strict = same or strict
     same_k = [other.label for other in strict if other.num_draft_tokens == arm.num_draft_tokens]
     return (same_k or [other.label for other in strict])[0]
 

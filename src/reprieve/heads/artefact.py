@@ -17,7 +17,9 @@ from reprieve.errors import ReprieveError
 from reprieve.files import replace_file
 
 SCHEMA = 1
-BUNDLED = {f"reprieve/arithmetic-{kind}": kind for kind in ("judge", "pivot")}  # heads of the bundled pair
+BUNDLED = {
+    f"reprieve/arithmetic-{kind}": kind for kind in ("judge", "pivot", "lts", "eagle3")
+}  # heads of the bundled pair
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 
 

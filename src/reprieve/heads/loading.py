@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from reprieve.errors import SpecError
 from reprieve.heads.artefact import find_artefact
@@ -12,20 +12,23 @@ from reprieve.heads.binding import PairIdentity, warn_of_transfer
 from reprieve.heads.certificates import Conditions, warn_of_certificates
 from reprieve.heads.folds import FoldedHead, read_folds
 from reprieve.heads.judge import JudgeHead
+from reprieve.heads.lts import LtsCalibration
 from reprieve.heads.pivot import PivotHead
 from reprieve.rules import Rule, parse_rule
 
-HEADS: dict[str, type[Head]] = {head.kind: head for head in (JudgeHead, PivotHead)}
+HEADS: dict[str, type[Head] | type[LtsCalibration]] = {
+    head.kind: head for head in (JudgeHead, PivotHead, LtsCalibration)
+}
 
 
-def load_head(kind: str, source: str) -> Head | FoldedHead:
+def load_head(kind: str, source: str) -> Head | FoldedHead | LtsCalibration:
     """A head of a kind, from a folder or a hub id; a folder of folds gives them all.
 
     Raises:
         ReprieveError: not found, of another kind, or tampered with.
     """
     if read_folds(source) is not None:
-        return FoldedHead.load(source, HEADS[kind].from_pretrained)
+        return FoldedHead.load(source, cast(type[Head], HEADS[kind]).from_pretrained)
     return HEADS[kind].from_pretrained(source)
 
 

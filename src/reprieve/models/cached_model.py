@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from reprieve.errors import ContextOverflowError, UnsupportedModelError
 from reprieve.models.cache import RollbackCache
 from reprieve.models.tree_attention import tree_mask
-from reprieve.types import Block, HiddenStates
+from reprieve.types import Block, HiddenStates, Prefill
 
 HiddenLayers = tuple[int, ...]  # indices into transformers' `hidden_states`; -1 is the last, after the final norm
 
@@ -68,19 +68,22 @@ class CachedModel:
         """
         require_positions(self.model, num_tokens, what=what)
 
-    def start(self, token_ids: Sequence[int], *, reuse_prefix: bool = False) -> None:
+    def start(self, token_ids: Sequence[int], *, reuse_prefix: bool = False) -> Prefill:
         """Prefill: cache exactly these tokens.
 
         Args:
-            reuse_prefix: keep what the cache already shares with them instead of starting empty.
+            reuse_prefix: keep what the cache already shares with them instead of starting empty; hidden states are
+                then returned of the rest only.
         """
         shared = 0
         if reuse_prefix:
             shared = shared_length(token_ids, self.cached_ids)
         self.keep(shared)
-        if shared < len(token_ids):
-            extra = {"logits_to_keep": 1} if self._takes_logits_to_keep else {}
-            self._run(list(token_ids[shared:]), **extra)
+        if shared == len(token_ids):
+            return Prefill()
+        extra: dict[str, Any] = {"logits_to_keep": 1} if self._takes_logits_to_keep else {}
+        output = self._run(list(token_ids[shared:]), output_hidden_states=bool(self.hidden_layers) or None, **extra)
+        return Prefill(output.logits[0, -1].float(), self._hidden(output))
 
     def forward(self, token_ids: list[int], block: Block | None = None) -> tuple[Tensor, HiddenStates | None]:
         """Append tokens and return the logits [n, V] after each and, if asked for, hidden states [n, D] by layer.
@@ -97,10 +100,12 @@ class CachedModel:
         missing = 0 if self.vocab_size is None else self.vocab_size - logits.shape[-1]
         if missing:
             logits = torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
-        hidden = None
-        if self.hidden_layers:
-            hidden = {layer: output.hidden_states[layer][0] for layer in self.hidden_layers}
-        return logits, hidden
+        return logits, self._hidden(output)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The input embedding of each token, [...] to [..., D]: what the model reads, tied to its output or not."""
+        embeddings: Tensor = self.model.get_input_embeddings()(token_ids)
+        return embeddings
 
     def keep(self, length: int) -> None:
         """Roll back to the first `length` tokens."""
@@ -114,6 +119,9 @@ class CachedModel:
             return
         self.cache.keep_path(start, torch.tensor(rows))
         self.cached_ids[start:] = [self.cached_ids[start + row] for row in rows]
+
+    def _hidden(self, output: Any) -> HiddenStates | None:
+        return {layer: output.hidden_states[layer][0] for layer in self.hidden_layers} or None
 
     def _run(self, token_ids: list[int], **extra: Any) -> Any:
         input_ids = torch.tensor([token_ids], device=self.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from reprieve.errors import PairError, ReprieveError, require_choice
 from reprieve.heads.binding import PairIdentity, digest, tokenizer_fingerprint
 from reprieve.models.cached_model import CachedModel, HiddenLayers, execution_device
+from reprieve.models.eagle3 import EagleHead, load_eagle3
 
 BUNDLED_PAIR = "reprieve/arithmetic-pair"
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -28,6 +29,7 @@ class Pair:
     tokenizer: Any
     target_name: str
     draft_name: str | None
+    _eagle_heads: dict[str, EagleHead] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def vocab_size(self) -> int:
@@ -52,6 +54,17 @@ class Pair:
         if self.draft is None:
             raise PairError(f"{self.target_name!r} was loaded without a draft; name one with --draft")
         return CachedModel(self.draft, vocab_size=self.vocab_size, hidden_layers=hidden_layers)
+
+    def eagle_head(self, source: str) -> EagleHead:
+        """An EAGLE-3 head for the target, from a folder or a hub id; loaded once.
+
+        Raises:
+            ReprieveError: not found, or unreadable.
+            PairError: made for another target.
+        """
+        if source not in self._eagle_heads:
+            self._eagle_heads[source] = load_eagle3(source, self.target)
+        return self._eagle_heads[source]
 
     @cached_property
     def identity(self) -> PairIdentity:

@@ -43,35 +43,19 @@ class RiskHead(Protocol):
 
 
 @dataclass(frozen=True)
-class LearnedRule(Rule):
-    """Ask a head about tokens the lossless check would reject; accept those of low enough risk.
+class HeadRule(Rule):
+    """A rule that something measured or trained stands behind, named by `path`.
 
     Args:
         path: folder or hub id of the head.
-        threshold: largest accepted P(important), 0 to 1; 0 is lossless. None takes the head's own recommendation.
         head: the head itself, once it is loaded (`reprieve.heads.loading.attach_heads`).
-
-    A head judges by what a token says, not by how likely sampling would draw it: tokens that top-k or top-p cut off
-    can be rescued too.
     """
 
-    dial: ClassVar[str] = "threshold"
-    strictest: ClassVar[float] = 0.0
-    beyond_truncation: ClassVar[bool] = True
     head_kind: ClassVar[str]
+    made_by: ClassVar[str]  # the command that makes one
 
     path: str = ""
-    threshold: float | None = None  # type: ignore[assignment]
-    head: RiskHead | None = field(default=None, compare=False, repr=False, metadata={"spec": False})
-
-    def __post_init__(self) -> None:
-        if self.threshold is not None:
-            require_range("threshold", self.threshold, 0.0, 1.0)
-
-    @classmethod
-    def of(cls, head: RiskHead, *, threshold: float | None = None) -> Self:
-        """The rule of a head in memory; its own threshold when None."""
-        return cls(threshold=threshold)._with_head(head)
+    head: Any = field(default=None, compare=False, repr=False, metadata={"spec": False})
 
     def with_heads(self, load: Callable[[str, str], Any]) -> Self:
         """Load the head from `path`, unless it is there.
@@ -82,20 +66,57 @@ class LearnedRule(Rule):
         if self.head is not None:
             return self
         if not self.path:
-            raise SpecError(f"rule {self.name} needs path=FOLDER, a head from `reprieve train {self.head_kind}`")
+            raise SpecError(f"rule {self.name} needs path=FOLDER, a head from `{self.made_by}`")
         return self._with_head(load(self.head_kind, self.path))
 
     def to(self, device: Any) -> Self:
         return self if self.head is None else dataclasses.replace(self, head=self.head.to(device))
 
-    def _with_head(self, head: RiskHead) -> Self:
-        head.recipe.require_decodable()
-        threshold = head.threshold if self.threshold is None else self.threshold
-        return dataclasses.replace(self, head=head, threshold=threshold)
+    def _with_head(self, head: Any) -> Self:
+        return dataclasses.replace(self, head=head)
 
     @property
     def heads(self) -> tuple[tuple[str, Any], ...]:
         return () if self.head is None else ((self.path or self.head_kind, self.head),)
+
+    def risk(self, evidence: Evidence) -> Tensor:
+        """What the head says of each drafted token."""
+        assert self.head is not None, "attach the rule's head first (reprieve.heads.loading.attach_heads)"
+        risk: Tensor = self.head.risk(evidence)
+        return risk
+
+
+@dataclass(frozen=True)
+class LearnedRule(HeadRule):
+    """Ask a head about tokens the lossless check would reject; accept those of low enough risk.
+
+    Args:
+        path: folder or hub id of the head.
+        threshold: largest accepted P(important), 0 to 1; 0 is lossless. None takes the head's own recommendation.
+
+    A head judges by what a token says, not by how likely sampling would draw it: tokens that top-k or top-p cut off
+    can be rescued too.
+    """
+
+    dial: ClassVar[str] = "threshold"
+    strictest: ClassVar[float] = 0.0
+    beyond_truncation: ClassVar[bool] = True
+
+    threshold: float | None = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.threshold is not None:
+            require_range("threshold", self.threshold, 0.0, 1.0)
+
+    @classmethod
+    def of(cls, head: RiskHead, *, threshold: float | None = None) -> Self:
+        """The rule of a head in memory; its own threshold when None."""
+        return cls(threshold=threshold)._with_head(head)
+
+    def _with_head(self, head: RiskHead) -> Self:
+        head.recipe.require_decodable()
+        threshold = head.threshold if self.threshold is None else self.threshold
+        return dataclasses.replace(self, head=head, threshold=threshold)
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
@@ -115,11 +136,6 @@ class LearnedRule(Rule):
         recipe: Recipe = self.head.recipe
         return recipe
 
-    def risk(self, evidence: Evidence) -> Tensor:
-        """P(important) by the head."""
-        assert self.head is not None, "attach the rule's head first (reprieve.heads.loading.attach_heads)"
-        return self.head.risk(evidence)
-
 
 @dataclass(frozen=True)
 class JudgeRule(LearnedRule):
@@ -127,6 +143,7 @@ class JudgeRule(LearnedRule):
 
     name = "judge"
     head_kind = "judge"
+    made_by = "reprieve train judge"
 
 
 @dataclass(frozen=True)
@@ -139,6 +156,7 @@ class PivotRule(LearnedRule):
 
     name = "pivot"
     head_kind = "pivot"
+    made_by = "reprieve train pivot"
 
     floor: float = 1e-4
 

@@ -22,6 +22,7 @@ from reprieve.rules.fuzzy import FuzzyRule
 from reprieve.rules.learned import JudgeRule, PivotRule
 from reprieve.rules.lenience import LenienceRule
 from reprieve.rules.lossless import LosslessRule
+from reprieve.rules.lts import LtsRule
 from reprieve.rules.margin import FloorRule, MarginRule, RatioRule
 from reprieve.rules.math_symbols import MathSymbolsRule
 from reprieve.rules.random_acceptance import RandomRule
@@ -46,6 +47,7 @@ RULES: dict[str, type[Rule]] = {
         MathSymbolsRule,
         JudgeRule,
         PivotRule,
+        LtsRule,
     )
 }
 

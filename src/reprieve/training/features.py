@@ -18,7 +18,8 @@ from reprieve.heads.features import FeatureRecipe, TokenStates, assemble, distri
 from reprieve.labelling.records import Mismatch, ProblemLabels
 from reprieve.models import Pair
 from reprieve.models.cached_model import CachedModel, HiddenLayers
-from reprieve.types import ROOT, Block, HiddenStates
+from reprieve.models.response_tree import ResponseTree
+from reprieve.types import HiddenStates
 
 Progress = Callable[[int, int], None]  # finished and all problems
 
@@ -97,12 +98,12 @@ def collect(
 @torch.inference_mode()
 def _read(model: CachedModel, problem: ProblemLabels) -> _Forward:
     """One forward over the response and the tokens that were tried beside it."""
-    tree = _Tree(problem)
-    prompt_ids = list(problem.prompt_ids)
-    model.start(prompt_ids[:-1], reuse_prefix=True)
-    block = Block(torch.tensor(tree.token_ids, device=model.device), tree.parents)
-    logits, hidden = model.forward([prompt_ids[-1], *tree.token_ids], block)
     mismatches = problem.labelled()
+    tree = ResponseTree(problem.response_ids)
+    for mismatch in mismatches:
+        for token_id in (mismatch.draft_id, mismatch.target_id):
+            tree.add(mismatch.position, token_id)
+    logits, hidden = tree.read(model, problem.prompt_ids)
     rows = {
         "draft": [tree.row(mismatch.position, mismatch.draft_id) for mismatch in mismatches],
         "target": [tree.row(mismatch.position, mismatch.target_id) for mismatch in mismatches],
@@ -115,28 +116,6 @@ def _read(model: CachedModel, problem: ProblemLabels) -> _Forward:
     token_ids = torch.tensor([mismatch.draft_id for mismatch in mismatches], device=logits.device)
     entropy, probability = distribution_scalars(logits[rows["previous"]], token_ids)
     return _Forward(states, entropy.cpu(), probability.cpu())
-
-
-class _Tree:
-    """A response as a chain of nodes, and a leaf for every token that was tried at a place but is not in it."""
-
-    def __init__(self, problem: ProblemLabels) -> None:
-        self.token_ids = list(problem.response_ids)
-        self.parents = list(range(ROOT, len(self.token_ids) - 1))
-        self._rows = {(place, token_id): place + 1 for place, token_id in enumerate(self.token_ids)}
-        for mismatch in problem.labelled():
-            for token_id in (mismatch.draft_id, mismatch.target_id):
-                self._add(mismatch.position, token_id)
-
-    def _add(self, position: int, token_id: int) -> None:
-        if (position, token_id) not in self._rows:
-            self.token_ids.append(token_id)
-            self.parents.append(position - 1 if position else ROOT)
-            self._rows[position, token_id] = len(self.token_ids)
-
-    def row(self, position: int, token_id: int) -> int:
-        """Which row of the forward encodes a token at a place of the response."""
-        return self._rows[position, token_id]
 
 
 def _join(parts: Sequence[Mapping[str, HiddenStates]]) -> dict[str, HiddenStates]:

@@ -1,0 +1,217 @@
+"""EAGLE-3 heads in the speculators format: reading one, and its forward (arXiv 2503.01840).
+
+The speculators library trains these heads but cannot draft with them: its model has no cache and unrolls whole
+texts. This one runs token by token, on a tree or a chain, and needs that library for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor, nn
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
+
+from reprieve.errors import PairError, ReprieveError
+from reprieve.heads.artefact import find_artefact
+from reprieve.heads.binding import digest
+from reprieve.models.cache import RollbackCache
+from reprieve.types import HiddenStates
+
+_PARTS: dict[str, tuple[type[PretrainedConfig], Any, Any, Any]] = {
+    "llama": (LlamaConfig, LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding),
+    "qwen3": (Qwen3Config, Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding),
+}
+_OLD_NAMES = {"midlayer.": "layers.0."}  # SafeAILab's name for the one layer
+
+
+def default_layers(num_layers: int) -> tuple[int, int, int]:
+    """The published choice of target layers, as indices into transformers' `hidden_states`: low, middle, high."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """What a head's `config.json` says.
+
+    Args:
+        layer: configuration of its decoder layers; `vocab_size` is the target's.
+        layers: target layers it reads, () where the file leaves that to the target's depth.
+    """
+
+    layer: PretrainedConfig
+    layers: tuple[int, ...]
+    draft_vocab_size: int
+    target_name: str | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> EagleConfig:
+        """From the speculators format.
+
+        Raises:
+            ReprieveError: another format, or a kind of layer that is not known.
+        """
+        if found.get("speculators_model_type") != "eagle3":
+            raise ReprieveError(
+                "must be an EAGLE-3 head in the speculators format (speculators_model_type: eagle3), got "
+                f"{found.get('speculators_model_type') or found.get('model_type')!r}; `reprieve convert eagle3` turns "
+                "SafeAILab's layout into it"
+            )
+        layer = dict(found["transformer_layer_config"])
+        kind = layer.pop("model_type", "llama")
+        if kind not in _PARTS:
+            raise ReprieveError(f"model_type of its layers must be one of {', '.join(_PARTS)}, got {kind!r}")
+        verifier = (found.get("speculators_config") or {}).get("verifier") or {}
+        flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        return cls(
+            layer=_PARTS[kind][0](**layer),
+            layers=tuple(found.get("eagle_aux_hidden_state_layer_ids") or ()),
+            draft_vocab_size=int(found["draft_vocab_size"]),
+            target_name=verifier.get("name_or_path"),
+            **{flag: bool(found.get(flag, False)) for flag in flags},
+        )
+
+
+class EagleHead(nn.Module):
+    """One head: fuses three hidden layers of the target, embeds a token, and predicts the one after it.
+
+    Args:
+        config: its shape.
+        num_target_layers: depth of the target, for the published choice of layers.
+        target_size: the target's hidden size.
+    """
+
+    d2t: Tensor
+    fingerprint = ""  # of the file it was loaded from
+
+    def __init__(self, config: EagleConfig, *, num_target_layers: int, target_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layers_read = config.layers or default_layers(num_target_layers)
+        layer = config.layer
+        _, layer_class, norm, rotary = _PARTS[layer.model_type]
+        layer._attn_implementation = "sdpa"
+        size, width = layer.hidden_size, len(self.layers_read) * target_size
+        self.embed_tokens = nn.Embedding(layer.vocab_size, size)
+        self.input_norm = norm(width, eps=layer.rms_norm_eps) if config.norm_before_fc else None
+        self.fc_norm = (
+            nn.ModuleList(norm(target_size, eps=layer.rms_norm_eps) for _ in self.layers_read)
+            if config.fc_norm
+            else None
+        )
+        self.fc = nn.Linear(width, size, bias=False)
+        self.layers = nn.ModuleList(layer_class(layer, index) for index in range(layer.num_hidden_layers))
+        first: Any = self.layers[0]
+        first.hidden_norm = norm(size, eps=layer.rms_norm_eps)
+        for name in ("q_proj", "k_proj", "v_proj"):  # the first layer reads a token and a state side by side
+            old = getattr(first.self_attn, name)
+            setattr(first.self_attn, name, nn.Linear(2 * size, old.out_features, bias=old.bias is not None))
+        self.norm = norm(size, eps=layer.rms_norm_eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self.rotary = rotary(layer)
+
+    @property
+    def target_ids(self) -> Tensor:
+        """The target's number of every draft token, [draft_vocab_size]."""
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def fuse(self, hidden: HiddenStates) -> Tensor:
+        """The target's states [n, Dt] of every layer read, as one state [n, D]."""
+        states = [hidden[layer].to(self.fc.weight) for layer in self.layers_read]
+        if self.fc_norm is not None:
+            states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
+        joined = torch.cat(states, dim=-1)
+        return self.fc(joined if self.input_norm is None else self.input_norm(joined))
+
+    def forward(
+        self,
+        token_ids: Tensor,  # [n], int64, the target's numbers
+        states: Tensor,  # [n, D]: fused, or the head's own, of the token before each
+        *,
+        cache: RollbackCache,
+        positions: Tensor,  # [n]
+        mask: Tensor | None,  # [1, 1, n, cached + n], additive; None for a single token that sees everything
+    ) -> tuple[Tensor, Tensor]:  # logits [n, draft_vocab_size], float32; states [n, D] to go on from
+        embeds = self.embed_tokens(token_ids)[None]
+        hidden = states[None]
+        extra = {
+            "attention_mask": mask,
+            "past_key_values": cache,
+            "position_embeddings": self.rotary(hidden, positions[None]),
+        }
+        first: Any = self.layers[0]
+        normed = first.hidden_norm(hidden)
+        residual = normed if self.config.norm_before_residual else hidden
+        mixed, _ = first.self_attn(hidden_states=torch.cat([first.input_layernorm(embeds), normed], dim=-1), **extra)
+        hidden = residual + mixed
+        hidden = hidden + first.mlp(first.post_attention_layernorm(hidden))
+        for layer in self.layers[1:]:
+            hidden = layer(hidden, **extra)
+        normed = self.norm(hidden)
+        logits = self.lm_head(normed)[0].float()
+        return logits, (normed if self.config.norm_output else hidden)[0]
+
+
+def load_eagle3(source: str | Path, target: Any) -> EagleHead:
+    """A head from a folder or a hub id, on the target's device and in its dtype.
+
+    Args:
+        target: the `transformers` model it drafts for; its token embedding stands in where the file has none.
+
+    Raises:
+        ReprieveError: not found, unreadable, or in another format.
+        PairError: made for a target of another shape.
+    """
+    folder = find_artefact(source)
+    what = f"EAGLE-3 head {str(source)!r}"
+    try:
+        config = EagleConfig.from_dict(json.loads((folder / "config.json").read_text()))
+        content = (folder / "model.safetensors").read_bytes()
+        tensors = load(content)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError, ReprieveError) as error:
+        raise ReprieveError(f"{what} cannot be read: {error}") from None
+    text = target.config.get_text_config()
+    head = EagleHead(config, num_target_layers=text.num_hidden_layers, target_size=text.hidden_size)
+    for old, new in _OLD_NAMES.items():
+        tensors = {name.replace(old, new, 1) if name.startswith(old) else name: t for name, t in tensors.items()}
+    embedding = target.get_input_embeddings().weight
+    tensors.setdefault("embed_tokens.weight", embedding.detach().cpu())
+    _require_fit(what, head, tensors, embedding.shape[0], text)
+    head.load_state_dict({name: tensors[name] for name in head.state_dict()})
+    head.fingerprint = digest(content)
+    return head.to(device=embedding.device, dtype=embedding.dtype).eval()
+
+
+def _require_fit(what: str, head: EagleHead, tensors: dict[str, Tensor], vocab_size: int, text: Any) -> None:
+    if head.config.draft_vocab_size == vocab_size:
+        tensors.setdefault("d2t", head.d2t)
+    wanted = {name: tensor.shape for name, tensor in head.state_dict().items()}
+    for name, shape in wanted.items():
+        if name not in tensors:
+            raise ReprieveError(f"{what}: model.safetensors lacks {name}")
+        if tensors[name].shape != shape:
+            raise PairError(
+                f"{what}: {name} must have shape {list(shape)} beside this target ({text.num_hidden_layers} layers of "
+                f"{text.hidden_size}), got {list(tensors[name].shape)}"
+            )
+    if tensors["embed_tokens.weight"].shape[0] != vocab_size:
+        raise PairError(
+            f"{what} was made for {tensors['embed_tokens.weight'].shape[0]} tokens, the target has {vocab_size}"
+        )
+    if min(head.layers_read) < 0 or max(head.layers_read) > text.num_hidden_layers:
+        raise PairError(f"{what} reads layers {head.layers_read}, the target has {text.num_hidden_layers}")
+    ids = torch.arange(head.config.draft_vocab_size) + tensors["d2t"]
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise PairError(f"{what}: d2t names tokens {int(ids.min())} to {int(ids.max())}, the target has {vocab_size}")

@@ -1,0 +1,86 @@
+"""The Local Tolerance Score of ARC-Decode (section 3.3): accept where a calibrated bound on the next step is small."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from reprieve.errors import require_range
+from reprieve.rules.learned import HeadRule
+from reprieve.types import Evidence
+
+SMALLEST_PROB = 1e-10  # the paper's epsilon-clamp of probabilities
+BUNDLED_CALIBRATION = "reprieve/arithmetic-lts"
+
+
+def raw_scores(evidence: Evidence, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """What the two bounds are multiples of (Eq. 10 and 13): [...] each, 0 where the token is the target's own choice.
+
+    Args:
+        scale: [D], one over each embedding coordinate's standard deviation: the diagonal of W.
+
+    Returns:
+        The squared whitened distance of the token's embedding to that of the target's most likely token, and the
+        squared difference of their log-probabilities.
+    """
+    assert evidence.token_embeddings is not None and evidence.top_embeddings is not None
+    difference = (evidence.token_embeddings - evidence.top_embeddings).float() * scale
+    floor = math.log(SMALLEST_PROB)
+    margin = evidence.target_log_probs.amax(-1).clamp_min(floor) - evidence.token_log_probs.clamp_min(floor)
+    return difference.square().sum(-1), margin.square()
+
+
+def lts_bound(
+    distance: Tensor,  # [...], from `raw_scores`
+    margin: Tensor,  # [...], from `raw_scores`
+    *,
+    embedding_factor: float | Tensor,  # c'
+    logit_factor: float | Tensor,  # alpha * kappa
+) -> Tensor:  # [...], nats
+    """U, the bound on the Jensen-Shannon divergence of the next step (Eq. 14): the tighter of the two sides."""
+    return torch.minimum(embedding_factor * distance, logit_factor * margin)
+
+
+@dataclass(frozen=True)
+class LtsRule(HeadRule):
+    """Rescue a token when LTS = 1 - U / tau_delta is at least theta (ARC-Decode, Eq. 15).
+
+    U bounds, with the confidence it was calibrated at, how far the target's next-step distribution moves if the token
+    takes the place of the target's most likely one. It is the smaller of two bounds, from the distance of the two
+    tokens' embeddings and from the difference of their log-probabilities.
+
+    Args:
+        path: folder or hub id of a calibration (`reprieve calibrate lts`); the bundled target's by default.
+        theta: smallest accepted score; the paper uses 0.3, 0 accepts up to the tolerance itself, 1 only the target's
+            most likely token, infinity nothing.
+
+    The embedding is the one the target reads, whether it is tied to the output or not: the bound is on how the target
+    goes on after reading the token.
+    """
+
+    name = "lts"
+    dial = "theta"
+    strictest = math.inf
+    head_kind = "lts"
+    made_by = "reprieve calibrate lts"
+    needs = frozenset({"embeddings"})
+
+    path: str = BUNDLED_CALIBRATION
+    theta: float = 0.3
+
+    def __post_init__(self) -> None:
+        require_range("theta", self.theta, -math.inf, math.inf)
+
+    @classmethod
+    def of(cls, calibration: Any, *, theta: float = 0.3) -> Self:
+        """The rule of a calibration in memory."""
+        return cls(path="", theta=theta)._with_head(calibration)
+
+    @property
+    def threshold(self) -> float:
+        """Largest accepted U / tau_delta: 1 - theta."""
+        return 1.0 - self.theta

@@ -1,0 +1,329 @@
+"""An EAGLE-3 head for a target, from the target's own answers (arXiv 2503.01840).
+
+Model and loss are the speculators library's; this file brings what it lacks for one machine without a serving engine:
+the target's states on the fly, the reduced vocabulary, batches, checkpoints. The head learns by training-time test:
+it is unrolled for several steps on its own hidden states, and each step is compared with the target's distribution.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from reprieve.errors import ReprieveError, SpecError, import_extra, require_range
+from reprieve.files import replace_file
+from reprieve.models import Pair
+from reprieve.models.eagle3 import default_layers
+from reprieve.pair.checkpoints import learning_rate_at, load_checkpoint, save_checkpoint
+from reprieve.training.own_text import OwnText
+
+_CHECKPOINT_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class EagleTraining:
+    """Shape of the head and length of its training.
+
+    Args:
+        layers: the target's layers it reads, low to high, as indices into transformers' `hidden_states`; () for the
+            published choice (2, half, all but 3).
+        draft_vocab_size: the target's most frequent tokens, which alone it can draft.
+        intermediate_size: of its one decoder layer; None for the target's own.
+        num_steps: unrolled steps of training-time test, 1 or more; about as deep as it will draft.
+        step_decay: weight of each further step over the one before, (0, 1].
+        num_passes: over the texts.
+        tokens_per_update: most tokens in one update, prompts included.
+    """
+
+    layers: tuple[int, ...] = ()
+    draft_vocab_size: int = 512
+    intermediate_size: int | None = None
+    num_steps: int = 5
+    step_decay: float = 0.9
+    num_passes: int = 4
+    tokens_per_update: int = 1024
+    learning_rate: float = 1e-3
+    warmup_updates: int = 100
+    weight_decay: float = 0.01
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("draft_vocab_size", "num_steps", "num_passes", "tokens_per_update"):
+            if getattr(self, name) < 1:
+                raise SpecError(f"{name} must be 1 or more, got {getattr(self, name)!r}")
+        require_range("step_decay", self.step_decay, 0.0, 1.0, low_open=True)
+        require_range("learning_rate", self.learning_rate, 0.0, 1.0, low_open=True)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The batches of a whole training, fixed by texts and seed, so that a resumed one goes on with the next."""
+
+    settings: EagleTraining
+    texts: Sequence[OwnText]
+
+    @cached_property
+    def batches(self) -> list[list[int]]:
+        rng = random.Random(self.settings.seed)
+        batches = []
+        for _ in range(self.settings.num_passes):
+            order = list(range(len(self.texts)))
+            rng.shuffle(order)
+            batches += self._pack(order)
+        return batches
+
+    def _pack(self, order: list[int]) -> list[list[int]]:
+        batches: list[list[int]] = [[]]
+        room = self.settings.tokens_per_update
+        for index in order:
+            size = len(self.texts[index].prompt_ids) + len(self.texts[index].answer_ids)
+            if batches[-1] and size > room:
+                batches.append([])
+                room = self.settings.tokens_per_update
+            batches[-1].append(index)
+            room -= size
+        return batches
+
+    @property
+    def learning_rate(self) -> float:
+        return self.settings.learning_rate
+
+    @property
+    def warmup_updates(self) -> int:
+        return self.settings.warmup_updates
+
+    @property
+    def num_updates(self) -> int:
+        return len(self.batches)
+
+
+def choose_vocabulary(texts: Sequence[OwnText], *, size: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """The answers' most frequent tokens as the two maps of a reduced vocabulary.
+
+    Returns:
+        t2d [vocab_size], bool: whether a target token can be drafted; d2t [size], int64: what to add to a draft
+        token's number for the target's number. Both as EAGLE-3 checkpoints hold them.
+    """
+    counts = Counter(token for text in texts for token in text.answer_ids)
+    frequent = [token for token, _ in counts.most_common(size)]
+    rare = (token for token in range(vocab_size) if token not in counts)
+    frequent += [token for token, _ in zip(rare, range(size - len(frequent)), strict=False)]
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[frequent] = True
+    return t2d, t2d.nonzero().squeeze(-1) - torch.arange(len(frequent))
+
+
+def train_eagle3(
+    pair: Pair,
+    texts: Sequence[OwnText],
+    folder: Path,
+    *,
+    settings: EagleTraining | None = None,
+    held_out: float = 0.05,
+    progress: Callable[[int, int, str], None] = lambda done, total, text: None,
+) -> dict[str, Any]:
+    """Train a head on the target's own texts, and save it in the speculators format; resumes from its checkpoint.
+
+    Args:
+        folder: gets `checkpoint.safetensors` on the way and the finished head in `head/`.
+        held_out: share of the texts left out and used to measure.
+
+    Returns:
+        What the head reached on the held-out texts: `accuracy`, a share per step, of the tokens it and the target
+        both place first where it did so in all steps before.
+
+    Raises:
+        ReprieveError: no speculators library, no texts, or a checkpoint of another recipe.
+    """
+    settings = settings or EagleTraining()
+    require_range("held_out", held_out, 0.0, 0.9, low_open=True)
+    if len(texts) < 2:
+        raise ReprieveError(f"training needs 2 texts or more, got {len(texts)}")
+    num_held = max(1, round(len(texts) * held_out))
+    training, held = texts[num_held:], texts[:num_held]
+    plan = _Plan(settings, training)
+    trainer = _Trainer(pair, plan, folder)
+    trainer.train(progress)
+    reached = {"accuracy": trainer.accuracy(held), "num_held_out": len(held), "num_texts": len(training)}
+    trainer.save(folder / "head")
+    return {**reached, "settings": asdict(settings), "seconds": round(trainer.seconds)}
+
+
+class _Trainer:
+    def __init__(self, pair: Pair, plan: _Plan, folder: Path) -> None:
+        self.pair = pair
+        self.plan = plan
+        self.settings = plan.settings
+        self.path = folder / "checkpoint.safetensors"
+        config = pair.target.config.get_text_config()
+        self.layers = self.settings.layers or default_layers(config.num_hidden_layers)
+        size = min(self.settings.draft_vocab_size, pair.vocab_size)
+        self.t2d, self.d2t = choose_vocabulary(plan.texts, size=size, vocab_size=pair.vocab_size)
+        self.model: Any = self._build(config)
+        self.optimizer = torch.optim.AdamW(
+            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
+            lr=self.settings.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=self.settings.weight_decay,
+        )
+        self.update, self.seconds = 0, 0.0
+        from speculators.losses.eager import kl_div_loss
+
+        # The library's default loss is a Triton kernel, which needs a GPU.
+        self.losses = {"kl_div": (kl_div_loss, 1.0)}
+
+    def _build(self, config: Any) -> Any:
+        import_extra("speculators", "eagle")
+        from speculators.config import SpeculatorsConfig, VerifierConfig
+        from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+        from speculators.proposals.greedy import GreedyTokenProposalConfig
+        from transformers import LlamaConfig
+
+        heads = config.num_attention_heads
+        layer = LlamaConfig(
+            vocab_size=self.pair.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=self.settings.intermediate_size or config.intermediate_size,
+            num_hidden_layers=1,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(config, "num_key_value_heads", heads),
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            max_position_embeddings=config.max_position_embeddings,
+            rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+            rope_parameters=getattr(config, "rope_parameters", None),
+            tie_word_embeddings=False,
+        )
+        layer._attn_implementation = "eager"
+        with torch.random.fork_rng():
+            torch.manual_seed(self.settings.seed)
+            model: Any = Eagle3DraftModel(
+                Eagle3SpeculatorConfig(
+                    transformer_layer_config=layer,
+                    draft_vocab_size=len(self.d2t),
+                    norm_before_residual=True,
+                    eagle_aux_hidden_state_layer_ids=list(self.layers),
+                    speculators_config=SpeculatorsConfig(
+                        algorithm="eagle3",
+                        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=self.settings.num_steps)],
+                        default_proposal_method="greedy",
+                        verifier=VerifierConfig(
+                            name_or_path=self.pair.target_name,
+                            architectures=list(self.pair.target.config.architectures or []),
+                        ),
+                    ),
+                )
+            )
+        model.load_vocab_mappings(self.t2d, self.d2t)
+        with torch.no_grad():
+            embeddings: Any = self.pair.target.get_input_embeddings()
+            model.embed_tokens.weight.copy_(embeddings.weight)
+            model.lm_head.weight.copy_(self.pair.target.get_output_embeddings().weight[self.t2d])
+        model.lm_head.weight.requires_grad_(True)
+        # The target's own logits are handed in: whatever scales or caps them is then part of what is learned.
+        model.verifier_norm, model.verifier_lm_head = nn.Identity(), nn.Identity()
+        return model.float().to(self.pair.device)
+
+    def train(self, progress: Callable[[int, int, str], None]) -> None:
+        recipe = repr((self.settings, len(self.plan.texts), self.pair.identity.target_weights))
+        restored = load_checkpoint(self.path, self.model, self.optimizer, recipe=recipe)
+        if restored is not None:
+            self.update, self.seconds = restored
+        saved = time.perf_counter()
+        total = self.plan.num_updates
+        while self.update < total:
+            started = time.perf_counter()
+            loss, metrics = self._one_update()
+            self.update += 1
+            now = time.perf_counter()
+            self.seconds += now - started
+            progress(self.update, total, f"loss {loss:.3f}, first token {metrics[0]:.0%}")
+            if now - saved > _CHECKPOINT_SECONDS or self.update == total:
+                save_checkpoint(
+                    self.path, self.model, self.optimizer, recipe=recipe, update=self.update, seconds=self.seconds
+                )
+                saved = now
+
+    def _one_update(self) -> tuple[float, list[float]]:
+        self.model.train()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate_at(self.plan, self.update)
+        batch = self._batch([self.plan.texts[index] for index in self.plan.batches[self.update]])
+        _, loss, metrics = self.model(
+            **batch,
+            ttt_steps=self.settings.num_steps,
+            ttt_step_loss_decay=self.settings.step_decay,
+            loss_config=self.losses,
+        )
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return float(loss.detach()), self._shares([metrics])
+
+    @torch.no_grad()
+    def accuracy(self, texts: Sequence[OwnText]) -> list[float]:
+        self.model.eval()
+        found = []
+        for first in range(0, len(texts), 8):
+            *_, metrics = self.model(
+                **self._batch(texts[first : first + 8]), ttt_steps=self.settings.num_steps, loss_config=self.losses
+            )
+            found.append(metrics)
+        return [round(share, 4) for share in self._shares(found)]
+
+    def _shares(self, metrics: list[dict[str, Tensor]]) -> list[float]:
+        def total(name: str) -> float:
+            return sum(float(found[name]) for found in metrics)
+
+        return [
+            total(f"cond_acc_{step}_sum") / max(1.0, total(f"cond_acc_{step}_total"))
+            for step in range(self.settings.num_steps)
+        ]
+
+    @torch.no_grad()
+    def _batch(self, texts: Sequence[OwnText]) -> dict[str, Tensor]:
+        """One row of several texts, each shifted so that a token meets the states that predicted it."""
+        device = self.pair.device
+        longest = max(len(text.prompt_ids) + len(text.answer_ids) for text in texts)
+        padded = torch.zeros(len(texts), longest, dtype=torch.long, device=device)
+        for row, text in enumerate(texts):
+            ids = text.prompt_ids + text.answer_ids
+            padded[row, : len(ids)] = torch.tensor(ids)
+        output = self.pair.target(input_ids=padded, output_hidden_states=True, use_cache=False)
+        states = torch.cat([output.hidden_states[layer] for layer in self.layers], dim=-1).float()
+        logits = output.logits[..., self.t2d.to(device)].float()
+        parts: dict[str, list[Tensor]] = {}
+        for row, text in enumerate(texts):
+            end = len(text.prompt_ids) + len(text.answer_ids)
+            places = torch.arange(1, end, device=device)
+            piece = {
+                "input_ids": padded[row, 1:end],
+                "hidden_states": states[row, : end - 1],
+                "verifier_last_hidden_states": logits[row, 1:end],
+                "loss_mask": places >= len(text.prompt_ids) - 1,  # predicts an answer's token
+                "document_ids": torch.full_like(places, row),
+                "position_ids": places,
+            }
+            for name, values in piece.items():
+                parts.setdefault(name, []).append(values)
+        return {name: torch.cat(values)[None] for name, values in parts.items()}
+
+    def save(self, folder: Path) -> None:
+        """The finished head, in the speculators format and half precision."""
+        config = json.loads(self.model.config.to_json_string())
+        config.pop("auto_map", None)  # of code files that are not written here
+        state = self.model.state_dict().items()
+        tensors = {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in state}
+        replace_file(folder / "model.safetensors", save({name: t.cpu().contiguous() for name, t in tensors.items()}))
+        replace_file(folder / "config.json", json.dumps(config, indent=2) + "\n")
