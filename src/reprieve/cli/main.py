@@ -23,7 +23,10 @@ VERBS = {
     "monitor": "answer with a rule while a share of requests is checked losslessly, with an alarm",
     "report": "one self-contained page from runs and certificates",
     "mine": "label which mismatches matter: autojudge, pivot",
-    "train": "fit a head to labels: judge, pivot",
+    "train": "fit a head: judge and pivot to labels, eagle to the target's own answers",
+    "calibrate": "measure what a rule needs to know of a target: lts",
+    "audit": "how far accepted tokens moved the target's next step, and whether a bound held",
+    "convert": "a published drafting head into the format used here: eagle3",
     "labels": "look at a label store, or fill one by hand: show, stats, import",
     "rules": "list the rules, their parameters and their sources",
 }

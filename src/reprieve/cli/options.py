@@ -79,6 +79,17 @@ def parse_numbers(text: str, name: str, kind: Callable[[str], Any] = float) -> l
     return numbers
 
 
+def require_problems(limit: int, offset: int) -> None:
+    """Refuse numbers of problems that are none.
+
+    Raises:
+        SpecError: names the option.
+    """
+    for name, value, least in (("--limit", limit, 1), ("--offset", offset, 0)):
+        if value < least:
+            raise SpecError(f"{name} must be {least} or more, got {value}")
+
+
 def sampling_options(
     temperature: float, top_p: float, top_k: int, draft_temperature: float | None = None
 ) -> dict[str, Any]:

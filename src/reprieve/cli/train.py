@@ -1,4 +1,4 @@
-"""`reprieve train judge|pivot`: heads from labels."""
+"""`reprieve train judge|pivot|eagle`: heads from labels, and a drafting head from the target's own answers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from reprieve.cli import options as o
+from reprieve.cli import train_eagle
 from reprieve.errors import import_extra, require_range
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def pivot(
     return _train(fit, recipe, held_out, folds, labels, target, draft, dtype, device, out)
 
 
-COMMANDS: dict[str, Any] = {"judge": judge, "pivot": pivot}
+COMMANDS: dict[str, Any] = {"judge": judge, "pivot": pivot, "eagle": train_eagle.command}
 
 
 def _train(

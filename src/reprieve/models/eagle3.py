@@ -29,7 +29,7 @@ _PARTS: dict[str, tuple[type[PretrainedConfig], Any, Any, Any]] = {
     "llama": (LlamaConfig, LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding),
     "qwen3": (Qwen3Config, Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding),
 }
-_OLD_NAMES = {"midlayer.": "layers.0."}  # SafeAILab's name for the one layer
+OLD_NAMES = {"midlayer.": "layers.0."}  # SafeAILab's name for the one layer
 
 
 def default_layers(num_layers: int) -> tuple[int, int, int]:
@@ -184,7 +184,7 @@ def load_eagle3(source: str | Path, target: Any) -> EagleHead:
         raise ReprieveError(f"{what} cannot be read: {error}") from None
     text = target.config.get_text_config()
     head = EagleHead(config, num_target_layers=text.num_hidden_layers, target_size=text.hidden_size)
-    for old, new in _OLD_NAMES.items():
+    for old, new in OLD_NAMES.items():
         tensors = {name.replace(old, new, 1) if name.startswith(old) else name: t for name, t in tensors.items()}
     embedding = target.get_input_embeddings().weight
     tensors.setdefault("embed_tokens.weight", embedding.detach().cpu())

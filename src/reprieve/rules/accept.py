@@ -6,7 +6,7 @@ Pure tensors and numbers: no model, no cache, no random generator. Draws are arg
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -47,8 +47,9 @@ def accept(
 
     At each place the children are tried in drafting order by the lossless check (when sampling, with the residual
     updated after each refusal: multi-round speculative sampling). Only if it refuses them all is the child of least
-    risk rescued, provided its risk is within the threshold and within the limits. Rules that replace the check take
-    the child of least risk at once.
+    risk rescued, provided its risk is within the threshold and within the limits. Rules that rescue in turn are asked
+    about each child as soon as the check refuses it; rules that replace the check take the child of least risk at
+    once.
 
     Args:
         next_token: gives the fallback or bonus token.
@@ -105,22 +106,28 @@ class _Walk:
         if self.rule.replaces:
             best = self._least_risk(children)
             return best, self._by_flag(best), None
+        in_turn = self.rule.rescues_in_turn
         residual = None
-        if self.flags_decide:
-            accepted = next((node for node in children if self.lossless[node]), None)
-        else:
-            accepted, residual = self._sampled(children)
-        if accepted is not None:
-            # Verified against the rule's own distribution, the flag says whether the target's would have passed it.
-            relaxed = self.relaxed_probs is not None
-            return accepted, self._by_flag(accepted) if relaxed else Provenance.MATCHED, None
-        return self._rescue(children), Provenance.RESCUED, residual
+        for node, passed, residual in self._checked(children):
+            if passed:
+                # Verified against the rule's own distribution, the flag says whether the target's would have passed it.
+                relaxed = self.relaxed_probs is not None
+                return node, self._by_flag(node) if relaxed else Provenance.MATCHED, None
+            if in_turn and self._rescue([node]) is not None:
+                return node, Provenance.RESCUED, None
+        return None if in_turn else self._rescue(children), Provenance.RESCUED, residual
 
     def _by_flag(self, node: int | None) -> Provenance:
         return Provenance.MATCHED if node is not None and self.lossless[node] else Provenance.RESCUED
 
-    def _sampled(self, children: list[int]) -> tuple[int | None, Tensor | None]:
-        """Multi-round speculative sampling over siblings: lossless for draws with or without a distribution."""
+    def _checked(self, children: list[int]) -> Iterator[tuple[int, bool, Tensor | None]]:
+        """Each child in drafting order, whether the lossless check passes it, and what is left to draw from.
+
+        When sampling this is multi-round speculative sampling: lossless for draws with or without a distribution.
+        """
+        if self.flags_decide:
+            yield from ((node, self.lossless[node], None) for node in children)
+            return
         evidence = self.evidence
         assert evidence.uniforms is not None
         probs = (evidence.target_probs if self.relaxed_probs is None else self.relaxed_probs)[children[0]]
@@ -128,10 +135,10 @@ class _Walk:
             token_id = evidence.token_ids[node]
             proposal = None if self.block.deterministic or evidence.draft_probs is None else evidence.draft_probs[node]
             ceiling = 1.0 if proposal is None else float(proposal[token_id])
-            if float(evidence.uniforms[node]) * ceiling < float(probs[token_id]):
-                return node, None
-            probs = residual_probs(probs, proposal, token_id)
-        return None, probs
+            passed = float(evidence.uniforms[node]) * ceiling < float(probs[token_id])
+            if not passed:
+                probs = residual_probs(probs, proposal, token_id)
+            yield node, passed, probs
 
     def _least_risk(self, children: list[int]) -> int | None:
         if self.risks is None:

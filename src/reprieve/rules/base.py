@@ -46,6 +46,7 @@ class Rule(ABC):
     reads_text: ClassVar[bool] = False  # whether `bind` needs a tokenizer that knows the tokens' text
     beyond_truncation: ClassVar[bool] = False  # whether it may accept tokens that top-k or top-p cut off
     reads_block: ClassVar[bool] = False  # whether a token's risk depends on the rest of its block or on the text
+    rescues_in_turn: ClassVar[bool] = False  # whether each sibling of a tree is rescued before the next one is tried
     truncates: ClassVar[bool] = False  # whether it accepts the likeliest tokens, by the target's distribution alone
 
     @property

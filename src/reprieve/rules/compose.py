@@ -61,6 +61,10 @@ class _Wrapper(Rule):
         return any(rule.reads_block for rule in self.parts)
 
     @property
+    def rescues_in_turn(self) -> bool:  # type: ignore[override]
+        return self.parts[0].rescues_in_turn
+
+    @property
     def heads(self) -> tuple[tuple[str, Any], ...]:
         return tuple(head for rule in self.parts for head in rule.heads)
 

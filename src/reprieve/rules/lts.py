@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from reprieve.errors import require_range
+from reprieve.errors import require_choice, require_range
 from reprieve.rules.learned import HeadRule
 from reprieve.types import Evidence
 
@@ -57,6 +57,9 @@ class LtsRule(HeadRule):
         path: folder or hub id of a calibration (`reprieve calibrate lts`); the bundled target's by default.
         theta: smallest accepted score; the paper uses 0.3, 0 accepts up to the tolerance itself, 1 only the target's
             most likely token, infinity nothing.
+        siblings: in a tree, `in_turn` accepts the first child, in drafting order, that the lossless check or the score
+            passes (the paper); `last` asks the score only once the check has refused all children, which keeps closer
+            to the target. On chains both are one.
 
     The embedding is the one the target reads, whether it is tied to the output or not: the bound is on how the target
     goes on after reading the token.
@@ -71,9 +74,15 @@ class LtsRule(HeadRule):
 
     path: str = BUNDLED_CALIBRATION
     theta: float = 0.3
+    siblings: str = "in_turn"
 
     def __post_init__(self) -> None:
         require_range("theta", self.theta, -math.inf, math.inf)
+        require_choice("siblings", self.siblings, ("in_turn", "last"))
+
+    @property
+    def rescues_in_turn(self) -> bool:  # type: ignore[override]
+        return self.siblings == "in_turn"
 
     @classmethod
     def of(cls, calibration: Any, *, theta: float = 0.3) -> Self:

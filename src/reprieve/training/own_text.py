@@ -11,6 +11,7 @@ from typing import IO
 
 from reprieve.errors import ReprieveError
 from reprieve.files import whole_lines
+from reprieve.heads.binding import digest
 from reprieve.models import Pair
 from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest, inverse_cdf_draw
 from reprieve.models.cached_model import eos_token_ids
@@ -26,30 +27,35 @@ class OwnText:
     answer_ids: list[int]
 
 
+def own_text_path(folder: Path, pair: Pair, task: str, split: str, params: SamplingParams, *, mixed: bool) -> Path:
+    """Where the answers of one target, task and way of decoding go: others get another name."""
+    made_with = repr((pair.identity.target_weights, task, split, params, mixed))
+    return folder / f"own-text-{digest(made_with.encode())}.jsonl"
+
+
 def write_own_texts(
     path: Path,
     pair: Pair,
     problems: Sequence[TaskProblem],
     *,
-    max_new_tokens: int,
-    seed: int = 0,
-    num_rows: int = 32,
+    params: SamplingParams,
+    mixed: bool = False,
+    num_rows: int = 96,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[OwnText]:
     """Answer every problem not yet in the file, a line each as it is done, and return all the texts.
 
-    Every second answer is greedy, the others are sampled at temperature 1 by draws keyed by seed and problem: a
-    drafter meets both kinds of text.
+    Args:
+        params: how to answer; draws are keyed by its seed and the problem.
+        mixed: answer every second problem greedily all the same, so that a drafter meets both kinds of text.
 
     Raises:
-        ReprieveError: a file that holds something else, or answers of other problems.
+        ReprieveError: a file that holds something else.
     """
     texts = _read(path)
-    if unknown := texts.keys() - {problem.problem_id for problem in problems}:
-        raise ReprieveError(f"{path} holds answers to other problems, such as {min(unknown)!r}; name another folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        _answer(file, texts, pair, problems, max_new_tokens, seed, num_rows, progress)
+        _answer(file, texts, pair, problems, params, mixed, num_rows, progress)
     return [texts[problem.problem_id] for problem in problems]
 
 
@@ -58,15 +64,15 @@ def _answer(
     texts: dict[str, OwnText],
     pair: Pair,
     problems: Sequence[TaskProblem],
-    max_new_tokens: int,
-    seed: int,
+    params: SamplingParams,
+    mixed: bool,
     num_rows: int,
     progress: Callable[[int, int], None],
 ) -> None:
     decoder = BatchDecoder(
         pair.target,
         num_rows=num_rows,
-        params=SamplingParams(temperature=1.0),
+        params=params,
         eos_ids=eos_token_ids(pair.target, pair.tokenizer),
     )
 
@@ -76,21 +82,23 @@ def _answer(
             line = {"problem_id": problem.problem_id, "prompt_ids": prompt_ids, "answer_ids": token_ids}
             file.write(json.dumps(line) + "\n")
             file.flush()
-            progress(len(texts), len(problems))
+            left.discard(problem.problem_id)
+            progress(len(problems) - len(left), len(problems))
 
         return done
 
+    left = {problem.problem_id for problem in problems} - texts.keys()
     for index, problem in enumerate(problems):
-        if problem.problem_id in texts:
+        if problem.problem_id not in left:
             continue
         prompt_ids = pair.tokenizer.encode(problem.prompt)
-        uniforms = random.Random(f"{seed} {problem.problem_id}").random
+        uniforms = random.Random(f"{params.seed} {problem.problem_id}").random
         decoder.submit(
             TextRequest(
                 session=Session(),
                 prefix_ids=prompt_ids,
-                max_new_tokens=max_new_tokens,
-                draw=inverse_cdf_draw(uniforms) if index % 2 else None,
+                max_new_tokens=params.max_new_tokens,
+                draw=None if params.greedy or (mixed and index % 2 == 0) else inverse_cdf_draw(uniforms),
                 on_done=take(problem, prompt_ids),
                 response_start=len(prompt_ids),
             )

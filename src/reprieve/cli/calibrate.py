@@ -1,0 +1,88 @@
+"""`reprieve calibrate lts`: what ARC-Decode's acceptance rule measures once per target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from reprieve.cli import options as o
+
+
+def lts(
+    target: o.Target = o.BUNDLED,
+    task: o.TaskName = "arithmetic",
+    split: Annotated[str, typer.Option(help="Split the prompts come from.")] = "validation",
+    limit: Annotated[int, typer.Option(help="Number of prompts; the paper uses 200.")] = 200,
+    offset: o.Offset = 0,
+    delta: Annotated[float, typer.Option(help="Share of positions the bound may miss.")] = 0.05,
+    active: Annotated[int, typer.Option(help="Size of the active vocabulary: the paper's top-K.")] = 10,
+    safety: Annotated[float, typer.Option(help="alpha, the factor on the log-probability side; 1 or more.")] = 1.0,
+    bucket_by: Annotated[str, typer.Option(help="none, entropy, distance or margin.")] = "none",
+    buckets: Annotated[int, typer.Option(help="Number of equally filled buckets.")] = 4,
+    confidence: Annotated[
+        float | None, typer.Option(help="Correct the quantiles for the sample's size, at this confidence.")
+    ] = None,
+    temperature: o.Temperature = 1.0,
+    top_p: o.TopP = 1.0,
+    top_k: o.TopK = 0,
+    seed: o.Seed = 0,
+    dtype: o.Dtype = "auto",
+    device: o.Device = None,
+    out: Annotated[Path, typer.Option(help="Folder for the constants.")] = Path("heads/lts"),
+) -> int:
+    """Measure the bound's constants on the target's own answers (Algorithm 1)."""
+    from reprieve.calibration.lts import LtsRecipe, bounds_of, collect_swaps, fit
+    from reprieve.heads.artefact import claim_folder
+    from reprieve.models.sampling import SamplingParams
+    from reprieve.training.own_text import own_text_path, write_own_texts
+
+    recipe = LtsRecipe(
+        delta=delta,
+        top_k=active,
+        safety=safety,
+        bucket_by=bucket_by,
+        num_buckets=buckets,
+        confidence=confidence,
+        seed=seed,
+    )
+    o.require_problems(limit, offset)
+    SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
+    pair, loaded = o.load_pair_and_task(target, None, dtype, device, task)
+    claim_folder(out)
+    params = SamplingParams(
+        max_new_tokens=loaded.max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
+    )
+    problems = loaded.problems(split, limit, offset=offset)
+    path = own_text_path(out, pair, task, split, params, mixed=False)
+    with o.progress_bar("answers") as bar:
+        texts = write_own_texts(path, pair, problems, params=params, progress=o.reporter(bar))
+    with o.progress_bar("next steps") as bar:
+        scale, swaps = collect_swaps(
+            pair,
+            [(text.prompt_ids, text.answer_ids) for text in texts],
+            recipe,
+            params,
+            progress=o.reporter(bar, "answers"),
+        )
+    calibration = fit(
+        pair, task, scale, swaps, recipe, split=split, limit=limit, offset=offset, temperature=temperature
+    )
+    calibration.save_pretrained(out)
+    bound, tolerance = bounds_of(calibration, swaps)
+    show = o.console().print
+    for bucket, (factor, logit_factor, limit_) in enumerate(
+        zip(calibration.embedding_factors, calibration.logit_factors, calibration.tolerances, strict=True)
+    ):
+        name = f"bucket {bucket}: " if bucket_by != "none" else ""
+        show(f"{name}c' {factor:.4g}, alpha kappa {logit_factor:.4g}, tau_delta {limit_:.4g} nats", markup=False)
+    show(
+        f"{swaps.num} positions of {len(texts)} answers; the bound covers {(swaps.divergence <= bound).mean():.1%} of "
+        f"them, the tolerance {(swaps.divergence <= tolerance).mean():.1%}"
+    )
+    show(f"calibration: {out}   use it: reprieve bench --arm lts:path={out}", soft_wrap=True, markup=False)
+    return 0
+
+
+COMMANDS: dict[str, Any] = {"lts": lts}
