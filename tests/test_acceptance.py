@@ -9,17 +9,22 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from reprieve.drafters import DraftModelDrafter
+from reprieve.drafters import DraftModelDrafter, EagleDrafter, TreeShape
+from reprieve.drafters.pruning import Pruning
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.models import CachedModel
-from reprieve.rules import RiskBudget, accept, parse_rule
+from reprieve.rules import RiskBudget, TopKRule, accept, parse_rule
 from reprieve.rules.lossless import block_verification, greedy_accepts
 from reprieve.types import ROOT, Block, Evidence, Provenance
 
-from .tiny import NumberTokenizer, ScriptedDrafter, perturbed, tiny_model
+from .tiny import NumberTokenizer, ScriptedDrafter, perturbed, random_eagle, tiny_model
 
 M, R = Provenance.MATCHED, Provenance.RESCUED
 CPU = torch.device("cpu")
+
+
+class InTurn(TopKRule):
+    rescues_in_turn = True
 
 
 def walk(spec, probs, tokens, parents=None, **keywords):
@@ -34,7 +39,7 @@ def walk(spec, probs, tokens, parents=None, **keywords):
         lossless_accepts=greedy_accepts(judged, block.token_ids),
         parents=block.parents,
     )
-    rule = parse_rule(spec)
+    rule = parse_rule(spec) if isinstance(spec, str) else spec
     budget = keywords.pop("budget", RiskBudget.of(rule))
 
     def next_token(row, residual):
@@ -71,6 +76,16 @@ def test_a_tree_prefers_a_match_to_a_rescue_and_the_least_risk_among_rescues():
     assert walk("lossless", rows, tokens, parents).path == [1]
     rescued = walk("top_k:k=2", [[0.3, 0.1, 0.6], *rows[1:]], tokens, parents)
     assert rescued.path == [1, 2], "no root matches: the root of rank 2 is rescued, then its child of rank 2"
+
+
+def test_a_rule_that_rescues_in_turn_asks_about_each_child_before_the_next_is_checked():
+    tokens, parents = [1, 0], (ROOT, ROOT)
+    rows = [[0.6, 0.3, 0.1]] * 3
+    for in_turn, path, kind in ((False, [1], M), (True, [0], R)):
+        rule = InTurn(k=2) if in_turn else parse_rule("top_k:k=2")
+        outcome = walk(rule, rows, tokens, parents)
+        assert (outcome.path, outcome.provenance) == (path, [kind])
+    assert walk(InTurn(k=1), rows, tokens, parents).path == [1], "refused by the rule too: the next child is checked"
 
 
 def test_limits_a_block_and_an_answer():
@@ -160,7 +175,17 @@ def tree_of_samples(draft, iid):
     return drafter
 
 
-@pytest.mark.parametrize("drafting", ["chain", "greedy chain", "block", "exact", "tree, iid", "tree, best"])
+def eagle_drafter(target, *, prune=False):
+    """Dynamic trees of an untrained EAGLE-3 head over three of the four tokens."""
+    pruning = Pruning(epsilon=0.3) if prune else None
+    head = random_eagle(target, draft_vocab_size=3)
+    return EagleDrafter(head, vocab_size=4, shape=TreeShape(depth=2, top_k=2, total_tokens=5), pruning=pruning)
+
+
+@pytest.mark.parametrize(
+    "drafting",
+    ["chain", "greedy chain", "block", "exact", "tree, iid", "tree, best", "eagle3", "eagle3, pruned"],
+)
 def test_sampled_lossless_leaves_the_targets_distribution(drafting):
     """Chi-square over all texts of three tokens of a vocabulary of four; seeded, so it cannot flicker."""
     size, length, num_answers = 4, 3, 3000
@@ -170,13 +195,15 @@ def test_sampled_lossless_leaves_the_targets_distribution(drafting):
     params = SamplingParams(max_new_tokens=length, temperature=1.3, top_k=3, top_p=0.97)
     if drafting == "greedy chain":
         params = SamplingParams(max_new_tokens=length, temperature=1.3, top_k=3, top_p=0.97, draft_temperature=0.0)
-    drafter = (
-        tree_of_samples(draft, iid="iid" in drafting)
-        if "tree" in drafting
-        else DraftModelDrafter(CachedModel(draft), CPU)
-    )
+    if drafting.startswith("eagle3"):
+        drafter = eagle_drafter(target, prune="pruned" in drafting)
+    elif "tree" in drafting:
+        drafter = tree_of_samples(draft, iid="iid" in drafting)
+    else:
+        drafter = DraftModelDrafter(CachedModel(draft), CPU)
     rule = parse_rule(f"lossless:verification={drafting}" if drafting in ("block", "exact") else "lossless")
-    decoder = SpeculativeDecoder(CachedModel(target), drafter, NumberTokenizer(size), rule=rule, num_draft_tokens=3)
+    cached = CachedModel(target, hidden_layers=drafter.target_layers)
+    decoder = SpeculativeDecoder(cached, drafter, NumberTokenizer(size), rule=rule, num_draft_tokens=3)
     num_rescued = 0
 
     def decode(seed):

@@ -119,7 +119,7 @@ def test_ctrl_c_keeps_what_is_done_and_exits_130(tmp_path):
             "task must be one of arithmetic, gsm8k, prompts, humaneval, livecodebench, got 'gsm9k'",
         ),
         (["bench", "--split", "dev"], 2, "split must be one of train, validation, test, got 'dev'"),
-        (["bench", "--drafter", "oracle"], 2, "drafter must be one of draft, ngram, got 'oracle'"),
+        (["bench", "--drafter", "oracle"], 2, "drafter must be one of draft, ngram, eagle3, got 'oracle'"),
         (["bench", "--temperature", "-1"], 2, "temperature must be in [0, inf], got -1.0"),
         (["bench", "--num-draft-tokens", "0"], 2, "num_draft_tokens must be in [1, 512], got 0"),
         (["sweep", "--rule", "margin", "--thresholds", "a,b"], 2, "--thresholds must be numbers"),

@@ -47,6 +47,7 @@ LADDERS = [
     ],
     ("judge:path=j", [0.0, 0.01, 0.3, 0.6, 1.0]),
     ("pivot:path=p", [0.0, 0.2, 0.5, 1.0]),
+    ("lts:path=l", [math.inf, 1.0, 0.9, 0.3, 0.0, -5.0]),
     ("top_k&floor:min_prob=0.02", [1, 2, 6, 12]),
     ("margin:start=1 2,end=3", [0.0, 1.0, 9.0]),
 ]
@@ -59,6 +60,7 @@ def evidence(*, greedy: bool, size: int = 200, seed: int = 0) -> Evidence:
     draft = target + 1.5 * torch.randn(size, VOCAB_SIZE, generator=generator)
     token_ids = torch.multinomial(draft.softmax(-1), 1, generator=generator).squeeze(-1)
     uniforms = torch.rand(size, generator=generator)
+    embeddings = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=torch.Generator().manual_seed(seed + 1))
     if greedy:
         lossless = greedy_accepts(target, token_ids)
     else:
@@ -74,6 +76,8 @@ def evidence(*, greedy: bool, size: int = 200, seed: int = 0) -> Evidence:
         parents=range(-1, size - 1),
         context_ids=torch.tensor([1, 2]),
         node_hidden={-1: torch.randn(size, HIDDEN_SIZE, generator=generator)},
+        token_embeddings=embeddings[token_ids],
+        top_embeddings=embeddings[target.argmax(-1)],
     )
 
 

@@ -21,7 +21,9 @@ from reprieve.heads.base import Head
 from reprieve.heads.binding import PairIdentity
 from reprieve.heads.features import JUDGE_TARGET, PIVOT
 from reprieve.heads.judge import JudgeHead
+from reprieve.heads.lts import LtsCalibration
 from reprieve.heads.pivot import PivotHead
+from reprieve.models.eagle3 import EagleConfig, EagleHead
 from reprieve.models.sampling import Sampler
 from reprieve.types import Block, Outcome, Prefill, Verification
 
@@ -121,8 +123,13 @@ class ScriptedDrafter:
 IDENTITY = PairIdentity("tiny/target", "tiny/draft", "t0", "d0", "tok0")
 
 
-def random_head(kind: str = "judge", path: str = "", *, size: int = 6, seed: int = 0, pair=IDENTITY) -> Head:
-    """A judge or pivot head with random weights for hidden states of a size."""
+def random_head(
+    kind: str = "judge", path: str = "", *, size: int = 6, seed: int = 0, pair=IDENTITY
+) -> Head | LtsCalibration:
+    """A judge or pivot head with random weights for hidden states of a size, or an lts calibration for embeddings."""
+    if kind == "lts":
+        one = torch.ones(1)
+        return LtsCalibration(torch.ones(size), one, one, 4 * one, torch.empty(0), pair, "arithmetic", 0.05)
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
@@ -135,3 +142,23 @@ def random_head(kind: str = "judge", path: str = "", *, size: int = 6, seed: int
     tensors |= {f"{name}.bias": draw(shape[0]) for name, shape in sizes.items()}
     tensors |= {"mean": torch.zeros(size + 2), "scale": torch.ones(size + 2)}
     return PivotHead(tensors, PIVOT, pair, "arithmetic", 0.5)
+
+
+def random_eagle(target: PreTrainedModel, *, draft_vocab_size: int | None = None, seed: int = 0, **flags) -> EagleHead:
+    """An untrained EAGLE-3 head for a tiny target, drafting from its first tokens."""
+    text = target.config
+    layer = LlamaConfig(
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=320,
+    )
+    config = EagleConfig(layer, (0, 1, 2), draft_vocab_size or text.vocab_size, **flags)
+    torch.manual_seed(seed)
+    head = EagleHead(config, num_target_layers=2, target_size=text.hidden_size).eval()
+    with torch.no_grad():
+        head.lm_head.weight.copy_(target.get_output_embeddings().weight[: len(head.d2t)])
+    return head

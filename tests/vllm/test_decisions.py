@@ -1,5 +1,6 @@
 """On recorded blocks, vLLM's own sampler behind the plugin decides as the local engine did, position by position."""
 
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from vllm.v1.sample import rejection_sampler as module
 
 import reprieve.engine.decoder as engine
 from reprieve.engine import SamplingParams, SpeculativeDecoder
+from reprieve.models import load_pair
 from reprieve.serving.leniency import Policy
 from reprieve.serving.vllm_plugin.rounds import WorkerRules
 from reprieve.serving.vllm_plugin.vllm_0_32 import sampler
@@ -20,6 +22,7 @@ NUM_ROUNDS = 6
 RULES = [
     "judge:path=reprieve/arithmetic-judge,threshold=0.15",
     "pivot:path=reprieve/arithmetic-pivot,threshold=0.6",
+    "lts:theta=0.5",
     "margin:delta=3",
     "top_k:k=6",
     "typical:epsilon=0.02",
@@ -99,6 +102,11 @@ def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypa
     assert rescued > 0 and decided > 100
 
 
+@cache
+def embedding():
+    return load_pair().target.get_input_embeddings()
+
+
 def verify(rules, batch, temperature, monkeypatch):
     """One round of several requests through vLLM's rejection sampler."""
     greedy = temperature == 0
@@ -123,6 +131,7 @@ def verify(rules, batch, temperature, monkeypatch):
         ),
         requests={name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=None)) for name in batch},
         drafter=SimpleNamespace(_enable_probabilistic_draft_probs=True),
+        get_model=lambda: SimpleNamespace(embed_input_ids=embedding()),
     )
     for place, name in enumerate(batch):
         rules.note_drafts([name], None if probs is None else probs[place].unsqueeze(0))

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head in the speculators format, tiny and untrained: its drafts go through the rules like any others."""
+"""EAGLE-3 heads in the speculators format: one untrained, whose drafts go through the rules, and the bundled one."""
 
 import json
 
@@ -8,7 +8,13 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 from vllm import SamplingParams
 
+from reprieve.engine import SamplingParams as LocalParams
+from reprieve.engine import SpeculativeDecoder
+from reprieve.evaluation.arms import make_drafter
+from reprieve.heads.artefact import find_artefact
+from reprieve.models import load_pair
 from reprieve.models.loading import bundled_folder
+from reprieve.rules import parse_rule
 from tests.vllm.conftest import make_llm, rules_of, use_rule
 
 K = 4
@@ -82,3 +88,25 @@ def test_strict_rules_leave_the_targets_answers(llm, problems):
         use_rule(llm, spec)
         assert [output.outputs[0].token_ids for output in generate(llm, problems)] == plain
     assert rules_of(llm).failures == 0
+
+
+def test_the_bundled_head_is_accepted_as_often_as_by_the_local_engine(problems):
+    """Chains of six tokens: vLLM's own drafting from the shipped file, and ours, round by round."""
+    depth = 6
+    folder = find_artefact("reprieve/arithmetic-eagle3")
+    served = make_llm("lossless", method="eagle3", model=str(folder), num_speculative_tokens=depth)
+    prompts = [problem.prompt for problem in problems[:8]]
+    outputs = served.generate(prompts, SamplingParams(temperature=0, max_tokens=200), use_tqdm=False)
+    pair = load_pair(dtype="float32")
+    drafter = make_drafter(f"eagle3:top_k=1,depth={depth}", pair, parse_rule("lossless"))
+    decoder = SpeculativeDecoder(pair.cached_target(drafter.target_layers), drafter, pair.tokenizer)
+    theirs = ours = 0.0
+    for output in outputs:
+        ids = list(output.outputs[0].token_ids)
+        made = decoder.generate([*output.prompt_token_ids, ids[0]], LocalParams(max_new_tokens=199))
+        assert made.token_ids == ids[1:]
+        summary = output.outputs[0].spec_decode_metrics.to_dict()
+        theirs += summary["mean_acceptance_length"] / len(outputs)
+        ours += made.tokens_per_round / len(outputs)
+    print(f"mean acceptance length: vLLM {theirs:.3f}, ours {ours:.3f}")
+    assert theirs == pytest.approx(ours, rel=0.03) and ours > 3.5

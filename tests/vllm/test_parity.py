@@ -26,6 +26,7 @@ RULES = [
     "judge:path=reprieve/arithmetic-judge,threshold=0.1",
     "pivot:path=reprieve/arithmetic-pivot,threshold=0.5",
     "judge:path=reprieve/arithmetic-judge,threshold=0.2&floor:min_prob=0.02",
+    "lts:theta=0.9",
     'top_k:k=8,start=".",end=","',
 ]
 

@@ -176,6 +176,8 @@ class EagleDrafter:
             num_pruned = len(chosen) - len(kept)
             parents = _renumbered(parents, kept)
             chosen = [chosen[node] for node in kept]
+        if not chosen:
+            return Block(torch.empty(0, dtype=torch.long, device=self.device), (), num_pruned=num_pruned)
         logits = torch.full((len(chosen), self.vocab_size), -math.inf, device=self.device)
         logits[:, self._target_ids] = torch.stack([tree.logits[tree.rows[node]] for node in chosen])
         return Block(

@@ -62,6 +62,11 @@ class Head:
         """F, the length of what it reads."""
         raise NotImplementedError
 
+    def features_of(self, hidden_size: int) -> int:
+        """How many features a target of this hidden size gives it."""
+        recipe = self.recipe
+        return hidden_size * len(recipe.layers) * recipe.reads_target + recipe.num_scalars
+
     def probability(self, features: Tensor) -> Tensor:
         """P(important) for features [..., F]: [...]."""
         raise NotImplementedError

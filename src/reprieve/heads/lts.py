@@ -63,6 +63,15 @@ class LtsCalibration:
         if not bool(self.scale.isfinite().all()):
             raise SpecError("scale must be finite")
 
+    @property
+    def num_features(self) -> int:
+        """D, the size of the embeddings it reads."""
+        return len(self.scale)
+
+    def features_of(self, hidden_size: int) -> int:
+        """How large the embeddings of a target of this hidden size are."""
+        return hidden_size
+
     def bound(self, evidence: Evidence) -> tuple[Tensor, Tensor]:
         """U and tau_delta of each drafted token, nats: [...] each.
 

@@ -28,8 +28,8 @@ def convert_safeailab(
     """Write a SafeAILab checkpoint in the speculators format.
 
     Args:
-        folder: holds `config.json` and `model.safetensors`. Their repositories hold `pytorch_model.bin`, which is a
-            pickle; turn that into safetensors first, where you trust it.
+        folder: holds `config.json` and `model.safetensors`. Their repositories hold `pytorch_model.bin`, which runs
+            code when it is read; turn that into safetensors first, where you trust it.
         target_name: the model it drafts for.
         layers: target layers it reads, where they are not the published choice.
         norm_before_residual: as the head was trained; SafeAILab's are trained without.
@@ -38,7 +38,7 @@ def convert_safeailab(
         ReprieveError: not such a checkpoint, or a folder that holds something else.
     """
     if not (folder / "model.safetensors").is_file():
-        told = "only a pickle (pytorch_model.bin), which is never read here: convert it to safetensors first"
+        told = "only pytorch_model.bin, which can run code and is never read here: convert it to safetensors first"
         found = told if (folder / "pytorch_model.bin").is_file() else "none"
         raise ReprieveError(f"{str(folder)!r} must hold model.safetensors, got {found}")
     if out.resolve() == folder.resolve():

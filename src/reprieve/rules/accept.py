@@ -108,7 +108,8 @@ class _Walk:
             return best, self._by_flag(best), None
         in_turn = self.rule.rescues_in_turn
         residual = None
-        for node, passed, residual in self._checked(children):
+        for node, passed, left in self._checked(children):
+            residual = left
             if passed:
                 # Verified against the rule's own distribution, the flag says whether the target's would have passed it.
                 relaxed = self.relaxed_probs is not None

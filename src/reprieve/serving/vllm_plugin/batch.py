@@ -62,6 +62,8 @@ class Batch:
     node_logits: Tensor | None = None  # [N, V]
     node_hidden: HiddenStates | None = None  # [N, D] a layer
     parent_hidden: HiddenStates | None = None  # [N, D] a layer
+    token_embeddings: Tensor | None = None  # [N, D], the target's
+    top_embeddings: Tensor | None = None  # [N, D], of the target's most likely token
 
     def evidence(self, index: Index, *, greedy: bool, context_ids: Tensor | None = None) -> Evidence:
         """What a rule may see of some requests that all sample, or all do not."""
@@ -87,6 +89,8 @@ class Batch:
             node_logits=_rows(self.node_logits, index),
             node_hidden=select_rows(self.node_hidden, index),
             parent_hidden=select_rows(self.parent_hidden, index),
+            token_embeddings=_rows(self.token_embeddings, index),
+            top_embeddings=_rows(self.top_embeddings, index),
             parents=None if context_ids is None else range(-1, len(token_ids) - 1),
             context_ids=context_ids,
         )

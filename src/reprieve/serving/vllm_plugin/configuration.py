@@ -113,8 +113,7 @@ class Setup:
         for name, head in rule.heads:
             if isinstance(head, FoldedHead):
                 raise SpecError(f"head {name!r} is out-of-fold: serve one head, not its folds")
-            recipe = head.recipe
-            wanted = self.hidden_size * len(recipe.layers) * recipe.reads_target + recipe.num_scalars
+            wanted = head.features_of(self.hidden_size)
             if head.num_features != wanted:
                 raise SpecError(
                     f"head {name!r} reads {head.num_features} features, this target gives {wanted}: it was made for "

@@ -151,7 +151,13 @@ class RunnerHooks:
             node_logits=state.logits[judging + 1].float() if "node_logits" in needs else None,
             node_hidden={-1: hidden[judging + 1]} if "node_hidden" in needs else None,
             parent_hidden={-1: hidden[judging]} if "parent_hidden" in needs else None,
+            **(self._embeddings(token_ids.clamp_min(0), target_logits) if "embeddings" in needs else {}),
         )
+
+    def _embeddings(self, token_ids: Tensor, target_logits: Tensor) -> dict[str, Tensor]:
+        """What the target reads for each drafted token, and for its own most likely one; every rank takes part."""
+        embed = self.runner.get_model().embed_input_ids
+        return {"token_embeddings": embed(token_ids), "top_embeddings": embed(target_logits.argmax(-1))}
 
     def _draft_scores(self, requests: list[RoundRequest], target_logits: Tensor, meta: Any) -> Tensor:
         """The draft's distributions under the request's own temperature, top-k and top-p, as the target's are."""

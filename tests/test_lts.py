@@ -1,0 +1,308 @@
+"""ARC-Decode's acceptance rule: the bound by hand, its calibration, buckets, corrections, and the audit."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binom
+
+from reprieve.calibration.lts import (
+    LtsRecipe,
+    Swaps,
+    bounds_of,
+    collect_swaps,
+    draw_candidates,
+    fit,
+    measure_swaps,
+    next_step_divergence,
+    upper_quantile,
+    whitening,
+)
+from reprieve.drafters import DraftModelDrafter
+from reprieve.engine import SamplingParams, SpeculativeDecoder
+from reprieve.errors import PairError, ReprieveError, SpecError
+from reprieve.evaluation.auditing import audit
+from reprieve.heads.loading import attach_heads, require_heads_fit
+from reprieve.heads.lts import LtsCalibration
+from reprieve.models import CachedModel, Pair, load_pair
+from reprieve.models.sampling import Sampler
+from reprieve.rules import LtsRule, accepts, parse_rule
+from reprieve.rules.lts import lts_bound, raw_scores
+from reprieve.tasks import load_task
+from reprieve.types import Evidence
+
+from .tiny import IDENTITY, NumberTokenizer, perturbed, random_eagle, tiny_model
+
+CPU = torch.device("cpu")
+PROMPT = [3, 1, 4, 1, 5]
+
+
+def calibration(**changes):
+    values = dict(
+        scale=torch.tensor([1.0, 0.5]),
+        embedding_factors=torch.tensor([0.1]),
+        logit_factors=torch.tensor([0.2]),
+        tolerances=torch.tensor([0.5]),
+        edges=torch.empty(0),
+        pair=IDENTITY,
+        task="arithmetic",
+        delta=0.05,
+    )
+    return LtsCalibration(**{**values, **changes})
+
+
+def evidence(probs, token_ids, embeddings):
+    """Rows of probabilities [n, V], a token for each, and the embedding of every token [V, D]."""
+    logits, ids, table = torch.tensor(probs).log(), torch.tensor(token_ids), torch.tensor(embeddings)
+    return Evidence(
+        token_ids=ids,
+        target_logits=logits,
+        greedy=False,
+        lossless_accepts=torch.zeros(len(ids), dtype=torch.bool),
+        target_scores=logits,
+        token_embeddings=table[ids],
+        top_embeddings=table[logits.argmax(-1)],
+    )
+
+
+TABLE = [[0.0, 0.0], [2.0, 0.0], [0.0, 4.0]]
+PROBS = [[0.6, 0.3, 0.1]] * 3
+
+
+def test_the_bound_by_hand():
+    seen = evidence(PROBS, [0, 1, 2], TABLE)
+    distance, margin = raw_scores(seen, torch.tensor([1.0, 0.5]))
+    assert distance.tolist() == pytest.approx([0.0, 4.0, 4.0]), "the second coordinate is halved, then squared"
+    assert margin.tolist() == pytest.approx([0.0, math.log(2) ** 2, math.log(6) ** 2], rel=1e-5)
+    bound = lts_bound(distance, margin, embedding_factor=0.1, logit_factor=0.2)
+    assert bound.tolist() == pytest.approx([0.0, 0.2 * math.log(2) ** 2, 0.4], rel=1e-5), "the tighter side"
+    rule = LtsRule.of(calibration(), theta=0.3)
+    assert rule.risk(seen).tolist() == pytest.approx([0.0, 0.4 * math.log(2) ** 2, 0.8], rel=1e-5)
+    assert accepts(rule, seen).tolist() == [True, True, False], "LTS 1, 0.81 and 0.2 against theta 0.3"
+    for theta, passed in {0.0: [True] * 3, 0.9: [True, False, False], 1.0: [True, False, False]}.items():
+        assert accepts(rule.with_dial(theta), seen).tolist() == passed
+    assert not accepts(rule.with_dial(math.inf), seen).any()
+
+
+def test_probabilities_are_clamped_and_cut_off_tokens_stay_out():
+    seen = evidence([[1.0, 0.0, 0.0]], [1], TABLE)
+    assert raw_scores(seen, torch.ones(2))[1].item() == pytest.approx(math.log(1e-10) ** 2, rel=1e-5)
+    assert not accepts(LtsRule.of(calibration(), theta=-1e9), seen).any(), "the target cannot draw it at all"
+
+
+def test_each_bucket_has_constants_of_its_own():
+    seen = evidence([[0.6, 0.3, 0.1], [0.6, 0.3, 0.1]], [1, 2], TABLE)
+    cut = (math.log(2) ** 2 + math.log(6) ** 2) / 2
+    made = calibration(
+        embedding_factors=torch.tensor([0.1, 1.0]),
+        logit_factors=torch.tensor([0.2, 2.0]),
+        tolerances=torch.tensor([0.5, 5.0]),
+        edges=torch.tensor([cut]),
+        bucket_by="margin",
+    )
+    bound, tolerance = made.bound(seen)
+    assert tolerance.tolist() == [0.5, 5.0]
+    assert bound.tolist() == pytest.approx([0.2 * math.log(2) ** 2, 4.0], rel=1e-5)
+
+
+def test_a_calibration_is_saved_bound_to_its_target(tmp_path):
+    made = calibration(settings={"top_k": 10})
+    made.save_pretrained(tmp_path / "c")
+    again = LtsCalibration.from_pretrained(tmp_path / "c")
+    assert again.fingerprint == made.fingerprint and again.settings == {"top_k": 10} and again.pair == IDENTITY
+    rule = attach_heads(parse_rule(f"lts:path={tmp_path / 'c'},theta=0.7"))
+    assert rule.threshold == pytest.approx(0.3) and parse_rule(rule.spec) == rule
+    require_heads_fit(rule, dataclasses.replace(IDENTITY, draft_weights="other"), "arithmetic")
+    with pytest.raises(PairError, match="was made for target 'tiny/target'"):
+        require_heads_fit(rule, dataclasses.replace(IDENTITY, target_weights="other"), "arithmetic")
+    config = json.loads((tmp_path / "c" / "config.json").read_text())
+    (tmp_path / "c" / "config.json").write_text(json.dumps({**config, "delta": 0.5}))
+    with pytest.raises(ReprieveError, match="not as they were saved together"):
+        LtsCalibration.from_pretrained(tmp_path / "c")
+    with pytest.raises(SpecError, match="tolerances must be 1 positive numbers"):
+        calibration(tolerances=torch.tensor([0.0]))
+    with pytest.raises(SpecError, match="siblings must be one of in_turn, last"):
+        LtsRule(siblings="first")
+
+
+# ---- calibration ----
+
+
+def test_quantiles_and_their_correction():
+    values = np.arange(1.0, 101.0)
+    assert upper_quantile(values, LtsRecipe(delta=0.05)) == 95
+    assert upper_quantile(values, LtsRecipe(delta=0.1)) == 90
+    corrected = upper_quantile(values, LtsRecipe(delta=0.1, confidence=0.95))
+    assert corrected == 96, "P(Binomial(100, 0.9) <= 95) is the first to reach 95%"
+    assert binom.cdf(95, 100, 0.9) >= 0.95 > binom.cdf(94, 100, 0.9)
+    with pytest.raises(SpecError, match="20 positions are too few"):
+        upper_quantile(values[:20], LtsRecipe(delta=0.05, confidence=0.95))
+
+
+def test_the_correction_holds_in_simulation_and_the_plain_quantile_does_not():
+    rng = np.random.default_rng(0)
+    recipe = LtsRecipe(delta=0.1, confidence=0.95)
+    true = -math.log(0.1)  # of the exponential distribution
+    samples = rng.exponential(size=(2000, 200))
+    held = np.mean([upper_quantile(sample, recipe) >= true for sample in samples])
+    plain = np.mean([upper_quantile(sample, LtsRecipe(delta=0.1)) >= true for sample in samples])
+    assert held >= 0.95 - 3 * math.sqrt(0.05 * 0.95 / 2000)
+    assert plain < 0.6
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_swaps_are_what_plain_forwards_say(tied):
+    """One tree forward per answer against two plain forwards per token, with an embedding tied or its own."""
+    target = tiny_model()
+    if not tied:
+        target = untied()
+    answer = [7, 8, 9, 10, 11, 12]
+    places, tokens = [0, 2, 2, 5], [30, 31, 9, 12]
+    params = SamplingParams(temperature=0.7)
+    scale = whitening(target.get_input_embeddings().weight)
+    swaps = measure_swaps(
+        CachedModel(target), PROMPT, answer, places, tokens, sampler=Sampler(params, CPU), scale=scale, top_k=5
+    )
+    table = target.get_input_embeddings().weight
+    for row, (place, token) in enumerate(zip(places, tokens, strict=True)):
+        text = [*PROMPT, *answer[:place]]
+        with torch.no_grad():
+            logits = target(torch.tensor([text])).logits[0, -1]
+            top = int(logits.argmax())
+            after = [target(torch.tensor([[*text, one]])).logits[0, -1] for one in (token, top)]
+            log_probs = (logits / 0.7).log_softmax(-1)
+            wanted = float(next_step_divergence(*after, k=5))
+            distance = float((((table[token] - table[top]) * scale) ** 2).sum())
+        assert swaps.divergence[row] == pytest.approx(wanted, abs=1e-5)
+        assert swaps.distance[row] == pytest.approx(distance, rel=1e-4, abs=1e-6)
+        assert swaps.margin[row] == pytest.approx(float(log_probs[top] - log_probs[token]) ** 2, rel=1e-3, abs=1e-6)
+
+
+def untied():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=48, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=320, tie_word_embeddings=False, eos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    assert model.get_input_embeddings().weight is not model.get_output_embeddings().weight
+    return model
+
+
+def test_candidates_are_likely_and_never_the_first_choice():
+    target = tiny_model()
+    answer = [7, 8, 9, 10]
+    cached, sampler = CachedModel(target), Sampler(SamplingParams(temperature=1.0), CPU)
+    seen = set()
+    for seed in range(30):
+        generator = torch.Generator().manual_seed(seed)
+        seen |= set(enumerate(draw_candidates(cached, PROMPT, answer, sampler=sampler, top_k=4, generator=generator)))
+    for place in range(4):
+        with torch.no_grad():
+            likely = target(torch.tensor([[*PROMPT, *answer[:place]]])).logits[0, -1].topk(4).indices.tolist()
+        assert {token for where, token in seen if where == place} == set(likely[1:])
+
+
+def tiny_pair():
+    return Pair(tiny_model(), None, NumberTokenizer(), "tiny/target", None)
+
+
+@pytest.mark.parametrize("bucket_by", ["none", "entropy", "distance", "margin"])
+def test_algorithm_1_on_a_tiny_target(bucket_by):
+    pair = tiny_pair()
+    params = SamplingParams(max_new_tokens=60, temperature=1.0)
+    plain = SpeculativeDecoder(pair.cached_target(), None, pair.tokenizer)
+    texts = [(PROMPT, plain.generate(PROMPT, dataclasses.replace(params, seed=seed)).token_ids) for seed in range(12)]
+    recipe = LtsRecipe(delta=0.1, top_k=6, bucket_by=bucket_by, num_buckets=3)
+    scale, swaps = collect_swaps(pair, texts, recipe, params)
+    assert swaps.num == 12 * 60
+    made = fit(pair, "tiny", scale, swaps, recipe)
+    assert len(made.tolerances) == (1 if bucket_by == "none" else 3)
+    bound, tolerance = bounds_of(made, swaps)
+    assert (bound <= tolerance + 1e-6).mean() == pytest.approx(0.9, abs=0.02), "tau is U's own quantile"
+    for raw, factors in ((swaps.distance, made.embedding_factors), (swaps.margin, made.logit_factors)):
+        if bucket_by == "none":
+            assert (swaps.divergence <= float(factors[0]) * raw * (1 + 1e-6)).mean() == pytest.approx(0.9, abs=0.02)
+    assert (swaps.divergence <= bound + 1e-6).mean() >= 0.79, "both sides hold at 90%: their minimum at 80% or more"
+    safer = fit(pair, "tiny", scale, swaps, dataclasses.replace(recipe, safety=2.0))
+    assert torch.allclose(safer.logit_factors, 2 * made.logit_factors)
+    again = collect_swaps(pair, texts, recipe, params)[1]
+    assert np.array_equal(again.margin, swaps.margin), "the same seed, the same candidates"
+
+
+def test_recipes_are_checked():
+    for changes, told in (
+        ({"delta": 0.0}, "delta must be in"),
+        ({"top_k": 1}, "top_k must be 2 or more, got 1"),
+        ({"safety": 0.5}, "safety must be in"),
+        ({"bucket_by": "length"}, "bucket_by must be one of none, entropy, distance, margin, got 'length'"),
+        ({"num_buckets": 0}, "num_buckets must be 1 or more, got 0"),
+        ({"confidence": 1.0}, "confidence must be in"),
+    ):
+        with pytest.raises(SpecError, match=told):
+            LtsRecipe(**changes)
+
+
+# ---- decoding and audit ----
+
+
+def test_a_strict_score_leaves_the_targets_greedy_text_on_trees_and_chains():
+    from reprieve.drafters import EagleDrafter, TreeShape
+
+    target = tiny_model()
+    plain = SpeculativeDecoder(CachedModel(target), None, NumberTokenizer())
+    wanted = plain.generate(PROMPT, SamplingParams(max_new_tokens=40)).token_ids
+    made = calibration(scale=torch.ones(32), tolerances=torch.tensor([50.0]))
+    head = random_eagle(target)
+    cached = CachedModel(target, hidden_layers=head.layers_read)
+    trees = EagleDrafter(head, vocab_size=48, shape=TreeShape(depth=4, top_k=4, total_tokens=20))
+    chains = DraftModelDrafter(CachedModel(perturbed(target, noise=0.2)), CPU)
+    for drafter in (trees, chains):
+        for theta, same in ((1.0, True), (-9.0, False)):
+            rule = LtsRule.of(made, theta=theta)
+            decoder = SpeculativeDecoder(cached, drafter, NumberTokenizer(), rule=rule)
+            assert (decoder.generate(PROMPT, SamplingParams(max_new_tokens=40)).token_ids == wanted) is same
+
+
+def test_another_embedding_size_is_refused():
+    target = tiny_model()
+    drafter = DraftModelDrafter(CachedModel(perturbed(target)), CPU)
+    decoder = SpeculativeDecoder(CachedModel(target), drafter, NumberTokenizer(), rule=LtsRule.of(calibration()))
+    with pytest.raises(SpecError, match="for embeddings of 2, this target's have 32"):
+        decoder.generate(PROMPT, SamplingParams(max_new_tokens=8))
+
+
+def test_the_audit_counts_what_was_swapped_and_what_the_bound_covers():
+    pair = load_pair(dtype="float32")
+    task = load_task("arithmetic")
+    problems = task.problems("test", 3)
+    rule = attach_heads(parse_rule("lts:theta=0.9"))
+    decoder = SpeculativeDecoder(
+        pair.cached_target(), DraftModelDrafter(pair.cached_draft(), pair.device), pair.tokenizer, rule=rule
+    )
+    params = SamplingParams(temperature=1.0, seed=1)
+    found = audit("lts", decoder, pair, task, problems, params)
+    assert found.num_problems == 3
+    seen = found.summary(rule.head)
+    assert seen["accepted"]["num"] == found.swaps.num > seen["swapped"]["num"] >= seen["rescued_and_swapped"]["num"]
+    assert (found.swaps.divergence[~found.swapped] < 1e-5).all(), "the same token: nothing was swapped"
+    bound, _ = bounds_of(rule.head, found.swaps)
+    assert seen["accepted"]["num_within_bound"] == int((found.swaps.divergence <= bound + 1e-5).sum())
+    low, high = seen["accepted"]["within_bound_ci95"]
+    assert low <= seen["accepted"]["within_bound"] <= high
+    rescued = found.rescued
+    assert (bound[rescued] <= 0.1 * float(rule.head.tolerances[0]) * (1 + 1e-3)).all(), "all it rescued had LTS >= 0.9"
+    assert "within_bound" not in found.summary()["accepted"]
+
+
+def test_an_audit_of_nothing_accepted():
+    empty = Swaps(*(np.empty(0) for _ in range(4)))
+    from reprieve.evaluation.auditing import Audit
+
+    seen = Audit("x", 1, 0, empty, np.empty(0, bool), np.empty(0, bool)).summary(calibration())
+    assert seen["accepted"] == {"num": 0}
