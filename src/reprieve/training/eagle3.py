@@ -167,7 +167,10 @@ class _Trainer:
         self.settings = plan.settings
         self.path = folder / "checkpoint.safetensors"
         config = pair.target.config.get_text_config()
-        self.layers = self.settings.layers or default_layers(config.num_hidden_layers)
+        depth = config.num_hidden_layers
+        self.layers = self.settings.layers or default_layers(depth)
+        if len(set(self.layers)) != len(self.layers) or not all(0 <= layer <= depth for layer in self.layers):
+            raise SpecError(f"layers must be different ones in [0, {depth}], got {self.layers}")
         size = min(self.settings.draft_vocab_size, pair.vocab_size)
         self.t2d, self.d2t = choose_vocabulary(plan.texts, size=size, vocab_size=pair.vocab_size)
         self.model: Any = self._build(config)
