@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from reprieve.calibration.lts import measure_swaps, whitening
+from reprieve.calibration.swaps import SwapMeter
 from reprieve.engine import SamplingParams
 from reprieve.evaluation.arms import DRAFT_ONLY, make_arms
 from reprieve.evaluation.config import RunConfig
@@ -172,18 +172,15 @@ def judge(pair: Pair, options: argparse.Namespace) -> None:
 
 def shift(pair: Pair, options: argparse.Namespace) -> None:
     """AUC of the true divergence, and of what the bound is made of, for AutoJudge's labels: high is important."""
-    target, embeddings = pair.cached_target(), pair.target.get_input_embeddings()
-    scale = whitening(embeddings.weight)
+    meter = SwapMeter(pair.cached_target(), Sampler(SamplingParams(), pair.device), top_k=10)
     values: dict[str, list[np.ndarray]] = {"divergence": [], "distance": [], "margin": []}
     important, names = [], []
     for problem in LabelStore(options.labels).problems()[: options.limit]:
         labelled = problem.labelled()
         if not labelled:
             continue
-        swaps = measure_swaps(
-            target, problem.prompt_ids, problem.response_ids, [m.position for m in labelled],
-            [m.draft_id for m in labelled], sampler=Sampler(SamplingParams(), pair.device), scale=scale, top_k=10,
-        )  # fmt: skip
+        places, tokens = [m.position for m in labelled], [m.draft_id for m in labelled]
+        swaps = meter.measure(problem.prompt_ids, problem.response_ids, places, tokens)
         for name, parts in values.items():
             parts.append(getattr(swaps, name))
         important += [bool(m.important) for m in labelled]

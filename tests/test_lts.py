@@ -9,18 +9,8 @@ import pytest
 import torch
 from scipy.stats import binom
 
-from reprieve.calibration.lts import (
-    LtsRecipe,
-    Swaps,
-    bounds_of,
-    collect_swaps,
-    draw_candidates,
-    fit,
-    measure_swaps,
-    next_step_divergence,
-    upper_quantile,
-    whitening,
-)
+from reprieve.calibration.lts import LtsRecipe, bounds_of, collect_swaps, fit, upper_quantile
+from reprieve.calibration.swaps import SwapMeter, Swaps, next_step_divergence, whitening
 from reprieve.drafters import DraftModelDrafter
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.errors import PairError, ReprieveError, SpecError
@@ -163,9 +153,8 @@ def test_swaps_are_what_plain_forwards_say(tied):
     places, tokens = [0, 2, 2, 5], [30, 31, 9, 12]
     params = SamplingParams(temperature=0.7)
     scale = whitening(target.get_input_embeddings().weight)
-    swaps = measure_swaps(
-        CachedModel(target), PROMPT, answer, places, tokens, sampler=Sampler(params, CPU), scale=scale, top_k=5
-    )
+    meter = SwapMeter(CachedModel(target), Sampler(params, CPU), top_k=5)
+    swaps = meter.measure(PROMPT, answer, places, tokens)
     table = target.get_input_embeddings().weight
     for row, (place, token) in enumerate(zip(places, tokens, strict=True)):
         text = [*PROMPT, *answer[:place]]
@@ -197,11 +186,11 @@ def untied():
 def test_candidates_are_likely_and_never_the_first_choice():
     target = tiny_model()
     answer = [7, 8, 9, 10]
-    cached, sampler = CachedModel(target), Sampler(SamplingParams(temperature=1.0), CPU)
+    meter = SwapMeter(CachedModel(target), Sampler(SamplingParams(temperature=1.0), CPU), top_k=4)
     seen = set()
     for seed in range(30):
         generator = torch.Generator().manual_seed(seed)
-        seen |= set(enumerate(draw_candidates(cached, PROMPT, answer, sampler=sampler, top_k=4, generator=generator)))
+        seen |= set(enumerate(meter.draw_candidates(PROMPT, answer, generator)))
     for place in range(4):
         with torch.no_grad():
             likely = target(torch.tensor([[*PROMPT, *answer[:place]]])).logits[0, -1].topk(4).indices.tolist()
@@ -301,8 +290,7 @@ def test_the_audit_counts_what_was_swapped_and_what_the_bound_covers():
 
 
 def test_an_audit_of_nothing_accepted():
-    empty = Swaps(*(np.empty(0) for _ in range(4)))
     from reprieve.evaluation.auditing import Audit
 
-    seen = Audit("x", 1, 0, empty, np.empty(0, bool), np.empty(0, bool)).summary(calibration())
+    seen = Audit("x", 1, 0, Swaps.none(), np.empty(0, bool), np.empty(0, bool)).summary(calibration())
     assert seen["accepted"] == {"num": 0}

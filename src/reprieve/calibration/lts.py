@@ -1,8 +1,6 @@
 """Calibrating the Local Tolerance Score: ARC-Decode's Algorithm 1, its buckets and its finite-sample correction.
 
-Every position of some answers of the target's is a sample: what would the target's next-step distribution be after
-its most likely token there, and after another of its likely ones? One forward per answer reads all of them, as leaves
-of a tree.
+Every position of some answers of the target's is a sample: its most likely token there, swapped for another likely one.
 """
 
 from __future__ import annotations
@@ -16,18 +14,12 @@ import torch
 from scipy.stats import binom
 from torch import Tensor
 
+from reprieve.calibration.swaps import SwapMeter, Swaps
 from reprieve.errors import SpecError, require_choice, require_range
 from reprieve.heads.lts import BUCKETS, LtsCalibration
 from reprieve.models import Pair
-from reprieve.models.cached_model import CachedModel
-from reprieve.models.response_tree import ResponseTree
 from reprieve.models.sampling import Sampler, SamplingParams
-from reprieve.rules.distributions import entropy, js_divergence
-from reprieve.rules.fuzzy import top_k_union
-from reprieve.rules.lts import lts_bound, raw_scores
-from reprieve.types import Evidence
-
-_MAX_LEAVES = 128  # a forward: the tree's mask grows with the square of its nodes
+from reprieve.rules.lts import lts_bound
 
 
 @dataclass(frozen=True)
@@ -65,132 +57,6 @@ class LtsRecipe:
             require_range("confidence", self.confidence, 0.5, 0.999999)
 
 
-@dataclass(frozen=True)
-class Swaps:
-    """Tokens in another's place, and what that does to the next step: [n] each, float64."""
-
-    divergence: np.ndarray  # JS of the two next-step distributions on their top-k union, nats
-    distance: np.ndarray  # squared, whitened, of the embeddings
-    margin: np.ndarray  # squared, of the log-probabilities
-    entropy: np.ndarray  # of the target's distribution, nats
-
-    @classmethod
-    def join(cls, parts: Sequence[Swaps]) -> Swaps:
-        names = ("divergence", "distance", "margin", "entropy")
-        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
-
-    @property
-    def num(self) -> int:
-        return len(self.divergence)
-
-
-def next_step_divergence(logits: Tensor, other: Tensor, *, k: int) -> Tensor:
-    """JS of two next-step distributions [..., V] on the union of their k most likely tokens: [...], nats."""
-    return js_divergence(*top_k_union(logits.softmax(-1), other.softmax(-1), k))
-
-
-def whitening(embeddings: Tensor) -> Tensor:
-    """The diagonal of W: one over each coordinate's standard deviation over the vocabulary; [V, D] to [D]."""
-    return 1 / embeddings.detach().float().std(0).clamp_min(1e-6)
-
-
-@torch.inference_mode()
-def measure_swaps(
-    target: CachedModel,
-    prompt_ids: Sequence[int],
-    answer_ids: Sequence[int],
-    places: Sequence[int],
-    token_ids: Sequence[int],
-    *,
-    sampler: Sampler,
-    scale: Tensor,
-    top_k: int,
-) -> Swaps:
-    """What each token does in its place of an answer, against the target's most likely token there.
-
-    Args:
-        places: of the answer, one for each of `token_ids`.
-        sampler: how the answer was decoded: margins are those of its scores.
-    """
-    parts = [
-        _measure(
-            target,
-            prompt_ids,
-            answer_ids,
-            places[first : first + _MAX_LEAVES],
-            token_ids[first : first + _MAX_LEAVES],
-            sampler,
-            scale,
-            top_k,
-        )
-        for first in range(0, len(places), _MAX_LEAVES)
-    ]
-    return Swaps.join(parts) if parts else Swaps(*(np.empty(0) for _ in range(4)))
-
-
-def _measure(
-    target: CachedModel,
-    prompt_ids: Sequence[int],
-    answer_ids: Sequence[int],
-    places: Sequence[int],
-    token_ids: Sequence[int],
-    sampler: Sampler,
-    scale: Tensor,
-    top_k: int,
-) -> Swaps:
-    target.start(list(prompt_ids[:-1]), reuse_prefix=True)
-    plain, _ = target.forward([prompt_ids[-1], *answer_ids[: max(places)]])
-    judging = plain[list(places)]  # row i judges the answer's token i
-    top_ids = judging.argmax(-1)
-    tree = ResponseTree(answer_ids[: max(places) + 1])
-    for place, token_id, top_id in zip(places, token_ids, top_ids.tolist(), strict=True):
-        tree.add(place, token_id)
-        tree.add(place, top_id)
-    logits, _ = tree.read(target, prompt_ids)
-    rows = [tree.row(place, token_id) for place, token_id in zip(places, token_ids, strict=True)]
-    top_rows = [tree.row(place, top_id) for place, top_id in zip(places, top_ids.tolist(), strict=True)]
-    evidence = _evidence(target, judging, torch.tensor(list(token_ids), device=judging.device), sampler)
-    distance, margin = raw_scores(evidence, scale)
-    found = (
-        next_step_divergence(logits[rows], logits[top_rows], k=top_k),
-        distance,
-        margin,
-        entropy(evidence.target_probs),
-    )
-    return Swaps(*(values.double().cpu().numpy() for values in found))
-
-
-def _evidence(target: CachedModel, logits: Tensor, token_ids: Tensor, sampler: Sampler) -> Evidence:
-    scores = sampler.target_scores(logits)
-    return Evidence(
-        token_ids=token_ids,
-        target_logits=logits,
-        greedy=sampler.greedy,
-        lossless_accepts=torch.zeros_like(token_ids, dtype=torch.bool),
-        target_scores=None if sampler.greedy else scores,
-        token_embeddings=target.embed(token_ids),
-        top_embeddings=target.embed(scores.argmax(-1)),
-    )
-
-
-@torch.inference_mode()
-def draw_candidates(
-    target: CachedModel,
-    prompt_ids: Sequence[int],
-    answer_ids: Sequence[int],
-    *,
-    sampler: Sampler,
-    top_k: int,
-    generator: torch.Generator,
-) -> list[int]:
-    """For every place of an answer one of the target's k most likely tokens, its first choice left out (line 5)."""
-    target.start(list(prompt_ids[:-1]), reuse_prefix=True)
-    logits, _ = target.forward([prompt_ids[-1], *answer_ids[:-1]])
-    likely = sampler.target_scores(logits).topk(min(top_k, logits.shape[-1]), dim=-1).indices[:, 1:]
-    drawn = torch.randint(likely.shape[1], (len(likely), 1), generator=generator).to(likely.device)
-    return likely.gather(1, drawn).squeeze(1).tolist()
-
-
 def collect_swaps(
     pair: Pair,
     texts: Sequence[tuple[Sequence[int], Sequence[int]]],
@@ -205,32 +71,18 @@ def collect_swaps(
         texts: tokens of each prompt and of the target's answer to it.
         params: how the answers were decoded.
     """
-    embeddings: Any = pair.target.get_input_embeddings()
-    scale = whitening(embeddings.weight)
-    target, sampler = pair.cached_target(), Sampler(params, pair.device)
+    target = pair.cached_target()
+    meter = SwapMeter(target, Sampler(params, pair.device), top_k=recipe.top_k)
     generator = torch.Generator().manual_seed(recipe.seed)
     parts = []
     for number, (prompt_ids, answer_ids) in enumerate(texts):
         if answer_ids:
-            candidates = draw_candidates(
-                target, prompt_ids, answer_ids, sampler=sampler, top_k=recipe.top_k, generator=generator
-            )
-            parts.append(
-                measure_swaps(
-                    target,
-                    prompt_ids,
-                    answer_ids,
-                    range(len(answer_ids)),
-                    candidates,
-                    sampler=sampler,
-                    scale=scale,
-                    top_k=recipe.top_k,
-                )
-            )
+            candidates = meter.draw_candidates(prompt_ids, answer_ids, generator)
+            parts.append(meter.measure(prompt_ids, answer_ids, range(len(answer_ids)), candidates))
         progress(number + 1, len(texts))
     if not parts:
         raise SpecError("calibration needs at least one answer of one token, got none")
-    return scale, Swaps.join(parts)
+    return meter.scale, Swaps.join(parts)
 
 
 def fit(pair: Pair, task: str, scale: Tensor, swaps: Swaps, recipe: LtsRecipe, **settings: Any) -> LtsCalibration:

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from reprieve.calibration.lts import Swaps, bounds_of, measure_swaps, whitening
+from reprieve.calibration.lts import bounds_of
+from reprieve.calibration.swaps import SwapMeter, Swaps
 from reprieve.engine import SpeculativeDecoder
 from reprieve.heads.lts import LtsCalibration
 from reprieve.metrics import wilson_interval
@@ -91,9 +92,7 @@ def audit(
         params: of the answers; problem i is drawn with a seed of its own, as `reprieve bench` does.
         top_k: divergences are taken on the union of both distributions' k most likely tokens.
     """
-    target = pair.cached_target()
-    embeddings: Any = pair.target.get_input_embeddings()
-    scale = whitening(embeddings.weight)
+    meter = SwapMeter(pair.cached_target(), Sampler(params, pair.device), top_k=top_k)
     parts, swapped, rescued = [], [], []
     num_correct = 0
     for number, problem in enumerate(problems):
@@ -102,16 +101,7 @@ def audit(
         num_correct += task.equivalent(task.extract_answer(made.text), problem.reference)
         places = [place for place, token in enumerate(made.tokens) if token.provenance is not Provenance.TARGET]
         ids = [made.tokens[place].token_id for place in places]
-        found = measure_swaps(
-            target,
-            made.prompt_ids,
-            made.token_ids,
-            places,
-            ids,
-            sampler=Sampler(own, pair.device),
-            scale=scale,
-            top_k=top_k,
-        )
+        found = meter.measure(made.prompt_ids, made.token_ids, places, ids)
         parts.append(found)
         swapped.append(found.distance > 0)
         rescued.append(np.array([made.tokens[place].provenance is Provenance.RESCUED for place in places], dtype=bool))

@@ -1,0 +1,142 @@
+"""What a token in another's place does to the target's next step: measured, not bounded.
+
+One forward over an answer reads all that is asked about it, as leaves of a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reprieve.models.cached_model import CachedModel
+from reprieve.models.response_tree import ResponseTree
+from reprieve.models.sampling import Sampler
+from reprieve.rules.distributions import entropy, js_divergence
+from reprieve.rules.fuzzy import top_k_union
+from reprieve.rules.lts import raw_scores
+from reprieve.types import Evidence
+
+_MAX_LEAVES = 128  # a forward: the tree's mask grows with the square of its nodes
+
+
+@dataclass(frozen=True)
+class Swaps:
+    """Tokens in another's place, and what that does to the next step: [n] each, float64."""
+
+    divergence: np.ndarray  # JS of the two next-step distributions on their top-k union, nats
+    distance: np.ndarray  # squared, whitened, of the embeddings
+    margin: np.ndarray  # squared, of the log-probabilities
+    entropy: np.ndarray  # of the target's distribution, nats
+
+    @classmethod
+    def none(cls) -> Swaps:
+        return cls(*(np.empty(0) for _ in range(4)))
+
+    @classmethod
+    def join(cls, parts: Sequence[Swaps]) -> Swaps:
+        names = ("divergence", "distance", "margin", "entropy")
+        return cls(**{name: np.concatenate([getattr(part, name) for part in (*parts, cls.none())]) for name in names})
+
+    @property
+    def num(self) -> int:
+        return len(self.divergence)
+
+
+def next_step_divergence(logits: Tensor, other: Tensor, *, k: int) -> Tensor:
+    """JS of two next-step distributions [..., V] on the union of their k most likely tokens: [...], nats."""
+    return js_divergence(*top_k_union(logits.softmax(-1), other.softmax(-1), k))
+
+
+def whitening(embeddings: Tensor) -> Tensor:
+    """The diagonal of W: one over each coordinate's standard deviation over the vocabulary; [V, D] to [D]."""
+    return 1 / embeddings.detach().float().std(0).clamp_min(1e-6)
+
+
+class SwapMeter:
+    """Measures swaps in answers of one target.
+
+    Args:
+        target: with a cache to use.
+        sampler: how the answers were decoded: margins are those of its scores.
+        top_k: divergences are taken on the union of both distributions' k most likely tokens, candidates drawn from
+            the target's k most likely.
+    """
+
+    def __init__(self, target: CachedModel, sampler: Sampler, *, top_k: int) -> None:
+        self.target = target
+        self.sampler = sampler
+        self.top_k = top_k
+        embeddings: Any = target.model.get_input_embeddings()
+        self.scale = whitening(embeddings.weight)
+
+    @torch.inference_mode()
+    def draw_candidates(
+        self, prompt_ids: Sequence[int], answer_ids: Sequence[int], generator: torch.Generator
+    ) -> list[int]:
+        """For every place of an answer one of the target's k likeliest tokens, its first choice left out (line 5)."""
+        scores = self.sampler.target_scores(self._judging(prompt_ids, answer_ids[:-1]))
+        likely = scores.topk(min(self.top_k, scores.shape[-1]), dim=-1).indices[:, 1:]
+        drawn = torch.randint(likely.shape[1], (len(likely), 1), generator=generator).to(likely.device)
+        return likely.gather(1, drawn).squeeze(1).tolist()
+
+    @torch.inference_mode()
+    def measure(
+        self,
+        prompt_ids: Sequence[int],
+        answer_ids: Sequence[int],
+        places: Sequence[int],
+        token_ids: Sequence[int],
+    ) -> Swaps:
+        """What each token does in its place of an answer, against the target's most likely token there.
+
+        Args:
+            places: of the answer, one for each of `token_ids`.
+        """
+        chunks = range(0, len(places), _MAX_LEAVES)
+        return Swaps.join(
+            [
+                self._measure(prompt_ids, answer_ids, places[at : at + _MAX_LEAVES], token_ids[at : at + _MAX_LEAVES])
+                for at in chunks
+            ]
+        )
+
+    def _judging(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Tensor:
+        """The target's logits for every place of an answer and the one after it: [len(answer_ids) + 1, V]."""
+        self.target.start(list(prompt_ids[:-1]), reuse_prefix=True)
+        logits, _ = self.target.forward([prompt_ids[-1], *answer_ids])
+        return logits
+
+    def _measure(
+        self, prompt_ids: Sequence[int], answer_ids: Sequence[int], places: Sequence[int], token_ids: Sequence[int]
+    ) -> Swaps:
+        judging = self._judging(prompt_ids, answer_ids[: max(places)])[list(places)]
+        top_ids = judging.argmax(-1).tolist()
+        tree = ResponseTree(answer_ids[: max(places) + 1])
+        for place, token_id, top_id in zip(places, token_ids, top_ids, strict=True):
+            tree.add(place, token_id)
+            tree.add(place, top_id)
+        logits, _ = tree.read(self.target, prompt_ids)
+        rows = [tree.row(place, token_id) for place, token_id in zip(places, token_ids, strict=True)]
+        top_rows = [tree.row(place, top_id) for place, top_id in zip(places, top_ids, strict=True)]
+        evidence = self._evidence(judging, torch.tensor(list(token_ids), device=judging.device))
+        distance, margin = raw_scores(evidence, self.scale)
+        divergence = next_step_divergence(logits[rows], logits[top_rows], k=self.top_k)
+        found = (divergence, distance, margin, entropy(evidence.target_probs))
+        return Swaps(*(values.double().cpu().numpy() for values in found))
+
+    def _evidence(self, logits: Tensor, token_ids: Tensor) -> Evidence:
+        scores = self.sampler.target_scores(logits)
+        return Evidence(
+            token_ids=token_ids,
+            target_logits=logits,
+            greedy=self.sampler.greedy,
+            lossless_accepts=torch.zeros_like(token_ids, dtype=torch.bool),
+            target_scores=None if self.sampler.greedy else scores,
+            token_embeddings=self.target.embed(token_ids),
+            top_embeddings=self.target.embed(scores.argmax(-1)),
+        )
