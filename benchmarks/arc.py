@@ -1,8 +1,9 @@
 """ARC-Decode's tables and figures on one pair: `python benchmarks/arc.py table --limit 500 --out runs/arc`.
 
-Parts: `table` (the paper's Tables 2 to 4: EAGLE-3 lossless, pruned, LTS, both, and FSD on the draft), `temperature` and
-`theta` (Figures 4 and 5), `pruning` (Table 8), `judge` (AutoJudge's appendix J), `shift` (whether the next step's
-divergence tells important mismatches from harmless ones). Every part resumes from its folder.
+Parts: `table` (the paper's Tables 2 to 4: EAGLE-3 lossless, pruned, LTS, both, and FSD on the draft), `paper` (theta
+0.3 as published, and chains), `temperature` and `theta` (Figures 4 and 5), `pruning` (Table 8), `judge` (AutoJudge's
+appendix J), `shift` (whether the next step's divergence tells important mismatches from harmless ones). Every part
+resumes from its folder.
 """
 
 from __future__ import annotations
@@ -36,10 +37,15 @@ STRICT = 0.97  # theta at which the bundled target keeps its accuracy
 FSD = [f"fuzzy:threshold={t}@drafter=draft" for t in (0.4, 0.6, 0.8)]
 TABLE = [
     f"lossless@drafter={PRUNED}",
-    *[f"lts:theta={theta}{own}" for theta in (0.3, STRICT) for own in ("", f"@drafter={PRUNED}")],
+    f"lts:theta={STRICT}",
+    f"lts:theta={STRICT}@drafter={PRUNED}",
     "lossless@drafter=draft",
     f"lts:theta={STRICT}@drafter=draft",
     *FSD,
+]
+PAPER = [
+    f"lossless@drafter={PRUNED}",
+    *[f"lts:theta={theta}{own}" for theta in (0.3, STRICT) for own in ("", f"@drafter={PRUNED}")],
     f"lossless@drafter={CHAIN}",
     f"lts:theta={STRICT}@drafter={CHAIN}",
 ]
@@ -138,6 +144,10 @@ def table(pair: Pair, options: argparse.Namespace) -> None:
     show(measure(pair, TABLE, options.out / "table", options, temperature=1.0))
 
 
+def paper(pair: Pair, options: argparse.Namespace) -> None:
+    show(measure(pair, PAPER, options.out / "paper", options, temperature=1.0))
+
+
 def temperature(pair: Pair, options: argparse.Namespace) -> None:
     rows = []
     specs = [f"lts:theta={STRICT}@drafter={PRUNED}"]
@@ -197,7 +207,7 @@ def shift(pair: Pair, options: argparse.Namespace) -> None:
     print(json.dumps(found, indent=2))
 
 
-PARTS = {part.__name__: part for part in (table, temperature, theta, pruning, judge, shift)}
+PARTS = {part.__name__: part for part in (table, paper, temperature, theta, pruning, judge, shift)}
 
 
 def main() -> None:

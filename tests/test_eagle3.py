@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from reprieve.drafters import EagleDrafter, TreeShape
 from reprieve.drafters.pruning import Pruning
+from reprieve.drafters.spec import DrafterSpec, make_drafter
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.errors import PairError, ReprieveError, SpecError, UnsupportedModelError
-from reprieve.evaluation.arms import make_drafter, parse_drafter
 from reprieve.models import CachedModel, Pair, load_pair
 from reprieve.models.cache import RollbackCache
 from reprieve.models.eagle3 import default_layers, load_eagle3
@@ -134,20 +134,34 @@ def test_a_target_that_hands_out_no_states_is_refused():
         SpeculativeDecoder(CachedModel(target), EagleDrafter(random_eagle(target), vocab_size=48), NumberTokenizer())
 
 
+def test_block_verification_of_trees_is_refused_at_once():
+    target = tiny_model()
+    with pytest.raises(SpecError, match="needs chains, and the eagle3 drafter draws trees"):
+        make_decoder(target, random_eagle(target), rule="lossless:verification=block")
+    chain = make_decoder(target, random_eagle(target), rule="lossless:verification=block", top_k=1)
+    assert len(chain.generate(PROMPT, SamplingParams(max_new_tokens=9, temperature=1.0)).tokens) == 9
+
+
 def test_specifications_are_checked_and_name_what_is_known():
-    assert parse_drafter("eagle3:top_k=4,prune=depth,keep=0.5")[1] == {"top_k": "4", "prune": "depth", "keep": "0.5"}
+    parsed = DrafterSpec.parse("eagle3:top_k=4,prune=depth,keep=0.5")
+    assert parsed.shape == TreeShape(top_k=4) and parsed.pruning == Pruning("depth", keep=0.5)
     for spec, told in {
         "eagle3:width=3": "takes path, depth, top_k, total_tokens, prune",
-        "eagle3:depth=0": "depth must be 1 or more, got 0",
+        "eagle3:depth=0": "depth must be in [1, 512], got 0",
         "eagle3:epsilon=0.1": "epsilon goes with prune=",
         "eagle3:prune=random": "prune must be one of entropy, depth, depth_exp, path_prob, got 'random'",
-        "eagle3:prune=entropy,epsilon=1": "epsilon must be below 1",
-        "eagle3:depth=deep": "invalid literal",
+        "eagle3:prune=entropy,epsilon=1": "epsilon must be in [0, 1), got 1.0",
+        "eagle3:depth=deep": "depth must be a whole number, got 'deep'",
+        "eagle3:top_k=1.5": "top_k must be a whole number, got '1.5'",
+        "eagle3:prune=entropy,keep=0.5": "prune=entropy takes epsilon, budget, entropy_weight, leaf, not keep",
+        "eagle3:prune=depth,alpha=inf": "alpha must be finite, got 'inf'",
+        "eagle3:path=": "path must name a folder or a hub id",
+        "ngram:max_ngram=0": "min_ngram must be in [1, max_ngram = 0], got 1",
         "draft:k=3": "it takes none",
         "oracle": "drafter must be one of draft, ngram, eagle3",
     }.items():
         with pytest.raises(SpecError) as caught:
-            make_drafter(spec, load_pair(), parse_rule("lossless"))
+            DrafterSpec.parse(spec)
         assert told in str(caught.value)
 
 
@@ -245,6 +259,11 @@ def broken(tmp_path, change, name):
         (lambda config, tensors: tensors.update(d2t=tensors["d2t"] + 900), "d2t names tokens"),
         (lambda config, tensors: config.update(eagle_aux_hidden_state_layer_ids=[2, 4, 99]), "reads layers"),
         (lambda config, tensors: config.pop("draft_vocab_size"), "draft_vocab_size"),
+        (lambda config, tensors: config.update(draft_vocab_size=-3), "draft_vocab_size must be 1 or more, got -3"),
+        (lambda config, tensors: config.update(eagle_aux_hidden_state_layer_ids="abc"), "cannot be read"),
+        (lambda config, tensors: config["transformer_layer_config"].update(hidden_size="x"), "cannot be read"),
+        (lambda config, tensors: config["transformer_layer_config"].update(hidden_act="bogus"), "cannot be read"),
+        (lambda config, tensors: config.update(transformer_layer_config=[1]), "cannot be read"),
         (lambda config, tensors: config["transformer_layer_config"].update(model_type="bert"), "must be one of llama"),
     ],
 )
@@ -288,6 +307,22 @@ def test_safeailabs_layout_converts_and_drafts_alike(pair, tmp_path):
         convert_safeailab(out, tmp_path / "again", target_name="x")
 
 
+def test_conversion_refuses_what_is_no_head_and_folders_that_hold_something_else(tmp_path):
+    source = safeailab(tmp_path)
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "config.json").write_text('{"kind": "judge"}')
+    with pytest.raises(ReprieveError, match="holds something else"):
+        convert_safeailab(source, taken, target_name="x")
+    assert (taken / "config.json").read_text() == '{"kind": "judge"}'
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ReprieveError, match="cannot be written"):
+        convert_safeailab(source, tmp_path / "file" / "below", target_name="x")
+    save_file({"midlayer.x": torch.zeros(1)}, source / "model.safetensors")
+    with pytest.raises(ReprieveError, match=r"lacks fc\.weight"):
+        convert_safeailab(source, tmp_path / "out", target_name="x")
+
+
 def test_pickles_are_never_read(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch /tmp/owned'\ntR.")
     (tmp_path / "config.json").write_text("{}")
@@ -302,17 +337,17 @@ def tiny_pair():
     return Pair(tiny_model(), None, NumberTokenizer(), "tiny/target", None)
 
 
-def texts_of(pair, num=12):
+def texts_of(pair, num=12, shift=0):
     plain = SpeculativeDecoder(pair.cached_target(), None, pair.tokenizer)
     params = SamplingParams(max_new_tokens=20, temperature=1.0)
-    prompts = [[i, (7 * i) % 48, 3, 5] for i in range(num)]
+    prompts = [[i, (7 * i + shift) % 48, 3, 5] for i in range(num)]
     return [
         OwnText(prompt, plain.generate(prompt, dataclasses.replace(params, seed=i)).token_ids)
         for i, prompt in enumerate(prompts)
     ]
 
 
-def test_training_resumes_to_the_same_head_and_learns(tmp_path, monkeypatch):
+def test_training_resumes_to_the_same_head_and_learns(tmp_path):
     pytest.importorskip("speculators")
     from reprieve.training import eagle3 as module
 
@@ -322,17 +357,16 @@ def test_training_resumes_to_the_same_head_and_learns(tmp_path, monkeypatch):
         learning_rate=5e-3,
     )  # fmt: skip
     texts = texts_of(pair)
-    losses = []
-    record = lambda done, total, told: losses.append(float(told.split()[1].rstrip(",")))  # noqa: E731
-    reached = module.train_eagle3(pair, texts, tmp_path / "whole", settings=settings, held_out=0.1, progress=record)
-    assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
+    trainer = module._Trainer(pair, module._Plan(settings, texts), tmp_path / "learns")
+    trainer.train(lambda done, total: None)
+    assert sum(trainer.losses[-3:]) < 0.9 * sum(trainer.losses[:3])
+    reached = module.train_eagle3(pair, texts, tmp_path / "whole", settings=settings, held_out=0.1)
     assert len(reached["accuracy"]) == 2 and reached["num_held_out"] == 1
 
-    def stop(done, total, told):
+    def stop(done, total):
         if done == 7:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "_CHECKPOINT_SECONDS", -1.0)
     with pytest.raises(KeyboardInterrupt):
         module.train_eagle3(pair, texts, tmp_path / "cut", settings=settings, held_out=0.1, progress=stop)
     module.train_eagle3(pair, texts, tmp_path / "cut", settings=settings, held_out=0.1)
@@ -344,8 +378,18 @@ def test_training_resumes_to_the_same_head_and_learns(tmp_path, monkeypatch):
     plain = SpeculativeDecoder(pair.cached_target(), None, pair.tokenizer)
     assert made.token_ids == plain.generate(PROMPT, SamplingParams(max_new_tokens=30)).token_ids
     other = dataclasses.replace(settings, num_passes=7)
-    with pytest.raises(ReprieveError, match="another recipe"):
-        module.train_eagle3(pair, texts, tmp_path / "cut", settings=other, held_out=0.1)
+    for changed, held in (({"settings": other}, 0.1), ({"settings": settings}, 0.3)):
+        with pytest.raises(ReprieveError, match="another recipe"):
+            module.train_eagle3(pair, texts, tmp_path / "cut", held_out=held, **changed)
+    with pytest.raises(ReprieveError, match="another recipe"):  # as many texts, but others: another vocabulary
+        module.train_eagle3(pair, texts_of(pair, shift=5), tmp_path / "cut", settings=settings, held_out=0.1)
+    checkpoint = tmp_path / "cut" / "checkpoint.safetensors"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
+    with pytest.raises(ReprieveError, match="cannot be read as a checkpoint"):
+        module.train_eagle3(pair, texts, tmp_path / "cut", settings=settings, held_out=0.1)
+    stranger = Pair(tiny_model(seed=9), None, NumberTokenizer(), "tiny/other", None)
+    with pytest.raises(PairError, match="was made for target 'tiny/target'"):
+        stranger.eagle_head(str(tmp_path / "whole" / "head"))
 
 
 def test_the_vocabulary_is_the_answers_most_frequent_tokens():
@@ -373,9 +417,17 @@ def test_own_texts_are_the_targets_and_survive_a_kill(pair, tmp_path):
     for place in (0, 2, 4):  # every second one is greedy
         made = plain.generate(problems[place].prompt, SamplingParams(max_new_tokens=24))
         assert whole[place].answer_ids == made.token_ids
-    path.write_text('{"other": 1}\n')
-    with pytest.raises(ReprieveError, match="cannot be read as a target's answers"):
-        write_own_texts(path, pair, problems, params=params)
+    edited = [dataclasses.replace(problems[0], prompt=problems[1].prompt), *problems[1:]]
+    again = write_own_texts(path, pair, edited, params=params, mixed=True)
+    assert again[0].prompt_ids == whole[1].prompt_ids and again[1:] == whole[1:], "an edited prompt is answered anew"
+    for damaged in (
+        b'{"other": 1}\n',
+        b"\xff\xfe\n",
+        b'{"problem_id": "a", "prompt_ids": [9999], "answer_ids": [1]}\n',
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(ReprieveError, match="cannot be read as a target's answers"):
+            write_own_texts(path, pair, problems, params=params)
 
 
 def test_published_layers():

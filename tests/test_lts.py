@@ -190,11 +190,26 @@ def test_candidates_are_likely_and_never_the_first_choice():
     seen = set()
     for seed in range(30):
         generator = torch.Generator().manual_seed(seed)
-        seen |= set(enumerate(meter.draw_candidates(PROMPT, answer, generator)))
+        seen |= set(zip(*meter.draw_candidates(PROMPT, answer, generator), strict=True))
     for place in range(4):
         with torch.no_grad():
             likely = target(torch.tensor([[*PROMPT, *answer[:place]]])).logits[0, -1].topk(4).indices.tolist()
         assert {token for where, token in seen if where == place} == set(likely[1:])
+
+
+def test_candidates_are_tokens_the_target_may_draw():
+    target = tiny_model()
+    answer = [7, 8, 9, 10, 11]
+    for cut, some in ((dict(top_k=3), True), (dict(top_p=0.6), None), (dict(top_k=1), False)):
+        sampler = Sampler(SamplingParams(temperature=1.0, **cut), CPU)
+        meter = SwapMeter(CachedModel(target), sampler, top_k=10)
+        places, tokens = meter.draw_candidates(PROMPT, answer, torch.Generator().manual_seed(0))
+        for place, token in zip(places, tokens, strict=True):
+            with torch.no_grad():
+                logits = target(torch.tensor([[*PROMPT, *answer[:place]]])).logits[:, -1]
+            scores = sampler.target_scores(logits)[0]
+            assert scores[token] > -math.inf and token != int(scores.argmax())
+        assert some is None or len(places) == (5 if some else 0)
 
 
 def tiny_pair():
@@ -207,7 +222,7 @@ def test_algorithm_1_on_a_tiny_target(bucket_by):
     params = SamplingParams(max_new_tokens=60, temperature=1.0)
     plain = SpeculativeDecoder(pair.cached_target(), None, pair.tokenizer)
     texts = [(PROMPT, plain.generate(PROMPT, dataclasses.replace(params, seed=seed)).token_ids) for seed in range(12)]
-    recipe = LtsRecipe(delta=0.1, top_k=6, bucket_by=bucket_by, num_buckets=3)
+    recipe = LtsRecipe(delta=0.1, active=6, bucket_by=bucket_by, buckets=3)
     scale, swaps = collect_swaps(pair, texts, recipe, params)
     assert swaps.num == 12 * 60
     made = fit(pair, "tiny", scale, swaps, recipe)
@@ -227,10 +242,10 @@ def test_algorithm_1_on_a_tiny_target(bucket_by):
 def test_recipes_are_checked():
     for changes, told in (
         ({"delta": 0.0}, "delta must be in"),
-        ({"top_k": 1}, "top_k must be 2 or more, got 1"),
+        ({"active": 1}, "active must be 2 or more, got 1"),
         ({"safety": 0.5}, "safety must be in"),
         ({"bucket_by": "length"}, "bucket_by must be one of none, entropy, distance, margin, got 'length'"),
-        ({"num_buckets": 0}, "num_buckets must be 1 or more, got 0"),
+        ({"buckets": 0}, "buckets must be 1 or more, got 0"),
         ({"confidence": 1.0}, "confidence must be in"),
     ):
         with pytest.raises(SpecError, match=told):

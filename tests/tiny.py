@@ -99,6 +99,7 @@ class ScriptedDrafter:
 
     name = "scripted"
     target_layers: tuple[int, ...] = ()
+    drafts_trees = False  # for all it knows
     provides = frozenset({"draft_probs"})
 
     def __init__(self, script: Callable[[list[int], int], Block]) -> None:

@@ -8,9 +8,9 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 from vllm import SamplingParams
 
+from reprieve.drafters.spec import make_drafter
 from reprieve.engine import SamplingParams as LocalParams
 from reprieve.engine import SpeculativeDecoder
-from reprieve.evaluation.arms import make_drafter
 from reprieve.heads.artefact import find_artefact
 from reprieve.models import load_pair
 from reprieve.models.loading import bundled_folder

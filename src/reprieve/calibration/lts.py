@@ -27,32 +27,32 @@ class LtsRecipe:
     """What is calibrated and how.
 
     Args:
-        delta: share of positions that the bound may miss, (0, 1); the paper uses 0.05.
-        top_k: candidates are drawn from the target's k most likely tokens, its first choice left out, and divergences
+        delta: share of positions that the bound may miss, (0, 0.5]; the paper uses 0.05.
+        active: candidates are drawn from the target's k most likely tokens, its first choice left out, and divergences
             are taken on the union of both distributions' k most likely: the paper's active vocabulary. 2 or more.
         safety: alpha, the factor on the log-probability side, 1 or more.
-        bucket_by: `none`, `entropy`, `distance` or `margin`; `num_buckets` equally filled ones.
+        bucket_by: `none`, `entropy`, `distance` or `margin`; `buckets` equally filled ones.
         confidence: replace each empirical quantile by the Clopper-Pearson upper limit for it at this confidence; None
             for the quantiles themselves.
         seed: of the candidates.
     """
 
     delta: float = 0.05
-    top_k: int = 10
+    active: int = 10
     safety: float = 1.0
     bucket_by: str = "none"
-    num_buckets: int = 4
+    buckets: int = 4
     confidence: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         require_range("delta", self.delta, 0.0, 0.5, low_open=True)
-        if self.top_k < 2:
-            raise SpecError(f"top_k must be 2 or more, got {self.top_k!r}")
+        if self.active < 2:
+            raise SpecError(f"active must be 2 or more, got {self.active!r}")
         require_range("safety", self.safety, 1.0, 1e6)
         require_choice("bucket_by", self.bucket_by, BUCKETS)
-        if self.num_buckets < 1:
-            raise SpecError(f"num_buckets must be 1 or more, got {self.num_buckets!r}")
+        if self.buckets < 1:
+            raise SpecError(f"buckets must be 1 or more, got {self.buckets!r}")
         if self.confidence is not None:
             require_range("confidence", self.confidence, 0.5, 0.999999)
 
@@ -72,16 +72,17 @@ def collect_swaps(
         params: how the answers were decoded.
     """
     target = pair.cached_target()
-    meter = SwapMeter(target, Sampler(params, pair.device), top_k=recipe.top_k)
+    meter = SwapMeter(target, Sampler(params, pair.device), top_k=recipe.active)
     generator = torch.Generator().manual_seed(recipe.seed)
     parts = []
     for number, (prompt_ids, answer_ids) in enumerate(texts):
         if answer_ids:
-            candidates = meter.draw_candidates(prompt_ids, answer_ids, generator)
-            parts.append(meter.measure(prompt_ids, answer_ids, range(len(answer_ids)), candidates))
+            parts.append(
+                meter.measure(prompt_ids, answer_ids, *meter.draw_candidates(prompt_ids, answer_ids, generator))
+            )
         progress(number + 1, len(texts))
-    if not parts:
-        raise SpecError("calibration needs at least one answer of one token, got none")
+    if not any(part.num for part in parts):
+        raise SpecError("calibration needs positions with two tokens the target may draw, got none")
     return meter.scale, Swaps.join(parts)
 
 
@@ -97,6 +98,7 @@ def fit(pair: Pair, task: str, scale: Tensor, swaps: Swaps, recipe: LtsRecipe, *
     for bucket in range(len(edges) + 1):
         inside = buckets == bucket
         divergence, distance, margin = (values[inside] for values in (swaps.divergence, swaps.distance, swaps.margin))
+        _require_enough(len(divergence), recipe, where=f" in bucket {bucket}" if len(edges) else "")
         factor = upper_quantile(_ratio(divergence, distance), recipe)
         logit_factor = recipe.safety * upper_quantile(_ratio(divergence, margin), recipe)
         bound = np.minimum(factor * distance, logit_factor * margin)
@@ -144,15 +146,24 @@ def upper_quantile(values: np.ndarray, recipe: LtsRecipe) -> float:
     Raises:
         SpecError: a sample too small for that.
     """
-    num, level = len(values), 1 - recipe.delta
-    rank = int(np.ceil(num * level - 1e-9))
-    if recipe.confidence is not None:
-        # Below the quantile lie at most rank - 1 values, with probability P(Binomial(num, level) <= rank - 1).
-        rank = int(binom.ppf(recipe.confidence, num, level)) + 1
-    if not 1 <= rank <= num:
-        needed = "" if recipe.confidence is None else f" at confidence {recipe.confidence}"
-        raise SpecError(f"{num} positions are too few for the {level:.3g} quantile{needed}; use more prompts")
-    return float(np.sort(values)[rank - 1])
+    _require_enough(len(values), recipe)
+    return float(np.sort(values)[_rank(len(values), recipe) - 1])
+
+
+def _rank(num: int, recipe: LtsRecipe) -> int:
+    """Which order statistic, from 1, stands for the quantile."""
+    level = 1 - recipe.delta
+    if recipe.confidence is None:
+        return int(np.ceil(num * level - 1e-9))
+    # At most rank - 1 values lie below the quantile, with probability P(Binomial(num, level) <= rank - 1).
+    return int(binom.ppf(recipe.confidence, num, level)) + 1
+
+
+def _require_enough(num: int, recipe: LtsRecipe, *, where: str = "") -> None:
+    if num < 1 or _rank(num, recipe) > num:
+        at = "" if recipe.confidence is None else f" at confidence {recipe.confidence}"
+        told = f"{num} positions{where} are too few for the {1 - recipe.delta:.3g} quantile{at}"
+        raise SpecError(f"{told}; use more prompts or fewer buckets")
 
 
 def _ratio(divergence: np.ndarray, raw: np.ndarray) -> np.ndarray:
@@ -166,7 +177,9 @@ def _values(swaps: Swaps, bucket_by: str) -> np.ndarray:
 
 
 def _edges(swaps: Swaps, recipe: LtsRecipe) -> list[float]:
-    if recipe.bucket_by == "none" or recipe.num_buckets == 1:
+    if recipe.bucket_by == "none" or recipe.buckets == 1:
         return []
-    shares = np.arange(1, recipe.num_buckets) / recipe.num_buckets
-    return sorted(set(np.quantile(_values(swaps, recipe.bucket_by), shares).tolist()))
+    shares = np.arange(1, recipe.buckets) / recipe.buckets
+    values = _values(swaps, recipe.bucket_by)
+    edges = set(np.quantile(values, shares).tolist())
+    return sorted(edge for edge in edges if values.min() <= edge < values.max())  # every bucket holds something

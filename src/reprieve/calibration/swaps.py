@@ -5,6 +5,7 @@ One forward over an answer reads all that is asked about it, as leaves of a tree
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,12 +78,23 @@ class SwapMeter:
     @torch.inference_mode()
     def draw_candidates(
         self, prompt_ids: Sequence[int], answer_ids: Sequence[int], generator: torch.Generator
-    ) -> list[int]:
-        """For every place of an answer one of the target's k likeliest tokens, its first choice left out (line 5)."""
+    ) -> tuple[list[int], list[int]]:
+        """For every place of an answer one of the target's k likeliest tokens, its first choice left out (line 5).
+
+        Returns:
+            Places and tokens. Places where top-k or top-p leave the target one token only are left out.
+        """
         scores = self.sampler.target_scores(self._judging(prompt_ids, answer_ids[:-1]))
-        likely = scores.topk(min(self.top_k, scores.shape[-1]), dim=-1).indices[:, 1:]
-        drawn = torch.randint(likely.shape[1], (len(likely), 1), generator=generator).to(likely.device)
-        return likely.gather(1, drawn).squeeze(1).tolist()
+        best = scores.topk(min(self.top_k, scores.shape[-1]), dim=-1)
+        likely = best.indices[:, 1:]
+        num_likely = (best.values[:, 1:] > -math.inf).sum(-1).cpu()
+        drawn = torch.randint(likely.shape[1], (len(likely),), generator=generator)
+        if bool((num_likely < likely.shape[1]).any()):  # top-k or top-p cut some off
+            fewer = (torch.rand(len(likely), generator=generator) * num_likely).long()
+            drawn = torch.where(num_likely < likely.shape[1], fewer, drawn)
+        chosen = likely.gather(1, drawn.to(likely.device).unsqueeze(1)).squeeze(1)
+        places = [place for place, num in enumerate(num_likely.tolist()) if num > 0]
+        return places, [int(chosen[place]) for place in places]
 
     @torch.inference_mode()
     def measure(

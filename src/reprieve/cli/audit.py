@@ -11,6 +11,7 @@ from rich import box
 from rich.table import Table
 
 from reprieve.cli import options as o
+from reprieve.errors import SpecError
 
 
 def command(
@@ -23,7 +24,7 @@ def command(
     drafter: o.DrafterSpec = "eagle3",
     num_draft_tokens: Annotated[int, typer.Option(help="K: deepest drafted token.")] = 16,
     task: o.TaskName = "arithmetic",
-    split: o.Split = "test",
+    split: Annotated[str | None, typer.Option(help="Split; test if there is one.")] = None,
     limit: o.Limit = 200,
     offset: o.Offset = 0,
     active: Annotated[int, typer.Option(help="Top-K of each distribution that divergences are taken on.")] = 10,
@@ -36,19 +37,26 @@ def command(
     out: Annotated[Path | None, typer.Option(help="File for the numbers, as JSON.")] = None,
 ) -> int:
     """Recompute the target's next step at every accepted token (ARC-Decode, Table 5)."""
-    from reprieve.evaluation.arms import build_decoder, make_arms
+    from reprieve.drafters.spec import DrafterSpec
+    from reprieve.evaluation.arms import build_decoder, rule_arms
     from reprieve.evaluation.auditing import audit
+    from reprieve.evaluation.runner import environment
     from reprieve.files import replace_file
     from reprieve.heads.lts import LtsCalibration
     from reprieve.models.sampling import SamplingParams
     from reprieve.rules import LtsRule
 
     o.require_problems(limit, offset)
-    arms = [arm for arm in make_arms(rules, [num_draft_tokens]) if arm.rule is not None]
-    arms = [arm for arm in arms if arm.rule_name != "lossless" or "lossless" in rules]
+    if active < 2:
+        raise SpecError(f"--active must be 2 or more, got {active}")
+    if out is not None and (out.is_dir() or (out.parent.exists() and not out.parent.is_dir())):
+        raise SpecError(f"--out must name a file, got {str(out)!r}")
+    DrafterSpec.parse(drafter)
+    arms = rule_arms(rules, num_draft_tokens)
     given = None if calibration is None else LtsCalibration.from_pretrained(calibration)
     SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
     pair, loaded = o.load_pair_and_task(target, draft, dtype, device, task)
+    split = o.split_of(loaded, split, "test")
     params = SamplingParams(
         max_new_tokens=loaded.max_new_tokens,
         stop=tuple(loaded.stop),
@@ -66,8 +74,22 @@ def command(
         decoder = build_decoder(arm, pair, drafter=drafter, task=task)
         with o.progress_bar(arm.label) as bar:
             made = audit(arm.label, decoder, pair, loaded, problems, params, top_k=active, progress=o.reporter(bar))
-        found.append(made.summary(bounds))
-    settings = {"command": o.command_line(), "task": task, "split": split, "temperature": temperature, "seed": seed}
+        found.append({**made.summary(bounds), "calibration": None if bounds is None else bounds.fingerprint})
+    settings = {
+        "command": o.command_line(),
+        **environment(),
+        "target": target,
+        "draft": draft,
+        "drafter": drafter,
+        "num_draft_tokens": num_draft_tokens,
+        "task": task,
+        "split": split,
+        "limit": limit,
+        "offset": offset,
+        "active": active,
+        "sampling": {"temperature": temperature, "top_p": top_p, "top_k": top_k},
+        "seed": seed,
+    }
     if out is not None:
         replace_file(out, json.dumps({**settings, "audits": found}, indent=2) + "\n")
     o.console().print(_table(found, len(problems)))

@@ -13,7 +13,7 @@ from reprieve.cli import options as o
 def lts(
     target: o.Target = o.BUNDLED,
     task: o.TaskName = "arithmetic",
-    split: Annotated[str, typer.Option(help="Split the prompts come from.")] = "validation",
+    split: Annotated[str | None, typer.Option(help="Split the prompts come from; validation if there is one.")] = None,
     limit: Annotated[int, typer.Option(help="Number of prompts; the paper uses 200.")] = 200,
     offset: o.Offset = 0,
     delta: Annotated[float, typer.Option(help="Share of positions the bound may miss.")] = 0.05,
@@ -40,22 +40,23 @@ def lts(
 
     recipe = LtsRecipe(
         delta=delta,
-        top_k=active,
+        active=active,
         safety=safety,
         bucket_by=bucket_by,
-        num_buckets=buckets,
+        buckets=buckets,
         confidence=confidence,
         seed=seed,
     )
     o.require_problems(limit, offset)
     SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
     pair, loaded = o.load_pair_and_task(target, None, dtype, device, task)
-    claim_folder(out)
+    claim_folder(out, "lts")
+    split = o.split_of(loaded, split, "validation")
     params = SamplingParams(
         max_new_tokens=loaded.max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
     )
     problems = loaded.problems(split, limit, offset=offset)
-    path = own_text_path(out, pair, task, split, params, mixed=False)
+    path = own_text_path(out, pair, f"{task} {split} {offset}", params, mixed=False)
     with o.progress_bar("answers") as bar:
         texts = write_own_texts(path, pair, problems, params=params, progress=o.reporter(bar))
     with o.progress_bar("next steps") as bar:

@@ -79,6 +79,13 @@ def parse_numbers(text: str, name: str, kind: Callable[[str], Any] = float) -> l
     return numbers
 
 
+def split_of(task: Task, asked: str | None, usual: str) -> str:
+    """The split asked for; else the usual one, or the only one of a task that has no such names."""
+    if asked is not None:
+        return asked
+    return usual if usual in task.splits else task.splits[0]
+
+
 def require_problems(limit: int, offset: int) -> None:
     """Refuse numbers of problems that are none.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +14,7 @@ from reprieve.errors import import_extra
 def command(
     target: o.Target = o.BUNDLED,
     task: o.TaskName = "arithmetic",
-    split: Annotated[str, typer.Option(help="Split the prompts come from.")] = "train",
+    split: Annotated[str | None, typer.Option(help="Split the prompts come from; train if there is one.")] = None,
     limit: Annotated[int, typer.Option(help="Number of prompts.")] = 4000,
     offset: o.Offset = 0,
     layers: Annotated[
@@ -35,7 +34,6 @@ def command(
     out: Annotated[Path, typer.Option(help="Folder for answers, checkpoint and head.")] = Path("runs/eagle3"),
 ) -> int:
     """Train an EAGLE-3 head; run it again to resume."""
-    from reprieve.files import replace_file
     from reprieve.heads.artefact import claim_folder
     from reprieve.models.sampling import SamplingParams
     from reprieve.training.eagle3 import EagleTraining, train_eagle3
@@ -56,22 +54,21 @@ def command(
     import_extra("speculators", "eagle")
     pair, loaded = o.load_pair_and_task(target, None, dtype, device, task)
     claim_folder(out)
+    claim_folder(out / "head", "eagle3")
+    split = o.split_of(loaded, split, "train")
     params = SamplingParams(max_new_tokens=loaded.max_new_tokens, temperature=1.0, seed=seed)
-    path = own_text_path(out, pair, task, split, params, mixed=True)
+    path = own_text_path(out, pair, f"{task} {split} {offset}", params, mixed=True)
     problems = loaded.problems(split, limit, offset=offset)
-    with o.progress_bar("answers") as bar:
-        texts = write_own_texts(path, pair, problems, params=params, mixed=True, progress=o.reporter(bar))
-    with o.progress_bar("updates") as bar:
-        report = o.reporter(bar, "updates")
-        reached = train_eagle3(
-            pair,
-            texts,
-            out,
-            settings=settings,
-            held_out=held_out,
-            progress=lambda done, total, told: report(done, total),
-        )
-    replace_file(out / "head" / "training.json", json.dumps(reached, indent=2) + "\n")
+    try:
+        with o.progress_bar("answers") as bar:
+            texts = write_own_texts(path, pair, problems, params=params, mixed=True, progress=o.reporter(bar))
+        with o.progress_bar("updates") as bar:
+            reached = train_eagle3(
+                pair, texts, out, settings=settings, held_out=held_out, progress=o.reporter(bar, "updates")
+            )
+    except KeyboardInterrupt:
+        o.console(stderr=True).print(f"interrupted: what is done is kept in {out}; run again to go on")
+        return 130
     agreed = ", ".join(f"{share:.1%}" for share in reached["accuracy"])
     o.console().print(
         f"{reached['num_texts']} answers in {reached['seconds']} s; on {reached['num_held_out']} held-out answers head "

@@ -17,6 +17,7 @@ class Drafter(Protocol):
     """
 
     name: str
+    drafts_trees: bool  # whether its blocks may branch
     provides: frozenset[str]  # which of `draft_probs` and `draft_hidden` its blocks carry
 
     @property

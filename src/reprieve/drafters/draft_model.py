@@ -21,6 +21,7 @@ class DraftModelDrafter:
 
     name = "draft"
     target_layers: tuple[int, ...] = ()
+    drafts_trees = False
 
     def __init__(self, model: CachedModel, device: torch.device) -> None:
         self.model = model

@@ -17,13 +17,15 @@ from reprieve.models.sampling import Sampler
 from reprieve.rules.distributions import entropy
 from reprieve.types import ROOT, Block, HiddenStates, Outcome, Prefill, Verification
 
+MAX_NODES = 512
+
 
 @dataclass(frozen=True)
 class TreeShape:
     """How large a drafted tree may get.
 
     Args:
-        depth: tokens on its longest path, 1 or more.
+        depth: tokens on its longest path, 1 to 512, as the others.
         top_k: nodes a level that are drafted on from, and children of each; 1 drafts a chain.
         total_tokens: nodes kept in the end, those of the largest joint probability.
     """
@@ -34,8 +36,8 @@ class TreeShape:
 
     def __post_init__(self) -> None:
         for name in ("depth", "top_k", "total_tokens"):
-            if getattr(self, name) < 1:
-                raise SpecError(f"{name} must be 1 or more, got {getattr(self, name)!r}")
+            if not 1 <= getattr(self, name) <= MAX_NODES:
+                raise SpecError(f"{name} must be in [1, {MAX_NODES}], got {getattr(self, name)!r}")
 
 
 @dataclass
@@ -74,6 +76,7 @@ class EagleDrafter:
         self.pruning = pruning
         self.device = head.fc.weight.device
         self.target_layers = head.layers_read
+        self.drafts_trees = self.shape.top_k > 1
         self._target_ids = head.target_ids
         self._cache = RollbackCache()
         self._length = 0  # cached tokens, drafted ones left out

@@ -22,6 +22,7 @@ class NgramDrafter:
 
     name = "ngram"
     target_layers: tuple[int, ...] = ()
+    drafts_trees = False
     provides: frozenset[str] = frozenset()
 
     def __init__(self, device: torch.device, *, max_ngram: int = 3, min_ngram: int = 1) -> None:

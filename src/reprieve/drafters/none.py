@@ -15,6 +15,7 @@ class NoDrafter:
 
     name = "none"
     target_layers: tuple[int, ...] = ()
+    drafts_trees = False
     provides = frozenset({"draft_probs", "draft_hidden"})  # of no tokens: no rule lacks anything
 
     def __init__(self, device: torch.device) -> None:

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from reprieve.errors import SpecError, require_choice, require_range
 from reprieve.types import ROOT
 
-STRATEGIES = ("entropy", "depth", "depth_exp", "path_prob")
+# What each strategy takes.
+PARAMETERS = {
+    "entropy": ("epsilon", "budget", "entropy_weight", "leaf"),
+    "depth": ("keep", "alpha"),
+    "depth_exp": ("keep", "alpha"),
+    "path_prob": ("keep",),
+}
 
 
 @dataclass(frozen=True)
@@ -43,16 +49,15 @@ class Pruning:
     alpha: float = 0.1
 
     def __post_init__(self) -> None:
-        require_choice("prune", self.strategy, STRATEGIES)
-        require_range("epsilon", self.epsilon, 0.0, 1.0)
-        if self.epsilon == 1.0:
-            raise SpecError("epsilon must be below 1, got 1.0")
+        require_choice("prune", self.strategy, tuple(PARAMETERS))
+        if not 0.0 <= self.epsilon < 1.0:
+            raise SpecError(f"epsilon must be in [0, 1), got {self.epsilon!r}")
         if self.budget is not None:
             require_range("budget", self.budget, 0.0, 1.0, low_open=True)
-        require_range("entropy_weight", self.entropy_weight, 0.0, math.inf)
+        require_range("entropy_weight", self.entropy_weight, 0.0, 1e6)
         require_range("leaf", self.leaf, 0.0, 1.0)
         require_range("keep", self.keep, 0.0, 1.0, low_open=True)
-        require_range("alpha", self.alpha, -math.inf, math.inf)
+        require_range("alpha", self.alpha, -1e6, 1e6)
 
     def kept(self, parents: Sequence[int], log_probs: Sequence[float], root_entropy: float) -> list[int]:
         """Nodes to verify, in their old order; every kept node's parent is kept.

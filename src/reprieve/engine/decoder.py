@@ -112,6 +112,8 @@ class SpeculativeDecoder:
                 f"the {self.drafter.name} drafter needs the target's hidden states of layer {min(missing)}: give it "
                 f"hidden_layers={self.drafter.target_layers}"
             )
+        if self.rule.base == "block" and self.drafter.drafts_trees:
+            raise SpecError(f"rule {self.rule.spec} needs chains, and the {self.drafter.name} drafter draws trees")
         if "advice" in needs and self.advisor is None:
             raise SpecError(f"rule {name} needs an advisor")
         for field, words in (("draft_probs", "draft probabilities"), ("draft_hidden", "draft hidden states")):

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from reprieve.drafters import Drafter, DraftModelDrafter, EagleDrafter, NgramDrafter, TreeShape
-from reprieve.drafters.pruning import STRATEGIES, Pruning
+from reprieve.drafters.spec import DrafterSpec, make_drafter
 from reprieve.engine import SpeculativeDecoder
-from reprieve.errors import SpecError, require_choice
+from reprieve.errors import SpecError
 from reprieve.heads.certificates import Certificate, Conditions
 from reprieve.heads.folds import fold_of
 from reprieve.heads.loading import attach_heads, require_heads_fit, split_folds
 from reprieve.models import Pair
 from reprieve.models.sampling import SamplingParams
 from reprieve.rules import Rule, parse_rule
-from reprieve.rules.spec import parse_parameters
 from reprieve.rules.truncation import require_truncation
 
 TARGET_ONLY = "target_only"
@@ -79,6 +76,21 @@ def make_arms(specs: Sequence[str | Rule], num_draft_tokens: Sequence[int]) -> l
     return list({arm.label: arm for arm in arms}.values())
 
 
+def rule_arms(specs: Sequence[str], num_draft_tokens: int) -> list[Arm]:
+    """Just the arms asked for, each with a rule.
+
+    Raises:
+        SpecError: none, an arm without a rule, or a specification that cannot be read.
+    """
+    arms = [_arm_of(spec, num_draft_tokens, suffix="") for spec in specs]
+    for spec, arm in zip(specs, arms, strict=True):
+        if arm.rule is None:
+            raise SpecError(f"{spec!r} has no rule: nothing drafted is accepted there")
+    if not arms:
+        raise SpecError("rules must name at least one, got none")
+    return arms
+
+
 def _arm_of(spec: str | Rule, k: int, *, suffix: str) -> Arm:
     name, own = (spec.spec, dict[str, str]()) if isinstance(spec, Rule) else _own_settings(spec)
     own_k, drafter = own.get("K"), own.get("drafter")
@@ -109,6 +121,8 @@ def _own_settings(spec: str) -> tuple[str, dict[str, str]]:
     own = dict(part.split("=", 1) for part in parts)
     if len(own) != len(parts) or not all(own.values()):
         raise SpecError(f"an arm names its own K and drafter once each, as {name}@K=8@drafter=eagle3, got {spec!r}")
+    if "drafter" in own:
+        DrafterSpec.parse(own["drafter"])
     return name, own
 
 
@@ -129,76 +143,6 @@ def sweep_rules(spec: str, thresholds: Sequence[float], *, dial: str | None = No
     if isinstance(getattr(rule, rule.dial, 0.0), str):
         raise SpecError(f"rule {rule.name} has nothing to sweep")
     return [rule.with_parameter(dial or rule.dial, value) for value in thresholds]
-
-
-DRAFTERS = ("draft", "ngram", "eagle3")
-BUNDLED_EAGLE3 = "reprieve/arithmetic-eagle3"
-_PRUNING = ("epsilon", "budget", "entropy_weight", "leaf", "keep", "alpha")  # go with prune=
-
-
-def make_drafter(spec: str, pair: Pair, rule: Rule) -> Drafter:
-    """The drafter a specification names.
-
-    `draft`; `ngram:max_ngram=3,min_ngram=1`; `eagle3:path=FOLDER,depth=6,top_k=8,total_tokens=32`, which also takes
-    `prune=entropy` and the numbers of `Pruning`.
-
-    Raises:
-        SpecError: unknown drafter or parameter.
-        PairError: an EAGLE-3 head for another target.
-    """
-    name, given = parse_drafter(spec)
-    if name == "eagle3":
-        return _eagle_drafter(given, pair)
-    if name == "ngram":
-        return NgramDrafter(pair.device, **_numbers(name, given, int))
-    return DraftModelDrafter(pair.cached_draft(rule.draft_layers), pair.device)
-
-
-def parse_drafter(spec: str) -> tuple[str, dict[str, str]]:
-    """Name and parameters of a drafter.
-
-    Raises:
-        SpecError: unknown drafter or parameter.
-    """
-    name, _, rest = spec.partition(":")
-    require_choice("drafter", name, DRAFTERS)
-    given = parse_parameters(rest, where=f"drafter {name}")
-    shape = [field.name for field in dataclasses.fields(TreeShape)]
-    known = {"draft": (), "ngram": ("max_ngram", "min_ngram"), "eagle3": ("path", *shape, "prune", *_PRUNING)}[name]
-    if unknown := sorted(given.keys() - set(known)):
-        takes = f"it takes {', '.join(known)}" if known else "it takes none"
-        raise SpecError(f"drafter {name} has no parameter {unknown[0]!r}; {takes}")
-    return name, given
-
-
-def _eagle_drafter(given: dict[str, str], pair: Pair) -> Drafter:
-    shape = {name: given[name] for name in given.keys() - {"path", "prune", *_PRUNING}}
-    cuts = {name: given[name] for name in given.keys() & set(_PRUNING)}
-    strategy = given.get("prune")
-    if cuts and strategy is None:
-        raise SpecError(f"drafter eagle3: {min(cuts)} goes with prune=, one of {', '.join(STRATEGIES)}")
-    return EagleDrafter(
-        pair.eagle_head(given.get("path", BUNDLED_EAGLE3)),
-        vocab_size=pair.vocab_size,
-        shape=TreeShape(**_numbers("eagle3", shape, int)),
-        pruning=None if strategy is None else Pruning(strategy, **_numbers("eagle3", cuts, float)),
-    )
-
-
-def _numbers(drafter: str, given: Mapping[str, str], kind: type[int] | type[float]) -> dict[str, Any]:
-    try:
-        return {key: kind(value) for key, value in given.items()}
-    except ValueError as error:
-        raise SpecError(f"drafter {drafter}: {error}") from None
-
-
-def drafter_fingerprint(spec: str, pair: Pair) -> dict[str, str]:
-    """What identifies the weights a drafter brings with it, by name; nothing for those of the pair itself."""
-    name, given = parse_drafter(spec)
-    if name != "eagle3":
-        return {}
-    path = given.get("path", BUNDLED_EAGLE3)
-    return {path: pair.eagle_head(path).fingerprint}
 
 
 @dataclass(frozen=True)

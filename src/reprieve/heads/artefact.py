@@ -30,9 +30,8 @@ def save_artefact(folder: Path, kind: str, config: Mapping[str, Any], tensors: M
         ReprieveError: the folder cannot be made, or holds something else.
     """
     folder = Path(folder)
+    require_free(folder, kind)
     config_path = folder / _CONFIG
-    if config_path.exists() and _kind(config_path) != kind:
-        raise ReprieveError(f"{str(folder)!r} holds something else than a {kind} head; name another folder")
     content = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     document = {"schema": SCHEMA, "kind": kind, **config}
     document["sha256"] = _digest(document, content)
@@ -47,12 +46,28 @@ def save_artefact(folder: Path, kind: str, config: Mapping[str, Any], tensors: M
         raise ReprieveError(f"{str(folder)!r} cannot be written: {error.strerror}") from None
 
 
-def claim_folder(folder: Path) -> None:
-    """Make a folder, so that what took long to make has a place to go.
+def require_free(folder: Path, kind: str) -> None:
+    """Refuse a folder that holds something else than what is to be written there.
 
     Raises:
-        ReprieveError: it cannot be made.
+        ReprieveError: names it.
     """
+    config_path = Path(folder) / _CONFIG
+    if config_path.exists() and _kind(config_path) != kind:
+        raise ReprieveError(f"{str(folder)!r} holds something else than a {kind} head; name another folder")
+
+
+def claim_folder(folder: Path, kind: str | None = None) -> None:
+    """Make a folder, so that what took long to make has a place to go.
+
+    Args:
+        kind: of the head that is to be written into it; None where that is said later.
+
+    Raises:
+        ReprieveError: it cannot be made, or holds something else.
+    """
+    if kind is not None:
+        require_free(folder, kind)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -120,7 +135,8 @@ def _kind(path: Path) -> Any:
         found = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError):
         return None
-    return found.get("kind") if isinstance(found, dict) else None
+    # EAGLE-3 heads are in the speculators library's format, which has a name of its own for this.
+    return found.get("kind", found.get("speculators_model_type")) if isinstance(found, dict) else None
 
 
 def _digest(config: Mapping[str, Any], content: bytes) -> str:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
@@ -21,7 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 
 from reprieve.errors import PairError, ReprieveError
 from reprieve.heads.artefact import find_artefact
-from reprieve.heads.binding import digest
+from reprieve.heads.binding import PairIdentity, digest
 from reprieve.models.cache import RollbackCache
 from reprieve.types import HiddenStates
 
@@ -29,7 +28,7 @@ _PARTS: dict[str, tuple[type[PretrainedConfig], Any, Any, Any]] = {
     "llama": (LlamaConfig, LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding),
     "qwen3": (Qwen3Config, Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding),
 }
-OLD_NAMES = {"midlayer.": "layers.0."}  # SafeAILab's name for the one layer
+_OLD_NAMES = {"midlayer.": "layers.0."}  # SafeAILab's name for the one layer
 
 
 def default_layers(num_layers: int) -> tuple[int, int, int]:
@@ -49,7 +48,6 @@ class EagleConfig:
     layer: PretrainedConfig
     layers: tuple[int, ...]
     draft_vocab_size: int
-    target_name: str | None = None
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -62,6 +60,8 @@ class EagleConfig:
         Raises:
             ReprieveError: another format, or a kind of layer that is not known.
         """
+        if not isinstance(found, dict):
+            raise ReprieveError(f"config.json must hold an object, got {type(found).__name__}")
         if found.get("speculators_model_type") != "eagle3":
             raise ReprieveError(
                 "must be an EAGLE-3 head in the speculators format (speculators_model_type: eagle3), got "
@@ -72,15 +72,19 @@ class EagleConfig:
         kind = layer.pop("model_type", "llama")
         if kind not in _PARTS:
             raise ReprieveError(f"model_type of its layers must be one of {', '.join(_PARTS)}, got {kind!r}")
-        verifier = (found.get("speculators_config") or {}).get("verifier") or {}
         flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
         return cls(
             layer=_PARTS[kind][0](**layer),
-            layers=tuple(found.get("eagle_aux_hidden_state_layer_ids") or ()),
-            draft_vocab_size=int(found["draft_vocab_size"]),
-            target_name=verifier.get("name_or_path"),
+            layers=tuple(int(layer) for layer in found.get("eagle_aux_hidden_state_layer_ids") or ()),
+            draft_vocab_size=_positive("draft_vocab_size", found["draft_vocab_size"]),
             **{flag: bool(found.get(flag, False)) for flag in flags},
         )
+
+
+def _positive(name: str, value: Any) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise ReprieveError(f"{name} must be 1 or more, got {value!r}")
+    return value
 
 
 class EagleHead(nn.Module):
@@ -164,34 +168,50 @@ class EagleHead(nn.Module):
         return logits, (normed if self.config.norm_output else hidden)[0]
 
 
-def load_eagle3(source: str | Path, target: Any) -> EagleHead:
+def load_eagle3(source: str | Path, target: Any, *, identity: PairIdentity | None = None) -> EagleHead:
     """A head from a folder or a hub id, on the target's device and in its dtype.
 
     Args:
         target: the `transformers` model it drafts for; its token embedding stands in where the file has none.
+        identity: of the pair at hand, for heads that say which target they were trained for (ours do).
 
     Raises:
         ReprieveError: not found, unreadable, or in another format.
-        PairError: made for a target of another shape.
+        PairError: made for another target.
     """
     folder = find_artefact(source)
     what = f"EAGLE-3 head {str(source)!r}"
+    text = target.config.get_text_config()
+    embedding = target.get_input_embeddings().weight
     try:
         config = EagleConfig.from_dict(json.loads((folder / "config.json").read_text()))
         content = (folder / "model.safetensors").read_bytes()
-        tensors = load(content)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError, ReprieveError) as error:
-        raise ReprieveError(f"{what} cannot be read: {error}") from None
-    text = target.config.get_text_config()
-    head = EagleHead(config, num_target_layers=text.num_hidden_layers, target_size=text.hidden_size)
-    for old, new in OLD_NAMES.items():
-        tensors = {name.replace(old, new, 1) if name.startswith(old) else name: t for name, t in tensors.items()}
-    embedding = target.get_input_embeddings().weight
+        tensors = {new_name(name): tensor for name, tensor in load(content).items()}
+        head = EagleHead(config, num_target_layers=text.num_hidden_layers, target_size=text.hidden_size)
+        made_for = _made_for(folder)
+    except Exception as error:  # whatever a foreign file holds: it is the file that has to be mended
+        raise ReprieveError(f"{what} cannot be read: {type(error).__name__}: {error}") from None
+    if made_for is not None and identity is not None:
+        made_for.require_matches(identity, what, reads_draft=False)
     tensors.setdefault("embed_tokens.weight", embedding.detach().cpu())
     _require_fit(what, head, tensors, embedding.shape[0], text)
     head.load_state_dict({name: tensors[name] for name in head.state_dict()})
     head.fingerprint = digest(content)
     return head.to(device=embedding.device, dtype=embedding.dtype).eval()
+
+
+def new_name(name: str) -> str:
+    """A tensor's name in the speculators format, from that or SafeAILab's."""
+    for old, new in _OLD_NAMES.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+def _made_for(folder: Path) -> PairIdentity | None:
+    """The pair that our own training noted beside a head; other heads have no such note."""
+    path = folder / "training.json"
+    return PairIdentity(**json.loads(path.read_text())["pair"]) if path.is_file() else None
 
 
 def _require_fit(what: str, head: EagleHead, tensors: dict[str, Tensor], vocab_size: int, text: Any) -> None:

@@ -13,13 +13,16 @@ from torch import Tensor
 
 from reprieve.errors import ReprieveError
 from reprieve.files import replace_file
-from reprieve.models.eagle3 import OLD_NAMES, EagleConfig
+from reprieve.heads.artefact import require_free
+from reprieve.models.eagle3 import EagleConfig, new_name
 
 _LAYER_KEYS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
     "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "attention_bias",
     "mlp_bias", "pad_token_id", "bos_token_id", "eos_token_id", "initializer_range",
 )  # fmt: skip
+
+_NEEDED = ("fc.weight", "lm_head.weight", "norm.weight", "layers.0.self_attn.q_proj.weight")
 
 
 def convert_safeailab(
@@ -43,28 +46,28 @@ def convert_safeailab(
         raise ReprieveError(f"{str(folder)!r} must hold model.safetensors, got {found}")
     if out.resolve() == folder.resolve():
         raise ReprieveError(f"--out must be another folder than the checkpoint's, got {str(out)!r}")
+    require_free(out, "eagle3")
     try:
-        found_config = json.loads((folder / "config.json").read_text())
-        tensors = load_file(folder / "model.safetensors")
+        found = json.loads((folder / "config.json").read_text())
+        tensors = {new_name(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
     except (OSError, ValueError, SafetensorError) as error:
         raise ReprieveError(f"{str(folder)!r} cannot be read: {error}") from None
-    if "speculators_model_type" in found_config:
-        raise ReprieveError(f"{str(folder)!r} is in the speculators format already")
-    if not any(name.startswith("midlayer.") for name in tensors) or "fc.weight" not in tensors:
-        raise ReprieveError(f"{str(folder)!r} must hold an EAGLE-3 head (fc.weight and midlayer.*), got others")
-    named = {_new_name(name): tensor for name, tensor in tensors.items()}
-    document = _document(found_config, named, target_name, layers, norm_before_residual)
-    config = EagleConfig.from_dict(json.loads(json.dumps(document)))
-    replace_file(out / "model.safetensors", save({name: tensor.contiguous() for name, tensor in named.items()}))
-    replace_file(out / "config.json", json.dumps(document, indent=2) + "\n")
+    if not isinstance(found, dict) or "speculators_model_type" in found:
+        told = "is in the speculators format already" if isinstance(found, dict) else "has a config.json of no object"
+        raise ReprieveError(f"{str(folder)!r} {told}")
+    if lacking := [name for name in _NEEDED if name not in tensors]:
+        raise ReprieveError(f"{str(folder)!r} must hold an EAGLE-3 head; model.safetensors lacks {lacking[0]}")
+    document = _document(found, tensors, target_name, layers, norm_before_residual)
+    try:
+        config = EagleConfig.from_dict(json.loads(json.dumps(document)))
+    except Exception as error:  # transformers checks configurations in many ways
+        raise ReprieveError(f"{str(folder)!r}: config.json: {error}") from None
+    try:
+        replace_file(out / "model.safetensors", save({name: tensor.contiguous() for name, tensor in tensors.items()}))
+        replace_file(out / "config.json", json.dumps(document, indent=2) + "\n")
+    except OSError as error:
+        raise ReprieveError(f"{str(out)!r} cannot be written: {error.strerror}") from None
     return config
-
-
-def _new_name(name: str) -> str:
-    for old, new in OLD_NAMES.items():
-        if name.startswith(old):
-            return new + name.removeprefix(old)
-    return name
 
 
 def _document(

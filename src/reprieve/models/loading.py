@@ -63,7 +63,7 @@ class Pair:
             PairError: made for another target.
         """
         if source not in self._eagle_heads:
-            self._eagle_heads[source] = load_eagle3(source, self.target)
+            self._eagle_heads[source] = load_eagle3(source, self.target, identity=self.identity)
         return self._eagle_heads[source]
 
     @cached_property

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -55,20 +55,23 @@ def load_checkpoint(
     """Put a checkpoint's weights and state back; updates done and seconds spent, or None where there is no file.
 
     Raises:
-        ReprieveError: it was written under another recipe.
+        ReprieveError: it was written under another recipe, or is damaged.
     """
     if not path.exists():
         return None
-    with safe_open(path, "pt") as opened:
-        metadata = opened.metadata()
-    if metadata.get("recipe") != recipe:
-        raise ReprieveError(f"{path} belongs to another recipe; remove it, or train into another folder")
-    tensors = load_file(path, device=str(next(model.parameters()).device))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameter.copy_(tensors[f"model.{name}"])
-                optimizer.state[parameter] = {
-                    key: tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")
-                }
-    return int(metadata["update"]), float(metadata["seconds"])
+    try:
+        with safe_open(path, "pt") as opened:
+            metadata = opened.metadata() or {}
+        if metadata.get("recipe") != recipe:
+            raise ReprieveError(f"{path} belongs to another recipe; remove it, or train into another folder")
+        tensors = load_file(path, device=str(next(model.parameters()).device))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(tensors[f"model.{name}"])
+                    optimizer.state[parameter] = {
+                        key: tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")
+                    }
+        return int(metadata["update"]), float(metadata["seconds"])
+    except (SafetensorError, KeyError, ValueError, RuntimeError, OSError) as error:
+        raise ReprieveError(f"{path} cannot be read as a checkpoint: {error}; remove it to start again") from None

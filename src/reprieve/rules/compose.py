@@ -62,7 +62,7 @@ class _Wrapper(Rule):
 
     @property
     def rescues_in_turn(self) -> bool:  # type: ignore[override]
-        return self.parts[0].rescues_in_turn
+        return any(rule.rescues_in_turn for rule in self.parts)
 
     @property
     def heads(self) -> tuple[tuple[str, Any], ...]:

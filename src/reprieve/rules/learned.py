@@ -1,4 +1,4 @@
-"""Rules that ask a trained head: AutoJudge's judge and PAD's pivot."""
+"""Rules that something trained or measured stands behind: AutoJudge's judge, PAD's pivot; `lts` is one too."""
 
 from __future__ import annotations
 

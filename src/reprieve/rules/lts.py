@@ -28,7 +28,7 @@ def raw_scores(evidence: Evidence, scale: Tensor) -> tuple[Tensor, Tensor]:
         squared difference of their log-probabilities.
     """
     assert evidence.token_embeddings is not None and evidence.top_embeddings is not None
-    difference = (evidence.token_embeddings - evidence.top_embeddings).float() * scale
+    difference = (evidence.token_embeddings.float() - evidence.top_embeddings.float()) * scale
     floor = math.log(SMALLEST_PROB)
     margin = evidence.target_log_probs.amax(-1).clamp_min(floor) - evidence.token_log_probs.clamp_min(floor)
     return difference.square().sum(-1), margin.square()

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
+from transformers import LlamaConfig
 
 from reprieve.errors import ReprieveError, SpecError, import_extra, require_range
 from reprieve.files import replace_file
+from reprieve.heads.binding import digest
 from reprieve.models import Pair
 from reprieve.models.eagle3 import default_layers
 from reprieve.pair.checkpoints import learning_rate_at, load_checkpoint, save_checkpoint
@@ -47,23 +49,26 @@ class EagleTraining:
     """
 
     layers: tuple[int, ...] = ()
-    draft_vocab_size: int = 512
+    draft_vocab_size: int = 32_000
     intermediate_size: int | None = None
     num_steps: int = 5
     step_decay: float = 0.9
-    num_passes: int = 4
-    tokens_per_update: int = 1024
+    num_passes: int = 3
+    tokens_per_update: int = 512
     learning_rate: float = 1e-3
     warmup_updates: int = 100
     weight_decay: float = 0.01
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("draft_vocab_size", "num_steps", "num_passes", "tokens_per_update"):
-            if getattr(self, name) < 1:
+        for name in ("draft_vocab_size", "num_steps", "num_passes", "tokens_per_update", "intermediate_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise SpecError(f"{name} must be 1 or more, got {getattr(self, name)!r}")
         require_range("step_decay", self.step_decay, 0.0, 1.0, low_open=True)
         require_range("learning_rate", self.learning_rate, 0.0, 1.0, low_open=True)
+        require_range("warmup_updates", self.warmup_updates, 0, 1e9)
+        require_range("weight_decay", self.weight_decay, 0.0, 10.0)
 
 
 @dataclass(frozen=True)
@@ -131,12 +136,13 @@ def train_eagle3(
     *,
     settings: EagleTraining | None = None,
     held_out: float = 0.05,
-    progress: Callable[[int, int, str], None] = lambda done, total, text: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Train a head on the target's own texts, and save it in the speculators format; resumes from its checkpoint.
 
     Args:
-        folder: gets `checkpoint.safetensors` on the way and the finished head in `head/`.
+        folder: gets `checkpoint.safetensors` on the way and the finished head in `head/`, with what it reached and
+            the target it is for in `training.json`.
         held_out: share of the texts left out and used to measure.
 
     Returns:
@@ -155,9 +161,17 @@ def train_eagle3(
     plan = _Plan(settings, training)
     trainer = _Trainer(pair, plan, folder)
     trainer.train(progress)
-    reached = {"accuracy": trainer.accuracy(held), "num_held_out": len(held), "num_texts": len(training)}
+    reached = {
+        "accuracy": trainer.accuracy(held),
+        "num_held_out": len(held),
+        "num_texts": len(training),
+        "settings": asdict(settings),
+        "seconds": round(trainer.seconds),
+        "pair": asdict(pair.identity),
+    }
     trainer.save(folder / "head")
-    return {**reached, "settings": asdict(settings), "seconds": round(trainer.seconds)}
+    replace_file(folder / "head" / "training.json", json.dumps(reached, indent=2) + "\n")
+    return reached
 
 
 class _Trainer:
@@ -184,30 +198,16 @@ class _Trainer:
         from speculators.losses.eager import kl_div_loss
 
         # The library's default loss is a Triton kernel, which needs a GPU.
-        self.losses = {"kl_div": (kl_div_loss, 1.0)}
+        self.loss_config = {"kl_div": (kl_div_loss, 1.0)}
+        self.losses: list[float] = []
 
     def _build(self, config: Any) -> Any:
         import_extra("speculators", "eagle")
         from speculators.config import SpeculatorsConfig, VerifierConfig
         from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
         from speculators.proposals.greedy import GreedyTokenProposalConfig
-        from transformers import LlamaConfig
 
-        heads = config.num_attention_heads
-        layer = LlamaConfig(
-            vocab_size=self.pair.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=self.settings.intermediate_size or config.intermediate_size,
-            num_hidden_layers=1,
-            num_attention_heads=heads,
-            num_key_value_heads=getattr(config, "num_key_value_heads", heads),
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            max_position_embeddings=config.max_position_embeddings,
-            rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
-            rope_parameters=getattr(config, "rope_parameters", None),
-            tie_word_embeddings=False,
-        )
-        layer._attn_implementation = "eager"
+        layer = self._layer(config)
         with torch.random.fork_rng():
             torch.manual_seed(self.settings.seed)
             model: Any = Eagle3DraftModel(
@@ -237,42 +237,71 @@ class _Trainer:
         model.verifier_norm, model.verifier_lm_head = nn.Identity(), nn.Identity()
         return model.float().to(self.pair.device)
 
-    def train(self, progress: Callable[[int, int, str], None]) -> None:
-        recipe = repr((self.settings, len(self.plan.texts), self.pair.identity.target_weights))
-        restored = load_checkpoint(self.path, self.model, self.optimizer, recipe=recipe)
+    def _layer(self, config: Any) -> LlamaConfig:
+        """The head's one decoder layer, shaped as the target's are."""
+        heads = config.num_attention_heads
+        layer = LlamaConfig(
+            vocab_size=self.pair.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=self.settings.intermediate_size or config.intermediate_size,
+            num_hidden_layers=1,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(config, "num_key_value_heads", heads),
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            max_position_embeddings=config.max_position_embeddings,
+            rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+            rope_parameters=getattr(config, "rope_parameters", None),
+            tie_word_embeddings=False,
+        )
+        layer._attn_implementation = "eager"
+        return layer
+
+    def train(self, progress: Callable[[int, int], None]) -> None:
+        restored = load_checkpoint(self.path, self.model, self.optimizer, recipe=self.recipe)
         if restored is not None:
             self.update, self.seconds = restored
-        saved = time.perf_counter()
-        total = self.plan.num_updates
-        while self.update < total:
-            started = time.perf_counter()
-            loss, metrics = self._one_update()
-            self.update += 1
-            now = time.perf_counter()
-            self.seconds += now - started
-            progress(self.update, total, f"loss {loss:.3f}, first token {metrics[0]:.0%}")
-            if now - saved > _CHECKPOINT_SECONDS or self.update == total:
-                save_checkpoint(
-                    self.path, self.model, self.optimizer, recipe=recipe, update=self.update, seconds=self.seconds
-                )
-                saved = now
+        saved, total = time.perf_counter(), self.plan.num_updates
+        try:
+            while self.update < total:
+                started = time.perf_counter()
+                self.losses.append(self._one_update())
+                self.update += 1
+                self.seconds += time.perf_counter() - started
+                progress(self.update, total)
+                if time.perf_counter() - saved > _CHECKPOINT_SECONDS:
+                    self._checkpoint()
+                    saved = time.perf_counter()
+        finally:
+            if self.update:
+                self._checkpoint()
 
-    def _one_update(self) -> tuple[float, list[float]]:
+    @property
+    def recipe(self) -> str:
+        """What a checkpoint must have been made with: settings, target and texts."""
+        texts = digest(repr(self.plan.texts).encode())
+        return repr((self.settings, self.pair.identity.target_weights, texts))
+
+    def _checkpoint(self) -> None:
+        save_checkpoint(
+            self.path, self.model, self.optimizer, recipe=self.recipe, update=self.update, seconds=self.seconds
+        )
+
+    def _one_update(self) -> float:
         self.model.train()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate_at(self.plan, self.update)
         batch = self._batch([self.plan.texts[index] for index in self.plan.batches[self.update]])
-        _, loss, metrics = self.model(
+        _, loss, _ = self.model(
             **batch,
             ttt_steps=self.settings.num_steps,
             ttt_step_loss_decay=self.settings.step_decay,
-            loss_config=self.losses,
+            loss_config=self.loss_config,
         )
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        return float(loss.detach()), self._shares([metrics])
+        return float(loss.detach())
 
     @torch.no_grad()
     def accuracy(self, texts: Sequence[OwnText]) -> list[float]:
@@ -280,7 +309,7 @@ class _Trainer:
         found = []
         for first in range(0, len(texts), 8):
             *_, metrics = self.model(
-                **self._batch(texts[first : first + 8]), ttt_steps=self.settings.num_steps, loss_config=self.losses
+                **self._batch(texts[first : first + 8]), ttt_steps=self.settings.num_steps, loss_config=self.loss_config
             )
             found.append(metrics)
         return [round(share, 4) for share in self._shares(found)]

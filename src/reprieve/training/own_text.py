@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
@@ -27,9 +27,9 @@ class OwnText:
     answer_ids: list[int]
 
 
-def own_text_path(folder: Path, pair: Pair, task: str, split: str, params: SamplingParams, *, mixed: bool) -> Path:
-    """Where the answers of one target, task and way of decoding go: others get another name."""
-    made_with = repr((pair.identity.target_weights, task, split, params, mixed))
+def own_text_path(folder: Path, pair: Pair, problems: str, params: SamplingParams, *, mixed: bool) -> Path:
+    """Where the answers of one target to some problems go: other targets, problems and settings get another name."""
+    made_with = repr((pair.identity.target_weights, problems, params, mixed))
     return folder / f"own-text-{digest(made_with.encode())}.jsonl"
 
 
@@ -52,10 +52,12 @@ def write_own_texts(
     Raises:
         ReprieveError: a file that holds something else.
     """
-    texts = _read(path)
+    prompts = {problem.problem_id: pair.tokenizer.encode(problem.prompt) for problem in problems}
+    read = _read(path, pair.vocab_size)
+    texts = {name: text for name, text in read.items() if prompts.get(name) == text.prompt_ids}  # not of an edited task
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        _answer(file, texts, pair, problems, params, mixed, num_rows, progress)
+        _answer(file, texts, pair, prompts, params, mixed, num_rows, progress)
     return [texts[problem.problem_id] for problem in problems]
 
 
@@ -63,7 +65,7 @@ def _answer(
     file: IO[str],
     texts: dict[str, OwnText],
     pair: Pair,
-    problems: Sequence[TaskProblem],
+    prompts: dict[str, list[int]],
     params: SamplingParams,
     mixed: bool,
     num_rows: int,
@@ -76,30 +78,28 @@ def _answer(
         eos_ids=eos_token_ids(pair.target, pair.tokenizer),
     )
 
-    def take(problem: TaskProblem, prompt_ids: list[int]) -> Callable[[list[int]], None]:
+    left = prompts.keys() - texts.keys()
+
+    def take(problem_id: str) -> Callable[[list[int]], None]:
         def done(token_ids: list[int]) -> None:
-            texts[problem.problem_id] = OwnText(prompt_ids, token_ids)
-            line = {"problem_id": problem.problem_id, "prompt_ids": prompt_ids, "answer_ids": token_ids}
-            file.write(json.dumps(line) + "\n")
+            texts[problem_id] = OwnText(prompts[problem_id], token_ids)
+            file.write(json.dumps({"problem_id": problem_id, **asdict(texts[problem_id])}) + "\n")
             file.flush()
-            left.discard(problem.problem_id)
-            progress(len(problems) - len(left), len(problems))
+            progress(len(texts), len(prompts))
 
         return done
 
-    left = {problem.problem_id for problem in problems} - texts.keys()
-    for index, problem in enumerate(problems):
-        if problem.problem_id not in left:
+    for index, (problem_id, prompt_ids) in enumerate(prompts.items()):
+        if problem_id not in left:
             continue
-        prompt_ids = pair.tokenizer.encode(problem.prompt)
-        uniforms = random.Random(f"{params.seed} {problem.problem_id}").random
+        uniforms = random.Random(f"{params.seed} {problem_id}").random
         decoder.submit(
             TextRequest(
                 session=Session(),
                 prefix_ids=prompt_ids,
                 max_new_tokens=params.max_new_tokens,
                 draw=None if params.greedy or (mixed and index % 2 == 0) else inverse_cdf_draw(uniforms),
-                on_done=take(problem, prompt_ids),
+                on_done=take(problem_id),
                 response_start=len(prompt_ids),
             )
         )
@@ -107,13 +107,16 @@ def _answer(
         decoder.step()
 
 
-def _read(path: Path) -> dict[str, OwnText]:
+def _read(path: Path, vocab_size: int) -> dict[str, OwnText]:
     """The texts of a file."""
     texts = {}
-    for line in whole_lines(path):
-        try:
+    try:
+        for line in whole_lines(path):
             found = json.loads(line)
-            texts[found["problem_id"]] = OwnText(found["prompt_ids"], found["answer_ids"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ReprieveError(f"{path} cannot be read as a target's answers: {error}") from None
+            text = OwnText(found["prompt_ids"], found["answer_ids"])
+            if not all(0 <= token < vocab_size for token in (*text.prompt_ids, *text.answer_ids)):
+                raise ValueError(f"a token is not in [0, {vocab_size - 1}]")
+            texts[found["problem_id"]] = text
+    except (ValueError, KeyError, TypeError) as error:
+        raise ReprieveError(f"{path} cannot be read as a target's answers: {error}") from None
     return texts
