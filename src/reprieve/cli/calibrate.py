@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from reprieve.cli import options as o
+
+if TYPE_CHECKING:
+    from reprieve.heads.lts import LtsCalibration
 
 
 def lts(
@@ -67,23 +71,28 @@ def lts(
             params,
             progress=o.reporter(bar, "answers"),
         )
-    calibration = fit(
-        pair, task, scale, swaps, recipe, split=split, limit=limit, offset=offset, temperature=temperature
-    )
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    calibration = fit(pair, task, scale, swaps, recipe, split=split, limit=limit, offset=offset, sampling=sampling)
     calibration.save_pretrained(out)
     bound, tolerance = bounds_of(calibration, swaps)
-    show = o.console().print
-    for bucket, (factor, logit_factor, limit_) in enumerate(
-        zip(calibration.embedding_factors, calibration.logit_factors, calibration.tolerances, strict=True)
-    ):
-        name = f"bucket {bucket}: " if bucket_by != "none" else ""
-        show(f"{name}c' {factor:.4g}, alpha kappa {logit_factor:.4g}, tau_delta {limit_:.4g} nats", markup=False)
-    show(
-        f"{swaps.num} positions of {len(texts)} answers; the bound covers {(swaps.divergence <= bound).mean():.1%} of "
-        f"them, the tolerance {(swaps.divergence <= tolerance).mean():.1%}"
-    )
-    show(f"calibration: {out}   use it: reprieve bench --arm lts:path={out}", soft_wrap=True, markup=False)
+    told = [*_constants(calibration), f"{swaps.num} positions of {len(texts)} answers; the bound covers "
+            f"{(swaps.divergence <= bound).mean():.1%} of them, the tolerance "
+            f"{(swaps.divergence <= tolerance).mean():.1%}"]  # fmt: skip
+    if float(calibration.tolerances.max()) > math.log(2):
+        told.append("the tolerance is above ln 2, the largest divergence there is: it excludes nothing, theta has to")
+    told.append(f"calibration: {out}   use it: reprieve bench --arm lts:path={out}")
+    o.console().print("\n".join(told), soft_wrap=True, markup=False)
     return 0
+
+
+def _constants(calibration: LtsCalibration) -> list[str]:
+    """A line for each bucket."""
+    parts = (calibration.embedding_factors, calibration.logit_factors, calibration.tolerances)
+    lines = []
+    for bucket, (factor, logit_factor, tolerance) in enumerate(zip(*parts, strict=True)):
+        name = f"bucket {bucket}: " if len(calibration.edges) else ""
+        lines.append(f"{name}c' {factor:.4g}, alpha kappa {logit_factor:.4g}, tau_delta {tolerance:.4g} nats")
+    return lines
 
 
 COMMANDS: dict[str, Any] = {"lts": lts}
