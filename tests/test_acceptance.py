@@ -188,7 +188,8 @@ def eagle_drafter(target, *, prune=False):
 )
 def test_sampled_lossless_leaves_the_targets_distribution(drafting):
     """Chi-square over all texts of three tokens of a vocabulary of four; seeded, so it cannot flicker."""
-    size, length, num_answers = 4, 3, 3000
+    size, length = 4, 3
+    num_answers = 1200 if drafting.startswith("eagle3") else 3000  # a head's trees take several forwards each
     target = tiny_model(seed=3, vocab_size=size, scale=5.0)
     draft = perturbed(target, noise=0.12)
     prompt = [1, 2, 3, 0]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from reprieve.cli import options as o
-from reprieve.errors import import_extra
+from reprieve.errors import import_extra, require_range
 
 
 def command(
@@ -53,6 +53,8 @@ def command(
     o.require_problems(limit, offset)
     import_extra("speculators", "eagle")
     pair, loaded = o.load_pair_and_task(target, None, dtype, device, task)
+    settings.layers_of(pair.target.config.get_text_config().num_hidden_layers)
+    require_range("held_out", held_out, 0.0, 0.9, low_open=True)
     claim_folder(out)
     claim_folder(out / "head", "eagle3")
     split = o.split_of(loaded, split, "train")

@@ -70,6 +70,17 @@ class EagleTraining:
         require_range("warmup_updates", self.warmup_updates, 0, 1e9)
         require_range("weight_decay", self.weight_decay, 0.0, 10.0)
 
+    def layers_of(self, num_target_layers: int) -> tuple[int, ...]:
+        """The layers it reads of a target of this depth.
+
+        Raises:
+            SpecError: one that the target does not have, or one twice.
+        """
+        layers = self.layers or default_layers(num_target_layers)
+        if len(set(layers)) != len(layers) or not all(0 <= layer <= num_target_layers for layer in layers):
+            raise SpecError(f"layers must be different ones in [0, {num_target_layers}], got {layers}")
+        return layers
+
 
 @dataclass(frozen=True)
 class _Plan:
@@ -181,10 +192,7 @@ class _Trainer:
         self.settings = plan.settings
         self.path = folder / "checkpoint.safetensors"
         config = pair.target.config.get_text_config()
-        depth = config.num_hidden_layers
-        self.layers = self.settings.layers or default_layers(depth)
-        if len(set(self.layers)) != len(self.layers) or not all(0 <= layer <= depth for layer in self.layers):
-            raise SpecError(f"layers must be different ones in [0, {depth}], got {self.layers}")
+        self.layers = self.settings.layers_of(config.num_hidden_layers)
         size = min(self.settings.draft_vocab_size, pair.vocab_size)
         self.t2d, self.d2t = choose_vocabulary(plan.texts, size=size, vocab_size=pair.vocab_size)
         self.model: Any = self._build(config)
