@@ -12,7 +12,7 @@ from reprieve.models import CachedModel
 from reprieve.models.loading import require_same_tokenizer
 from reprieve.rules import parse_rule
 from reprieve.rules.base import Rule
-from reprieve.types import Block, Provenance
+from reprieve.types import Block, Prefill, Provenance
 
 from .tiny import NumberTokenizer, ScriptedDrafter, perturbed, tiny_model
 
@@ -136,9 +136,9 @@ def test_rescued_token_survives_commit(target, draft):
 
 def test_ngram_drafter_proposes_what_followed_last_time():
     drafter = NgramDrafter(CPU, max_ngram=2)
-    drafter.start([1, 2, 3, 4, 9, 1, 2], None)
+    drafter.start([1, 2, 3, 4, 9, 1, 2], None, Prefill())
     assert drafter.propose(3).token_ids.tolist() == [3, 4, 9]
-    drafter.start([5, 6, 7], None)
+    drafter.start([5, 6, 7], None, Prefill())
     assert drafter.propose(3).num_tokens == 0
 
 
