@@ -140,12 +140,19 @@ def test_padding_order_and_layout_change_nothing(spec, ladder):
     tensors = ("token_ids", "target_logits", "lossless_accepts", "draft_scores", "noise")
     hidden = case.node_hidden[-1]
     permuted = dataclasses.replace(case, **{n: moved(getattr(case, n), lambda t: t[order]) for n in tensors})
-    permuted = dataclasses.replace(permuted, node_hidden={-1: hidden[order]})
+    tables = ("token_embeddings", "top_embeddings")
+    permuted = dataclasses.replace(
+        permuted, node_hidden={-1: hidden[order]}, **{name: getattr(case, name)[order] for name in tables}
+    )
     torch.testing.assert_close(rule.risk(permuted), expected[order])
     folded = dataclasses.replace(
         case, **{n: moved(getattr(case, n), lambda t: t.unflatten(0, (2, 12))) for n in tensors}
     )
-    folded = dataclasses.replace(folded, node_hidden={-1: hidden.unflatten(0, (2, 12))})
+    folded = dataclasses.replace(
+        folded,
+        node_hidden={-1: hidden.unflatten(0, (2, 12))},
+        **{name: getattr(case, name).unflatten(0, (2, 12)) for name in tables},
+    )
     torch.testing.assert_close(rule.risk(folded), expected.unflatten(0, (2, 12)))
     # Extra columns no model ever predicts, as padded vocabularies have.
     if "released" not in spec and "k=3" not in spec:
