@@ -123,6 +123,17 @@ def test_a_reader_sees_every_problem_while_another_worker_folds(tmp_path, monkey
     assert reader.done() == {f"p-{number}" for number in range(5)}
 
 
+def test_a_last_single_problem_is_folded_too(tmp_path):
+    store = LabelStore(tmp_path, MANIFEST)
+    for number in range(3):
+        store.append(labels(f"p-{number}"))
+    store.fold()
+    store.append(labels("p-3"))  # by the worker that was at it while the other one folded
+    store.fold()
+    assert not list((tmp_path / "shards").glob("one-*"))
+    assert len(LabelStore(tmp_path).problems()) == 4
+
+
 def test_ids_that_look_alike_in_file_names_are_kept_apart(tmp_path):
     store = LabelStore(tmp_path, MANIFEST)
     with store.claim("a b") as first, store.claim("a_b") as second, store.claim("x" * 300) as long:
