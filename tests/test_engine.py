@@ -159,7 +159,7 @@ class ToyAdvisor:
     def start(self, prompt_ids):
         self.seen = list(prompt_ids)
 
-    def advise(self, block, verification):
+    def advise(self, block, target_ids):
         return (block.token_ids % 2).float()
 
     def commit(self, token_ids):

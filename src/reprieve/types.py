@@ -236,8 +236,10 @@ class RoundTrace:
 
     drafted_ids: list[int]
     parents: list[int]
-    target_ids: list[int]  # the target's own first choice at each node
+    target_ids: list[int]  # the target's own token at each node: its draw where the rule compares with draws, else top
+    target_log_probs: list[float]  # of each drafted token under the target's raw distribution, nats
     risks: list[float] | None
+    advice: list[float] | None
     lossless_accepts: list[bool]
     path: list[int]
     committed: list[Token]

@@ -47,8 +47,8 @@ class Recorder:
         monkeypatch.setattr(engine, "accept", self.accept(accept))
 
     def evidence(self, original):
-        def wrapped(decoder, answer, block, verification, advice):
-            made = original(decoder, answer, block, verification, advice)
+        def wrapped(decoder, answer, block, verification):
+            made = original(decoder, answer, block, verification)
             self.blocks.append((answer, verification))
             return made
 

@@ -1,4 +1,4 @@
-"""`reprieve mine autojudge|pivot`: labelled mismatches into a store."""
+"""`reprieve mine autojudge|pivot|arbitration`: labelled mismatches into a store."""
 
 from __future__ import annotations
 
@@ -118,7 +118,62 @@ def pivot(
     return _mine(config, out, workers)
 
 
-COMMANDS: dict[str, Any] = {"autojudge": autojudge, "pivot": pivot}
+def arbitration(
+    target: o.Target = o.BUNDLED,
+    draft: o.Draft = None,
+    task: o.TaskName = "arithmetic",
+    split: o.Split = "train",
+    limit: o.Limit = 100,
+    offset: Offset = 0,
+    num_draft_tokens: Annotated[int, typer.Option(help="K of the rounds.")] = 16,
+    per_round: Annotated[int, typer.Option(help="Mismatches labelled in a round, from its first on.")] = 4,
+    rollouts: Annotated[int, typer.Option(help="On each side of a mismatch, when sampling; greedily it is one.")] = 4,
+    tie: Annotated[float, typer.Option(help="Label where both sides end equally well.")] = 0.8,
+    judge: Annotated[
+        str | None, typer.Option(help="Scores both candidates instead of rollouts: openai:model=NAME,url=ADDRESS.")
+    ] = None,
+    temperature: o.Temperature = 0.0,
+    top_p: o.TopP = 1.0,
+    top_k: o.TopK = 0,
+    seed: o.Seed = 0,
+    max_new_tokens: MaxNewTokens = None,
+    in_flight: InFlight = 16,
+    workers: Workers = "1",
+    dtype: o.Dtype = "auto",
+    device: o.Device = None,
+    out: Annotated[Path, typer.Option("--out", help="Label store; run again with it to go on.")] = Path("runs/traces"),
+) -> int:
+    """Trace plain speculative rounds and label which side of each mismatch ends better (CoSpec, appendix C.1)."""
+    from reprieve.labelling.recipes import MiningConfig
+
+    config = MiningConfig(
+        miner="arbitration",
+        target=target,
+        draft=draft,
+        dtype=dtype,
+        device=device,
+        task=task,
+        split=split,
+        limit=limit,
+        offset=offset,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        num_in_flight=in_flight,
+        options={
+            "num_draft_tokens": num_draft_tokens,
+            "max_mismatches": per_round,
+            "num_rollouts": rollouts,
+            "tie": tie,
+            "judge": judge,
+        },
+    )
+    return _mine(config, out, workers)
+
+
+COMMANDS: dict[str, Any] = {"autojudge": autojudge, "pivot": pivot, "arbitration": arbitration}
 
 
 def _mine(config: MiningConfig, out: Path, workers: str) -> int:

@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from reprieve.drafters import DraftModelDrafter, NgramDrafter
 from reprieve.drafters.base import Drafter
 from reprieve.engine.answer import OnToken
+from reprieve.engine.arbitration import make_advisor
 from reprieve.engine.decoder import SpeculativeDecoder
 from reprieve.errors import PairError, SpecError
 from reprieve.heads.loading import attach_heads, require_heads_fit
@@ -117,6 +118,7 @@ def custom_generate(
         text_tokenizer if text_tokenizer is not None else _IdsOnly(vocab_size),
         rule=parsed,
         num_draft_tokens=num_draft_tokens,
+        advisor=make_advisor(parsed, draft_model),
     )
     seed = int(torch.randint(2**31, ())) if seed is None else seed
     made = decoder.generate(input_ids[0].tolist(), _params(config, input_ids.shape[1], seed), on_token=on_token)

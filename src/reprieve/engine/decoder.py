@@ -5,6 +5,7 @@ Target-only decoding is the same loop with a drafter that proposes nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -55,8 +56,12 @@ class Advisor(Protocol):
         """Get ready for a prompt."""
         ...
 
-    def advise(self, block: Block, verification: Verification) -> Tensor:
-        """A number per drafted token, [N]; becomes `Evidence.advice`."""
+    def advise(self, block: Block, target_ids: Tensor) -> Tensor:
+        """A number per drafted token, [N]; becomes `Evidence.advice`.
+
+        Args:
+            target_ids: the target's own token in each one's place, [N].
+        """
         ...
 
     def commit(self, token_ids: list[int]) -> None:
@@ -112,10 +117,10 @@ class SpeculativeDecoder:
                 f"the {self.drafter.name} drafter needs the target's hidden states of layer {min(missing)}: give it "
                 f"hidden_layers={self.drafter.target_layers}"
             )
-        if self.rule.base == "block" and self.drafter.drafts_trees:
-            raise SpecError(f"rule {self.rule.spec} needs chains, and the {self.drafter.name} drafter draws trees")
         if "advice" in needs and self.advisor is None:
             raise SpecError(f"rule {name} needs an advisor")
+        if (self.rule.base == "block" or "advice" in needs) and self.drafter.drafts_trees:
+            raise SpecError(f"rule {self.rule.spec} needs chains, and the {self.drafter.name} drafter draws trees")
         for field, words in (("draft_probs", "draft probabilities"), ("draft_hidden", "draft hidden states")):
             if field in needs and field not in self.drafter.provides:
                 raise SpecError(f"rule {name} needs {words}, which the {self.drafter.name} drafter does not have")
@@ -209,14 +214,17 @@ class SpeculativeDecoder:
         logits, hidden = self.target.forward([answer.last_id, *block.token_ids.tolist()], block)
         verification = Verification(logits, hidden)
         clock.append(self._clock())
-        advice = self.advisor.advise(block, verification) if self.advisor is not None else None
+        evidence, next_token = self._evidence(answer, block, verification)
         clock.append(self._clock())
-        evidence, next_token = self._evidence(answer, block, verification, advice)
+        if self.advisor is not None and block.num_tokens:
+            own_ids = evidence.scores.argmax(-1) if evidence.target_ids is None else evidence.target_ids
+            evidence = dataclasses.replace(evidence, advice=self.advisor.advise(block, own_ids))
+        clock.append(self._clock())
         outcome = accept(answer.rule, block, evidence, next_token=next_token, budget=answer.budget)
         clock.append(self._clock())
         self._commit(answer, block, verification, outcome, evidence, base)
         clock.append(self._clock())
-        parts = ("draft_s", "verify_s", "advise_s", "rule_s", "commit_s")
+        parts = ("draft_s", "verify_s", "rule_s", "advise_s", "rule_s", "commit_s")
         for part, start, end in zip(parts, clock, clock[1:], strict=False):
             setattr(answer.times, part, getattr(answer.times, part) + end - start)
 
@@ -226,9 +234,7 @@ class SpeculativeDecoder:
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
 
-    def _evidence(
-        self, answer: Answer, block: Block, verification: Verification, advice: Tensor | None
-    ) -> tuple[Evidence, NextToken]:
+    def _evidence(self, answer: Answer, block: Block, verification: Verification) -> tuple[Evidence, NextToken]:
         """What the rule may see, and where fallback and bonus tokens come from."""
         sampler, needs = answer.sampler, answer.rule.needs
         scores = sampler.target_scores(verification.logits)
@@ -272,7 +278,6 @@ class SpeculativeDecoder:
             draft_hidden=block.draft_hidden,
             token_embeddings=self.target.embed(block.token_ids) if reads_embeddings else None,
             top_embeddings=self.target.embed(judged.argmax(-1)) if reads_embeddings else None,
-            advice=advice,
             parents=block.parents,
             context_ids=answer.context_ids(block.token_ids.device) if "context_ids" in needs else None,
         )
@@ -316,8 +321,10 @@ def _trace(answer: Answer, block: Block, outcome: Outcome, evidence: Evidence, c
     return RoundTrace(
         drafted_ids=block.token_ids.tolist(),
         parents=list(block.parents),
-        target_ids=evidence.target_logits.argmax(-1).tolist(),
+        target_ids=(evidence.target_logits.argmax(-1) if evidence.target_ids is None else evidence.target_ids).tolist(),
+        target_log_probs=gather_token(evidence.target_logits.log_softmax(-1), block.token_ids).tolist(),
         risks=bounded_risk(answer.rule, evidence).tolist() if has_risk else None,
+        advice=None if evidence.advice is None else evidence.advice.tolist(),
         lossless_accepts=evidence.lossless_accepts.tolist(),
         path=outcome.path,
         committed=committed,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from reprieve.drafters.spec import DrafterSpec, make_drafter
 from reprieve.engine import SpeculativeDecoder
+from reprieve.engine.arbitration import make_advisor
 from reprieve.errors import SpecError
 from reprieve.heads.certificates import Certificate, Conditions
 from reprieve.heads.folds import fold_of
@@ -140,7 +141,7 @@ def sweep_rules(spec: str, thresholds: Sequence[float], *, dial: str | None = No
     rule = attach_heads(parse_rule(spec))
     if not thresholds:
         raise SpecError("thresholds must hold at least one value, got none")
-    if isinstance(getattr(rule, rule.dial, 0.0), str):
+    if isinstance(rule.dial_value, str):
         raise SpecError(f"rule {rule.name} has nothing to sweep")
     return [rule.with_parameter(dial or rule.dial, value) for value in thresholds]
 
@@ -197,4 +198,5 @@ def build_decoder(
         pair.tokenizer,
         rule=rule,
         num_draft_tokens=arm.num_draft_tokens,
+        advisor=make_advisor(rule, pair.draft),
     )

@@ -105,7 +105,7 @@ def certify(
         raise SpecError(f"task {task.name} has no right answers: nothing can be certified on it")
     strict = Arm(LOSSLESS, parse_rule(LOSSLESS), plan.num_draft_tokens)
     arms = {
-        getattr(rule, rule.dial): Arm(rule.spec, rule, plan.num_draft_tokens) for rule in plan.candidates()
+        rule.dial_value: Arm(rule.spec, rule, plan.num_draft_tokens) for rule in plan.candidates()
     }  # by threshold, strict first
 
     def runner(settings: dict[str, Any], chosen: list[Arm], name: str) -> Runner:

@@ -18,7 +18,7 @@ from reprieve.files import replace_file
 
 SCHEMA = 1
 BUNDLED = {
-    f"reprieve/arithmetic-{kind}": kind for kind in ("judge", "pivot", "lts", "eagle3")
+    f"reprieve/arithmetic-{kind}": kind for kind in ("judge", "pivot", "lts", "eagle3", "arbiter")
 }  # heads of the bundled pair
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from reprieve.errors import SpecError
+from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.artefact import find_artefact
 from reprieve.heads.base import Head
 from reprieve.heads.binding import PairIdentity, warn_of_transfer
@@ -16,12 +17,12 @@ from reprieve.heads.lts import LtsCalibration
 from reprieve.heads.pivot import PivotHead
 from reprieve.rules import Rule, parse_rule
 
-HEADS: dict[str, type[Head] | type[LtsCalibration]] = {
-    head.kind: head for head in (JudgeHead, PivotHead, LtsCalibration)
+HEADS: dict[str, type[Head] | type[LtsCalibration] | type[Arbiter]] = {
+    head.kind: head for head in (JudgeHead, PivotHead, LtsCalibration, Arbiter)
 }
 
 
-def load_head(kind: str, source: str) -> Head | FoldedHead | LtsCalibration:
+def load_head(kind: str, source: str) -> Head | FoldedHead | LtsCalibration | Arbiter:
     """A head of a kind, from a folder or a hub id; a folder of folds gives them all.
 
     Raises:

@@ -178,7 +178,7 @@ class _Walk:
         return await gather_all(self._rollout(response_ids, num_left, side, number) for number in numbers)
 
     async def _rollout(self, response_ids: list[int], num_left: int, side: int, number: int) -> list[int]:
-        draw = _seeded_draw(self.seed, len(response_ids), side, number)
+        draw = seeded_draw(self.seed, len(response_ids), side, number)
         new = await self.miner.target.complete(self.session, self.prompt_ids, response_ids, num_left, draw)
         if new is None:
             raise SpecError("rollouts need a target that reads tokens; a text API would read others")
@@ -202,7 +202,7 @@ def median_length(responses: list[list[int]]) -> list[int]:
     return sorted(responses, key=len)[len(responses) // 2]
 
 
-def _seeded_draw(*key: int) -> Draw:
+def seeded_draw(*key: int) -> Draw:
     """Draws of one rollout: the same whenever it is repeated."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))

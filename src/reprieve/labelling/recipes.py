@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from reprieve.drafters import DraftModelDrafter
+from reprieve.engine import SpeculativeDecoder
 from reprieve.errors import SpecError, require_choice
 from reprieve.labelling.api_target import ApiTarget
+from reprieve.labelling.arbitration import ArbitrationMiner, PairScorer
 from reprieve.labelling.autojudge import AutoJudgeMiner
 from reprieve.labelling.chat import Chat, OpenAIChat, openai_client
 from reprieve.labelling.draft import DraftReader
@@ -23,10 +27,11 @@ from reprieve.models import Pair, load_pair
 from reprieve.models.batch_decoder import BatchDecoder
 from reprieve.models.cached_model import eos_token_ids
 from reprieve.models.sampling import GumbelNoise, Sampler, SamplingParams
+from reprieve.rules import LosslessRule
 from reprieve.rules.spec import parse_parameters
 from reprieve.tasks import Task, TaskProblem, load_task
 
-MINERS = ("autojudge", "pivot")
+MINERS = ("autojudge", "pivot", "arbitration")
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class MiningConfig:
     """Everything that decides what labels say, and how fast they come.
 
     Args:
-        miner: autojudge or pivot.
+        miner: autojudge, pivot or arbitration.
         limit: problems `offset` to `offset + limit` of the split.
         temperature: 0 is greedy; above, AutoJudge samples through Gumbel noise.
         max_new_tokens: largest whole response; None for the task's.
@@ -96,8 +101,8 @@ def build(config: MiningConfig) -> Workbench:
         ReprieveError: a model or task that cannot be loaded.
     """
     task = load_task(config.task)
-    if not task.graded and (config.miner == "pivot" or not config.options.get("judge")):
-        raise SpecError(f"task {task.name} has no answers to compare; mine autojudge with a judge (--judge)")
+    if not task.graded and not config.options.get("judge"):
+        raise SpecError(f"task {task.name} has no answers to compare; mine autojudge or arbitration with --judge")
     problems = task.problems(config.split, config.limit, offset=config.offset)
     if not problems:
         raise SpecError(f"offset must be below the number of problems of split {config.split!r}, got {config.offset}")
@@ -109,7 +114,7 @@ def build(config: MiningConfig) -> Workbench:
         max_new_tokens=task.max_new_tokens if config.max_new_tokens is None else config.max_new_tokens,
     )
     return Workbench(
-        miner=(_autojudge if config.miner == "autojudge" else _pivot)(config, pair, task, responses),
+        miner=_BUILDERS[config.miner](config, pair, task, responses),
         problems=problems,
         manifest=_manifest(config, pair, responses),
     )
@@ -164,6 +169,36 @@ def _pivot(config: MiningConfig, pair: Pair, task: Task, responses: ResponseForm
         soundness=soundness,
         **options,
     )
+
+
+def _arbitration(config: MiningConfig, pair: Pair, task: Task, responses: ResponseFormat) -> ArbitrationMiner:
+    options = dict(config.options)
+    num_rollouts = 1 if config.sampling.greedy else options.pop("num_rollouts")
+    options.pop("num_rollouts", None)
+    judge = options.pop("judge")
+    return ArbitrationMiner(
+        target=_local_target(config, pair, responses, rows=2),  # the branches of a problem that are under way at once
+        responses=responses,
+        params=config.sampling,
+        make_decoder=lambda num_draft_tokens: SpeculativeDecoder(
+            pair.cached_target(),
+            DraftModelDrafter(pair.cached_draft(), pair.device),
+            pair.tokenizer,
+            rule=LosslessRule(verification="exact"),
+            num_draft_tokens=num_draft_tokens,
+        ),
+        make_seed=lambda problem: problem_seed(config.seed, problem),
+        num_rollouts=num_rollouts,
+        scorer=PairScorer(make_chat(judge)) if judge else None,
+        **options,
+    )
+
+
+_BUILDERS: dict[str, Callable[[MiningConfig, Pair, Task, ResponseFormat], Miner]] = {
+    "autojudge": _autojudge,
+    "pivot": _pivot,
+    "arbitration": _arbitration,
+}
 
 
 def make_soundness(spec: str | None) -> SoundnessJudge | None:

@@ -31,6 +31,27 @@ class Mismatch:
 
 
 @dataclass(frozen=True)
+class TracedRound:
+    """One round of plain speculative decoding, and what each mismatch in its block is worth (CoSpec, appendix C.1).
+
+    All lists have a place for each drafted token; None where it is the target's own, or was not asked about.
+    """
+
+    start: int  # tokens of the response before it
+    draft_ids: tuple[int, ...]
+    target_ids: tuple[int, ...]  # the target's own token in the place of each
+    labels: tuple[float | None, ...]  # soft label for accepting the draft's token, 0 to 1
+    draft_utilities: tuple[float | None, ...] = ()  # of going on with the draft's token
+    target_utilities: tuple[float | None, ...] = ()
+
+    @classmethod
+    def from_row(cls, row: dict[str, Any]) -> TracedRound:
+        """From Parquet."""
+        values: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in row.items()}
+        return cls(**values)
+
+
+@dataclass(frozen=True)
 class ProblemLabels:
     """All mismatches of one problem, in order, and the response they leave."""
 
@@ -44,6 +65,7 @@ class ProblemLabels:
     seconds: float = 0.0
     num_generated: int = 0  # tokens the target generated for it
     source: str = field(default="")  # the miner's name
+    rounds: tuple[TracedRound, ...] = ()  # of the response, where the miner keeps them
 
     def labelled(self) -> list[Mismatch]:
         """The mismatches that got a label."""
@@ -63,4 +85,5 @@ class ProblemLabels:
             Mismatch(**{**mismatch, "continuation_ids": tuple(mismatch["continuation_ids"])})
             for mismatch in values["mismatches"]
         )
+        values["rounds"] = tuple(map(TracedRound.from_row, values.get("rounds") or ()))
         return cls(**values)

@@ -188,6 +188,17 @@ def _schema() -> Any:
             ("verdict", pa.string()),
         ]
     )
+    scores = pa.list_(pa.float64())
+    traced_round = pa.struct(
+        [
+            ("start", pa.int32()),
+            ("draft_ids", ids),
+            ("target_ids", ids),
+            ("labels", scores),
+            ("draft_utilities", scores),
+            ("target_utilities", scores),
+        ]
+    )
     return pa.schema(
         [
             ("problem_id", pa.string()),
@@ -200,6 +211,7 @@ def _schema() -> Any:
             ("seconds", pa.float64()),
             ("num_generated", pa.int64()),
             ("source", pa.string()),
+            ("rounds", pa.list_(traced_round)),
         ]
     )
 

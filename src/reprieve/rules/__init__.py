@@ -1,6 +1,7 @@
 """Acceptance rules: pure functions of tensors, one file per paper."""
 
 from reprieve.rules.accept import RiskBudget, accept
+from reprieve.rules.arbiter import ArbiterRule
 from reprieve.rules.asd import AsdRule
 from reprieve.rules.base import Rule, accepts
 from reprieve.rules.cascades import CascadeRule
@@ -22,6 +23,7 @@ __all__ = [
     "RULES",
     "AllOf",
     "AnyOf",
+    "ArbiterRule",
     "AsdRule",
     "CascadeRule",
     "FloorRule",

@@ -110,12 +110,19 @@ class Rule(ABC):
         Raises:
             SpecError: no numeric parameter of that name, or a value out of range.
         """
-        types = {f.name: str(f.type) for f in dataclasses.fields(self) if f.metadata.get("spec", True)}
+        fields = parameters_of(self)
+        types = {key: str(f.type) for key, f in fields.items()}
         numeric = [key for key, kind in types.items() if "int" in kind or "float" in kind]
         if name not in numeric:
             raise SpecError(f"rule {self.name}: the dial must be one of {', '.join(numeric) or 'none'}, got {name!r}")
         whole = "int" in types[name] and float(value).is_integer()
-        return dataclasses.replace(self, **{name: int(value) if whole else value})
+        return dataclasses.replace(self, **{fields[name].name: int(value) if whole else value})
+
+    @property
+    def dial_value(self) -> Any:
+        """What the dial is set to, in the paper's own unit; None where the rule has no such parameter."""
+        fields = parameters_of(self)
+        return getattr(self, fields[self.dial].name) if self.dial in fields else None
 
     def with_heads(self, load: Callable[[str, str], Any]) -> Rule:
         """The same rule with the trained heads it names, from `load(kind, path)`; most rules have none."""
@@ -133,21 +140,22 @@ class Rule(ABC):
     @property
     def params(self) -> dict[str, Any]:
         """The paper's parameters, by name, as JSON can hold them."""
-        return {
-            f.name: _json_number(getattr(self, f.name))
-            for f in dataclasses.fields(self)
-            if f.metadata.get("spec", True)
-        }
+        return {name: _json_number(getattr(self, f.name)) for name, f in parameters_of(self).items()}
 
     @property
     def spec(self) -> str:
         """The shortest text, dial always included, that `parse_rule` turns back into this rule."""
         given = [
-            f"{f.name}={_format(getattr(self, f.name))}"
-            for f in dataclasses.fields(self)
-            if f.metadata.get("spec", True) and (f.name == self.dial or getattr(self, f.name) != f.default)
+            f"{name}={_format(getattr(self, f.name))}"
+            for name, f in parameters_of(self).items()
+            if name == self.dial or getattr(self, f.name) != f.default
         ]
         return self.name + (":" + ",".join(given) if given else "")
+
+
+def parameters_of(kind: Any) -> dict[str, dataclasses.Field[Any]]:
+    """A rule's parameters by the names that specifications use: `lambda` for the field `lambda_`."""
+    return {f.name.rstrip("_"): f for f in dataclasses.fields(kind) if f.init and f.metadata.get("spec", True)}
 
 
 def bounded_risk(rule: Rule, evidence: Evidence) -> Tensor:

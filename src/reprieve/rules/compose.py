@@ -33,6 +33,15 @@ class _Wrapper(Rule):
         return self.parts[0].dial
 
     @property
+    def dial_value(self) -> Any:
+        return self.parts[0].dial_value
+
+    @property
+    def base(self) -> str:
+        """Exact match where a part needs the target's own draws."""
+        return next((rule.base for rule in self.parts if rule.base != "token"), "token")
+
+    @property
     def strictest(self) -> float:  # type: ignore[override]
         return self.parts[0].strictest
 

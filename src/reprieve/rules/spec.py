@@ -7,14 +7,14 @@ holds one of the signs `,|&=:` stands in double quotes.
 
 from __future__ import annotations
 
-import dataclasses
 import types
 import typing
 from typing import Any
 
 from reprieve.errors import SpecError
+from reprieve.rules.arbiter import ArbiterRule
 from reprieve.rules.asd import AsdRule
-from reprieve.rules.base import Rule
+from reprieve.rules.base import Rule, parameters_of
 from reprieve.rules.cascades import CascadeRule
 from reprieve.rules.compose import AllOf, AnyOf, InsideSpan
 from reprieve.rules.fly import FlyRule
@@ -48,6 +48,7 @@ RULES: dict[str, type[Rule]] = {
         JudgeRule,
         PivotRule,
         LtsRule,
+        ArbiterRule,
     )
 }
 
@@ -119,13 +120,14 @@ def convert_parameters(kind: type, given: dict[str, str], *, where: str) -> dict
     Raises:
         SpecError: an unknown parameter, or a value of the wrong type.
     """
-    known = {f.name for f in dataclasses.fields(kind) if f.init and f.metadata.get("spec", True)}
+    known = parameters_of(kind)
     hints = typing.get_type_hints(kind)
     converted = {}
     for key, text in given.items():
         if key not in known:
             raise SpecError(f"{where} has no parameter {key!r}; it takes {', '.join(sorted(known)) or 'none'}")
-        converted[key] = _convert(text, hints[key], f"{where}: {key}")
+        name = known[key].name
+        converted[name] = _convert(text, hints[name], f"{where}: {key}")
     return converted
 
 

@@ -216,10 +216,7 @@ class Policy:
 
 def dial_value(rule: Rule) -> float | None:
     """The value of a rule's dial; None for a rule without a numeric one."""
-    holder: Any = rule
-    while not hasattr(holder, holder.dial) and hasattr(holder, "parts"):
-        holder = holder.parts[0]
-    value = getattr(holder, holder.dial, None)
+    value = rule.dial_value
     return value if isinstance(value, int | float) else None
 
 

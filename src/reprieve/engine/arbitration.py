@@ -1,0 +1,73 @@
+"""CoSpec in the loop: one forward of the arbiter a round, over the tokens committed since and the round's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from reprieve.engine.decoder import Advisor
+from reprieve.errors import SpecError
+from reprieve.heads.arbiter import Arbiter
+from reprieve.models.arbiter import ArbiterModel, CachedArbiter
+from reprieve.rules import Rule
+from reprieve.types import Block
+
+
+class ArbiterAdvisor:
+    """Asks an arbiter about every round that has a mismatch (CoSpec, appendix F).
+
+    A round without one needs no advice: its tokens are read with the next round that does.
+    """
+
+    def __init__(self, model: ArbiterModel, *, keep_context: bool = True) -> None:
+        self.arbiter = CachedArbiter(model, keep_context=keep_context)
+
+    def start(self, prompt_ids: Sequence[int]) -> None:
+        self.arbiter.start(prompt_ids)
+
+    def advise(self, block: Block, target_ids: Tensor) -> Tensor:
+        """pi(accept) of each drafted token, [N]: 1 where it is the target's own (Eq. 13 and 14).
+
+        Raises:
+            SpecError: a tree.
+        """
+        if not block.is_chain:
+            raise SpecError("the arbiter needs chains, got a tree")
+        matched = block.token_ids == target_ids
+        if bool(matched.all()):
+            return torch.ones(block.num_tokens, device=block.token_ids.device)
+        logits = self.arbiter.judge(block.token_ids.tolist(), target_ids.tolist())
+        return logits.sigmoid().to(matched.device).masked_fill(matched, 1.0)
+
+    def commit(self, token_ids: list[int]) -> None:
+        self.arbiter.commit(token_ids)
+
+
+def make_advisor(rule: Rule, draft: PreTrainedModel | None) -> Advisor | None:
+    """The advisor a rule asks for, over the draft's own weights; None for rules that need none.
+
+    Raises:
+        SpecError: a rule with two arbiters, or no draft.
+    """
+    if "advice" not in rule.needs:
+        return None
+    arbiters = [head for _, head in rule.heads if isinstance(head, Arbiter)]
+    if len(arbiters) != 1:
+        raise SpecError(f"rule {rule.spec} must name one arbiter, got {len(arbiters)}")
+    if draft is None:
+        raise SpecError(f"rule {rule.spec} needs the draft its arbiter was trained on; name it with --draft")
+    return ArbiterAdvisor(build_arbiter(arbiters[0], draft))
+
+
+def build_arbiter(arbiter: Arbiter, draft: PreTrainedModel) -> ArbiterModel:
+    """A trained arbiter's network over the draft's weights.
+
+    Raises:
+        SpecError: it was trained on a draft of another shape.
+    """
+    model = ArbiterModel(draft, arbiter.shape)
+    model.load_own(arbiter.tensors)
+    return model

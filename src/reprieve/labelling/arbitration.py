@@ -1,0 +1,248 @@
+"""CoSpec's warm-up data (appendix C.1): rounds of plain speculative decoding, and which side of a mismatch ends better.
+
+Each mismatch gets a soft label for accepting the draft's token: from a language model that scores both candidates, or,
+where none is at hand, from rollouts of both branches graded against the right answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from reprieve.engine import SamplingParams, SpeculativeDecoder
+from reprieve.errors import SpecError, require_range
+from reprieve.labelling.chat import Chat
+from reprieve.labelling.pivot import seeded_draw
+from reprieve.labelling.records import MINED, Mismatch, ProblemLabels, TracedRound
+from reprieve.labelling.responses import ResponseFormat
+from reprieve.labelling.target import Target, gather_all
+from reprieve.models.batch_decoder import Session
+from reprieve.tasks import TaskProblem
+from reprieve.types import Generation
+
+_SCORES = re.compile(r"\[\[\s*A\s*:\s*(\d+(?:\.\d+)?)\s*,\s*B\s*:\s*(\d+(?:\.\d+)?)\s*\]\]")
+_HIGHEST = 10.0
+_PROMPT = """\
+A solution to the request below is being written. It can go on in one of two ways. Say for each how likely it is to
+end in a right and complete answer, from 0 (it cannot) to 10 (surely). A way that only words things differently is as
+good as the other.
+
+Request:
+{question}
+
+Solution so far:
+{written}
+
+It goes on with A: {draft!r}
+It goes on with B: {target!r}
+
+Explain in a sentence, then end with the two scores in exactly this form: [[A: 7, B: 9]]"""
+
+
+def soft_label(draft_utility: float, target_utility: float, *, tie: float) -> float:
+    """How much the draft's branch is worth accepting, 0 to 1: 1 where it is all better, 0 where all worse.
+
+    Where both are worth the same, accepting costs nothing and saves a round: that is worth `tie`.
+    """
+    difference = draft_utility - target_utility
+    return tie + difference * (1.0 - tie if difference > 0 else tie)
+
+
+@dataclass(frozen=True)
+class PairScorer:
+    """A language model that scores both candidates of a mismatch in their context.
+
+    Args:
+        chat: the model.
+        num_tries: how often a reply without scores is asked for again.
+    """
+
+    chat: Chat
+    num_tries: int = 3
+
+    async def score(self, question: str, written: str, draft: str, target: str) -> tuple[float, float] | None:
+        """Utilities of the draft's and the target's candidate, 0 to 1; None where no reply holds scores."""
+        prompt = _PROMPT.format(question=question, written=written, draft=draft, target=target)
+        for attempt in range(self.num_tries):
+            found = _SCORES.findall(await self.chat.ask(prompt, attempt=attempt))
+            if found and all(float(score) <= _HIGHEST for score in found[-1]):
+                draft_score, target_score = map(float, found[-1])
+                return draft_score / _HIGHEST, target_score / _HIGHEST
+        return None
+
+
+@dataclass
+class ArbitrationMiner:
+    """Traces one problem's rounds under plain speculative decoding and labels their mismatches.
+
+    Both branches of a mismatch are taken from the text that stands before it in the block, the drafted tokens
+    included, and continued by the target, as plain speculative decoding would.
+
+    Args:
+        target: continues texts.
+        make_decoder: plain speculative decoding (`lossless:verification=exact`) at a K.
+        num_draft_tokens: K.
+        max_mismatches: labelled in a round, from its first on; those behind are reached only by accepting these.
+        num_rollouts: on each side; greedily all would be the same.
+        tie: label of branches that are worth the same.
+        scorer: labels instead of rollouts; None for rollouts.
+
+    Raises:
+        SpecError: a number out of range.
+    """
+
+    target: Target
+    responses: ResponseFormat
+    params: SamplingParams
+    make_decoder: Callable[[int], SpeculativeDecoder]
+    make_seed: Callable[[TaskProblem], int]
+    num_draft_tokens: int = 16
+    max_mismatches: int = 4
+    num_rollouts: int = 1
+    tie: float = 0.8
+    scorer: PairScorer | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_mismatches", "num_rollouts"):
+            if getattr(self, name) < 1:
+                raise SpecError(f"{name} must be 1 or more, got {getattr(self, name)!r}")
+        require_range("tie", self.tie, 0.0, 1.0)
+        self._decoder = self.make_decoder(self.num_draft_tokens)
+
+    async def mine(self, problem: TaskProblem) -> ProblemLabels:
+        """Trace and label one problem."""
+        started = time.perf_counter()
+        params = dataclasses.replace(
+            self.params,
+            max_new_tokens=self.responses.max_new_tokens,
+            seed=self.make_seed(problem),
+            stop=tuple(self.responses.task.stop),
+        )
+        prompt_ids = self.responses.encode_prompt(problem.prompt)
+        made = self._decoder.generate(prompt_ids, params, trace=True)
+        branches = _Branches(self, problem, prompt_ids, made)
+        rounds = await gather_all(branches.label(start, traced) for start, traced in _rounds(made))
+        return ProblemLabels(
+            problem_id=problem.problem_id,
+            status=MINED,
+            prompt_ids=tuple(prompt_ids),
+            target_ids=(),
+            response_ids=tuple(made.token_ids),
+            target_answer=self.responses.answer(made.token_ids),
+            mismatches=tuple(_reached(rounds)),
+            seconds=time.perf_counter() - started,
+            num_generated=branches.num_generated + len(made.tokens),
+            source="arbitration",
+            rounds=tuple(rounds),
+        )
+
+
+def _rounds(made: Generation) -> Iterable[tuple[int, TracedRound]]:
+    """The rounds that drafted something, and where in the response each began."""
+    start = 0
+    assert made.trace is not None
+    for traced in made.trace:
+        if traced.drafted_ids:
+            nothing = (None,) * len(traced.drafted_ids)
+            yield start, TracedRound(start, tuple(traced.drafted_ids), tuple(traced.target_ids), nothing)
+        start += len(traced.committed)
+
+
+def _reached(rounds: Iterable[TracedRound]) -> Iterable[Mismatch]:
+    """The first mismatch of each round, which plain decoding refused."""
+    for traced in rounds:
+        for place, label in enumerate(traced.labels):
+            if label is not None:
+                ours, theirs = traced.target_utilities[place], traced.draft_utilities[place]
+                assert ours is not None and theirs is not None
+                yield Mismatch(
+                    position=traced.start + place,
+                    target_id=traced.target_ids[place],
+                    draft_id=traced.draft_ids[place],
+                    important=theirs < ours,
+                    base_utility=ours,
+                    candidate_utility=theirs,
+                )
+                break
+
+
+class _Branches:
+    """One problem's texts and what they are worth; a text that is known to follow from another is not made twice."""
+
+    def __init__(self, miner: ArbitrationMiner, problem: TaskProblem, prompt_ids: list[int], made: Generation) -> None:
+        self.miner = miner
+        self.problem = problem
+        self.prompt_ids = prompt_ids
+        self.response_ids = made.token_ids
+        self.seed = miner.make_seed(problem)
+        self.session = Session()
+        self.num_generated = 0
+        self._known: list[list[int]] = [self.response_ids]  # whole greedy responses
+
+    async def label(self, start: int, traced: TracedRound) -> TracedRound:
+        """The round with labels for its first few mismatches."""
+        pairs = enumerate(zip(traced.draft_ids, traced.target_ids, strict=True))
+        places = [place for place, (ours, theirs) in pairs if ours != theirs][: self.miner.max_mismatches]
+        if ended := [p for p in places if self.miner.responses.ended(self._text(start, traced.draft_ids[:p]))]:
+            places = [place for place in places if place < ended[0]]
+        num = len(traced.draft_ids)
+        labels: list[float | None] = [None] * num
+        ours, theirs = list(labels), list(labels)
+        for place, found in zip(places, await self._score(start, traced, places), strict=True):
+            if found is not None:
+                ours[place], theirs[place] = found
+                labels[place] = soft_label(*found, tie=self.miner.tie)
+        return dataclasses.replace(
+            traced, labels=tuple(labels), draft_utilities=tuple(ours), target_utilities=tuple(theirs)
+        )
+
+    def _text(self, start: int, drafted: Iterable[int]) -> list[int]:
+        return [*self.response_ids[:start], *drafted]
+
+    async def _score(self, start: int, traced: TracedRound, places: list[int]) -> list[tuple[float, float] | None]:
+        """Utilities of the draft's and the target's side of each mismatch."""
+        if self.miner.scorer is not None:
+            return await gather_all(self._ask(start, traced, place) for place in places)
+        # The draft's branches first: greedily, the target's branch at a mismatch is the draft's at the one before.
+        ours = await gather_all(self._utility(self._text(start, traced.draft_ids[: p + 1]), p, 0) for p in places)
+        theirs = await gather_all(
+            self._utility(self._text(start, (*traced.draft_ids[:p], traced.target_ids[p])), p, 1) for p in places
+        )
+        return list(zip(ours, theirs, strict=True))
+
+    async def _ask(self, start: int, traced: TracedRound, place: int) -> tuple[float, float] | None:
+        assert self.miner.scorer is not None
+        written = self.miner.responses.text(self._text(start, traced.draft_ids[:place]))
+        decode = self.miner.responses.tokenizer.decode
+        candidates = (decode([ids[place]]) for ids in (traced.draft_ids, traced.target_ids))
+        return await self.miner.scorer.score(self.problem.prompt, written, *candidates)
+
+    async def _utility(self, text: list[int], place: int, side: int) -> float:
+        """The share of right answers among the texts that follow from one."""
+        responses = await gather_all(self._continued(text, place, side, n) for n in range(self.miner.num_rollouts))
+        return sum(map(self._correct, responses)) / len(responses)
+
+    async def _continued(self, text: list[int], place: int, side: int, number: int) -> list[int]:
+        greedy = self.miner.params.greedy
+        if greedy:
+            for known in self._known:
+                if known[: len(text)] == text:
+                    return known
+        if (num_left := self.miner.responses.num_left(text)) < 1:
+            return text
+        draw = None if greedy else seeded_draw(self.seed, len(text), place, side, number)
+        new = await self.miner.target.complete(self.session, self.prompt_ids, text, num_left, draw)
+        if new is None:
+            raise SpecError("rollouts need a target that reads tokens; a text API would read others")
+        self.num_generated += len(new)
+        whole = [*text, *new]
+        if greedy:
+            self._known.append(whole)
+        return whole
+
+    def _correct(self, response_ids: list[int]) -> bool:
+        task = self.miner.responses.task
+        return task.equivalent(self.miner.responses.answer(response_ids), self.problem.reference)

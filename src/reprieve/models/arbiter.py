@@ -1,0 +1,283 @@
+"""CoSpec's arbitrator: the draft's backbone with adapters of its own, a hybrid attention mask and a binary head.
+
+The input of a round is context, SEP, drafted tokens, SEP, the target's tokens, SEP (CoSpec, Eq. 9). The context
+attends causally and sees nothing else; the rest, the *region*, sees the whole context and all of itself. Nothing flows
+back into the context, so its keys and values can be kept across rounds, and several rounds of one answer can be
+judged in one forward: each region sees as much of the context as there was in its round.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from reprieve.errors import SpecError, import_extra
+from reprieve.heads.arbiter import ArbiterShape
+from reprieve.models.cache import RollbackCache
+from reprieve.models.cached_model import execution_device, layer_windows, masks_by_layer, refuse_recurrent
+
+_CONTEXT = -1  # the region number of context tokens
+_ADAPTER = "arbiter"
+
+
+@dataclass(frozen=True)
+class ArbitrationRound:
+    """What the arbiter is asked about in one round.
+
+    Args:
+        context_length: prompt and committed tokens before the round.
+        draft_ids: the drafted tokens, K of them.
+        target_ids: the target's own token in the place of each; its bonus token is left out.
+    """
+
+    context_length: int
+    draft_ids: Sequence[int]
+    target_ids: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if len(self.draft_ids) != len(self.target_ids) or not self.draft_ids:
+            raise SpecError(
+                f"a round must pair each drafted token with one of the target's, got {len(self.draft_ids)} and "
+                f"{len(self.target_ids)}"
+            )
+
+    @property
+    def region_size(self) -> int:
+        """2K + 3: positions the round adds to the context's."""
+        return 2 * len(self.draft_ids) + 3
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the tokens of a forward stand: [n] tensors, int64.
+
+    Args:
+        positions: in the text.
+        regions: the round each belongs to; -1 for context.
+        limits: how many context tokens each may see.
+    """
+
+    positions: Tensor
+    regions: Tensor
+    limits: Tensor
+
+    @classmethod
+    def context(cls, first: int, end: int) -> Layout:
+        """Context tokens `first` to `end`."""
+        positions = torch.arange(first, end)
+        return cls(positions, torch.full_like(positions, _CONTEXT), positions + 1)
+
+    @classmethod
+    def region(cls, number: int, asked: ArbitrationRound) -> Layout:
+        """A round's tokens: they follow its context."""
+        positions = torch.arange(asked.region_size) + asked.context_length
+        return cls(positions, torch.full_like(positions, number), torch.full_like(positions, asked.context_length))
+
+    @classmethod
+    def join(cls, parts: Sequence[Layout]) -> Layout:
+        """One after another."""
+        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in ("positions", "regions", "limits")))
+
+
+def hybrid_mask(
+    rows: Layout,  # n tokens
+    columns: Layout,  # m tokens
+    *,
+    hybrid: bool = True,
+    window: int | None = None,
+) -> Tensor:  # [n, m], bool: whether the row's token sees the column's
+    """CoSpec's attention pattern (section 3.3 and Figure 2).
+
+    Args:
+        hybrid: False lets a region's tokens see only what stands before them (the ablation of Table 8).
+        window: sliding-window size: nothing further away is seen, on either side; None for full attention.
+    """
+    distance = rows.positions[:, None] - columns.positions[None, :]
+    in_context = (columns.regions[None, :] == _CONTEXT) & (columns.positions[None, :] < rows.limits[:, None])
+    same_region = (columns.regions[None, :] == rows.regions[:, None]) & (columns.regions[None, :] != _CONTEXT)
+    visible = in_context | (same_region if hybrid else same_region & (distance >= 0))
+    return visible if window is None else visible & (distance.abs() < window)
+
+
+class ArbiterModel(nn.Module):
+    """The network of one arbiter over a draft's weights, which it shares: only the adapters are its own.
+
+    Args:
+        draft: the backbone; its modules are left as they are.
+        shape: of the adapters, and the mask.
+
+    Raises:
+        ReprieveError: peft is not installed.
+        UnsupportedModelError: a draft with recurrent state.
+    """
+
+    def __init__(self, draft: PreTrainedModel, shape: ArbiterShape) -> None:
+        super().__init__()
+        refuse_recurrent(draft)
+        peft = import_extra("peft", "arbiter")
+        self.shape = shape
+        self.device = execution_device(draft)
+        self.dtype = draft.dtype
+        self._windows = layer_windows(draft)
+        backbone = share_weights(draft.base_model)
+        settings = peft.LoraConfig(
+            r=shape.rank, lora_alpha=shape.scale, lora_dropout=shape.dropout, target_modules="all-linear"
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(shape.seed)
+            self.backbone: Any = peft.inject_adapter_in_model(settings, backbone, adapter_name=_ADAPTER)
+            size = draft.config.get_text_config().hidden_size
+            self.separator = nn.Parameter(torch.randn(size, device=self.device) * self._embedding_scale())
+            self.head = nn.Linear(size, 1, device=self.device)
+            nn.init.zeros_(self.head.weight)
+            nn.init.zeros_(self.head.bias)
+        for name, parameter in self.named_parameters():
+            own = "lora_" in name or not name.startswith("backbone.")
+            parameter.requires_grad_(own)
+            if own:
+                parameter.data = parameter.data.float()
+        self.eval()
+
+    def _embedding_scale(self) -> float:
+        weight: Tensor = self.backbone.get_input_embeddings().weight
+        return float(weight.detach().float().std())
+
+    @property
+    def own_tensors(self) -> dict[str, Tensor]:
+        """What is trained, by name: everything but the draft's weights."""
+        return {
+            name.removeprefix("backbone."): parameter
+            for name, parameter in self.named_parameters()
+            if parameter.requires_grad
+        }
+
+    @torch.no_grad()
+    def load_own(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put trained tensors in.
+
+        Raises:
+            SpecError: names or shapes that this backbone does not have.
+        """
+        own = self.own_tensors
+        if odd := own.keys() ^ tensors.keys():
+            raise SpecError(f"the arbiter's tensors do not fit this draft: check {min(odd)}")
+        for name, parameter in own.items():
+            if parameter.shape != tensors[name].shape:
+                raise SpecError(
+                    f"the arbiter's {name} must have shape {list(parameter.shape)} for this draft, got "
+                    f"{list(tensors[name].shape)}"
+                )
+            parameter.copy_(tensors[name])
+
+    def judge(self, context_ids: Sequence[int], rounds: Sequence[ArbitrationRound]) -> list[Tensor]:
+        """Logits of accepting each drafted token, [K] a round, in one forward over an answer's rounds.
+
+        Args:
+            context_ids: prompt and committed tokens, as far as the last round needs them.
+        """
+        end = max(asked.context_length for asked in rounds)
+        layout = Layout.join(
+            [Layout.context(0, end), *(Layout.region(number, asked) for number, asked in enumerate(rounds))]
+        )
+        embeddings = torch.cat([self._embed(context_ids[:end]), *(self._embed_region(asked) for asked in rounds)])
+        hidden = self._run(embeddings, layout, layout, None)
+        logits, place = [], end
+        for asked in rounds:
+            logits.append(self._score(hidden, place, asked))
+            place += asked.region_size
+        return logits
+
+    def _score(self, hidden: Tensor, start: int, asked: ArbitrationRound) -> Tensor:
+        """The head at the drafted tokens of a region that starts at a row (Eq. 11)."""
+        rows = hidden[start + 1 : start + 1 + len(asked.draft_ids)].float()
+        logits: Tensor = self.head(rows).squeeze(-1)
+        return logits
+
+    def _embed(self, token_ids: Sequence[int]) -> Tensor:
+        ids = torch.tensor(list(token_ids), dtype=torch.long, device=self.device)
+        embedded: Tensor = self.backbone.get_input_embeddings()(ids)
+        return embedded
+
+    def _embed_region(self, asked: ArbitrationRound) -> Tensor:
+        separator = self.separator[None].to(self.dtype)
+        parts = (separator, self._embed(asked.draft_ids), separator, self._embed(asked.target_ids), separator)
+        return torch.cat(parts)
+
+    def _run(self, embeddings: Tensor, rows: Layout, columns: Layout, cache: RollbackCache | None) -> Tensor:
+        """Hidden states [n, D] of embeddings [n, D] laid out as `rows`, which see `columns`."""
+
+        def mask(window: int | None) -> Tensor:
+            visible = hybrid_mask(rows, columns, hybrid=self.shape.hybrid, window=window)
+            values = torch.zeros(visible.shape, dtype=self.dtype)
+            return values.masked_fill(~visible, torch.finfo(self.dtype).min)[None, None].to(self.device)
+
+        output = self.backbone(
+            inputs_embeds=embeddings[None],
+            attention_mask=masks_by_layer(mask, self._windows),
+            position_ids=rows.positions[None].to(self.device),
+            past_key_values=cache,
+            use_cache=cache is not None,
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+
+class CachedArbiter:
+    """An arbiter at one answer: the context's keys and values are kept across rounds.
+
+    A round reads the tokens committed since the last one and its own region, 2K + 3 positions, in one forward; the
+    region is dropped again afterwards.
+
+    Args:
+        keep_context: False reads the whole context in every round instead, to measure what the cache saves.
+    """
+
+    def __init__(self, model: ArbiterModel, *, keep_context: bool = True) -> None:
+        self.model = model
+        self.keep_context = keep_context
+        self.num_read = 0  # positions that forwards went over
+        self._cache = RollbackCache()
+        self._context_ids: list[int] = []
+        self._num_cached = 0
+
+    def start(self, prompt_ids: Sequence[int]) -> None:
+        """Begin an answer; the prompt is read with the first round."""
+        self._context_ids = list(prompt_ids)
+        self._drop(0)
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """Take the tokens a round committed."""
+        self._context_ids += token_ids
+
+    @torch.inference_mode()
+    def judge(self, draft_ids: Sequence[int], target_ids: Sequence[int]) -> Tensor:
+        """Logits of accepting each drafted token of this round, [K]."""
+        first = self._num_cached if self.keep_context else 0
+        self._drop(first)
+        end = len(self._context_ids)
+        asked = ArbitrationRound(end, draft_ids, target_ids)
+        rows = Layout.join([Layout.context(first, end), Layout.region(0, asked)])
+        columns = Layout.join([Layout.context(0, first), rows])
+        unread = self._context_ids[first:]
+        parts = [self.model._embed(unread)] if unread else []
+        embeddings = torch.cat([*parts, self.model._embed_region(asked)])
+        hidden = self.model._run(embeddings, rows, columns, self._cache)
+        self.num_read += len(embeddings)
+        self._drop(end)
+        return self.model._score(hidden, end - first, asked)
+
+    def _drop(self, length: int) -> None:
+        self._cache.keep(length)
+        self._num_cached = length
+
+
+def share_weights(model: nn.Module) -> nn.Module:
+    """A copy of a model's modules around the same parameters and buffers: no weight is held twice."""
+    held = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in held})
