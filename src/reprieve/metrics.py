@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -110,3 +111,45 @@ def bootstrap_interval(
         return (math.nan, math.nan)
     low, high = np.nanpercentile(draws, [2.5, 97.5])
     return (float(low), float(high))
+
+
+@dataclass(frozen=True)
+class BranchChoices:
+    """Choices between a draft's and a target's branch, and what each branch was worth: [n] each (CoSpec, Table 3)."""
+
+    accepted: Sequence[bool]  # whether the draft's was chosen
+    draft_utilities: Sequence[float]
+    target_utilities: Sequence[float]
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """For all and by category: how many, draft not worse, draft chosen, chosen branch not worse.
+
+        Branches of the same worth count as both right from a half on, else as both wrong.
+        """
+        groups: dict[str, list[tuple[bool, float]]] = {
+            name: [] for name in ("all", "draft_better", "target_better", "both_right", "both_wrong")
+        }
+        for accepted, ours, theirs in zip(self.accepted, self.draft_utilities, self.target_utilities, strict=True):
+            if ours == theirs:
+                name = "both_right" if ours >= 0.5 else "both_wrong"
+            else:
+                name = "draft_better" if ours > theirs else "target_better"
+            for group in ("all", name):
+                groups[group].append((accepted, ours - theirs))
+        return {
+            name: {
+                "num": len(members),
+                "num_draft_not_worse": sum(gain >= 0 for _, gain in members),
+                "num_draft_chosen": sum(accepted for accepted, _ in members),
+                "num_agreed": sum(gain >= 0 if accepted else gain <= 0 for accepted, gain in members),
+            }
+            for name, members in groups.items()
+        }
+
+    def shares(self) -> dict[str, float]:
+        """What a training log keeps: agreement, and how often the draft was chosen, by category."""
+        counts = self.counts()
+        shares = {"agreement": counts["all"]["num_agreed"] / max(1, counts["all"]["num"])}
+        for name, count in counts.items():
+            shares[f"draft_chosen_{name}"] = count["num_draft_chosen"] / max(1, count["num"])
+        return shares

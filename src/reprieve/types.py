@@ -240,6 +240,7 @@ class RoundTrace:
     target_log_probs: list[float]  # of each drafted token under the target's raw distribution, nats
     risks: list[float] | None
     advice: list[float] | None
+    bonus_id: int | None  # what the target would say after the whole chain; None where that would take a draw
     lossless_accepts: list[bool]
     path: list[int]
     committed: list[Token]

@@ -49,8 +49,7 @@ def command(
     o.require_problems(limit, offset)
     if active < 2:
         raise SpecError(f"--active must be 2 or more, got {active}")
-    if out is not None and (out.is_dir() or (out.parent.exists() and not out.parent.is_dir())):
-        raise SpecError(f"--out must name a file, got {str(out)!r}")
+    o.require_file(out)
     DrafterSpec.parse(drafter)
     arms = rule_arms(rules, num_draft_tokens)
     given = None if calibration is None else LtsCalibration.from_pretrained(calibration)
@@ -94,6 +93,9 @@ def command(
         replace_file(out, json.dumps({**settings, "audits": found}, indent=2) + "\n")
     o.console().print(_table(found, len(problems)))
     return 0
+
+
+NESTED = {"arbitration": "audit_arbitration"}
 
 
 def _table(found: list[dict[str, Any]], num_problems: int) -> Table:

@@ -22,10 +22,10 @@ VERBS = {
     "serve": "an OpenAI-compatible server with per-request rules, and a playground",
     "monitor": "answer with a rule while a share of requests is checked losslessly, with an alarm",
     "report": "one self-contained page from runs and certificates",
-    "mine": "label which mismatches matter: autojudge, pivot",
-    "train": "fit a head: judge and pivot to labels, eagle to the target's own answers",
+    "mine": "label which mismatches matter: autojudge, pivot, arbitration",
+    "train": "fit a head: judge, pivot and arbiter to labels, arbiter to its rollouts, eagle to the target's answers",
     "calibrate": "measure what a rule needs to know of a target: lts",
-    "audit": "how far accepted tokens moved the target's next step, and whether a bound held",
+    "audit": "what accepted tokens did to the next step, and whether a bound held; arbitration: who chose better",
     "convert": "a published drafting head into the format used here: eagle3",
     "labels": "look at a label store, or fill one by hand: show, stats, import",
     "rules": "list the rules, their parameters and their sources",
@@ -63,6 +63,9 @@ def _run_verb(verb: str, rest: list[str]) -> int:
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     module = importlib.import_module(f"reprieve.cli.{verb}")
+    if rest and rest[0] in (nested := getattr(module, "NESTED", {})):  # beside what the verb takes by itself
+        module = importlib.import_module(f"reprieve.cli.{nested[rest[0]]}")
+        verb, rest = f"{verb} {rest[0]}", rest[1:]
     for name, command in getattr(module, "COMMANDS", {None: getattr(module, "command", None)}).items():
         app.command(name)(command)
     if hasattr(module, "COMMANDS"):

@@ -97,6 +97,16 @@ def require_problems(limit: int, offset: int) -> None:
             raise SpecError(f"{name} must be {least} or more, got {value}")
 
 
+def require_file(path: Path | None) -> None:
+    """Refuse a place for one file that is none; None writes nothing.
+
+    Raises:
+        SpecError: it is a folder, or lies below a file.
+    """
+    if path is not None and (path.is_dir() or (path.parent.exists() and not path.parent.is_dir())):
+        raise SpecError(f"--out must name a file, got {str(path)!r}")
+
+
 def sampling_options(
     temperature: float, top_p: float, top_k: int, draft_temperature: float | None = None
 ) -> dict[str, Any]:

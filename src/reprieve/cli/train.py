@@ -1,4 +1,4 @@
-"""`reprieve train judge|pivot|eagle`: heads from labels, and a drafting head from the target's own answers."""
+"""`reprieve train judge|pivot|eagle|arbiter`: heads from labels, a drafting head from the target's own answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from reprieve.cli import options as o
-from reprieve.cli import train_eagle
+from reprieve.cli import train_arbiter, train_eagle
 from reprieve.errors import import_extra, require_range
 
 if TYPE_CHECKING:
@@ -104,7 +104,12 @@ def pivot(
     return _train(fit, recipe, held_out, folds, labels, target, draft, dtype, device, out)
 
 
-COMMANDS: dict[str, Any] = {"judge": judge, "pivot": pivot, "eagle": train_eagle.command}
+COMMANDS: dict[str, Any] = {
+    "judge": judge,
+    "pivot": pivot,
+    "eagle": train_eagle.command,
+    "arbiter": train_arbiter.command,
+}
 
 
 def _train(

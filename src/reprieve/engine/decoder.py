@@ -222,7 +222,12 @@ class SpeculativeDecoder:
         clock.append(self._clock())
         outcome = accept(answer.rule, block, evidence, next_token=next_token, budget=answer.budget)
         clock.append(self._clock())
-        self._commit(answer, block, verification, outcome, evidence, base)
+        self._commit(answer, block, verification, outcome, base)
+        if answer.trace is not None:
+            has_bonus = block.is_chain and (answer.sampler.greedy or answer.rule.base == "exact")
+            bonus_id = next_token(block.num_tokens, None) if has_bonus else None
+            committed = answer.tokens[-answer.round_lengths[-1] :]
+            answer.trace.append(_trace(answer, block, outcome, evidence, committed, bonus_id))
         clock.append(self._clock())
         parts = ("draft_s", "verify_s", "rule_s", "advise_s", "rule_s", "commit_s")
         for part, start, end in zip(parts, clock, clock[1:], strict=False):
@@ -289,7 +294,6 @@ class SpeculativeDecoder:
         block: Block,
         verification: Verification,
         outcome: Outcome,
-        evidence: Evidence,
         base: int,
     ) -> None:
         """Keep the accepted path everywhere, then hand its tokens to the answer, which may end among them."""
@@ -312,11 +316,11 @@ class SpeculativeDecoder:
             if not answer.take(token):
                 break
         answer.round_lengths.append(len(answer.tokens) - first)
-        if answer.trace is not None:
-            answer.trace.append(_trace(answer, block, outcome, evidence, answer.tokens[first:]))
 
 
-def _trace(answer: Answer, block: Block, outcome: Outcome, evidence: Evidence, committed: list[Token]) -> RoundTrace:
+def _trace(
+    answer: Answer, block: Block, outcome: Outcome, evidence: Evidence, committed: list[Token], bonus_id: int | None
+) -> RoundTrace:
     has_risk = block.num_tokens and not isinstance(answer.rule, LosslessRule)
     return RoundTrace(
         drafted_ids=block.token_ids.tolist(),
@@ -325,6 +329,7 @@ def _trace(answer: Answer, block: Block, outcome: Outcome, evidence: Evidence, c
         target_log_probs=gather_token(evidence.target_logits.log_softmax(-1), block.token_ids).tolist(),
         risks=bounded_risk(answer.rule, evidence).tolist() if has_risk else None,
         advice=None if evidence.advice is None else evidence.advice.tolist(),
+        bonus_id=bonus_id,
         lossless_accepts=evidence.lossless_accepts.tolist(),
         path=outcome.path,
         committed=committed,

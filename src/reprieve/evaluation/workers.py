@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
-import os
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -18,6 +15,7 @@ from reprieve.evaluation.answering import Answerer
 from reprieve.evaluation.arms import Arm, make_arms
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.records import ProblemRecord
+from reprieve.models.worker_process import start_worker
 
 _CHUNK = 4
 
@@ -77,25 +75,10 @@ _WORKER: _Worker | None = None
 
 
 def _start(config: dict[str, Any], ks: dict[str, int]) -> None:
-    """Load the pair once a process. Ctrl-C is the parent's business."""
+    """Load the pair once a process."""
     global _WORKER
-    import signal
-
-    import torch
-    from transformers.utils import logging
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_leave_with_parent, args=(os.getppid(),), daemon=True).start()
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)
+    start_worker()
     _WORKER = _Worker(RunConfig(**config), ks)
-
-
-def _leave_with_parent(parent: int) -> None:
-    """A parent that is killed cannot tell its workers; they would wait for work for ever."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
 
 
 def _answer(jobs: Sequence[Job]) -> list[ProblemRecord]:

@@ -1,0 +1,188 @@
+"""`reprieve train arbiter`: CoSpec's arbitrator, warmed up on labelled traces and improved on its own rollouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from reprieve.cli import options as o
+from reprieve.errors import SpecError, import_extra, require_choice
+
+if TYPE_CHECKING:
+    from reprieve.heads.arbiter import Arbiter, ArbiterShape
+
+STAGES = ("sft", "rl")
+PRESETS = ("paper", "small")
+# What `small` changes of the paper's settings: a pair of a few million parameters on two cores, within an hour.
+_SMALL_WARM_UP = {"learning_rate": 1e-3, "decisions_per_update": 128, "num_epochs": 4}
+_SMALL_REINFORCEMENT = {
+    "learning_rate": 3e-4,
+    "prompts_per_update": 16,
+    "num_updates": 40,
+    "num_epochs": 2,
+    "steps_per_epoch": 4,
+}
+
+
+def command(
+    stage: Annotated[str, typer.Option(help="sft: from labelled traces. rl: on rollouts, from an arbiter.")] = "sft",
+    preset: Annotated[str, typer.Option(help="paper, or small: a small pair on two cores in under an hour.")] = "paper",
+    labels: Annotated[Path, typer.Option(help="sft: traces, from `reprieve mine arbitration`.")] = Path("runs/traces"),
+    start: Annotated[
+        str | None, typer.Option(help="rl: the arbiter to begin with; `none` begins without a warm-up.")
+    ] = None,
+    target: o.Target = o.BUNDLED,
+    draft: o.Draft = None,
+    task: o.TaskName = "arithmetic",
+    num_draft_tokens: Annotated[int, typer.Option(help="rl: K of the rollouts.")] = 16,
+    rank: Annotated[int, typer.Option(help="Of the adapters.")] = 16,
+    scale: Annotated[float, typer.Option(help="Alpha of the adapters.")] = 32.0,
+    dropout: Annotated[float, typer.Option(help="On the adapters' input while warming up.")] = 0.05,
+    causal: Annotated[bool, typer.Option("--causal", help="Without the hybrid mask (the paper's Table 8).")] = False,
+    learning_rate: Annotated[float | None, typer.Option(help="Default: the preset's.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="sft: over the labels. rl: over a batch of rollouts.")] = None,
+    updates: Annotated[int | None, typer.Option(help="rl: batches of rollouts.")] = None,
+    prompts: Annotated[int | None, typer.Option(help="rl: prompts a batch.")] = None,
+    group_size: Annotated[int, typer.Option(help="rl: M, rollouts a prompt.")] = 12,
+    risk: Annotated[float, typer.Option(help="rl: alpha, price of accepting what the target finds unlikely.")] = 1.0,
+    rejection: Annotated[float, typer.Option(help="rl: beta, price of a rejection on a failed rollout.")] = 0.25,
+    fail_weight: Annotated[float, typer.Option(help="rl: eta_fail, weight of groups that all failed.")] = 0.5,
+    length: Annotated[bool, typer.Option(help="rl: reward right rollouts by accepted span.")] = True,
+    shaped: Annotated[bool, typer.Option(help="rl: price failed rollouts by decision.")] = True,
+    rebalance: Annotated[bool, typer.Option(help="rl: balance right and failed rollouts of a group.")] = True,
+    threshold: Annotated[float, typer.Option("--lambda", help="Recommended, and used to validate.")] = 0.6,
+    temperature: Annotated[float, typer.Option(help="rl: of the rollouts.")] = 1.0,
+    validation: Annotated[int, typer.Option(help="rl: validation problems.")] = 200,
+    validate_every: Annotated[int, typer.Option(help="rl: updates between validations.")] = 5,
+    workers: Annotated[int, typer.Option(help="rl: processes that decode rollouts.")] = 1,
+    seed: o.Seed = 0,
+    dtype: o.Dtype = "auto",
+    device: o.Device = None,
+    out: Annotated[Path, typer.Option(help="Folder for checkpoint, log and arbiter.")] = Path("runs/arbiter"),
+) -> int:
+    """Train CoSpec's arbiter; run it again to resume."""
+    require_choice("stage", stage, STAGES)
+    require_choice("preset", preset, PRESETS)
+    import_extra("peft", "arbiter")
+    from reprieve.heads.arbiter import ArbiterShape
+    from reprieve.heads.artefact import claim_folder
+
+    shape = ArbiterShape(rank=rank, scale=scale, dropout=dropout, hybrid=not causal, seed=seed)
+    given = {"learning_rate": learning_rate, "num_epochs": epochs}
+    common: dict[str, Any] = {"threshold": threshold, "seed": seed}
+    try:
+        if stage == "sft":
+            from reprieve.training.arbiter_warm_up import WarmUp
+
+            values = _settings(preset, _SMALL_WARM_UP, given)
+            warm_up = WarmUp(shape=shape, **common, **values)
+            claim_folder(out / "arbiter", "arbiter")
+            made = _warm_up(warm_up, labels, target, draft, dtype, device, out)
+        else:
+            from reprieve.training.arbiter_rl import Reinforcement
+            from reprieve.training.arbitration import Rewards
+
+            if start is None:
+                raise SpecError("--start must name an arbiter from --stage sft, or none for one without warm-up")
+            rewards = Rewards(risk, rejection, fail_weight, length=length, shaped=shaped, rebalance=rebalance)
+            given |= {"num_updates": updates, "prompts_per_update": prompts}
+            settings = Reinforcement(
+                group_size=group_size,
+                rewards=rewards,
+                num_validation=validation,
+                validate_every=validate_every,
+                **common,
+                **_settings(preset, _SMALL_REINFORCEMENT, given),
+            )
+            claim_folder(out / "arbiter", "arbiter")
+            where = {"target": target, "draft": draft, "dtype": dtype, "device": device}
+            rollouts = {"num_draft_tokens": num_draft_tokens, "temperature": temperature}
+            made = _reinforce(settings, shape, start, where, task, rollouts, workers, out)
+    except KeyboardInterrupt:
+        o.console(stderr=True).print(f"interrupted: what is done is kept in {out}; run again to go on")
+        return 130
+    _tell(made, out / "arbiter")
+    return 0
+
+
+def _settings(preset: str, small: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The preset's values, and what was given over them."""
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return {**(small if preset == "small" else {}), **chosen}
+
+
+def _warm_up(
+    settings: Any, labels: Path, target: str, draft: str | None, dtype: str, device: str | None, out: Path
+) -> Arbiter:
+    o.quiet_transformers()
+    from reprieve.labelling.store import LabelStore
+    from reprieve.models import load_pair
+    from reprieve.training.arbiter_warm_up import require_traces, warm_up
+
+    store = LabelStore(labels)
+    problems = store.problems()
+    require_traces(problems)
+    pair = load_pair(target, draft, dtype=dtype, device=device)
+    store.require_pair(pair.identity)
+    pair.cached_draft()  # refuses a pair without a draft
+    with o.progress_bar("updates") as bar:
+        return warm_up(
+            pair,
+            problems,
+            store.manifest["task"],
+            out,
+            num_draft_tokens=store.manifest["num_draft_tokens"],
+            settings=settings,
+            progress=o.reporter(bar, "updates"),
+        )
+
+
+def _reinforce(
+    settings: Any,
+    shape: ArbiterShape,
+    start: str,
+    where: dict[str, Any],
+    task: str,
+    rollouts: dict[str, Any],
+    workers: int,
+    out: Path,
+) -> Arbiter:
+    from reprieve.heads.arbiter import Arbiter
+    from reprieve.training.arbiter_rl import reinforce
+    from reprieve.training.arbiter_warm_up import untrained
+    from reprieve.training.rollouts import RolloutSettings
+
+    first = None if start == "none" else Arbiter.from_pretrained(start)
+    pair, loaded = o.load_pair_and_task(task=task, **where)
+    if not loaded.graded:
+        raise SpecError(f"task {task} has no right answers: rollouts cannot be rewarded on it")
+    pair.cached_draft()  # refuses a pair without a draft
+    if first is None:
+        first = untrained(pair, shape, task, rollouts["num_draft_tokens"])
+    made_by = RolloutSettings(task=task, shape=first.shape, **rollouts, **where)
+    with o.progress_bar("updates") as bar:
+        return reinforce(
+            pair,
+            loaded,
+            first,
+            made_by,
+            out,
+            settings=settings,
+            num_workers=workers,
+            progress=o.reporter(bar, "updates"),
+        )
+
+
+def _tell(made: Arbiter, folder: Path) -> None:
+    """What the arbiter reached, and how to use it."""
+    reached = made.training["validation"]
+    told = ", ".join(f"{name} {value:.3f}" for name, value in reached.items())
+    o.console().print(
+        f"best at update {made.training['update']}: {told}\n"
+        f"arbiter: {folder}   use it: reprieve bench --arm arbiter:path={folder} "
+        f"--num-draft-tokens {made.num_draft_tokens}",
+        soft_wrap=True,
+        markup=False,
+    )

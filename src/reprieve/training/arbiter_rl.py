@@ -1,0 +1,334 @@
+"""CoSpec's reinforcement learning: an arbiter improved on its own rollouts (section 3.4 and appendix C.2)."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from reprieve.errors import SpecError, require_range
+from reprieve.heads.arbiter import Arbiter
+from reprieve.heads.binding import digest
+from reprieve.models import Pair
+from reprieve.models.arbiter import ArbiterModel
+from reprieve.pair.checkpoints import load_checkpoint, save_checkpoint
+from reprieve.tasks import Task
+from reprieve.training.arbitration import Rewards, Rollout, clipped_objective, policy_divergence, policy_entropy
+from reprieve.training.rollouts import RolloutJob, RolloutPool, RolloutSettings
+from reprieve.training.run_log import RunLog
+
+_FILE = "checkpoint.safetensors"
+
+
+@dataclass(frozen=True)
+class Reinforcement:
+    """Settings of the reinforcement stage; the defaults are the paper's (appendix C.2), where it says.
+
+    Args:
+        num_prompts: of the split, taken in a shuffled order again and again.
+        group_size: M, rollouts a prompt.
+        prompts_per_update: prompts whose rollouts make one batch.
+        num_updates: batches of rollouts.
+        num_epochs: passes over a batch, in `steps_per_epoch` optimiser steps each.
+        clip: of the probability ratio.
+        entropy: beta_H; `divergence` beta_KL, towards the arbiter that training began with.
+        threshold: lambda of validation, which the arbiter then recommends.
+        num_validation: validation problems, asked every `validate_every` updates and before the first.
+        speed_weight: what a full block is worth in right answers where validation compares arbiters: the best has
+            the largest accuracy + speed_weight * tokens a round / (K + 1).
+        split: of the task that prompts come from; `validation_split` the other.
+        seed: of prompts, rollouts and batches.
+    """
+
+    num_prompts: int = 20_000
+    group_size: int = 12
+    prompts_per_update: int = 128
+    num_updates: int = 200
+    num_epochs: int = 4
+    steps_per_epoch: int = 1
+    learning_rate: float = 5e-5
+    weight_decay: float = 0.1
+    clip: float = 0.2
+    entropy: float = 0.01
+    divergence: float = 0.02
+    max_grad_norm: float = 1.0
+    rewards: Rewards = field(default_factory=Rewards)
+    threshold: float = 0.6
+    num_validation: int = 200
+    validate_every: int = 5
+    speed_weight: float = 0.05
+    split: str = "train"
+    validation_split: str = "validation"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        names = ("num_prompts", "prompts_per_update", "num_updates", "num_epochs", "steps_per_epoch", "num_validation")
+        for name in (*names, "validate_every"):
+            if getattr(self, name) < 1:
+                raise SpecError(f"{name} must be 1 or more, got {getattr(self, name)!r}")
+        if self.group_size < 2:
+            raise SpecError(f"group_size must be 2 or more: advantages compare rollouts, got {self.group_size!r}")
+        require_range("learning_rate", self.learning_rate, 0.0, 1.0, low_open=True)
+        require_range("clip", self.clip, 0.0, 1.0, low_open=True)
+        require_range("threshold", self.threshold, 0.0, 1.0)
+        for name in ("weight_decay", "entropy", "divergence", "max_grad_norm", "speed_weight"):
+            require_range(name, getattr(self, name), 0.0, 1e6)
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """One rollout with what its decisions are credited with: [n] each, over its rounds in order."""
+
+    rollout: Rollout
+    places: list[tuple[int, int]]  # round, and place in its block from 0
+    accepted: Tensor
+    old_probs: Tensor
+    advantages: Tensor
+    reference: Tensor  # logits of the arbiter that training began with
+
+
+def reinforce(
+    pair: Pair,
+    task: Task,
+    start: Arbiter,
+    rollouts: RolloutSettings,
+    folder: Path,
+    *,
+    settings: Reinforcement | None = None,
+    num_workers: int = 1,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Arbiter:
+    """Improve an arbiter on rollouts of its own; resumes from its checkpoint.
+
+    Args:
+        start: the warmed-up arbiter: where training begins, and what the divergence is measured from.
+        rollouts: what decodes.
+        folder: gets `checkpoint.safetensors`, `metrics.jsonl` and, in `arbiter/`, the best by validation.
+        num_workers: processes that decode; each has the pair in its own memory.
+
+    Returns:
+        The best arbiter by validation.
+
+    Raises:
+        PairError: `start` was made for another pair.
+        ReprieveError: a checkpoint of another recipe, or a worker that died.
+    """
+    start.require_pair(pair.identity, "to begin with")
+    with RolloutPool(rollouts, pair, task, num_workers=num_workers) as pool:
+        trainer = _Trainer(pair, task, start, rollouts, folder, settings or Reinforcement(), pool)
+        trainer.train(progress)
+    return Arbiter.from_pretrained(folder / "arbiter")
+
+
+class _Trainer:
+    def __init__(
+        self,
+        pair: Pair,
+        task: Task,
+        start: Arbiter,
+        rollouts: RolloutSettings,
+        folder: Path,
+        settings: Reinforcement,
+        pool: RolloutPool,
+    ) -> None:
+        assert pair.draft is not None
+        self.num_prompts = len(task.problems(settings.split, settings.num_prompts))
+        self.num_validation = len(task.problems(settings.validation_split, settings.num_validation))
+        if not (self.num_prompts and self.num_validation):
+            raise SpecError(f"task {task.name} has no problems in {settings.split!r} or {settings.validation_split!r}")
+        self.pair = pair
+        self.start = start
+        self.rollouts = rollouts
+        self.folder = folder
+        self.settings = settings
+        self.pool = pool
+        self.model = ArbiterModel(pair.draft, start.shape)
+        self.model.load_own(start.tensors)
+        self.reference = ArbiterModel(pair.draft, start.shape)
+        self.reference.load_own(start.tensors)
+        self.optimizer = torch.optim.AdamW(
+            self.model.own_tensors.values(),
+            lr=settings.learning_rate,
+            betas=(0.9, 0.999),
+            weight_decay=settings.weight_decay,
+        )
+        self.update, self.seconds = 0, 0.0
+
+    @property
+    def recipe(self) -> str:
+        """What a checkpoint must have been made with."""
+        return repr((self.settings, self.rollouts, self.start.fingerprint, self.pair.identity))
+
+    def train(self, progress: Callable[[int, int], None]) -> None:
+        restored = load_checkpoint(self.folder / _FILE, self.model, self.optimizer, recipe=self.recipe)
+        if restored is not None:
+            self.update, self.seconds = restored
+        log = RunLog(self.folder, first_step=self.update)
+        try:
+            if self.update == 0:
+                self._validate(log)
+            while self.update < self.settings.num_updates:
+                started = time.perf_counter()
+                numbers = self._one_update()
+                self.update += 1
+                self.seconds += time.perf_counter() - started
+                log.log(self.update - 1, "train", {**numbers, "seconds": time.perf_counter() - started})
+                if self.update % self.settings.validate_every == 0 or self.update == self.settings.num_updates:
+                    self._validate(log)
+                self._checkpoint()
+                progress(self.update, self.settings.num_updates)
+        finally:
+            log.close()
+
+    def _checkpoint(self) -> None:
+        path = self.folder / _FILE
+        save_checkpoint(path, self.model, self.optimizer, recipe=self.recipe, update=self.update, seconds=self.seconds)
+
+    def _one_update(self) -> dict[str, float]:
+        """Roll out, credit, and climb for a few epochs."""
+        settings = self.settings
+        groups = self._roll_out()
+        samples = [sample for group in groups for sample in self._credited(group)]
+        rng = random.Random(settings.seed * 1_000_003 + self.update)
+        sums: dict[str, float] = {}
+        num = 0
+        size = max(1, -(-len(samples) // settings.steps_per_epoch))
+        for _ in range(settings.num_epochs if samples else 0):
+            rng.shuffle(samples)
+            for at in range(0, len(samples), size):
+                for name, value in self._step(samples[at : at + size]).items():
+                    sums[name] = sums.get(name, 0.0) + value
+                num += 1
+        return {**_describe(groups), **{name: value / num for name, value in sums.items()}}
+
+    def _roll_out(self) -> list[list[Rollout]]:
+        settings = self.settings
+        first = self.update * settings.prompts_per_update
+        jobs = [
+            RolloutJob(settings.split, self._prompt(turn), seed=(settings.seed + 1 + member) * 1_000_003 + turn)
+            for turn in range(first, first + settings.prompts_per_update)
+            for member in range(settings.group_size)
+        ]
+        made: list[Rollout] = self.pool.make(jobs, self.model.own_tensors)
+        return [made[at : at + settings.group_size] for at in range(0, len(made), settings.group_size)]
+
+    def _prompt(self, turn: int) -> int:
+        """The prompt of a turn: all in an order of their own, again and again."""
+        again, place = divmod(turn, self.num_prompts)
+        order = list(range(self.num_prompts))
+        random.Random(self.settings.seed * 1_000_003 + again).shuffle(order)
+        return order[place]
+
+    def _credited(self, group: Sequence[Rollout]) -> list[_Sample]:
+        """A group's rollouts that teach something."""
+        rewards = self.settings.rewards
+        samples = []
+        for rollout, advantage in zip(group, rewards.group_advantages(group), strict=True):
+            credits = rewards.decision_advantages(rollout, advantage)
+            flat = [credit for credits_of_round in credits for credit in credits_of_round]
+            if not any(flat):
+                continue
+            decisions = [
+                (number, decision) for number, taken in enumerate(rollout.rounds) for decision in taken.decisions
+            ]
+            places = [(number, decision.place - 1) for number, decision in decisions]
+            with torch.no_grad():
+                reference = _logits(self.reference, rollout, places)
+            samples.append(
+                _Sample(
+                    rollout,
+                    places,
+                    accepted=torch.tensor([decision.accepted for _, decision in decisions], device=reference.device),
+                    old_probs=torch.tensor([decision.old_prob for _, decision in decisions], device=reference.device),
+                    advantages=torch.tensor(flat, device=reference.device),
+                    reference=reference,
+                )
+            )
+        return samples
+
+    def _step(self, samples: Sequence[_Sample]) -> dict[str, float]:
+        """One optimiser step of Eq. 28, its sums taken as means over decisions."""
+        settings = self.settings
+        num = sum(len(sample.places) for sample in samples)
+        sums = {"objective": 0.0, "entropy": 0.0, "divergence": 0.0}
+        self.optimizer.zero_grad()
+        for sample in samples:
+            logits = _logits(self.model, sample.rollout, sample.places)
+            objective = clipped_objective(
+                logits, sample.accepted, sample.old_probs, sample.advantages, clip=settings.clip
+            )
+            parts = {
+                "objective": objective.sum(),
+                "entropy": policy_entropy(logits).sum(),
+                "divergence": policy_divergence(logits, sample.reference).sum(),
+            }
+            loss = (
+                -parts["objective"] - settings.entropy * parts["entropy"] + settings.divergence * parts["divergence"]
+            ) / num
+            loss.backward()
+            for name, value in parts.items():
+                sums[name] += float(value.detach()) / num
+        nn.utils.clip_grad_norm_(self.model.own_tensors.values(), settings.max_grad_norm)
+        self.optimizer.step()
+        return sums
+
+    def _validate(self, log: RunLog) -> None:
+        """Decode validation problems at lambda, and keep the arbiter where it is the best yet."""
+        settings = self.settings
+        jobs = [
+            RolloutJob(settings.validation_split, number, seed=number, threshold=settings.threshold)
+            for number in range(self.num_validation)
+        ]
+        answers = self.pool.make(jobs, self.model.own_tensors)
+        accuracy = sum(answer.correct for answer in answers) / len(answers)
+        tokens_per_round = sum(a.num_tokens for a in answers) / max(1, sum(a.num_rounds for a in answers))
+        score = accuracy + settings.speed_weight * tokens_per_round / (self.rollouts.num_draft_tokens + 1)
+        reached = {"accuracy": accuracy, "tokens_per_round": tokens_per_round, "score": score}
+        log.log(max(0, self.update - 1), "validation", reached)
+        best, recipe = self.folder / "arbiter", digest(self.recipe.encode())
+        if self.update > 0 and (best / "config.json").exists():
+            before = Arbiter.from_pretrained(best).training
+            if before["recipe"] == recipe and before["validation"]["score"] >= score:
+                return
+        Arbiter(
+            tensors={name: tensor.detach().clone() for name, tensor in self.model.own_tensors.items()},
+            shape=self.start.shape,
+            pair=self.pair.identity,
+            task=self.rollouts.task,
+            threshold=settings.threshold,
+            num_draft_tokens=self.rollouts.num_draft_tokens,
+            training={
+                "stage": "rl",
+                "recipe": recipe,
+                "settings": asdict(settings),
+                "temperature": self.rollouts.temperature,
+                "start": dict(self.start.training),
+                "update": self.update,
+                "seconds": round(self.seconds),
+                "validation": reached,
+            },
+        ).save_pretrained(best)
+
+
+def _logits(model: ArbiterModel, rollout: Rollout, places: Sequence[tuple[int, int]]) -> Tensor:
+    """Of accepting, at a rollout's effective decisions: [n]."""
+    judged = model.judge(rollout.context_ids, [taken.asked for taken in rollout.rounds])
+    return torch.stack([judged[number][place] for number, place in places])
+
+
+def _describe(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
+    """What a batch of rollouts was like."""
+    rollouts = [rollout for group in groups for rollout in group]
+    decisions = [decision for rollout in rollouts for taken in rollout.rounds for decision in taken.decisions]
+    emitted = [taken.num_emitted for rollout in rollouts for taken in rollout.rounds]
+    return {
+        "correct": sum(rollout.correct for rollout in rollouts) / len(rollouts),
+        "mixed_groups": sum(0 < sum(r.correct for r in group) < len(group) for group in groups) / len(groups),
+        "accepted": sum(decision.accepted for decision in decisions) / max(1, len(decisions)),
+        "tokens_per_round": sum(emitted) / max(1, len(emitted)),
+    }

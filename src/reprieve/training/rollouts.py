@@ -1,0 +1,238 @@
+"""Answers decoded with a sampled arbitration policy, for training, and with a fixed lambda, for validation.
+
+The engine's own loop decodes them; several processes may share the work, each with the pair in its own memory.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any, Self
+
+from safetensors.torch import load, save
+from torch import Tensor
+
+from reprieve.drafters import DraftModelDrafter
+from reprieve.engine import SamplingParams, SpeculativeDecoder
+from reprieve.engine.arbitration import ArbiterAdvisor
+from reprieve.errors import ReprieveError, SpecError, require_range
+from reprieve.heads.arbiter import Arbiter, ArbiterShape
+from reprieve.models import Pair, load_pair
+from reprieve.models.arbiter import ArbiterModel, ArbitrationRound
+from reprieve.models.worker_process import start_worker
+from reprieve.rules import ArbiterRule, Rule
+from reprieve.tasks import Task, TaskProblem, load_task
+from reprieve.training.arbitration import Decision, Rollout, RolloutRound
+from reprieve.types import Evidence, Generation
+
+_CHUNK = 4
+
+
+@dataclass(frozen=True)
+class SampledArbiterRule(Rule):
+    """Accepts a mismatch with probability pi(accept): how CoSpec explores (section 3.4)."""
+
+    name = "sampled_arbiter"
+    dial = "none"
+    strictest = 0.0
+    needs = frozenset({"advice", "noise"})
+    base = "exact"
+    beyond_truncation = True
+    reads_block = True
+
+    @property
+    def threshold(self) -> float:
+        return 0.0
+
+    def risk(self, evidence: Evidence) -> Tensor:
+        """A uniform draw minus pi(accept): at most 0 with just that probability."""
+        assert evidence.advice is not None and evidence.noise is not None
+        return evidence.noise - evidence.advice
+
+
+def rollout_of(made: Generation, *, correct: bool) -> Rollout:
+    """An answer's rounds with their effective decisions (Eq. 16 and 18).
+
+    Mismatches behind the end of the answer decided nothing and are left out.
+    """
+    assert made.trace is not None
+    rounds = []
+    start = len(made.prompt_ids)
+    for traced in made.trace:
+        decisions = []
+        for place, (ours, theirs) in enumerate(zip(traced.drafted_ids, traced.target_ids, strict=True), start=1):
+            if place > len(traced.committed):
+                break
+            if ours == theirs:
+                continue
+            assert traced.advice is not None
+            accepted = place <= len(traced.path)
+            decisions.append(Decision(place, accepted, traced.target_log_probs[place - 1], traced.advice[place - 1]))
+            if not accepted:
+                break
+        if decisions:
+            asked = ArbitrationRound(start, tuple(traced.drafted_ids), tuple(traced.target_ids))
+            rounds.append(RolloutRound(asked, tuple(decisions)))
+        start += len(traced.committed)
+    return Rollout((*made.prompt_ids, *made.token_ids), tuple(rounds), correct)
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """What decodes rollouts; enough for another process to do it.
+
+    Args:
+        temperature: of target and draft in training rollouts; the paper's is 1.
+        validation_temperature: of validation answers, which are decided by lambda.
+    """
+
+    target: str
+    draft: str | None
+    task: str
+    num_draft_tokens: int
+    shape: ArbiterShape
+    dtype: str = "auto"
+    device: str | None = None
+    temperature: float = 1.0
+    validation_temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.num_draft_tokens < 1:
+            raise SpecError(f"num_draft_tokens must be 1 or more, got {self.num_draft_tokens!r}")
+        for name in ("temperature", "validation_temperature"):
+            require_range(name, getattr(self, name), 0.0, 100.0)
+
+
+@dataclass(frozen=True)
+class RolloutJob:
+    """One answer: a problem's place in its split, and the seed. A threshold decides; None samples decisions."""
+
+    split: str
+    number: int
+    seed: int
+    threshold: float | None = None
+
+
+@dataclass(frozen=True)
+class Validated:
+    """An answer decided by lambda."""
+
+    correct: bool
+    num_tokens: int
+    num_rounds: int
+
+
+class RolloutMaker:
+    """Decodes jobs in this process.
+
+    Raises:
+        SpecError: a pair without a draft.
+    """
+
+    def __init__(self, settings: RolloutSettings, pair: Pair, task: Task) -> None:
+        if pair.draft is None:
+            raise SpecError("arbitration needs a draft; name one with --draft")
+        self.settings = settings
+        self.pair = pair
+        self.task = task
+        self.model = ArbiterModel(pair.draft, settings.shape)
+        self._problems: dict[tuple[str, int], TaskProblem] = {}
+
+    def make(self, jobs: Sequence[RolloutJob], tensors: Mapping[str, Tensor]) -> list[Rollout | Validated]:
+        """Decode with these weights of the arbiter."""
+        self.model.load_own(tensors)
+        return [self._one(job) for job in jobs]
+
+    def _one(self, job: RolloutJob) -> Rollout | Validated:
+        problem = self._problem(job)
+        sampled = job.threshold is None
+        params = SamplingParams(
+            max_new_tokens=self.task.max_new_tokens,
+            temperature=self.settings.temperature if sampled else self.settings.validation_temperature,
+            stop=tuple(self.task.stop),
+            seed=job.seed,
+        )
+        made = self._decoder(job.threshold).generate(problem.prompt, params, trace=sampled)
+        correct = self.task.equivalent(self.task.extract_answer(made.text), problem.reference)
+        return rollout_of(made, correct=correct) if sampled else Validated(correct, len(made.tokens), made.num_rounds)
+
+    def _decoder(self, threshold: float | None) -> SpeculativeDecoder:
+        settings = self.settings
+        rule: Rule = SampledArbiterRule()
+        if threshold is not None:  # its weights are the advisor's business
+            k = settings.num_draft_tokens
+            rule = ArbiterRule.of(Arbiter({}, settings.shape, self.pair.identity, settings.task, threshold, k))
+        return SpeculativeDecoder(
+            self.pair.cached_target(),
+            DraftModelDrafter(self.pair.cached_draft(), self.pair.device),
+            self.pair.tokenizer,
+            rule=rule,
+            num_draft_tokens=settings.num_draft_tokens,
+            advisor=ArbiterAdvisor(self.model),
+        )
+
+    def _problem(self, job: RolloutJob) -> TaskProblem:
+        key = (job.split, job.number)
+        if key not in self._problems:
+            self._problems[key] = self.task.problems(job.split, 1, offset=job.number)[0]
+        return self._problems[key]
+
+
+class RolloutPool:
+    """Decodes jobs in several processes, in the order asked; with one worker in this process.
+
+    Raises:
+        SpecError: no workers.
+    """
+
+    def __init__(self, settings: RolloutSettings, pair: Pair, task: Task, *, num_workers: int = 1) -> None:
+        if num_workers < 1:
+            raise SpecError(f"workers must be 1 or more, got {num_workers}")
+        self._here = RolloutMaker(settings, pair, task) if num_workers == 1 else None
+        self._pool: ProcessPoolExecutor | None = None
+        if num_workers > 1:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(num_workers, context, initializer=_start, initargs=(settings,))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *about: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def make(self, jobs: Sequence[RolloutJob], tensors: Mapping[str, Tensor]) -> list[Any]:
+        """What each job gives: a `Rollout` where decisions are sampled, a `Validated` where a threshold decides.
+
+        Raises:
+            ReprieveError: a worker died.
+        """
+        if self._here is not None:
+            return self._here.make(jobs, tensors)
+        assert self._pool is not None
+        weights = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+        chunks = [list(jobs[at : at + _CHUNK]) for at in range(0, len(jobs), _CHUNK)]
+        try:
+            made = self._pool.map(_make, chunks, [weights] * len(chunks))
+            return [item for part in made for item in part]
+        except BrokenProcessPool:
+            raise ReprieveError("a worker process died; run again to go on from the last checkpoint") from None
+
+
+_MAKER: RolloutMaker | None = None
+
+
+def _start(settings: RolloutSettings) -> None:
+    """Load the pair once a process."""
+    global _MAKER
+    start_worker()
+    pair = load_pair(settings.target, settings.draft, dtype=settings.dtype, device=settings.device)
+    _MAKER = RolloutMaker(settings, pair, load_task(settings.task))
+
+
+def _make(jobs: Sequence[RolloutJob], weights: bytes) -> list[Rollout | Validated]:
+    assert _MAKER is not None
+    return _MAKER.make(jobs, load(weights))
