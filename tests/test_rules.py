@@ -48,6 +48,7 @@ LADDERS = [
     ("judge:path=j", [0.0, 0.01, 0.3, 0.6, 1.0]),
     ("pivot:path=p", [0.0, 0.2, 0.5, 1.0]),
     ("lts:path=l", [math.inf, 1.0, 0.9, 0.3, 0.0, -5.0]),
+    ("arbiter:path=a", [1.0, 0.95, 0.6, 0.3, 0.0]),
     ("top_k&floor:min_prob=0.02", [1, 2, 6, 12]),
     ("margin:start=1 2,end=3", [0.0, 1.0, 9.0]),
 ]
@@ -78,6 +79,7 @@ def evidence(*, greedy: bool, size: int = 200, seed: int = 0) -> Evidence:
         node_hidden={-1: torch.randn(size, HIDDEN_SIZE, generator=generator)},
         token_embeddings=embeddings[token_ids],
         top_embeddings=embeddings[target.argmax(-1)],
+        advice=torch.rand(size, generator=generator),
     )
 
 
@@ -137,7 +139,7 @@ def test_padding_order_and_layout_change_nothing(spec, ladder):
     def moved(tensor, change):
         return None if tensor is None else change(tensor)
 
-    tensors = ("token_ids", "target_logits", "lossless_accepts", "draft_scores", "noise")
+    tensors = ("token_ids", "target_logits", "lossless_accepts", "draft_scores", "noise", "advice")
     hidden = case.node_hidden[-1]
     permuted = dataclasses.replace(case, **{n: moved(getattr(case, n), lambda t: t[order]) for n in tensors})
     tables = ("token_embeddings", "top_embeddings")

@@ -17,6 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from reprieve.heads.arbiter import Arbiter, ArbiterShape
 from reprieve.heads.base import Head
 from reprieve.heads.binding import PairIdentity
 from reprieve.heads.features import JUDGE_TARGET, PIVOT
@@ -126,8 +127,10 @@ IDENTITY = PairIdentity("tiny/target", "tiny/draft", "t0", "d0", "tok0")
 
 def random_head(
     kind: str = "judge", path: str = "", *, size: int = 6, seed: int = 0, pair=IDENTITY
-) -> Head | LtsCalibration:
-    """A judge or pivot head with random weights for hidden states of a size, or an lts calibration for embeddings."""
+) -> Head | LtsCalibration | Arbiter:
+    """A judge or pivot head with random weights, an lts calibration for embeddings, an arbiter without weights."""
+    if kind == "arbiter":
+        return Arbiter({}, ArbiterShape(), pair, "arithmetic", 0.6, 16)
     if kind == "lts":
         one = torch.ones(1)
         return LtsCalibration(torch.ones(size), one, one, 4 * one, torch.empty(0), pair, "arithmetic", 0.05)
