@@ -398,6 +398,7 @@ def test_credit_of_decisions_by_hand():
     rewards = Rewards()
     right = rollout(round_of(ACCEPTED_2, REJECTED_4), round_of(Decision(2, False)), correct=True)
     assert rewards.decision_advantages(right, 1.5) == [[pytest.approx(1.0)] * 2, [0.0]], "rho times the advantage"
+    assert Rewards(share_credit=True).decision_advantages(right, 1.5) == [[pytest.approx(0.75)] * 2, [0.0]]
     failed = dataclasses.replace(right, correct=False)
     shares = rewards.decision_advantages(failed, -3.0)  # |g| = 2, 0.25 and 0.25 of 2.5
     assert shares == [[pytest.approx(-2.4), pytest.approx(-0.3)], [pytest.approx(-0.3)]]

@@ -127,7 +127,10 @@ def arbitration(
     offset: Offset = 0,
     num_draft_tokens: Annotated[int, typer.Option(help="K of the rounds.")] = 16,
     per_round: Annotated[int, typer.Option(help="Mismatches labelled in a round, from its first on.")] = 4,
-    rollouts: Annotated[int, typer.Option(help="On each side of a mismatch, when sampling; greedily it is one.")] = 4,
+    rollouts: Annotated[int, typer.Option(help="On each side of a mismatch, where sampled; greedily it is one.")] = 4,
+    greedy_branches: Annotated[
+        bool, typer.Option("--greedy-branches", help="Continue both sides greedily although the rounds are sampled.")
+    ] = False,
     tie: Annotated[float, typer.Option(help="Label where both sides end equally well.")] = 0.8,
     judge: Annotated[
         str | None, typer.Option(help="Scores both candidates instead of rollouts: openai:model=NAME,url=ADDRESS.")
@@ -166,6 +169,7 @@ def arbitration(
             "num_draft_tokens": num_draft_tokens,
             "max_mismatches": per_round,
             "num_rollouts": rollouts,
+            "greedy_branches": greedy_branches,
             "tie": tie,
             "judge": judge,
         },

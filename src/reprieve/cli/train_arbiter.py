@@ -29,7 +29,9 @@ _SMALL_REINFORCEMENT = {
 def command(
     stage: Annotated[str, typer.Option(help="sft: from labelled traces. rl: on rollouts, from an arbiter.")] = "sft",
     preset: Annotated[str, typer.Option(help="paper, or small: a small pair on two cores in under an hour.")] = "paper",
-    labels: Annotated[Path, typer.Option(help="sft: traces, from `reprieve mine arbitration`.")] = Path("runs/traces"),
+    labels: Annotated[
+        list[Path], typer.Option(help="sft: traces, from `reprieve mine arbitration`; several stores are joined.")
+    ] = [Path("runs/traces")],  # noqa: B006
     start: Annotated[
         str | None, typer.Option(help="rl: the arbiter to begin with; `none` begins without a warm-up.")
     ] = None,
@@ -52,6 +54,9 @@ def command(
     length: Annotated[bool, typer.Option(help="rl: reward right rollouts by accepted span.")] = True,
     shaped: Annotated[bool, typer.Option(help="rl: price failed rollouts by decision.")] = True,
     rebalance: Annotated[bool, typer.Option(help="rl: balance right and failed rollouts of a group.")] = True,
+    share_credit: Annotated[
+        bool, typer.Option(help="rl: share a right rollout's advantage out, as a failed one's; the paper does not.")
+    ] = False,
     threshold: Annotated[float, typer.Option("--lambda", help="Recommended, and used to validate.")] = 0.6,
     temperature: Annotated[float, typer.Option(help="rl: of the rollouts.")] = 1.0,
     validation: Annotated[int, typer.Option(help="rl: validation problems.")] = 200,
@@ -86,7 +91,15 @@ def command(
 
             if start is None:
                 raise SpecError("--start must name an arbiter from --stage sft, or none for one without warm-up")
-            rewards = Rewards(risk, rejection, fail_weight, length=length, shaped=shaped, rebalance=rebalance)
+            rewards = Rewards(
+                risk,
+                rejection,
+                fail_weight,
+                length=length,
+                shaped=shaped,
+                rebalance=rebalance,
+                share_credit=share_credit,
+            )
             given |= {"num_updates": updates, "prompts_per_update": prompts}
             settings = Reinforcement(
                 group_size=group_size,
@@ -114,26 +127,30 @@ def _settings(preset: str, small: dict[str, Any], given: dict[str, Any]) -> dict
 
 
 def _warm_up(
-    settings: Any, labels: Path, target: str, draft: str | None, dtype: str, device: str | None, out: Path
+    settings: Any, labels: list[Path], target: str, draft: str | None, dtype: str, device: str | None, out: Path
 ) -> Arbiter:
     o.quiet_transformers()
     from reprieve.labelling.store import LabelStore
     from reprieve.models import load_pair
     from reprieve.training.arbiter_warm_up import require_traces, warm_up
 
-    store = LabelStore(labels)
-    problems = store.problems()
+    stores = [LabelStore(folder) for folder in labels]
+    problems = [problem for store in stores for problem in store.problems()]
     require_traces(problems)
+    made_at = {store.manifest["num_draft_tokens"] for store in stores}
+    if len(made_at) > 1:
+        raise SpecError(f"--labels must name traces of one K, got {sorted(made_at)}")
     pair = load_pair(target, draft, dtype=dtype, device=device)
-    store.require_pair(pair.identity)
+    for store in stores:
+        store.require_pair(pair.identity)
     pair.cached_draft()  # refuses a pair without a draft
     with o.progress_bar("updates") as bar:
         return warm_up(
             pair,
             problems,
-            store.manifest["task"],
+            stores[0].manifest["task"],
             out,
-            num_draft_tokens=store.manifest["num_draft_tokens"],
+            num_draft_tokens=made_at.pop(),
             settings=settings,
             progress=o.reporter(bar, "updates"),
         )

@@ -87,6 +87,8 @@ class ArbitrationMiner:
         num_draft_tokens: K.
         max_mismatches: labelled in a round, from its first on; those behind are reached only by accepting these.
         num_rollouts: on each side; greedily all would be the same.
+        greedy_branches: continue both sides greedily although the rounds were sampled: one continuation then tells,
+            where several samples would be an estimate.
         tie: label of branches that are worth the same.
         scorer: labels instead of rollouts; None for rollouts.
 
@@ -102,6 +104,7 @@ class ArbitrationMiner:
     num_draft_tokens: int = 16
     max_mismatches: int = 4
     num_rollouts: int = 1
+    greedy_branches: bool = False
     tie: float = 0.8
     scorer: PairScorer | None = None
 
@@ -110,7 +113,13 @@ class ArbitrationMiner:
             if getattr(self, name) < 1:
                 raise SpecError(f"{name} must be 1 or more, got {getattr(self, name)!r}")
         require_range("tie", self.tie, 0.0, 1.0)
+        if self.continues_greedily:
+            self.num_rollouts = 1  # all would be the same
         self._decoder = self.make_decoder(self.num_draft_tokens)
+
+    @property
+    def continues_greedily(self) -> bool:
+        return self.greedy_branches or self.params.greedy
 
     async def mine(self, problem: TaskProblem) -> ProblemLabels:
         """Trace and label one problem."""
@@ -180,7 +189,7 @@ class _Branches:
         self.seed = miner.make_seed(problem)
         self.session = Session()
         self.num_generated = 0
-        self._known: list[list[int]] = [self.response_ids]  # whole greedy responses
+        self._known = [self.response_ids] if miner.params.greedy else []  # whole greedy responses
 
     async def label(self, start: int, traced: TracedRound) -> TracedRound:
         """The round with labels for its first few mismatches."""
@@ -226,7 +235,7 @@ class _Branches:
         return sum(map(self._correct, responses)) / len(responses)
 
     async def _continued(self, text: list[int], place: int, side: int, number: int) -> list[int]:
-        greedy = self.miner.params.greedy
+        greedy = self.miner.continues_greedily
         if greedy:
             for known in self._known:
                 if known[: len(text)] == text:

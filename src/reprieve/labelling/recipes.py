@@ -173,8 +173,6 @@ def _pivot(config: MiningConfig, pair: Pair, task: Task, responses: ResponseForm
 
 def _arbitration(config: MiningConfig, pair: Pair, task: Task, responses: ResponseFormat) -> ArbitrationMiner:
     options = dict(config.options)
-    num_rollouts = 1 if config.sampling.greedy else options.pop("num_rollouts")
-    options.pop("num_rollouts", None)
     judge = options.pop("judge")
     return ArbitrationMiner(
         target=_local_target(config, pair, responses, rows=2),  # the branches of a problem that are under way at once
@@ -188,7 +186,6 @@ def _arbitration(config: MiningConfig, pair: Pair, task: Task, responses: Respon
             num_draft_tokens=num_draft_tokens,
         ),
         make_seed=lambda problem: problem_seed(config.seed, problem),
-        num_rollouts=num_rollouts,
         scorer=PairScorer(make_chat(judge)) if judge else None,
         **options,
     )

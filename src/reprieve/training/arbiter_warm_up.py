@@ -86,12 +86,12 @@ def require_traces(problems: Sequence[ProblemLabels]) -> list[LabelledAnswer]:
     """The answers that have labelled rounds.
 
     Raises:
-        ReprieveError: fewer than two.
+        ReprieveError: of fewer than two problems.
     """
     answers = [answer for problem in problems if (answer := LabelledAnswer.of(problem)) is not None]
-    if len(answers) < 2:
+    if (num := len({answer.problem_id for answer in answers})) < 2:
         raise ReprieveError(
-            f"warm-up needs traces of 2 problems or more with labelled mismatches, got {len(answers)}; "
+            f"warm-up needs traces of 2 problems or more with labelled mismatches, got {num}; "
             "`reprieve mine arbitration` makes them"
         )
     return answers
@@ -141,9 +141,11 @@ class _Trainer:
         self.folder = folder
         self.num_draft_tokens = num_draft_tokens
         self.settings = settings
-        random.Random(settings.seed).shuffle(answers)
-        num_held = max(1, round(len(answers) * settings.held_out))
-        self.held, self.answers = answers[:num_held], answers[num_held:]
+        ids = sorted({answer.problem_id for answer in answers})  # a problem may have been traced more than once
+        random.Random(settings.seed).shuffle(ids)
+        held = set(ids[: max(1, round(len(ids) * settings.held_out))])
+        self.held = [answer for answer in answers if answer.problem_id in held]
+        self.answers = [answer for answer in answers if answer.problem_id not in held]
         self.model = ArbiterModel(pair.draft, settings.shape)
         self.optimizer = torch.optim.AdamW(
             self.model.own_tensors.values(),

@@ -82,6 +82,9 @@ class Rewards:
         shaped: whether failed rollouts are told what they did wrong; with `length` off too, correctness alone counts
             (Table 6, "terminal only").
         rebalance: whether right and failed rollouts of a group are brought to equal weight (Eq. 27).
+        share_credit: whether a right rollout's advantage is shared out to its decisions as a failed one's is. The
+            paper gives every decision of a right rollout the whole of it, times rho, so that right rollouts outweigh
+            failed ones by about as many times as an answer has decisions.
     """
 
     risk: float = 1.0
@@ -90,6 +93,7 @@ class Rewards:
     length: bool = True
     shaped: bool = True
     rebalance: bool = True
+    share_credit: bool = False
 
     def __post_init__(self) -> None:
         for name in ("risk", "rejection", "fail_weight"):
@@ -140,7 +144,7 @@ class Rewards:
         Right rollouts credit each decision by its round's rho, failed ones by its share of the harm.
         """
         rewards = self.decision_rewards(rollout)
-        if rollout.correct:
+        if rollout.correct and not self.share_credit:
             return [[reward * advantage for reward in round_rewards] for round_rewards in rewards]
         total = math.fsum(abs(reward) for round_rewards in rewards for reward in round_rewards)
         return [

@@ -1,0 +1,264 @@
+"""CoSpec's tables on one pair: `python benchmarks/cospec.py table --arbiter runs/rl/arbiter --out runs/cospec`.
+
+Parts: `table` (Table 1, greedy and at temperature 1 over three seeds), `complement` (Table 2, from the greedy table's
+answers), `ablations` (Tables 6 and 8: trains every variant on the same small budget, then measures all), `dials` (Table
+7: K and lambda), `overhead` (the arbiter's share of a round, and what its cache saves). Every part resumes from its
+folder. Table 3 is `reprieve audit arbitration`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reprieve.cli.main import main as reprieve
+from reprieve.engine import SamplingParams, SpeculativeDecoder
+from reprieve.engine.arbitration import ArbiterAdvisor, build_arbiter
+from reprieve.evaluation.arms import DRAFT_ONLY, TARGET_ONLY, Arm, build_decoder, make_arms
+from reprieve.evaluation.config import RunConfig
+from reprieve.evaluation.records import ProblemRecord
+from reprieve.evaluation.results import summarise, write_results
+from reprieve.evaluation.runner import Run, Runner, environment
+from reprieve.files import replace_file
+from reprieve.heads.loading import attach_heads
+from reprieve.metrics import bootstrap_interval, paired_difference
+from reprieve.models import Pair, load_pair
+from reprieve.rules import ArbiterRule
+from reprieve.tasks import load_task
+
+BASELINES = ("fly", "judge:path=reprieve/arithmetic-judge,threshold=0.04")
+# Table 6 and 8: what each variant changes of `reprieve train arbiter --stage rl`; the causal one is warmed up anew.
+VARIANTS: dict[str, list[str]] = {
+    "full": [],
+    "no warm-up": ["--start", "none"],
+    "terminal only": ["--no-length", "--no-shaped"],
+    "no length": ["--no-length"],
+    "no risk": ["--risk", "0"],
+    "no rejection": ["--rejection", "0"],
+    "no rebalancing": ["--no-rebalance"],
+    "causal mask": ["--start", "CAUSAL"],
+}
+
+
+def measure(
+    pair: Pair,
+    specs: list[str],
+    folder: Path,
+    options: argparse.Namespace,
+    *,
+    temperature: float = 0.0,
+    trials: int = 1,
+) -> tuple[dict[str, Any], list[ProblemRecord]]:
+    """Run arms over the test split and summarise them; resumes from the folder."""
+    arms = make_arms(specs, [options.num_draft_tokens])
+    config = RunConfig.of(
+        pair, arms, command=" ".join(sys.argv), task="arithmetic", split="test", limit=options.limit, seed=0,
+        num_trials=trials, sampling={"temperature": temperature, "top_p": 1.0, "top_k": 0, "draft_temperature": None},
+    )  # fmt: skip
+    runner = Runner(config, arms, pair, load_task("arithmetic"), folder, num_workers=options.workers)
+
+    def report(done: int, total: int) -> None:
+        if done % 200 == 0 or done == total:
+            print(f"{folder.name}: {done} of {total}", flush=True)
+
+    complete = runner.measure(progress=report)
+    document = summarise(Run(config, arms, runner.records, environment(), complete, graded=True))
+    write_results(document, folder)
+    return document, runner.records
+
+
+def correct_by_arm(records: list[ProblemRecord]) -> dict[str, np.ndarray]:
+    """Right answers of each arm, [problems, trials], in one order of problems."""
+    found: dict[str, dict[tuple[str, int], bool]] = {}
+    for record in records:
+        found.setdefault(record.arm, {})[record.problem_id, record.trial] = record.correct
+    ids = sorted({problem for problem, _ in found[TARGET_ONLY]})
+    trials = 1 + max(trial for _, trial in found[TARGET_ONLY])
+    return {
+        arm: np.array([[right[problem, trial] for trial in range(trials)] for problem in ids], dtype=float)
+        for arm, right in found.items()
+    }
+
+
+def show(document: dict[str, Any], records: list[ProblemRecord]) -> None:
+    """Table 1's columns, as Markdown, with the paired difference to the target."""
+    correct = correct_by_arm(records)
+    print("| arm | speedup over target | tokens/round | solved, % | over the target, points | tokens/answer |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for arm in document["arms"]:
+        name = arm["spec"]
+        low, high = (100 * end for end in arm["accuracy_ci95"])
+        against = "{:+.2f} [{:.2f}, {:.2f}]".format(
+            *(100 * value for value in paired_difference(correct[name], correct[TARGET_ONLY]))
+        )
+        rounds = arm["tokens_per_round"]
+        cells = [
+            f"`{name}`",
+            "{:.2f} [{:.2f}, {:.2f}]".format(arm["speedup_vs_target"], *arm["speedup_vs_target_ci95"]),
+            "-" if rounds is None else f"{rounds:.2f}",
+            f"{100 * arm['accuracy']:.1f} [{low:.1f}, {high:.1f}]",
+            against,
+            f"{arm['tokens_per_answer']:.1f}",
+        ]
+        print("| " + " | ".join(cells) + " |")
+
+
+def table(pair: Pair, options: argparse.Namespace) -> None:
+    specs = ["lossless", *BASELINES, attach_heads(ArbiterRule(options.arbiter, options.threshold)).spec]
+    greedy = options.temperature == 0
+    folder = options.out / ("greedy" if greedy else f"temperature-{options.temperature:g}")
+    document, records = measure(
+        pair, specs, folder, options, temperature=options.temperature, trials=1 if greedy else 3
+    )
+    show(document, records)
+
+
+def complement(pair: Pair, options: argparse.Namespace) -> None:
+    """What target and draft solve, together and apart, and what the arbiter recovers of it."""
+    lines = (options.out / "greedy" / "problems.jsonl").read_text().splitlines()
+    right: dict[str, dict[str, bool]] = {}
+    for line in map(json.loads, lines):
+        right.setdefault(line["arm"], {})[line["problem_id"]] = line["correct"]
+    ours = next(name for name in right if name.startswith("arbiter"))
+    ids = sorted(right[TARGET_ONLY])
+    target, draft, both = (np.array([right[arm][i] for i in ids]) for arm in (TARGET_ONLY, DRAFT_ONLY, ours))
+    union = target | draft
+
+    def recovery(places: np.ndarray) -> float:
+        gap = int(union[places].sum()) - int(target[places].sum())
+        return (int(both[places].sum()) - int(target[places].sum())) / gap if gap else float("nan")
+
+    found = {
+        "num_problems": len(ids),
+        "target": int(target.sum()),
+        "draft": int(draft.sum()),
+        "union": int(union.sum()),
+        "cospec": int(both.sum()),
+        "gained": int((both & ~target).sum()),
+        "lost": int((target & ~both).sum()),
+        "beyond_union": int((both & ~union).sum()),
+        "recovery": recovery(np.arange(len(ids))),
+        "recovery_ci95": bootstrap_interval(recovery, len(ids)),
+    }
+    replace_file(options.out / "complement.json", json.dumps(found, indent=2) + "\n")
+    print(json.dumps(found, indent=2))
+
+
+def ablations(pair: Pair, options: argparse.Namespace) -> None:
+    """Train every variant on the same budget, unless it is there, and measure them side by side."""
+    causal = options.out / "sft-causal"
+    warm_up = ["train", "arbiter", "--preset", "small", "--labels", str(options.labels), "--causal"]
+    _require_done(reprieve([*warm_up, "--epochs", str(options.epochs), "--out", str(causal)]))
+    names = {"SFT only": options.start, "SFT only, causal mask": str(causal / "arbiter")}
+    for name, changes in VARIANTS.items():
+        folder = options.out / name.replace(" ", "-")
+        settings = [str(causal / "arbiter") if part == "CAUSAL" else part for part in changes]
+        if "--start" not in settings:
+            settings += ["--start", options.start]
+        print(f"{name}: {' '.join(settings)}", flush=True)
+        fixed = ["--num-draft-tokens", str(options.num_draft_tokens), "--workers", str(options.workers)]
+        budget = ["--updates", str(options.updates), "--group-size", "8", "--validation", "100"]
+        every = ["--validate-every", str(options.updates)]
+        arguments = ["train", "arbiter", "--stage", "rl", "--preset", "small", *fixed, *budget, *every, *settings]
+        _require_done(reprieve([*arguments, "--lambda", str(options.threshold), "--out", str(folder)]))
+        names[name] = str(folder / "last")
+        _keep_last(folder, pair)
+    specs = [attach_heads(ArbiterRule(path, options.threshold)).spec for path in names.values()]
+    document, records = measure(pair, specs, options.out / "measured", options)
+    for name, spec in zip(names, specs, strict=True):
+        print(f"{name}: `{spec}`")
+    show(document, records)
+
+
+def _keep_last(folder: Path, pair: Pair) -> None:
+    """The weights a variant ended with: the best by validation may be those it began with."""
+    from safetensors.torch import load_file
+
+    from reprieve.heads.arbiter import Arbiter
+
+    best = Arbiter.from_pretrained(folder / "arbiter")
+    tensors = load_file(folder / "checkpoint.safetensors")
+    names = {name: name if f"model.{name}" in tensors else f"backbone.{name}" for name in best.tensors}
+    last = {name: tensors[f"model.{stored}"] for name, stored in names.items()}
+    dataclasses.replace(best, tensors=last).save_pretrained(folder / "last")
+
+
+def _require_done(status: int) -> None:
+    if status:
+        sys.exit(status)
+
+
+def dials(pair: Pair, options: argparse.Namespace) -> None:
+    """K and lambda: the arbiter was trained at one K."""
+    own = attach_heads(ArbiterRule(options.arbiter, options.threshold))
+    rows = [own.with_dial(value).spec for value in (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)]
+    rows += [f"{own.spec}@K={k}" for k in (4, 8, 16, 25)]
+    show(*measure(pair, rows, options.out / "dials", options))
+
+
+def overhead(pair: Pair, options: argparse.Namespace) -> None:
+    """Where a round's time goes, the cached context beside the whole context every round; answers take turns."""
+    rule = attach_heads(ArbiterRule(options.arbiter, options.threshold))
+    arm = Arm(rule.spec, rule, options.num_draft_tokens)
+    model = build_arbiter(rule.head, pair.draft)  # type: ignore[arg-type]
+    decoders: dict[str, SpeculativeDecoder] = {}
+    for name, keep in (("cached", True), ("uncached", False)):
+        decoders[name] = build_decoder(arm, pair)
+        decoders[name].advisor = ArbiterAdvisor(model, keep_context=keep)
+    spent: dict[str, list[dict[str, float]]] = {name: [] for name in decoders}
+    task = load_task("arithmetic")
+    for number, problem in enumerate(task.problems("test", options.limit)):
+        for name in sorted(decoders, reverse=bool(number % 2)):
+            read = decoders[name].advisor.arbiter.num_read  # type: ignore[union-attr]
+            started = time.perf_counter()
+            made = decoders[name].generate(problem.prompt, SamplingParams(max_new_tokens=task.max_new_tokens))
+            parts = dataclasses.asdict(made.times)
+            parts |= {"seconds": time.perf_counter() - started, "num_rounds": made.num_rounds}
+            parts["num_read"] = decoders[name].advisor.arbiter.num_read - read  # type: ignore[union-attr]
+            spent[name].append(parts)
+    found: dict[str, Any] = {"num_problems": options.limit, "num_draft_tokens": options.num_draft_tokens}
+    for name, rows in spent.items():
+        share = np.array([row["advise_s"] / row["seconds"] for row in rows])
+        found[name] = {
+            "share_of_time": float(np.median(share)),
+            "share_of_time_ci95": bootstrap_interval(lambda at, share=share: float(np.median(share[at])), len(share)),
+            "positions_per_round": sum(row["num_read"] for row in rows) / sum(row["num_rounds"] for row in rows),
+            "parts": {k: sum(row[k] for row in rows) / sum(row["seconds"] for row in rows) for k in parts if "_s" in k},
+        }
+    ratio = np.array([b["advise_s"] / a["advise_s"] for a, b in zip(spent["cached"], spent["uncached"], strict=True)])
+    found["uncached_over_cached"] = float(np.median(ratio))
+    found["uncached_over_cached_ci95"] = bootstrap_interval(lambda at: float(np.median(ratio[at])), len(ratio))
+    replace_file(options.out / "overhead.json", json.dumps(found, indent=2) + "\n")
+    print(json.dumps(found, indent=2))
+
+
+PARTS = {part.__name__: part for part in (table, complement, ablations, dials, overhead)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--arbiter", default="reprieve/arithmetic-arbiter")
+    parser.add_argument("--lambda", dest="threshold", type=float, default=None, help="the arbiter's own when left out")
+    parser.add_argument("--num-draft-tokens", type=int, default=12)
+    parser.add_argument("--temperature", type=float, default=0.0, help="of `table`")
+    parser.add_argument("--limit", type=int, default=1000)
+    parser.add_argument("--workers", type=int, default=1, help="more than one is for outcomes, not for speed")
+    parser.add_argument("--labels", type=Path, default=Path("runs/traces"), help="of `ablations`: warm-up traces")
+    parser.add_argument("--start", default="runs/sft/arbiter", help="of `ablations`: the warmed-up arbiter")
+    parser.add_argument("--epochs", type=int, default=3, help="of `ablations`: warm-up without the hybrid mask")
+    parser.add_argument("--updates", type=int, default=6, help="of `ablations`: the budget of each variant")
+    parser.add_argument("--out", type=Path, default=Path("runs/cospec"))
+    options = parser.parse_args()
+    PARTS[options.part](load_pair(), options)
+
+
+if __name__ == "__main__":
+    main()
