@@ -1,9 +1,9 @@
 """CoSpec's tables on one pair: `python benchmarks/cospec.py table --arbiter runs/rl/arbiter --out runs/cospec`.
 
-Parts: `table` (Table 1, greedy and at temperature 1 over three seeds), `complement` (Table 2, from the greedy table's
-answers), `ablations` (Tables 6 and 8: trains every variant on the same small budget, then measures all), `dials` (Table
-7: K and lambda), `overhead` (the arbiter's share of a round, and what its cache saves). Every part resumes from its
-folder. Table 3 is `reprieve audit arbitration`.
+Parts: `table` (Table 1, greedy and at temperature 1 over three seeds), `complement` (Table 2), `ablations` (Tables 6 and
+8: trains every variant on the same small budget, then measures all), `dials` (Table 7: K and lambda), `overhead` (the
+arbiter's share of a round, and what its cache saves). Every part resumes from its folder. Table 3 is
+`reprieve audit arbitration`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from reprieve.cli.main import main as reprieve
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.engine.arbitration import ArbiterAdvisor, build_arbiter
-from reprieve.evaluation.arms import DRAFT_ONLY, TARGET_ONLY, Arm, build_decoder, make_arms
+from reprieve.evaluation.arms import TARGET_ONLY, Arm, build_decoder, make_arms
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.records import ProblemRecord
 from reprieve.evaluation.results import summarise, write_results
@@ -32,6 +32,7 @@ from reprieve.metrics import bootstrap_interval, paired_difference
 from reprieve.models import Pair, load_pair
 from reprieve.rules import ArbiterRule
 from reprieve.tasks import load_task
+from reprieve.training.own_text import own_text_path, write_own_texts
 
 BASELINES = ("fly", "judge:path=reprieve/arithmetic-judge,threshold=0.04")
 # Table 6 and 8: what each variant changes of `reprieve train arbiter --stage rl`; the causal one is warmed up anew.
@@ -55,9 +56,10 @@ def measure(
     *,
     temperature: float = 0.0,
     trials: int = 1,
+    only: str | None = None,
 ) -> tuple[dict[str, Any], list[ProblemRecord]]:
     """Run arms over the test split and summarise them; resumes from the folder."""
-    arms = make_arms(specs, [options.num_draft_tokens])
+    arms = [arm for arm in make_arms(specs, [options.num_draft_tokens]) if only in (None, arm.label)]
     config = RunConfig.of(
         pair, arms, command=" ".join(sys.argv), task="arithmetic", split="test", limit=options.limit, seed=0,
         num_trials=trials, sampling={"temperature": temperature, "top_p": 1.0, "top_k": 0, "draft_temperature": None},
@@ -69,6 +71,8 @@ def measure(
             print(f"{folder.name}: {done} of {total}", flush=True)
 
     complete = runner.measure(progress=report)
+    if only is not None:
+        return {}, runner.records
     document = summarise(Run(config, arms, runner.records, environment(), complete, graded=True))
     write_results(document, folder)
     return document, runner.records
@@ -121,34 +125,47 @@ def table(pair: Pair, options: argparse.Namespace) -> None:
 
 
 def complement(pair: Pair, options: argparse.Namespace) -> None:
-    """What target and draft solve, together and apart, and what the arbiter recovers of it."""
-    lines = (options.out / "greedy" / "problems.jsonl").read_text().splitlines()
-    right: dict[str, dict[str, bool]] = {}
-    for line in map(json.loads, lines):
-        right.setdefault(line["arm"], {})[line["problem_id"]] = line["correct"]
-    ours = next(name for name in right if name.startswith("arbiter"))
-    ids = sorted(right[TARGET_ONLY])
-    target, draft, both = (np.array([right[arm][i] for i in ids]) for arm in (TARGET_ONLY, DRAFT_ONLY, ours))
+    """What target and draft solve, together and apart, and what the arbiter recovers of it; greedy."""
+    task = load_task("arithmetic")
+    problems = task.problems("test", options.limit)
+    params = SamplingParams(max_new_tokens=task.max_new_tokens)
+    right = {}
+    for name, model in (("target", pair.target), ("draft", pair.draft)):
+        alone = dataclasses.replace(pair, target=model)  # type: ignore[arg-type]
+        path = own_text_path(options.out, alone, "arithmetic test 0", params, mixed=False)
+        texts = write_own_texts(path, alone, problems, params=params)
+        answers = [pair.tokenizer.decode(text.answer_ids, skip_special_tokens=True) for text in texts]
+        right[name] = [
+            task.equivalent(task.extract_answer(answer), problem.reference)
+            for answer, problem in zip(answers, problems, strict=True)
+        ]
+    spec = attach_heads(ArbiterRule(options.arbiter, options.threshold)).spec
+    _, records = measure(pair, [spec], options.out / "arbiter", options, only=spec)
+    found = {record.problem_id: record.correct for record in records}
+    ours = np.array([found[problem.problem_id] for problem in problems])
+    target, draft = (np.array(right[name]) for name in ("target", "draft"))
     union = target | draft
 
     def recovery(places: np.ndarray) -> float:
         gap = int(union[places].sum()) - int(target[places].sum())
-        return (int(both[places].sum()) - int(target[places].sum())) / gap if gap else float("nan")
+        return (int(ours[places].sum()) - int(target[places].sum())) / gap if gap else float("nan")
 
-    found = {
-        "num_problems": len(ids),
+    summary = {
+        "rule": spec,
+        "num_problems": len(problems),
         "target": int(target.sum()),
         "draft": int(draft.sum()),
         "union": int(union.sum()),
-        "cospec": int(both.sum()),
-        "gained": int((both & ~target).sum()),
-        "lost": int((target & ~both).sum()),
-        "beyond_union": int((both & ~union).sum()),
-        "recovery": recovery(np.arange(len(ids))),
-        "recovery_ci95": bootstrap_interval(recovery, len(ids)),
+        "cospec": int(ours.sum()),
+        "gained": int((ours & ~target).sum()),
+        "lost": int((target & ~ours).sum()),
+        "gained_beyond_union": int((ours & ~union).sum()),
+        "over_target": paired_difference(ours, target),
+        "recovery": recovery(np.arange(len(ours))),
+        "recovery_ci95": bootstrap_interval(recovery, len(ours)),
     }
-    replace_file(options.out / "complement.json", json.dumps(found, indent=2) + "\n")
-    print(json.dumps(found, indent=2))
+    replace_file(options.out / "complement.json", json.dumps(summary, indent=2) + "\n")
+    print(json.dumps(summary, indent=2))
 
 
 def ablations(pair: Pair, options: argparse.Namespace) -> None:
@@ -164,7 +181,7 @@ def ablations(pair: Pair, options: argparse.Namespace) -> None:
             settings += ["--start", options.start]
         print(f"{name}: {' '.join(settings)}", flush=True)
         fixed = ["--num-draft-tokens", str(options.num_draft_tokens), "--workers", str(options.workers)]
-        budget = ["--updates", str(options.updates), "--group-size", "8", "--validation", "100"]
+        budget = ["--updates", str(options.updates), "--prompts", "8", "--group-size", "8", "--validation", "50"]
         every = ["--validate-every", str(options.updates)]
         arguments = ["train", "arbiter", "--stage", "rl", "--preset", "small", *fixed, *budget, *every, *settings]
         _require_done(reprieve([*arguments, "--lambda", str(options.threshold), "--out", str(folder)]))
