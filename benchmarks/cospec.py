@@ -1,6 +1,6 @@
 """CoSpec's tables on one pair: `python benchmarks/cospec.py table --arbiter runs/rl/arbiter --out runs/cospec`.
 
-Parts: `table` (Table 1, greedy and at temperature 1 over three seeds), `complement` (Table 2), `ablations` (Tables 6 and
+Parts: `table` (Table 1, greedy and at temperature 1, three seeds), `complement` (Table 2), `ablations` (Tables 6 and
 8: trains every variant on the same small budget, then measures all), `dials` (Table 7: K and lambda), `overhead` (the
 arbiter's share of a round, and what its cache saves). Every part resumes from its folder. Table 3 is
 `reprieve audit arbitration`.
@@ -151,6 +151,8 @@ def complement(pair: Pair, options: argparse.Namespace) -> None:
         return (int(ours[places].sum()) - int(target[places].sum())) / gap if gap else float("nan")
 
     summary = {
+        "command": " ".join(sys.argv),
+        **environment(),
         "rule": spec,
         "num_problems": len(problems),
         "target": int(target.sum()),
@@ -186,7 +188,7 @@ def ablations(pair: Pair, options: argparse.Namespace) -> None:
         arguments = ["train", "arbiter", "--stage", "rl", "--preset", "small", *fixed, *budget, *every, *settings]
         _require_done(reprieve([*arguments, "--lambda", str(options.threshold), "--out", str(folder)]))
         names[name] = str(folder / "last")
-        _keep_last(folder, pair)
+        _keep_last(folder)
     specs = [attach_heads(ArbiterRule(path, options.threshold)).spec for path in names.values()]
     document, records = measure(pair, specs, options.out / "measured", options)
     for name, spec in zip(names, specs, strict=True):
@@ -194,7 +196,7 @@ def ablations(pair: Pair, options: argparse.Namespace) -> None:
     show(document, records)
 
 
-def _keep_last(folder: Path, pair: Pair) -> None:
+def _keep_last(folder: Path) -> None:
     """The weights a variant ended with: the best by validation may be those it began with."""
     from safetensors.torch import load_file
 
@@ -204,7 +206,8 @@ def _keep_last(folder: Path, pair: Pair) -> None:
     tensors = load_file(folder / "checkpoint.safetensors")
     names = {name: name if f"model.{name}" in tensors else f"backbone.{name}" for name in best.tensors}
     last = {name: tensors[f"model.{stored}"] for name, stored in names.items()}
-    dataclasses.replace(best, tensors=last).save_pretrained(folder / "last")
+    training = {"stage": "rl", "weights": "after the last update", "settings": best.training["settings"]}
+    dataclasses.replace(best, tensors=last, training=training).save_pretrained(folder / "last")
 
 
 def _require_done(status: int) -> None:
@@ -215,8 +218,8 @@ def _require_done(status: int) -> None:
 def dials(pair: Pair, options: argparse.Namespace) -> None:
     """K and lambda: the arbiter was trained at one K."""
     own = attach_heads(ArbiterRule(options.arbiter, options.threshold))
-    rows = [own.with_dial(value).spec for value in (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)]
-    rows += [f"{own.spec}@K={k}" for k in (4, 8, 16, 25)]
+    rows = [own.with_dial(value).spec for value in (0.6, 0.7, 0.8, 0.82, 0.84)]
+    rows += [f"{own.spec}@K={k}" for k in (6, 20)]
     show(*measure(pair, rows, options.out / "dials", options))
 
 
@@ -240,14 +243,17 @@ def overhead(pair: Pair, options: argparse.Namespace) -> None:
             parts |= {"seconds": time.perf_counter() - started, "num_rounds": made.num_rounds}
             parts["num_read"] = decoders[name].advisor.arbiter.num_read - read  # type: ignore[union-attr]
             spent[name].append(parts)
-    found: dict[str, Any] = {"num_problems": options.limit, "num_draft_tokens": options.num_draft_tokens}
+    found: dict[str, Any] = {"command": " ".join(sys.argv), **environment(), "rule": rule.spec}
+    found |= {"num_problems": options.limit, "num_draft_tokens": options.num_draft_tokens}
     for name, rows in spent.items():
         share = np.array([row["advise_s"] / row["seconds"] for row in rows])
         found[name] = {
             "share_of_time": float(np.median(share)),
             "share_of_time_ci95": bootstrap_interval(lambda at, share=share: float(np.median(share[at])), len(share)),
             "positions_per_round": sum(row["num_read"] for row in rows) / sum(row["num_rounds"] for row in rows),
-            "parts": {k: sum(row[k] for row in rows) / sum(row["seconds"] for row in rows) for k in parts if "_s" in k},
+            "parts": {
+                k: sum(row[k] for row in rows) / sum(row["seconds"] for row in rows) for k in rows[0] if "_s" in k
+            },
         }
     ratio = np.array([b["advise_s"] / a["advise_s"] for a, b in zip(spent["cached"], spent["uncached"], strict=True)])
     found["uncached_over_cached"] = float(np.median(ratio))

@@ -220,6 +220,59 @@ def test_warm_up_learns_and_a_cut_off_one_goes_on_as_if_it_had_not_been(pair, tr
         warm_up(pair, traces, "parity", tmp_path / "cut", num_draft_tokens=4, settings=other)
 
 
+def test_a_warm_up_cut_off_at_an_epochs_end_still_validates_it(pair, traces, tmp_path):
+    settings = dataclasses.replace(QUICK, num_epochs=1)
+    num = len(read_updates(pair, traces, tmp_path / "whole", settings))
+    with pytest.raises(Stop):
+        warm_up(
+            pair, traces, "parity", tmp_path / "cut", num_draft_tokens=4, settings=settings, progress=stopping_at(num)
+        )
+    assert (
+        warm_up(pair, traces, "parity", tmp_path / "cut", num_draft_tokens=4, settings=settings).training["update"]
+        == num
+    )
+
+
+def read_updates(pair, traces, folder, settings):
+    warm_up(pair, traces, "parity", folder, num_draft_tokens=4, settings=settings)
+    return [line for line in read(folder) if line["kind"] == "train"]
+
+
+def test_labels_stop_where_the_answer_does(pair):
+    """A drafter goes on behind an end of text; what it says there is decided by nobody."""
+    task = ParityTask()
+    responses = ResponseFormat(pair.tokenizer, task, frozenset({9}), 24)
+    assert responses.length_of([1, 2, 9, 4, 5]) == 3 and responses.length_of([1, 2]) is None
+    assert responses.length_of([9, 2, 9, 4], start=1) == 3, "what stood before is taken as it is"
+    miner = miner_of(pair)
+    miner.responses = responses
+    found = [asyncio.run(miner.mine(problem)) for problem in task.problems("train", 8)]
+    for item in found:
+        for traced in item.rounds:
+            for place, label in enumerate(traced.labels):
+                assert label is None or 9 not in traced.draft_ids[:place]
+
+
+def test_two_processes_make_what_one_makes(tmp_path):
+    """On the bundled pair, which another process can load."""
+    from reprieve.models import load_pair
+    from reprieve.tasks import load_task
+    from reprieve.training.rollouts import RolloutJob, RolloutPool
+
+    bundled, task = load_pair(), load_task("arithmetic")
+    tensors = untrained(bundled, ArbiterShape(), "arithmetic", 8).tensors
+    settings = RolloutSettings("reprieve/arithmetic-pair", None, "arithmetic", 8, ArbiterShape())
+    jobs = [RolloutJob("train", number, seed=number) for number in range(5)]
+    jobs += [RolloutJob("validation", 0, 0, threshold=0.5)]
+    made = []
+    for num_workers in (1, 2):
+        with RolloutPool(settings, bundled, task, num_workers=num_workers) as pool:
+            made.append(pool.make(jobs, tensors))
+    ours, theirs = made
+    assert [item.context_ids for item in ours[:5]] == [item.context_ids for item in theirs[:5]]
+    assert ours[5] == theirs[5]
+
+
 def test_warm_up_needs_labelled_traces(pair, traces, tmp_path):
     with pytest.raises(ReprieveError, match="got 1; `reprieve mine arbitration`"):
         warm_up(pair, traces[:1], "parity", tmp_path, num_draft_tokens=4)
@@ -260,7 +313,7 @@ def test_reinforcement_repeats_and_resumes_exactly(pair, tmp_path):
     assert resumed.fingerprint == whole.fingerprint
     assert without_seconds(read(tmp_path / "cut")) == without_seconds(read(tmp_path / "whole"))
     lines = read(tmp_path / "whole")
-    assert [line["step"] for line in lines if line["kind"] == "validation"] == [0, 1, 2]
+    assert [line["step"] for line in lines if line["kind"] == "validation"] == [0, 2, 3]
     training = [line for line in lines if line["kind"] == "train"]
     assert all(line["divergence"] >= 0 and line["entropy"] > 0 for line in training)
     assert training[-1]["divergence"] > training[0]["divergence"], "it moved away from where it began"
@@ -325,6 +378,9 @@ def test_defaults_are_the_papers():
         (["train", "arbiter", "--stage", "rl", "--start", "none", "--group-size", "1"], "group_size must be 2 or more"),
         (["train", "arbiter", "--rank", "0"], "rank must be 1 or more"),
         (["train", "arbiter", "--labels", "/nowhere"], "is not a label store"),
+        (["train", "arbiter", "--num-draft-tokens", "8"], "belongs to `reprieve mine arbitration`"),
+        (["train", "arbiter", "--stage", "rl", "--start", "x", "--causal"], "hybrid: set in the warm-up"),
+        (["train", "arbiter", "--stage", "rl", "--start", "o/arbiter", "--out", "o"], "--start must not be what --out"),
         (["mine", "arbitration", "--tie", "2"], "tie must be in"),
         (["mine", "arbitration", "--per-round", "0"], "max_mismatches must be 1 or more"),
         (["audit", "arbitration", "--limit", "0"], "--limit must be 1 or more"),
@@ -346,7 +402,9 @@ def test_the_whole_method_by_command(tmp_path, monkeypatch, capsys):
     small = ["--prompts", "1", "--group-size", "2", "--updates", "1", "--validation", "2", "--num-draft-tokens", "8"]
     climb = ["train", "arbiter", "--stage", "rl", "--start", "sft/arbiter", "--preset", "small", *small, "--out", "rl"]
     assert main(climb) == 0
-    assert main(climb) == 0, "again: there is nothing left to do"
+    before = (tmp_path / "rl" / "metrics.jsonl").read_text()
+    assert main(climb) == 0
+    assert (tmp_path / "rl" / "metrics.jsonl").read_text() == before, "again: there is nothing left to do"
     audit = ["audit", "arbitration", "--arbiter", "rl/arbiter", "--limit", "2", "--out", "audit.json"]
     assert main(audit) == 0
     found = json.loads((tmp_path / "audit.json").read_text())

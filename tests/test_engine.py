@@ -156,7 +156,7 @@ class ToyAdvisor:
     def __init__(self):
         self.seen = []
 
-    def start(self, prompt_ids):
+    def start(self, prompt_ids, *, max_length, num_draft_tokens):
         self.seen = list(prompt_ids)
 
     def advise(self, block, target_ids):

@@ -12,6 +12,7 @@ from reprieve.errors import SpecError, import_extra, require_choice
 
 if TYPE_CHECKING:
     from reprieve.heads.arbiter import Arbiter, ArbiterShape
+    from reprieve.tasks import Task
 
 STAGES = ("sft", "rl")
 PRESETS = ("paper", "small")
@@ -38,11 +39,17 @@ def command(
     target: o.Target = o.BUNDLED,
     draft: o.Draft = None,
     task: o.TaskName = "arithmetic",
-    num_draft_tokens: Annotated[int, typer.Option(help="rl: K of the rollouts.")] = 16,
-    rank: Annotated[int, typer.Option(help="Of the adapters.")] = 16,
-    scale: Annotated[float, typer.Option(help="Alpha of the adapters.")] = 32.0,
-    dropout: Annotated[float, typer.Option(help="On the adapters' input while warming up.")] = 0.05,
-    causal: Annotated[bool, typer.Option("--causal", help="Without the hybrid mask (the paper's Table 8).")] = False,
+    split: Annotated[str | None, typer.Option(help="rl: of the prompts; train if there is one.")] = None,
+    validation_split: Annotated[
+        str | None, typer.Option(help="rl: validation if there is one; else the first problems of the prompts' split.")
+    ] = None,
+    num_draft_tokens: Annotated[int | None, typer.Option(help="rl: K of the rollouts. Default: the start's.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Of the adapters, 16 by default; rl has the start's.")] = None,
+    scale: Annotated[float | None, typer.Option(help="Alpha of the adapters, 32 by default.")] = None,
+    dropout: Annotated[float | None, typer.Option(help="On their input while warming up, 0.05 by default.")] = None,
+    causal: Annotated[
+        bool, typer.Option("--causal", help="sft: without the hybrid mask (the paper's Table 8).")
+    ] = False,
     learning_rate: Annotated[float | None, typer.Option(help="Default: the preset's.")] = None,
     epochs: Annotated[int | None, typer.Option(help="sft: over the labels. rl: over a batch of rollouts.")] = None,
     updates: Annotated[int | None, typer.Option(help="rl: batches of rollouts.")] = None,
@@ -65,7 +72,9 @@ def command(
     seed: o.Seed = 0,
     dtype: o.Dtype = "auto",
     device: o.Device = None,
-    out: Annotated[Path, typer.Option(help="Folder for checkpoint, log and arbiter.")] = Path("runs/arbiter"),
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for checkpoint, log and arbiter. Default: runs/arbiter-STAGE.")
+    ] = None,
 ) -> int:
     """Train CoSpec's arbiter; run it again to resume."""
     require_choice("stage", stage, STAGES)
@@ -74,13 +83,18 @@ def command(
     from reprieve.heads.arbiter import ArbiterShape
     from reprieve.heads.artefact import claim_folder
 
-    shape = ArbiterShape(rank=rank, scale=scale, dropout=dropout, hybrid=not causal, seed=seed)
+    out = Path(f"runs/arbiter-{stage}") if out is None else out
+    own_shape = {"rank": rank, "scale": scale, "dropout": dropout, "hybrid": False if causal else None}
+    own_shape = {name: value for name, value in own_shape.items() if value is not None}
+    shape = ArbiterShape(seed=seed, **own_shape)  # type: ignore[arg-type]
     given = {"learning_rate": learning_rate, "num_epochs": epochs}
     common: dict[str, Any] = {"threshold": threshold, "seed": seed}
     try:
         if stage == "sft":
             from reprieve.training.arbiter_warm_up import WarmUp
 
+            if num_draft_tokens is not None:
+                raise SpecError("--num-draft-tokens belongs to `reprieve mine arbitration` and to --stage rl")
             values = _settings(preset, _SMALL_WARM_UP, given)
             warm_up = WarmUp(shape=shape, **common, **values)
             claim_folder(out / "arbiter", "arbiter")
@@ -91,6 +105,10 @@ def command(
 
             if start is None:
                 raise SpecError("--start must name an arbiter from --stage sft, or none for one without warm-up")
+            if start != "none" and own_shape:
+                raise SpecError(f"{', '.join(own_shape)}: set in the warm-up; --start has its own")
+            if Path(start).resolve() == (out / "arbiter").resolve():
+                raise SpecError(f"--start must not be what --out is to hold, {str(out / 'arbiter')!r}")
             rewards = Rewards(
                 risk,
                 rejection,
@@ -112,7 +130,8 @@ def command(
             claim_folder(out / "arbiter", "arbiter")
             where = {"target": target, "draft": draft, "dtype": dtype, "device": device}
             rollouts = {"num_draft_tokens": num_draft_tokens, "temperature": temperature}
-            made = _reinforce(settings, shape, start, where, task, rollouts, workers, out)
+            splits = (split, validation_split)
+            made = _reinforce(settings, shape, start, where, task, splits, rollouts, workers, out)
     except KeyboardInterrupt:
         o.console(stderr=True).print(f"interrupted: what is done is kept in {out}; run again to go on")
         return 130
@@ -135,11 +154,15 @@ def _warm_up(
     from reprieve.training.arbiter_warm_up import require_traces, warm_up
 
     stores = [LabelStore(folder) for folder in labels]
+    for folder, store in zip(labels, stores, strict=True):
+        if store.manifest.get("miner") != "arbitration":
+            raise SpecError(f"--labels must hold traces of `reprieve mine arbitration`, {str(folder)!r} does not")
     problems = [problem for store in stores for problem in store.problems()]
     require_traces(problems)
-    made_at = {store.manifest["num_draft_tokens"] for store in stores}
+    made_at = {(store.manifest["task"], store.manifest["num_draft_tokens"]) for store in stores}
     if len(made_at) > 1:
-        raise SpecError(f"--labels must name traces of one K, got {sorted(made_at)}")
+        raise SpecError(f"--labels must name traces of one task and K, got {sorted(made_at)}")
+    task, num_draft_tokens = made_at.pop()
     pair = load_pair(target, draft, dtype=dtype, device=device)
     for store in stores:
         store.require_pair(pair.identity)
@@ -148,9 +171,9 @@ def _warm_up(
         return warm_up(
             pair,
             problems,
-            stores[0].manifest["task"],
+            task,
             out,
-            num_draft_tokens=made_at.pop(),
+            num_draft_tokens=num_draft_tokens,
             settings=settings,
             progress=o.reporter(bar, "updates"),
         )
@@ -162,11 +185,15 @@ def _reinforce(
     start: str,
     where: dict[str, Any],
     task: str,
+    splits: tuple[str | None, str | None],
     rollouts: dict[str, Any],
     workers: int,
     out: Path,
 ) -> Arbiter:
+    import dataclasses
+
     from reprieve.heads.arbiter import Arbiter
+    from reprieve.heads.binding import warn_of_transfer
     from reprieve.training.arbiter_rl import reinforce
     from reprieve.training.arbiter_warm_up import untrained
     from reprieve.training.rollouts import RolloutSettings
@@ -177,7 +204,11 @@ def _reinforce(
         raise SpecError(f"task {task} has no right answers: rollouts cannot be rewarded on it")
     pair.cached_draft()  # refuses a pair without a draft
     if first is None:
-        first = untrained(pair, shape, task, rollouts["num_draft_tokens"])
+        first = untrained(pair, shape, task, rollouts["num_draft_tokens"] or 16)
+    warn_of_transfer(f"arbiter {start!r}", first.task, task)
+    if rollouts["num_draft_tokens"] is None:
+        rollouts = {**rollouts, "num_draft_tokens": first.num_draft_tokens}
+    settings = dataclasses.replace(settings, **_splits(loaded, *splits, settings.num_validation))
     made_by = RolloutSettings(task=task, shape=first.shape, **rollouts, **where)
     with o.progress_bar("updates") as bar:
         return reinforce(
@@ -190,6 +221,14 @@ def _reinforce(
             num_workers=workers,
             progress=o.reporter(bar, "updates"),
         )
+
+
+def _splits(task: Task, split: str | None, validation: str | None, num_validation: int) -> dict[str, Any]:
+    """Where prompts and validation problems come from; they never overlap."""
+    split = o.split_of(task, split, "train")
+    if validation is None:
+        validation = "validation" if "validation" in task.splits else split
+    return {"split": split, "validation_split": validation, "offset": num_validation if validation == split else 0}
 
 
 def _tell(made: Arbiter, folder: Path) -> None:

@@ -25,8 +25,14 @@ class ArbiterAdvisor:
     def __init__(self, model: ArbiterModel, *, keep_context: bool = True) -> None:
         self.arbiter = CachedArbiter(model, keep_context=keep_context)
 
-    def start(self, prompt_ids: Sequence[int]) -> None:
-        self.arbiter.start(prompt_ids)
+    def start(self, prompt_ids: Sequence[int], *, max_length: int, num_draft_tokens: int) -> None:
+        """Begin an answer.
+
+        Raises:
+            ContextOverflowError: the region of a last round could exceed the draft's positions.
+        """
+        # Behind a context of max_length - left tokens lie 2 min(K, left - 1) + 3 more.
+        self.arbiter.start(prompt_ids, num_positions=max_length + num_draft_tokens + 2)
 
     def advise(self, block: Block, target_ids: Tensor) -> Tensor:
         """pi(accept) of each drafted token, [N]: 1 where it is the target's own (Eq. 13 and 14).

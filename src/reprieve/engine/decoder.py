@@ -52,8 +52,8 @@ class Tokenizer(Protocol):
 class Advisor(Protocol):
     """An extra forward a round, for rules that ask a model of their own (CoSpec's arbiter)."""
 
-    def start(self, prompt_ids: Sequence[int]) -> None:
-        """Get ready for a prompt."""
+    def start(self, prompt_ids: Sequence[int], *, max_length: int, num_draft_tokens: int) -> None:
+        """Get ready for a prompt, whose text may grow to `max_length` tokens in rounds of K."""
         ...
 
     def advise(self, block: Block, target_ids: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class SpeculativeDecoder:
         prefill = self.target.start(prompt_ids[:-1])
         self.drafter.start(prompt_ids, sampler, prefill)
         if self.advisor is not None:
-            self.advisor.start(prompt_ids)
+            self.advisor.start(prompt_ids, max_length=num_positions, num_draft_tokens=self.num_draft_tokens)
         eos = eos_token_ids(self.target.model, self.tokenizer) if params.eos_token_ids is None else params.eos_token_ids
         answer = Answer(
             prompt_ids=prompt_ids,

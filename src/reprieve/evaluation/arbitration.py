@@ -140,8 +140,7 @@ class _Branches:
 
     def _continued(self, response_ids: list[int]) -> list[int]:
         """The response decoded to its end; cut where it has ended already."""
-        ends = (n for n in range(1, len(response_ids) + 1) if self.responses.ended(response_ids[:n]))
-        if (end := next(ends, None)) is not None:
+        if (end := self.responses.length_of(response_ids)) is not None:
             return response_ids[:end]
         left = self.params.max_new_tokens - len(response_ids)
         made = self.decoder.generate(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import torch
 from safetensors.torch import save
 from torch import Tensor
 
@@ -75,7 +76,8 @@ class Arbiter:
     def risk(self, evidence: Evidence) -> Tensor:
         """1 - pi(accept) of each drafted token, [...], from the advisor's forward over the round."""
         assert evidence.advice is not None, "an arbiter needs an advisor: reprieve.engine.arbitration.make_advisor"
-        return (1.0 - evidence.advice).clamp_min(_SMALLEST)
+        risk = 1.0 - evidence.advice
+        return risk.nextafter(torch.full_like(risk, 2.0)).clamp_min(_SMALLEST)  # pi = lambda is refused (Eq. 17)
 
     def to(self, device: Any) -> Self:
         """Itself: the weights move when the network is built beside the draft."""

@@ -195,8 +195,9 @@ class _Branches:
         """The round with labels for its first few mismatches."""
         pairs = enumerate(zip(traced.draft_ids, traced.target_ids, strict=True))
         places = [place for place, (ours, theirs) in pairs if ours != theirs][: self.miner.max_mismatches]
-        if ended := [p for p in places if self.miner.responses.ended(self._text(start, traced.draft_ids[:p]))]:
-            places = [place for place in places if place < ended[0]]
+        end = self.miner.responses.length_of(self._text(start, traced.draft_ids), start=start)
+        if end is not None:  # behind it nothing is decided any more
+            places = [place for place in places if start + place < end]
         num = len(traced.draft_ids)
         labels: list[float | None] = [None] * num
         ours, theirs = list(labels), list(labels)

@@ -45,6 +45,10 @@ class ResponseFormat:
             return True
         return bool(self.task.stop) and self.stops(response_ids)
 
+    def length_of(self, response_ids: list[int], *, start: int = 0) -> int | None:
+        """Where the response is over, in tokens; None where it is not. Its first `start` tokens do not end it."""
+        return next((n for n in range(start + 1, len(response_ids) + 1) if self.ended(response_ids[:n])), None)
+
     def stops(self, response_ids: list[int]) -> bool:
         """Whether one of the task's stop texts ends in the last few tokens."""
         longest = max(map(len, self.task.stop), default=0)

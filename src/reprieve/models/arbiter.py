@@ -20,10 +20,17 @@ from transformers import PreTrainedModel
 from reprieve.errors import SpecError, import_extra
 from reprieve.heads.arbiter import ArbiterShape
 from reprieve.models.cache import RollbackCache
-from reprieve.models.cached_model import execution_device, layer_windows, masks_by_layer, refuse_recurrent
+from reprieve.models.cached_model import (
+    execution_device,
+    layer_windows,
+    masks_by_layer,
+    refuse_recurrent,
+    require_positions,
+)
 
 _CONTEXT = -1  # the region number of context tokens
 _ADAPTER = "arbiter"
+_MOST_POSITIONS = 4096  # of regions in one forward: its mask grows with their square
 
 
 @dataclass(frozen=True)
@@ -137,11 +144,8 @@ class ArbiterModel(nn.Module):
             self.head = nn.Linear(size, 1, device=self.device)
             nn.init.zeros_(self.head.weight)
             nn.init.zeros_(self.head.bias)
-        for name, parameter in self.named_parameters():
-            own = "lora_" in name or not name.startswith("backbone.")
-            parameter.requires_grad_(own)
-            if own:
-                parameter.data = parameter.data.float()
+        for parameter in self.own_tensors.values():
+            parameter.data = parameter.data.float()
         self.eval()
 
     def _embedding_scale(self) -> float:
@@ -176,11 +180,21 @@ class ArbiterModel(nn.Module):
             parameter.copy_(tensors[name])
 
     def judge(self, context_ids: Sequence[int], rounds: Sequence[ArbitrationRound]) -> list[Tensor]:
-        """Logits of accepting each drafted token, [K] a round, in one forward over an answer's rounds.
+        """Logits of accepting each drafted token, [K] a round, for an answer's rounds in as few forwards as fit.
 
         Args:
             context_ids: prompt and committed tokens, as far as the last round needs them.
         """
+        logits: list[Tensor] = []
+        part: list[ArbitrationRound] = []
+        for asked in rounds:
+            if part and sum(other.region_size for other in (*part, asked)) > _MOST_POSITIONS:
+                logits += self._judge_together(context_ids, part)
+                part = []
+            part.append(asked)
+        return logits + (self._judge_together(context_ids, part) if part else [])
+
+    def _judge_together(self, context_ids: Sequence[int], rounds: Sequence[ArbitrationRound]) -> list[Tensor]:
         end = max(asked.context_length for asked in rounds)
         layout = Layout.join(
             [Layout.context(0, end), *(Layout.region(number, asked) for number, asked in enumerate(rounds))]
@@ -246,8 +260,16 @@ class CachedArbiter:
         self._context_ids: list[int] = []
         self._num_cached = 0
 
-    def start(self, prompt_ids: Sequence[int]) -> None:
-        """Begin an answer; the prompt is read with the first round."""
+    def start(self, prompt_ids: Sequence[int], *, num_positions: int) -> None:
+        """Begin an answer; the prompt is read with the first round.
+
+        Args:
+            num_positions: the most that context and region will reach.
+
+        Raises:
+            ContextOverflowError: more than the draft has.
+        """
+        require_positions(self.model.backbone, num_positions, what="context and a round's tokens, read by the arbiter,")
         self._context_ids = list(prompt_ids)
         self._drop(0)
 
@@ -278,6 +300,6 @@ class CachedArbiter:
 
 
 def share_weights(model: nn.Module) -> nn.Module:
-    """A copy of a model's modules around the same parameters and buffers: no weight is held twice."""
-    held = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in held})
+    """A frozen copy of a model's modules around the same storage: no weight is held twice, the model is left alone."""
+    frozen = {id(tensor): nn.Parameter(tensor.detach(), requires_grad=False) for tensor in model.parameters()}
+    return copy.deepcopy(model, frozen | {id(tensor): tensor for tensor in model.buffers()})

@@ -8,6 +8,7 @@ from typing import Any, Self
 from reprieve.errors import require_range
 from reprieve.rules.learned import HeadRule
 
+_ROUNDING = 2.0**-23  # of float32 at 1
 BUNDLED_ARBITER = "reprieve/arithmetic-arbiter"
 
 
@@ -54,6 +55,6 @@ class ArbiterRule(HeadRule):
 
     @property
     def threshold(self) -> float:
-        """Largest accepted 1 - pi(accept): 1 - lambda."""
+        """What 1 - pi(accept) must stay below: 1 - lambda; at 0 even what rounds to pi = 0 passes."""
         assert self.lambda_ is not None, "attach the rule's arbiter first (reprieve.heads.loading.attach_heads)"
-        return 1.0 - self.lambda_
+        return 1.0 - self.lambda_ if self.lambda_ > 0 else 1.0 + _ROUNDING

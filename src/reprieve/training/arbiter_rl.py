@@ -41,7 +41,8 @@ class Reinforcement:
         num_validation: validation problems, asked every `validate_every` updates and before the first.
         speed_weight: what a full block is worth in right answers where validation compares arbiters: the best has
             the largest accuracy + speed_weight * tokens a round / (K + 1).
-        split: of the task that prompts come from; `validation_split` the other.
+        split: of the task that prompts come from, from `offset` on; `validation_split` the other, `validation_offset`
+            its first problem. Two parts of one split do where a task has but one.
         seed: of prompts, rollouts and batches.
     """
 
@@ -63,7 +64,9 @@ class Reinforcement:
     validate_every: int = 5
     speed_weight: float = 0.05
     split: str = "train"
+    offset: int = 0
     validation_split: str = "validation"
+    validation_offset: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -137,10 +140,15 @@ class _Trainer:
         pool: RolloutPool,
     ) -> None:
         assert pair.draft is not None
-        self.num_prompts = len(task.problems(settings.split, settings.num_prompts))
-        self.num_validation = len(task.problems(settings.validation_split, settings.num_validation))
-        if not (self.num_prompts and self.num_validation):
-            raise SpecError(f"task {task.name} has no problems in {settings.split!r} or {settings.validation_split!r}")
+        held = (settings.validation_split, settings.validation_offset)
+        self.num_prompts = len(task.problems(settings.split, settings.num_prompts, offset=settings.offset))
+        self.num_validation = len(task.problems(held[0], settings.num_validation, offset=held[1]))
+        for num, (split, offset) in (
+            (self.num_prompts, (settings.split, settings.offset)),
+            (self.num_validation, held),
+        ):
+            if not num:
+                raise SpecError(f"task {task.name} has no problems in split {split!r} from {offset} on")
         self.pair = pair
         self.start = start
         self.rollouts = rollouts
@@ -158,6 +166,7 @@ class _Trainer:
             weight_decay=settings.weight_decay,
         )
         self.update, self.seconds = 0, 0.0
+        self._orders: dict[int, list[int]] = {}  # of the prompts, by how often they were all taken
 
     @property
     def recipe(self) -> str:
@@ -168,7 +177,7 @@ class _Trainer:
         restored = load_checkpoint(self.folder / _FILE, self.model, self.optimizer, recipe=self.recipe)
         if restored is not None:
             self.update, self.seconds = restored
-        log = RunLog(self.folder, first_step=self.update)
+        log = RunLog(self.folder, first_step=self.update + 1 if self.update else 0)
         try:
             if self.update == 0:
                 self._validate(log)
@@ -177,7 +186,7 @@ class _Trainer:
                 numbers = self._one_update()
                 self.update += 1
                 self.seconds += time.perf_counter() - started
-                log.log(self.update - 1, "train", {**numbers, "seconds": time.perf_counter() - started})
+                log.log(self.update, "train", {**numbers, "seconds": time.perf_counter() - started})
                 if self.update % self.settings.validate_every == 0 or self.update == self.settings.num_updates:
                     self._validate(log)
                 self._checkpoint()
@@ -209,9 +218,10 @@ class _Trainer:
     def _roll_out(self) -> list[list[Rollout]]:
         settings = self.settings
         first = self.update * settings.prompts_per_update
+        prompts = {turn: self._prompt(turn) for turn in range(first, first + settings.prompts_per_update)}
         jobs = [
-            RolloutJob(settings.split, self._prompt(turn), seed=(settings.seed + 1 + member) * 1_000_003 + turn)
-            for turn in range(first, first + settings.prompts_per_update)
+            RolloutJob(settings.split, settings.offset + prompt, seed=(settings.seed + 1 + member) * 1_000_003 + turn)
+            for turn, prompt in prompts.items()
             for member in range(settings.group_size)
         ]
         made: list[Rollout] = self.pool.make(jobs, self.model.own_tensors)
@@ -220,9 +230,11 @@ class _Trainer:
     def _prompt(self, turn: int) -> int:
         """The prompt of a turn: all in an order of their own, again and again."""
         again, place = divmod(turn, self.num_prompts)
-        order = list(range(self.num_prompts))
-        random.Random(self.settings.seed * 1_000_003 + again).shuffle(order)
-        return order[place]
+        if again not in self._orders:
+            order = list(range(self.num_prompts))
+            random.Random(self.settings.seed * 1_000_003 + again).shuffle(order)
+            self._orders = {again: order}
+        return self._orders[again][place]
 
     def _credited(self, group: Sequence[Rollout]) -> list[_Sample]:
         """A group's rollouts that teach something."""
@@ -281,7 +293,12 @@ class _Trainer:
         """Decode validation problems at lambda, and keep the arbiter where it is the best yet."""
         settings = self.settings
         jobs = [
-            RolloutJob(settings.validation_split, number, seed=number, threshold=settings.threshold)
+            RolloutJob(
+                settings.validation_split,
+                settings.validation_offset + number,
+                seed=number,
+                threshold=settings.threshold,
+            )
             for number in range(self.num_validation)
         ]
         answers = self.pool.make(jobs, self.model.own_tensors)
@@ -289,7 +306,7 @@ class _Trainer:
         tokens_per_round = sum(a.num_tokens for a in answers) / max(1, sum(a.num_rounds for a in answers))
         score = accuracy + settings.speed_weight * tokens_per_round / (self.rollouts.num_draft_tokens + 1)
         reached = {"accuracy": accuracy, "tokens_per_round": tokens_per_round, "score": score}
-        log.log(max(0, self.update - 1), "validation", reached)
+        log.log(self.update, "validation", reached)  # by the weights after that many updates
         best, recipe = self.folder / "arbiter", digest(self.recipe.encode())
         if self.update > 0 and (best / "config.json").exists():
             before = Arbiter.from_pretrained(best).training
@@ -325,10 +342,10 @@ def _describe(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
     """What a batch of rollouts was like."""
     rollouts = [rollout for group in groups for rollout in group]
     decisions = [decision for rollout in rollouts for taken in rollout.rounds for decision in taken.decisions]
-    emitted = [taken.num_emitted for rollout in rollouts for taken in rollout.rounds]
+    spans = [taken.length_credit for rollout in rollouts for taken in rollout.rounds]
     return {
         "correct": sum(rollout.correct for rollout in rollouts) / len(rollouts),
         "mixed_groups": sum(0 < sum(r.correct for r in group) < len(group) for group in groups) / len(groups),
         "accepted": sum(decision.accepted for decision in decisions) / max(1, len(decisions)),
-        "tokens_per_round": sum(emitted) / max(1, len(emitted)),
+        "accepted_span": sum(spans) / max(1, len(spans)),  # rho, over rounds with a mismatch
     }

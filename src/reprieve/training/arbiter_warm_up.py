@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -177,7 +178,7 @@ class _Trainer:
         if batch:
             yield batch
 
-    @property
+    @cached_property
     def recipe(self) -> str:
         """What a checkpoint must have been made with."""
         labels = digest(repr([self.answers, self.held]).encode())
@@ -187,35 +188,25 @@ class _Trainer:
         restored = load_checkpoint(self.path, self.model, self.optimizer, recipe=self.recipe)
         if restored is not None:
             self.update, self.seconds = restored
-        log = RunLog(self.folder, first_step=self.update)
-        total, done, saved = sum(map(len, self.epochs)), 0, time.perf_counter()
+        log = RunLog(self.folder, first_step=self.update + 1 if self.update else 0)
+        ends = list(itertools.accumulate(len(batches) for batches in self.epochs))
+        batches = [batch for epoch in self.epochs for batch in epoch]
+        saved = time.perf_counter()
         try:
-            for batches in self.epochs:
-                for batch in batches:
-                    done += 1
-                    if done <= self.update:
-                        continue
-                    started = time.perf_counter()
-                    log.log(self.update, "train", {"loss": self._one_update(batch)})
-                    self.update += 1
-                    self.seconds += time.perf_counter() - started
-                    progress(self.update, total)
-                    if done == self._end_of(batches):
-                        self._validate(log)
-                    if time.perf_counter() - saved > _CHECKPOINT_SECONDS or done == self._end_of(batches):
-                        self._checkpoint()
-                        saved = time.perf_counter()
+            while self.update < len(batches):
+                started = time.perf_counter()
+                log.log(self.update + 1, "train", {"loss": self._one_update(batches[self.update])})
+                self.update += 1
+                self.seconds += time.perf_counter() - started
+                if self.update in ends:
+                    self._validate(log)
+                # Only here: a checkpoint of a step whose epoch was not validated yet would skip it for good.
+                if self.update in ends or time.perf_counter() - saved > _CHECKPOINT_SECONDS:
+                    self._checkpoint()
+                    saved = time.perf_counter()
+                progress(self.update, len(batches))
         finally:
             log.close()
-            if self.update:
-                self._checkpoint()
-
-    def _end_of(self, batches: list[list[LabelledAnswer]]) -> int:
-        ends, total = {}, 0
-        for epoch in self.epochs:
-            total += len(epoch)
-            ends[id(epoch)] = total
-        return ends[id(batches)]
 
     def _checkpoint(self) -> None:
         save_checkpoint(
@@ -262,7 +253,7 @@ class _Trainer:
         accepted = logits.sigmoid() > self.settings.threshold
         choices = BranchChoices(accepted.tolist(), draft.tolist(), target.tolist())
         reached = {"loss": float(warm_up_loss(logits, labels)) / len(logits), **choices.shares()}
-        log.log(self.update - 1, "validation", reached)
+        log.log(self.update, "validation", reached)
         best = self.folder / "arbiter"
         if (best / "config.json").exists() and self.update > 0:
             before = Arbiter.from_pretrained(best).training
@@ -279,7 +270,7 @@ class _Trainer:
                 "stage": "sft",
                 "recipe": digest(self.recipe.encode()),
                 "settings": asdict(self.settings),
-                "num_problems": len(self.answers),
+                "num_answers": len(self.answers),
                 "num_labels": sum(answer.num_labels for answer in self.answers),
                 "num_held_out": len(self.held),
                 "update": self.update,
