@@ -35,6 +35,7 @@ from reprieve.tasks import load_task
 from reprieve.training.own_text import own_text_path, write_own_texts
 
 BASELINES = ("fly", "judge:path=reprieve/arithmetic-judge,threshold=0.04")
+LENIENT = 0.7  # lambda of a second arbiter arm
 # Table 6 and 8: what each variant changes of `reprieve train arbiter --stage rl`; the causal one is warmed up anew.
 VARIANTS: dict[str, list[str]] = {
     "full": [],
@@ -115,7 +116,8 @@ def show(document: dict[str, Any], records: list[ProblemRecord]) -> None:
 
 
 def table(pair: Pair, options: argparse.Namespace) -> None:
-    specs = ["lossless", *BASELINES, attach_heads(ArbiterRule(options.arbiter, options.threshold)).spec]
+    own = attach_heads(ArbiterRule(options.arbiter, options.threshold))
+    specs = ["lossless", *BASELINES, own.spec, own.with_dial(LENIENT).spec]
     greedy = options.temperature == 0
     folder = options.out / ("greedy" if greedy else f"temperature-{options.temperature:g}")
     document, records = measure(
@@ -183,7 +185,16 @@ def ablations(pair: Pair, options: argparse.Namespace) -> None:
             settings += ["--start", options.start]
         print(f"{name}: {' '.join(settings)}", flush=True)
         fixed = ["--num-draft-tokens", str(options.num_draft_tokens), "--workers", str(options.workers)]
-        budget = ["--updates", str(options.updates), "--prompts", "8", "--group-size", "8", "--validation", "50"]
+        budget = [
+            "--updates",
+            str(options.updates),
+            "--prompts",
+            str(options.prompts),
+            "--group-size",
+            "8",
+            "--validation",
+            "20",
+        ]
         every = ["--validate-every", str(options.updates)]
         arguments = ["train", "arbiter", "--stage", "rl", "--preset", "small", *fixed, *budget, *every, *settings]
         _require_done(reprieve([*arguments, "--lambda", str(options.threshold), "--out", str(folder)]))
@@ -277,7 +288,10 @@ def main() -> None:
     parser.add_argument("--labels", type=Path, default=Path("runs/traces"), help="of `ablations`: warm-up traces")
     parser.add_argument("--start", default="runs/sft/arbiter", help="of `ablations`: the warmed-up arbiter")
     parser.add_argument("--epochs", type=int, default=3, help="of `ablations`: warm-up without the hybrid mask")
-    parser.add_argument("--updates", type=int, default=6, help="of `ablations`: the budget of each variant")
+    parser.add_argument("--updates", type=int, default=8, help="of `ablations`: the budget of each variant")
+    parser.add_argument(
+        "--prompts", type=int, default=16, help="of `ablations`: prompts an update, eight rollouts each"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/cospec"))
     options = parser.parse_args()
     PARTS[options.part](load_pair(), options)
