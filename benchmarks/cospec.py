@@ -62,8 +62,9 @@ def measure(
     """Run arms over the test split and summarise them; resumes from the folder."""
     arms = [arm for arm in make_arms(specs, [options.num_draft_tokens]) if only in (None, arm.label)]
     config = RunConfig.of(
-        pair, arms, command=" ".join(sys.argv), task="arithmetic", split="test", limit=options.limit, seed=0,
-        num_trials=trials, sampling={"temperature": temperature, "top_p": 1.0, "top_k": 0, "draft_temperature": None},
+        pair, arms, command=" ".join(sys.argv), drafter="draft", task="arithmetic", split="test",
+        limit=options.limit, seed=0, num_trials=trials,
+        sampling={"temperature": temperature, "top_p": 1.0, "top_k": 0, "draft_temperature": None},
     )  # fmt: skip
     runner = Runner(config, arms, pair, load_task("arithmetic"), folder, num_workers=options.workers)
 
