@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from reprieve.errors import ReprieveError, SpecError, require_range
-from reprieve.heads.artefact import load_artefact, save_artefact
-from reprieve.heads.binding import PairIdentity, digest
+from reprieve.heads.artefact import fingerprint_of, load_artefact, save_artefact
+from reprieve.heads.binding import PairIdentity
 from reprieve.types import Evidence
 
 _SMALLEST = 1e-30  # so that lambda = 1 accepts nothing, where 1 - pi rounds to 0
@@ -86,7 +85,7 @@ class Arbiter:
     @property
     def fingerprint(self) -> str:
         """Identifies its weights: runs of another arbiter are not mixed with those of this one."""
-        return digest(save({name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}))
+        return fingerprint_of(self.tensors)
 
     def require_pair(self, pair: PairIdentity, name: str) -> None:
         """Refuse another pair than the one it was trained on.

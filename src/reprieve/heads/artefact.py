@@ -15,6 +15,7 @@ from torch import Tensor
 
 from reprieve.errors import ReprieveError
 from reprieve.files import replace_file
+from reprieve.heads.binding import digest
 
 SCHEMA = 1
 BUNDLED = {
@@ -44,6 +45,11 @@ def save_artefact(folder: Path, kind: str, config: Mapping[str, Any], tensors: M
             replace_file(path, data)
     except OSError as error:
         raise ReprieveError(f"{str(folder)!r} cannot be written: {error.strerror}") from None
+
+
+def fingerprint_of(tensors: Mapping[str, Tensor]) -> str:
+    """Identifies weights: runs of a head trained anew are not mixed with those of the old one."""
+    return digest(save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}))
 
 
 def require_free(folder: Path, kind: str) -> None:

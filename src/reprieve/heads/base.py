@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from safetensors.torch import save
 from torch import Tensor
 
 from reprieve.errors import ReprieveError, SpecError, require_range
-from reprieve.heads.artefact import load_artefact, save_artefact
-from reprieve.heads.binding import PairIdentity, digest
+from reprieve.heads.artefact import fingerprint_of, load_artefact, save_artefact
+from reprieve.heads.binding import PairIdentity
 from reprieve.heads.features import FeatureRecipe, TokenStates, assemble
 from reprieve.types import Evidence
 
@@ -87,7 +86,7 @@ class Head:
     @property
     def fingerprint(self) -> str:
         """Identifies its weights: runs of a head trained anew are not mixed with those of the old one."""
-        return digest(save({name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}))
+        return fingerprint_of(self.tensors)
 
     def to(self, device: Any) -> Self:
         """A copy with its weights on a device."""

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from reprieve.errors import ReprieveError, SpecError, require_choice
-from reprieve.heads.artefact import load_artefact, save_artefact
-from reprieve.heads.binding import PairIdentity, digest
+from reprieve.heads.artefact import fingerprint_of, load_artefact, save_artefact
+from reprieve.heads.binding import PairIdentity
 from reprieve.rules.distributions import entropy
 from reprieve.rules.lts import lts_bound, raw_scores
 from reprieve.types import Evidence
@@ -119,7 +118,7 @@ class LtsCalibration:
     @property
     def fingerprint(self) -> str:
         """Identifies its numbers: runs of another calibration are not mixed with those of this one."""
-        return digest(save({name: tensor.cpu().contiguous() for name, tensor in self._tensors.items()}))
+        return fingerprint_of(self._tensors)
 
     def require_pair(self, pair: PairIdentity, name: str) -> None:
         """Refuse another target than the one it was made for.

@@ -19,6 +19,7 @@ from reprieve.models.arbiter import ArbiterModel
 from reprieve.pair.checkpoints import load_checkpoint, save_checkpoint
 from reprieve.tasks import Task
 from reprieve.training.arbitration import Rewards, Rollout, clipped_objective, policy_divergence, policy_entropy
+from reprieve.training.best_arbiter import keep_best
 from reprieve.training.rollouts import RolloutJob, RolloutPool, RolloutSettings
 from reprieve.training.run_log import RunLog
 
@@ -307,12 +308,7 @@ class _Trainer:
         score = accuracy + settings.speed_weight * tokens_per_round / (self.rollouts.num_draft_tokens + 1)
         reached = {"accuracy": accuracy, "tokens_per_round": tokens_per_round, "score": score}
         log.log(self.update, "validation", reached)  # by the weights after that many updates
-        best, recipe = self.folder / "arbiter", digest(self.recipe.encode())
-        if self.update > 0 and (best / "config.json").exists():
-            before = Arbiter.from_pretrained(best).training
-            if before["recipe"] == recipe and before["validation"]["score"] >= score:
-                return
-        Arbiter(
+        made = Arbiter(
             tensors={name: tensor.detach().clone() for name, tensor in self.model.own_tensors.items()},
             shape=self.start.shape,
             pair=self.pair.identity,
@@ -321,7 +317,7 @@ class _Trainer:
             num_draft_tokens=self.rollouts.num_draft_tokens,
             training={
                 "stage": "rl",
-                "recipe": recipe,
+                "recipe": digest(self.recipe.encode()),
                 "settings": asdict(settings),
                 "temperature": self.rollouts.temperature,
                 "start": dict(self.start.training),
@@ -329,7 +325,8 @@ class _Trainer:
                 "seconds": round(self.seconds),
                 "validation": reached,
             },
-        ).save_pretrained(best)
+        )
+        keep_best(self.folder / "arbiter", made, measure="score")
 
 
 def _logits(model: ArbiterModel, rollout: Rollout, places: Sequence[tuple[int, int]]) -> Tensor:

@@ -22,6 +22,7 @@ from reprieve.models import Pair
 from reprieve.models.arbiter import ArbiterModel, ArbitrationRound
 from reprieve.pair.checkpoints import load_checkpoint, save_checkpoint
 from reprieve.training.arbitration import warm_up_loss
+from reprieve.training.best_arbiter import keep_best
 from reprieve.training.run_log import RunLog
 
 _CHECKPOINT_SECONDS = 120.0
@@ -254,12 +255,7 @@ class _Trainer:
         choices = BranchChoices(accepted.tolist(), draft.tolist(), target.tolist())
         reached = {"loss": float(warm_up_loss(logits, labels)) / len(logits), **choices.shares()}
         log.log(self.update, "validation", reached)
-        best = self.folder / "arbiter"
-        if (best / "config.json").exists() and self.update > 0:
-            before = Arbiter.from_pretrained(best).training
-            if before["recipe"] == digest(self.recipe.encode()) and before["validation"]["loss"] <= reached["loss"]:
-                return
-        Arbiter(
+        made = Arbiter(
             tensors={name: tensor.detach().clone() for name, tensor in self.model.own_tensors.items()},
             shape=self.settings.shape,
             pair=self.pair.identity,
@@ -277,7 +273,8 @@ class _Trainer:
                 "seconds": round(self.seconds),
                 "validation": reached,
             },
-        ).save_pretrained(best)
+        )
+        keep_best(self.folder / "arbiter", made, measure="loss", lower=True)
 
 
 def untrained(pair: Pair, shape: ArbiterShape, task: str, num_draft_tokens: int) -> Arbiter:
