@@ -39,6 +39,9 @@ def command(
     target: o.Target = o.BUNDLED,
     draft: o.Draft = None,
     task: o.TaskName = "arithmetic",
+    tie: Annotated[
+        float | None, typer.Option(help="sft: label where both sides end equally well; the traces' own when left out.")
+    ] = None,
     split: Annotated[str | None, typer.Option(help="rl: of the prompts; train if there is one.")] = None,
     validation_split: Annotated[
         str | None, typer.Option(help="rl: validation if there is one; else the first problems of the prompts' split.")
@@ -96,7 +99,7 @@ def command(
             if num_draft_tokens is not None:
                 raise SpecError("--num-draft-tokens belongs to `reprieve mine arbitration` and to --stage rl")
             values = _settings(preset, _SMALL_WARM_UP, given)
-            warm_up = WarmUp(shape=shape, **common, **values)
+            warm_up = WarmUp(shape=shape, tie=tie, **common, **values)
             claim_folder(out / "arbiter", "arbiter")
             made = _warm_up(warm_up, labels, target, draft, dtype, device, out)
         else:

@@ -16,6 +16,7 @@ from torch import nn
 from reprieve.errors import ReprieveError, SpecError, require_range
 from reprieve.heads.arbiter import Arbiter, ArbiterShape
 from reprieve.heads.binding import digest
+from reprieve.labelling.arbitration import soft_label
 from reprieve.labelling.records import ProblemLabels, TracedRound
 from reprieve.metrics import BranchChoices
 from reprieve.models import Pair
@@ -38,6 +39,8 @@ class WarmUp:
         decisions_per_update: labelled mismatches in one update.
         num_epochs: over the labels.
         held_out: share of the problems left out, on which the best epoch is chosen.
+        tie: relabels: what accepting is worth where both branches end equally well. At 0.5 a label is linear in the
+            gap of utilities, so that lambda 0.5 asks which branch ends better. None keeps the traces' own labels.
         threshold: lambda, at which choices are counted, and which the arbiter recommends.
     """
 
@@ -47,10 +50,13 @@ class WarmUp:
     decisions_per_update: int = 256
     num_epochs: int = 3
     held_out: float = 0.1
+    tie: float | None = None
     threshold: float = 0.6
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.tie is not None:
+            require_range("tie", self.tie, 0.0, 1.0)
         for name in ("decisions_per_update", "num_epochs"):
             if getattr(self, name) < 1:
                 raise SpecError(f"{name} must be 1 or more, got {getattr(self, name)!r}")
@@ -239,10 +245,13 @@ class _Trainer:
             if label is not None
         ]
         logits = torch.stack([judged[number][place] for number, place in places])
-        columns = [
+        labels, draft, target = (
             [getattr(answer.traced[number], name)[place] for number, place in places]
             for name in ("labels", "draft_utilities", "target_utilities")
-        ]
+        )
+        if (tie := self.settings.tie) is not None:
+            labels = [soft_label(ours, theirs, tie=tie) for ours, theirs in zip(draft, target, strict=True)]
+        columns = (labels, draft, target)
         return logits, *(torch.tensor(column, device=logits.device, dtype=torch.float32) for column in columns)
 
     @torch.no_grad()
