@@ -11,8 +11,11 @@ import torch
 from reprieve import custom_generate
 from reprieve.drafters import DraftModelDrafter, NgramDrafter
 from reprieve.engine import SamplingParams, SpeculativeDecoder
+from reprieve.engine.arbitration import ArbiterAdvisor
 from reprieve.errors import SpecError
+from reprieve.heads.arbiter import ArbiterShape
 from reprieve.models import CachedModel
+from reprieve.models.arbiter import ArbiterModel
 from reprieve.rules import RULES, RiskBudget, accept, accepts, parse_rule
 from reprieve.types import ROOT, Block, Evidence, Provenance
 
@@ -40,7 +43,8 @@ def test_every_rule_survives_every_budget_and_empty_blocks(target, draft, spec):
     rule = parse_rule(spec).with_heads(lambda kind, path: random_head(kind, size=32))
     drafter = DraftModelDrafter(CachedModel(draft), CPU)
     cached = CachedModel(target, hidden_layers=rule.target_layers)
-    decoder = SpeculativeDecoder(cached, drafter, NumberTokenizer(), rule=rule, num_draft_tokens=3)
+    advisor = ArbiterAdvisor(ArbiterModel(draft, ArbiterShape())) if "advice" in rule.needs else None
+    decoder = SpeculativeDecoder(cached, drafter, NumberTokenizer(), rule=rule, num_draft_tokens=3, advisor=advisor)
     for temperature in (0.0, 0.8):
         for budget in range(1, 7):
             answer = decoder.generate(PROMPT, SamplingParams(max_new_tokens=budget, temperature=temperature, top_k=9))
