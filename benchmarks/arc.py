@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,15 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from arms import answer_test_problems
 from reprieve.calibration.swaps import SwapMeter
 from reprieve.engine import SamplingParams
 from reprieve.evaluation.arms import DRAFT_ONLY, make_arms
-from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.results import summarise, write_results
-from reprieve.evaluation.runner import Run, Runner, environment
 from reprieve.files import replace_file
 from reprieve.labelling.store import LabelStore
 from reprieve.models import Pair, load_pair
 from reprieve.models.sampling import Sampler
-from reprieve.tasks import load_task
 from reprieve.training.splits import auc, auc_interval
 
 EAGLE, PRUNED = "eagle3", "eagle3:prune=entropy"
@@ -69,19 +66,11 @@ def measure(
 ) -> dict[str, Any]:
     """Run arms over the test split and summarise them; resumes from the folder."""
     arms = [arm for arm in make_arms(specs, [16]) if arm.label != DRAFT_ONLY]
-    sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0}
-    config = RunConfig.of(
-        pair, arms, command=" ".join(sys.argv), drafter=EAGLE, task="arithmetic", split="test", limit=options.limit,
-        seed=0, sampling={**sampling, "draft_temperature": 0.0 if draft_greedy else None},
-    )  # fmt: skip
-    runner = Runner(config, arms, pair, load_task("arithmetic"), folder, num_workers=options.workers)
-
-    def report(done: int, total: int) -> None:
-        if done % 100 == 0 or done == total:
-            print(f"{folder.name}: {done} of {total}", flush=True)
-
-    complete = runner.measure(progress=report)
-    document = summarise(Run(config, arms, runner.records, environment(), complete, graded=True))
+    draft_temperature = 0.0 if draft_greedy else None
+    run = answer_test_problems(
+        pair, arms, folder, options, drafter=EAGLE, temperature=temperature, draft_temperature=draft_temperature
+    )
+    document = summarise(run)
     write_results(document, folder)
     return document
 

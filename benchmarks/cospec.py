@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
+from arms import answer_test_problems
 from reprieve.cli.main import main as reprieve
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.engine.arbitration import ArbiterAdvisor, build_arbiter
 from reprieve.evaluation.arms import TARGET_ONLY, Arm, build_decoder, make_arms
-from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.records import ProblemRecord
 from reprieve.evaluation.results import summarise, write_results
-from reprieve.evaluation.runner import Run, Runner, environment
+from reprieve.evaluation.runner import environment
 from reprieve.files import replace_file
 from reprieve.heads.loading import attach_heads
 from reprieve.metrics import bootstrap_interval, paired_difference
@@ -57,27 +57,13 @@ def measure(
     *,
     temperature: float = 0.0,
     trials: int = 1,
-    only: str | None = None,
 ) -> tuple[dict[str, Any], list[ProblemRecord]]:
     """Run arms over the test split and summarise them; resumes from the folder."""
-    arms = [arm for arm in make_arms(specs, [options.num_draft_tokens]) if only in (None, arm.label)]
-    config = RunConfig.of(
-        pair, arms, command=" ".join(sys.argv), drafter="draft", task="arithmetic", split="test",
-        limit=options.limit, seed=0, num_trials=trials,
-        sampling={"temperature": temperature, "top_p": 1.0, "top_k": 0, "draft_temperature": None},
-    )  # fmt: skip
-    runner = Runner(config, arms, pair, load_task("arithmetic"), folder, num_workers=options.workers)
-
-    def report(done: int, total: int) -> None:
-        if done % 200 == 0 or done == total:
-            print(f"{folder.name}: {done} of {total}", flush=True)
-
-    complete = runner.measure(progress=report)
-    if only is not None:
-        return {}, runner.records
-    document = summarise(Run(config, arms, runner.records, environment(), complete, graded=True))
+    arms = make_arms(specs, [options.num_draft_tokens])
+    run = answer_test_problems(pair, arms, folder, options, drafter="draft", temperature=temperature, num_trials=trials)
+    document = summarise(run)
     write_results(document, folder)
-    return document, runner.records
+    return document, list(run.records)
 
 
 def correct_by_arm(records: list[ProblemRecord]) -> dict[str, np.ndarray]:
@@ -142,9 +128,10 @@ def complement(pair: Pair, options: argparse.Namespace) -> None:
             task.equivalent(task.extract_answer(answer), problem.reference)
             for answer, problem in zip(answers, problems, strict=True)
         ]
-    spec = attach_heads(ArbiterRule(options.arbiter, options.threshold)).spec
-    _, records = measure(pair, [spec], options.out / "arbiter", options, only=spec)
-    found = {record.problem_id: record.correct for record in records}
+    rule = attach_heads(ArbiterRule(options.arbiter, options.threshold))
+    arm = Arm(rule.spec, rule, options.num_draft_tokens)
+    run = answer_test_problems(pair, [arm], options.out / "arbiter", options, drafter="draft", temperature=0.0)
+    found = {record.problem_id: record.correct for record in run.records}
     ours = np.array([found[problem.problem_id] for problem in problems])
     target, draft = (np.array(right[name]) for name in ("target", "draft"))
     union = target | draft
@@ -156,7 +143,7 @@ def complement(pair: Pair, options: argparse.Namespace) -> None:
     summary = {
         "command": " ".join(sys.argv),
         **environment(),
-        "rule": spec,
+        "rule": rule.spec,
         "num_problems": len(problems),
         "target": int(target.sum()),
         "draft": int(draft.sum()),

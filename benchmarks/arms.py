@@ -1,0 +1,43 @@
+"""What the papers' benchmarks share: arms over the bundled task's test split, resumable, with a line now and then."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from reprieve.evaluation.arms import Arm
+from reprieve.evaluation.config import RunConfig
+from reprieve.evaluation.runner import Run, Runner, environment
+from reprieve.models import Pair
+from reprieve.tasks import load_task
+
+
+def answer_test_problems(
+    pair: Pair,
+    arms: Sequence[Arm],
+    folder: Path,
+    options: argparse.Namespace,
+    *,
+    drafter: str,
+    temperature: float,
+    draft_temperature: float | None = None,
+    num_trials: int = 1,
+) -> Run:
+    """Answer the first `options.limit` test problems with every arm, in `options.workers` processes."""
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": 1.0, "top_k": 0}
+    config = RunConfig.of(
+        pair, arms, command=" ".join(sys.argv), drafter=drafter, task="arithmetic", split="test",
+        limit=options.limit, seed=0, num_trials=num_trials,
+        sampling={**sampling, "draft_temperature": draft_temperature},
+    )  # fmt: skip
+    runner = Runner(config, arms, pair, load_task("arithmetic"), folder, num_workers=options.workers)
+
+    def report(done: int, total: int) -> None:
+        if done % 100 == 0 or done == total:
+            print(f"{folder.name}: {done} of {total}", flush=True)
+
+    complete = runner.measure(progress=report)
+    return Run(config, list(arms), runner.records, environment(), complete, graded=True)
