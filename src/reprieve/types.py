@@ -164,6 +164,11 @@ class Evidence:
     parents: Sequence[int] | None = None  # [N], ROOT or an earlier node; None for a chain
     context_ids: Tensor | None = None  # [T], prompt and committed tokens, oldest first
 
+    @cached_property
+    def own_ids(self) -> Tensor:
+        """The target's own token in each one's place: its draw where there is one, else its first choice. [...]"""
+        return self.target_logits.argmax(-1) if self.target_ids is None else self.target_ids
+
     @property
     def scores(self) -> Tensor:
         """What rules judge by: the target's scores when sampling, its raw logits when greedy. [..., V]"""

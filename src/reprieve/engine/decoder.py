@@ -217,8 +217,7 @@ class SpeculativeDecoder:
         evidence, next_token = self._evidence(answer, block, verification)
         clock.append(self._clock())
         if self.advisor is not None and block.num_tokens:
-            own_ids = evidence.scores.argmax(-1) if evidence.target_ids is None else evidence.target_ids
-            evidence = dataclasses.replace(evidence, advice=self.advisor.advise(block, own_ids))
+            evidence = dataclasses.replace(evidence, advice=self.advisor.advise(block, evidence.own_ids))
         clock.append(self._clock())
         outcome = accept(answer.rule, block, evidence, next_token=next_token, budget=answer.budget)
         clock.append(self._clock())
@@ -325,7 +324,7 @@ def _trace(
     return RoundTrace(
         drafted_ids=block.token_ids.tolist(),
         parents=list(block.parents),
-        target_ids=(evidence.target_logits.argmax(-1) if evidence.target_ids is None else evidence.target_ids).tolist(),
+        target_ids=evidence.own_ids.tolist(),
         target_log_probs=gather_token(evidence.target_logits.log_softmax(-1), block.token_ids).tolist(),
         risks=bounded_risk(answer.rule, evidence).tolist() if has_risk else None,
         advice=None if evidence.advice is None else evidence.advice.tolist(),

@@ -161,6 +161,10 @@ class ArbiterModel(nn.Module):
             if parameter.requires_grad
         }
 
+    def snapshot(self) -> dict[str, Tensor]:
+        """A copy of what is trained, which further training leaves alone."""
+        return {name: tensor.detach().clone() for name, tensor in self.own_tensors.items()}
+
     @torch.no_grad()
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:
         """Put trained tensors in.
@@ -258,7 +262,6 @@ class CachedArbiter:
         self.num_read = 0  # positions that forwards went over
         self._cache = RollbackCache()
         self._context_ids: list[int] = []
-        self._num_cached = 0
 
     def start(self, prompt_ids: Sequence[int], *, num_positions: int) -> None:
         """Begin an answer; the prompt is read with the first round.
@@ -271,7 +274,7 @@ class CachedArbiter:
         """
         require_positions(self.model.backbone, num_positions, what="context and a round's tokens, read by the arbiter,")
         self._context_ids = list(prompt_ids)
-        self._drop(0)
+        self._cache.keep(0)
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Take the tokens a round committed."""
@@ -280,8 +283,9 @@ class CachedArbiter:
     @torch.inference_mode()
     def judge(self, draft_ids: Sequence[int], target_ids: Sequence[int]) -> Tensor:
         """Logits of accepting each drafted token of this round, [K]."""
-        first = self._num_cached if self.keep_context else 0
-        self._drop(first)
+        if not self.keep_context:
+            self._cache.keep(0)
+        first = self._cache.get_seq_length()
         end = len(self._context_ids)
         asked = ArbitrationRound(end, draft_ids, target_ids)
         rows = Layout.join([Layout.context(first, end), Layout.region(0, asked)])
@@ -291,12 +295,8 @@ class CachedArbiter:
         embeddings = torch.cat([*parts, self.model._embed_region(asked)])
         hidden = self.model._run(embeddings, rows, columns, self._cache)
         self.num_read += len(embeddings)
-        self._drop(end)
+        self._cache.keep(end)
         return self.model._score(hidden, end - first, asked)
-
-    def _drop(self, length: int) -> None:
-        self._cache.keep(length)
-        self._num_cached = length
 
 
 def share_weights(model: nn.Module) -> nn.Module:

@@ -309,7 +309,7 @@ class _Trainer:
         reached = {"accuracy": accuracy, "tokens_per_round": tokens_per_round, "score": score}
         log.log(self.update, "validation", reached)  # by the weights after that many updates
         made = Arbiter(
-            tensors={name: tensor.detach().clone() for name, tensor in self.model.own_tensors.items()},
+            tensors=self.model.snapshot(),
             shape=self.start.shape,
             pair=self.pair.identity,
             task=self.rollouts.task,

@@ -151,7 +151,8 @@ class _Trainer:
         self.settings = settings
         ids = sorted({answer.problem_id for answer in answers})  # a problem may have been traced more than once
         random.Random(settings.seed).shuffle(ids)
-        held = set(ids[: max(1, round(len(ids) * settings.held_out))])
+        num_held = min(len(ids) - 1, max(1, round(len(ids) * settings.held_out)))  # some are left to train on
+        held = set(ids[:num_held])
         self.held = [answer for answer in answers if answer.problem_id in held]
         self.answers = [answer for answer in answers if answer.problem_id not in held]
         self.model = ArbiterModel(pair.draft, settings.shape)
@@ -265,7 +266,7 @@ class _Trainer:
         reached = {"loss": float(warm_up_loss(logits, labels)) / len(logits), **choices.shares()}
         log.log(self.update, "validation", reached)
         made = Arbiter(
-            tensors={name: tensor.detach().clone() for name, tensor in self.model.own_tensors.items()},
+            tensors=self.model.snapshot(),
             shape=self.settings.shape,
             pair=self.pair.identity,
             task=self.task,
@@ -293,7 +294,7 @@ def untrained(pair: Pair, shape: ArbiterShape, task: str, num_draft_tokens: int)
     with torch.no_grad():
         model.head.bias.fill_(_REJECT_ALL)
     return Arbiter(
-        tensors={name: tensor.detach().clone() for name, tensor in model.own_tensors.items()},
+        tensors=model.snapshot(),
         shape=shape,
         pair=pair.identity,
         task=task,

@@ -140,6 +140,7 @@ class RolloutMaker:
         self.task = task
         self.model = ArbiterModel(pair.draft, settings.shape)
         self._problems: dict[tuple[str, int], TaskProblem] = {}
+        self._decoders: dict[float | None, SpeculativeDecoder] = {}  # by threshold
 
     def make(self, jobs: Sequence[RolloutJob], tensors: Mapping[str, Tensor]) -> list[Rollout | Validated]:
         """Decode with these weights of the arbiter."""
@@ -155,7 +156,9 @@ class RolloutMaker:
             stop=tuple(self.task.stop),
             seed=job.seed,
         )
-        made = self._decoder(job.threshold).generate(problem.prompt, params, trace=sampled)
+        if job.threshold not in self._decoders:
+            self._decoders[job.threshold] = self._decoder(job.threshold)
+        made = self._decoders[job.threshold].generate(problem.prompt, params, trace=sampled)
         correct = self.task.equivalent(self.task.extract_answer(made.text), problem.reference)
         return rollout_of(made, correct=correct) if sampled else Validated(correct, len(made.tokens), made.num_rounds)
 
