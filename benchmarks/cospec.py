@@ -163,8 +163,10 @@ def complement(pair: Pair, options: argparse.Namespace) -> None:
 def ablations(pair: Pair, options: argparse.Namespace) -> None:
     """Train every variant on the same budget, unless it is there, and measure them side by side."""
     causal = options.out / "sft-causal"
-    warm_up = ["train", "arbiter", "--preset", "small", "--labels", str(options.labels), "--causal"]
-    _require_done(reprieve([*warm_up, "--epochs", str(options.epochs), "--out", str(causal)]))
+    warm_up = ["train", "arbiter", "--preset", "small", "--causal", "--epochs", str(options.epochs)]
+    warm_up += [part for store in options.labels for part in ("--labels", str(store))]
+    warm_up += [] if options.tie is None else ["--tie", str(options.tie)]
+    _require_done(reprieve([*warm_up, "--out", str(causal)]))
     names = {"SFT only": options.start, "SFT only, causal mask": str(causal / "arbiter")}
     for name, changes in VARIANTS.items():
         folder = options.out / name.replace(" ", "-")
@@ -173,23 +175,16 @@ def ablations(pair: Pair, options: argparse.Namespace) -> None:
             settings += ["--start", options.start]
         print(f"{name}: {' '.join(settings)}", flush=True)
         fixed = ["--num-draft-tokens", str(options.num_draft_tokens), "--workers", str(options.workers)]
-        budget = [
-            "--updates",
-            str(options.updates),
-            "--prompts",
-            str(options.prompts),
-            "--group-size",
-            "8",
-            "--validation",
-            "20",
-        ]
-        every = ["--validate-every", str(options.updates)]
-        arguments = ["train", "arbiter", "--stage", "rl", "--preset", "small", *fixed, *budget, *every, *settings]
-        _require_done(reprieve([*arguments, "--lambda", str(options.threshold), "--out", str(folder)]))
+        budget = ["--updates", str(options.updates), "--prompts", str(options.prompts), "--group-size", "8"]
+        once = ["--validation", "20", "--validate-every", str(options.updates)]
+        fixed += ["--lambda", str(options.threshold)] if options.threshold is not None else []
+        arguments = ["train", "arbiter", "--stage", "rl", "--preset", "small", *fixed, *budget, *once, *settings]
+        _require_done(reprieve([*arguments, "--out", str(folder)]))
         names[name] = str(folder / "last")
         _keep_last(folder)
     specs = [attach_heads(ArbiterRule(path, options.threshold)).spec for path in names.values()]
-    document, records = measure(pair, specs, options.out / "measured", options)
+    folder = options.out / f"measured-temperature-{options.temperature:g}"
+    document, records = measure(pair, specs, folder, options, temperature=options.temperature)
     for name, spec in zip(names, specs, strict=True):
         print(f"{name}: `{spec}`")
     show(document, records)
@@ -270,10 +265,13 @@ def main() -> None:
     parser.add_argument("--arbiter", default="reprieve/arithmetic-arbiter")
     parser.add_argument("--lambda", dest="threshold", type=float, default=None, help="the arbiter's own when left out")
     parser.add_argument("--num-draft-tokens", type=int, default=12)
-    parser.add_argument("--temperature", type=float, default=0.0, help="of `table`")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of `table` and `ablations`")
     parser.add_argument("--limit", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=1, help="more than one is for outcomes, not for speed")
-    parser.add_argument("--labels", type=Path, default=Path("runs/traces"), help="of `ablations`: warm-up traces")
+    parser.add_argument(
+        "--labels", type=Path, nargs="+", default=[Path("runs/traces")], help="of `ablations`: warm-up traces"
+    )
+    parser.add_argument("--tie", type=float, default=None, help="of `ablations`: label of ties, if not the traces' own")
     parser.add_argument("--start", default="runs/sft/arbiter", help="of `ablations`: the warmed-up arbiter")
     parser.add_argument("--epochs", type=int, default=3, help="of `ablations`: warm-up without the hybrid mask")
     parser.add_argument("--updates", type=int, default=8, help="of `ablations`: the budget of each variant")

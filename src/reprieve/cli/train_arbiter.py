@@ -71,6 +71,7 @@ def command(
     temperature: Annotated[float, typer.Option(help="rl: of the rollouts.")] = 1.0,
     validation: Annotated[int, typer.Option(help="rl: validation problems.")] = 200,
     validate_every: Annotated[int, typer.Option(help="rl: updates between validations.")] = 5,
+    validation_temperature: Annotated[float, typer.Option(help="rl: of the validation's answers; 0 is greedy.")] = 0.0,
     workers: Annotated[int, typer.Option(help="rl: processes that decode rollouts.")] = 1,
     seed: o.Seed = 0,
     dtype: o.Dtype = "auto",
@@ -132,7 +133,11 @@ def command(
             )
             claim_folder(out / "arbiter", "arbiter")
             where = {"target": target, "draft": draft, "dtype": dtype, "device": device}
-            rollouts = {"num_draft_tokens": num_draft_tokens, "temperature": temperature}
+            rollouts = {
+                "num_draft_tokens": num_draft_tokens,
+                "temperature": temperature,
+                "validation_temperature": validation_temperature,
+            }
             splits = (split, validation_split)
             made = _reinforce(settings, shape, start, where, task, splits, rollouts, workers, out)
     except KeyboardInterrupt:
