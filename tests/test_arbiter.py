@@ -538,8 +538,33 @@ def test_both_branches_of_every_decision_are_followed(target, draft):
     assert set(others) == {0.0}, "another token in an answer makes another text"
     summary = found.summary()
     assert summary["all"]["num"] == reached and summary["all"]["share"][0] == 1.0
-    with pytest.raises(SpecError, match="temperature must be 0"):
-        diagnose(decoder, pair, SameTextTask(), problems, SamplingParams(temperature=1.0))
+
+
+def test_branches_of_sampled_answers_go_on_greedily(target, draft):
+    """One continuation tells only where it is the policy's greedy one; the choice is the sampled answer's own."""
+    model = trained(draft)
+    rule = ArbiterRule.of(arbiter_of(model), lambda_=0.5)
+    decoder = decoder_with(target, draft, rule, ArbiterAdvisor(model))
+    pair = Pair(target, draft, NumberTokenizer(), "t", "d")
+    text = " ".join(map(str, PROMPT))
+    params = SamplingParams(max_new_tokens=24, temperature=1.0, seed=5)
+    made = [decoder.generate(text, dataclasses.replace(params, seed=5 + number), trace=True) for number in range(2)]
+    first, place = next(
+        (traced, place)
+        for traced in made[0].trace
+        for place, passed in enumerate(traced.lossless_accepts)
+        if not passed
+    )
+    start = sum(len(traced.committed) for traced in made[0].trace[: made[0].trace.index(first)])
+    branch = [*made[0].token_ids[:start], *first.drafted_ids[:place], first.target_ids[place]]
+    rest = decoder.generate([*PROMPT, *branch], SamplingParams(max_new_tokens=24 - len(branch)))
+    ends = NumberTokenizer().decode([*branch, *rest.token_ids], skip_special_tokens=True)
+    problems = [dataclasses.replace(problem("p", ends.strip()), prompt=text)] * 2
+    found = diagnose(decoder, pair, SameTextTask(), problems, params)
+    choices, other = found.choices
+    assert choices.target_utilities[0] == 1.0, "the target's side, gone on with greedily, is the reference"
+    assert choices.accepted[0] == (place < len(first.path)) and found.num_correct == 0
+    assert len(other.accepted) > 0 and made[0].token_ids != made[1].token_ids, "each answer has a seed of its own"
 
 
 def test_a_branch_forced_to_what_was_taken_ends_as_it_did(target, draft):
@@ -563,7 +588,7 @@ def test_a_branch_forced_to_what_was_taken_ends_as_it_did(target, draft):
             text = [*text, traced.target_ids[place]]
         assert branches._continued(text[:40]) == branches.made.token_ids
         num_followed += 1
-        other = branches._other_branch(start, traced, place)
+        other = branches._branch(start, traced, place, draft=place >= len(traced.path))
         forced = (traced.target_ids if place < len(traced.path) else traced.drafted_ids)[place]
         at = start + place
         assert len(other) == 40 and other[:at] == branches.made.token_ids[:at] and other[at] == forced

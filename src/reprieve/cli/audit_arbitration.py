@@ -24,13 +24,15 @@ def command(
     num_draft_tokens: Annotated[int | None, typer.Option(help="K; the arbiter's own when left out.")] = None,
     task: o.TaskName = "arithmetic",
     split: Annotated[str | None, typer.Option(help="Split; test if there is one.")] = None,
+    temperature: Annotated[float, typer.Option(help="Of the answers; their branches go on greedily.")] = 0.0,
+    seed: o.Seed = 0,
     limit: o.Limit = 100,
     offset: o.Offset = 0,
     dtype: o.Dtype = "auto",
     device: o.Device = None,
     out: Annotated[Path | None, typer.Option(help="File for the numbers, as JSON.")] = None,
 ) -> int:
-    """Decode, greedily, the branch not taken at every mismatch (CoSpec, Table 3)."""
+    """Decode both branches of every mismatch that an arbiter reaches (CoSpec, Table 3)."""
     from reprieve.engine import SamplingParams
     from reprieve.evaluation.arbitration import diagnose
     from reprieve.evaluation.arms import Arm, build_decoder
@@ -49,7 +51,9 @@ def command(
     split = o.split_of(loaded, split, "test")
     k = rule.head.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
     decoder = build_decoder(Arm(rule.spec, rule, k), pair, task=task)
-    params = SamplingParams(max_new_tokens=loaded.max_new_tokens, stop=tuple(loaded.stop))
+    params = SamplingParams(
+        max_new_tokens=loaded.max_new_tokens, stop=tuple(loaded.stop), temperature=temperature, seed=seed
+    )
     problems = loaded.problems(split, limit, offset=offset)
     with o.progress_bar("problems") as bar:
         found = diagnose(decoder, pair, loaded, problems, params, progress=o.reporter(bar, "problems")).summary()
@@ -65,6 +69,8 @@ def command(
         "split": split,
         "limit": limit,
         "offset": offset,
+        "temperature": temperature,
+        "seed": seed,
     }
     if out is not None:
         replace_file(out, json.dumps({**settings, "diagnosis": found}, indent=2) + "\n")

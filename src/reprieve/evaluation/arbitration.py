@@ -1,7 +1,8 @@
 """Whether an arbiter chooses the branch that ends better, at the mismatches its own decoding reaches (CoSpec, Table 3).
 
-At every effective decision the other branch is decoded too, with the same frozen policy: the only intervention is the
-choice at that one mismatch.
+At every effective decision both branches are decoded to their ends with the same frozen policy: the only intervention
+is the choice at that one mismatch. Branches go on greedily, also where the answers that lead to them are sampled: one
+continuation then tells.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from reprieve.engine import SamplingParams, SpeculativeDecoder
-from reprieve.errors import SpecError
 from reprieve.labelling.responses import ResponseFormat
 from reprieve.metrics import BranchChoices, bootstrap_interval
 from reprieve.models import Pair
@@ -77,22 +77,18 @@ def diagnose(
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Diagnosis:
-    """Decode problems greedily and, at every decision on the way, the branch that was not taken.
+    """Decode problems and follow, at every decision on the way, both branches to their ends, greedily.
 
     Args:
         decoder: with a rule that asks an arbiter and decides by its threshold.
-
-    Raises:
-        SpecError: sampling: one branch alone would then not tell what its choice is worth.
+        params: of the answers; a sampled one's seed is theirs plus its problem's number.
     """
-    if not params.greedy:
-        raise SpecError(f"temperature must be 0 to follow both branches, got {params.temperature!r}")
     responses = ResponseFormat(
         pair.tokenizer, task, eos_token_ids(pair.target, pair.tokenizer), max_new_tokens=params.max_new_tokens
     )
     found, num_correct = [], 0
     for number, problem in enumerate(problems):
-        branches = _Branches(decoder, responses, problem, params)
+        branches = _Branches(decoder, responses, problem, dataclasses.replace(params, seed=params.seed + number))
         found.append(branches.choices())
         num_correct += branches.correct
         progress(number + 1, len(problems))
@@ -113,21 +109,25 @@ class _Branches:
         self.correct = self._is_correct(self.made.token_ids)
 
     def choices(self) -> BranchChoices:
-        accepted, ours, theirs = [], [], []
+        accepted: list[bool] = []
+        ours: list[float] = []
+        theirs: list[float] = []
         for start, traced, place in _decisions(self.made):
             took_draft = place < len(traced.path)
-            other = float(self._is_correct(self._other_branch(start, traced, place)))
             accepted.append(took_draft)
-            ours.append(float(self.correct) if took_draft else other)
-            theirs.append(other if took_draft else float(self.correct))
+            for worths, draft in ((ours, True), (theirs, False)):
+                known = self.params.greedy and draft == took_draft  # the answer itself
+                right = self.correct if known else self._is_correct(self._branch(start, traced, place, draft=draft))
+                worths.append(float(right))
         return BranchChoices(accepted, ours, theirs)
 
-    def _other_branch(self, start: int, traced: RoundTrace, place: int) -> list[int]:
-        """The whole response had the decision at a place of the round gone the other way."""
+    def _branch(self, start: int, traced: RoundTrace, place: int, *, draft: bool) -> list[int]:
+        """The whole response that takes the draft's, or the target's, token at a place of a round."""
         text = [*self.made.token_ids[:start], *traced.drafted_ids[:place]]
-        if place < len(traced.path):
-            return self._continued([*text, traced.target_ids[place]])
-        return self._continued([*text, traced.drafted_ids[place], *self._scan_on(traced, place + 1)])
+        text.append((traced.drafted_ids if draft else traced.target_ids)[place])
+        if draft and self.params.greedy:
+            text += self._scan_on(traced, place + 1)
+        return self._continued(text)
 
     def _scan_on(self, traced: RoundTrace, first: int) -> list[int]:
         """What the rest of a block commits from a place on, by the decisions that were made on it."""
@@ -144,7 +144,8 @@ class _Branches:
             return response_ids[:end]
         left = self.params.max_new_tokens - len(response_ids)
         made = self.decoder.generate(
-            [*self.made.prompt_ids, *response_ids], dataclasses.replace(self.params, max_new_tokens=left)
+            [*self.made.prompt_ids, *response_ids],
+            dataclasses.replace(self.params, max_new_tokens=left, temperature=0.0),
         )
         return [*response_ids, *made.token_ids]
 
