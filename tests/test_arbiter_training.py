@@ -95,7 +95,11 @@ def test_soft_labels_by_hand():
     assert soft_label(0.25, 0.5, tie=0.8) == pytest.approx(0.6)
 
 
-def test_greedy_labels_are_what_the_target_makes_of_both_branches(pair, traces):
+@pytest.mark.parametrize("sampled", [False, True])
+def test_greedy_labels_are_what_the_target_makes_of_both_branches(pair, traces, sampled):
+    """Also where the rounds are sampled: a branch that passes through a drawn token is no greedy one from before it."""
+    if sampled:
+        traces = mine(pair, 8, temperature=1.0, greedy_branches=True)
     alone = SpeculativeDecoder(CachedModel(pair.target), None, pair.tokenizer)
     task = ParityTask()
 

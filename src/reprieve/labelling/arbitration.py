@@ -189,7 +189,8 @@ class _Branches:
         self.seed = miner.make_seed(problem)
         self.session = Session()
         self.num_generated = 0
-        self._known = [self.response_ids] if miner.params.greedy else []  # whole greedy responses
+        # Whole responses, and from which of its tokens on each is greedy: before it a token may have been drawn or forced.
+        self._known = [(0, self.response_ids)] if miner.params.greedy else []
 
     async def label(self, start: int, traced: TracedRound) -> TracedRound:
         """The round with labels for its first few mismatches."""
@@ -238,8 +239,8 @@ class _Branches:
     async def _continued(self, text: list[int], place: int, side: int, number: int) -> list[int]:
         greedy = self.miner.continues_greedily
         if greedy:
-            for known in self._known:
-                if known[: len(text)] == text:
+            for greedy_from, known in self._known:
+                if greedy_from <= len(text) and known[: len(text)] == text:
                     return known
         if (num_left := self.miner.responses.num_left(text)) < 1:
             return text
@@ -250,7 +251,7 @@ class _Branches:
         self.num_generated += len(new)
         whole = [*text, *new]
         if greedy:
-            self._known.append(whole)
+            self._known.append((len(text), whole))
         return whole
 
     def _correct(self, response_ids: list[int]) -> bool:
