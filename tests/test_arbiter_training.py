@@ -389,6 +389,7 @@ def test_defaults_are_the_papers():
         (["mine", "arbitration", "--per-round", "0"], "max_mismatches must be 1 or more"),
         (["audit", "arbitration", "--limit", "0"], "--limit must be 1 or more"),
         (["audit", "arbitration", "--lambda", "7"], r"lambda must be in [0, 1], got 7.0"),
+        (["audit", "arbitration", "--temperature", "-1"], "temperature must be in [0, inf]"),
         (["audit", "arbitration", "--arbiter", "nowhere"], "neither a folder nor a hub id"),
     ],
 )
@@ -404,6 +405,7 @@ def test_the_whole_method_by_command(tmp_path, monkeypatch, capsys):
     assert main(["mine", "arbitration", "--limit", "3", "--num-draft-tokens", "8", "--per-round", "1"]) == 0
     assert main(["train", "arbiter", "--preset", "small", "--epochs", "1", "--out", "sft"]) == 0
     small = ["--prompts", "1", "--group-size", "2", "--updates", "1", "--validation", "2", "--num-draft-tokens", "8"]
+    small += ["--validation-temperature", "1"]
     climb = ["train", "arbiter", "--stage", "rl", "--start", "sft/arbiter", "--preset", "small", *small, "--out", "rl"]
     assert main(climb) == 0
     before = (tmp_path / "rl" / "metrics.jsonl").read_text()
@@ -413,5 +415,8 @@ def test_the_whole_method_by_command(tmp_path, monkeypatch, capsys):
     assert main(audit) == 0
     found = json.loads((tmp_path / "audit.json").read_text())
     assert found["num_draft_tokens"] == 8 and found["diagnosis"]["num_problems"] == 2
+    assert main([*audit, "--temperature", "1", "--seed", "3", "--limit", "1"]) == 0
+    sampled = json.loads((tmp_path / "audit.json").read_text())
+    assert (sampled["temperature"], sampled["seed"]) == (1.0, 3) and sampled["diagnosis"]["num_problems"] == 1
     assert main(["generate", "Question: what is 1 + 2?\nAnswer:", "--rule", "arbiter:path=rl/arbiter", "--json"]) == 0
     assert "best at update" in capsys.readouterr().out
