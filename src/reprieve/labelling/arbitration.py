@@ -189,7 +189,7 @@ class _Branches:
         self.seed = miner.make_seed(problem)
         self.session = Session()
         self.num_generated = 0
-        # Whole responses, and from which of its tokens on each is greedy: before it a token may have been drawn or forced.
+        # Whole responses, and from where on each is greedy: before that a token may have been drawn or forced.
         self._known = [(0, self.response_ids)] if miner.params.greedy else []
 
     async def label(self, start: int, traced: TracedRound) -> TracedRound:
