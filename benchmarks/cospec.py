@@ -27,6 +27,7 @@ from reprieve.evaluation.records import ProblemRecord
 from reprieve.evaluation.results import summarise, write_results
 from reprieve.evaluation.runner import environment
 from reprieve.files import replace_file
+from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.loading import attach_heads
 from reprieve.metrics import bootstrap_interval, paired_difference
 from reprieve.models import Pair, load_pair
@@ -162,6 +163,9 @@ def complement(pair: Pair, options: argparse.Namespace) -> None:
 
 def ablations(pair: Pair, options: argparse.Namespace) -> None:
     """Train every variant on the same budget, unless it is there, and measure them side by side."""
+    threshold = options.threshold  # one lambda for all variants: the start's own when left out
+    if threshold is None:
+        threshold = Arbiter.from_pretrained(options.start).threshold
     causal = options.out / "sft-causal"
     warm_up = ["train", "arbiter", "--preset", "small", "--causal", "--epochs", str(options.epochs)]
     warm_up += [part for store in options.labels for part in ("--labels", str(store))]
@@ -177,12 +181,11 @@ def ablations(pair: Pair, options: argparse.Namespace) -> None:
         fixed = ["--num-draft-tokens", str(options.num_draft_tokens), "--workers", str(options.workers)]
         budget = ["--updates", str(options.updates), "--prompts", str(options.prompts), "--group-size", "8"]
         once = ["--validation", "20", "--validate-every", str(options.updates)]
-        fixed += ["--lambda", str(options.threshold)] if options.threshold is not None else []
         arguments = ["train", "arbiter", "--stage", "rl", "--preset", "small", *fixed, *budget, *once, *settings]
-        _require_done(reprieve([*arguments, "--out", str(folder)]))
+        _require_done(reprieve([*arguments, "--lambda", str(threshold), "--out", str(folder)]))
         names[name] = str(folder / "last")
         _keep_last(folder)
-    specs = [attach_heads(ArbiterRule(path, options.threshold)).spec for path in names.values()]
+    specs = [attach_heads(ArbiterRule(path, threshold)).spec for path in names.values()]
     folder = options.out / f"measured-temperature-{options.temperature:g}"
     document, records = measure(pair, specs, folder, options, temperature=options.temperature)
     for name, spec in zip(names, specs, strict=True):
@@ -193,8 +196,6 @@ def ablations(pair: Pair, options: argparse.Namespace) -> None:
 def _keep_last(folder: Path) -> None:
     """The weights a variant ended with: the best by validation may be those it began with."""
     from safetensors.torch import load_file
-
-    from reprieve.heads.arbiter import Arbiter
 
     best = Arbiter.from_pretrained(folder / "arbiter")
     tensors = load_file(folder / "checkpoint.safetensors")
