@@ -36,7 +36,7 @@ from reprieve.tasks import load_task
 from reprieve.training.own_text import own_text_path, write_own_texts
 
 BASELINES = ("fly", "judge:path=reprieve/arithmetic-judge,threshold=0.04")
-LENIENT = 0.7  # lambda of a second arbiter arm
+DIALLED_KS = (6, 20)  # beside the arbiter's own, which it was trained at
 # Table 6 and 8: what each variant changes of `reprieve train arbiter --stage rl`; the causal one is warmed up anew.
 VARIANTS: dict[str, list[str]] = {
     "full": [],
@@ -61,7 +61,16 @@ def measure(
 ) -> tuple[dict[str, Any], list[ProblemRecord]]:
     """Run arms over the test split and summarise them; resumes from the folder."""
     arms = make_arms(specs, [options.num_draft_tokens])
-    run = answer_test_problems(pair, arms, folder, options, drafter="draft", temperature=temperature, num_trials=trials)
+    run = answer_test_problems(
+        pair,
+        arms,
+        folder,
+        options,
+        drafter="draft",
+        temperature=temperature,
+        draft_temperature=options.draft_temperature,
+        num_trials=trials,
+    )
     document = summarise(run)
     write_results(document, folder)
     return document, list(run.records)
@@ -104,14 +113,21 @@ def show(document: dict[str, Any], records: list[ProblemRecord]) -> None:
 
 
 def table(pair: Pair, options: argparse.Namespace) -> None:
-    own = attach_heads(ArbiterRule(options.arbiter, options.threshold))
-    specs = ["lossless", *BASELINES, own.spec, own.with_dial(LENIENT).spec]
+    specs = ["lossless", *BASELINES, *(rule.spec for rule in _rules(options)), *options.arm]
     greedy = options.temperature == 0
     folder = options.out / ("greedy" if greedy else f"temperature-{options.temperature:g}")
+    if options.draft_temperature is not None:
+        folder = folder.with_name(f"{folder.name}-draft-{options.draft_temperature:g}")
     document, records = measure(
         pair, specs, folder, options, temperature=options.temperature, trials=1 if greedy else 3
     )
     show(document, records)
+
+
+def _rules(options: argparse.Namespace) -> list[ArbiterRule]:
+    """The arbiter at each lambda asked for."""
+    thresholds = options.thresholds or [None]
+    return [attach_heads(ArbiterRule(options.arbiter, value)) for value in thresholds]  # type: ignore[misc]
 
 
 def complement(pair: Pair, options: argparse.Namespace) -> None:
@@ -129,7 +145,7 @@ def complement(pair: Pair, options: argparse.Namespace) -> None:
             task.equivalent(task.extract_answer(answer), problem.reference)
             for answer, problem in zip(answers, problems, strict=True)
         ]
-    rule = attach_heads(ArbiterRule(options.arbiter, options.threshold))
+    rule = _rules(options)[0]
     arm = Arm(rule.spec, rule, options.num_draft_tokens)
     run = answer_test_problems(pair, [arm], options.out / "arbiter", options, drafter="draft", temperature=0.0)
     found = {record.problem_id: record.correct for record in run.records}
@@ -163,9 +179,8 @@ def complement(pair: Pair, options: argparse.Namespace) -> None:
 
 def ablations(pair: Pair, options: argparse.Namespace) -> None:
     """Train every variant on the same budget, unless it is there, and measure them side by side."""
-    threshold = options.threshold  # one lambda for all variants: the start's own when left out
-    if threshold is None:
-        threshold = Arbiter.from_pretrained(options.start).threshold
+    # One lambda for all variants: the start's own when left out.
+    threshold = options.thresholds[0] if options.thresholds else Arbiter.from_pretrained(options.start).threshold
     causal = options.out / "sft-causal"
     warm_up = ["train", "arbiter", "--preset", "small", "--causal", "--epochs", str(options.epochs)]
     warm_up += [part for store in options.labels for part in ("--labels", str(store))]
@@ -211,16 +226,16 @@ def _require_done(status: int) -> None:
 
 
 def dials(pair: Pair, options: argparse.Namespace) -> None:
-    """K and lambda: the arbiter was trained at one K."""
-    own = attach_heads(ArbiterRule(options.arbiter, options.threshold))
-    rows = [own.with_dial(value).spec for value in (0.6, 0.7, 0.8, 0.82, 0.84)]
-    rows += [f"{own.spec}@K={k}" for k in (6, 20)]
-    show(*measure(pair, rows, options.out / "dials", options))
+    """Every lambda asked for, and the first at other Ks: the arbiter was trained at one."""
+    rules = _rules(options)
+    rows = [*(rule.spec for rule in rules), *(f"{rules[0].spec}@K={k}" for k in DIALLED_KS)]
+    folder = options.out / f"dials-temperature-{options.temperature:g}"
+    show(*measure(pair, rows, folder, options, temperature=options.temperature))
 
 
 def overhead(pair: Pair, options: argparse.Namespace) -> None:
     """Where a round's time goes, the cached context beside the whole context every round; answers take turns."""
-    rule = attach_heads(ArbiterRule(options.arbiter, options.threshold))
+    rule = _rules(options)[0]
     arm = Arm(rule.spec, rule, options.num_draft_tokens)
     model = build_arbiter(rule.head, pair.draft)  # type: ignore[arg-type]
     decoders: dict[str, SpeculativeDecoder] = {}
@@ -264,9 +279,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--arbiter", default="reprieve/arithmetic-arbiter")
-    parser.add_argument("--lambda", dest="threshold", type=float, default=None, help="the arbiter's own when left out")
+    parser.add_argument(
+        "--lambda", dest="thresholds", type=float, nargs="+", help="the first is the one; the arbiter's own if left out"
+    )
+    parser.add_argument("--arm", action="append", default=[], help="of `table`: another arm")
     parser.add_argument("--num-draft-tokens", type=int, default=12)
-    parser.add_argument("--temperature", type=float, default=0.0, help="of `table` and `ablations`")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of `table`, `ablations` and `dials`")
+    parser.add_argument("--draft-temperature", type=float, default=None, help="as the target's when left out")
     parser.add_argument("--limit", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=1, help="more than one is for outcomes, not for speed")
     parser.add_argument(

@@ -280,6 +280,24 @@ def test_the_cache_changes_no_answer_and_reads_less(target, draft):
     assert advisors[0].arbiter.num_read < 0.6 * advisors[1].arbiter.num_read
 
 
+class AskedAlways(ArbiterAdvisor):
+    """Is asked even where another rule has settled every mismatch."""
+
+    def advise(self, block, target_ids, settled):
+        return super().advise(block, target_ids, torch.zeros_like(settled))
+
+
+@pytest.mark.parametrize(("temperature", "k"), [(0.0, 12), (1.0, 32)])
+def test_what_another_rule_settles_is_not_asked_about(target, draft, temperature, k):
+    model = trained(draft)
+    rule = attached(f"arbiter:path=a,lambda=0.5|top_k:k={k}", arbiter_of(model))
+    params = SamplingParams(max_new_tokens=80, temperature=temperature)
+    advisors = [ArbiterAdvisor(model), AskedAlways(model)]
+    made = [decoder_with(target, draft, rule, advisor).generate(PROMPT, params) for advisor in advisors]
+    assert made[0].token_ids == made[1].token_ids and made[0].num_rescued
+    assert 0 < advisors[0].arbiter.num_read < advisors[1].arbiter.num_read
+
+
 def test_what_arbitration_needs_is_asked_for(target, draft):
     rule = ArbiterRule.of(arbiter_of(trained(draft)))
     with pytest.raises(SpecError, match="rule arbiter needs an advisor"):

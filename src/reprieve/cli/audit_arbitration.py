@@ -25,6 +25,7 @@ def command(
     task: o.TaskName = "arithmetic",
     split: Annotated[str | None, typer.Option(help="Split; test if there is one.")] = None,
     temperature: Annotated[float, typer.Option(help="Of the answers; their branches go on greedily.")] = 0.0,
+    draft_temperature: o.DraftTemperature = None,
     seed: o.Seed = 0,
     limit: o.Limit = 100,
     offset: o.Offset = 0,
@@ -52,7 +53,11 @@ def command(
     k = rule.head.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
     decoder = build_decoder(Arm(rule.spec, rule, k), pair, task=task)
     params = SamplingParams(
-        max_new_tokens=loaded.max_new_tokens, stop=tuple(loaded.stop), temperature=temperature, seed=seed
+        max_new_tokens=loaded.max_new_tokens,
+        stop=tuple(loaded.stop),
+        temperature=temperature,
+        draft_temperature=draft_temperature,
+        seed=seed,
     )
     problems = loaded.problems(split, limit, offset=offset)
     with o.progress_bar("problems") as bar:
@@ -70,6 +75,7 @@ def command(
         "limit": limit,
         "offset": offset,
         "temperature": temperature,
+        "draft_temperature": draft_temperature,
         "seed": seed,
     }
     if out is not None:

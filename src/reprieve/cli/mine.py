@@ -136,6 +136,7 @@ def arbitration(
         str | None, typer.Option(help="Scores both candidates instead of rollouts: openai:model=NAME,url=ADDRESS.")
     ] = None,
     temperature: o.Temperature = 0.0,
+    draft_temperature: o.DraftTemperature = None,
     top_p: o.TopP = 1.0,
     top_k: o.TopK = 0,
     seed: o.Seed = 0,
@@ -160,6 +161,7 @@ def arbitration(
         limit=limit,
         offset=offset,
         temperature=temperature,
+        draft_temperature=draft_temperature,
         top_p=top_p,
         top_k=top_k,
         seed=seed,

@@ -72,6 +72,9 @@ def command(
     validation: Annotated[int, typer.Option(help="rl: validation problems.")] = 200,
     validate_every: Annotated[int, typer.Option(help="rl: updates between validations.")] = 5,
     validation_temperature: Annotated[float, typer.Option(help="rl: of the validation's answers; 0 is greedy.")] = 0.0,
+    draft_temperature: Annotated[
+        float | None, typer.Option(help="rl: the draft's own, in rollouts and validation. Default: the target's.")
+    ] = None,
     workers: Annotated[int, typer.Option(help="rl: processes that decode rollouts.")] = 1,
     seed: o.Seed = 0,
     dtype: o.Dtype = "auto",
@@ -137,6 +140,7 @@ def command(
                 "num_draft_tokens": num_draft_tokens,
                 "temperature": temperature,
                 "validation_temperature": validation_temperature,
+                "draft_temperature": draft_temperature,
             }
             splits = (split, validation_split)
             made = _reinforce(settings, shape, start, where, task, splits, rollouts, workers, out)

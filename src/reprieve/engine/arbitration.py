@@ -19,7 +19,8 @@ from reprieve.types import Block
 class ArbiterAdvisor:
     """Asks an arbiter about every round that has a mismatch (CoSpec, appendix F).
 
-    A round without one needs no advice: its tokens are read with the next round that does.
+    A round without one, or whose mismatches another rule lets pass (`arbiter|ratio`), needs no advice: its tokens are
+    read with the next round that does.
     """
 
     def __init__(self, model: ArbiterModel, *, keep_context: bool = True) -> None:
@@ -34,8 +35,8 @@ class ArbiterAdvisor:
         # Behind a context of max_length - left tokens lie 2 min(K, left - 1) + 3 more.
         self.arbiter.start(prompt_ids, num_positions=max_length + num_draft_tokens + 2)
 
-    def advise(self, block: Block, target_ids: Tensor) -> Tensor:
-        """pi(accept) of each drafted token, [N]: 1 where it is the target's own (Eq. 13 and 14).
+    def advise(self, block: Block, target_ids: Tensor, settled: Tensor) -> Tensor:
+        """pi(accept) of each drafted token, [N]: 1 where it is the target's own (Eq. 13 and 14), or all are settled.
 
         Raises:
             SpecError: a tree.
@@ -43,7 +44,7 @@ class ArbiterAdvisor:
         if not block.is_chain:
             raise SpecError("the arbiter needs chains, got a tree")
         matched = block.token_ids == target_ids
-        if bool(matched.all()):
+        if bool((matched | settled).all()):
             return torch.ones(block.num_tokens, device=block.token_ids.device)
         logits = self.arbiter.judge(block.token_ids.tolist(), target_ids.tolist())
         return logits.sigmoid().to(matched.device).masked_fill(matched, 1.0)

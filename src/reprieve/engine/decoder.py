@@ -56,11 +56,12 @@ class Advisor(Protocol):
         """Get ready for a prompt, whose text may grow to `max_length` tokens in rounds of K."""
         ...
 
-    def advise(self, block: Block, target_ids: Tensor) -> Tensor:
+    def advise(self, block: Block, target_ids: Tensor, settled: Tensor) -> Tensor:
         """A number per drafted token, [N]; becomes `Evidence.advice`.
 
         Args:
             target_ids: the target's own token in each one's place, [N].
+            settled: tokens that pass whatever is advised, [N], bool.
         """
         ...
 
@@ -217,7 +218,8 @@ class SpeculativeDecoder:
         evidence, next_token = self._evidence(answer, block, verification)
         clock.append(self._clock())
         if self.advisor is not None and block.num_tokens:
-            evidence = dataclasses.replace(evidence, advice=self.advisor.advise(block, evidence.own_ids))
+            advice = self.advisor.advise(block, evidence.own_ids, answer.rule.settled(evidence))
+            evidence = dataclasses.replace(evidence, advice=advice)
         clock.append(self._clock())
         outcome = accept(answer.rule, block, evidence, next_token=next_token, budget=answer.budget)
         clock.append(self._clock())

@@ -145,7 +145,7 @@ class _Branches:
         left = self.params.max_new_tokens - len(response_ids)
         made = self.decoder.generate(
             [*self.made.prompt_ids, *response_ids],
-            dataclasses.replace(self.params, max_new_tokens=left, temperature=0.0),
+            dataclasses.replace(self.params, max_new_tokens=left, temperature=0.0, draft_temperature=None),
         )
         return [*response_ids, *made.token_ids]
 

@@ -25,6 +25,7 @@ from reprieve.types import Generation
 
 _SCORES = re.compile(r"\[\[\s*A\s*:\s*(\d+(?:\.\d+)?)\s*,\s*B\s*:\s*(\d+(?:\.\d+)?)\s*\]\]")
 _HIGHEST = 10.0
+LABELS_VERSION = 2  # 1 graded some sampled mismatches by other texts; stores are not mixed
 _PROMPT = """\
 A solution to the request below is being written. It can go on in one of two ways. Say for each how likely it is to
 end in a right and complete answer, from 0 (it cannot) to 10 (surely). A way that only words things differently is as

@@ -12,7 +12,7 @@ from reprieve.drafters import DraftModelDrafter
 from reprieve.engine import SpeculativeDecoder
 from reprieve.errors import SpecError, require_choice
 from reprieve.labelling.api_target import ApiTarget
-from reprieve.labelling.arbitration import ArbitrationMiner, PairScorer
+from reprieve.labelling.arbitration import LABELS_VERSION, ArbitrationMiner, PairScorer
 from reprieve.labelling.autojudge import AutoJudgeMiner
 from reprieve.labelling.chat import Chat, OpenAIChat, openai_client
 from reprieve.labelling.draft import DraftReader
@@ -42,6 +42,7 @@ class MiningConfig:
         miner: autojudge, pivot or arbitration.
         limit: problems `offset` to `offset + limit` of the split.
         temperature: 0 is greedy; above, AutoJudge samples through Gumbel noise.
+        draft_temperature: the draft's own; None for `temperature`.
         max_new_tokens: largest whole response; None for the task's.
         num_in_flight: problems under way at once.
         options: the miner's own settings; None stands for the default.
@@ -63,6 +64,7 @@ class MiningConfig:
     top_k: int = 0
     seed: int = 0
     max_new_tokens: int | None = None
+    draft_temperature: float | None = None
     num_in_flight: int = 16
     options: dict[str, Any] = field(default_factory=dict)
     api_url: str | None = None
@@ -81,7 +83,13 @@ class MiningConfig:
 
     @property
     def sampling(self) -> SamplingParams:
-        return SamplingParams(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=self.seed)
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            draft_temperature=self.draft_temperature,
+        )
 
 
 @dataclass(frozen=True)
@@ -261,12 +269,14 @@ def _manifest(config: MiningConfig, pair: Pair, responses: ResponseFormat) -> di
         identity["api_prompts"] = config.api_prompts
     return {
         "miner": config.miner,
+        "labels_version": LABELS_VERSION if config.miner == "arbitration" else None,
         **{name: value for name, value in config.options.items() if value is not None},
         **identity,
         "dtype": str(pair.target.dtype).removeprefix("torch."),
         "task": config.task,
         "split": config.split,
         "temperature": config.temperature,
+        "draft_temperature": config.draft_temperature,
         "top_p": config.top_p,
         "top_k": config.top_k,
         "seed": config.seed,

@@ -63,6 +63,10 @@ class Rule(ABC):
     def risk(self, evidence: Evidence) -> Tensor:
         """Risk of each drafted token, [...]; +inf is never accepted."""
 
+    def settled(self, evidence: Evidence) -> Tensor:
+        """Which drafted tokens pass whatever an advisor would say of them, [...], bool."""
+        return evidence.lossless_accepts
+
     @property
     def target_layers(self) -> tuple[int, ...]:
         """Layers of the target whose hidden states the rule reads; -1 is the last, after the final norm."""

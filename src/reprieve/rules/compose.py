@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import SpecError
-from reprieve.rules.base import Rule, VocabularySource
+from reprieve.rules.base import Rule, VocabularySource, accepts
 from reprieve.rules.cascades import CascadeRule
 from reprieve.rules.lossless import LosslessRule
 from reprieve.types import ROOT, Evidence
@@ -173,6 +173,14 @@ class AnyOf(_Composite):
         for rule in self.rules[1:]:
             risk = torch.where(rule.risk(evidence) <= rule.threshold, -math.inf, risk)
         return risk
+
+    def settled(self, evidence: Evidence) -> Tensor:
+        """What the lossless check or a part that takes no advice lets pass."""
+        passed = evidence.lossless_accepts
+        for rule in self.rules:
+            if "advice" not in rule.needs:
+                passed = passed | accepts(rule, evidence)
+        return passed
 
 
 def all_of(*rules: Rule) -> AllOf:

@@ -320,6 +320,7 @@ class _Trainer:
                 "recipe": digest(self.recipe.encode()),
                 "settings": asdict(settings),
                 "temperature": self.rollouts.temperature,
+                "draft_temperature": self.rollouts.draft_temperature,
                 "start": dict(self.start.training),
                 "update": self.update,
                 "seconds": round(self.seconds),

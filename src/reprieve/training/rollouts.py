@@ -87,6 +87,7 @@ class RolloutSettings:
     Args:
         temperature: of target and draft in training rollouts; the paper's is 1.
         validation_temperature: of validation answers, which are decided by lambda.
+        draft_temperature: the draft's own, in both; None for theirs.
     """
 
     target: str
@@ -98,12 +99,15 @@ class RolloutSettings:
     device: str | None = None
     temperature: float = 1.0
     validation_temperature: float = 0.0
+    draft_temperature: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_draft_tokens < 1:
             raise SpecError(f"num_draft_tokens must be 1 or more, got {self.num_draft_tokens!r}")
         for name in ("temperature", "validation_temperature"):
             require_range(name, getattr(self, name), 0.0, 100.0)
+        if self.draft_temperature is not None:
+            require_range("draft_temperature", self.draft_temperature, 0.0, 100.0)
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,7 @@ class RolloutMaker:
         params = SamplingParams(
             max_new_tokens=self.task.max_new_tokens,
             temperature=self.settings.temperature if sampled else self.settings.validation_temperature,
+            draft_temperature=self.settings.draft_temperature,
             stop=tuple(self.task.stop),
             seed=job.seed,
         )
