@@ -12,19 +12,20 @@ from reprieve.drafters import DraftModelDrafter
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.errors import PairError, ReprieveError, SpecError
 from reprieve.heads.arbiter import ArbiterShape
-from reprieve.labelling.arbitration import ArbitrationMiner, PairScorer, soft_label
+from reprieve.labelling.arbitration import LABELS_VERSION, ArbitrationMiner, PairScorer, soft_label
+from reprieve.labelling.recipes import MiningConfig, build
 from reprieve.labelling.records import ProblemLabels
 from reprieve.labelling.responses import ResponseFormat
 from reprieve.labelling.store import LabelStore
 from reprieve.labelling.target import LocalTarget
-from reprieve.models import CachedModel, Pair
+from reprieve.models import CachedModel, Pair, load_pair
 from reprieve.models.batch_decoder import BatchDecoder
 from reprieve.rules import LosslessRule
-from reprieve.tasks import TaskProblem
+from reprieve.tasks import TaskProblem, load_task
 from reprieve.training.arbiter_rl import Reinforcement, reinforce
 from reprieve.training.arbiter_warm_up import WarmUp, untrained, warm_up
 from reprieve.training.arbitration import Rewards
-from reprieve.training.rollouts import RolloutSettings
+from reprieve.training.rollouts import RolloutJob, RolloutMaker, RolloutPool, RolloutSettings
 
 from .mining import LastWordTask
 from .tiny import NumberTokenizer, perturbed, tiny_model
@@ -145,6 +146,38 @@ def test_sampled_rollouts_repeat_and_a_cap_leaves_the_rest_unlabelled(pair):
             assert all(u is None or 3 * u == pytest.approx(round(3 * u)) for u in traced.draft_utilities)
 
 
+def test_the_draft_has_its_own_temperature_in_traces_and_rollouts():
+    options = {"num_draft_tokens": 6, "max_mismatches": 1, "num_rollouts": 1, "judge": None}
+    config = MiningConfig(
+        "arbitration", "reprieve/arithmetic-pair", limit=1, temperature=1.0, draft_temperature=0.0, options=options
+    )
+    bench = build(config)
+    assert bench.manifest["draft_temperature"] == 0.0
+    found = asyncio.run(bench.miner.mine(bench.problems[0]))
+    asked = [((*found.prompt_ids, *found.response_ids[: r.start]), r.draft_ids, r.target_ids) for r in found.rounds]
+
+    bundled, task = load_pair(), load_task("arithmetic")
+    shape = ArbiterShape()
+    settings = RolloutSettings("reprieve/arithmetic-pair", None, "arithmetic", 6, shape, draft_temperature=0.0)
+    maker = RolloutMaker(settings, bundled, task)
+    (rollout,) = maker.make([RolloutJob("train", 1, seed=1)], untrained(bundled, shape, "arithmetic", 6).tensors)
+    rounds = [made.asked for made in rollout.rounds]
+    asked += [(rollout.context_ids[: r.context_length], r.draft_ids, r.target_ids) for r in rounds]
+    for before, drafted, _ in asked:
+        text = torch.tensor([[*before, *drafted]])
+        with torch.no_grad():
+            likeliest = bundled.draft(text).logits[0, len(before) - 1 : -1].argmax(-1)
+        assert likeliest.tolist() == list(drafted)
+    assert any(drafted != drawn for _, drafted, drawn in asked)
+
+
+def test_labels_of_another_miner_version_are_not_gone_on_with(pair, tmp_path):
+    manifest = {**dataclasses.asdict(pair.identity), "task": "parity", "labels_version": LABELS_VERSION}
+    LabelStore(tmp_path, {**manifest, "labels_version": None})
+    with pytest.raises(ReprieveError, match="labels_version = None, this run has 2"):
+        LabelStore(tmp_path, manifest)
+
+
 def test_traces_survive_the_store(pair, traces, tmp_path):
     manifest = {**dataclasses.asdict(pair.identity), "task": "parity", "num_draft_tokens": 4}
     store = LabelStore(tmp_path, manifest)
@@ -259,10 +292,6 @@ def test_labels_stop_where_the_answer_does(pair):
 
 def test_two_processes_make_what_one_makes(tmp_path):
     """On the bundled pair, which another process can load."""
-    from reprieve.models import load_pair
-    from reprieve.tasks import load_task
-    from reprieve.training.rollouts import RolloutJob, RolloutPool
-
     bundled, task = load_pair(), load_task("arithmetic")
     tensors = untrained(bundled, ArbiterShape(), "arithmetic", 8).tensors
     settings = RolloutSettings("reprieve/arithmetic-pair", None, "arithmetic", 8, ArbiterShape())
