@@ -115,13 +115,17 @@ def show(document: dict[str, Any], records: list[ProblemRecord]) -> None:
 def table(pair: Pair, options: argparse.Namespace) -> None:
     specs = ["lossless", *BASELINES, *(rule.spec for rule in _rules(options)), *options.arm]
     greedy = options.temperature == 0
-    folder = options.out / ("greedy" if greedy else f"temperature-{options.temperature:g}")
-    if options.draft_temperature is not None:
-        folder = folder.with_name(f"{folder.name}-draft-{options.draft_temperature:g}")
+    folder = options.out / _sampling(options)
     document, records = measure(
         pair, specs, folder, options, temperature=options.temperature, trials=1 if greedy else 3
     )
     show(document, records)
+
+
+def _sampling(options: argparse.Namespace) -> str:
+    """A name for how answers are drawn."""
+    name = f"temperature-{options.temperature:g}" if options.temperature else "greedy"
+    return name if options.draft_temperature is None else f"{name}-draft-{options.draft_temperature:g}"
 
 
 def _rules(options: argparse.Namespace) -> list[ArbiterRule]:
@@ -196,12 +200,15 @@ def ablations(pair: Pair, options: argparse.Namespace) -> None:
         fixed = ["--num-draft-tokens", str(options.num_draft_tokens), "--workers", str(options.workers)]
         budget = ["--updates", str(options.updates), "--prompts", str(options.prompts), "--group-size", "8"]
         once = ["--validation", "20", "--validate-every", str(options.updates)]
+        once += ["--validation-temperature", str(options.temperature)]
+        if options.draft_temperature is not None:
+            once += ["--draft-temperature", str(options.draft_temperature)]
         arguments = ["train", "arbiter", "--stage", "rl", "--preset", "small", *fixed, *budget, *once, *settings]
         _require_done(reprieve([*arguments, "--lambda", str(threshold), "--out", str(folder)]))
         names[name] = str(folder / "last")
         _keep_last(folder)
     specs = [attach_heads(ArbiterRule(path, threshold)).spec for path in names.values()]
-    folder = options.out / f"measured-temperature-{options.temperature:g}"
+    folder = options.out / f"measured-{_sampling(options)}"
     document, records = measure(pair, specs, folder, options, temperature=options.temperature)
     for name, spec in zip(names, specs, strict=True):
         print(f"{name}: `{spec}`")
@@ -229,7 +236,7 @@ def dials(pair: Pair, options: argparse.Namespace) -> None:
     """Every lambda asked for, and the first at other Ks: the arbiter was trained at one."""
     rules = _rules(options)
     rows = [*(rule.spec for rule in rules), *(f"{rules[0].spec}@K={k}" for k in DIALLED_KS)]
-    folder = options.out / f"dials-temperature-{options.temperature:g}"
+    folder = options.out / f"dials-{_sampling(options)}"
     show(*measure(pair, rows, folder, options, temperature=options.temperature))
 
 
