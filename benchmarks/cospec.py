@@ -47,6 +47,7 @@ VARIANTS: dict[str, list[str]] = {
     "no rejection": ["--rejection", "0"],
     "no rebalancing": ["--no-rebalance"],
     "causal mask": ["--start", "CAUSAL"],
+    "shared credit": ["--share-credit"],  # ours
 }
 
 
@@ -223,7 +224,9 @@ def _keep_last(folder: Path) -> None:
     tensors = load_file(folder / "checkpoint.safetensors")
     names = {name: name if f"model.{name}" in tensors else f"backbone.{name}" for name in best.tensors}
     last = {name: tensors[f"model.{stored}"] for name, stored in names.items()}
-    training = {"stage": "rl", "weights": "after the last update", "settings": best.training["settings"]}
+    of_the_best = ("update", "seconds", "recipe", "validation")
+    training = {name: value for name, value in best.training.items() if name not in of_the_best}
+    training["weights"] = "after the last update"
     dataclasses.replace(best, tensors=last, training=training).save_pretrained(folder / "last")
 
 
