@@ -132,7 +132,7 @@ def _sampling(options: argparse.Namespace) -> str:
 def _rules(options: argparse.Namespace) -> list[ArbiterRule]:
     """The arbiter at each lambda asked for."""
     thresholds = options.thresholds or [None]
-    return [attach_heads(ArbiterRule(options.arbiter, value)) for value in thresholds]  # type: ignore[misc]
+    return [attach_heads(ArbiterRule(options.arbiter, lambda_=value)) for value in thresholds]  # type: ignore[misc]
 
 
 def complement(pair: Pair, options: argparse.Namespace) -> None:
@@ -208,7 +208,7 @@ def ablations(pair: Pair, options: argparse.Namespace) -> None:
         _require_done(reprieve([*arguments, "--lambda", str(threshold), "--out", str(folder)]))
         names[name] = str(folder / "last")
         _keep_last(folder)
-    specs = [attach_heads(ArbiterRule(path, threshold)).spec for path in names.values()]
+    specs = [attach_heads(ArbiterRule(path, lambda_=threshold)).spec for path in names.values()]
     folder = options.out / f"measured-{_sampling(options)}"
     document, records = measure(pair, specs, folder, options, temperature=options.temperature)
     for name, spec in zip(names, specs, strict=True):

@@ -280,6 +280,10 @@ def test_the_cache_changes_no_answer_and_reads_less(target, draft):
     assert advisors[0].arbiter.num_read < 0.6 * advisors[1].arbiter.num_read
 
 
+def test_lambda_may_be_given_by_place():
+    assert ArbiterRule("somewhere", 0.3).spec == "arbiter:path=somewhere,lambda=0.3"
+
+
 class AskedAlways(ArbiterAdvisor):
     """Is asked even where another rule has settled every mismatch."""
 

@@ -55,7 +55,7 @@ class HeadRule(Rule):
     made_by: ClassVar[str]  # the command that makes one
 
     path: str = ""
-    head: Any = field(default=None, compare=False, repr=False, metadata={"spec": False})
+    head: Any = field(default=None, compare=False, repr=False, kw_only=True, metadata={"spec": False})
 
     def with_heads(self, load: Callable[[str, str], Any]) -> Self:
         """Load the head from `path`, unless it is there.
