@@ -103,7 +103,7 @@ def show(document: dict[str, Any], records: list[ProblemRecord]) -> None:
         )
         rounds = arm["tokens_per_round"]
         cells = [
-            f"`{name}`",
+            "`" + name.replace("|", "\\|") + "`",  # a table's own sign
             "{:.2f} [{:.2f}, {:.2f}]".format(arm["speedup_vs_target"], *arm["speedup_vs_target_ci95"]),
             "-" if rounds is None else f"{rounds:.2f}",
             f"{100 * arm['accuracy']:.1f} [{low:.1f}, {high:.1f}]",
