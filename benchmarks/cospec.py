@@ -290,12 +290,18 @@ def main() -> None:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--arbiter", default="reprieve/arithmetic-arbiter")
     parser.add_argument(
-        "--lambda", dest="thresholds", type=float, nargs="+", help="the first is the one; the arbiter's own if left out"
+        "--lambda",
+        dest="thresholds",
+        type=float,
+        nargs="+",
+        help="`table` and `dials`: each; elsewhere the first; the arbiter's own if left out",
     )
     parser.add_argument("--arm", action="append", default=[], help="of `table`: another arm")
     parser.add_argument("--num-draft-tokens", type=int, default=12)
     parser.add_argument("--temperature", type=float, default=0.0, help="of `table`, `ablations` and `dials`")
-    parser.add_argument("--draft-temperature", type=float, default=None, help="as the target's when left out")
+    parser.add_argument(
+        "--draft-temperature", type=float, default=None, help="where --temperature counts; the target's when left out"
+    )
     parser.add_argument("--limit", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=1, help="more than one is for outcomes, not for speed")
     parser.add_argument(

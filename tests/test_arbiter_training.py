@@ -428,6 +428,21 @@ def test_bad_usage_is_told(arguments, told, tmp_path, monkeypatch, capsys):
     assert told in capsys.readouterr().err
 
 
+def test_what_is_refused_leaves_nothing(pair, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    climb = ["train", "arbiter", "--stage", "rl", "--start", "none", "--out", "rl"]
+    assert main([*climb, "--draft-temperature", "-1"]) == 2
+    assert "draft_temperature must be in [0, 100], got -1.0" in capsys.readouterr().err
+    assert main(["train", "arbiter", "--draft-temperature", "0", "--out", "sft"]) == 2
+    assert "--draft-temperature belongs to" in capsys.readouterr().err
+    manifest = {**dataclasses.asdict(pair.identity), "miner": "arbitration", "task": "parity", "num_draft_tokens": 4}
+    LabelStore(tmp_path / "old", manifest)
+    assert main(["train", "arbiter", "--labels", "old", "--out", "sft"]) in (1, 2)
+    told = capsys.readouterr().err
+    assert "--labels must hold labels of version 2, 'old' has None" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
 def test_the_whole_method_by_command(tmp_path, monkeypatch, capsys):
     """Mine, warm up, reinforce, audit and use, on the bundled pair, as small as it goes."""
     monkeypatch.chdir(tmp_path)

@@ -100,15 +100,16 @@ def command(
         if stage == "sft":
             from reprieve.training.arbiter_warm_up import WarmUp
 
-            if num_draft_tokens is not None:
-                raise SpecError("--num-draft-tokens belongs to `reprieve mine arbitration` and to --stage rl")
+            for name, value in (("--num-draft-tokens", num_draft_tokens), ("--draft-temperature", draft_temperature)):
+                if value is not None:
+                    raise SpecError(f"{name} belongs to `reprieve mine arbitration` and to --stage rl")
             values = _settings(preset, _SMALL_WARM_UP, given)
             warm_up = WarmUp(shape=shape, tie=tie, **common, **values)
-            claim_folder(out / "arbiter", "arbiter")
             made = _warm_up(warm_up, labels, target, draft, dtype, device, out)
         else:
             from reprieve.training.arbiter_rl import Reinforcement
             from reprieve.training.arbitration import Rewards
+            from reprieve.training.rollouts import RolloutSettings
 
             if start is None:
                 raise SpecError("--start must name an arbiter from --stage sft, or none for one without warm-up")
@@ -134,7 +135,6 @@ def command(
                 **common,
                 **_settings(preset, _SMALL_REINFORCEMENT, given),
             )
-            claim_folder(out / "arbiter", "arbiter")
             where = {"target": target, "draft": draft, "dtype": dtype, "device": device}
             rollouts = {
                 "num_draft_tokens": num_draft_tokens,
@@ -142,6 +142,12 @@ def command(
                 "validation_temperature": validation_temperature,
                 "draft_temperature": draft_temperature,
             }
+            known: dict[str, Any] = {
+                **rollouts,
+                "num_draft_tokens": 1 if num_draft_tokens is None else num_draft_tokens,
+            }
+            RolloutSettings(target, draft, task, shape=shape, **known)  # refuses what is out of range
+            claim_folder(out / "arbiter", "arbiter")
             splits = (split, validation_split)
             made = _reinforce(settings, shape, start, where, task, splits, rollouts, workers, out)
     except KeyboardInterrupt:
@@ -161,6 +167,8 @@ def _warm_up(
     settings: Any, labels: list[Path], target: str, draft: str | None, dtype: str, device: str | None, out: Path
 ) -> Arbiter:
     o.quiet_transformers()
+    from reprieve.heads.artefact import claim_folder
+    from reprieve.labelling.arbitration import LABELS_VERSION
     from reprieve.labelling.store import LabelStore
     from reprieve.models import load_pair
     from reprieve.training.arbiter_warm_up import require_traces, warm_up
@@ -169,6 +177,10 @@ def _warm_up(
     for folder, store in zip(labels, stores, strict=True):
         if store.manifest.get("miner") != "arbitration":
             raise SpecError(f"--labels must hold traces of `reprieve mine arbitration`, {str(folder)!r} does not")
+        if (version := store.manifest.get("labels_version")) != LABELS_VERSION:
+            raise SpecError(
+                f"--labels must hold labels of version {LABELS_VERSION}, {str(folder)!r} has {version}: mine anew"
+            )
     problems = [problem for store in stores for problem in store.problems()]
     require_traces(problems)
     made_at = {(store.manifest["task"], store.manifest["num_draft_tokens"]) for store in stores}
@@ -179,6 +191,7 @@ def _warm_up(
     for store in stores:
         store.require_pair(pair.identity)
     pair.cached_draft()  # refuses a pair without a draft
+    claim_folder(out / "arbiter", "arbiter")
     with o.progress_bar("updates") as bar:
         return warm_up(
             pair,

@@ -36,7 +36,7 @@ class ArbiterAdvisor:
         self.arbiter.start(prompt_ids, num_positions=max_length + num_draft_tokens + 2)
 
     def advise(self, block: Block, target_ids: Tensor, settled: Tensor) -> Tensor:
-        """pi(accept) of each drafted token, [N]: 1 where it is the target's own (Eq. 13 and 14), or all are settled.
+        """pi(accept) of each drafted token, [N]: 1 where it is the target's own (Eq. 13 and 14), or if all are settled.
 
         Raises:
             SpecError: a tree.
