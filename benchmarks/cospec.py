@@ -57,7 +57,6 @@ def measure(
     folder: Path,
     options: argparse.Namespace,
     *,
-    temperature: float = 0.0,
     trials: int = 1,
 ) -> tuple[dict[str, Any], list[ProblemRecord]]:
     """Run arms over the test split and summarise them; resumes from the folder."""
@@ -68,7 +67,7 @@ def measure(
         folder,
         options,
         drafter="draft",
-        temperature=temperature,
+        temperature=options.temperature,
         draft_temperature=options.draft_temperature,
         num_trials=trials,
     )
@@ -115,12 +114,8 @@ def show(document: dict[str, Any], records: list[ProblemRecord]) -> None:
 
 def table(pair: Pair, options: argparse.Namespace) -> None:
     specs = ["lossless", *BASELINES, *(rule.spec for rule in _rules(options)), *options.arm]
-    greedy = options.temperature == 0
-    folder = options.out / _sampling(options)
-    document, records = measure(
-        pair, specs, folder, options, temperature=options.temperature, trials=1 if greedy else 3
-    )
-    show(document, records)
+    trials = 3 if options.temperature else 1
+    show(*measure(pair, specs, options.out / _sampling(options), options, trials=trials))
 
 
 def _sampling(options: argparse.Namespace) -> str:
@@ -210,7 +205,7 @@ def ablations(pair: Pair, options: argparse.Namespace) -> None:
         _keep_last(folder)
     specs = [attach_heads(ArbiterRule(path, lambda_=threshold)).spec for path in names.values()]
     folder = options.out / f"measured-{_sampling(options)}"
-    document, records = measure(pair, specs, folder, options, temperature=options.temperature)
+    document, records = measure(pair, specs, folder, options)
     for name, spec in zip(names, specs, strict=True):
         print(f"{name}: `{spec}`")
     show(document, records)
@@ -239,8 +234,7 @@ def dials(pair: Pair, options: argparse.Namespace) -> None:
     """Every lambda asked for, and the first at other Ks: the arbiter was trained at one."""
     rules = _rules(options)
     rows = [*(rule.spec for rule in rules), *(f"{rules[0].spec}@K={k}" for k in DIALLED_KS)]
-    folder = options.out / f"dials-{_sampling(options)}"
-    show(*measure(pair, rows, folder, options, temperature=options.temperature))
+    show(*measure(pair, rows, options.out / f"dials-{_sampling(options)}", options))
 
 
 def overhead(pair: Pair, options: argparse.Namespace) -> None:

@@ -88,7 +88,6 @@ def command(
     require_choice("preset", preset, PRESETS)
     import_extra("peft", "arbiter")
     from reprieve.heads.arbiter import ArbiterShape
-    from reprieve.heads.artefact import claim_folder
 
     out = Path(f"runs/arbiter-{stage}") if out is None else out
     own_shape = {"rank": rank, "scale": scale, "dropout": dropout, "hybrid": False if causal else None}
@@ -109,7 +108,6 @@ def command(
         else:
             from reprieve.training.arbiter_rl import Reinforcement
             from reprieve.training.arbitration import Rewards
-            from reprieve.training.rollouts import RolloutSettings
 
             if start is None:
                 raise SpecError("--start must name an arbiter from --stage sft, or none for one without warm-up")
@@ -142,12 +140,6 @@ def command(
                 "validation_temperature": validation_temperature,
                 "draft_temperature": draft_temperature,
             }
-            known: dict[str, Any] = {
-                **rollouts,
-                "num_draft_tokens": 1 if num_draft_tokens is None else num_draft_tokens,
-            }
-            RolloutSettings(target, draft, task, shape=shape, **known)  # refuses what is out of range
-            claim_folder(out / "arbiter", "arbiter")
             splits = (split, validation_split)
             made = _reinforce(settings, shape, start, where, task, splits, rollouts, workers, out)
     except KeyboardInterrupt:
@@ -218,6 +210,7 @@ def _reinforce(
     import dataclasses
 
     from reprieve.heads.arbiter import Arbiter
+    from reprieve.heads.artefact import claim_folder
     from reprieve.heads.binding import warn_of_transfer
     from reprieve.training.arbiter_rl import reinforce
     from reprieve.training.arbiter_warm_up import untrained
@@ -235,6 +228,7 @@ def _reinforce(
         rollouts = {**rollouts, "num_draft_tokens": first.num_draft_tokens}
     settings = dataclasses.replace(settings, **_splits(loaded, *splits, settings.num_validation))
     made_by = RolloutSettings(task=task, shape=first.shape, **rollouts, **where)
+    claim_folder(out / "arbiter", "arbiter")
     with o.progress_bar("updates") as bar:
         return reinforce(
             pair,

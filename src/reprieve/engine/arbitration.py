@@ -43,9 +43,9 @@ class ArbiterAdvisor:
         """
         if not block.is_chain:
             raise SpecError("the arbiter needs chains, got a tree")
-        matched = block.token_ids == target_ids
-        if bool((matched | settled).all()):
+        if bool(settled.all()):
             return torch.ones(block.num_tokens, device=block.token_ids.device)
+        matched = block.token_ids == target_ids
         logits = self.arbiter.judge(block.token_ids.tolist(), target_ids.tolist())
         return logits.sigmoid().to(matched.device).masked_fill(matched, 1.0)
 

@@ -61,7 +61,7 @@ class Advisor(Protocol):
 
         Args:
             target_ids: the target's own token in each one's place, [N].
-            settled: tokens that pass whatever is advised, [N], bool.
+            settled: tokens that pass whatever is advised, matches among them, [N], bool.
         """
         ...
 

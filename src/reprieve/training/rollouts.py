@@ -104,10 +104,9 @@ class RolloutSettings:
     def __post_init__(self) -> None:
         if self.num_draft_tokens < 1:
             raise SpecError(f"num_draft_tokens must be 1 or more, got {self.num_draft_tokens!r}")
-        for name in ("temperature", "validation_temperature"):
-            require_range(name, getattr(self, name), 0.0, 100.0)
-        if self.draft_temperature is not None:
-            require_range("draft_temperature", self.draft_temperature, 0.0, 100.0)
+        for name in ("temperature", "validation_temperature", "draft_temperature"):
+            if (value := getattr(self, name)) is not None:
+                require_range(name, value, 0.0, 100.0)
 
 
 @dataclass(frozen=True)
