@@ -19,12 +19,11 @@ from matplotlib.figure import Figure
 
 from arms import answer_test_problems
 from reprieve.calibration.swaps import SwapMeter
-from reprieve.engine import SamplingParams
-from reprieve.evaluation.arms import DRAFT_ONLY, make_arms
+from reprieve.engine import DRAFT_ONLY, Pair, SamplingParams, load_pair
+from reprieve.evaluation.arms import make_arms
 from reprieve.evaluation.results import summarise, write_results
 from reprieve.files import replace_file
 from reprieve.labelling.store import LabelStore
-from reprieve.models import Pair, load_pair
 from reprieve.models.sampling import Sampler
 from reprieve.training.splits import auc, auc_interval
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from reprieve.engine import Pair
 from reprieve.evaluation.arms import Arm
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.runner import Run, Runner, environment
-from reprieve.models import Pair
 from reprieve.tasks import load_task
 
 

@@ -20,9 +20,9 @@ import numpy as np
 
 from arms import answer_test_problems
 from reprieve.cli.main import main as reprieve
-from reprieve.engine import SamplingParams, SpeculativeDecoder
-from reprieve.engine.arbitration import ArbiterAdvisor, build_arbiter
-from reprieve.evaluation.arms import TARGET_ONLY, Arm, build_decoder, make_arms
+from reprieve.engine import TARGET_ONLY, Pair, SamplingParams, SpeculativeDecoder, load_pair
+from reprieve.engine.advisors import ArbiterAdvisor, build_arbiter
+from reprieve.evaluation.arms import Arm, make_arms
 from reprieve.evaluation.records import ProblemRecord
 from reprieve.evaluation.results import summarise, write_results
 from reprieve.evaluation.runner import environment
@@ -30,8 +30,7 @@ from reprieve.files import replace_file
 from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.loading import attach_heads
 from reprieve.metrics import bootstrap_interval, paired_difference
-from reprieve.models import Pair, load_pair
-from reprieve.rules import ArbiterRule
+from reprieve.rules.arbiter import ArbiterRule
 from reprieve.tasks import load_task
 from reprieve.training.own_text import own_text_path, write_own_texts
 
@@ -244,7 +243,7 @@ def overhead(pair: Pair, options: argparse.Namespace) -> None:
     model = build_arbiter(rule.head, pair.draft)  # type: ignore[arg-type]
     decoders: dict[str, SpeculativeDecoder] = {}
     for name, keep in (("cached", True), ("uncached", False)):
-        decoders[name] = build_decoder(arm, pair)
+        decoders[name] = arm.decoder(pair)
         decoders[name].advisor = ArbiterAdvisor(model, keep_context=keep)
     spent: dict[str, list[dict[str, float]]] = {name: [] for name in decoders}
     task = load_task("arithmetic")

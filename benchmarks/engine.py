@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 import reprieve
-from reprieve.evaluation.arms import Arm, build_decoder
+from reprieve.engine import Pair
 from reprieve.evaluation.runner import environment
 from reprieve.files import replace_file
 from reprieve.metrics import bootstrap_interval
-from reprieve.models import CachedModel, Pair
+from reprieve.models import CachedModel
 from reprieve.tasks import load_task
 
 
@@ -61,7 +61,7 @@ def measure(num_problems: int, num_draft_tokens: int, pair: Pair) -> dict:
     task = load_task("arithmetic")
     params = reprieve.SamplingParams(max_new_tokens=task.max_new_tokens)
     ours = {
-        name: build_decoder(Arm(name, reprieve.parse_rule("lossless") if k else None, k or 1), pair)
+        name: pair.decoder("lossless" if k else name, num_draft_tokens=k or 1)
         for name, k in (("target_only", None), ("lossless", num_draft_tokens))
     }
     parts = dict.fromkeys(("draft_s", "verify_s", "advise_s", "rule_s", "commit_s", "prefill_s"), 0.0)

@@ -16,11 +16,11 @@ from typing import Any
 import lm_eval
 from lm_eval.tasks import TaskManager
 
+from reprieve.engine import load_pair
 from reprieve.evaluation.harness import task_with_files
 from reprieve.evaluation.lm_eval_model import TASKS, ReprieveLM
 from reprieve.evaluation.runner import environment
 from reprieve.files import replace_file
-from reprieve.models import load_pair
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import reprieve
-from reprieve.evaluation.arms import Arm, build_decoder
+from reprieve.engine import Pair
 from reprieve.evaluation.runner import environment
 from reprieve.files import replace_file
 from reprieve.labelling.recipes import MiningConfig, build
@@ -26,7 +26,6 @@ from reprieve.labelling.runner import mine_problems
 from reprieve.labelling.store import LabelStore
 from reprieve.labelling.summary import summarise
 from reprieve.metrics import bootstrap_interval
-from reprieve.models import Pair
 from reprieve.tasks import Task, TaskProblem, load_task
 
 
@@ -106,7 +105,7 @@ def speed(num_turns: int, num_ours: int, num_plain: int, in_flight: int) -> dict
 def guarantee(stores: dict[str, list[ProblemLabels]]) -> dict:
     """Important tokens where the draft alone answers differently from the target."""
     pair, task = reprieve.load_pair(), load_task("arithmetic")
-    decoder = build_decoder(Arm("draft_only", None, 1), pair)
+    decoder = pair.decoder("draft_only")
     params = reprieve.SamplingParams(max_new_tokens=task.max_new_tokens)
     every = {labels.problem_id: labels for problems in stores.values() for labels in problems}
     differs = set()

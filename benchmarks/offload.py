@@ -17,7 +17,7 @@ import torch
 from accelerate import disk_offload
 
 import reprieve
-from reprieve.evaluation.arms import Arm, build_decoder
+from reprieve.evaluation.arms import Arm
 from reprieve.evaluation.runner import environment
 from reprieve.files import replace_file
 from reprieve.heads.loading import attach_heads
@@ -44,7 +44,7 @@ def main() -> None:
     ]
     with tempfile.TemporaryDirectory() as folder:
         disk_offload(pair.target, folder, execution_device=torch.device("cpu"))
-        decoders = {arm.label: build_decoder(arm, pair) for arm in arms}
+        decoders = {arm.label: arm.decoder(pair) for arm in arms}
         params = reprieve.SamplingParams(max_new_tokens=task.max_new_tokens)
         totals: dict[str, list[tuple[float, ...]]] = {arm.label: [] for arm in arms}
         for number, problem in enumerate(task.problems("test", arguments.limit)):

@@ -14,20 +14,19 @@ from pathlib import Path
 import torch
 
 import reprieve
-from reprieve.evaluation.arms import Arm, build_decoder
+from reprieve.engine import Pair
 from reprieve.evaluation.runner import environment
 from reprieve.files import replace_file
 from reprieve.metrics import wilson_interval
-from reprieve.models import Pair
-from reprieve.models.loading import bundled_folder
+from reprieve.heads.files import bundled_folder
 from reprieve.tasks import Task, load_task
 
 
 def accuracies(pair: Pair, task: Task, num_problems: int) -> dict:
     """Target, draft and the oracle union on the test split; tokens per round of lossless at K = 16."""
     solved: dict[str, list[bool]] = {"target_only": [], "draft_only": []}
-    decoders = {name: build_decoder(Arm(name, None, 1), pair) for name in solved}
-    lossless = build_decoder(Arm("lossless", reprieve.parse_rule("lossless"), 16), pair)
+    decoders = {name: pair.decoder(name) for name in solved}
+    lossless = pair.decoder("lossless")
     params = reprieve.SamplingParams(max_new_tokens=task.max_new_tokens)
     num_tokens = num_rounds = num_different = 0
     for problem in task.problems("test", num_problems):
@@ -50,7 +49,7 @@ def accuracies(pair: Pair, task: Task, num_problems: int) -> dict:
 @torch.inference_mode()
 def mine(pair: Pair, task: Task, num_problems: int) -> list[dict]:
     """Labelled mismatches of some training problems: important or not, rank and log-probability under the target."""
-    decoder = build_decoder(Arm("target_only", None, 1), pair)
+    decoder = pair.decoder("target_only")
     found = []
     for problem in task.problems("train", num_problems):
         prompt_ids = pair.tokenizer.encode(problem.prompt)

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 import reprieve
+from reprieve.engine import Pair
 from reprieve.evaluation.runner import environment
 from reprieve.files import replace_file
 from reprieve.heads.judge import JudgeHead
 from reprieve.labelling.records import ProblemLabels
 from reprieve.labelling.store import LabelStore
-from reprieve.models import Pair
 from reprieve.training.features import collect
 from reprieve.training.splits import auc_interval, split_by_problem
 

@@ -40,7 +40,7 @@ def _behind_the_plugin():
     import torch
     from vllm.v1.sample import rejection_sampler as module
 
-    from reprieve.serving.leniency import Policy
+    from reprieve.serving.policy import Policy
     from reprieve.serving.vllm_plugin.rounds import RoundRequest, WorkerRules
     from reprieve.serving.vllm_plugin.vllm_0_32 import sampler
     from reprieve.serving.vllm_plugin.vllm_0_32.runner import RunnerHooks

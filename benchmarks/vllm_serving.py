@@ -50,7 +50,7 @@ def engine(arm, k, batch, pipe):
     os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_PLUGINS="" if arm["kind"] == "unpatched" else "reprieve")
     from vllm import LLM, SamplingParams
 
-    from reprieve.models.loading import bundled_folder
+    from reprieve.heads.files import bundled_folder
 
     spec = {"method": "draft_model", "model": str(bundled_folder("draft")), "num_speculative_tokens": k}
     if arm["kind"] == "synthetic":

@@ -7,7 +7,7 @@ import openai
 import uvicorn
 
 import reprieve
-from reprieve.serving.leniency import Policy
+from reprieve.serving.policy import Policy
 from reprieve.serving.server.app import Settings
 from reprieve.serving.server.launch import make_app
 from reprieve.tasks import load_task

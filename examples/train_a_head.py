@@ -5,7 +5,7 @@ import asyncio
 import reprieve
 from reprieve.evaluation.arms import Arm, build_decoder
 from reprieve.labelling.recipes import MiningConfig, build
-from reprieve.rules import JudgeRule
+from reprieve.rules.judge import JudgeRule
 from reprieve.training.features import collect
 from reprieve.training.judge import train_judge
 

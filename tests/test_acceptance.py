@@ -9,12 +9,13 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from reprieve.drafters import DraftModelDrafter, EagleDrafter, TreeShape
-from reprieve.drafters.pruning import Pruning
+from reprieve.drafters import DraftModelDrafter, EagleDrafter, EagleSettings
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.models import CachedModel
-from reprieve.rules import RiskBudget, TopKRule, accept, parse_rule
-from reprieve.rules.lossless import block_verification, greedy_accepts
+from reprieve.rules import RiskBudget, Traits, accept, parse_rule
+from reprieve.rules.checks import GreedyCheck
+from reprieve.rules.lossless import block_verification
+from reprieve.rules.top_k import TopKRule
 from reprieve.types import ROOT, Block, Evidence, Provenance
 
 from .tiny import NumberTokenizer, ScriptedDrafter, perturbed, random_eagle, tiny_model
@@ -24,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class InTurn(TopKRule):
-    rescues_in_turn = True
+    own_traits = Traits(rescues_in_turn=True)
 
 
 def walk(spec, probs, tokens, parents=None, **keywords):
@@ -32,20 +33,17 @@ def walk(spec, probs, tokens, parents=None, **keywords):
     block = Block(torch.tensor(tokens), tuple(range(-1, len(tokens) - 1)) if parents is None else parents)
     rows = torch.tensor(probs).log()
     judged = rows[torch.tensor(block.parents) + 1]
+    check = GreedyCheck(rows, block.token_ids, block.parent_rows)
     evidence = Evidence(
         token_ids=block.token_ids,
         target_logits=judged,
         greedy=True,
-        lossless_accepts=greedy_accepts(judged, block.token_ids),
+        lossless_accepts=check.accepts,
         parents=block.parents,
     )
     rule = parse_rule(spec) if isinstance(spec, str) else spec
     budget = keywords.pop("budget", RiskBudget.of(rule))
-
-    def next_token(row, residual):
-        return int(rows[row].argmax())
-
-    return accept(rule, block, evidence, next_token=next_token, budget=budget, **keywords)
+    return accept(rule, block, evidence, check.settle(block), budget=budget, **keywords)
 
 
 CHAIN = [[0.6, 0.3, 0.1], [0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.1, 0.2, 0.7]]
@@ -105,13 +103,8 @@ def test_replacing_rule_may_refuse_a_match():
     block = Block.chain(torch.tensor([0, 0, 1]))
     draft = torch.tensor([CHAIN[0], [0.98, 0.01, 0.01], CHAIN[2]]).log()
     evidence = Evidence(block.token_ids, rows[:-1], True, torch.tensor([True] * 3), draft_scores=draft)
-    outcome = accept(
-        parse_rule("fuzzy:threshold=0.05"),
-        block,
-        evidence,
-        next_token=lambda row, residual: int(rows[row].argmax()),
-        budget=RiskBudget(),
-    )
+    checked = GreedyCheck(rows, block.token_ids, block.parent_rows).settle(block)
+    outcome = accept(parse_rule("fuzzy:threshold=0.05"), block, evidence, checked, budget=RiskBudget())
     assert outcome.path == [0]
     assert outcome.next_token_id == 0
 
@@ -157,7 +150,7 @@ def tree_of_samples(draft, iid):
                     with torch.no_grad():
                         row = draft(torch.tensor([text])).logits[0, -1]
                     if iid:
-                        chosen = [drafter.sampler.draft_token(row) for _ in range(2)]
+                        chosen = [int(drafter.sampler.draft_token(row[None])) for _ in range(2)]
                     else:
                         chosen = row.topk(2).indices.tolist()
                     for token in chosen:
@@ -177,9 +170,9 @@ def tree_of_samples(draft, iid):
 
 def eagle_drafter(target, *, prune=False):
     """Dynamic trees of an untrained EAGLE-3 head over three of the four tokens."""
-    pruning = Pruning(epsilon=0.3) if prune else None
+    pruning = dict(prune="entropy", epsilon=0.3) if prune else {}
     head = random_eagle(target, draft_vocab_size=3)
-    return EagleDrafter(head, vocab_size=4, shape=TreeShape(depth=2, top_k=2, total_tokens=5), pruning=pruning)
+    return EagleDrafter(head, vocab_size=4, settings=EagleSettings(depth=2, top_k=2, total_tokens=5, **pruning))
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,17 @@ import pytest
 import torch
 
 from reprieve.drafters import DraftModelDrafter, NgramDrafter
-from reprieve.engine import SamplingParams, SpeculativeDecoder
-from reprieve.engine.arbitration import ArbiterAdvisor, build_arbiter, make_advisor
+from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
+from reprieve.engine.advisors import ArbiterAdvisor, build_arbiter, make_advisor
 from reprieve.errors import PairError, ReprieveError, SpecError
 from reprieve.evaluation.arbitration import diagnose
 from reprieve.heads.arbiter import Arbiter, ArbiterShape
 from reprieve.heads.loading import attach_heads, require_heads_fit
 from reprieve.metrics import BranchChoices
-from reprieve.models import CachedModel, Pair
+from reprieve.models import CachedModel
 from reprieve.models.arbiter import ArbiterModel, ArbitrationRound, CachedArbiter, Layout, hybrid_mask
-from reprieve.rules import ArbiterRule, accepts, parse_rule
+from reprieve.rules import accepts, parse_rule
+from reprieve.rules.arbiter import ArbiterRule
 from reprieve.training.arbitration import (
     Decision,
     Rewards,
@@ -32,7 +33,7 @@ from reprieve.training.rollouts import SampledArbiterRule, rollout_of
 from reprieve.types import Evidence, Provenance
 
 from .mining import LastWordTask, problem
-from .tiny import ARCHITECTURES, IDENTITY, NumberTokenizer, perturbed, random_eagle, tiny_model
+from .tiny import ARCHITECTURES, IDENTITY, NumberTokenizer, perturbed, random_eagle, tiny_model, with_heads
 
 CPU = torch.device("cpu")
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -51,7 +52,7 @@ def trained(draft, *, seed=0, bias=0.0, **shape) -> ArbiterModel:
 
 
 def arbiter_of(model, *, threshold=0.6, pair=IDENTITY) -> Arbiter:
-    return Arbiter(dict(model.own_tensors), model.shape, pair, "arithmetic", threshold, 4)
+    return Arbiter(dict(model.own_tensors), model.shape, threshold, 4, pair=pair, task="arithmetic")
 
 
 def decoder_with(target, draft, rule, advisor, *, k=4):
@@ -199,7 +200,7 @@ def test_the_rule_by_hand():
         advice=torch.tensor([1.0, 0.61, 0.59, 1.0]),
     )
     tie = dataclasses.replace(seen, advice=torch.tensor([1.0, 0.5, 0.25, 0.0]))
-    rule = ArbiterRule.of(Arbiter({}, ArbiterShape(), IDENTITY, "arithmetic", 0.6, 4))
+    rule = ArbiterRule.of(Arbiter({}, ArbiterShape(), 0.6, 4, pair=IDENTITY, task="arithmetic"))
     assert accepts(rule, seen).tolist() == [True, True, False, True]
     assert accepts(rule.with_dial(0.5), seen).tolist() == [True] * 4
     assert accepts(rule.with_dial(0.5), tie).tolist() == [True, False, False, False], "Eq. 17: more than lambda"
@@ -325,13 +326,13 @@ def test_what_arbitration_needs_is_asked_for(target, draft):
 
 
 def attached(spec, arbiter):
-    return parse_rule(spec).with_heads(lambda kind, path: arbiter)
+    return with_heads(parse_rule(spec), lambda kind, path: arbiter)
 
 
 def test_arbitration_composes_and_works_with_other_drafters(target, draft):
     arbiter = arbiter_of(trained(draft))
     both = attached("arbiter:path=a,lambda=0&top_k:k=2", arbiter)
-    assert both.base == "exact" and both.dial == "lambda" and both.dial_value == 0.0
+    assert both.traits.check == "exact" and both.dial.name == "lambda" and both.dial_value == 0.0
     params = SamplingParams(max_new_tokens=40, temperature=1.0)
     made = decoder_with(target, draft, both, make_advisor(both, draft)).generate(PROMPT, params, trace=True)
     alone = attached("arbiter:path=a,lambda=0", arbiter)

@@ -9,7 +9,7 @@ import torch
 
 from reprieve.cli.main import main
 from reprieve.drafters import DraftModelDrafter
-from reprieve.engine import SamplingParams, SpeculativeDecoder
+from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder, load_pair
 from reprieve.errors import PairError, ReprieveError, SpecError
 from reprieve.heads.arbiter import ArbiterShape
 from reprieve.labelling.arbitration import LABELS_VERSION, ArbitrationMiner, PairScorer, soft_label
@@ -18,7 +18,7 @@ from reprieve.labelling.records import ProblemLabels
 from reprieve.labelling.responses import ResponseFormat
 from reprieve.labelling.store import LabelStore
 from reprieve.labelling.target import LocalTarget
-from reprieve.models import CachedModel, Pair, load_pair
+from reprieve.models import CachedModel
 from reprieve.models.batch_decoder import BatchDecoder
 from reprieve.rules import LosslessRule
 from reprieve.tasks import TaskProblem, load_task

@@ -9,13 +9,13 @@ import torch
 
 import reprieve
 from reprieve.errors import SpecError
-from reprieve.evaluation.arms import Arm, build_decoder
 from reprieve.labelling.draft import DraftReader
 from reprieve.labelling.recipes import MiningConfig, build
 from reprieve.labelling.records import MINED, NO_ANSWER
 from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest, inverse_cdf_draw
 from reprieve.models.cached_model import CachedModel
-from reprieve.models.sampling import GumbelNoise, Sampler, SamplingParams
+from reprieve.models.sampling import GumbelNoise, Sampler
+from reprieve.settings import SamplingParams
 
 from .mining import EOS, miner, problem
 from .tiny import ARCHITECTURES, NumberTokenizer, tiny_model
@@ -216,7 +216,7 @@ def bundled():
 def test_a_draft_that_answers_differently_leaves_an_important_token(bundled):
     _, bench, found = bundled
     pair = reprieve.load_pair()
-    draft = build_decoder(Arm("draft_only", None, 1), pair)
+    draft = pair.decoder("draft_only")
     num_different = 0
     for item, problem_labels in zip(bench.problems, found, strict=True):
         alone = draft.generate(item.prompt, SamplingParams(max_new_tokens=256))

@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reprieve
 from reprieve.errors import PairError
-from reprieve.evaluation.arms import Arm, build_decoder
-from reprieve.models.loading import bundled_folder
+from reprieve.heads.files import bundled_folder
 from reprieve.pair.problems import split_of
 from reprieve.tasks import load_task
 
@@ -37,7 +36,7 @@ def test_weights_are_small_and_plain():
 @pytest.mark.parametrize("drafter", ["draft", "ngram"])
 def test_lossless_greedy_equals_generate_on_real_problems(pair, drafter):
     task = load_task("arithmetic")
-    decoder = build_decoder(Arm("lossless", reprieve.parse_rule("lossless"), 16), pair, drafter=drafter)
+    decoder = pair.decoder("lossless", drafter=drafter)
     for problem in task.problems("test", 12):
         ids = torch.tensor([pair.tokenizer.encode(problem.prompt)])
         expected = pair.target.generate(ids, max_new_tokens=256, do_sample=False)[0, ids.shape[1] :].tolist()
@@ -48,7 +47,7 @@ def test_a_lenient_rule_rescues_and_needs_fewer_rounds(pair):
     task = load_task("arithmetic")
     rounds = {}
     for spec in ("lossless", "margin:delta=6"):
-        decoder = build_decoder(Arm(spec, reprieve.parse_rule(spec), 16), pair)
+        decoder = pair.decoder(spec)
         made = [decoder.generate(problem.prompt) for problem in task.problems("test", 10)]
         rounds[spec] = sum(len(m.tokens) for m in made) / sum(m.num_rounds for m in made)
     assert rounds["margin:delta=6"] > 1.3 * rounds["lossless"]
@@ -57,8 +56,8 @@ def test_a_lenient_rule_rescues_and_needs_fewer_rounds(pair):
 @pytest.mark.parametrize("kind", ["judge", "pivot"])
 def test_bundled_heads_fit_their_pair_and_rescue(pair, kind):
     rule = reprieve.parse_rule(f"{kind}:path=reprieve/arithmetic-{kind}")
-    lossless = build_decoder(Arm("lossless", reprieve.parse_rule("lossless"), 16), pair)
-    relaxed = build_decoder(Arm(kind, rule, 16), pair, task="arithmetic")
+    lossless = pair.decoder("lossless")
+    relaxed = pair.decoder(rule, task="arithmetic")
     params = reprieve.SamplingParams(max_new_tokens=200)
     problems = load_task("arithmetic").problems("validation", 4)
     ours = [relaxed.generate(problem.prompt, params) for problem in problems]

@@ -19,7 +19,8 @@ from reprieve.calibration.sequence import ConfidenceSequence
 from reprieve.errors import PairError, ReprieveError, SpecError
 from reprieve.heads.binding import PairIdentity
 from reprieve.heads.certificates import Certificate, Conditions, portable_spec, read_certificates, warn_of_certificates
-from reprieve.rules import JudgeRule, MarginRule
+from reprieve.rules.judge import JudgeRule
+from reprieve.rules.margin import MarginRule
 
 from .tiny import random_head
 

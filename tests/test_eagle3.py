@@ -9,12 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from reprieve.drafters import EagleDrafter, TreeShape
+from reprieve.drafters import DRAFTERS, EagleDrafter, EagleSettings
 from reprieve.drafters.pruning import Pruning
-from reprieve.drafters.spec import DrafterSpec, make_drafter
-from reprieve.engine import SamplingParams, SpeculativeDecoder
+from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder, load_pair
 from reprieve.errors import PairError, ReprieveError, SpecError, UnsupportedModelError
-from reprieve.models import CachedModel, Pair, load_pair
+from reprieve.models import CachedModel
 from reprieve.models.cache import RollbackCache
 from reprieve.models.eagle3 import default_layers, load_eagle3
 from reprieve.models.eagle3_layouts import convert_safeailab
@@ -29,8 +28,8 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 BUNDLED = "reprieve/arithmetic-eagle3"
 
 
-def make_decoder(target, head, *, rule="lossless", k=16, pruning=None, **shape):
-    drafter = EagleDrafter(head, vocab_size=48, shape=TreeShape(**shape), pruning=pruning)
+def make_decoder(target, head, *, rule="lossless", k=16, **shape):
+    drafter = EagleDrafter(head, vocab_size=48, settings=EagleSettings(**shape))
     cached = CachedModel(target, hidden_layers=head.layers_read)
     return SpeculativeDecoder(cached, drafter, NumberTokenizer(), rule=parse_rule(rule), num_draft_tokens=k)
 
@@ -51,10 +50,10 @@ def test_greedy_trees_give_the_targets_own_tokens(kind, shape):
     plain = SpeculativeDecoder(CachedModel(target), None, NumberTokenizer())
     params = SamplingParams(max_new_tokens=60)
     wanted = plain.generate(PROMPT, params).token_ids
-    for pruning in (None, Pruning(epsilon=0.3)):
-        made = make_decoder(target, head, pruning=pruning, **shape).generate(PROMPT, params)
+    for pruning in ({}, {"prune": "entropy", "epsilon": 0.3}):
+        made = make_decoder(target, head, **pruning, **shape).generate(PROMPT, params)
         assert made.token_ids == wanted
-        assert (made.num_pruned > 0) == (pruning is not None and shape["top_k"] > 1)
+        assert (made.num_pruned > 0) == (bool(pruning) and shape["top_k"] > 1)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +85,7 @@ def test_the_tree_holds_the_paths_of_largest_joint_probability():
     target = tiny_model(vocab_size=6)
     head = random_eagle(target)
     total = 11
-    drafter = EagleDrafter(head, vocab_size=6, shape=TreeShape(depth=2, top_k=6, total_tokens=total))
+    drafter = EagleDrafter(head, vocab_size=6, settings=EagleSettings(depth=2, top_k=6, total_tokens=total))
     cached = CachedModel(target, hidden_layers=head.layers_read)
     SpeculativeDecoder(cached, drafter, NumberTokenizer(6))
     with torch.inference_mode():
@@ -143,10 +142,10 @@ def test_block_verification_of_trees_is_refused_at_once():
 
 
 def test_specifications_are_checked_and_name_what_is_known():
-    parsed = DrafterSpec.parse("eagle3:top_k=4,prune=depth,keep=0.5")
-    assert parsed.shape == TreeShape(top_k=4) and parsed.pruning == Pruning("depth", keep=0.5)
+    parsed = DRAFTERS.make("eagle3:top_k=4,prune=depth,keep=0.5")
+    assert parsed == EagleSettings(top_k=4, prune="depth", keep=0.5) and parsed.pruning == Pruning("depth", keep=0.5)
     for spec, told in {
-        "eagle3:width=3": "takes path, depth, top_k, total_tokens, prune",
+        "eagle3:width=3": "takes alpha, budget, depth",
         "eagle3:depth=0": "depth must be in [1, 512], got 0",
         "eagle3:epsilon=0.1": "epsilon goes with prune=",
         "eagle3:prune=random": "prune must be one of entropy, depth, depth_exp, path_prob, got 'random'",
@@ -154,14 +153,14 @@ def test_specifications_are_checked_and_name_what_is_known():
         "eagle3:depth=deep": "depth must be a whole number, got 'deep'",
         "eagle3:top_k=1.5": "top_k must be a whole number, got '1.5'",
         "eagle3:prune=entropy,keep=0.5": "prune=entropy takes epsilon, budget, entropy_weight, leaf, not keep",
-        "eagle3:prune=depth,alpha=inf": "alpha must be finite, got 'inf'",
+        "eagle3:prune=depth,alpha=inf": "alpha must be in [-1e+06, 1e+06], got inf",
         "eagle3:path=": "path must name a folder or a hub id",
         "ngram:max_ngram=0": "min_ngram must be in [1, max_ngram = 0], got 1",
         "draft:k=3": "it takes none",
         "oracle": "drafter must be one of draft, ngram, eagle3",
     }.items():
         with pytest.raises(SpecError) as caught:
-            DrafterSpec.parse(spec)
+            DRAFTERS.make(spec)
         assert told in str(caught.value)
 
 
@@ -177,7 +176,7 @@ def pair():
 def test_the_bundled_head_drafts_for_the_bundled_target(pair, temperature):
     problems = load_task("arithmetic").problems("test", 6)
     plain = SpeculativeDecoder(pair.cached_target(), None, pair.tokenizer)
-    drafter = make_drafter("eagle3", pair, parse_rule("lossless"))
+    drafter = DRAFTERS.make("eagle3").build(pair, parse_rule("lossless"))
     decoder = SpeculativeDecoder(pair.cached_target(drafter.target_layers), drafter, pair.tokenizer)
     rounds = tokens = 0
     for number, problem in enumerate(problems):
@@ -194,9 +193,9 @@ def test_our_forward_equals_the_speculators_models(pair):
     pytest.importorskip("speculators")
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 
-    from reprieve.heads.artefact import find_artefact
+    from reprieve.heads.files import find_head
 
-    folder = find_artefact(BUNDLED)
+    folder = find_head(BUNDLED)
     document = json.loads((folder / "config.json").read_text())
     config = Eagle3SpeculatorConfig(**{k: v for k, v in document.items() if k != "transformers_version"})
     config.transformer_layer_config._attn_implementation = "eager"
@@ -240,12 +239,12 @@ def test_a_head_for_another_target_is_refused(pair, tmp_path):
 
 
 def broken(tmp_path, change, name):
-    from reprieve.heads.artefact import find_artefact
+    from reprieve.heads.files import find_head
 
     folder = tmp_path / name
     folder.mkdir()
-    document = json.loads((find_artefact(BUNDLED) / "config.json").read_text())
-    tensors = load_file(find_artefact(BUNDLED) / "model.safetensors")
+    document = json.loads((find_head(BUNDLED) / "config.json").read_text())
+    tensors = load_file(find_head(BUNDLED) / "model.safetensors")
     change(document, tensors)
     (folder / "config.json").write_text(json.dumps(document))
     save_file(tensors, folder / "model.safetensors")
@@ -277,17 +276,17 @@ def test_a_damaged_head_says_what_is_wrong(pair, tmp_path, change, told):
 
 def safeailab(tmp_path):
     """The bundled head as SafeAILab would have saved it."""
-    from reprieve.heads.artefact import find_artefact
+    from reprieve.heads.files import find_head
 
     folder = tmp_path / "theirs"
     folder.mkdir()
-    tensors = load_file(find_artefact(BUNDLED) / "model.safetensors")
+    tensors = load_file(find_head(BUNDLED) / "model.safetensors")
     names = {name: name.replace("layers.0.", "midlayer.") for name in tensors}
     save_file(
         {names[name]: tensor for name, tensor in tensors.items() if name != "embed_tokens.weight"},
         folder / "model.safetensors",
     )
-    layer = json.loads((find_artefact(BUNDLED) / "config.json").read_text())["transformer_layer_config"]
+    layer = json.loads((find_head(BUNDLED) / "config.json").read_text())["transformer_layer_config"]
     (folder / "config.json").write_text(
         json.dumps({**layer, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 256})
     )
@@ -512,7 +511,7 @@ def test_a_hand_made_tree():
 def test_an_emptied_tree_is_a_plain_step():
     target = tiny_model()
     decoder = make_decoder(
-        target, random_eagle(target), pruning=Pruning("depth", keep=0.1, alpha=9.0), depth=4, top_k=3
+        target, random_eagle(target), prune="depth", keep=0.1, alpha=9.0, depth=4, top_k=3
     )
     made = decoder.generate(PROMPT, SamplingParams(max_new_tokens=12))
     assert len(made.tokens) == 12 and set(itertools.chain(made.round_lengths)) == {1}

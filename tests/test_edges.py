@@ -11,19 +11,21 @@ import torch
 from reprieve import custom_generate
 from reprieve.drafters import DraftModelDrafter, NgramDrafter
 from reprieve.engine import SamplingParams, SpeculativeDecoder
-from reprieve.engine.arbitration import ArbiterAdvisor
+from reprieve.engine.advisors import ArbiterAdvisor
 from reprieve.errors import SpecError
 from reprieve.heads.arbiter import ArbiterShape
 from reprieve.models import CachedModel
 from reprieve.models.arbiter import ArbiterModel
-from reprieve.rules import RULES, RiskBudget, accept, accepts, parse_rule
+from reprieve.needs import Need
+from reprieve.rules import RULES, Checked, RiskBudget, accept, accepts, parse_rule
+from reprieve.rules.checks import SampledCheck
 from reprieve.types import ROOT, Block, Evidence, Provenance
 
-from .tiny import NumberTokenizer, ScriptedDrafter, perturbed, random_head, tiny_model
+from .tiny import NumberTokenizer, ScriptedDrafter, perturbed, random_head, tiny_model, with_heads
 
 CPU = torch.device("cpu")
 PROMPT = list(range(2, 22))
-SPECS = [f"{name}:path=x" if name in ("judge", "pivot") else name for name in RULES]
+SPECS = [f"{name}:path=x" if name in ("judge", "pivot") else name for name in RULES.names()]
 SPECS += ["lossless:verification=block", "lossless:verification=exact", "cascade:kind=tok"]
 SPECS += ["top_k&floor", "top_k|floor", "margin:start=2 3,end=9"]
 
@@ -40,10 +42,10 @@ def draft(target):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_rule_survives_every_budget_and_empty_blocks(target, draft, spec):
-    rule = parse_rule(spec).with_heads(lambda kind, path: random_head(kind, size=32))
+    rule = with_heads(parse_rule(spec), lambda kind, path: random_head(kind, size=32))
     drafter = DraftModelDrafter(CachedModel(draft), CPU)
-    cached = CachedModel(target, hidden_layers=rule.target_layers)
-    advisor = ArbiterAdvisor(ArbiterModel(draft, ArbiterShape())) if "advice" in rule.needs else None
+    cached = CachedModel(target, hidden_layers=rule.traits.target_layers)
+    advisor = ArbiterAdvisor(ArbiterModel(draft, ArbiterShape())) if Need.ADVICE in rule.traits.needs else None
     decoder = SpeculativeDecoder(cached, drafter, NumberTokenizer(), rule=rule, num_draft_tokens=3, advisor=advisor)
     for temperature in (0.0, 0.8):
         for budget in range(1, 7):
@@ -76,7 +78,7 @@ def test_no_rule_accepts_a_token_the_target_excludes(spec):
         parse_rule(spec),
         Block(torch.tensor([2]), (ROOT,), deterministic=True),
         case,
-        next_token=lambda row, residual: 0,
+        Checked.of_flags(case.lossless_accepts),
         budget=RiskBudget(),
     )
     assert outcome.path == []
@@ -117,7 +119,7 @@ def test_a_draft_with_another_vocabulary_width_changes_nothing(target):
 
 
 def test_limits_belong_first_in_all_of_and_nowhere_else():
-    assert parse_rule("asd&top_k").risk_budget == 4.0
+    assert parse_rule("asd&top_k").traits.risk_budget == 4.0
     for spec in ("top_k&asd", "top_k|asd", "asd|top_k"):
         with pytest.raises(SpecError, match="limits of its own"):
             parse_rule(spec)
@@ -129,7 +131,7 @@ def test_walk_and_mask_agree_when_a_threshold_switches_everything_off():
     case = Evidence(block.token_ids, rows[:-1], True, torch.tensor([False, False]), draft_scores=rows[:-1])
     for spec in ("typical:slack=-inf|floor:min_prob=0.1", "cascade:alpha=-inf"):
         rule = parse_rule(spec)
-        outcome = accept(rule, block, case, next_token=lambda row, residual: 0, budget=RiskBudget())
+        outcome = accept(rule, block, case, Checked.of_flags(case.lossless_accepts), budget=RiskBudget())
         assert outcome.path == []
         assert not accepts(rule, case).any()
 
@@ -227,9 +229,11 @@ def test_a_matched_sibling_of_a_sampled_tree_is_no_rescue():
     block = Block(torch.tensor([0, 1]), (ROOT, ROOT), deterministic=True)
     judged = target[[0, 0]]
     uniforms = torch.tensor([0.9, 0.8])
-    case = Evidence(
-        block.token_ids, judged, False, torch.tensor([False, False]), target_scores=judged, uniforms=uniforms
+    check = SampledCheck(
+        target, block.token_ids, block.parent_rows, uniforms=uniforms, proposal_probs=None, draw=lambda p: p.argmax(-1)
     )
-    outcome = accept(parse_rule("lossless"), block, case, next_token=lambda row, residual: 0, budget=RiskBudget())
+    assert check.accepts.tolist() == [False, False]
+    case = Evidence(block.token_ids, judged, False, check.accepts, target_scores=judged, uniforms=uniforms)
+    outcome = accept(parse_rule("lossless"), block, case, check.settle(block), budget=RiskBudget())
     assert outcome.path == [1]
     assert outcome.provenance == [Provenance.MATCHED]

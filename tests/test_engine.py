@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reprieve.drafters import DraftModelDrafter, NgramDrafter
+from reprieve.drafters import DraftModelDrafter, NgramDrafter, NgramSettings
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.errors import ContextOverflowError, PairError, SpecError, UnsupportedModelError
 from reprieve.models import CachedModel
 from reprieve.models.loading import require_same_tokenizer
+from reprieve.needs import Need
 from reprieve.rules import parse_rule
-from reprieve.rules.base import Rule
+from reprieve.rules.base import Rule, Traits
 from reprieve.types import Block, Prefill, Provenance
 
 from .tiny import NumberTokenizer, ScriptedDrafter, perturbed, tiny_model
@@ -135,7 +136,7 @@ def test_rescued_token_survives_commit(target, draft):
 
 
 def test_ngram_drafter_proposes_what_followed_last_time():
-    drafter = NgramDrafter(CPU, max_ngram=2)
+    drafter = NgramDrafter(CPU, NgramSettings(max_ngram=2))
     drafter.start([1, 2, 3, 4, 9, 1, 2], None, Prefill())
     assert drafter.propose(3).token_ids.tolist() == [3, 4, 9]
     drafter.start([5, 6, 7], None, Prefill())
@@ -170,9 +171,7 @@ class ToyArbiter(Rule):
     """Rescues what the advisor likes."""
 
     name = "toy"
-    dial = "threshold"
-    strictest = -1.0
-    needs = frozenset({"advice", "node_hidden"})
+    own_traits = Traits(needs=frozenset({Need.ADVICE, Need.NODE_HIDDEN}))
     threshold = 0.5
 
     def risk(self, evidence):

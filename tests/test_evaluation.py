@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from reprieve.engine import Pair
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.evaluation.arms import make_arms, sweep_rules
 from reprieve.evaluation.config import RunConfig
@@ -15,7 +16,6 @@ from reprieve.evaluation.records import RecordFile
 from reprieve.evaluation.results import summarise, write_results
 from reprieve.evaluation.runner import run_arms
 from reprieve.metrics import bootstrap_interval, paired_difference, wilson_interval
-from reprieve.models import Pair
 from reprieve.tasks import Task, TaskProblem
 
 from .tiny import NumberTokenizer, perturbed, tiny_model

@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from reprieve.drafters import DraftModelDrafter
-from reprieve.engine import SamplingParams, SpeculativeDecoder
+from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import PairError, ReprieveError, SpecError, UnsupportedModelError
-from reprieve.evaluation.arms import Arm, build_decoder
 from reprieve.heads.features import JUDGE_BOTH, JUDGE_TARGET, PIVOT, FeatureRecipe, TokenStates, assemble
 from reprieve.heads.judge import JudgeHead, judge_probability
 from reprieve.heads.loading import attach_heads, require_heads_fit
 from reprieve.heads.pivot import PivotHead, pivot_logits
 from reprieve.labelling.records import MINED, Mismatch, ProblemLabels
-from reprieve.models import Pair
 from reprieve.models.cached_model import CachedModel
-from reprieve.rules import JudgeRule, PivotRule, accept, accepts, parse_rule
+from reprieve.rules import Checked, accept, accepts, parse_rule
 from reprieve.rules.accept import RiskBudget
+from reprieve.rules.judge import JudgeRule
+from reprieve.rules.pivot import PivotRule
 from reprieve.training.features import collect
 from reprieve.types import Block, Evidence, Provenance
 
@@ -53,7 +53,9 @@ def evidence(hidden, *, logits=None, token_ids=(1, 0, 2)):
 
 
 def test_judge_by_hand_at_three_tokens():
-    head = JudgeHead({"weight": torch.tensor([2.0, -1.0]), "bias": torch.tensor(0.5)}, JUDGE_TARGET, IDENTITY, "t", 0.3)
+    head = JudgeHead(
+        {"weight": torch.tensor([2.0, -1.0]), "bias": torch.tensor(0.5)}, JUDGE_TARGET, 0.3, pair=IDENTITY, task="t"
+    )
     case = evidence([[0.0, 0.5], [-1.0, 0.5], [1.0, 1.0]])
     expected = [1 / (1 + math.exp(-logit)) for logit in (0.0, -2.0, 1.5)]
     torch.testing.assert_close(head.risk(case), torch.tensor(expected))
@@ -69,7 +71,7 @@ def test_pivot_by_hand_and_its_floor():
         "fuse.weight": torch.tensor([[1.0, -4.0]]), "fuse.bias": torch.tensor([0.0]),
         "out.weight": torch.tensor([[0.0], [1.0]]), "out.bias": torch.tensor([0.0, 0.0]),
     }  # fmt: skip
-    head = PivotHead(tensors, PIVOT, IDENTITY, "t", 0.5)
+    head = PivotHead(tensors, PIVOT, 0.5, pair=IDENTITY, task="t")
     case = evidence([[2.0], [3.0], [-1.0]], token_ids=(1, 2, 0))
     # relu(2 - 4 * 0.3 / 2) = 1.4; p = 5e-5; relu(0 - 0.8) = 0
     probabilities = head.risk(case)
@@ -110,7 +112,7 @@ def test_recipes_put_states_in_order_and_refuse_what_decoding_lacks():
 def test_artefacts_round_trip(kind, tmp_path):
     head = random_head(kind)
     head.save_pretrained(tmp_path / "h")
-    assert sorted(path.name for path in (tmp_path / "h").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "h").iterdir()) == ["README.md", "config.json", "model.safetensors"]
     again = type(head).from_pretrained(tmp_path / "h", pair=IDENTITY)
     features = torch.randn(5, 6 + head.recipe.num_scalars)
     assert torch.equal(again.probability(features), head.probability(features))
@@ -155,9 +157,10 @@ def test_mismatched_and_tampered_artefacts_are_refused(tmp_path):
     with pytest.raises(ReprieveError, match="are not as they were saved together"):
         JudgeHead.from_pretrained(folder)
     with pytest.raises(SpecError, match=r"weight must have shape \[-1\], got nothing"):
-        JudgeHead({"bias": torch.tensor(0.0)}, JUDGE_TARGET, IDENTITY, "t", 0.1)
+        JudgeHead({"bias": torch.tensor(0.0)}, JUDGE_TARGET, 0.1, pair=IDENTITY, task="t")
+    weights = {"weight": torch.tensor([math.nan]), "bias": torch.tensor(0.0)}
     with pytest.raises(SpecError, match="must be finite"):
-        JudgeHead({"weight": torch.tensor([math.nan]), "bias": torch.tensor(0.0)}, JUDGE_TARGET, IDENTITY, "t", 0.1)
+        JudgeHead(weights, JUDGE_TARGET, 0.1, pair=IDENTITY, task="t")
 
 
 def test_other_pairs_are_errors_and_other_tasks_warnings(pair):
@@ -166,12 +169,12 @@ def test_other_pairs_are_errors_and_other_tasks_warnings(pair):
         require_heads_fit(rule, pair.identity, "gsm8k:shots=2")
     require_heads_fit(rule, pair.identity, "arithmetic")
     with pytest.raises(PairError, match="was made for target"):
-        build_decoder(Arm("judge", JudgeRule.of(random_head(size=32)), 4), pair)
+        pair.decoder(JudgeRule.of(random_head(size=32)), num_draft_tokens=4)
     # The target's own states serve another draft as well; the draft's do not.
     other_draft = dataclasses.replace(pair.identity, draft_weights="d9")
     require_heads_fit(rule, other_draft, None)
     both = JudgeHead(
-        {"weight": torch.zeros(64), "bias": torch.tensor(0.0)}, JUDGE_BOTH, pair.identity, "arithmetic", 0.2
+        {"weight": torch.zeros(64), "bias": torch.tensor(0.0)}, JUDGE_BOTH, 0.2, pair=pair.identity, task="arithmetic"
     )
     with pytest.raises(PairError, match="different draft_weights"):
         require_heads_fit(JudgeRule.of(both), other_draft, None)
@@ -183,7 +186,7 @@ def test_a_rule_takes_its_head_from_a_folder_alone_or_composed(tmp_path):
     assert rule.threshold == 0.2
     assert rule.spec == f"judge:path={tmp_path}/h,threshold=0.2"
     both = attach_heads(parse_rule(f"judge:path={tmp_path}/h,threshold=0.4&floor:min_prob=0.01"))
-    assert both.target_layers == (-1,)
+    assert both.traits.target_layers == (-1,)
     assert [name for name, _ in both.heads] == [f"{tmp_path}/h"]
     case = evidence(torch.randn(3, 6).tolist())
     risky = rule.risk(case) > 0.4
@@ -200,9 +203,9 @@ def test_decoding_at_threshold_0_is_lossless_and_at_1_rescues(pair, kind, greedy
 
     def answer(threshold):
         rule = rule_type.of(head, threshold=threshold)
-        return build_decoder(Arm("x", rule, 6), pair).generate(PROMPT, params)
+        return pair.decoder(rule, num_draft_tokens=6).generate(PROMPT, params)
 
-    lossless = build_decoder(Arm("lossless", parse_rule("lossless"), 6), pair).generate(PROMPT, params)
+    lossless = pair.decoder("lossless", num_draft_tokens=6).generate(PROMPT, params)
     assert answer(0.0).token_ids == lossless.token_ids
     assert answer(1.0).num_rescued > 0
 
@@ -231,9 +234,8 @@ def test_head_rules_judge_tree_nodes_by_the_states_of_the_nodes(pair, kind):
     for branch in ([0, 2], [1, 3]):
         alone, _ = risks(Block.chain(tree.token_ids[branch]))
         torch.testing.assert_close(whole[branch], alone, rtol=1e-4, atol=1e-5)
-    outcome = accept(
-        rule.with_parameter("threshold", 1.0), tree, case, next_token=lambda row, residual: 0, budget=RiskBudget()
-    )
+    checked = Checked.of_flags(case.lossless_accepts)
+    outcome = accept(rule.with_parameter("threshold", 1.0), tree, case, checked, budget=RiskBudget())
     assert outcome.path[0] in (0, 1)
     assert set(outcome.provenance) == {Provenance.RESCUED}
 
@@ -246,7 +248,7 @@ def test_wrong_sizes_and_missing_states_are_named(pair):
             pair.tokenizer,
             rule=JudgeRule.of(random_head(size=32)),
         )
-    decoder = build_decoder(Arm("j", JudgeRule.of(random_head(size=6, pair=pair.identity)), 4), pair)
+    decoder = pair.decoder(JudgeRule.of(random_head(size=6, pair=pair.identity)), num_draft_tokens=4)
     with pytest.raises(SpecError, match="reads 6 features, these models give 32"):
         decoder.generate(PROMPT)
 

@@ -21,7 +21,6 @@ import torch
 import reprieve
 from reprieve.cli.main import main
 from reprieve.errors import PairError, ReprieveError, SpecError
-from reprieve.evaluation.arms import Arm, build_decoder
 from reprieve.labelling.annotations import read_annotations
 from reprieve.labelling.api_target import ApiTarget
 from reprieve.labelling.equivalence import NotWorse
@@ -43,7 +42,7 @@ from reprieve.labelling.summary import shares_by_class, summarise, token_class
 from reprieve.labelling.target import LocalTarget, gather_all
 from reprieve.models.batch_decoder import BatchDecoder, Session
 from reprieve.models.cached_model import CachedModel
-from reprieve.models.sampling import SamplingParams
+from reprieve.settings import SamplingParams
 
 from .mining import EOS, ScriptedTarget, WordTokenizer, miner, problem, responses
 from .tiny import IDENTITY, perturbed, tiny_model
@@ -316,7 +315,7 @@ class FakeApi(BaseHTTPRequestHandler):
 def test_a_target_behind_an_api_gives_the_labels_it_gives_locally(prompts, monkeypatch):
     pair = reprieve.load_pair()
     FakeApi.tokenizer = pair.tokenizer
-    FakeApi.decoder = build_decoder(Arm("target_only", None, 1), pair)
+    FakeApi.decoder = pair.decoder("target_only")
     server = ThreadingHTTPServer(("127.0.0.1", 0), FakeApi)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("OPENAI_API_KEY", "none")

@@ -6,8 +6,9 @@ import pytest
 
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.rules import RULES, parse_rule
-from reprieve.serving.leniency import Policy, RequestError, dial_value
+from reprieve.serving.policy import Policy, RequestError
 from reprieve.serving.server.menu import Menu, stops
+from reprieve.settings import BUNDLED_PAIR
 
 JUDGE = "judge:path=reprieve/arithmetic-judge,threshold=0.1"
 
@@ -140,9 +141,9 @@ def test_a_file_holds_the_same(tmp_path):
 
 
 def test_a_certificate_of_another_rule_is_refused(tmp_path):
-    from reprieve.heads.artefact import find_artefact
+    from reprieve.heads.files import find_head
 
-    [certificate] = (find_artefact("reprieve/arithmetic-judge") / "certificates").glob("*.json")
+    [certificate] = (find_head("reprieve/arithmetic-judge") / "certificates").glob("*.json")
     with pytest.raises(SpecError, match="is about judge"):
         Policy.load({"rule": "margin:delta=2", "certificate": str(certificate)})
 
@@ -163,20 +164,20 @@ def test_the_menu_tells_rules_apart():
         Menu([])
 
 
-@pytest.mark.parametrize("name", sorted(RULES))
+@pytest.mark.parametrize("name", RULES.names())
 def test_every_rule_has_a_slider_from_strict_to_lenient(name):
-    spec = {"judge": JUDGE, "pivot": "pivot:path=reprieve/arithmetic-pivot"}.get(name, name)
-    policy = Policy.load(spec)
+    spec = JUDGE if name == "judge" else name
+    policy = Policy.load(spec, target=BUNDLED_PAIR)
     found = stops(policy)
     if name == "lossless":
         assert found == []
         return
-    leniency = [policy.rule.with_dial(value).leniency for value in found]
-    assert leniency == sorted(leniency) and len(found) > 3
-    if dial_value(policy.rule) is not None:
-        assert stops(Policy.load({"rule": spec, "max_threshold": found[-1]})) == found
+    looseness = [policy.rule.with_dial(value).looseness for value in found]
+    assert looseness == sorted(looseness) and len(found) > 3
+    if policy.rule.dial_value is not None:
+        assert stops(Policy.load({"rule": spec, "max_threshold": found[-1]}, target=BUNDLED_PAIR)) == found
 
 
-def test_leniency_orders_the_budget_rules_by_their_budget():
-    small, large = (parse_rule(f"asd:budget={value}").leniency for value in (1, 9))
+def test_looseness_orders_the_budget_rules_by_their_budget():
+    small, large = (parse_rule(f"asd:budget={value}").looseness for value in (1, 9))
     assert small < large

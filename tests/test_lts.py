@@ -12,15 +12,15 @@ from scipy.stats import binom
 from reprieve.calibration.lts import LtsRecipe, bounds_of, collect_swaps, fit, upper_quantile
 from reprieve.calibration.swaps import SwapMeter, Swaps, next_step_divergence, whitening
 from reprieve.drafters import DraftModelDrafter
-from reprieve.engine import SamplingParams, SpeculativeDecoder
+from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder, load_pair
 from reprieve.errors import PairError, ReprieveError, SpecError
 from reprieve.evaluation.auditing import audit
 from reprieve.heads.loading import attach_heads, require_heads_fit
 from reprieve.heads.lts import LtsCalibration
-from reprieve.models import CachedModel, Pair, load_pair
+from reprieve.models import CachedModel
 from reprieve.models.sampling import Sampler
-from reprieve.rules import LtsRule, accepts, parse_rule
-from reprieve.rules.lts import lts_bound, raw_scores
+from reprieve.rules import accepts, parse_rule
+from reprieve.rules.lts import LtsRule, lts_bound, raw_scores
 from reprieve.tasks import load_task
 from reprieve.types import Evidence
 
@@ -256,7 +256,7 @@ def test_recipes_are_checked():
 
 
 def test_a_strict_score_leaves_the_targets_greedy_text_on_trees_and_chains():
-    from reprieve.drafters import EagleDrafter, TreeShape
+    from reprieve.drafters import EagleDrafter, EagleSettings
 
     target = tiny_model()
     plain = SpeculativeDecoder(CachedModel(target), None, NumberTokenizer())
@@ -264,7 +264,7 @@ def test_a_strict_score_leaves_the_targets_greedy_text_on_trees_and_chains():
     made = calibration(scale=torch.ones(32), tolerances=torch.tensor([50.0]))
     head = random_eagle(target)
     cached = CachedModel(target, hidden_layers=head.layers_read)
-    trees = EagleDrafter(head, vocab_size=48, shape=TreeShape(depth=4, top_k=4, total_tokens=20))
+    trees = EagleDrafter(head, vocab_size=48, settings=EagleSettings(depth=4, top_k=4, total_tokens=20))
     chains = DraftModelDrafter(CachedModel(perturbed(target, noise=0.2)), CPU)
     for drafter in (trees, chains):
         for theta, same in ((1.0, True), (-9.0, False)):
@@ -285,7 +285,7 @@ def test_the_audit_counts_what_was_swapped_and_what_the_bound_covers():
     pair = load_pair(dtype="float32")
     task = load_task("arithmetic")
     problems = task.problems("test", 3)
-    rule = attach_heads(parse_rule("lts:theta=0.9"))
+    rule = attach_heads(parse_rule("lts:theta=0.9"), pair.target_name)
     decoder = SpeculativeDecoder(
         pair.cached_target(), DraftModelDrafter(pair.cached_draft(), pair.device), pair.tokenizer, rule=rule
     )

@@ -10,7 +10,7 @@ import torch
 
 from reprieve.errors import PairError, ReprieveError, SpecError
 from reprieve.rules import RiskBudget, accepts, parse_rule
-from reprieve.serving.leniency import STRICT, Policy
+from reprieve.serving.policy import STRICT, Policy
 from reprieve.serving.vllm_plugin.batch import Batch, Row, decide
 from reprieve.serving.vllm_plugin.configuration import (
     Setup,

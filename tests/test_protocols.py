@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from reprieve.calibration.certify import Promise
+from reprieve.engine import Pair
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.evaluation.arms import build_decoder, make_arms
+from reprieve.evaluation.arms import make_arms
 from reprieve.evaluation.certifying import Plan, certify
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.conversation import Conversation
@@ -27,10 +28,11 @@ from reprieve.evaluation.tuning import FsdProtocol, best_ks
 from reprieve.heads.certificates import Certificate
 from reprieve.heads.folds import FoldedHead, fold_folder, fold_of, write_folds
 from reprieve.metrics import clustered_interval, paired_difference, paired_pvalue
-from reprieve.models import Pair
-from reprieve.models.sampling import SamplingParams
-from reprieve.rules import JudgeRule, TopKRule, parse_rule
+from reprieve.rules import parse_rule
+from reprieve.rules.judge import JudgeRule
+from reprieve.rules.top_k import TopKRule
 from reprieve.rules.truncation import truncated_tokens
+from reprieve.settings import SamplingParams
 from reprieve.tasks import TaskProblem, load_task
 from reprieve.types import Provenance, Token
 
@@ -103,7 +105,7 @@ def test_direct_arms_sample_from_what_the_rule_accepts(spec):
 
 def test_a_direct_arm_draws_only_from_the_set_and_in_its_proportions(pair, tmp_path):
     arm = make_arms(["direct:top_k:k=2"], [4])[-1]
-    decoder = build_decoder(arm, pair)
+    decoder = arm.decoder(pair)
     firsts = []
     for seed in range(300):
         params = arm.params(SamplingParams(max_new_tokens=1, temperature=1.0, seed=seed))
@@ -289,7 +291,7 @@ def test_folders_grow_only_where_that_is_harmless(tmp_path):
 
 
 def test_several_processes_give_the_same_answers(tmp_path):
-    from reprieve.models import load_pair
+    from reprieve.engine import load_pair
 
     bundled = load_pair(dtype="float32")
     arms = make_arms(["margin:delta=2"], [4])[2:]
@@ -358,7 +360,7 @@ def test_later_turns_read_earlier_answers_and_count(pair, tmp_path):
     whole = run_arms(config, arms, pair, TwoTurns(), tmp_path)
     record = next(r for r in whole.records if r.arm == "lossless")
     assert len(record.turns) == 2 and record.text == record.turns[1] and record.num_tokens == 24
-    second = build_decoder(arms[2], pair).generate(
+    second = arms[2].decoder(pair).generate(
         [1, 2, 3, *map(int, record.turns[0].split()), 7, 8], SamplingParams(max_new_tokens=12)
     )
     assert second.text == record.turns[1]
@@ -443,7 +445,7 @@ def test_watching_a_task_finds_what_bench_finds(pair, tmp_path):
     whole = run(pair, arms, tmp_path, limit=15)
     row = summarise(whole)["arms"][-1]
     final = watch(
-        build_decoder(arms[-1], pair), build_decoder(arms[2], pair), ToyTask(), ToyTask().problems("test", 15),
+        arms[-1].decoder(pair), arms[2].decoder(pair), ToyTask(), ToyTask().problems("test", 15),
         {"temperature": 0.0}, share=1.0, max_drop=None, max_waiting=100,
     )  # fmt: skip
     assert final.num_checked == 15 and abs(final.drop) <= 1
@@ -456,7 +458,7 @@ def test_without_references_a_changed_answer_counts_as_lost(pair):
         def same(self, problem, answer, other):
             return answer == other
 
-    check = LosslessCheck(build_decoder(make_arms([], [4])[2], pair), Unlabelled())
+    check = LosslessCheck(make_arms([], [4])[2].decoder(pair), Unlabelled())
     problem = TaskProblem("p", "1 2 3", "")
     params = SamplingParams(max_new_tokens=8)
     strict = check.decoder.generate(problem.prompt, params).text

@@ -15,7 +15,7 @@ from reprieve.evaluation.arms import make_arms
 from reprieve.evaluation.charts import histogram, intervals, scatter, stacked
 from reprieve.evaluation.report import short_name, write_report
 from reprieve.evaluation.results import summarise, write_results
-from reprieve.rules import MarginRule
+from reprieve.rules.margin import MarginRule
 
 from .test_calibration import certificate
 from .test_protocols import pair, run  # noqa: F401

@@ -12,7 +12,7 @@ from reprieve.rules import RULES, accepts, all_of, parse_rule
 from reprieve.rules.lossless import greedy_accepts, sampling_accepts
 from reprieve.types import Evidence
 
-from .tiny import NumberTokenizer, random_head
+from .tiny import NumberTokenizer, with_heads
 
 VOCAB_SIZE = 12
 HIDDEN_SIZE = 6
@@ -91,7 +91,7 @@ class WordTokenizer(NumberTokenizer):
 
 
 def bound(spec: str):
-    return parse_rule(spec).with_heads(random_head).bind(WordTokenizer(VOCAB_SIZE))
+    return with_heads(parse_rule(spec)).bind(WordTokenizer(VOCAB_SIZE))
 
 
 def test_rules_that_need_a_head_say_so():
@@ -103,7 +103,7 @@ def test_rules_that_need_a_head_say_so():
 
 
 def test_every_rule_has_a_ladder():
-    assert {spec.partition(":")[0].partition("&")[0] for spec, _ in LADDERS} | {"lossless"} == set(RULES)
+    assert {spec.partition(":")[0].partition("&")[0] for spec, _ in LADDERS} | {"lossless"} == set(RULES.names())
 
 
 @pytest.mark.parametrize("greedy", [True, False])
@@ -111,11 +111,11 @@ def test_every_rule_has_a_ladder():
 def test_strictest_equals_lossless_and_accepted_sets_nest(spec, ladder, greedy):
     rule = bound(spec)
     case = evidence(greedy=greedy)
-    assert ladder[0] == rule.strictest
+    assert ladder[0] == rule.dial.strictest
     before = None
     for value in ladder:
         accepted = accepts(rule.with_dial(value), case)
-        if before is None and rule.replaces:
+        if before is None and rule.traits.replaces:
             assert not accepted.any(), "a replacing rule at its strictest leaves every token to the target"
         elif before is None:
             assert torch.equal(accepted, case.lossless_accepts)
@@ -303,7 +303,7 @@ def test_spec_round_trips(spec):
     ("spec", "says"),
     [
         ("", "empty"),
-        ("nucleus", "one of lossless, top_k"),
+        ("nucleus", "one of arbiter, asd"),
         ("top_k:k=0", "1 or more, got 0"),
         ("top_k:k=two", "whole number, got 'two'"),
         ("top_k:size=2", "no parameter 'size'; it takes k"),

@@ -18,11 +18,8 @@ import pytest
 import torch
 import uvicorn
 
-from reprieve.engine import SamplingParams
-from reprieve.evaluation.arms import Arm, build_decoder
-from reprieve.models import load_pair
-from reprieve.rules import parse_rule
-from reprieve.serving.leniency import Policy
+from reprieve.engine import SamplingParams, load_pair
+from reprieve.serving.policy import Policy
 from reprieve.serving.server.app import Settings
 from reprieve.serving.server.launch import make_app
 from reprieve.tasks import load_task
@@ -92,7 +89,7 @@ def get(port, path, headers=None):
 
 
 def local(pair, spec, prompt, **params):
-    return build_decoder(Arm(spec, parse_rule(spec), K), pair).generate(prompt, SamplingParams(**params))
+    return pair.decoder(spec, num_draft_tokens=K).generate(prompt, SamplingParams(**params))
 
 
 def test_completions_are_the_engines_own(client, pair, prompt):

@@ -26,6 +26,9 @@ from reprieve.heads.lts import LtsCalibration
 from reprieve.heads.pivot import PivotHead
 from reprieve.models.eagle3 import EagleConfig, EagleHead
 from reprieve.models.sampling import Sampler
+from reprieve.needs import Need
+from reprieve.rules import Rule
+from reprieve.rules.learned import HeadRule
 from reprieve.types import Block, Outcome, Prefill, Verification
 
 VOCAB_SIZE = 48
@@ -101,7 +104,7 @@ class ScriptedDrafter:
     name = "scripted"
     target_layers: tuple[int, ...] = ()
     drafts_trees = False  # for all it knows
-    provides = frozenset({"draft_probs"})
+    provides = frozenset({Need.DRAFT_PROBS})
 
     def __init__(self, script: Callable[[list[int], int], Block]) -> None:
         self.script = script
@@ -119,7 +122,7 @@ class ScriptedDrafter:
 
     def commit(self, block: Block, outcome: Outcome, verification: Verification) -> None:
         self.outcomes.append(outcome)
-        self.token_ids += [int(block.token_ids[node]) for node in outcome.path] + [outcome.next_token_id]
+        self.token_ids += outcome.committed_ids
 
 
 IDENTITY = PairIdentity("tiny/target", "tiny/draft", "t0", "d0", "tok0")
@@ -130,22 +133,27 @@ def random_head(
 ) -> Head | LtsCalibration | Arbiter:
     """A judge or pivot head with random weights, an lts calibration for embeddings, an arbiter without weights."""
     if kind == "arbiter":
-        return Arbiter({}, ArbiterShape(), pair, "arithmetic", 0.6, 16)
+        return Arbiter({}, ArbiterShape(), 0.6, 16, pair=pair, task="arithmetic")
     if kind == "lts":
         one = torch.ones(1)
-        return LtsCalibration(torch.ones(size), one, one, 4 * one, torch.empty(0), pair, "arithmetic", 0.05)
+        return LtsCalibration(torch.ones(size), one, one, 4 * one, torch.empty(0), 0.05, pair=pair, task="arithmetic")
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
         return torch.randn(*shape, generator=generator)
 
     if kind == "judge":
-        return JudgeHead({"weight": draw(size), "bias": draw(1)[0]}, JUDGE_TARGET, pair, "arithmetic", 0.2)
+        return JudgeHead({"weight": draw(size), "bias": draw(1)[0]}, JUDGE_TARGET, 0.2, pair=pair, task="arithmetic")
     sizes = {"hidden": (4, size), "scalars": (3, 2), "fuse": (5, 7), "out": (2, 5)}
     tensors = {f"{name}.weight": draw(*shape) for name, shape in sizes.items()}
     tensors |= {f"{name}.bias": draw(shape[0]) for name, shape in sizes.items()}
     tensors |= {"mean": torch.zeros(size + 2), "scale": torch.ones(size + 2)}
-    return PivotHead(tensors, PIVOT, pair, "arithmetic", 0.5)
+    return PivotHead(tensors, PIVOT, 0.5, pair=pair, task="arithmetic")
+
+
+def with_heads(rule: Rule, load: Callable[[str, str], object] = random_head) -> Rule:
+    """The rule with heads from a function in memory."""
+    return rule.transform(lambda part: part.with_head(load, "memory") if isinstance(part, HeadRule) else part)
 
 
 def random_eagle(target: PreTrainedModel, *, draft_vocab_size: int | None = None, seed: int = 0, **flags) -> EagleHead:

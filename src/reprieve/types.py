@@ -15,7 +15,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from reprieve.transfers import to_device
+
 ROOT = -1  # the parent of nodes that follow the last committed token
+PARTS = ("prefill", "draft", "verify", "advise", "rule", "commit")  # of an answer's time
 
 # Hidden states by layer, [n, D] each: indices into transformers' `hidden_states`; -1 is the last, after the norm.
 HiddenStates = Mapping[int, Tensor]
@@ -67,6 +70,13 @@ class Block:
         return depths
 
     @cached_property
+    def parent_rows(self) -> Tensor | slice:
+        """Rows of a `Verification` that judge each node: those of its parent; a slice, so a view, for chains. [N]"""
+        if self.is_chain:
+            return slice(0, self.num_tokens)
+        return to_device(torch.tensor(self.parents), self.token_ids.device) + 1
+
+    @cached_property
     def children(self) -> dict[int, list[int]]:
         """Children of each node, and of ROOT, in drafting order."""
         children: dict[int, list[int]] = {}
@@ -113,16 +123,12 @@ class Verification:
 
     def parent_rows(self, block: Block) -> Tensor:
         """`logits` rows that judge each node: those of its parent; a view for chains. [N, V]"""
-        return self.logits[self._rows_of_parents(block)]
+        return self.logits[block.parent_rows]
 
     def parent_hidden(self, block: Block) -> HiddenStates | None:
         """The hidden states that encode each node's parent, and so predicted the node: [N, Dt] a layer."""
-        return select_rows(self.hidden, self._rows_of_parents(block))
+        return select_rows(self.hidden, block.parent_rows)
 
-    def _rows_of_parents(self, block: Block) -> Tensor | slice:
-        if block.is_chain:
-            return slice(0, -1)
-        return torch.tensor(block.parents, device=self.logits.device) + 1
 
     @property
     def node_logits(self) -> Tensor:
@@ -215,6 +221,7 @@ class Outcome:
     """What a round commits: a path through the block, then one token of the target's."""
 
     path: list[int]  # accepted nodes, first to last
+    token_ids: list[int]  # of the path
     provenance: list[Provenance]  # of the path
     next_token_id: int  # fallback token, or bonus token after a fully accepted branch
     risks: list[float] | None = None  # of the path, where the rule has a risk
@@ -222,6 +229,11 @@ class Outcome:
     @property
     def num_rescued(self) -> int:
         return self.provenance.count(Provenance.RESCUED)
+
+    @property
+    def committed_ids(self) -> list[int]:
+        """All tokens the round adds to the text."""
+        return [*self.token_ids, self.next_token_id]
 
 
 @dataclass(frozen=True)
@@ -252,18 +264,6 @@ class RoundTrace:
 
 
 @dataclass
-class RoundTimes:
-    """Seconds spent in each part of the rounds, added up over a generation."""
-
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    rule_s: float = 0.0
-    advise_s: float = 0.0
-    commit_s: float = 0.0
-    prefill_s: float = 0.0
-
-
-@dataclass
 class Generation:
     """A finished answer and how it was made."""
 
@@ -275,7 +275,7 @@ class Generation:
     num_drafted: int
     seconds: float
     num_pruned: int = 0  # drafted, and cut away before verification
-    times: RoundTimes = field(default_factory=RoundTimes)
+    seconds_by_part: dict[str, float] = field(default_factory=dict)  # of each of PARTS; {} unless they were timed
     round_lengths: list[int] = field(default_factory=list)  # committed tokens of each round
     trace: list[RoundTrace] | None = None
 

@@ -12,8 +12,8 @@ os.environ.update(
 import pytest
 from vllm import LLM
 
-from reprieve.models.loading import bundled_folder
-from reprieve.serving.leniency import Policy
+from reprieve.heads.files import bundled_folder
+from reprieve.serving.policy import Policy
 from reprieve.serving.vllm_plugin.vllm_0_32 import startup
 
 K = 8
@@ -63,11 +63,9 @@ def use_rule(llm, source):
 
 
 def local_decoder(spec):
-    from reprieve.evaluation.arms import Arm, build_decoder
-    from reprieve.models import load_pair
-    from reprieve.rules import parse_rule
+    from reprieve.engine import load_pair
 
-    return build_decoder(Arm(spec, parse_rule(spec), K), load_pair())
+    return load_pair().decoder(spec, num_draft_tokens=K)
 
 
 def texts(outputs):

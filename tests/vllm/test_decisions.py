@@ -8,9 +8,8 @@ import torch
 from vllm.v1.sample import rejection_sampler as module
 
 import reprieve.engine.decoder as engine
-from reprieve.engine import SamplingParams, SpeculativeDecoder
-from reprieve.models import load_pair
-from reprieve.serving.leniency import Policy
+from reprieve.engine import SamplingParams, SpeculativeDecoder, load_pair
+from reprieve.serving.policy import Policy
 from reprieve.serving.vllm_plugin.rounds import WorkerRules
 from reprieve.serving.vllm_plugin.vllm_0_32 import sampler
 from reprieve.serving.vllm_plugin.vllm_0_32.runner import RunnerHooks

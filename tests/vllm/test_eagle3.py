@@ -8,12 +8,10 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 from vllm import SamplingParams
 
-from reprieve.drafters.spec import make_drafter
+from reprieve.drafters import DRAFTERS
 from reprieve.engine import SamplingParams as LocalParams
-from reprieve.engine import SpeculativeDecoder
-from reprieve.heads.artefact import find_artefact
-from reprieve.models import load_pair
-from reprieve.models.loading import bundled_folder
+from reprieve.engine import SpeculativeDecoder, load_pair
+from reprieve.heads.files import bundled_folder, find_head
 from reprieve.rules import parse_rule
 from tests.vllm.conftest import make_llm, rules_of, use_rule
 
@@ -93,12 +91,12 @@ def test_strict_rules_leave_the_targets_answers(llm, problems):
 def test_the_bundled_head_is_accepted_as_often_as_by_the_local_engine(problems):
     """Chains of six tokens: vLLM's own drafting from the shipped file, and ours, round by round."""
     depth = 6
-    folder = find_artefact("reprieve/arithmetic-eagle3")
+    folder = find_head("reprieve/arithmetic-eagle3")
     served = make_llm("lossless", method="eagle3", model=str(folder), num_speculative_tokens=depth)
     prompts = [problem.prompt for problem in problems[:8]]
     outputs = served.generate(prompts, SamplingParams(temperature=0, max_tokens=200), use_tqdm=False)
     pair = load_pair(dtype="float32")
-    drafter = make_drafter(f"eagle3:top_k=1,depth={depth}", pair, parse_rule("lossless"))
+    drafter = DRAFTERS.make(f"eagle3:top_k=1,depth={depth}").build(pair, parse_rule("lossless"))
     decoder = SpeculativeDecoder(pair.cached_target(drafter.target_layers), drafter, pair.tokenizer)
     theirs = ours = 0.0
     for output in outputs:

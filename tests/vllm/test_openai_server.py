@@ -12,7 +12,7 @@ import urllib.request
 import openai
 import pytest
 
-from reprieve.models.loading import bundled_folder
+from reprieve.heads.files import bundled_folder
 from tests.vllm.conftest import K
 
 with socket.socket() as _probe:

@@ -15,11 +15,12 @@ from scipy.stats import binom
 from torch import Tensor
 
 from reprieve.calibration.swaps import SwapMeter, Swaps
+from reprieve.engine import Pair
 from reprieve.errors import SpecError, require_choice, require_range
 from reprieve.heads.lts import BUCKETS, LtsCalibration
-from reprieve.models import Pair
-from reprieve.models.sampling import Sampler, SamplingParams
+from reprieve.models.sampling import Sampler
 from reprieve.rules.lts import lts_bound
+from reprieve.settings import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ def command(
     from reprieve.evaluation.runner import environment
     from reprieve.files import replace_file
     from reprieve.heads.lts import LtsCalibration
-    from reprieve.models.sampling import SamplingParams
     from reprieve.rules import LtsRule
+    from reprieve.settings import SamplingParams
 
     o.require_problems(limit, offset)
     if active < 2:

@@ -38,8 +38,7 @@ def lts(
 ) -> int:
     """Measure the bound's constants on the target's own answers (Algorithm 1)."""
     from reprieve.calibration.lts import LtsRecipe, bounds_of, collect_swaps, fit
-    from reprieve.heads.artefact import claim_folder
-    from reprieve.models.sampling import SamplingParams
+    from reprieve.settings import SamplingParams
     from reprieve.training.own_text import own_text_path, write_own_texts
 
     recipe = LtsRecipe(

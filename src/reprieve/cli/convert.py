@@ -18,12 +18,12 @@ def eagle3(
     norm_before_residual: Annotated[bool, typer.Option(help="The head was trained with the norm first.")] = False,
 ) -> int:
     """Convert a SafeAILab EAGLE-3 checkpoint."""
-    from reprieve.heads.artefact import find_artefact
+    from reprieve.heads.files import find_head
     from reprieve.models.eagle3_layouts import convert_safeailab
 
     chosen = () if layers is None else tuple(o.parse_numbers(layers, "--layers", int))
     config = convert_safeailab(
-        find_artefact(checkpoint), out, target_name=target, layers=chosen, norm_before_residual=norm_before_residual
+        find_head(checkpoint), out, target_name=target, layers=chosen, norm_before_residual=norm_before_residual
     )
     o.console().print(
         f"head: {out} ({config.draft_vocab_size} draft tokens of {config.layer.vocab_size})   use it: reprieve bench "

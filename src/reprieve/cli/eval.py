@@ -40,9 +40,9 @@ def command(
     turns.
     """
     import_extra("lm_eval", "eval")
+    from reprieve.engine import load_pair
     from reprieve.evaluation.arms import make_arms
     from reprieve.evaluation.harness import HarnessSettings, evaluate_arms
-    from reprieve.models import load_pair
     from reprieve.rules.spec import parse_parameters
 
     try:

@@ -49,10 +49,10 @@ def command(
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = o.sampling_options(temperature, top_p, top_k, draft_temperature)
     o.quiet_transformers()
+    from reprieve.engine import load_pair
     from reprieve.evaluation.arms import Arm, build_decoder
     from reprieve.files import replace_file
-    from reprieve.models import load_pair
-    from reprieve.models.sampling import SamplingParams
+    from reprieve.settings import SamplingParams
 
     params = SamplingParams(max_new_tokens=max_new_tokens, seed=seed, stop=tuple(stop), **sampling)
     pair = load_pair(target, draft, dtype=dtype, device=device)

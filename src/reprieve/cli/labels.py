@@ -81,10 +81,10 @@ def import_(
     o.quiet_transformers()
     import dataclasses
 
+    from reprieve.engine import load_pair
     from reprieve.labelling.annotations import read_annotations
     from reprieve.labelling.store import LabelStore
     from reprieve.labelling.summary import summarise
-    from reprieve.models import load_pair
 
     pair = load_pair(target, draft, dtype=dtype, device=device)
     problems = read_annotations(annotations, pair.tokenizer)

@@ -18,7 +18,7 @@ from rich.table import Table
 from reprieve.errors import SpecError
 
 if TYPE_CHECKING:
-    from reprieve.models import Pair
+    from reprieve.engine import Pair
     from reprieve.tasks import Task
 
 Target = Annotated[str, typer.Option(help="Target model: hub id or folder. Default: the bundled pair.")]
@@ -111,7 +111,7 @@ def sampling_options(
     temperature: float, top_p: float, top_k: int, draft_temperature: float | None = None
 ) -> dict[str, Any]:
     """The sampling part of a run's configuration, checked."""
-    from reprieve.models.sampling import SamplingParams
+    from reprieve.settings import SamplingParams
 
     options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "draft_temperature": draft_temperature}
     SamplingParams(**options)  # type: ignore[arg-type]
@@ -151,7 +151,7 @@ def load_pair_and_task(target: str, draft: str | None, dtype: str, device: str |
 
     loaded = load_task(task)
     quiet_transformers()
-    from reprieve.models import load_pair
+    from reprieve.engine import load_pair
 
     return load_pair(target, draft, dtype=dtype, device=device), loaded
 

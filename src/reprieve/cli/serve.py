@@ -60,11 +60,11 @@ def command(
     if not 0 <= port < 65536:
         raise SpecError(f"port must be in [0, 65535], got {port}")
     rules = rule or (BUNDLED_RULES if target == o.BUNDLED else ["margin:delta=1"])
-    from reprieve.serving.leniency import Policy
+    from reprieve.serving.policy import Policy
 
     policies = [Policy.load(source) for source in rules]
     o.quiet_transformers()
-    from reprieve.models import load_pair
+    from reprieve.engine import load_pair
     from reprieve.serving.server.app import Settings
     from reprieve.serving.server.launch import LOOPBACK, make_app, run
 

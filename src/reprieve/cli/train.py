@@ -12,10 +12,10 @@ from reprieve.cli import train_arbiter, train_eagle
 from reprieve.errors import import_extra, require_range
 
 if TYPE_CHECKING:
+    from reprieve.engine import Pair
     from reprieve.heads.base import Head
     from reprieve.heads.features import FeatureRecipe
     from reprieve.labelling.records import ProblemLabels
-    from reprieve.models import Pair
     from reprieve.training.features import LabelledTokens
 
 Labels = Annotated[Path, typer.Option(help="Label store, from `reprieve mine`.")]
@@ -128,10 +128,9 @@ def _train(
     require_range("held_out", held_out, 0.0, 0.9, low_open=True)
     import_extra("sklearn", "labels")
     o.quiet_transformers()
-    from reprieve.heads.artefact import claim_folder
+    from reprieve.engine import load_pair
     from reprieve.heads.folds import fold_folder, fold_of, require_folds, write_folds
     from reprieve.labelling.store import LabelStore
-    from reprieve.models import load_pair
 
     store = LabelStore(labels)
     pair = load_pair(target, draft, dtype=dtype, device=device)
@@ -155,7 +154,6 @@ def _train(
 
 def _fit_one(fit: Any, recipe: FeatureRecipe, pair: Pair, problems: list[ProblemLabels], task: str, out: Path) -> Head:
     """Recompute the features of some labels, fit a head, save it and say how good it is."""
-    from reprieve.heads.artefact import claim_folder
     from reprieve.training.features import collect
 
     claim_folder(out)

@@ -159,10 +159,9 @@ def _warm_up(
     settings: Any, labels: list[Path], target: str, draft: str | None, dtype: str, device: str | None, out: Path
 ) -> Arbiter:
     o.quiet_transformers()
-    from reprieve.heads.artefact import claim_folder
+    from reprieve.engine import load_pair
     from reprieve.labelling.arbitration import LABELS_VERSION
     from reprieve.labelling.store import LabelStore
-    from reprieve.models import load_pair
     from reprieve.training.arbiter_warm_up import require_traces, warm_up
 
     stores = [LabelStore(folder) for folder in labels]
@@ -210,7 +209,6 @@ def _reinforce(
     import dataclasses
 
     from reprieve.heads.arbiter import Arbiter
-    from reprieve.heads.artefact import claim_folder
     from reprieve.heads.binding import warn_of_transfer
     from reprieve.training.arbiter_rl import reinforce
     from reprieve.training.arbiter_warm_up import untrained

@@ -34,8 +34,7 @@ def command(
     out: Annotated[Path, typer.Option(help="Folder for answers, checkpoint and head.")] = Path("runs/eagle3"),
 ) -> int:
     """Train an EAGLE-3 head; run it again to resume."""
-    from reprieve.heads.artefact import claim_folder
-    from reprieve.models.sampling import SamplingParams
+    from reprieve.settings import SamplingParams
     from reprieve.training.eagle3 import EagleTraining, train_eagle3
     from reprieve.training.own_text import own_text_path, write_own_texts
 

@@ -1,9 +1,20 @@
 """Drafters: whatever proposes tokens for the target to verify."""
 
-from reprieve.drafters.base import Drafter
+from reprieve.drafters.base import DRAFTERS, Drafter, DrafterSettings, register_drafter
 from reprieve.drafters.draft_model import DraftModelDrafter
-from reprieve.drafters.eagle3 import EagleDrafter, TreeShape
-from reprieve.drafters.ngram import NgramDrafter
+from reprieve.drafters.eagle3 import EagleDrafter, EagleSettings
+from reprieve.drafters.ngram import NgramDrafter, NgramSettings
 from reprieve.drafters.none import NoDrafter
 
-__all__ = ["DraftModelDrafter", "Drafter", "EagleDrafter", "NgramDrafter", "NoDrafter", "TreeShape"]
+__all__ = [
+    "DRAFTERS",
+    "DraftModelDrafter",
+    "Drafter",
+    "DrafterSettings",
+    "EagleDrafter",
+    "EagleSettings",
+    "NgramDrafter",
+    "NgramSettings",
+    "NoDrafter",
+    "register_drafter",
+]

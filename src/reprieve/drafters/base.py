@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
+from reprieve.models.loading import ModelPair
 from reprieve.models.sampling import Sampler
+from reprieve.needs import Need
+from reprieve.registry import Registry
+from reprieve.rules import Rule
 from reprieve.types import Block, Outcome, Prefill, Verification
 
 
@@ -18,7 +23,7 @@ class Drafter(Protocol):
 
     name: str
     drafts_trees: bool  # whether its blocks may branch
-    provides: frozenset[str]  # which of `draft_probs` and `draft_hidden` its blocks carry
+    provides: frozenset[Need]  # which of `Need.DRAFT_PROBS` and `Need.DRAFT_HIDDEN` its blocks carry
 
     @property
     def target_layers(self) -> tuple[int, ...]:
@@ -30,9 +35,34 @@ class Drafter(Protocol):
         ...
 
     def propose(self, max_depth: int) -> Block:
-        """A block at most `max_depth` tokens deep (0 or more); it may be empty."""
+        """A block at most `max_depth` tokens deep (0 or more); it may be empty. The host should not wait for it."""
         ...
 
     def commit(self, block: Block, outcome: Outcome, verification: Verification) -> None:
         """Keep the accepted path, drop the rest, take the fallback or bonus token."""
         ...
+
+
+class DrafterSettings(ABC):
+    """A drafter as a specification names it, such as `ngram:max_ngram=3`: a frozen dataclass; no model is loaded."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def build(self, pair: ModelPair, rule: Rule) -> Drafter:
+        """A drafter of its own for one decoder.
+
+        Args:
+            rule: whose needs of the draft's states it is to meet.
+
+        Raises:
+            PairError: the pair lacks what it takes.
+        """
+
+    def fingerprints(self, pair: ModelPair) -> dict[str, str]:
+        """What identifies the weights it brings with it, by name; nothing for those of the pair itself."""
+        return {}
+
+
+DRAFTERS: Registry[DrafterSettings] = Registry("drafter", "reprieve.drafters")
+register_drafter = DRAFTERS.register

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from reprieve.drafters.base import DrafterSettings, register_drafter
 from reprieve.models.cached_model import CachedModel
+from reprieve.models.loading import ModelPair
 from reprieve.models.sampling import Sampler
-from reprieve.types import Block, HiddenStates, Outcome, Prefill, Verification
+from reprieve.needs import Need
+from reprieve.rules import Rule
+from reprieve.types import Block, HiddenStates, Outcome, Prefill, Verification, select_rows
+
+
+@register_drafter
+@dataclass(frozen=True)
+class DraftModelSettings(DrafterSettings):
+    """The pair's own draft."""
+
+    name = "draft"
+
+    def build(self, pair: ModelPair, rule: Rule) -> DraftModelDrafter:
+        return DraftModelDrafter(pair.cached_draft(rule.traits.draft_layers), pair.device)
 
 
 class DraftModelDrafter:
@@ -26,7 +43,7 @@ class DraftModelDrafter:
     def __init__(self, model: CachedModel, device: torch.device) -> None:
         self.model = model
         self.device = device
-        self.provides = frozenset({"draft_probs", "draft_hidden"} if model.hidden_layers else {"draft_probs"})
+        self.provides = frozenset({Need.DRAFT_PROBS, Need.DRAFT_HIDDEN} if model.hidden_layers else {Need.DRAFT_PROBS})
         self._unread: list[int] = []  # committed, not yet in the draft's cache
         self._base = 0
 
@@ -39,44 +56,44 @@ class DraftModelDrafter:
         self._unread = [prompt_ids[-1]]
 
     def propose(self, max_depth: int) -> Block:
+        """A chain; every token is fed on as it comes, so that the host waits for none of them."""
         if max_depth < 1:
             return Block.empty(self.device)
-        token_ids: list[int] = []
+        token_ids: list[Tensor] = []
         rows = []
         hidden_rows = []
         self._base = self.model.length + len(self._unread)
-        feed = self._unread
+        feed: Sequence[int] | Tensor = self._unread
         for _ in range(max_depth):
             logits, hidden = self.model.forward(feed)
-            rows.append(logits[-1])
+            rows.append(logits[-1:])
             if hidden is not None and token_ids:
-                hidden_rows.append(_last_row(hidden))
-            token_ids.append(self.sampler.draft_token(logits[-1]))
-            feed = token_ids[-1:]
+                hidden_rows.append(select_rows(hidden, slice(-1, None)))
+            feed = self.sampler.draft_token(logits[-1:]).to(logits.device)
+            token_ids.append(feed)
         self._unread = []
         if self.model.hidden_layers:  # the last drafted token is encoded only where its hidden state is wanted
             _, hidden = self.model.forward(feed)
-            assert hidden is not None
-            hidden_rows.append(_last_row(hidden))
+            hidden_rows.append(select_rows(hidden, slice(-1, None)))
         return Block.chain(
-            torch.tensor(token_ids, device=self.device),
-            draft_logits=torch.stack(rows).to(self.device),
+            torch.cat(token_ids).to(self.device),
+            draft_logits=torch.cat(rows).to(self.device),
             draft_hidden=self._stack(hidden_rows) if hidden_rows else None,
             deterministic=self.sampler.draft_greedy,
         )
 
-    def _stack(self, rows: list[HiddenStates]) -> HiddenStates:
-        return {layer: torch.stack([row[layer] for row in rows]).to(self.device) for layer in self.model.hidden_layers}
+    def _stack(self, rows: list[HiddenStates | None]) -> HiddenStates:
+        return {
+            layer: torch.cat([row[layer] for row in rows if row is not None]).to(self.device)
+            for layer in self.model.hidden_layers
+        }
 
     def commit(self, block: Block, outcome: Outcome, verification: Verification) -> None:
         if not block.num_tokens:
             self._unread.append(outcome.next_token_id)
             return
-        accepted = block.token_ids[: len(outcome.path)].tolist()
+        accepted = outcome.token_ids
         self.model.keep(self._base + len(accepted))
+        self.model.learn(self._base, accepted)
         missing = self._base + len(accepted) - self.model.length  # 1 when the whole block was accepted
         self._unread = [*accepted[len(accepted) - missing :], outcome.next_token_id]
-
-
-def _last_row(hidden: HiddenStates) -> HiddenStates:
-    return {layer: states[-1] for layer, states in hidden.items()}

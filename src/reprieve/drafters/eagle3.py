@@ -9,46 +9,101 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reprieve.drafters.pruning import Pruning
-from reprieve.errors import SpecError
+from reprieve.drafters.base import DrafterSettings, register_drafter
+from reprieve.drafters.pruning import PARAMETERS, Pruning
+from reprieve.errors import SpecError, require_choice
 from reprieve.models.cache import RollbackCache
 from reprieve.models.eagle3 import EagleHead
+from reprieve.models.loading import ModelPair
 from reprieve.models.sampling import Sampler
+from reprieve.needs import Need
+from reprieve.rules import Rule
 from reprieve.rules.distributions import entropy
+from reprieve.transfers import spread, to_host
 from reprieve.types import ROOT, Block, HiddenStates, Outcome, Prefill, Verification
 
 MAX_NODES = 512
+BUNDLED_EAGLE3 = "reprieve/arithmetic-eagle3"
+_CUTS = tuple(dict.fromkeys(name for names in PARAMETERS.values() for name in names))
 
 
+@register_drafter
 @dataclass(frozen=True)
-class TreeShape:
-    """How large a drafted tree may get.
+class EagleSettings(DrafterSettings):
+    """An EAGLE-3 head and the trees it draws.
 
     Args:
-        depth: tokens on its longest path, 1 to 512, as the others.
+        path: folder or hub id of the head, in the speculators format; the bundled target's by default.
+        depth: tokens on a tree's longest path, 1 to 512, as the next two.
         top_k: nodes a level that are drafted on from, and children of each; 1 drafts a chain.
         total_tokens: nodes kept in the end, those of the largest joint probability.
+        prune: how trees are cut before the target sees them (`Pruning.strategy`); None for not at all. What follows
+            belongs to it, and None stands for its default: `epsilon`, `budget`, `entropy_weight`, `leaf`, `keep`,
+            `alpha`.
     """
 
+    name = "eagle3"
+
+    path: str = BUNDLED_EAGLE3
     depth: int = 6
     top_k: int = 8
     total_tokens: int = 32
+    prune: str | None = None
+    epsilon: float | None = None
+    budget: float | None = None
+    entropy_weight: float | None = None
+    leaf: float | None = None
+    keep: float | None = None
+    alpha: float | None = None
 
     def __post_init__(self) -> None:
+        if not self.path:
+            raise SpecError("drafter eagle3: path must name a folder or a hub id, got nothing")
         for name in ("depth", "top_k", "total_tokens"):
             if not 1 <= getattr(self, name) <= MAX_NODES:
                 raise SpecError(f"{name} must be in [1, {MAX_NODES}], got {getattr(self, name)!r}")
+        _ = self.pruning
+
+    @property
+    def pruning(self) -> Pruning | None:
+        """What to cut.
+
+        Raises:
+            SpecError: an unknown strategy, or a parameter that does not belong to it.
+        """
+        cuts = {name: getattr(self, name) for name in _CUTS if getattr(self, name) is not None}
+        if self.prune is None:
+            if cuts:
+                raise SpecError(f"drafter eagle3: {min(cuts)} goes with prune=, one of {', '.join(PARAMETERS)}")
+            return None
+        require_choice("prune", self.prune, tuple(PARAMETERS))
+        if odd := sorted(cuts.keys() - set(PARAMETERS[self.prune])):
+            raise SpecError(f"prune={self.prune} takes {', '.join(PARAMETERS[self.prune])}, not {odd[0]}")
+        return Pruning(self.prune, **cuts)
+
+    def build(self, pair: ModelPair, rule: Rule) -> EagleDrafter:
+        return EagleDrafter(pair.eagle_head(self.path), vocab_size=pair.vocab_size, settings=self)
+
+    def fingerprints(self, pair: ModelPair) -> dict[str, str]:
+        return {self.path: pair.eagle_head(self.path).fingerprint}
 
 
 @dataclass
 class _Tree:
-    """All candidates so far, level by level; rows of `logits` belong to the nodes drafted from, row 0 to the root."""
+    """All candidates so far, on the device: a tensor a level, joined at the end.
 
-    token_ids: list[int]
-    parents: list[int]
-    log_probs: list[float]  # of the whole path
-    rows: list[int]  # of the logits each was proposed by
-    logits: list[Tensor]  # [draft_vocab_size] each
+    `rows` says which row of `logits` proposed each candidate; `parents` are places among all candidates, or ROOT.
+    """
+
+    token_ids: list[Tensor]
+    parents: list[Tensor]
+    log_probs: list[Tensor]  # of the whole path
+    rows: list[Tensor]
+    logits: list[Tensor]  # [n, draft_vocab_size], of the nodes drafted from
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(map(len, self.token_ids))
 
 
 class EagleDrafter:
@@ -60,20 +115,17 @@ class EagleDrafter:
     Args:
         head: on the target's device; shared among drafters.
         vocab_size: columns of the target's logits.
-        shape: of the tree.
-        pruning: what to cut before the target sees it; None for nothing.
+        settings: size of the tree, and how it is cut; its `path` is not looked at.
     """
 
     name = "eagle3"
-    provides = frozenset({"draft_probs"})
+    provides = frozenset({Need.DRAFT_PROBS})
 
-    def __init__(
-        self, head: EagleHead, *, vocab_size: int, shape: TreeShape | None = None, pruning: Pruning | None = None
-    ) -> None:
+    def __init__(self, head: EagleHead, *, vocab_size: int, settings: EagleSettings | None = None) -> None:
         self.head = head
         self.vocab_size = vocab_size
-        self.shape = shape or TreeShape()
-        self.pruning = pruning
+        self.shape = settings or EagleSettings()
+        self.pruning = self.shape.pruning
         self.device = head.fc.weight.device
         self.target_layers = head.layers_read
         self.drafts_trees = self.shape.top_k > 1
@@ -96,38 +148,34 @@ class EagleDrafter:
         if depth < 1 or not self._states:
             return Block.empty(self.device)
         logits, states = self._read_committed()
-        tree = _Tree([], [], [], [], [logits])
-        self._expand(tree, [ROOT], [0.0], logits[None])
-        ancestors: list[list[int]] = []  # of each node drafted from, as places among those nodes
-        places: dict[int, int] = {}
-        parent_states = {ROOT: states}
-        first = 0
+        tree = _Tree([], [], [], [], [])
+        root = torch.full((1,), ROOT, device=self.device)
+        self._expand(tree, root, torch.zeros(1, device=self.device), logits[None])
+        ancestors = torch.empty(1, 0, dtype=torch.bool, device=self.device)  # of the last frontier, drafted-from nodes
+        parent_states = states[None]
         for level in range(1, depth):
-            frontier = self._best(tree, range(first, len(tree.token_ids)))
-            first = len(tree.token_ids)
-            for node in frontier:
-                parent = tree.parents[node]
-                places[node] = len(ancestors)
-                ancestors.append([*(ancestors[places[parent]] if parent != ROOT else []), places[node]])
-            found, hidden = self.head(
-                torch.tensor([tree.token_ids[node] for node in frontier], device=self.device),
-                torch.stack([parent_states[tree.parents[node]] for node in frontier]),
+            frontier, parent = self._frontier(tree, len(parent_states))
+            own = torch.eye(len(frontier), dtype=torch.bool, device=self.device)
+            ancestors = torch.cat([ancestors[parent], own], dim=1)
+            found, parent_states = self.head(
+                tree.token_ids[-1][frontier],
+                parent_states[parent],
                 cache=self._cache,
                 positions=torch.full((len(frontier),), self._length + level - 1, device=self.device),
-                mask=self._tree_mask(ancestors, len(frontier)),
+                mask=self._tree_mask(ancestors),
             )
-            parent_states.update(zip(frontier, hidden, strict=True))
-            self._expand(tree, frontier, [tree.log_probs[node] for node in frontier], found)
+            nodes = frontier + tree.num_nodes - len(tree.token_ids[-1])
+            self._expand(tree, nodes, tree.log_probs[-1][frontier], found)
         self._cache.keep(self._length)
         return self._block(tree)
 
     def commit(self, block: Block, outcome: Outcome, verification: Verification) -> None:
-        rows = [0, *(node + 1 for node in outcome.path)]
+        rows = spread([0, *(node + 1 for node in outcome.path)], torch.long, self.device)
         assert verification.hidden is not None, "the engine asks the target for the layers a drafter reads"
         taken: HiddenStates = {layer: verification.hidden[layer][rows] for layer in self.target_layers}
-        self._unread += [*(int(block.token_ids[node]) for node in outcome.path), outcome.next_token_id]
+        self._unread += outcome.committed_ids
         self._states.append(self.head.fuse(taken))
-        self._root_entropy = self._entropy(verification.logits[rows[-1]])
+        self._root_entropy = self._entropy(verification.logits[rows[-1:]][0])
 
     def _read_committed(self) -> tuple[Tensor, Tensor]:
         """The head's logits and state after the committed tokens, which it reads with the target's states."""
@@ -137,7 +185,7 @@ class EagleDrafter:
             hidden_from_view = torch.ones(num, before + num, dtype=torch.bool, device=self.device).triu(before + 1)
             mask = self._additive(~hidden_from_view)
         logits, states = self.head(
-            torch.tensor(self._unread, device=self.device),
+            spread(self._unread, torch.long, self.device),
             torch.cat(self._states),
             cache=self._cache,
             positions=torch.arange(before, before + num, device=self.device),
@@ -147,69 +195,68 @@ class EagleDrafter:
         self._unread, self._states = [], []
         return logits[-1], states[-1]
 
-    def _expand(self, tree: _Tree, nodes: Sequence[int], log_probs: Sequence[float], logits: Tensor) -> None:
-        """Add the most likely children of each node; `logits` [n, draft_vocab_size] follow the nodes."""
-        best = logits.log_softmax(-1).topk(min(self.shape.top_k, logits.shape[-1]), dim=-1)
-        ids = self._target_ids[best.indices].tolist()
-        for node, so_far, row, values, children in zip(
-            nodes, log_probs, logits, best.values.tolist(), ids, strict=True
-        ):
-            if node != ROOT:
-                tree.logits.append(row)
-            for token_id, log_prob in zip(children, values, strict=True):
-                tree.token_ids.append(token_id)
-                tree.parents.append(node)
-                tree.log_probs.append(so_far + log_prob)
-                tree.rows.append(len(tree.logits) - 1)
+    def _expand(self, tree: _Tree, nodes: Tensor, log_probs: Tensor, logits: Tensor) -> None:
+        """Add the most likely children of n nodes as a level; `logits` [n, draft_vocab_size] follow the nodes."""
+        size = min(self.shape.top_k, logits.shape[-1])
+        best = logits.log_softmax(-1).clamp_max(0).topk(size, dim=-1)
+        first = sum(map(len, tree.logits))
+        rows = torch.arange(first, first + len(nodes), device=self.device)
+        tree.logits.append(logits)
+        tree.token_ids.append(self._target_ids[best.indices].flatten())
+        tree.parents.append(nodes.repeat_interleave(size))
+        tree.log_probs.append((log_probs[:, None] + best.values).flatten())
+        tree.rows.append(rows.repeat_interleave(size))
 
-    def _best(self, tree: _Tree, nodes: Sequence[int]) -> list[int]:
-        """The level's nodes of largest joint probability, in drafting order."""
-        return sorted(sorted(nodes, key=lambda node: -tree.log_probs[node])[: self.shape.top_k])
+    def _frontier(self, tree: _Tree, num_parents: int) -> tuple[Tensor, Tensor]:
+        """The last level's nodes to draft on from, in drafting order, and which of its parents each belongs to."""
+        log_probs = tree.log_probs[-1]
+        best = log_probs.sort(descending=True, stable=True).indices[: self.shape.top_k]
+        frontier = best.sort().values
+        return frontier, frontier // (len(log_probs) // num_parents)
 
     def _block(self, tree: _Tree) -> Block:
         """The candidates of largest joint probability, pruned, with the logits that proposed each."""
+        log_probs, all_parents = torch.cat(tree.log_probs), torch.cat(tree.parents)
         # A child is never likelier than its parent, and comes later: a stable sort keeps parents with their children.
-        order = sorted(range(len(tree.token_ids)), key=lambda node: -tree.log_probs[node])
-        chosen = sorted(order[: self.shape.total_tokens])
-        parents = _renumbered(tree.parents, chosen)
+        order = log_probs.sort(descending=True, stable=True).indices
+        chosen = order[: self.shape.total_tokens].sort().values
+        places = torch.full_like(all_parents, ROOT)
+        places[chosen] = torch.arange(len(chosen), device=self.device)
+        renumbered = torch.where(all_parents == ROOT, ROOT, places[all_parents])[chosen]
+        found = to_host(renumbered, log_probs[chosen], self._root_entropy)  # the one time the host waits
+        parents = [int(parent) for parent in found[0]]
         num_pruned = 0
         if self.pruning is not None:
-            log_probs = [tree.log_probs[node] for node in chosen]
-            kept = self.pruning.kept(parents, log_probs, self._root_entropy)
-            num_pruned = len(chosen) - len(kept)
+            kept = self.pruning.kept(parents, found[1], found[2][0])
+            num_pruned = len(parents) - len(kept)
             parents = _renumbered(parents, kept)
-            chosen = [chosen[node] for node in kept]
-        if not chosen:
-            return Block(torch.empty(0, dtype=torch.long, device=self.device), (), num_pruned=num_pruned)
-        logits = torch.full((len(chosen), self.vocab_size), -math.inf, device=self.device)
-        logits[:, self._target_ids] = torch.stack([tree.logits[tree.rows[node]] for node in chosen])
+            chosen = chosen[spread(kept, torch.long, self.device)]
+        logits = torch.full((len(parents), self.vocab_size), -math.inf, device=self.device)
+        logits[:, self._target_ids] = torch.cat(tree.logits)[torch.cat(tree.rows)[chosen]]
         return Block(
-            torch.tensor([tree.token_ids[node] for node in chosen], device=self.device),
+            torch.cat(tree.token_ids)[chosen],
             tuple(parents),
             draft_logits=logits,
             deterministic=True,
             num_pruned=num_pruned,
         )
 
-    def _tree_mask(self, ancestors: Sequence[Sequence[int]], num_new: int) -> Tensor:
-        """Each of the last `num_new` nodes sees the committed text, its ancestors and itself."""
-        visible = torch.zeros(num_new, self._length + len(ancestors), dtype=torch.bool)
-        visible[:, : self._length] = True
-        for row, seen in enumerate(ancestors[-num_new:]):
-            visible[row, [self._length + place for place in seen]] = True
-        return self._additive(visible.to(self.device))
+    def _tree_mask(self, ancestors: Tensor) -> Tensor:
+        """Each of the last nodes sees the committed text, and of the nodes drafted from its ancestors and itself."""
+        text = torch.ones(len(ancestors), self._length, dtype=torch.bool, device=self.device)
+        return self._additive(torch.cat([text, ancestors], dim=1))
 
     def _additive(self, visible: Tensor) -> Tensor:
         dtype = self.head.fc.weight.dtype
         mask = torch.zeros(visible.shape, dtype=dtype, device=self.device)
         return mask.masked_fill(~visible, torch.finfo(dtype).min)[None, None]
 
-    def _entropy(self, logits: Tensor | None) -> float:
-        """Normalised entropy of the target's distribution [V] that chose the root (ARC-Decode, Eq. 2)."""
+    def _entropy(self, logits: Tensor | None) -> Tensor:
+        """Normalised entropy of the target's distribution [V] that chose the root: [] (ARC-Decode, Eq. 2)."""
         if self.pruning is None or logits is None:
-            return 1.0
+            return torch.ones((), device=self.device)
         probs = self.sampler.target_scores(logits[None])[0].softmax(-1)
-        return float(entropy(probs)) / math.log(len(probs))
+        return entropy(probs) / math.log(len(probs))
 
 
 def _renumbered(parents: Sequence[int], kept: Sequence[int]) -> list[int]:

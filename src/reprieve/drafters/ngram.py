@@ -3,12 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from reprieve.drafters.base import DrafterSettings, register_drafter
 from reprieve.errors import SpecError
+from reprieve.models.loading import ModelPair
 from reprieve.models.sampling import Sampler
+from reprieve.needs import Need
+from reprieve.rules import Rule
+from reprieve.transfers import spread
 from reprieve.types import Block, Outcome, Prefill, Verification
+
+
+@register_drafter
+@dataclass(frozen=True)
+class NgramSettings(DrafterSettings):
+    """Prompt lookup.
+
+    Args:
+        max_ngram: longest suffix looked up, 1 or more; shorter ones are tried down to `min_ngram`.
+        min_ngram: shortest suffix looked up.
+    """
+
+    name = "ngram"
+
+    max_ngram: int = 3
+    min_ngram: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_ngram <= self.max_ngram:
+            raise SpecError(f"min_ngram must be in [1, max_ngram = {self.max_ngram}], got {self.min_ngram}")
+
+    def build(self, pair: ModelPair, rule: Rule) -> NgramDrafter:
+        return NgramDrafter(pair.device, self)
 
 
 class NgramDrafter:
@@ -16,21 +45,16 @@ class NgramDrafter:
 
     Args:
         device: where the target wants the block.
-        max_ngram: longest suffix looked up, 1 or more; shorter ones are tried down to `min_ngram`.
-        min_ngram: shortest suffix looked up.
     """
 
     name = "ngram"
     target_layers: tuple[int, ...] = ()
     drafts_trees = False
-    provides: frozenset[str] = frozenset()
+    provides: frozenset[Need] = frozenset()
 
-    def __init__(self, device: torch.device, *, max_ngram: int = 3, min_ngram: int = 1) -> None:
-        if not 1 <= min_ngram <= max_ngram:
-            raise SpecError(f"min_ngram must be in [1, max_ngram = {max_ngram}], got {min_ngram}")
+    def __init__(self, device: torch.device, settings: NgramSettings | None = None) -> None:
         self.device = device
-        self.max_ngram = max_ngram
-        self.min_ngram = min_ngram
+        self.settings = settings or NgramSettings()
         self.token_ids: list[int] = []
 
     def start(self, prompt_ids: Sequence[int], sampler: Sampler, prefill: Prefill) -> None:
@@ -40,14 +64,14 @@ class NgramDrafter:
         found = self._lookup(max_depth)
         if not found:
             return Block.empty(self.device)
-        return Block.chain(torch.tensor(found, device=self.device), deterministic=True)
+        return Block.chain(spread(found, torch.long, self.device), deterministic=True)
 
     def commit(self, block: Block, outcome: Outcome, verification: Verification) -> None:
-        self.token_ids += [int(block.token_ids[node]) for node in outcome.path] + [outcome.next_token_id]
+        self.token_ids += outcome.committed_ids
 
     def _lookup(self, max_depth: int) -> list[int]:
         tokens = self.token_ids
-        for size in range(min(self.max_ngram, len(tokens) - 1), self.min_ngram - 1, -1):
+        for size in range(min(self.settings.max_ngram, len(tokens) - 1), self.settings.min_ngram - 1, -1):
             suffix = tokens[-size:]
             for start in range(len(tokens) - size - 1, -1, -1):
                 if tokens[start : start + size] == suffix:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from reprieve.models.sampling import Sampler
+from reprieve.needs import Need
 from reprieve.types import Block, Outcome, Prefill, Verification
 
 
@@ -16,7 +17,7 @@ class NoDrafter:
     name = "none"
     target_layers: tuple[int, ...] = ()
     drafts_trees = False
-    provides = frozenset({"draft_probs", "draft_hidden"})  # of no tokens: no rule lacks anything
+    provides = frozenset({Need.DRAFT_PROBS, Need.DRAFT_HIDDEN})  # of no tokens: no rule lacks anything
 
     def __init__(self, device: torch.device) -> None:
         self._empty = Block.empty(device)

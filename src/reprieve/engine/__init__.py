@@ -1,6 +1,18 @@
 """The engine: one draft, verify, accept, commit loop over any pair, drafter and rule."""
 
 from reprieve.engine.decoder import Advisor, SpeculativeDecoder
-from reprieve.models.sampling import Sampler, SamplingParams
+from reprieve.engine.pair import DRAFT_ONLY, TARGET_ONLY, FoldedDecoder, Pair, load_pair
+from reprieve.models.sampling import Sampler
+from reprieve.settings import SamplingParams
 
-__all__ = ["Advisor", "Sampler", "SamplingParams", "SpeculativeDecoder"]
+__all__ = [
+    "DRAFT_ONLY",
+    "TARGET_ONLY",
+    "Advisor",
+    "FoldedDecoder",
+    "Pair",
+    "Sampler",
+    "SamplingParams",
+    "SpeculativeDecoder",
+    "load_pair",
+]

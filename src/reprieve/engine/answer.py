@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from reprieve.engine.stopwatch import Stopwatch
 from reprieve.engine.text_stream import TextStream
-from reprieve.models.sampling import Sampler, SamplingParams
+from reprieve.models.sampling import Sampler
 from reprieve.rules import RiskBudget, Rule
-from reprieve.types import RoundTimes, RoundTrace, Token
+from reprieve.settings import SamplingParams
+from reprieve.transfers import spread
+from reprieve.types import RoundTrace, Token
 
 OnToken = Callable[[Token, str], None]  # a committed token and the text it made certain
 
@@ -28,6 +31,7 @@ class Answer:
     rule: Rule
     budget: RiskBudget
     eos_ids: frozenset[int]
+    watch: Stopwatch
     on_token: OnToken | None
     tokens: list[Token] = field(default_factory=list)
     trace: list[RoundTrace] | None = None
@@ -35,7 +39,6 @@ class Answer:
     num_drafted: int = 0
     num_pruned: int = 0
     finish_reason: str | None = None
-    times: RoundTimes = field(default_factory=RoundTimes)
 
     @property
     def last_id(self) -> int:
@@ -51,7 +54,7 @@ class Answer:
         return self.on_token is not None or bool(self.params.stop)
 
     def context_ids(self, device: torch.device) -> Tensor:
-        return torch.tensor([*self.prompt_ids, *(token.token_id for token in self.tokens)], device=device)
+        return spread([*self.prompt_ids, *(token.token_id for token in self.tokens)], torch.long, device)
 
     def take(self, token: Token) -> bool:
         """Commit one token; False once the answer has ended."""

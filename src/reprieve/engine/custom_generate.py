@@ -8,17 +8,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from reprieve.drafters import DraftModelDrafter, NgramDrafter
-from reprieve.drafters.base import Drafter
 from reprieve.engine.answer import OnToken
-from reprieve.engine.arbitration import make_advisor
-from reprieve.engine.decoder import SpeculativeDecoder
+from reprieve.engine.pair import Pair
 from reprieve.errors import PairError, SpecError
-from reprieve.heads.loading import attach_heads, require_heads_fit
-from reprieve.models.cached_model import CachedModel
-from reprieve.models.loading import identify
-from reprieve.models.sampling import SamplingParams
 from reprieve.rules import Rule, parse_rule
+from reprieve.rules.learned import HeadRule
+from reprieve.settings import SamplingParams
 
 
 class _IdsOnly:
@@ -93,33 +88,23 @@ def custom_generate(
         ContextOverflowError: prompt and new tokens exceed the model's positions.
     """
     config = generation_config or model.generation_config
-    parsed = attach_heads(parse_rule(rule) if isinstance(rule, str) else rule)
+    parsed = parse_rule(rule) if isinstance(rule, str) else rule
     _refuse_unsupported(input_ids, config, extra)
-    if text_tokenizer is None and (parsed.reads_text or config.stop_strings or parsed.heads):
+    has_head = any(isinstance(leaf, HeadRule) for leaf in parsed.leaves)
+    if text_tokenizer is None and (parsed.traits.reads_text or config.stop_strings or has_head):
         raise SpecError(f"rule {parsed.spec}, or a stop string, needs the tokenizer: pass text_tokenizer= to generate")
-    if parsed.heads:
-        draft_name = None if draft_model is None else str(draft_model.name_or_path)
-        identity = identify(model, draft_model, text_tokenizer, str(model.name_or_path), draft_name)
-        require_heads_fit(parsed, identity, None)
     vocab_size = model.get_output_embeddings().weight.shape[0]
-    drafter: Drafter = NgramDrafter(model.device)
+    tokenizer = _IdsOnly(vocab_size) if text_tokenizer is None else text_tokenizer
     if draft_model is not None:
         num_drafted = draft_model.config.get_text_config().vocab_size
-        num_needed = vocab_size if text_tokenizer is None else len(text_tokenizer)
-        if num_drafted < num_needed:
+        if num_drafted < len(tokenizer):
             raise PairError(
-                f"the draft knows {num_drafted} tokens, the target {num_needed}: they must share a tokenizer"
+                f"the draft knows {num_drafted} tokens, the target {len(tokenizer)}: they must share a tokenizer"
             )
-        draft = CachedModel(draft_model, vocab_size=vocab_size, hidden_layers=parsed.draft_layers)
-        drafter = DraftModelDrafter(draft, model.device)
-    decoder = SpeculativeDecoder(
-        CachedModel(model, hidden_layers=parsed.target_layers),
-        drafter,
-        text_tokenizer if text_tokenizer is not None else _IdsOnly(vocab_size),
-        rule=parsed,
-        num_draft_tokens=num_draft_tokens,
-        advisor=make_advisor(parsed, draft_model),
-    )
+    draft_name = None if draft_model is None else str(draft_model.name_or_path)
+    pair = Pair(model, draft_model, tokenizer, str(model.name_or_path), draft_name)
+    drafter = "ngram" if draft_model is None else "draft"
+    decoder = pair.decoder(parsed, num_draft_tokens=num_draft_tokens, drafter=drafter)
     seed = int(torch.randint(2**31, ())) if seed is None else seed
     made = decoder.generate(input_ids[0].tolist(), _params(config, input_ids.shape[1], seed), on_token=on_token)
     return torch.cat([input_ids, torch.tensor([made.token_ids], device=input_ids.device)], dim=1)

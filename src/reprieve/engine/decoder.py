@@ -15,15 +15,18 @@ from torch import Tensor
 
 from reprieve.drafters import Drafter, NoDrafter
 from reprieve.engine.answer import Answer, OnToken, with_logprobs
+from reprieve.engine.stopwatch import Stopwatch
 from reprieve.engine.text_stream import TextStream
 from reprieve.errors import SpecError, UnsupportedModelError
 from reprieve.heads.loading import attach_heads
 from reprieve.models.cached_model import CachedModel, eos_token_ids
-from reprieve.models.sampling import Sampler, SamplingParams
+from reprieve.models.sampling import Sampler
+from reprieve.needs import Need
 from reprieve.rules import LosslessRule, RiskBudget, Rule, accept
-from reprieve.rules.accept import NextToken
 from reprieve.rules.base import bounded_risk
-from reprieve.rules.lossless import greedy_accepts, sampling_accepts
+from reprieve.rules.checks import BlockCheck, Checked, ExactCheck, GreedyCheck, LosslessCheck, SampledCheck
+from reprieve.settings import SamplingParams
+from reprieve.transfers import spread
 from reprieve.types import (
     Block,
     Evidence,
@@ -107,23 +110,19 @@ class SpeculativeDecoder:
         self._require_inputs()
 
     def _require_inputs(self) -> None:
-        name, needs = self.rule.name, self.rule.needs
-        if missing := set(self.rule.target_layers) - set(self.target.hidden_layers):
-            raise UnsupportedModelError(
-                f"rule {name} needs the target's hidden states of layer {min(missing)}: give it hidden_layers="
-                f"{self.rule.target_layers}"
-            )
-        if missing := set(self.drafter.target_layers) - set(self.target.hidden_layers):
-            raise UnsupportedModelError(
-                f"the {self.drafter.name} drafter needs the target's hidden states of layer {min(missing)}: give it "
-                f"hidden_layers={self.drafter.target_layers}"
-            )
-        if "advice" in needs and self.advisor is None:
+        name, traits = self.rule.name, self.rule.traits
+        drafter = f"the {self.drafter.name} drafter"
+        for who, layers in ((f"rule {name}", traits.target_layers), (drafter, self.drafter.target_layers)):
+            if missing := set(layers) - set(self.target.hidden_layers):
+                raise UnsupportedModelError(
+                    f"{who} needs the target's hidden states of layer {min(missing)}: give it hidden_layers={layers}"
+                )
+        if Need.ADVICE in traits.needs and self.advisor is None:
             raise SpecError(f"rule {name} needs an advisor")
-        if (self.rule.base == "block" or "advice" in needs) and self.drafter.drafts_trees:
+        if (traits.check == "block" or Need.ADVICE in traits.needs) and self.drafter.drafts_trees:
             raise SpecError(f"rule {self.rule.spec} needs chains, and the {self.drafter.name} drafter draws trees")
-        for field, words in (("draft_probs", "draft probabilities"), ("draft_hidden", "draft hidden states")):
-            if field in needs and field not in self.drafter.provides:
+        for need, words in ((Need.DRAFT_PROBS, "draft probabilities"), (Need.DRAFT_HIDDEN, "draft hidden states")):
+            if need in traits.needs and need not in self.drafter.provides:
                 raise SpecError(f"rule {name} needs {words}, which the {self.drafter.name} drafter does not have")
 
     @torch.inference_mode()
@@ -135,6 +134,7 @@ class SpeculativeDecoder:
         dial: float | None = None,
         on_token: OnToken | None = None,
         trace: bool = False,
+        timed: bool = False,
     ) -> Generation:
         """Answer one prompt.
 
@@ -143,13 +143,15 @@ class SpeculativeDecoder:
             dial: this request's own value of the rule's dial, in the paper's unit; None for the rule's.
             on_token: called with each committed token and the text it makes certain.
             trace: keep a `RoundTrace` of every round.
+            timed: tell where the time went; on a GPU this makes the host wait for every part.
 
         Raises:
             ContextOverflowError: prompt and `max_new_tokens` exceed a model's positions.
             SpecError: an empty prompt, or a dial out of range.
         """
         started = time.perf_counter()
-        answer = self._start(prompt, params or SamplingParams(), dial, on_token, trace)
+        watch = Stopwatch(self.target.device, running=timed)
+        answer = self._start(prompt, params or SamplingParams(), dial, on_token, trace, watch)
         while answer.finish_reason is None:
             self._round(answer)
         seconds = time.perf_counter() - started
@@ -165,7 +167,7 @@ class SpeculativeDecoder:
             num_drafted=answer.num_drafted,
             num_pruned=answer.num_pruned,
             seconds=seconds,
-            times=answer.times,
+            seconds_by_part=watch.seconds,
             round_lengths=answer.round_lengths,
             trace=answer.trace,
         )
@@ -177,6 +179,7 @@ class SpeculativeDecoder:
         dial: float | None,
         on_token: OnToken | None,
         trace: bool,
+        watch: Stopwatch,
     ) -> Answer:
         prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not prompt_ids:
@@ -184,14 +187,14 @@ class SpeculativeDecoder:
         num_positions = len(prompt_ids) + params.max_new_tokens
         self.target.require_room(num_positions, what=f"{len(prompt_ids)} prompt + {params.max_new_tokens} new tokens")
         rule = self.rule if dial is None else self.rule.with_dial(dial)
-        started = self._clock()
         sampler = Sampler(params, self.target.device)
-        prefill = self.target.start(prompt_ids[:-1])
-        self.drafter.start(prompt_ids, sampler, prefill)
-        if self.advisor is not None:
-            self.advisor.start(prompt_ids, max_length=num_positions, num_draft_tokens=self.num_draft_tokens)
+        with watch.part("prefill"):
+            prefill = self.target.start(prompt_ids[:-1])
+            self.drafter.start(prompt_ids, sampler, prefill)
+            if self.advisor is not None:
+                self.advisor.start(prompt_ids, max_length=num_positions, num_draft_tokens=self.num_draft_tokens)
         eos = eos_token_ids(self.target.model, self.tokenizer) if params.eos_token_ids is None else params.eos_token_ids
-        answer = Answer(
+        return Answer(
             prompt_ids=prompt_ids,
             params=params,
             sampler=sampler,
@@ -199,85 +202,75 @@ class SpeculativeDecoder:
             rule=rule,
             budget=RiskBudget.of(rule),
             eos_ids=frozenset() if params.ignore_eos else frozenset(eos),
+            watch=watch,
             on_token=on_token,
             trace=[] if trace else None,
         )
-        answer.times.prefill_s = self._clock() - started
-        return answer
 
     def _round(self, answer: Answer) -> None:
         """Draft, verify, accept, commit."""
-        clock = [self._clock()]
-        # The target's own token ends every round, so the last one of the budget needs no draft.
-        block = self.drafter.propose(min(self.num_draft_tokens, answer.num_left - 1))
-        clock.append(self._clock())
+        watch, rule = answer.watch, answer.rule
+        with watch.part("draft"):
+            # The target's own token ends every round, so the last one of the budget needs no draft.
+            block = self.drafter.propose(min(self.num_draft_tokens, answer.num_left - 1))
         base = self.target.length
-        logits, hidden = self.target.forward([answer.last_id, *block.token_ids.tolist()], block)
-        verification = Verification(logits, hidden)
-        clock.append(self._clock())
-        evidence, next_token = self._evidence(answer, block, verification)
-        clock.append(self._clock())
+        with watch.part("verify"):
+            last = spread([answer.last_id], torch.long, self.target.device)
+            verification = Verification(*self.target.forward(torch.cat([last, block.token_ids]), block))
+        with watch.part("rule"):
+            check, evidence = self._evidence(answer, block, verification)
         if self.advisor is not None and block.num_tokens:
-            advice = self.advisor.advise(block, evidence.own_ids, answer.rule.settled(evidence))
-            evidence = dataclasses.replace(evidence, advice=advice)
-        clock.append(self._clock())
-        outcome = accept(answer.rule, block, evidence, next_token=next_token, budget=answer.budget)
-        clock.append(self._clock())
-        self._commit(answer, block, verification, outcome, base)
+            with watch.part("advise"):
+                advice = self.advisor.advise(block, evidence.own_ids, rule.settled(evidence))
+                evidence = dataclasses.replace(evidence, advice=advice)
+        with watch.part("rule"):
+            relaxed = rule.relaxed_target_probs(evidence) if block.num_tokens else None
+            checked = check.settle(block, relaxed_probs=relaxed, residual=not rule.traits.replaces)
+            outcome = accept(rule, block, evidence, checked, budget=answer.budget)
+        with watch.part("commit"):
+            self._commit(answer, block, verification, outcome, base)
         if answer.trace is not None:
-            has_bonus = block.is_chain and (answer.sampler.greedy or answer.rule.base == "exact")
-            bonus_id = next_token(block.num_tokens, None) if has_bonus else None
-            committed = answer.tokens[-answer.round_lengths[-1] :]
-            answer.trace.append(_trace(answer, block, outcome, evidence, committed, bonus_id))
-        clock.append(self._clock())
-        parts = ("draft_s", "verify_s", "rule_s", "advise_s", "rule_s", "commit_s")
-        for part, start, end in zip(parts, clock, clock[1:], strict=False):
-            setattr(answer.times, part, getattr(answer.times, part) + end - start)
+            answer.trace.append(_trace(answer, block, outcome, evidence, checked))
 
-    def _clock(self) -> float:
-        """Seconds, after the device has finished what it was given."""
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
-        return time.perf_counter()
-
-    def _evidence(self, answer: Answer, block: Block, verification: Verification) -> tuple[Evidence, NextToken]:
-        """What the rule may see, and where fallback and bonus tokens come from."""
-        sampler, needs = answer.sampler, answer.rule.needs
+    def _evidence(self, answer: Answer, block: Block, verification: Verification) -> tuple[LosslessCheck, Evidence]:
+        """The lossless check, and what the rule may see."""
+        sampler, needs = answer.sampler, answer.rule.traits.needs
         scores = sampler.target_scores(verification.logits)
-        judged = Verification(scores).parent_rows(block)
-        draft_scores = None
-        if block.draft_logits is not None and (not sampler.greedy or "draft_probs" in needs):
+        judged = scores[block.parent_rows]
+        draft_scores = uniforms = proposal_probs = None
+        if block.draft_logits is not None and (not sampler.greedy or Need.DRAFT_PROBS in needs):
             draft_scores = sampler.draft_scores(block.draft_logits)
-        uniforms = proposal_probs = target_ids = None
-        next_token: NextToken
+        check: LosslessCheck
         if sampler.greedy:
-            lossless = greedy_accepts(judged, block.token_ids)
-            next_token = lambda row, residual: int(scores[row].argmax())  # noqa: E731
-        elif answer.rule.base == "exact":
-            drawn = sampler.draws(scores.softmax(-1))
-            target_ids = Verification(drawn).parent_rows(block)
-            lossless = target_ids == block.token_ids
-            next_token = lambda row, residual: int(drawn[row])  # noqa: E731
+            check = GreedyCheck(scores, block.token_ids, block.parent_rows)
+        elif answer.rule.traits.check == "exact":
+            check = ExactCheck(scores, block.token_ids, block.parent_rows, sampler.draw)
         else:
             uniforms = sampler.uniforms(block.num_tokens)
-            proposal = None if block.deterministic or draft_scores is None else draft_scores.softmax(-1)
-            proposal_probs = None if proposal is None else gather_token(proposal, block.token_ids)
-            lossless = sampling_accepts(judged.softmax(-1), proposal, block.token_ids, uniforms)
-            next_token = lambda row, residual: sampler.draw(  # noqa: E731
-                scores[row].softmax(-1) if residual is None else residual
+            draft_probs = None if block.deterministic or draft_scores is None else draft_scores.softmax(-1)
+            proposal_probs = None if draft_probs is None else gather_token(draft_probs, block.token_ids)
+            kind = BlockCheck if answer.rule.traits.check == "block" else SampledCheck
+            check = kind(
+                scores,
+                block.token_ids,
+                block.parent_rows,
+                uniforms=uniforms,
+                proposal_probs=proposal_probs,
+                draft_probs=draft_probs,
+                draw=sampler.draw,
             )
-        reads_embeddings = "embeddings" in needs
+        reads_embeddings = Need.EMBEDDINGS in needs
         evidence = Evidence(
             token_ids=block.token_ids,
             target_logits=verification.parent_rows(block),
             greedy=sampler.greedy,
-            lossless_accepts=lossless,
+            lossless_accepts=check.accepts,
             target_scores=None if sampler.greedy else judged,
-            target_ids=target_ids,
+            target_ids=check.own_ids,
             draft_scores=draft_scores,
             proposal_probs=proposal_probs,
             uniforms=uniforms,
-            noise=sampler.uniforms(block.num_tokens) if "noise" in needs else None,
+            noise=sampler.uniforms(block.num_tokens) if Need.NOISE in needs else None,
             node_logits=verification.node_logits,
             node_hidden=verification.node_hidden,
             parent_hidden=verification.parent_hidden(block),
@@ -285,9 +278,9 @@ class SpeculativeDecoder:
             token_embeddings=self.target.embed(block.token_ids) if reads_embeddings else None,
             top_embeddings=self.target.embed(judged.argmax(-1)) if reads_embeddings else None,
             parents=block.parents,
-            context_ids=answer.context_ids(block.token_ids.device) if "context_ids" in needs else None,
+            context_ids=answer.context_ids(block.token_ids.device) if Need.CONTEXT in needs else None,
         )
-        return evidence, next_token
+        return check, evidence
 
     def _commit(
         self,
@@ -299,17 +292,18 @@ class SpeculativeDecoder:
     ) -> None:
         """Keep the accepted path everywhere, then hand its tokens to the answer, which may end among them."""
         self.target.keep_path(base, [0, *(node + 1 for node in outcome.path)])
+        self.target.learn(base, [answer.last_id, *outcome.token_ids])
         self.drafter.commit(block, outcome, verification)
         committed = [
-            Token(int(block.token_ids[node]), provenance, None if outcome.risks is None else outcome.risks[place])
-            for place, (node, provenance) in enumerate(zip(outcome.path, outcome.provenance, strict=True))
+            Token(token_id, provenance, None if outcome.risks is None else outcome.risks[place])
+            for place, (token_id, provenance) in enumerate(zip(outcome.token_ids, outcome.provenance, strict=True))
         ]
         committed.append(Token(outcome.next_token_id, Provenance.TARGET))
         if answer.params.num_logprobs is not None:
             rows = verification.logits[[0, *(node + 1 for node in outcome.path)]]  # that judged each committed token
             committed = with_logprobs(committed, rows, answer.params.num_logprobs)
         if self.advisor is not None:
-            self.advisor.commit([token.token_id for token in committed])
+            self.advisor.commit(outcome.committed_ids)
         answer.num_drafted += block.num_tokens
         answer.num_pruned += block.num_pruned
         first = len(answer.tokens)
@@ -319,10 +313,9 @@ class SpeculativeDecoder:
         answer.round_lengths.append(len(answer.tokens) - first)
 
 
-def _trace(
-    answer: Answer, block: Block, outcome: Outcome, evidence: Evidence, committed: list[Token], bonus_id: int | None
-) -> RoundTrace:
+def _trace(answer: Answer, block: Block, outcome: Outcome, evidence: Evidence, checked: Checked) -> RoundTrace:
     has_risk = block.num_tokens and not isinstance(answer.rule, LosslessRule)
+    has_bonus = block.is_chain and (answer.sampler.greedy or answer.rule.traits.check == "exact")
     return RoundTrace(
         drafted_ids=block.token_ids.tolist(),
         parents=list(block.parents),
@@ -330,8 +323,8 @@ def _trace(
         target_log_probs=gather_token(evidence.target_logits.log_softmax(-1), block.token_ids).tolist(),
         risks=bounded_risk(answer.rule, evidence).tolist() if has_risk else None,
         advice=None if evidence.advice is None else evidence.advice.tolist(),
-        bonus_id=bonus_id,
+        bonus_id=int(checked.next_ids[-1]) if has_bonus else None,
         lossless_accepts=evidence.lossless_accepts.tolist(),
         path=outcome.path,
-        committed=committed,
+        committed=answer.tokens[-answer.round_lengths[-1] :],
     )

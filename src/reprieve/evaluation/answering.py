@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from reprieve.engine import SamplingParams, SpeculativeDecoder
+from reprieve.engine import DRAFT_ONLY, FoldedDecoder, Pair, SamplingParams, SpeculativeDecoder
 from reprieve.engine.text_stream import Decodes
-from reprieve.evaluation.arms import DRAFT_ONLY, Arm, FoldedDecoder, build_decoders
+from reprieve.evaluation.arms import Arm
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.conversation import Conversation
 from reprieve.evaluation.energy import EnergyMeter
 from reprieve.evaluation.provenance import provenance_spans
 from reprieve.evaluation.records import ProblemRecord
-from reprieve.models import Pair
 from reprieve.tasks import Task, TaskProblem
-from reprieve.types import Generation, RoundTimes
+from reprieve.types import PARTS, Generation
 
 WARM_UP_TOKENS = 24
 
@@ -28,7 +27,7 @@ class Answerer:
         self.pair = pair
         self.task = task
         self.meter = EnergyMeter(str(pair.device))
-        self._decoders: dict[str, SpeculativeDecoder | FoldedDecoder] = {}
+        self._decoders: dict[str, FoldedDecoder] = {}
         self._params = SamplingParams(
             max_new_tokens=task.max_new_tokens, seed=config.seed, stop=tuple(task.stop), **config.sampling
         )
@@ -48,15 +47,13 @@ class Answerer:
 
     def _decoder(self, arm: Arm, problem: TaskProblem) -> SpeculativeDecoder:
         if arm.label not in self._decoders:
-            self._decoders[arm.label] = build_decoders(
-                arm,
+            self._decoders[arm.label] = arm.decoders(
                 self.pair,
                 drafter=self.config.drafter,
                 task=self.config.task,
-                here=self.config.conditions(self.pair, arm),
+                conditions=self.config.conditions(self.pair, arm),
             )
-        decoder = self._decoders[arm.label]
-        return decoder.outside(problem.problem_id) if isinstance(decoder, FoldedDecoder) else decoder
+        return self._decoders[arm.label].outside(problem.problem_id)
 
     def _answer(self, arm: Arm, problem: TaskProblem, params: SamplingParams, trial: int) -> ProblemRecord:
         """One arm on one problem. An error is recorded as an error, never as an answer."""
@@ -84,10 +81,10 @@ class Answerer:
     def _converse(self, decoder: SpeculativeDecoder, problem: TaskProblem, params: SamplingParams) -> list[Generation]:
         """The answers of all turns; most problems have one."""
         talk = Conversation(self.pair.tokenizer, problem.prompt, chat_template=self.config.chat_template)
-        made = [decoder.generate(talk.prompt(), params)]
+        made = [decoder.generate(talk.prompt(), params, timed=True)]
         for message in problem.follow_ups:
             talk.add(made[-1].text, message)
-            made.append(decoder.generate(talk.prompt(), params))
+            made.append(decoder.generate(talk.prompt(), params, timed=True))
         return made
 
 
@@ -96,7 +93,6 @@ def record_of(
 ) -> ProblemRecord:
     """What is kept of an answer of one turn or several, not graded yet."""
     last = made[-1]
-    times = [dataclasses.asdict(part.times) for part in made]
     return ProblemRecord(
         arm=arm.label,
         problem_id=problem_id,
@@ -115,5 +111,5 @@ def record_of(
         turns=[part.text for part in made] if len(made) > 1 else [],
         round_lengths=[length for part in made for length in part.round_lengths],
         spans=[list(span) for span in provenance_spans(last.tokens, tokenizer, stop)],
-        **{name: sum(part[name] for part in times) for name in RoundTimes.__dataclass_fields__},
+        seconds_by_part={part: sum(turn.seconds_by_part.get(part, 0.0) for turn in made) for part in PARTS},
     )

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from reprieve.engine import SamplingParams, SpeculativeDecoder
+from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.labelling.responses import ResponseFormat
 from reprieve.metrics import BranchChoices, bootstrap_interval
-from reprieve.models import Pair
 from reprieve.models.cached_model import eos_token_ids
 from reprieve.tasks.base import Task, TaskProblem
 from reprieve.types import Generation, RoundTrace

@@ -7,20 +7,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reprieve.drafters.spec import DrafterSpec, make_drafter
-from reprieve.engine import SpeculativeDecoder
-from reprieve.engine.arbitration import make_advisor
+from reprieve.drafters import DRAFTERS
+from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, FoldedDecoder, Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.heads.certificates import Certificate, Conditions
-from reprieve.heads.folds import fold_of
-from reprieve.heads.loading import attach_heads, require_heads_fit, split_folds
-from reprieve.models import Pair
-from reprieve.models.sampling import SamplingParams
+from reprieve.heads.folds import FoldedHead
+from reprieve.heads.loading import attach_heads
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.truncation import require_truncation
 
-TARGET_ONLY = "target_only"
-DRAFT_ONLY = "draft_only"
 LOSSLESS = "lossless"
 RERUN = "lossless_rerun"  # lossless against lossless: the noise floor
 CERTIFIED = "certified:"  # the rule, threshold and K of a certificate
@@ -31,7 +26,10 @@ _OWN = re.compile(r"@(?=K=|drafter=)")  # what follows a rule in an arm
 
 @dataclass(frozen=True)
 class Arm:
-    """One way of decoding. `label` names it in files and tables and is unique within a run."""
+    """One way of decoding, heads included: plain data, which another process takes as it is.
+
+    `label` names it in files and tables and is unique within a run.
+    """
 
     label: str
     rule: Rule | None  # None for target_only, draft_only and direct
@@ -53,14 +51,53 @@ class Arm:
             return dataclasses.replace(params, seed=params.seed + self.seed_shift)
         return dataclasses.replace(params, truncation=self.truncation, temperature=params.temperature or 1.0)
 
+    @property
+    def folded(self) -> bool:
+        """Whether a head of its rule was trained out of fold."""
+        return self.rule is not None and any(isinstance(head, FoldedHead) for _, head in self.rule.heads)
 
-def make_arms(specs: Sequence[str | Rule], num_draft_tokens: Sequence[int]) -> list[Arm]:
+    def decoder(
+        self, pair: Pair, *, drafter: str = "draft", task: str | None = None, conditions: Conditions | None = None
+    ) -> SpeculativeDecoder:
+        """A decoder with caches of its own; arguments as `Pair.decoder` has them.
+
+        Raises:
+            PairError: a head made for another pair.
+        """
+        rule = (DRAFT_ONLY if self.label == DRAFT_ONLY else TARGET_ONLY) if self.rule is None else self.rule
+        return pair.decoder(
+            rule,
+            num_draft_tokens=self.num_draft_tokens,
+            drafter=self.drafter or drafter,
+            task=task,
+            conditions=conditions,
+        )
+
+    def decoders(self, pair: Pair, *, drafter: str, task: str, conditions: Conditions) -> FoldedDecoder:
+        """One for every fold, where a head of the rule was trained out of fold; else one for all problems.
+
+        Raises:
+            PairError: a head made for another pair.
+        """
+        if not self.folded:
+            return FoldedDecoder([self.decoder(pair, drafter=drafter, task=task, conditions=conditions)])
+        assert self.rule is not None
+        drafter = self.drafter or drafter
+        return pair.folded_decoder(self.rule, num_draft_tokens=self.num_draft_tokens, drafter=drafter, task=task)
+
+
+def make_arms(
+    specs: Sequence[str | Rule], num_draft_tokens: Sequence[int], *, target: str | None = None
+) -> list[Arm]:
     """The arms of a run: target-only, draft-only and lossless first, then what was asked, at every K.
 
     A text may end in `@K=8` or `@drafter=eagle3:top_k=4`, or both: that arm has a K or a drafter of its own.
     `lossless_rerun` is lossless with other draws, and
     `direct:RULE` samples from the target, cut down to the tokens that RULE would accept. `lossless@K=8` takes the
     place of the lossless arm that is there otherwise. `certified:FILE` has rule, threshold and K of a certificate.
+
+    Args:
+        target: the pair's, whose bundled heads stand in where a rule names none.
 
     Raises:
         SpecError: a specification that cannot be read, or no K.
@@ -73,17 +110,17 @@ def make_arms(specs: Sequence[str | Rule], num_draft_tokens: Sequence[int]) -> l
     for k in ks:
         for spec in specs if tuned else (LOSSLESS, *specs):
             if spec not in (TARGET_ONLY, DRAFT_ONLY):
-                arms.append(_arm_of(spec, k, suffix=f"@K={k}" if len(ks) > 1 else ""))
+                arms.append(_arm_of(spec, k, suffix=f"@K={k}" if len(ks) > 1 else "", target=target))
     return list({arm.label: arm for arm in arms}.values())
 
 
-def rule_arms(specs: Sequence[str], num_draft_tokens: int) -> list[Arm]:
+def rule_arms(specs: Sequence[str], num_draft_tokens: int, *, target: str | None = None) -> list[Arm]:
     """Just the arms asked for, each with a rule.
 
     Raises:
         SpecError: none, an arm without a rule, or a specification that cannot be read.
     """
-    arms = [_arm_of(spec, num_draft_tokens, suffix="") for spec in specs]
+    arms = [_arm_of(spec, num_draft_tokens, suffix="", target=target) for spec in specs]
     for spec, arm in zip(specs, arms, strict=True):
         if arm.rule is None:
             raise SpecError(f"{spec!r} has no rule: nothing drafted is accepted there")
@@ -92,7 +129,7 @@ def rule_arms(specs: Sequence[str], num_draft_tokens: int) -> list[Arm]:
     return arms
 
 
-def _arm_of(spec: str | Rule, k: int, *, suffix: str) -> Arm:
+def _arm_of(spec: str | Rule, k: int, *, suffix: str, target: str | None) -> Arm:
     name, own = (spec.spec, dict[str, str]()) if isinstance(spec, Rule) else _own_settings(spec)
     own_k, drafter = own.get("K"), own.get("drafter")
     if own and name.startswith((DIRECT, CERTIFIED)):
@@ -103,13 +140,13 @@ def _arm_of(spec: str | Rule, k: int, *, suffix: str) -> Arm:
         return Arm(DIRECT + truncation.spec, None, k, truncation=truncation)
     if name.startswith(CERTIFIED):
         certificate = Certificate.load(name.removeprefix(CERTIFIED))
-        rule = attach_heads(parse_rule(certificate.rule))
+        rule = attach_heads(parse_rule(certificate.rule), target)
         return Arm(rule.spec, rule, certificate.conditions.num_draft_tokens, certificate=certificate)
     if own_k is not None and not own_k.isdigit():
         raise SpecError(f"an arm's own K is written {name}@K=8, got {spec!r}")
     rerun = name == RERUN
     rule = spec if isinstance(spec, Rule) else parse_rule(LOSSLESS if rerun else name)
-    rule = attach_heads(rule)
+    rule = attach_heads(rule, target)
     label, shift = (RERUN, _RERUN_SEED) if rerun else (rule.spec, 0)
     label += f"@K={own_k}" if own_k else suffix
     label += f"@drafter={drafter}" if drafter else ""
@@ -123,7 +160,7 @@ def _own_settings(spec: str) -> tuple[str, dict[str, str]]:
     if len(own) != len(parts) or not all(own.values()):
         raise SpecError(f"an arm names its own K and drafter once each, as {name}@K=8@drafter=eagle3, got {spec!r}")
     if "drafter" in own:
-        DrafterSpec.parse(own["drafter"])
+        DRAFTERS.make(own["drafter"])
     return name, own
 
 
@@ -132,71 +169,17 @@ def without_missing_draft(arms: Sequence[Arm], pair: Pair) -> list[Arm]:
     return [arm for arm in arms if pair.draft is not None or arm.label != DRAFT_ONLY]
 
 
-def sweep_rules(spec: str, thresholds: Sequence[float], *, dial: str | None = None) -> list[Rule]:
+def sweep_rules(
+    spec: str, thresholds: Sequence[float], *, dial: str | None = None, target: str | None = None
+) -> list[Rule]:
     """The rule at each threshold, in the unit and direction of its own parameter (`dial`, the rule's by default).
 
     Raises:
         SpecError: no thresholds, a value out of range, or a rule without that parameter.
     """
-    rule = attach_heads(parse_rule(spec))
+    rule = attach_heads(parse_rule(spec), target)
     if not thresholds:
         raise SpecError("thresholds must hold at least one value, got none")
-    if isinstance(rule.dial_value, str):
+    if dial is None and rule.dial is None:
         raise SpecError(f"rule {rule.name} has nothing to sweep")
-    return [rule.with_parameter(dial or rule.dial, value) for value in thresholds]
-
-
-@dataclass(frozen=True)
-class FoldedDecoder:
-    """A decoder per fold of an arm whose head was trained out of fold."""
-
-    decoders: Sequence[SpeculativeDecoder]
-
-    def outside(self, problem_id: str) -> SpeculativeDecoder:
-        """The one whose head was not trained on this problem."""
-        return self.decoders[fold_of(problem_id, len(self.decoders))]
-
-
-def build_decoders(
-    arm: Arm, pair: Pair, *, drafter: str, task: str, here: Conditions | None = None
-) -> SpeculativeDecoder | FoldedDecoder:
-    """As `build_decoder`, and for an arm with out-of-fold heads one for each fold.
-
-    Raises:
-        PairError: a head made for another pair.
-    """
-    rules = [] if arm.rule is None else split_folds(arm.rule)
-    if len(rules) < 2:
-        return build_decoder(arm, pair, drafter=drafter, task=task, here=here)
-    folds = [dataclasses.replace(arm, rule=rule) for rule in rules]
-    return FoldedDecoder([build_decoder(fold, pair, drafter=drafter, task=task) for fold in folds])
-
-
-def build_decoder(
-    arm: Arm, pair: Pair, *, drafter: str = "draft", task: str | None = None, here: Conditions | None = None
-) -> SpeculativeDecoder:
-    """A decoder with caches of its own; models are shared among arms.
-
-    Args:
-        task: what it will be used on, for a warning where a head was trained on another; None to leave that out.
-        here: all conditions, for a warning where its threshold was certified under others; None to leave that out.
-
-    Raises:
-        PairError: a head made for another pair.
-    """
-    if arm.label == TARGET_ONLY or arm.truncation is not None:
-        return SpeculativeDecoder(pair.cached_target(), None, pair.tokenizer)
-    if arm.label == DRAFT_ONLY:
-        return SpeculativeDecoder(pair.cached_draft(), None, pair.tokenizer)
-    assert arm.rule is not None
-    rule = attach_heads(arm.rule)
-    require_heads_fit(rule, pair.identity, task, here=here)
-    proposer = make_drafter(arm.drafter or drafter, pair, rule)
-    return SpeculativeDecoder(
-        pair.cached_target(tuple(dict.fromkeys((*rule.target_layers, *proposer.target_layers)))),
-        proposer,
-        pair.tokenizer,
-        rule=rule,
-        num_draft_tokens=arm.num_draft_tokens,
-        advisor=make_advisor(rule, pair.draft),
-    )
+    return [rule.with_dial(value) if dial is None else rule.with_parameter(dial, value) for value in thresholds]

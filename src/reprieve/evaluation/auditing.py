@@ -15,11 +15,11 @@ import numpy as np
 
 from reprieve.calibration.lts import bounds_of
 from reprieve.calibration.swaps import SwapMeter, Swaps
-from reprieve.engine import SpeculativeDecoder
+from reprieve.engine import Pair, SpeculativeDecoder
 from reprieve.heads.lts import LtsCalibration
 from reprieve.metrics import wilson_interval
-from reprieve.models import Pair
-from reprieve.models.sampling import Sampler, SamplingParams
+from reprieve.models.sampling import Sampler
+from reprieve.settings import SamplingParams
 from reprieve.tasks.base import Task, TaskProblem
 from reprieve.types import Provenance
 

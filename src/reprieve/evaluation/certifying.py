@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 
 from reprieve.calibration.certify import NET_DROP, Evidence, Promise, Step, walk
+from reprieve.engine import Pair
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.evaluation.arms import LOSSLESS, Arm
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.results import column, common_rows
 from reprieve.evaluation.runner import Runner, environment
 from reprieve.files import replace_file
-from reprieve.heads.artefact import BUNDLED
-from reprieve.heads.certificates import FOLDER, Certificate, portable_spec
-from reprieve.models import Pair
+from reprieve.heads.certificates import Certificate, portable_spec
+from reprieve.heads.files import BUNDLED, CERTIFICATES
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.learned import LearnedRule
 from reprieve.tasks import Task
@@ -65,7 +65,7 @@ class Plan:
         values = list(self.thresholds) or (list(PROBABILITIES) if isinstance(self.rule, LearnedRule) else [])
         if not values:
             raise SpecError(f"rule {self.rule.name} needs --thresholds: values of {self.rule.dial} to try")
-        return sorted((self.rule.with_dial(value) for value in values), key=lambda rule: rule.leniency)
+        return sorted((self.rule.with_dial(value) for value in values), key=lambda rule: rule.looseness)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def certify(
         raise SpecError(f"task {task.name} has no right answers: nothing can be certified on it")
     strict = Arm(LOSSLESS, parse_rule(LOSSLESS), plan.num_draft_tokens)
     arms = {
-        rule.dial_value: Arm(rule.spec, rule, plan.num_draft_tokens) for rule in plan.candidates()
+        float(rule.dial_value or 0): Arm(rule.spec, rule, plan.num_draft_tokens) for rule in plan.candidates()
     }  # by threshold, strict first
 
     def runner(settings: dict[str, Any], chosen: list[Arm], name: str) -> Runner:
@@ -239,4 +239,4 @@ def _file_beside_heads(certificate: Certificate, rule: Rule) -> None:
     name = f"{certificate.promise['loss']}-{certificate.promise['max_drop']:g}-{certificate.threshold:g}.json"
     for path, _ in rule.heads:
         if path not in BUNDLED and Path(path).is_dir():
-            replace_file(Path(path) / FOLDER / name, certificate.to_json())
+            replace_file(Path(path) / CERTIFICATES / name, certificate.to_json())

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from reprieve.drafters.spec import DrafterSpec
+from reprieve.drafters import DRAFTERS
+from reprieve.engine import Pair
 from reprieve.errors import SpecError
 from reprieve.evaluation.arms import Arm
 from reprieve.heads.certificates import Conditions
-from reprieve.models import Pair
 
 
 @dataclass(frozen=True)
@@ -76,5 +76,5 @@ def _fingerprints(pair: Pair, arms: Sequence[Arm], drafter: str) -> dict[str, st
     for arm in arms:
         if arm.rule is not None:
             found |= {name: head.fingerprint for name, head in arm.rule.heads}
-            found |= DrafterSpec.parse(arm.drafter or drafter).fingerprints(pair)
+            found |= DRAFTERS.make(arm.drafter or drafter).fingerprints(pair)
     return found

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from reprieve.evaluation.arms import DRAFT_ONLY, LOSSLESS, TARGET_ONLY
+from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
+from reprieve.evaluation.arms import LOSSLESS
 
 _MARKERS = "osD^vP*Xh<>p"
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from reprieve.engine import DRAFT_ONLY, Pair
 from reprieve.errors import ReprieveError, SpecError, import_extra
-from reprieve.evaluation.arms import DRAFT_ONLY, Arm
+from reprieve.evaluation.arms import Arm
 from reprieve.evaluation.config import RunConfig
-from reprieve.evaluation.records import ProblemRecord, claim_folder
+from reprieve.evaluation.records import ProblemRecord, claim_run
 from reprieve.evaluation.results import summarise, write_results
 from reprieve.evaluation.runner import Run, environment
 from reprieve.files import replace_file
-from reprieve.models import Pair
 
 _GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}  # unless a task says otherwise
 
@@ -114,7 +114,7 @@ def evaluate_arms(
         chat_template=settings.apply_chat_template,
     )
     data = {name: dict(files) for name, files in settings.data.items()}
-    claim_folder(folder, {**vars(config), "num_fewshot": settings.num_fewshot, "data": data})
+    claim_run(folder, {**vars(config), "num_fewshot": settings.num_fewshot, "data": data})
     manager = TaskManager(include_path=[str(TASKS), *([settings.include_path] if settings.include_path else [])])
     records: dict[str, list[ProblemRecord]] = {}
     metrics: dict[str, dict[str, Any]] = {}

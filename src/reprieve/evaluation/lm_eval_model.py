@@ -18,13 +18,12 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
-from reprieve.engine import SamplingParams
+from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, Pair, SamplingParams, load_pair
 from reprieve.errors import SpecError
 from reprieve.evaluation.answering import record_of
-from reprieve.evaluation.arms import DRAFT_ONLY, LOSSLESS, TARGET_ONLY, Arm, build_decoder, make_arms
+from reprieve.evaluation.arms import LOSSLESS, Arm, make_arms
 from reprieve.evaluation.records import ProblemRecord, RecordFile
 from reprieve.heads.binding import digest
-from reprieve.models import Pair, load_pair
 from reprieve.types import Generation
 
 TASKS = Path(__file__).parent / "lm_eval_tasks"
@@ -75,9 +74,9 @@ class ReprieveLM(HFLM):
             load_pair(name, draft, dtype=dtype, device=device) if name else load_pair(dtype=dtype, device=device)
         )
         super().__init__(self.pair.target, tokenizer=self.pair.tokenizer, batch_size=1, **kwargs)
-        self.arm = _arm(rule.replace(";", ","), int(num_draft_tokens))
+        self.arm = _arm(rule.replace(";", ","), int(num_draft_tokens), self.pair.target_name)
         self.seed = int(seed)
-        self._decoder = build_decoder(self.arm, self.pair, drafter=drafter)
+        self._decoder = self.arm.decoder(self.pair, drafter=drafter)
         self._file = RecordFile(Path(records)) if records else None
         self._known = {record.problem_id: record for record in self._file.records} if self._file else {}
         self._made: Generation | None = None
@@ -127,8 +126,8 @@ def request_key(context: str, arguments: dict[str, Any], repeat: int = 0) -> str
     return digest(json.dumps([context, arguments, repeat], sort_keys=True, default=str).encode())
 
 
-def _arm(spec: str, k: int) -> Arm:
-    wanted = make_arms([spec], [k])
+def _arm(spec: str, k: int, target: str) -> Arm:
+    wanted = make_arms([spec], [k], target=target)
     if spec in (TARGET_ONLY, DRAFT_ONLY):
         return next(arm for arm in wanted if arm.label == spec)
     return wanted[-1]

@@ -10,6 +10,7 @@ from typing import Any
 
 from reprieve.errors import ReprieveError
 from reprieve.files import replace_file, whole_lines
+from reprieve.types import PARTS
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,7 @@ class ProblemRecord:
     seconds: float
     finish_reason: str
     text: str
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    advise_s: float = 0.0
-    rule_s: float = 0.0
-    commit_s: float = 0.0
-    prefill_s: float = 0.0
+    seconds_by_part: dict[str, float] = field(default_factory=dict)  # of each of PARTS
     error: str | None = None
     trial: int = 0  # 0 to num_trials - 1; each has draws of its own
     turns: list[str] = field(default_factory=list)  # the answers of a conversation of several turns
@@ -63,6 +59,8 @@ class RecordFile:
         for number, line in enumerate(whole_lines(self.path), start=1):
             try:
                 values = dict(json.loads(line))
+                if "draft_s" in values:  # as it was written before version 0.2
+                    values["seconds_by_part"] = {part: values.get(f"{part}_s", 0.0) for part in PARTS}
                 records.append(ProblemRecord(**{key: values[key] for key in values.keys() & known}))
             except (ValueError, TypeError) as error:
                 raise ReprieveError(f"{self.path}, line {number}: not a problem record ({error})") from None
@@ -85,7 +83,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     return found
 
 
-def claim_folder(folder: Path, configuration: Mapping[str, Any], *, extendable: tuple[str, ...] = ()) -> RecordFile:
+def claim_run(folder: Path, configuration: Mapping[str, Any], *, extendable: tuple[str, ...] = ()) -> RecordFile:
     """Open a run's folder: a new one gets the configuration, an old one must have been made with the same.
 
     Args:

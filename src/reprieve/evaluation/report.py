@@ -12,15 +12,15 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.errors import ReprieveError
-from reprieve.evaluation.arms import DRAFT_ONLY, TARGET_ONLY
 from reprieve.evaluation.charts import COLOURS, Point, histogram, intervals, scatter, stacked
 from reprieve.evaluation.records import ProblemRecord, RecordFile
 from reprieve.evaluation.results import common_rows
 from reprieve.files import replace_file
 from reprieve.heads.certificates import Certificate
+from reprieve.types import PARTS
 
-PARTS = {"prefill_s": "prompt", "draft_s": "draft", "verify_s": "verify", "rule_s": "rule", "commit_s": "commit"}
 _LONGEST_ROUND = 40
 
 
@@ -103,7 +103,7 @@ def _run_view(document: dict[str, Any], records: list[ProblemRecord], num_exampl
         "by_rounds": _frontier(document, arms, colours, "tokens_per_round", "tokens per target forward"),
         "lengths": _lengths(arms, rows, colours),
         "times": Markup(_times(arms, document["num_problems"] * document.get("num_trials", 1))),
-        "time_parts": list(zip(PARTS.values(), COLOURS, strict=False)),
+        "time_parts": list(zip(PARTS, COLOURS, strict=False)),
         "inflation": Markup(_inflation(arms)),
         "examples": _examples(arms, rows, strict, num_examples) if strict else [],
     }
@@ -179,11 +179,17 @@ def _lengths(arms: list[dict[str, Any]], rows: Any, colours: dict[str, str]) -> 
 
 def _times(arms: list[dict[str, Any]], num_answers: int) -> str:
     rows = [
-        (arm["name"], [1000 * arm["seconds_by_part"][part] / max(1, num_answers) for part in PARTS])
+        (arm["name"], [1000 * _part_seconds(arm, part) / max(1, num_answers) for part in PARTS])
         for arm in arms
         if arm["spec"] != DRAFT_ONLY and not arm["rule"].startswith("direct:")
     ]
-    return stacked(rows, list(PARTS.values()), unit="ms an answer")
+    return stacked(rows, list(PARTS), unit="ms an answer")
+
+
+def _part_seconds(arm: dict[str, Any], part: str) -> float:
+    """Of an arm's answers; before version 0.2, parts were written with a suffix."""
+    seconds = arm["seconds_by_part"]
+    return float(seconds.get(part, seconds.get(f"{part}_s", 0.0)))
 
 
 def _inflation(arms: list[dict[str, Any]]) -> str:

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from reprieve.evaluation.arms import DRAFT_ONLY, LOSSLESS, TARGET_ONLY, Arm
+from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
+from reprieve.evaluation.arms import LOSSLESS, Arm
 from reprieve.evaluation.records import ProblemRecord
 from reprieve.evaluation.runner import Run
 from reprieve.files import replace_file
 from reprieve.metrics import bootstrap_interval, paired_difference, paired_pvalue, share_interval
+from reprieve.types import PARTS
 
 SCHEMA = 1
 _NUM_SHARES = 11
@@ -123,8 +125,7 @@ def _summarise_arm(arm: Arm, rows: Rows, arms: Sequence[Arm]) -> dict[str, Any]:
         "seconds_per_solved": seconds / num_correct if num_correct else None,
         "joules_per_solved": _joules_per_solved(joules, num_correct),
         "seconds_by_part": {
-            part: sum(getattr(record, part) for record in records)
-            for part in ("prefill_s", "draft_s", "verify_s", "advise_s", "rule_s", "commit_s")
+            part: sum(record.seconds_by_part.get(part, 0.0) for record in records) for part in PARTS
         },
     }
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reprieve.engine import Pair
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.evaluation.answering import Answerer
 from reprieve.evaluation.arms import Arm
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.environment import commit, machine, versions
-from reprieve.evaluation.records import ProblemRecord, RecordFile, claim_folder
+from reprieve.evaluation.records import ProblemRecord, RecordFile, claim_run
 from reprieve.evaluation.workers import Job, answer_in_processes
-from reprieve.models import Pair
 from reprieve.tasks import Task
 
 Progress = Callable[[int, int], None]  # finished and all (problem, trial, arm) triples
@@ -72,7 +72,7 @@ class Runner:
         for arm in self.arms:
             if arm.certificate is not None:
                 arm.certificate.check(config.conditions(pair, arm), where=f"of {arm.label}")
-        self.file: RecordFile = claim_folder(
+        self.file: RecordFile = claim_run(
             folder, dataclasses.asdict(config), extendable=("arms", "heads") if extendable else ()
         )
 

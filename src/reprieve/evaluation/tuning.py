@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, Pair
 from reprieve.errors import SpecError, require_range
-from reprieve.evaluation.arms import DRAFT_ONLY, LOSSLESS, TARGET_ONLY, Arm, make_arms, sweep_rules
+from reprieve.evaluation.arms import LOSSLESS, Arm, make_arms, sweep_rules
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.results import summarise
 from reprieve.evaluation.runner import Progress, Run, Runner, environment, run_arms
-from reprieve.models import Pair
 from reprieve.tasks import Task
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Any
 
-from reprieve.errors import ReprieveError, SpecError
+from reprieve.errors import ReprieveError
 from reprieve.evaluation.answering import Answerer
-from reprieve.evaluation.arms import Arm, make_arms
+from reprieve.evaluation.arms import Arm
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.records import ProblemRecord
 from reprieve.models.worker_process import start_worker
@@ -36,14 +34,9 @@ def answer_in_processes(
 
     Raises:
         ReprieveError: a worker died.
-        SpecError: an arm that a text cannot name, so that another process cannot make it.
     """
-    for arm in arms:
-        if [other.label for other in make_arms([arm.label], [arm.num_draft_tokens])].count(arm.label) != 1:
-            raise SpecError(f"arm {arm.label} cannot be made in another process; use one worker")
-    ks = {arm.label: arm.num_draft_tokens for arm in arms}
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_workers, context, initializer=_start, initargs=(dataclasses.asdict(config), ks))
+    pool = ProcessPoolExecutor(num_workers, context, initializer=_start, initargs=(config, list(arms)))
     try:
         chunks = [jobs[at : at + _CHUNK] for at in range(0, len(jobs), _CHUNK)]
         for future in as_completed([pool.submit(_answer, chunk) for chunk in chunks]):
@@ -57,15 +50,15 @@ def answer_in_processes(
 class _Worker:
     """What a worker process keeps between jobs."""
 
-    def __init__(self, config: RunConfig, ks: dict[str, int]) -> None:
-        from reprieve.models import load_pair
+    def __init__(self, config: RunConfig, arms: Sequence[Arm]) -> None:
+        from reprieve.engine import load_pair
         from reprieve.tasks import load_task
 
         pair = load_pair(config.target, config.draft, dtype=config.dtype, device=config.device)
         task = load_task(config.task)
         self.problems = task.problems(config.split, config.limit, offset=config.offset)
         self.answerer = Answerer(config, pair, task)
-        self.arms = {arm.label: arm for label, k in ks.items() for arm in make_arms([label], [k])}
+        self.arms = {arm.label: arm for arm in arms}
 
     def answer(self, job: Job) -> ProblemRecord:
         return self.answerer.answer(self.arms[job.arm], self.problems[job.number], job.number, job.trial)
@@ -74,11 +67,11 @@ class _Worker:
 _WORKER: _Worker | None = None
 
 
-def _start(config: dict[str, Any], ks: dict[str, int]) -> None:
+def _start(config: RunConfig, arms: Sequence[Arm]) -> None:
     """Load the pair once a process."""
     global _WORKER
     start_worker()
-    _WORKER = _Worker(RunConfig(**config), ks)
+    _WORKER = _Worker(config, arms)
 
 
 def _answer(jobs: Sequence[Job]) -> list[ProblemRecord]:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from reprieve.errors import ReprieveError, SpecError, require_range
-from reprieve.heads.artefact import fingerprint_of, load_artefact, save_artefact
-from reprieve.heads.binding import PairIdentity
+from reprieve.errors import SpecError, require_range
+from reprieve.heads.artefact import Artefact, register_head
 from reprieve.types import Evidence
 
 _SMALLEST = 1e-30  # so that lambda = 1 accepts nothing, where 1 - pi rounds to 0
-_KEYS = frozenset({"shape", "pair", "task", "threshold", "num_draft_tokens", "training"})
 
 
 @dataclass(frozen=True)
@@ -43,8 +39,9 @@ class ArbiterShape:
         require_range("dropout", self.dropout, 0.0, 0.9)
 
 
+@register_head
 @dataclass(frozen=True)
-class Arbiter:
+class Arbiter(Artefact):
     """A trained arbiter.
 
     Args:
@@ -58,11 +55,13 @@ class Arbiter:
     """
 
     kind: ClassVar[str] = "arbiter"
+    purpose: ClassVar[str] = (
+        "Chooses between the draft's and the target's token at every mismatch (CoSpec): adapters on the draft's own "
+        "weights."
+    )
 
     tensors: Mapping[str, Tensor]
     shape: ArbiterShape
-    pair: PairIdentity
-    task: str
     threshold: float
     num_draft_tokens: int
     training: Mapping[str, Any] = field(default_factory=dict)
@@ -74,7 +73,7 @@ class Arbiter:
 
     def risk(self, evidence: Evidence) -> Tensor:
         """1 - pi(accept) of each drafted token, [...], from the advisor's forward over the round."""
-        assert evidence.advice is not None, "an arbiter needs an advisor: reprieve.engine.arbitration.make_advisor"
+        assert evidence.advice is not None, "an arbiter needs an advisor: reprieve.engine.advisors.make_advisor"
         risk = 1.0 - evidence.advice
         return risk.nextafter(torch.full_like(risk, 2.0)).clamp_min(_SMALLEST)  # pi = lambda is refused (Eq. 17)
 
@@ -83,45 +82,8 @@ class Arbiter:
         return self
 
     @property
-    def fingerprint(self) -> str:
-        """Identifies its weights: runs of another arbiter are not mixed with those of this one."""
-        return fingerprint_of(self.tensors)
+    def reads_draft(self) -> bool:
+        return True
 
-    def require_pair(self, pair: PairIdentity, name: str) -> None:
-        """Refuse another pair than the one it was trained on.
-
-        Raises:
-            PairError: names both.
-        """
-        self.pair.require_matches(pair, f"arbiter {name!r}", reads_draft=True)
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write `config.json` and `model.safetensors`.
-
-        Raises:
-            ReprieveError: the folder cannot be written, or holds something else.
-        """
-        config = {
-            "shape": dataclasses.asdict(self.shape),
-            "pair": dataclasses.asdict(self.pair),
-            "task": self.task,
-            "threshold": self.threshold,
-            "num_draft_tokens": self.num_draft_tokens,
-            "training": dict(self.training),
-        }
-        save_artefact(Path(folder), self.kind, config, self.tensors)
-
-    @classmethod
-    def from_pretrained(cls, source: str | Path) -> Self:
-        """Load from a folder or a hub id.
-
-        Raises:
-            ReprieveError: not found, of another kind, or tampered with.
-        """
-        config, tensors = load_artefact(source, (cls.kind,), _KEYS)
-        del config["kind"]
-        try:
-            shape, pair = ArbiterShape(**config.pop("shape")), PairIdentity(**config.pop("pair"))
-            return cls(tensors=tensors, shape=shape, pair=pair, **config)
-        except (TypeError, ValueError, KeyError) as error:
-            raise ReprieveError(f"arbiter {str(source)!r}: {error}") from None
+    def facts(self) -> dict[str, str]:
+        return {"recommended lambda": f"{self.threshold:g}", "K": str(self.num_draft_tokens)}

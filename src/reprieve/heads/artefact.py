@@ -1,151 +1,186 @@
-"""Saving and loading heads: a folder of `config.json` and `model.safetensors`, checked against each other."""
+"""What something trained or measured leaves behind: saved, loaded, shared and bound to its pair in one way."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import dataclasses
+import typing
 from collections.abc import Mapping
-from importlib import resources
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from huggingface_hub import ModelHubMixin
 from torch import Tensor
 
 from reprieve.errors import ReprieveError
-from reprieve.files import replace_file
-from reprieve.heads.binding import digest
+from reprieve.heads.binding import PairIdentity
+from reprieve.heads.files import fingerprint_of, read_head, write_head
+from reprieve.heads.model_card import model_card
+from reprieve.registry import Registry
 
-SCHEMA = 1
-BUNDLED = {
-    f"reprieve/arithmetic-{kind}": kind for kind in ("judge", "pivot", "lts", "eagle3", "arbiter")
-}  # heads of the bundled pair
-_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
+_TENSORS = "tensors"  # a field that holds all weights by name; else each is a field of its own
 
 
-def save_artefact(folder: Path, kind: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write both files under temporary names and rename them, the weights first.
+@dataclass(frozen=True)
+class Artefact(ModelHubMixin):
+    """A head: weights or constants, and what they were made for.
 
-    Raises:
-        ReprieveError: the folder cannot be made, or holds something else.
-    """
-    folder = Path(folder)
-    require_free(folder, kind)
-    config_path = folder / _CONFIG
-    content = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-    document = {"schema": SCHEMA, "kind": kind, **config}
-    document["sha256"] = _digest(document, content)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path, data in (
-            (folder / _WEIGHTS, content),
-            (config_path, (json.dumps(document, indent=2) + "\n").encode()),
-        ):
-            replace_file(path, data)
-    except OSError as error:
-        raise ReprieveError(f"{str(folder)!r} cannot be written: {error.strerror}") from None
-
-
-def fingerprint_of(tensors: Mapping[str, Tensor]) -> str:
-    """Identifies weights: runs of a head trained anew are not mixed with those of the old one."""
-    return digest(save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}))
-
-
-def require_free(folder: Path, kind: str) -> None:
-    """Refuse a folder that holds something else than what is to be written there.
-
-    Raises:
-        ReprieveError: names it.
-    """
-    config_path = Path(folder) / _CONFIG
-    if config_path.exists() and _kind(config_path) != kind:
-        raise ReprieveError(f"{str(folder)!r} holds something else than a {kind} head; name another folder")
-
-
-def claim_folder(folder: Path, kind: str | None = None) -> None:
-    """Make a folder, so that what took long to make has a place to go.
+    Subclasses are frozen dataclasses. Their tensors go to `model.safetensors`, all other fields to `config.json`.
+    `push_to_hub` is huggingface_hub's own.
 
     Args:
-        kind: of the head that is to be written into it; None where that is said later.
-
-    Raises:
-        ReprieveError: it cannot be made, or holds something else.
+        certificates: texts of the certificates that lie beside it, by file; they travel with it.
     """
-    if kind is not None:
-        require_free(folder, kind)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ReprieveError(f"{str(folder)!r} cannot be made: {error.strerror}") from None
 
+    kind: ClassVar[str]
+    purpose: ClassVar[str]  # a sentence for the model card
 
-def load_artefact(
-    source: str | Path, kinds: tuple[str, ...], keys: frozenset[str]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Configuration and tensors of a head, from a folder or a hub id.
+    pair: PairIdentity = field(kw_only=True)
+    task: str = field(kw_only=True)
+    certificates: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False, kw_only=True)
 
-    Args:
-        kinds: which kinds of head are wanted.
-        keys: what the configuration holds beside schema, kind and digest; more or less is an error.
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """A plain object: the mixin's own would write a configuration onto it."""
+        return object.__new__(cls)
 
-    Raises:
-        ReprieveError: not found, another kind, unreadable, or weights that are not those it was saved with.
-    """
-    folder = find_artefact(source)
-    try:
-        config = json.loads((folder / _CONFIG).read_text())
-        content = (folder / _WEIGHTS).read_bytes()
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ReprieveError(f"head {str(source)!r} cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise ReprieveError(f"head {str(source)!r}: {_CONFIG} must be an object, got {type(config).__name__}")
-    if config.get("schema") != SCHEMA or config.get("kind") not in kinds:
-        raise ReprieveError(
-            f"head {str(source)!r} must be of kind {' or '.join(kinds)} (schema {SCHEMA}), got {config.get('kind')!r}"
+    @property
+    def reads_draft(self) -> bool:
+        """Whether the draft's weights matter to it."""
+        return False
+
+    def facts(self) -> dict[str, str]:
+        """What its model card says of it, by heading."""
+        return {}
+
+    def features_of(self, hidden_size: int) -> int:
+        """How many numbers a target of this hidden size gives it; what `num_features` must be."""
+        return hidden_size
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Its tensors, by name."""
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        found = dict(own.get(_TENSORS, {}))
+        return found | {name: value for name, value in own.items() if isinstance(value, Tensor)}
+
+    def to(self, device: Any) -> Self:
+        """A copy with its tensors on a device."""
+        moved = {name: tensor.to(device) for name, tensor in self.weights.items()}
+        return dataclasses.replace(self, **({_TENSORS: moved} if _TENSORS in _fields(type(self)) else moved))
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies its tensors: runs of a head trained anew are not mixed with those of the old one."""
+        return fingerprint_of(self.weights)
+
+    def require_pair(self, pair: PairIdentity, name: str) -> None:
+        """Refuse another pair than the one it was made for.
+
+        Raises:
+            PairError: names both pairs.
+        """
+        self.pair.require_matches(pair, f"{self.kind} head {name!r}", reads_draft=self.reads_draft)
+
+    def save_pretrained(self, save_directory: str | Path, **ignored: Any) -> None:
+        """Write `config.json`, `model.safetensors`, a model card, and the certificates.
+
+        Args:
+            ignored: what huggingface_hub's `push_to_hub` passes on.
+
+        Raises:
+            ReprieveError: the folder cannot be written, or holds something else.
+        """
+        config = {name: _plain(getattr(self, name)) for name in _config_keys(type(self))}
+        others = {"README.md": self.card(), **self.certificates}
+        write_head(Path(save_directory), self.kind, config, self.weights, others)
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        source: str | Path,
+        *,
+        pair: PairIdentity | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        force_download: bool = False,
+        local_files_only: bool = False,
+    ) -> Self:
+        """Load from a folder or a hub id.
+
+        Args:
+            pair: the pair it is to be used with; None defers the check.
+            revision, token, cache_dir, force_download, local_files_only: of a download, as huggingface_hub has them.
+
+        Raises:
+            ReprieveError: not found, of another kind, or tampered with.
+            PairError: made for another pair.
+        """
+        download = {
+            "revision": revision,
+            "token": token,
+            "cache_dir": cache_dir,
+            "force_download": force_download,
+            "local_files_only": local_files_only,
+        }
+        config, tensors, certificates = read_head(source, cls.kind, _config_keys(cls), **download)
+        try:
+            values = {name: _typed(hint, config[name]) for name, hint in _fields(cls).items() if name in config}
+            parts = {_TENSORS: tensors} if _TENSORS in _fields(cls) else tensors
+            head = cls(**values, **parts, certificates=certificates)
+        except (TypeError, ValueError, KeyError) as error:
+            raise ReprieveError(f"{cls.kind} head {str(source)!r}: {error}") from None
+        if pair is not None:
+            head.require_pair(pair, str(source))
+        return head
+
+    def card(self) -> str:
+        """Its model card, Markdown."""
+        return model_card(
+            kind=self.kind,
+            purpose=self.purpose,
+            target=self.pair.target,
+            draft=self.pair.draft if self.reads_draft else None,
+            facts={"task": self.task, **self.facts()},
+            certificates=list(self.certificates.values()),
         )
-    wanted = config.pop("sha256", None)
-    if _digest(config, content) != wanted:
-        raise ReprieveError(f"head {str(source)!r}: {_CONFIG} and {_WEIGHTS} are not as they were saved together")
-    kind = config.pop("kind")
-    del config["schema"]
-    if config.keys() != keys:
-        odd = ", ".join(sorted(config.keys() ^ keys))
-        raise ReprieveError(f"head {str(source)!r}: {_CONFIG} must hold {', '.join(sorted(keys))}; check {odd}")
-    try:
-        return {"kind": kind, **config}, load(content)
-    except (SafetensorError, ValueError) as error:
-        raise ReprieveError(f"head {str(source)!r}: {_WEIGHTS} cannot be read: {error}") from None
 
 
-def find_artefact(source: str | Path) -> Path:
-    """The folder a name means: a bundled head's, itself, or a copy of a hub repository."""
-    if str(source) in BUNDLED:
-        return Path(str(resources.files("reprieve.pair"))) / "heads" / BUNDLED[str(source)]
-    folder = Path(source)
-    if folder.is_dir():
-        return folder
-    if str(source).count("/") != 1 or str(source).startswith((".", "/", "~")):
-        raise ReprieveError(f"head {str(source)!r} is neither a folder nor a hub id (owner/name)")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(str(source), allow_patterns=[_CONFIG, _WEIGHTS]))
-    except Exception as error:  # no network, no such repository, no access: the hub has many ways to say it
-        told = " ".join(str(error).split())
-        raise ReprieveError(f"head {str(source)!r} is no folder here, and the hub says: {told}") from None
+HEADS: Registry[Artefact] = Registry("kind of head", "reprieve.heads", attribute="kind")
+register_head = HEADS.register
 
 
-def _kind(path: Path) -> Any:
-    try:
-        found = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        return None
-    # EAGLE-3 heads are in the speculators library's format, which has a name of its own for this.
-    return found.get("kind", found.get("speculators_model_type")) if isinstance(found, dict) else None
+def _fields(kind: type[Artefact]) -> dict[str, Any]:
+    """Types of a class's fields, by name."""
+    hints = typing.get_type_hints(kind)
+    return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
 
 
-def _digest(config: Mapping[str, Any], content: bytes) -> str:
-    """Over configuration and weights together: neither can be changed without the other knowing."""
-    canonical = json.dumps(config, sort_keys=True).encode()
-    return hashlib.sha256(canonical + content).hexdigest()
+def _config_keys(kind: type[Artefact]) -> frozenset[str]:
+    """The fields that go to `config.json`."""
+    fields = _fields(kind)
+    return frozenset(name for name in fields if name not in (_TENSORS, "certificates") and fields[name] is not Tensor)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON holds it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {key: _plain(item) for key, item in dataclasses.asdict(value).items()}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _typed(hint: Any, value: Any) -> Any:
+    """A value of the configuration as its field's type has it.
+
+    Raises:
+        TypeError: another type.
+    """
+    if dataclasses.is_dataclass(hint):
+        return hint.from_config(value) if hasattr(hint, "from_config") else hint(**value)  # type: ignore[operator]
+    if hint in (str, int, float):
+        if isinstance(value, bool) or not isinstance(value, (int, float) if hint is float else hint):
+            raise TypeError(f"a {hint.__name__} is wanted, got {value!r}")
+        return hint(value)
+    return value

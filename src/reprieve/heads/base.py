@@ -1,27 +1,23 @@
-"""What all heads have: a recipe, what they were made for, and one file format."""
+"""What trained classifiers of drafted tokens have in common: a feature recipe and a recommended threshold."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any
 
 from torch import Tensor
 
-from reprieve.errors import ReprieveError, SpecError, require_range
-from reprieve.heads.artefact import fingerprint_of, load_artefact, save_artefact
-from reprieve.heads.binding import PairIdentity
+from reprieve.errors import SpecError, require_range
+from reprieve.heads.artefact import Artefact
 from reprieve.heads.features import FeatureRecipe, TokenStates, assemble
 from reprieve.types import Evidence
 
 _SMALLEST = 1e-30  # a sigmoid underflows to 0
-_KEYS = frozenset({"recipe", "pair", "task", "threshold", "training"})
 
 
 @dataclass(frozen=True)
-class Head:
+class Head(Artefact):
     """A trained classifier of drafted tokens.
 
     Args:
@@ -33,12 +29,8 @@ class Head:
         training: how it was trained and what it reached on held-out problems.
     """
 
-    kind: ClassVar[str]
-
     tensors: Mapping[str, Tensor]
     recipe: FeatureRecipe
-    pair: PairIdentity
-    task: str
     threshold: float
     training: Mapping[str, Any] = field(default_factory=dict)
 
@@ -84,63 +76,20 @@ class Head:
         return self.probability(features).clamp_min(_SMALLEST)
 
     @property
-    def fingerprint(self) -> str:
-        """Identifies its weights: runs of a head trained anew are not mixed with those of the old one."""
-        return fingerprint_of(self.tensors)
+    def reads_draft(self) -> bool:
+        return self.recipe.reads_draft
 
-    def to(self, device: Any) -> Self:
-        """A copy with its weights on a device."""
-        return dataclasses.replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write `config.json` and `model.safetensors`.
-
-        Raises:
-            ReprieveError: the folder cannot be written, or holds something else.
-        """
-        config = {
-            "recipe": self.recipe.to_config(),
-            "pair": dataclasses.asdict(self.pair),
-            "task": self.task,
-            "threshold": self.threshold,
-            "training": dict(self.training),
-        }
-        save_artefact(Path(folder), self.kind, config, self.tensors)
-
-    @classmethod
-    def from_pretrained(cls, source: str | Path, *, pair: PairIdentity | None = None) -> Self:
-        """Load from a folder or a hub id.
-
-        Args:
-            pair: the pair it is to be used with; None defers the check.
-
-        Raises:
-            ReprieveError: not found, of another kind, or tampered with.
-            PairError: made for another pair.
-        """
-        config, tensors = load_artefact(source, (cls.kind,), _KEYS)
-        try:
-            head = cls(
-                tensors=tensors,
-                recipe=FeatureRecipe.from_config(config["recipe"]),
-                pair=PairIdentity(**config["pair"]),
-                task=str(config["task"]),
-                threshold=float(config["threshold"]),
-                training=dict(config["training"]),
+    def facts(self) -> dict[str, str]:
+        found = {"recommended threshold": f"{self.threshold:g}", "features": self.recipe.name}
+        if "auc_held_out" in self.training:
+            auc, low, high = self.training["auc_held_out"]
+            found["held-out ROC AUC"] = f"{auc:.3f} [{low:.3f}, {high:.3f}]"
+        if "num_problems" in self.training:
+            found["labels"] = (
+                f"{self.training['num_tokens']} of {self.training['num_problems']} problems, "
+                f"{self.training['num_important']} important"
             )
-        except (TypeError, ValueError, KeyError) as error:
-            raise ReprieveError(f"head {str(source)!r}: {error}") from None
-        if pair is not None:
-            head.require_pair(pair, str(source))
-        return head
-
-    def require_pair(self, pair: PairIdentity, name: str) -> None:
-        """Refuse another pair than the one it was made for.
-
-        Raises:
-            PairError: names both pairs.
-        """
-        self.pair.require_matches(pair, f"head {name!r}", reads_draft=self.recipe.reads_draft)
+        return found
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
         """A weight by name; -1 stands for any size.

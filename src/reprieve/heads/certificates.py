@@ -16,10 +16,11 @@ from typing import Any
 
 from reprieve.errors import PairError, ReprieveError
 from reprieve.heads.binding import PairIdentity
+from reprieve.heads.files import CERTIFICATES
 from reprieve.rules import Rule
+from reprieve.rules.learned import HeadRule
 
 SCHEMA = 1
-FOLDER = "certificates"
 _KIND = "reprieve certificate"
 
 
@@ -116,10 +117,13 @@ class Certificate:
 
 def portable_spec(rule: Rule) -> str:
     """The rule's specification with its heads named by fingerprint instead of by folder."""
-    spec = rule.spec
-    for name, head in rule.heads:
-        spec = spec.replace(f"path={name}", f"path={head.fingerprint}")
-    return spec
+
+    def named(part: Rule) -> Rule:
+        if isinstance(part, HeadRule) and part.head is not None:
+            return dataclasses.replace(part, path=part.head.fingerprint)
+        return part
+
+    return rule.transform(named).spec
 
 
 def read_certificates(folder: Path) -> list[Certificate]:
@@ -128,7 +132,7 @@ def read_certificates(folder: Path) -> list[Certificate]:
     Raises:
         ReprieveError: one of them cannot be read.
     """
-    return [Certificate.load(path) for path in sorted((folder / FOLDER).glob("*.json"))]
+    return [Certificate.load(path) for path in sorted((folder / CERTIFICATES).glob("*.json"))]
 
 
 def warn_of_certificates(rule: Rule, folders: Mapping[str, Path], here: Conditions) -> None:

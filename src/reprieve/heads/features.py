@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import SpecError, require_choice
+from reprieve.needs import Need
 from reprieve.types import Evidence, HiddenStates, gather_token
 
 VERSION = 1
@@ -75,13 +76,13 @@ class FeatureRecipe:
         return self.states != "target"
 
     @property
-    def needs(self) -> frozenset[str]:
-        """Fields of `Evidence` it reads."""
+    def needs(self) -> frozenset[Need]:
+        """What it reads of a round."""
         needed = set()
         if self.reads_target:
-            needed.add("parent_hidden" if self.encoding == "previous" else "node_hidden")
+            needed.add(Need.PARENT_HIDDEN if self.encoding == "previous" else Need.NODE_HIDDEN)
         if self.reads_draft:
-            needed.add("draft_hidden")
+            needed.add(Need.DRAFT_HIDDEN)
         return frozenset(needed)
 
     @property

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from reprieve.heads.artefact import register_head
 from reprieve.heads.base import Head
 
 
@@ -19,6 +20,7 @@ def judge_probability(
     return torch.sigmoid(features @ weight + bias)
 
 
+@register_head
 class JudgeHead(Head):
     """A linear head: one product with states the target has computed anyway.
 
@@ -26,6 +28,10 @@ class JudgeHead(Head):
     """
 
     kind: ClassVar[str] = "judge"
+    purpose: ClassVar[str] = (
+        "Tells which drafted tokens would change the answer: a linear head on hidden states the target has "
+        "computed anyway (AutoJudge). Reprieve rescues the others."
+    )
 
     def check_shapes(self) -> None:
         self._tensor("weight", -1)

@@ -2,35 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+import dataclasses
+import functools
+from pathlib import Path
+from typing import cast
 
 from reprieve.errors import SpecError
-from reprieve.heads.arbiter import Arbiter
-from reprieve.heads.artefact import find_artefact
+from reprieve.heads.artefact import HEADS, Artefact
 from reprieve.heads.base import Head
 from reprieve.heads.binding import PairIdentity, warn_of_transfer
 from reprieve.heads.certificates import Conditions, warn_of_certificates
+from reprieve.heads.files import BUNDLED, find_head, is_bundled
 from reprieve.heads.folds import FoldedHead, read_folds
-from reprieve.heads.judge import JudgeHead
-from reprieve.heads.lts import LtsCalibration
-from reprieve.heads.pivot import PivotHead
-from reprieve.rules import Rule, parse_rule
+from reprieve.rules import Rule
+from reprieve.rules.learned import HeadRule
 
-HEADS: dict[str, type[Head] | type[LtsCalibration] | type[Arbiter]] = {
-    head.kind: head for head in (JudgeHead, PivotHead, LtsCalibration, Arbiter)
-}
+_DEFAULTS = {kind: name for name, kind in BUNDLED.items()}
 
 
-def load_head(kind: str, source: str) -> Head | FoldedHead | LtsCalibration | Arbiter:
-    """A head of a kind, from a folder or a hub id; a folder of folds gives them all.
+def load_head(kind: str, source: str) -> Artefact | FoldedHead:
+    """A head of a kind (judge, pivot, lts, arbiter), from a folder or a hub id; a folder of folds gives them all.
 
     Raises:
+        SpecError: an unknown kind.
         ReprieveError: not found, of another kind, or tampered with.
     """
+    found = HEADS.get(kind)
     if read_folds(source) is not None:
-        return FoldedHead.load(source, cast(type[Head], HEADS[kind]).from_pretrained)
-    return HEADS[kind].from_pretrained(source)
+        return FoldedHead.load(source, cast(type[Head], found).from_pretrained)
+    return found.from_pretrained(source)
+
+
+def attach_heads(rule: Rule, target: str | None = None) -> Rule:
+    """The rule, or composition of rules, with the heads it names loaded.
+
+    Args:
+        target: name of the pair's target: where it is the bundled one, rules that name no head take the bundled heads.
+
+    Raises:
+        SpecError: a rule that names no head, where there is none by default.
+        ReprieveError: a head that cannot be loaded.
+    """
+    defaults = _DEFAULTS if is_bundled(target) else {}
+
+    def attach(part: Rule) -> Rule:
+        return part.with_head(load_head, defaults.get(part.head_kind)) if isinstance(part, HeadRule) else part
+
+    return rule.transform(attach)
 
 
 def split_folds(rule: Rule) -> list[Rule]:
@@ -45,25 +63,18 @@ def split_folds(rule: Rule) -> list[Rule]:
     if len(sizes) > 1:
         raise SpecError(f"rule {rule.spec}: its heads must have equally many folds, got {sorted(sizes)}")
 
-    loaded = dict(rule.heads)
+    def of_fold(part: Rule, fold: int) -> Rule:
+        if isinstance(part, HeadRule) and isinstance(part.head, FoldedHead):
+            return dataclasses.replace(part, head=part.head.heads[fold])
+        return part
 
-    def picker(fold: int) -> Callable[[str, str], Any]:
-        def pick(kind: str, source: str) -> Any:
-            head = loaded[source]
-            return head.heads[fold] if isinstance(head, FoldedHead) else head
-
-        return pick
-
-    return [parse_rule(rule.spec).with_heads(picker(fold)) for fold in range(sizes.pop())]
+    return [rule.transform(functools.partial(of_fold, fold=fold)) for fold in range(sizes.pop())]
 
 
-def attach_heads(rule: Rule) -> Rule:
-    """The rule, or composition of rules, with the heads it names loaded.
-
-    Raises:
-        ReprieveError: a head that cannot be loaded.
-    """
-    return rule.with_heads(load_head)
+def head_folders(rule: Rule) -> dict[str, Path]:
+    """Where each of a rule's heads lies; a head in memory has no folder."""
+    sources = [leaf.source for leaf in rule.leaves if isinstance(leaf, HeadRule) and leaf.source]
+    return {source: find_head(source) for source in sources}
 
 
 def require_heads_fit(rule: Rule, pair: PairIdentity, task: str | None, *, here: Conditions | None = None) -> None:
@@ -80,5 +91,4 @@ def require_heads_fit(rule: Rule, pair: PairIdentity, task: str | None, *, here:
         if task is not None:
             warn_of_transfer(f"head {name!r}", head.task, task)
     if here is not None and rule.heads:
-        # A head in memory has no folder, and so no certificates.
-        warn_of_certificates(rule, {n: find_artefact(n) for n, _ in rule.heads if n not in HEADS}, here)
+        warn_of_certificates(rule, head_folders(rule), here)

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from reprieve.errors import ReprieveError, SpecError, require_choice
-from reprieve.heads.artefact import fingerprint_of, load_artefact, save_artefact
-from reprieve.heads.binding import PairIdentity
+from reprieve.errors import SpecError, require_choice
+from reprieve.heads.artefact import Artefact, register_head
 from reprieve.rules.distributions import entropy
 from reprieve.rules.lts import lts_bound, raw_scores
 from reprieve.types import Evidence
 
 BUCKETS = ("none", "entropy", "distance", "margin")
-_KEYS = frozenset({"pair", "task", "delta", "bucket_by", "settings"})
 
 
+@register_head
 @dataclass(frozen=True)
-class LtsCalibration:
+class LtsCalibration(Artefact):
     """Constants of the bound U, by bucket (ARC-Decode, Algorithm 1 and appendix A.1, corollary i).
 
     Args:
@@ -40,14 +37,16 @@ class LtsCalibration:
     """
 
     kind: ClassVar[str] = "lts"
+    purpose: ClassVar[str] = (
+        "Constants of ARC-Decode's bound on how far the target's next step moves when a drafted token takes the place "
+        "of its own choice. Reprieve rescues tokens of a small bound."
+    )
 
     scale: Tensor
     embedding_factors: Tensor
     logit_factors: Tensor
     tolerances: Tensor
     edges: Tensor
-    pair: PairIdentity
-    task: str
     delta: float
     bucket_by: str = "none"
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -67,9 +66,8 @@ class LtsCalibration:
         """D, the size of the embeddings it reads."""
         return len(self.scale)
 
-    def features_of(self, hidden_size: int) -> int:
-        """How large the embeddings of a target of this hidden size are."""
-        return hidden_size
+    def facts(self) -> dict[str, str]:
+        return {"delta": f"{self.delta:g}", "buckets by": self.bucket_by}
 
     def bound(self, evidence: Evidence) -> tuple[Tensor, Tensor]:
         """U and tau_delta of each drafted token, nats: [...] each.
@@ -104,55 +102,3 @@ class LtsCalibration:
         """U / tau_delta of each drafted token, [...]; 1 - LTS."""
         bound, tolerance = self.bound(evidence)
         return bound / tolerance
-
-    def to(self, device: Any) -> Self:
-        """A copy on a device."""
-        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._tensors.items()}
-        return dataclasses.replace(self, **moved)
-
-    @property
-    def _tensors(self) -> dict[str, Tensor]:
-        names = ("scale", "embedding_factors", "logit_factors", "tolerances", "edges")
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def fingerprint(self) -> str:
-        """Identifies its numbers: runs of another calibration are not mixed with those of this one."""
-        return fingerprint_of(self._tensors)
-
-    def require_pair(self, pair: PairIdentity, name: str) -> None:
-        """Refuse another target than the one it was made for.
-
-        Raises:
-            PairError: names both.
-        """
-        self.pair.require_matches(pair, f"calibration {name!r}", reads_draft=False)
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write `config.json` and `model.safetensors`.
-
-        Raises:
-            ReprieveError: the folder cannot be written, or holds something else.
-        """
-        config = {
-            "pair": dataclasses.asdict(self.pair),
-            "task": self.task,
-            "delta": self.delta,
-            "bucket_by": self.bucket_by,
-            "settings": dict(self.settings),
-        }
-        save_artefact(Path(folder), self.kind, config, self._tensors)
-
-    @classmethod
-    def from_pretrained(cls, source: str | Path) -> Self:
-        """Load from a folder or a hub id.
-
-        Raises:
-            ReprieveError: not found, of another kind, or tampered with.
-        """
-        config, tensors = load_artefact(source, (cls.kind,), _KEYS)
-        del config["kind"]
-        try:
-            return cls(**{**config, **tensors, "pair": PairIdentity(**config["pair"])})
-        except (TypeError, ValueError, KeyError) as error:
-            raise ReprieveError(f"calibration {str(source)!r}: {error}") from None

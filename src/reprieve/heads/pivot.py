@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear, relu
 
 from reprieve.errors import SpecError
+from reprieve.heads.artefact import register_head
 from reprieve.heads.base import Head
 
 LAYERS = ("hidden", "scalars", "fuse", "out")
@@ -31,10 +32,15 @@ def pivot_logits(
     return linear(fused, tensors["out.weight"], tensors["out.bias"])
 
 
+@register_head
 class PivotHead(Head):
     """A small MLP. Tensors: `mean` and `scale` [F], and weight and bias of `hidden`, `scalars`, `fuse` and `out`."""
 
     kind: ClassVar[str] = "pivot"
+    purpose: ClassVar[str] = (
+        "Tells pivots, drafted tokens after which fewer continuations end well, from the target's state, "
+        "entropy and probability (PAD). Reprieve rescues the others."
+    )
 
     def check_shapes(self) -> None:
         if self.recipe.num_scalars != 2:

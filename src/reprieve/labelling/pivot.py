@@ -16,8 +16,9 @@ from reprieve.labelling.soundness import NOT_ASKED, UNSOUND, SoundnessJudge
 from reprieve.labelling.target import Target, gather_all
 from reprieve.models.batch_decoder import Draw, Session, inverse_cdf_draw
 from reprieve.models.cached_model import CachedModel
-from reprieve.models.sampling import Sampler, SamplingParams
+from reprieve.models.sampling import Sampler
 from reprieve.rules.lossless import residual_probs, sampling_accepts
+from reprieve.settings import SamplingParams
 from reprieve.tasks import TaskProblem
 
 
@@ -58,7 +59,7 @@ class CandidateSource:
         if place is None:
             return drafted, None
         residual = residual_probs(target_probs[place], proposal[place], token_ids[place])
-        return drafted[:place], Candidate(drafted[place], self.sampler.draw(residual))
+        return drafted[:place], Candidate(drafted[place], int(self.sampler.draw(residual[None])))
 
     def _draft(self, text: list[int], size: int) -> tuple[list[int], torch.Tensor]:
         """Drafted tokens and the logits [size, V] each was drawn from."""
@@ -68,7 +69,7 @@ class CandidateSource:
         for _ in range(size):
             logits, _ = self.draft.forward([drafted[-1] if drafted else text[-1]])
             rows.append(logits[-1].to(self.target.device))
-            drafted.append(self.sampler.draft_token(rows[-1]))
+            drafted.append(int(self.sampler.draft_token(rows[-1][None])))
         return drafted, torch.stack(rows)
 
 

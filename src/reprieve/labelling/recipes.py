@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from reprieve.drafters import DraftModelDrafter
-from reprieve.engine import SpeculativeDecoder
+from reprieve.engine import Pair, load_pair
 from reprieve.errors import SpecError, require_choice
 from reprieve.labelling.api_target import ApiTarget
 from reprieve.labelling.arbitration import LABELS_VERSION, ArbitrationMiner, PairScorer
@@ -23,12 +22,11 @@ from reprieve.labelling.runner import Miner
 from reprieve.labelling.soundness import EquationSoundness, ModelSoundness, SoundnessJudge
 from reprieve.labelling.store import API_WEIGHTS
 from reprieve.labelling.target import LocalTarget, Target
-from reprieve.models import Pair, load_pair
 from reprieve.models.batch_decoder import BatchDecoder
 from reprieve.models.cached_model import eos_token_ids
-from reprieve.models.sampling import GumbelNoise, Sampler, SamplingParams
-from reprieve.rules import LosslessRule
-from reprieve.rules.spec import parse_parameters
+from reprieve.models.sampling import GumbelNoise, Sampler
+from reprieve.settings import SamplingParams
+from reprieve.specs import parse_spec
 from reprieve.tasks import Task, TaskProblem, load_task
 
 MINERS = ("autojudge", "pivot", "arbitration")
@@ -186,12 +184,8 @@ def _arbitration(config: MiningConfig, pair: Pair, task: Task, responses: Respon
         target=_local_target(config, pair, responses, rows=2),  # the branches of a problem that are under way at once
         responses=responses,
         params=config.sampling,
-        make_decoder=lambda num_draft_tokens: SpeculativeDecoder(
-            pair.cached_target(),
-            DraftModelDrafter(pair.cached_draft(), pair.device),
-            pair.tokenizer,
-            rule=LosslessRule(verification="exact"),
-            num_draft_tokens=num_draft_tokens,
+        make_decoder=lambda num_draft_tokens: pair.decoder(
+            "lossless:verification=exact", num_draft_tokens=num_draft_tokens
         ),
         make_seed=lambda problem: problem_seed(config.seed, problem),
         scorer=PairScorer(make_chat(judge)) if judge else None,
@@ -226,8 +220,7 @@ def make_chat(spec: str) -> Chat:
         SpecError: something else.
         ReprieveError: no client, or no key.
     """
-    name, _, rest = spec.partition(":")
-    given = parse_parameters(rest, where=f"judge {name}")
+    name, given = parse_spec(spec, what="judge")
     if name != "openai" or not {"model"} <= given.keys() <= {"model", "url", "temperature"}:
         raise SpecError(f"a judge is written openai:model=NAME,url=ADDRESS,temperature=1, got {spec!r}")
     try:

@@ -1,6 +1,6 @@
 """Models behind the engine: loading and checking a pair, a KV cache that rolls back, tree attention."""
 
 from reprieve.models.cached_model import CachedModel
-from reprieve.models.loading import Pair, load_pair
+from reprieve.models.loading import ModelPair, load_models
 
-__all__ = ["CachedModel", "Pair", "load_pair"]
+__all__ = ["CachedModel", "ModelPair", "load_models"]

@@ -27,6 +27,7 @@ from reprieve.models.cached_model import (
     refuse_recurrent,
     require_positions,
 )
+from reprieve.transfers import spread, to_device
 
 _CONTEXT = -1  # the region number of context tokens
 _ADAPTER = "arbiter"
@@ -218,7 +219,7 @@ class ArbiterModel(nn.Module):
         return logits
 
     def _embed(self, token_ids: Sequence[int]) -> Tensor:
-        ids = torch.tensor(list(token_ids), dtype=torch.long, device=self.device)
+        ids = spread(list(token_ids), torch.long, self.device)
         embedded: Tensor = self.backbone.get_input_embeddings()(ids)
         return embedded
 
@@ -233,12 +234,12 @@ class ArbiterModel(nn.Module):
         def mask(window: int | None) -> Tensor:
             visible = hybrid_mask(rows, columns, hybrid=self.shape.hybrid, window=window)
             values = torch.zeros(visible.shape, dtype=self.dtype)
-            return values.masked_fill(~visible, torch.finfo(self.dtype).min)[None, None].to(self.device)
+            return to_device(values.masked_fill(~visible, torch.finfo(self.dtype).min)[None, None], self.device)
 
         output = self.backbone(
             inputs_embeds=embeddings[None],
             attention_mask=masks_by_layer(mask, self._windows),
-            position_ids=rows.positions[None].to(self.device),
+            position_ids=to_device(rows.positions[None], self.device),
             past_key_values=cache,
             use_cache=cache is not None,
         )

@@ -25,7 +25,8 @@ from reprieve.models.cached_model import (
     require_positions,
     shared_length,
 )
-from reprieve.models.sampling import Sampler, SamplingParams
+from reprieve.models.sampling import Sampler
+from reprieve.settings import SamplingParams
 
 # The next token of a text: from its scores [V] (logits after temperature, top-k and top-p) and its tokens so far.
 Draw = Callable[[Tensor, Sequence[int]], int]

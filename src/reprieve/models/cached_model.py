@@ -14,8 +14,10 @@ from transformers import PreTrainedModel
 from reprieve.errors import ContextOverflowError, UnsupportedModelError
 from reprieve.models.cache import RollbackCache
 from reprieve.models.tree_attention import tree_mask
+from reprieve.transfers import spread, to_device
 from reprieve.types import Block, HiddenStates, Prefill
 
+_UNKNOWN = -1  # a cached token that the host has not seen
 HiddenLayers = tuple[int, ...]  # indices into transformers' `hidden_states`; -1 is the last, after the final norm
 
 
@@ -85,11 +87,14 @@ class CachedModel:
         output = self._run(list(token_ids[shared:]), output_hidden_states=bool(self.hidden_layers) or None, **extra)
         return Prefill(output.logits[0, -1].float(), self._hidden(output))
 
-    def forward(self, token_ids: list[int], block: Block | None = None) -> tuple[Tensor, HiddenStates | None]:
+    def forward(
+        self, token_ids: Sequence[int] | Tensor, block: Block | None = None
+    ) -> tuple[Tensor, HiddenStates | None]:
         """Append tokens and return the logits [n, V] after each and, if asked for, hidden states [n, D] by layer.
 
         Args:
-            token_ids: n tokens; with a tree, the last committed token and then the block's.
+            token_ids: n tokens; with a tree, the last committed token and then the block's. A tensor [n] on the
+                model's device is read without waiting for it; what it holds is then unknown to `cached_ids` (-1).
             block: gives the tree's shape; None, or a chain, for plain causal attention.
         """
         extra: dict[str, Any] = {}
@@ -107,6 +112,11 @@ class CachedModel:
         embeddings: Tensor = self.model.get_input_embeddings()(token_ids)
         return embeddings
 
+    def learn(self, start: int, token_ids: Sequence[int]) -> None:
+        """Say what the cached tokens from `start` on are, once the host knows."""
+        known = token_ids[: self.length - start]
+        self.cached_ids[start : start + len(known)] = known
+
     def keep(self, length: int) -> None:
         """Roll back to the first `length` tokens."""
         self.cache.keep(length)
@@ -117,20 +127,23 @@ class CachedModel:
         if rows == list(range(len(rows))):
             self.keep(start + len(rows))
             return
-        self.cache.keep_path(start, torch.tensor(rows))
+        self.cache.keep_path(start, to_device(torch.tensor(rows), self.device))
         self.cached_ids[start:] = [self.cached_ids[start + row] for row in rows]
 
     def _hidden(self, output: Any) -> HiddenStates | None:
         return {layer: output.hidden_states[layer][0] for layer in self.hidden_layers} or None
 
-    def _run(self, token_ids: list[int], **extra: Any) -> Any:
-        input_ids = torch.tensor([token_ids], device=self.device)
-        output = self.model(input_ids=input_ids, past_key_values=self.cache, use_cache=True, **extra)
-        self.cached_ids += token_ids  # only now: an interrupted forward must not count
+    def _run(self, token_ids: Sequence[int] | Tensor, **extra: Any) -> Any:
+        if isinstance(token_ids, Tensor):
+            input_ids, known = token_ids, [_UNKNOWN] * len(token_ids)
+        else:
+            input_ids, known = spread(list(token_ids), torch.long, self.device), list(token_ids)
+        output = self.model(input_ids=input_ids[None], past_key_values=self.cache, use_cache=True, **extra)
+        self.cached_ids += known  # only now: an interrupted forward must not count
         return output
 
     def _tree_arguments(self, block: Block) -> dict[str, Any]:
-        positions = torch.tensor([[0, *block.depths]], device=self.device) + self.length
+        positions = spread([self.length + depth for depth in (0, *block.depths)], torch.long, self.device)[None]
         windows = layer_windows(self.model)
 
         def mask(size: int | None) -> Tensor:

@@ -19,8 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from reprieve.errors import PairError, ReprieveError
-from reprieve.heads.artefact import find_artefact
 from reprieve.heads.binding import PairIdentity, digest
+from reprieve.heads.files import find_head
 from reprieve.models.cache import RollbackCache
 from reprieve.types import HiddenStates
 
@@ -179,7 +179,7 @@ def load_eagle3(source: str | Path, target: Any, *, identity: PairIdentity | Non
         ReprieveError: not found, unreadable, or in another format.
         PairError: made for another target.
     """
-    folder = find_artefact(source)
+    folder = find_head(source)
     what = f"EAGLE-3 head {str(source)!r}"
     text = target.config.get_text_config()
     embedding = target.get_input_embeddings().weight

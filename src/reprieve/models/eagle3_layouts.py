@@ -13,7 +13,7 @@ from torch import Tensor
 
 from reprieve.errors import ReprieveError
 from reprieve.files import replace_file
-from reprieve.heads.artefact import require_free
+from reprieve.heads.files import require_free
 from reprieve.models.eagle3 import EagleConfig, new_name
 
 _LAYER_KEYS = (

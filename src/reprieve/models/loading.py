@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from reprieve.errors import PairError, ReprieveError, require_choice
 from reprieve.heads.binding import PairIdentity, digest, tokenizer_fingerprint
+from reprieve.heads.files import bundled_folder
 from reprieve.models.cached_model import CachedModel, HiddenLayers, execution_device
 from reprieve.models.eagle3 import EagleHead, load_eagle3
+from reprieve.settings import BUNDLED_PAIR
 
-BUNDLED_PAIR = "reprieve/arithmetic-pair"
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A target, a draft and their one tokenizer. Make fresh `CachedModel`s from it for every decoder."""
+class ModelPair:
+    """A target, a draft and their one tokenizer, loaded. `reprieve.load_pair` gives one that makes decoders too.
+
+    Fresh `CachedModel`s are made from it for every decoder; the models are shared.
+    """
 
     target: PreTrainedModel
     draft: PreTrainedModel | None
@@ -94,13 +97,13 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
     return digest(bytes(content))
 
 
-def load_pair(
+def load_models(
     target: str | Path = BUNDLED_PAIR,
     draft: str | Path | None = None,
     *,
     dtype: str = "auto",
     device: str | None = None,
-) -> Pair:
+) -> ModelPair:
     """Load a pair from the hub, from folders, or the bundled one.
 
     Args:
@@ -128,12 +131,7 @@ def load_pair(
             raise PairError(
                 f"draft {str(draft)!r} has {num_rows} token embeddings, its tokenizer {len(tokenizer)} tokens"
             )
-    return Pair(target_model, draft_model, tokenizer, str(target), None if draft is None else str(draft))
-
-
-def bundled_folder(role: str) -> Path:
-    """Where the bundled `target` or `draft` lies: a plain transformers model folder."""
-    return Path(str(resources.files("reprieve.pair"))) / "weights" / role
+    return ModelPair(target_model, draft_model, tokenizer, str(target), None if draft is None else str(draft))
 
 
 def require_same_tokenizer(target: Any, draft: Any, target_name: str, draft_name: str) -> None:

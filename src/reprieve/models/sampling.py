@@ -5,72 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from reprieve.errors import SpecError, require_range
-from reprieve.rules import Rule
-from reprieve.rules.truncation import require_truncation, truncated_tokens
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """What is asked of one answer.
-
-    Args:
-        max_new_tokens: exact largest number of generated tokens, the end-of-text token included.
-        temperature: 0 is greedy.
-        top_p: nucleus mass, in (0, 1]; 1 keeps everything.
-        top_k: most likely tokens kept; 0 keeps everything.
-        seed: same seed, same answer.
-        stop: texts that end the answer; the answer's text stops before them.
-        draft_temperature: the draft's own temperature; None for the target's. FSD drafts greedily (0).
-        ignore_eos: go on after the end-of-text token.
-        eos_token_ids: tokens that end the answer; None for the model's and the tokenizer's own.
-        num_logprobs: tell each token's log-probability under the target, and those of this many most likely ones, 0
-            to 20; None for neither.
-        truncation: draw the target's tokens only from those that this rule would accept; None for no such limit.
-    """
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    draft_temperature: float | None = None
-    ignore_eos: bool = False
-    eos_token_ids: tuple[int, ...] | None = None
-    num_logprobs: int | None = None
-    truncation: Rule | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            raise SpecError(f"stop must be a tuple of texts, got the text {self.stop!r}")
-        if self.max_new_tokens < 1:
-            raise SpecError(f"max_new_tokens must be 1 or more, got {self.max_new_tokens!r}")
-        require_range("temperature", self.temperature, 0.0, math.inf)
-        if math.isinf(self.temperature):
-            raise SpecError("temperature must be finite, got inf")
-        require_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        if self.top_k < 0:
-            raise SpecError(f"top_k must be 0 or more, got {self.top_k!r}")
-        if self.draft_temperature is not None:
-            require_range("draft_temperature", self.draft_temperature, 0.0, math.inf)
-        if self.num_logprobs is not None:
-            require_range("num_logprobs", self.num_logprobs, 0, 20)
-        if any(not text for text in self.stop):
-            raise SpecError("stop must hold texts of at least one character, got an empty one")
-        if self.truncation is not None:
-            require_truncation(self.truncation)
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
+from reprieve.rules.truncation import truncated_tokens
+from reprieve.settings import SamplingParams
 
 
 class Sampler:
@@ -97,19 +39,15 @@ class Sampler:
         """The same for the draft. A greedy draft beside a sampling target is shaped as the target is."""
         return self._draft(None, logits) if self._draft else logits  # type: ignore[arg-type]
 
-    def draft_token(self, logits: Tensor) -> int:
-        """The drafter's next token from its logits [V]."""
+    def draft_token(self, logits: Tensor) -> Tensor:
+        """The drafter's next token [1] from its logits [1, V]."""
         if self.draft_greedy:
-            return int(logits.argmax())
-        return self.draw(self.draft_scores(logits.unsqueeze(0))[0].softmax(-1))
+            return logits.argmax(-1)
+        return self.draw(self.draft_scores(logits).softmax(-1))
 
-    def draw(self, probs: Tensor) -> int:
-        """A token from probabilities [V]."""
-        return int(torch.multinomial(probs.to(self.generator.device), 1, generator=self.generator))
-
-    def draws(self, probs: Tensor) -> Tensor:
+    def draw(self, probs: Tensor) -> Tensor:
         """A token from each row of probabilities, [n, V] to [n]."""
-        return torch.multinomial(probs, 1, generator=self.generator).squeeze(-1)
+        return torch.multinomial(probs.to(self.generator.device), 1, generator=self.generator).squeeze(-1)
 
     def uniforms(self, size: int) -> Tensor:
         """Draws in [0, 1), [size]."""

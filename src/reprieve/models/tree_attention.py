@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from reprieve.transfers import to_device
 from reprieve.types import ROOT
 
 
@@ -43,4 +44,4 @@ def tree_mask(
         key = torch.cat([torch.arange(num_cached), query])
         visible &= query[:, None] - key[None, :] < window
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
-    return mask[None, None].to(device)
+    return to_device(mask[None, None], device)

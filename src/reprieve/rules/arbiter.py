@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from reprieve.errors import require_range
+from reprieve.needs import Need
+from reprieve.rules.base import About, Dial, Traits, register_rule
 from reprieve.rules.learned import HeadRule
 
 _ROUNDING = 2.0**-23  # of float32 at 1
-BUNDLED_ARBITER = "reprieve/arithmetic-arbiter"
 
 
+@register_rule
 @dataclass(frozen=True)
 class ArbiterRule(HeadRule):
     """Rescue a mismatch when pi(accept) exceeds lambda (CoSpec, Eq. 17 and appendix F).
@@ -22,35 +24,27 @@ class ArbiterRule(HeadRule):
     mismatch commits it. The output is not the target's distribution; log-likelihoods of the target do not describe it.
 
     Args:
-        path: folder or hub id of an arbiter (`reprieve train arbiter`); the bundled pair's by default.
+        path: folder or hub id of an arbiter (`reprieve train arbiter`).
         lambda_: pi(accept) above which a mismatch is accepted, 0 to 1, written `lambda=`; 1 accepts none, and the
             paper uses 0.6. None takes the arbiter's own recommendation.
     """
 
     name = "arbiter"
-    dial = "lambda"
-    strictest = 1.0
+    own_dial = Dial("lambda", strictest=1.0, stops=(1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.0))
+    own_traits = Traits(needs=frozenset({Need.ADVICE}), check="exact", beyond_truncation=True, reads_block=True)
     head_kind = "arbiter"
     made_by = "reprieve train arbiter"
-    needs = frozenset({"advice"})
-    base = "exact"
-    beyond_truncation = True
-    reads_block = True
+    about = About('CoSpec, "Beyond the Target: From Imitation to Collaboration in Speculative Decoding"')
 
-    path: str = BUNDLED_ARBITER
     lambda_: float | None = None
 
     def __post_init__(self) -> None:
         if self.lambda_ is not None:
             require_range("lambda", self.lambda_, 0.0, 1.0)
 
-    @classmethod
-    def of(cls, arbiter: Any, *, lambda_: float | None = None) -> Self:
-        """The rule of an arbiter in memory; its own lambda when None."""
-        return cls(path="", lambda_=lambda_)._with_head(arbiter)
-
-    def _with_head(self, head: Any) -> Self:
-        rule = super()._with_head(head)
+    def holding(self, head: Any) -> Self:
+        """The rule with an arbiter in memory, at its own lambda where the rule has none."""
+        rule = super().holding(head)
         return rule if self.lambda_ is not None else rule.with_parameter("lambda", head.threshold)
 
     @property

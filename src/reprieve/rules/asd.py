@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from reprieve.errors import require_range
-from reprieve.rules.base import Rule, require_k
+from reprieve.rules.base import About, Dial, Rule, Traits, register_rule, require_k
 from reprieve.rules.margin import margin_risk
 from reprieve.types import Evidence
 
 
+@register_rule
 @dataclass(frozen=True)
 class AsdRule(Rule):
     """Rescue tokens of small regret until the answer's budget runs out.
@@ -27,8 +28,8 @@ class AsdRule(Rule):
     """
 
     name = "asd"
-    dial = "budget"
-    strictest = 0.0
+    own_dial = Dial("budget", strictest=0.0, stops=(0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0))
+    about = About("ASD 2608.03447", study=("asd",))
 
     regret: float = 0.25
     per_block: int | None = 2
@@ -44,17 +45,14 @@ class AsdRule(Rule):
         return self.regret if self.regret > 0 and self.budget > 0 else -1.0
 
     @property
-    def leniency(self) -> float:
+    def looseness(self) -> float:
         """The budget, which is what the dial sets."""
         return self.budget
 
     @property
-    def max_rescues_per_block(self) -> int | None:
-        return self.per_block
-
-    @property
-    def risk_budget(self) -> float | None:
-        return None if math.isinf(self.budget) else self.budget
+    def traits(self) -> Traits:
+        budget = None if math.isinf(self.budget) else self.budget
+        return Traits(max_rescues_per_block=self.per_block, risk_budget=budget)
 
     def risk(self, evidence: Evidence) -> Tensor:
         """Logit of the target's best token minus the drafted token's, nats."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import SpecError, require_choice
-from reprieve.rules.base import Rule
+from reprieve.needs import Need
+from reprieve.rules.base import About, Dial, Rule, Traits, register_rule
 from reprieve.rules.distributions import total_variation
 from reprieve.types import Evidence, gather_token
 
@@ -30,6 +31,7 @@ def cascade_tok_probs(
     return kept + (1 - kept.sum(-1, keepdim=True)) * target_probs
 
 
+@register_rule
 @dataclass(frozen=True)
 class CascadeRule(Rule):
     """Accept the draft where it is as confident as the target, up to `alpha`.
@@ -44,9 +46,8 @@ class CascadeRule(Rule):
     """
 
     name = "cascade"
-    dial = "alpha"
-    strictest = -math.inf
-    needs = frozenset({"draft_probs"})
+    own_dial = Dial("alpha", strictest=-math.inf, stops=(-1.0, -0.5, -0.2, 0.0, 0.2, 0.5, 0.8, 1.0))
+    about = About("speculative cascades, Narasimhan et al. 2405.19261", study=("cascade",))
 
     kind: str = "opt"
     alpha: float = 0.0
@@ -55,6 +56,10 @@ class CascadeRule(Rule):
         require_choice("kind", self.kind, ("opt", "tok", "diff", "chow"))
         if math.isnan(self.alpha):
             raise SpecError("alpha must be in [-inf, inf], got nan")
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(needs=frozenset({Need.DRAFT_PROBS}), relaxes_target=self.kind == "tok")
 
     @property
     def threshold(self) -> float:

@@ -9,98 +9,65 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from reprieve.errors import SpecError
-from reprieve.rules.base import Rule, VocabularySource, accepts
-from reprieve.rules.cascades import CascadeRule
+from reprieve.needs import Need
+from reprieve.rules.base import Dial, Rule, Traits, VocabularySource, accepts
 from reprieve.rules.lossless import LosslessRule
+from reprieve.specs import quoted
 from reprieve.types import ROOT, Evidence
 
 
 class _Wrapper(Rule):
-    """A rule made of `parts`; what describes a rule by class attribute elsewhere is answered by the parts here."""
+    """A rule made of parts, the first of which gives it dial and threshold."""
 
     @property
-    def parts(self) -> tuple[Rule, ...]:
-        raise NotImplementedError
+    def traits(self) -> Traits:
+        return Traits.merge([rule.traits for rule in self.parts])
 
     @property
-    def dial(self) -> str:  # type: ignore[override]
+    def dial(self) -> Dial | None:
         return self.parts[0].dial
 
     @property
-    def dial_value(self) -> Any:
+    def dial_value(self) -> float | None:
         return self.parts[0].dial_value
-
-    @property
-    def base(self) -> str:
-        """Exact match where a part needs the target's own draws."""
-        return next((rule.base for rule in self.parts if rule.base != "token"), "token")
-
-    @property
-    def strictest(self) -> float:  # type: ignore[override]
-        return self.parts[0].strictest
-
-    @property
-    def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset().union(*(rule.needs for rule in self.parts))
-
-    @property
-    def target_layers(self) -> tuple[int, ...]:
-        return tuple(sorted({layer for rule in self.parts for layer in rule.target_layers}))
-
-    @property
-    def draft_layers(self) -> tuple[int, ...]:
-        return tuple(sorted({layer for rule in self.parts for layer in rule.draft_layers}))
-
-    @property
-    def reads_text(self) -> bool:  # type: ignore[override]
-        return any(rule.reads_text for rule in self.parts)
-
-    @property
-    def beyond_truncation(self) -> bool:  # type: ignore[override]
-        return all(rule.beyond_truncation for rule in self.parts)
-
-    @property
-    def reads_block(self) -> bool:  # type: ignore[override]
-        return any(rule.reads_block for rule in self.parts)
-
-    @property
-    def rescues_in_turn(self) -> bool:  # type: ignore[override]
-        return any(rule.rescues_in_turn for rule in self.parts)
-
-    @property
-    def heads(self) -> tuple[tuple[str, Any], ...]:
-        return tuple(head for rule in self.parts for head in rule.heads)
 
     @property
     def threshold(self) -> float:
         return self.parts[0].threshold
 
     @property
-    def leniency(self) -> float:
-        return self.parts[0].leniency
+    def looseness(self) -> float:
+        return self.parts[0].looseness
 
     @property
-    def max_rescues_per_block(self) -> int | None:
-        return min((n for rule in self.parts if (n := rule.max_rescues_per_block) is not None), default=None)
+    def heads(self) -> tuple[tuple[str, Any], ...]:
+        return tuple(head for rule in self.parts for head in rule.heads)
 
-    @property
-    def risk_budget(self) -> float | None:
-        return self.parts[0].risk_budget
+    def with_parts(self, parts: Sequence[Rule]) -> Self:
+        """A copy made of other parts."""
+        raise NotImplementedError
 
+    def transform(self, change: Callable[[Rule], Rule]) -> Self:
+        return self.with_parts([rule.transform(change) for rule in self.parts])
 
-def _is_limited(rule: Rule) -> bool:
-    return rule.max_rescues_per_block is not None or rule.risk_budget is not None
+    def bind(self, tokenizer: VocabularySource) -> Self:
+        return self.with_parts([rule.bind(tokenizer) for rule in self.parts])
+
+    def to(self, device: Any) -> Self:
+        return self.with_parts([rule.to(device) for rule in self.parts])
+
+    def with_parameter(self, name: str, value: float) -> Self:
+        return self.with_parts([self.parts[0].with_parameter(name, value), *self.parts[1:]])
 
 
 def _require_rescuing(rule: Rule, where: str) -> None:
-    replaces_check = rule.replaces or (isinstance(rule, CascadeRule) and rule.kind == "tok")
-    if replaces_check or isinstance(rule, LosslessRule):
+    if rule.traits.replaces or rule.traits.relaxes_target or isinstance(rule, LosslessRule):
         raise SpecError(f"{where} takes rules that rescue rejected tokens, got {rule.spec!r}")
 
 
@@ -117,24 +84,15 @@ class _Composite(_Wrapper):
             _require_rescuing(rule, self.name)
             if isinstance(rule, AnyOf) or (isinstance(rule, AllOf) and isinstance(self, AllOf)):
                 raise SpecError(f"{self.name} cannot hold {rule.name}; write it out as a&b|a&c")
-            if _is_limited(rule) and (place > 0 or isinstance(self, AnyOf)):
+            if rule.traits.limited and (place > 0 or isinstance(self, AnyOf)):
                 raise SpecError(f"{rule.spec!r} has limits of its own: it can only be the first rule of an all_of")
 
     @property
     def parts(self) -> tuple[Rule, ...]:
         return self.rules
 
-    def bind(self, tokenizer: VocabularySource) -> Rule:
-        return dataclasses.replace(self, rules=tuple(rule.bind(tokenizer) for rule in self.rules))
-
-    def with_heads(self, load: Callable[[str, str], Any]) -> Rule:
-        return dataclasses.replace(self, rules=tuple(rule.with_heads(load) for rule in self.rules))
-
-    def to(self, device: Any) -> Rule:
-        return dataclasses.replace(self, rules=tuple(rule.to(device) for rule in self.rules))
-
-    def with_parameter(self, name: str, value: float) -> Any:
-        return dataclasses.replace(self, rules=(self.rules[0].with_parameter(name, value), *self.rules[1:]))
+    def with_parts(self, parts: Sequence[Rule]) -> Self:
+        return dataclasses.replace(self, rules=tuple(parts))
 
     @property
     def params(self) -> dict[str, Any]:
@@ -178,7 +136,7 @@ class AnyOf(_Composite):
         """What the lossless check or a part that takes no advice lets pass."""
         passed = evidence.lossless_accepts
         for rule in self.rules:
-            if "advice" not in rule.needs:
+            if Need.ADVICE not in rule.traits.needs:
                 passed = passed | accepts(rule, evidence)
         return passed
 
@@ -202,11 +160,6 @@ def last_occurrence(tokens: Sequence[int], marker: Sequence[int]) -> int:
     return -1
 
 
-def quoted(text: str) -> str:
-    """A marker as a specification writes it: in double quotes where it holds one of the grammar's own signs."""
-    return f'"{text}"' if any(sign in text for sign in ",|&=:") else text
-
-
 def inside_span(tokens: Sequence[int], start_ids: Sequence[int], end_ids: Sequence[int]) -> bool:
     """Whether a text is inside a span: `start` was seen, and `end` not since."""
     return last_occurrence(tokens, start_ids) > last_occurrence(tokens, end_ids)
@@ -221,7 +174,6 @@ class InsideSpan(_Wrapper):
     """
 
     name = "inside_span"
-    reads_block = True
 
     rule: Rule
     start: str
@@ -240,29 +192,22 @@ class InsideSpan(_Wrapper):
     def parts(self) -> tuple[Rule, ...]:
         return (self.rule,)
 
-    @property
-    def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return self.rule.needs | {"context_ids"}
+    def with_parts(self, parts: Sequence[Rule]) -> Self:
+        return dataclasses.replace(self, rule=parts[0])
 
     @property
-    def reads_text(self) -> bool:  # type: ignore[override]
-        return True
+    def traits(self) -> Traits:
+        """Those of the rule inside, which now reads the text."""
+        inside = self.rule.traits
+        needs = inside.needs | {Need.CONTEXT}
+        return dataclasses.replace(inside, needs=needs, reads_text=True, reads_block=True, truncates=False)
 
-    def bind(self, tokenizer: VocabularySource) -> InsideSpan:
+    def bind(self, tokenizer: VocabularySource) -> Self:
         """Encode the markers and bind the rule inside."""
         start_ids, end_ids = (
             tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (self.start, self.end)
         )
-        return dataclasses.replace(self, rule=self.rule.bind(tokenizer), start_ids=start_ids, end_ids=end_ids)
-
-    def with_heads(self, load: Callable[[str, str], Any]) -> Rule:
-        return dataclasses.replace(self, rule=self.rule.with_heads(load))
-
-    def to(self, device: Any) -> Rule:
-        return dataclasses.replace(self, rule=self.rule.to(device))
-
-    def with_parameter(self, name: str, value: float) -> Any:
-        return dataclasses.replace(self, rule=self.rule.with_parameter(name, value))
+        return dataclasses.replace(super().bind(tokenizer), start_ids=start_ids, end_ids=end_ids)
 
     @property
     def params(self) -> dict[str, Any]:

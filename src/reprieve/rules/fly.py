@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import require_choice, require_range
-from reprieve.rules.base import Rule, require_k
+from reprieve.rules.base import About, Dial, Rule, Traits, register_rule, require_k
 from reprieve.rules.distributions import entropy
+from reprieve.transfers import spread
 from reprieve.types import ROOT, Evidence
 
 
@@ -20,13 +21,29 @@ def matching_run(matches: Tensor, parents: Sequence[int]) -> Tensor:
 
     On a chain this is how many of the tokens right after a token match; on a tree, along the best branch.
     """
-    below = [0] * len(parents)
-    flags = matches.tolist()
-    for node in range(len(parents) - 1, -1, -1):
-        parent = parents[node]
-        if flags[node] and parent != ROOT:
-            below[parent] = max(below[parent], 1 + below[node])
-    return torch.tensor(below, device=matches.device)
+    num_nodes = len(parents)
+    below = torch.zeros(num_nodes, dtype=torch.long, device=matches.device)
+    if not num_nodes:
+        return below
+    # Level by level from the leaves: a node's own run passes to its parent, if the node matches.
+    for level in reversed(_levels(parents)):
+        nodes = spread([node for node in level if parents[node] != ROOT], torch.long, matches.device)
+        above = spread([parents[node] for node in level if parents[node] != ROOT], torch.long, matches.device)
+        runs = torch.where(matches[nodes], below[nodes] + 1, 0)
+        below = below.scatter_reduce(0, above, runs, "amax")
+    return below
+
+
+def _levels(parents: Sequence[int]) -> list[list[int]]:
+    """Nodes by depth."""
+    depths: list[int] = []
+    levels: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        depths.append(0 if parent == ROOT else depths[parent] + 1)
+        if depths[node] == len(levels):
+            levels.append([])
+        levels[depths[node]].append(node)
+    return levels
 
 
 def truncated_entropy(probs: Tensor, k: int) -> Tensor:
@@ -34,6 +51,7 @@ def truncated_entropy(probs: Tensor, k: int) -> Tensor:
     return entropy(probs.topk(min(k, probs.shape[-1]), dim=-1).values)
 
 
+@register_rule
 @dataclass(frozen=True)
 class FlyRule(Rule):
     """Forgive a mismatch where the target is unsure and the next `window` drafted tokens match again.
@@ -50,9 +68,9 @@ class FlyRule(Rule):
     """
 
     name = "fly"
-    dial = "theta"
-    strictest = math.inf
-    reads_block = True
+    own_dial = Dial("theta", strictest=math.inf, stops=(3.0, 2.0, 1.0, 0.6, 0.3, 0.1, 0.0))
+    own_traits = Traits(reads_block=True)
+    about = About("FLy 2511.22972; shipped by AMD, vLLM 0.33", study=("fly",))
 
     theta: float = 0.3
     window: int | None = None

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import SpecError, require_choice, require_range
-from reprieve.rules.base import Rule, require_k
+from reprieve.needs import Need
+from reprieve.rules.base import About, Dial, Rule, Traits, register_rule, require_k
 from reprieve.rules.distributions import js_divergence, kl_divergence, normalised, total_variation
 from reprieve.types import Evidence
 
@@ -50,6 +51,7 @@ def fuzzy_divergence(
     return nats(target_probs, draft_probs) / math.log(log_base)
 
 
+@register_rule
 @dataclass(frozen=True)
 class FuzzyRule(Rule):
     """Accept where the divergence of draft and target is at most `threshold` (FSD, section 4).
@@ -69,10 +71,9 @@ class FuzzyRule(Rule):
     """
 
     name = "fuzzy"
-    dial = "threshold"
-    strictest = 0.0
-    replaces = True
-    needs = frozenset({"draft_probs"})
+    own_dial = Dial("threshold", strictest=0.0, stops=(0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0))
+    own_traits = Traits(needs=frozenset({Need.DRAFT_PROBS}), replaces=True)
+    about = About("FSD, Fuzzy Speculative Decoding", study=("fuzzy:threshold=0.4", "fuzzy:threshold=0.1"))
 
     threshold: float = 0.4
     divergence: str = "js"

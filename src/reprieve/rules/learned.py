@@ -1,19 +1,18 @@
-"""Rules that something trained or measured stands behind: AutoJudge's judge, PAD's pivot; `lts` is one too."""
+"""What rules that something trained or measured stands behind have in common: a head, named by where it lies."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, Self
 
-import torch
 from torch import Tensor
 
 from reprieve.errors import SpecError, require_range
-from reprieve.rules.base import Rule
-from reprieve.types import Evidence, gather_token
+from reprieve.needs import Need
+from reprieve.rules.base import Dial, Rule, Traits
+from reprieve.types import Evidence
 
 
 class Recipe(Protocol):
@@ -23,7 +22,7 @@ class Recipe(Protocol):
     draft_layers: tuple[int, ...]
 
     @property
-    def needs(self) -> frozenset[str]: ...
+    def needs(self) -> frozenset[Need]: ...
     @property
     def reads_target(self) -> bool: ...
     @property
@@ -47,8 +46,9 @@ class HeadRule(Rule):
     """A rule that something measured or trained stands behind, named by `path`.
 
     Args:
-        path: folder or hub id of the head.
+        path: folder or hub id of the head; left out, the bundled one, where the pair is the bundled pair.
         head: the head itself, once it is loaded (`reprieve.heads.loading.attach_heads`).
+        source: where it was loaded from; nothing for a head in memory.
     """
 
     head_kind: ClassVar[str]
@@ -56,28 +56,39 @@ class HeadRule(Rule):
 
     path: str = ""
     head: Any = field(default=None, compare=False, repr=False, kw_only=True, metadata={"spec": False})
+    source: str = field(default="", compare=False, repr=False, kw_only=True, metadata={"spec": False})
 
-    def with_heads(self, load: Callable[[str, str], Any]) -> Self:
-        """Load the head from `path`, unless it is there.
+    def with_head(self, load: Callable[[str, str], Any], default: str | None = None) -> Self:
+        """The rule with its head loaded, by `load(kind, source)`, unless it is there.
+
+        Args:
+            default: what to load where no path is given.
 
         Raises:
-            SpecError: no path.
+            SpecError: no path and no default.
         """
         if self.head is not None:
             return self
-        if not self.path:
+        source = self.path or default
+        if not source:
             raise SpecError(f"rule {self.name} needs path=FOLDER, a head from `{self.made_by}`")
-        return self._with_head(load(self.head_kind, self.path))
+        return dataclasses.replace(self.holding(load(self.head_kind, source)), source=source)
+
+    @classmethod
+    def of(cls, head: Any, **parameters: Any) -> Self:
+        """The rule of a head in memory."""
+        return cls(**parameters).holding(head)
 
     def to(self, device: Any) -> Self:
         return self if self.head is None else dataclasses.replace(self, head=self.head.to(device))
 
-    def _with_head(self, head: Any) -> Self:
+    def holding(self, head: Any) -> Self:
+        """The rule with a head in memory."""
         return dataclasses.replace(self, head=head)
 
     @property
     def heads(self) -> tuple[tuple[str, Any], ...]:
-        return () if self.head is None else ((self.path or self.head_kind, self.head),)
+        return () if self.head is None else ((self.source or self.head_kind, self.head),)
 
     def risk(self, evidence: Evidence) -> Tensor:
         """What the head says of each drafted token."""
@@ -98,9 +109,9 @@ class LearnedRule(HeadRule):
     can be rescued too.
     """
 
-    dial: ClassVar[str] = "threshold"
-    strictest: ClassVar[float] = 0.0
-    beyond_truncation: ClassVar[bool] = True
+    own_dial: ClassVar[Dial | None] = Dial(
+        "threshold", strictest=0.0, stops=(0.0, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.8)
+    )
 
     threshold: float | None = None  # type: ignore[assignment]
 
@@ -108,63 +119,25 @@ class LearnedRule(HeadRule):
         if self.threshold is not None:
             require_range("threshold", self.threshold, 0.0, 1.0)
 
-    @classmethod
-    def of(cls, head: RiskHead, *, threshold: float | None = None) -> Self:
-        """The rule of a head in memory; its own threshold when None."""
-        return cls(threshold=threshold)._with_head(head)
+    def holding(self, head: RiskHead) -> Self:
+        """The rule with a head in memory, at the head's own threshold where it has none.
 
-    def _with_head(self, head: RiskHead) -> Self:
+        Raises:
+            SpecError: a head whose features do not exist while decoding.
+        """
         head.recipe.require_decodable()
         threshold = head.threshold if self.threshold is None else self.threshold
         return dataclasses.replace(self, head=head, threshold=threshold)
 
     @property
-    def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return self._recipe.needs
-
-    @property
-    def target_layers(self) -> tuple[int, ...]:
-        return self._recipe.layers if self._recipe.reads_target else ()
-
-    @property
-    def draft_layers(self) -> tuple[int, ...]:
-        return self._recipe.draft_layers if self._recipe.reads_draft else ()
-
-    @property
-    def _recipe(self) -> Recipe:
-        assert self.head is not None, "attach the rule's head first (reprieve.heads.loading.attach_heads)"
+    def traits(self) -> Traits:
+        """What the head's recipe reads; nothing is known of a head that is not loaded yet."""
+        if self.head is None:
+            return Traits(beyond_truncation=True)
         recipe: Recipe = self.head.recipe
-        return recipe
-
-
-@dataclass(frozen=True)
-class JudgeRule(LearnedRule):
-    """Rescue what a linear head on hidden states deems unimportant (AutoJudge, section 3.3; Judge Decoding)."""
-
-    name = "judge"
-    head_kind = "judge"
-    made_by = "reprieve train judge"
-
-
-@dataclass(frozen=True)
-class PivotRule(LearnedRule):
-    """Rescue what an MLP deems no pivot (PAD, section 3.3); `threshold` is the paper's sigma.
-
-    Args:
-        floor: tokens of less probability under the target are never rescued, whatever the head says.
-    """
-
-    name = "pivot"
-    head_kind = "pivot"
-    made_by = "reprieve train pivot"
-
-    floor: float = 1e-4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_range("floor", self.floor, 0.0, 1.0)
-
-    def risk(self, evidence: Evidence) -> Tensor:
-        """P(pivot); infinite under the floor."""
-        probs = gather_token(evidence.target_logits.log_softmax(-1), evidence.token_ids).exp()
-        return torch.where(probs < self.floor, math.inf, super().risk(evidence))
+        return Traits(
+            needs=recipe.needs,
+            target_layers=recipe.layers if recipe.reads_target else (),
+            draft_layers=recipe.draft_layers if recipe.reads_draft else (),
+            beyond_truncation=True,
+        )

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from reprieve.errors import require_range
-from reprieve.rules.base import Rule
+from reprieve.rules.base import About, Dial, Rule, register_rule
 from reprieve.rules.margin import margin_risk
 from reprieve.types import Evidence
 
 
+@register_rule
 @dataclass(frozen=True)
 class LenienceRule(Rule):
     """Accept with probability min(1, target / (lenience * draft)); greedy: p(token) >= lenience * p(best).
@@ -25,8 +26,8 @@ class LenienceRule(Rule):
     """
 
     name = "lenience"
-    dial = "lenience"
-    strictest = 1.0
+    own_dial = Dial("lenience", strictest=1.0, stops=(1.0, 0.8, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01))
+    about = About("Leviathan et al. 2211.17192, appendix", study=("lenience:lenience=0.3",))
 
     lenience: float = 0.5
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import require_choice
-from reprieve.rules.base import Rule
+from reprieve.rules.base import About, Rule, Traits, register_rule
 from reprieve.types import Evidence, gather_token
 
 
+@register_rule
 @dataclass(frozen=True)
 class LosslessRule(Rule):
     """No relaxation: nothing is rescued.
@@ -28,8 +29,9 @@ class LosslessRule(Rule):
     """
 
     name = "lossless"
-    dial = "verification"
-    strictest = 0.0
+    about = About(
+        "Leviathan et al. 2211.17192; Chen et al. 2302.01318; block verification: Sun et al. 2403.10444"
+    )
 
     verification: str = "token"
 
@@ -37,12 +39,8 @@ class LosslessRule(Rule):
         require_choice("verification", self.verification, ("token", "block", "exact"))
 
     @property
-    def spec(self) -> str:
-        return self.name if self.verification == "token" else f"{self.name}:verification={self.verification}"
-
-    @property
-    def base(self) -> str:
-        return self.verification
+    def traits(self) -> Traits:
+        return Traits(check=self.verification)
 
     @property
     def threshold(self) -> float:
@@ -95,24 +93,22 @@ def block_verification(
     proposal_probs: Tensor,  # [K, V]
     token_ids: Tensor,  # [K], int64
     uniforms: Tensor,  # [K], in [0, 1)
-) -> tuple[int, Tensor | None]:  # accepted tokens, residual [V] to sample from; None when all were accepted
+) -> tuple[Tensor, Tensor]:  # accepted tokens [], int64; residuals [K, V] to sample from after each shorter prefix
     """Joint verification of a chain (arXiv 2403.10444, Algorithm 2): the longest prefix that passes is kept.
 
     With p_0 = 1 and p_i = min(1, p_{i-1} target(x_i) / proposal(x_i)), prefix i passes with probability
     S_i / (S_i + 1 - p_i), S_i = sum of (p_i target - proposal)+ at the next position, and p_K for the whole block.
     """
-    num_tokens = len(token_ids)
     ratios = gather_token(target_probs, token_ids) / gather_token(proposal_probs, token_ids)
-    joint = [1.0]
-    for ratio in ratios.tolist():
-        joint.append(min(1.0, joint[-1] * ratio))
-    draws = uniforms.tolist()
-    if draws[-1] < joint[-1]:
-        return num_tokens, None
-    for prefix in range(num_tokens - 1, 0, -1):
-        residual = (joint[prefix] * target_probs[prefix] - proposal_probs[prefix]).clamp_min(0)
-        mass = float(residual.sum())
-        if mass > 0 and draws[prefix - 1] < mass / (mass + 1 - joint[prefix]):
-            return prefix, residual / mass
-    residual = (target_probs[0] - proposal_probs[0]).clamp_min(0)
-    return 0, residual / residual.sum() if float(residual.sum()) > 0 else target_probs[0]
+    joint = [torch.ones_like(ratios[0])]
+    for ratio in ratios:
+        joint.append((joint[-1] * ratio).clamp_max(1.0))
+    joints = torch.stack(joint)  # [K + 1]
+    residuals = (joints[:-1, None] * target_probs - proposal_probs).clamp_min(0)
+    masses = residuals.sum(-1)  # [K], S_0 to S_{K-1}
+    chances = torch.cat([masses[1:] / (masses[1:] + 1 - joints[1:-1]), joints[-1:]])  # that prefix 1 to K passes
+    passed = uniforms < chances.nan_to_num(0.0)  # 0 / 0: nothing is left over, so the prefix cannot be what is kept
+    lengths = torch.arange(1, len(token_ids) + 1, device=token_ids.device)
+    num_accepted = (lengths * passed).amax()
+    normalised = residuals / masses.unsqueeze(-1).clamp_min(torch.finfo(masses.dtype).tiny)
+    return num_accepted, torch.where(masses.unsqueeze(-1) > 0, normalised, target_probs)

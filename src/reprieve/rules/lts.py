@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from reprieve.errors import require_choice, require_range
+from reprieve.needs import Need
+from reprieve.rules.base import About, Dial, Traits, register_rule
 from reprieve.rules.learned import HeadRule
 from reprieve.types import Evidence
 
 SMALLEST_PROB = 1e-10  # the paper's epsilon-clamp of probabilities
-BUNDLED_CALIBRATION = "reprieve/arithmetic-lts"
 
 
 def raw_scores(evidence: Evidence, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,6 +45,7 @@ def lts_bound(
     return torch.minimum(embedding_factor * distance, logit_factor * margin)
 
 
+@register_rule
 @dataclass(frozen=True)
 class LtsRule(HeadRule):
     """Rescue a token when LTS = 1 - U / tau_delta is at least theta (ARC-Decode, Eq. 15).
@@ -54,7 +55,7 @@ class LtsRule(HeadRule):
     tokens' embeddings and from the difference of their log-probabilities.
 
     Args:
-        path: folder or hub id of a calibration (`reprieve calibrate lts`); the bundled target's by default.
+        path: folder or hub id of a calibration (`reprieve calibrate lts`).
         theta: smallest accepted score; the paper uses 0.3, 0 accepts up to the tolerance itself, 1 only the target's
             most likely token, infinity nothing.
         siblings: in a tree, `in_turn` accepts the first child, in drafting order, that the lossless check or the score
@@ -66,13 +67,11 @@ class LtsRule(HeadRule):
     """
 
     name = "lts"
-    dial = "theta"
-    strictest = math.inf
+    own_dial = Dial("theta", strictest=math.inf, stops=(1.0, 0.99, 0.97, 0.95, 0.9, 0.8, 0.7, 0.5, 0.3, 0.0))
     head_kind = "lts"
     made_by = "reprieve calibrate lts"
-    needs = frozenset({"embeddings"})
+    about = About('ARC-Decode, "Risk-Bounded Acceptance for Sampling-Based Speculative Decoding"')
 
-    path: str = BUNDLED_CALIBRATION
     theta: float = 0.3
     siblings: str = "in_turn"
 
@@ -81,13 +80,8 @@ class LtsRule(HeadRule):
         require_choice("siblings", self.siblings, ("in_turn", "last"))
 
     @property
-    def rescues_in_turn(self) -> bool:  # type: ignore[override]
-        return self.siblings == "in_turn"
-
-    @classmethod
-    def of(cls, calibration: Any, *, theta: float = 0.3) -> Self:
-        """The rule of a calibration in memory."""
-        return cls(path="", theta=theta)._with_head(calibration)
+    def traits(self) -> Traits:
+        return Traits(needs=frozenset({Need.EMBEDDINGS}), rescues_in_turn=self.siblings == "in_turn")
 
     @property
     def threshold(self) -> float:

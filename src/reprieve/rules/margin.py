@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import require_choice, require_range
-from reprieve.rules.base import Rule, require_k
+from reprieve.rules.base import About, Dial, Rule, Traits, register_rule, require_k
 from reprieve.rules.distributions import token_rank
 from reprieve.types import Evidence
 
@@ -30,6 +30,7 @@ def beyond_top_k(risk: Tensor, evidence: Evidence, k: int | None) -> Tensor:
     return torch.where(token_rank(evidence.scores, evidence.token_ids) <= k, risk, math.inf)
 
 
+@register_rule
 @dataclass(frozen=True)
 class MarginRule(Rule):
     """Accept a token close enough to the target's best one, among the k most likely.
@@ -43,9 +44,12 @@ class MarginRule(Rule):
     """
 
     name = "margin"
-    dial = "delta"
-    strictest = 0.0
-    truncates = True
+    own_dial = Dial("delta", strictest=0.0, stops=(0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0))
+    own_traits = Traits(truncates=True)
+    about = About(
+        "shipped by TensorRT-LLM (relaxed thinking); MARS's top-2 gap",
+        study=("margin:delta=2", "margin:delta=1", "margin:delta=4"),
+    )
 
     delta: float = 1.0
     k: int | None = None
@@ -70,6 +74,7 @@ class MarginRule(Rule):
         return beyond_top_k(gap, evidence, self.k)
 
 
+@register_rule
 @dataclass(frozen=True)
 class RatioRule(Rule):
     """Accept a token with at least `ratio` times the best token's probability, among the k most likely.
@@ -78,9 +83,9 @@ class RatioRule(Rule):
     """
 
     name = "ratio"
-    dial = "ratio"
-    strictest = 1.0
-    truncates = True
+    own_dial = Dial("ratio", strictest=1.0, stops=(1.0, 0.8, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01))
+    own_traits = Traits(truncates=True)
+    about = About("vLLM pull requests 22238, 43184, 45229 (not merged)", study=("ratio:ratio=0.3",))
 
     ratio: float = 0.5
     k: int | None = 3
@@ -100,6 +105,7 @@ class RatioRule(Rule):
         return beyond_top_k(margin_risk(evidence.scores, evidence.token_ids), evidence, self.k)
 
 
+@register_rule
 @dataclass(frozen=True)
 class FloorRule(Rule):
     """Accept a token with at least `min_prob` under the target (SGLang's single-token threshold).
@@ -108,9 +114,11 @@ class FloorRule(Rule):
     """
 
     name = "floor"
-    dial = "min_prob"
-    strictest = 1.0
-    truncates = True
+    own_dial = Dial("min_prob", strictest=1.0, stops=(1.0, 0.5, 0.3, 0.1, 0.05, 0.01, 0.001, 0.0001))
+    own_traits = Traits(truncates=True)
+    about = About(
+        "shipped by SGLang (single-token threshold); PAD's floor of 1e-4", study=("floor:min_prob=0.1",)
+    )
 
     min_prob: float = 1e-4
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import require_choice
-from reprieve.rules.base import Rule, VocabularySource, require_k
+from reprieve.rules.base import About, Dial, Rule, Traits, VocabularySource, register_rule, require_k
 from reprieve.rules.distributions import token_rank
 from reprieve.types import Evidence
 
@@ -25,6 +25,7 @@ def is_mathematical(text: str) -> bool:
     return bool(_MATHEMATICAL.search(text)) and text.strip() not in _ARTICLES
 
 
+@register_rule
 @dataclass(frozen=True)
 class MathSymbolsRule(Rule):
     """Refuse mismatches in mathematical tokens; accept the others among the target's k most likely.
@@ -38,9 +39,9 @@ class MathSymbolsRule(Rule):
     """
 
     name = "math_symbols"
-    dial = "k"
-    strictest = 1
-    reads_text = True
+    own_dial = Dial("k", strictest=1, stops=(1, 2, 4, 8, 16, 32, 64, 128))
+    own_traits = Traits(reads_text=True)
+    about = About("AutoJudge 2504.20039, appendix K", study=("math_symbols",))
 
     k: int | None = None
     tokens: str = "either"

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from reprieve.rules.base import Rule, require_probability
+from reprieve.needs import Need
+from reprieve.rules.base import About, Dial, Rule, Traits, register_rule, require_probability
 from reprieve.types import Evidence
 
 
+@register_rule
 @dataclass(frozen=True)
 class RandomRule(Rule):
     """Accept each drafted token with probability `rate`, whatever the models say (FSD, appendix D).
@@ -18,10 +20,9 @@ class RandomRule(Rule):
     """
 
     name = "random"
-    dial = "rate"
-    strictest = 0.0
-    replaces = True
-    needs = frozenset({"noise"})
+    own_dial = Dial("rate", strictest=0.0, stops=(0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9))
+    own_traits = Traits(needs=frozenset({Need.NOISE}), replaces=True)
+    about = About("FSD's ablation, appendix D", study=("random:rate=0.8",))
 
     rate: float = 0.5
 

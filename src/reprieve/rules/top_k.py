@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from reprieve.rules.base import Rule, require_k
+from reprieve.rules.base import About, Dial, Rule, Traits, register_rule, require_k
 from reprieve.rules.distributions import token_rank
 from reprieve.types import Evidence
 
 
+@register_rule
 @dataclass(frozen=True)
 class TopKRule(Rule):
     """Accept a drafted token among the target's k most likely (AutoJudge, arXiv 2504.20039, section 4.1).
@@ -19,9 +20,12 @@ class TopKRule(Rule):
     """
 
     name = "top_k"
-    dial = "k"
-    strictest = 1
-    truncates = True
+    own_dial = Dial("k", strictest=1, stops=(1, 2, 3, 4, 6, 8, 16, 32, 64))
+    own_traits = Traits(truncates=True)
+    about = About(
+        "baseline of Judge Decoding 2501.19309 and AutoJudge 2504.20039 (section 4.1)",
+        study=("top_k:k=2", "top_k:k=4"),
+    )
 
     k: int = 2
 

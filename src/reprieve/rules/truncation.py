@@ -22,7 +22,7 @@ def require_truncation(rule: Rule) -> None:
     Raises:
         SpecError: names the rule.
     """
-    if not rule.truncates:
+    if not rule.traits.truncates:
         raise SpecError(f"direct: takes a rule that judges by the target's distribution alone, got {rule.name}")
 
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from reprieve.errors import SpecError, require_range
-from reprieve.rules.base import Rule
+from reprieve.rules.base import About, Dial, Rule, Traits, register_rule
 from reprieve.rules.distributions import entropy
 from reprieve.types import Evidence
 
 
+@register_rule
 @dataclass(frozen=True)
 class TypicalRule(Rule):
     """Accept a token whose target probability exceeds min(epsilon, delta * exp(-entropy)).
@@ -26,9 +27,9 @@ class TypicalRule(Rule):
     """
 
     name = "typical"
-    dial = "slack"
-    strictest = -math.inf
-    truncates = True
+    own_dial = Dial("slack", strictest=-math.inf, stops=(-3.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0))
+    own_traits = Traits(truncates=True)
+    about = About("Medusa 2401.10774", study=("typical",))
 
     epsilon: float = 0.09
     delta: float | None = None

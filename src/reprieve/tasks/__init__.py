@@ -1,20 +1,7 @@
 """Tasks, by name: `arithmetic`, `gsm8k:path=gsm8k_{split}.jsonl,shots=8`, `prompts:path=file.jsonl`."""
 
-from reprieve.errors import require_choice
-from reprieve.rules.spec import convert_parameters, parse_parameters
-from reprieve.tasks.arithmetic import ArithmeticTask
-from reprieve.tasks.base import Task, TaskProblem
-from reprieve.tasks.gsm8k import Gsm8kTask
-from reprieve.tasks.programs import HumanEvalTask, LiveCodeBenchTask
-from reprieve.tasks.prompts import PromptsTask
-
-TASKS: dict[str, type] = {
-    "arithmetic": ArithmeticTask,
-    "gsm8k": Gsm8kTask,
-    "prompts": PromptsTask,
-    "humaneval": HumanEvalTask,
-    "livecodebench": LiveCodeBenchTask,
-}
+from reprieve.tasks.base import TASKS, Task, TaskProblem, register_task
+from reprieve.tasks.graders import GRADERS, Grader, register_grader
 
 
 def load_task(spec: str) -> Task:
@@ -23,11 +10,16 @@ def load_task(spec: str) -> Task:
     Raises:
         SpecError: an unknown name or setting; the message lists the known ones.
     """
-    name, _, rest = spec.partition(":")
-    require_choice("task", name, tuple(TASKS))
-    given = parse_parameters(rest, where=f"task {name}")
-    task: Task = TASKS[name](**convert_parameters(TASKS[name], given, where=f"task {name}"))
-    return task
+    return TASKS.make(spec)
 
 
-__all__ = ["TASKS", "Task", "TaskProblem", "load_task"]
+__all__ = [
+    "GRADERS",
+    "TASKS",
+    "Grader",
+    "Task",
+    "TaskProblem",
+    "load_task",
+    "register_grader",
+    "register_task",
+]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 
 from reprieve.errors import require_choice
 from reprieve.pair.problems import SPLITS, draw_problem
-from reprieve.tasks.base import Task, TaskProblem
+from reprieve.tasks.base import Task, TaskProblem, register_task
+from reprieve.tasks.graders import Grader, NumberGrader
 
-_ANSWER = re.compile(r"final answer is\s+(-?\d[\d,]*)")
 
-
+@register_task
 @dataclass
 class ArithmeticTask(Task):
     """Word problems of 2 to 6 steps; the answer is the number after "The final answer is"."""
@@ -21,6 +20,7 @@ class ArithmeticTask(Task):
     splits: tuple[str, ...] = field(default=SPLITS, init=False)
     max_new_tokens: int = field(default=256, init=False)
     stop: tuple[str, ...] = field(default=(), init=False)
+    grader: Grader = field(default=NumberGrader(), init=False, repr=False)
 
     def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
         require_choice("split", split, SPLITS)
@@ -29,10 +29,3 @@ class ArithmeticTask(Task):
 
     def wrap(self, question: str) -> str:
         return question if question.startswith("Question:") else f"Question: {question.strip()}\nAnswer:"
-
-    def extract_answer(self, text: str) -> str | None:
-        found = _ANSWER.findall(text)
-        return found[-1].replace(",", "") if found else None
-
-    def equivalent(self, answer: str | None, other: str | None) -> bool:
-        return answer is not None and other is not None and int(answer) == int(other)

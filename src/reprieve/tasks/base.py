@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from reprieve.registry import Registry
+from reprieve.tasks.graders import Grader
+
 
 @dataclass(frozen=True)
 class TaskProblem:
@@ -24,6 +27,7 @@ class Task(Protocol):
     graded: bool  # whether answers can be compared; else only a judge tells responses apart
     splits: tuple[str, ...]
     stop: tuple[str, ...]
+    grader: Grader
 
     @property
     def max_new_tokens(self) -> int:
@@ -40,12 +44,16 @@ class Task(Protocol):
 
     def extract_answer(self, text: str) -> str | None:
         """The final answer in a response, or None where it gives none."""
-        ...
+        return self.grader.extract(text)
 
     def equivalent(self, answer: str | None, other: str | None) -> bool:
         """Whether two extracted answers are the same; an absent answer equals nothing."""
-        ...
+        return self.grader.equivalent(answer, other)
 
     def same(self, problem: TaskProblem, answer: str | None, other: str | None) -> bool:
         """Whether two answers to a problem are as good as each other, right or wrong; mining asks it."""
         return self.equivalent(answer, other)
+
+
+TASKS: Registry[Task] = Registry("task", "reprieve.tasks")
+register_task = TASKS.register

@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.errors import ReprieveError, SpecError, import_extra, require_choice
-from reprieve.tasks.base import Task, TaskProblem
-from reprieve.tasks.expressions import same_expression
+from reprieve.tasks.base import Task, TaskProblem, register_task
+from reprieve.tasks.graders import Grader, MathGrader
 from reprieve.tasks.jsonl import read_jsonl
 
 _SPLITS = ("train", "test")
-_PHRASE = re.compile(r"final answer is:?", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"\.(\s|$)|\n")
 _ANNOTATION = re.compile(r"<<[^>]*>>")
 _INSTRUCTION = 'Solve the problem step by step. End with "The final answer is" and the answer.\n\n'
 
 
+@register_task
 @dataclass
 class Gsm8kTask(Task):
     """Cobbe et al., 2021: 7,473 training and 1,319 test problems.
@@ -41,6 +40,7 @@ class Gsm8kTask(Task):
     splits: tuple[str, ...] = field(default=_SPLITS, init=False)
     max_new_tokens: int = field(default=512, init=False)
     stop: tuple[str, ...] = field(default=("\nProblem:",), init=False)
+    grader: Grader = field(default=MathGrader(), init=False, repr=False)
     _loaded: dict[str, list[tuple[str, str]]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -61,13 +61,6 @@ class Gsm8kTask(Task):
         shown = self._examples(question)
         worked = "".join(f"Problem: {other}\nSolution: {_worked(solution)}\n\n" for other, solution in shown)
         return f"{self._context(question)}{_INSTRUCTION}{worked}Problem: {question.strip()}\nSolution:"
-
-    def extract_answer(self, text: str) -> str | None:
-        after = _PHRASE.split(text)[1:]
-        return _SENTENCE_END.split(after[-1].strip())[0].strip(" *") or None if after else None
-
-    def equivalent(self, answer: str | None, other: str | None) -> bool:
-        return answer is not None and other is not None and same_expression(answer, other)
 
     def _examples(self, question: str) -> Sequence[tuple[str, str]]:
         """The first training problems, the one that is asked left out."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.errors import ReprieveError, SpecError, require_choice
-from reprieve.tasks.base import Task, TaskProblem
+from reprieve.tasks.base import Task, TaskProblem, register_task
 from reprieve.tasks.jsonl import read_jsonl
 from reprieve.tasks.sandbox import Finished, Limits, Sandbox, passes
 
@@ -79,6 +79,7 @@ class ProgramsTask(Task):
         raise NotImplementedError
 
 
+@register_task
 @dataclass
 class HumanEvalTask(ProgramsTask):
     """Chen et al., 2021: complete a function. A bare completion, or a whole program in a fenced block, is an answer."""
@@ -102,6 +103,7 @@ class HumanEvalTask(ProgramsTask):
         return TaskProblem(_text(row, "task_id", where), parts["prompt"], json.dumps(parts))
 
 
+@register_task
 @dataclass
 class LiveCodeBenchTask(ProgramsTask):
     """Jain et al., 2024 (arXiv 2403.07974): problems with stdin/stdout or functional tests, public and private.

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reprieve.errors import ReprieveError, SpecError, require_choice
-from reprieve.tasks.base import Task, TaskProblem
+from reprieve.tasks.base import Task, TaskProblem, register_task
+from reprieve.tasks.graders import ExactGrader, Grader
 from reprieve.tasks.jsonl import read_jsonl
 
 
+@register_task
 @dataclass
 class PromptsTask(Task):
     """Prompts from a file: a `prompt` a line (or AlpacaEval's `instruction`), or `turns` (MT-Bench, Spec-Bench).
@@ -28,6 +30,7 @@ class PromptsTask(Task):
     graded: bool = field(default=False, init=False)
     splits: tuple[str, ...] = field(default=("all",), init=False)
     stop: tuple[str, ...] = field(default=(), init=False)
+    grader: Grader = field(default=ExactGrader(), init=False, repr=False)  # of equal meaning: mining takes a judge
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -55,10 +58,3 @@ class PromptsTask(Task):
 
     def wrap(self, question: str) -> str:
         return question
-
-    def extract_answer(self, text: str) -> str | None:
-        return text.strip() or None
-
-    def equivalent(self, answer: str | None, other: str | None) -> bool:
-        """Only identical texts are known to be the same; mining takes a judge."""
-        return answer is not None and answer == other

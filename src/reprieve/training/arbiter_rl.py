@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from reprieve.engine import Pair
 from reprieve.errors import SpecError, require_range
 from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.binding import digest
-from reprieve.models import Pair
 from reprieve.models.arbiter import ArbiterModel
 from reprieve.pair.checkpoints import load_checkpoint, save_checkpoint
 from reprieve.tasks import Task

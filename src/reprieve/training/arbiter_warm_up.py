@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from reprieve.engine import Pair
 from reprieve.errors import ReprieveError, SpecError, require_range
 from reprieve.heads.arbiter import Arbiter, ArbiterShape
 from reprieve.heads.binding import digest
 from reprieve.labelling.arbitration import soft_label
 from reprieve.labelling.records import ProblemLabels, TracedRound
 from reprieve.metrics import BranchChoices
-from reprieve.models import Pair
 from reprieve.models.arbiter import ArbiterModel, ArbitrationRound
 from reprieve.pair.checkpoints import load_checkpoint, save_checkpoint
 from reprieve.training.arbitration import warm_up_loss

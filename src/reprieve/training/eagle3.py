@@ -22,10 +22,10 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
+from reprieve.engine import Pair
 from reprieve.errors import ReprieveError, SpecError, import_extra, require_range
 from reprieve.files import replace_file
 from reprieve.heads.binding import digest
-from reprieve.models import Pair
 from reprieve.models.eagle3 import default_layers
 from reprieve.pair.checkpoints import learning_rate_at, load_checkpoint, save_checkpoint
 from reprieve.training.own_text import OwnText

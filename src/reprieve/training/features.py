@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from reprieve.engine import Pair
 from reprieve.errors import SpecError
 from reprieve.heads.features import FeatureRecipe, TokenStates, assemble, distribution_scalars
 from reprieve.labelling.records import Mismatch, ProblemLabels
-from reprieve.models import Pair
 from reprieve.models.cached_model import CachedModel, HiddenLayers
 from reprieve.models.response_tree import ResponseTree
 from reprieve.types import HiddenStates

@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
+from reprieve.engine import Pair
 from reprieve.errors import ReprieveError
 from reprieve.files import whole_lines
 from reprieve.heads.binding import digest
-from reprieve.models import Pair
 from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest, inverse_cdf_draw
 from reprieve.models.cached_model import eos_token_ids
-from reprieve.models.sampling import SamplingParams
+from reprieve.settings import SamplingParams
 from reprieve.tasks.base import TaskProblem
 
 

@@ -15,15 +15,15 @@ from typing import Any, Self
 from safetensors.torch import load, save
 from torch import Tensor
 
-from reprieve.drafters import DraftModelDrafter
-from reprieve.engine import SamplingParams, SpeculativeDecoder
-from reprieve.engine.arbitration import ArbiterAdvisor
+from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder, load_pair
+from reprieve.engine.advisors import ArbiterAdvisor
 from reprieve.errors import ReprieveError, SpecError, require_range
 from reprieve.heads.arbiter import Arbiter, ArbiterShape
-from reprieve.models import Pair, load_pair
 from reprieve.models.arbiter import ArbiterModel, ArbitrationRound
 from reprieve.models.worker_process import start_worker
-from reprieve.rules import ArbiterRule, Rule
+from reprieve.needs import Need
+from reprieve.rules import Rule, Traits
+from reprieve.rules.arbiter import ArbiterRule
 from reprieve.tasks import Task, TaskProblem, load_task
 from reprieve.training.arbitration import Decision, Rollout, RolloutRound
 from reprieve.types import Evidence, Generation
@@ -36,12 +36,9 @@ class SampledArbiterRule(Rule):
     """Accepts a mismatch with probability pi(accept): how CoSpec explores (section 3.4)."""
 
     name = "sampled_arbiter"
-    dial = "none"
-    strictest = 0.0
-    needs = frozenset({"advice", "noise"})
-    base = "exact"
-    beyond_truncation = True
-    reads_block = True
+    own_traits = Traits(
+        needs=frozenset({Need.ADVICE, Need.NOISE}), check="exact", beyond_truncation=True, reads_block=True
+    )
 
     @property
     def threshold(self) -> float:
@@ -170,15 +167,10 @@ class RolloutMaker:
         settings = self.settings
         rule: Rule = SampledArbiterRule()
         if threshold is not None:  # its weights are the advisor's business
-            k = settings.num_draft_tokens
-            rule = ArbiterRule.of(Arbiter({}, settings.shape, self.pair.identity, settings.task, threshold, k))
-        return SpeculativeDecoder(
-            self.pair.cached_target(),
-            DraftModelDrafter(self.pair.cached_draft(), self.pair.device),
-            self.pair.tokenizer,
-            rule=rule,
-            num_draft_tokens=settings.num_draft_tokens,
-            advisor=ArbiterAdvisor(self.model),
+            identity, k = self.pair.identity, settings.num_draft_tokens
+            rule = ArbiterRule.of(Arbiter({}, settings.shape, threshold, k, pair=identity, task=settings.task))
+        return self.pair.decoder(
+            rule, num_draft_tokens=settings.num_draft_tokens, advisor=ArbiterAdvisor(self.model)
         )
 
     def _problem(self, job: RolloutJob) -> TaskProblem:

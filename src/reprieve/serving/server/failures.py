@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from reprieve.errors import ContextOverflowError, ReprieveError, SpecError
-from reprieve.serving.leniency import RequestError
+from reprieve.serving.policy import RequestError
 from reprieve.serving.server.protocol import error_body, field_error
 from reprieve.serving.server.worker import QueueFullError, StoppedError
 

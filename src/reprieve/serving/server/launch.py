@@ -7,20 +7,17 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from reprieve.engine import SpeculativeDecoder
+from reprieve.engine import Pair, SpeculativeDecoder
 from reprieve.errors import SpecError, require_range
-from reprieve.evaluation.arms import LOSSLESS, Arm, build_decoder
 from reprieve.evaluation.monitor import LosslessCheck, MonitorStatus, QualityMonitor, Served
-from reprieve.models import Pair
 from reprieve.models.cached_model import max_positions
-from reprieve.models.loading import BUNDLED_PAIR
-from reprieve.rules import LosslessRule
-from reprieve.serving.leniency import Policy
+from reprieve.serving.policy import STRICT, Policy
 from reprieve.serving.server.app import Settings, create_app
 from reprieve.serving.server.menu import Menu
 from reprieve.serving.server.metrics import Metrics
 from reprieve.serving.server.prompts import Prompts
 from reprieve.serving.server.worker import Finished, Job, Worker
+from reprieve.settings import BUNDLED_PAIR
 from reprieve.tasks import Task, TaskProblem, load_task
 
 if TYPE_CHECKING:
@@ -94,9 +91,8 @@ def make_app(
         announce(f"offers {policy.describe()}")
 
     def make_decoder(name: str | None) -> SpeculativeDecoder:
-        rule = LosslessRule() if name is None else menu.policies[name].rule
-        arm = Arm(LOSSLESS if name is None else rule.spec, rule, num_draft_tokens)
-        return build_decoder(arm, pair, drafter=drafter)
+        rule = STRICT if name is None else menu.policies[name].rule
+        return pair.decoder(rule, num_draft_tokens=num_draft_tokens, drafter=drafter)
 
     watchers = [metrics.count_answer]
     if check_share:

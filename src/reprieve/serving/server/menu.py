@@ -9,50 +9,24 @@ from typing import Any
 
 from reprieve.errors import SpecError
 from reprieve.rules import LosslessRule, Rule
-from reprieve.serving.leniency import STRICT, SWITCH, Policy, RequestError, dial_value
-
-# Positions of a slider, from strict to lenient, in the unit of each rule's own dial.
-_STOPS: dict[str, tuple[float, ...]] = {
-    "judge": (0.0, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.8),
-    "pivot": (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
-    "lts": (1.0, 0.99, 0.97, 0.95, 0.9, 0.8, 0.7, 0.5, 0.3, 0.0),
-    "arbiter": (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.0),
-    "margin": (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0),
-    "top_k": (1, 2, 3, 4, 6, 8, 16, 32, 64),
-    "math_symbols": (1, 2, 4, 8, 16, 32, 64, 128),
-    "typical": (-3.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0),
-    "ratio": (1.0, 0.8, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01),
-    "floor": (1.0, 0.5, 0.3, 0.1, 0.05, 0.01, 0.001, 0.0001),
-    "lenience": (1.0, 0.8, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01),
-    "fuzzy": (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0),
-    "random": (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
-    "fly": (3.0, 2.0, 1.0, 0.6, 0.3, 0.1, 0.0),
-    "asd": (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0),
-    "cascade": (-1.0, -0.5, -0.2, 0.0, 0.2, 0.5, 0.8, 1.0),
-}
+from reprieve.serving.policy import STRICT, SWITCH, Policy, RequestError
 
 
 def stops(policy: Policy) -> list[float]:
     """Values of the rule's dial for a slider, strict to lenient, the operator's own among them, none beyond the cap."""
     rule = policy.rule
-    if isinstance(rule, LosslessRule):
+    if rule.dial is None:
         return []
-    own = dial_value(rule)  # None where the rule has no limit, such as math_symbols without a cap on the rank
-    values = {*_STOPS.get(_leading(rule).name, ()), *([] if own is None else [own]), *policy.levels.values()}
+    own = rule.dial_value  # None where it sets no limit, such as math_symbols without a cap on the rank
+    values = {*rule.dial.stops, *([] if own is None else [own]), *policy.levels.values()}
     settings = []
     for value in values:
         try:
-            settings.append((rule.with_dial(value).leniency, value))
+            settings.append((rule.with_dial(value).looseness, value))
         except SpecError:  # this rule's range is narrower than its family's
             continue
-    cap = math.inf if policy.max_threshold is None else rule.with_dial(policy.max_threshold).leniency
-    return [float(value) for leniency, value in sorted(settings) if leniency <= cap and math.isfinite(value)]
-
-
-def _leading(rule: Rule) -> Rule:
-    while hasattr(rule, "parts"):
-        rule = rule.parts[0]
-    return rule
+    cap = math.inf if policy.max_threshold is None else rule.with_dial(policy.max_threshold).looseness
+    return [float(value) for looseness, value in sorted(settings) if looseness <= cap and math.isfinite(value)]
 
 
 @dataclass(frozen=True)
@@ -68,7 +42,7 @@ class Choice:
 
     @property
     def dial(self) -> float | None:
-        return None if self.strict else dial_value(self.rule)
+        return self.rule.dial_value
 
 
 class Menu:
@@ -115,8 +89,8 @@ class Menu:
             {
                 "name": name,
                 "spec": policy.rule.spec,
-                "dial": None if isinstance(policy.rule, LosslessRule) else policy.rule.dial,
-                "value": dial_value(policy.standard) if not isinstance(policy.standard, LosslessRule) else None,
+                "dial": None if policy.rule.dial is None else policy.rule.dial.name,
+                "value": policy.standard.dial_value,
                 "stops": stops(policy),
                 "levels": {"strict": None, **policy.levels},
                 "certificate": None if policy.certificate is None else policy.certificate.statement,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from reprieve.serving.leniency import RequestError
+from reprieve.serving.policy import RequestError
 
 
 class Prompts:

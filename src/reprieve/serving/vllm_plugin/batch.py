@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reprieve.rules import LosslessRule, RiskBudget, Rule, accept, accepts
-from reprieve.rules.lossless import greedy_accepts
-from reprieve.types import Block, Evidence, HiddenStates, Provenance, gather_token, select_rows
+from reprieve.needs import Need
+from reprieve.rules import Checked, LosslessRule, RiskBudget, Rule, accept, accepts
+from reprieve.rules.checks import GreedyCheck, LosslessCheck, SampledCheck
+from reprieve.transfers import spread
+from reprieve.types import Block, Evidence, HiddenStates, Provenance, select_rows
 
 Index = slice | Tensor  # flat tokens of some requests
 
@@ -71,16 +73,14 @@ class Batch:
         scores = self.scores[index]
         uniforms = None if greedy or self.uniforms is None else self.uniforms[index]
         proposal_probs = None if greedy else _rows(self.proposal_probs, index)
-        if uniforms is None:
-            lossless = greedy_accepts(scores, token_ids)
-        else:
-            proposed = torch.ones_like(uniforms) if proposal_probs is None else proposal_probs
-            lossless = uniforms * proposed < gather_token(scores.softmax(-1), token_ids)
+        check: LosslessCheck = GreedyCheck(scores, token_ids, slice(None))
+        if uniforms is not None:
+            check = SampledCheck(scores, token_ids, slice(None), uniforms=uniforms, proposal_probs=proposal_probs)
         return Evidence(
             token_ids=token_ids,
             target_logits=self.logits[index],
             greedy=greedy,
-            lossless_accepts=lossless,
+            lossless_accepts=check.accepts,
             target_scores=scores,
             draft_scores=_rows(self.draft_scores, index),
             proposal_probs=proposal_probs,
@@ -125,9 +125,7 @@ def decide(rule: Rule, rows: Sequence[Row], batch: Batch) -> Decisions:
 
 
 def _by_request(rule: Rule) -> bool:
-    changes_target = type(rule).relaxed_target_probs is not Rule.relaxed_target_probs
-    limited = rule.max_rescues_per_block is not None or rule.risk_budget is not None
-    return rule.reads_block or limited or changes_target
+    return rule.traits.reads_block or rule.traits.limited or rule.traits.relaxes_target
 
 
 def _alike(rows: Sequence[Row], device: torch.device) -> list[tuple[Index, list[Row]]]:
@@ -152,7 +150,7 @@ def _decide_together(rule: Rule, rows: list[Row], index: Index, batch: Batch, de
         return
     limits = [-math.inf if row.strict else row.rule.threshold for row in rows for _ in range(row.num_drafted)]
     passed = accepts(rule, evidence, threshold=spread(limits, torch.float64, batch.token_ids.device))
-    if rule.replaces:
+    if rule.traits.replaces:
         strict = [row.strict for row in rows for _ in range(row.num_drafted)]
         relaxed = ~spread(strict, torch.bool, batch.token_ids.device)
         decisions.accept[index] = passed & relaxed
@@ -168,7 +166,7 @@ def _decide_each(rows: Sequence[Row], batch: Batch, decisions: Decisions) -> Non
         real = slice(span.start, span.start + num_real)  # padding ends a block
         if not num_real:
             continue
-        context = row.context_ids() if "context_ids" in row.rule.needs else None
+        context = row.context_ids() if Need.CONTEXT in row.rule.traits.needs else None
         evidence = batch.evidence(real, greedy=row.greedy, context_ids=context)
         decisions.lossless[real] = evidence.lossless_accepts
         if row.strict:
@@ -183,9 +181,8 @@ def _decide_each(rows: Sequence[Row], batch: Batch, decisions: Decisions) -> Non
             row.rule,
             Block.chain(evidence.token_ids),
             evidence,
-            next_token=lambda place, residual: 0,  # the engine draws its own
+            Checked.of_flags(evidence.lossless_accepts),  # the engine has drawn, and draws what follows
             budget=row.budget,
-            by_flags=True,
         )
         for node, provenance in zip(outcome.path, outcome.provenance, strict=True):
             decisions.accept[span.start + node] = provenance is Provenance.RESCUED
@@ -201,13 +198,3 @@ def _spans(rows: Sequence[Row]) -> list[slice]:
 
 def _rows(tensor: Tensor | None, index: Index) -> Tensor | None:
     return None if tensor is None else tensor[index]
-
-
-def spread(values: list[float] | list[bool] | list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Values on the device, without waiting for it."""
-    return to_device(torch.tensor(values, dtype=dtype), device)
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on the device, without waiting for it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

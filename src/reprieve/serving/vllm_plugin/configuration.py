@@ -12,8 +12,9 @@ from typing import Any
 from reprieve.errors import PairError, ReprieveError, SpecError, require_choice
 from reprieve.heads.binding import tokenizer_fingerprint
 from reprieve.heads.folds import FoldedHead
+from reprieve.needs import Need
 from reprieve.rules import LosslessRule, Rule
-from reprieve.serving.leniency import Policy
+from reprieve.serving.policy import Policy
 
 VARIABLE = "REPRIEVE_VLLM"
 KEY = "reprieve"
@@ -29,21 +30,24 @@ def source_of(additional_config: Any) -> Any:
     return os.environ.get(VARIABLE) or None
 
 
-def load_policy(source: Any) -> Policy:
+def load_policy(source: Any, target: str) -> Policy:
     """The policy, read once a process.
+
+    Args:
+        target: name or folder of the model that is served.
 
     Raises:
         ReprieveError: see `Policy.load`.
     """
     try:
-        return _load(json.dumps(source, sort_keys=True))
+        return _load(json.dumps(source, sort_keys=True), target)
     except TypeError:
         raise SpecError(f"the configuration must be what JSON can hold, got {source!r}") from None
 
 
 @lru_cache
-def _load(source: str) -> Policy:
-    return Policy.load(json.loads(source))
+def _load(source: str, target: str) -> Policy:
+    return Policy.load(json.loads(source), target=target)
 
 
 def require_version(version: str) -> None:
@@ -93,19 +97,20 @@ class Setup:
 
     def _require_inputs(self, policy: Policy) -> None:
         rule = policy.rule
-        for field, words in (("draft_hidden", "the draft's hidden states"), ("advice", "an advisor")):
-            if field in rule.needs:
+        needs = rule.traits.needs
+        for need, words in ((Need.DRAFT_HIDDEN, "the draft's hidden states"), (Need.ADVICE, "an advisor")):
+            if need in needs:
                 raise SpecError(f"rule {rule.spec} needs {words}, which vLLM does not hand out; use the local engine")
-        if other := set(rule.target_layers) - {-1}:
+        if other := set(rule.traits.target_layers) - {-1}:
             raise SpecError(f"rule {rule.spec} reads layer {min(other)}; vLLM hands out the last one (-1) only")
-        if "draft_probs" in rule.needs and not self.has_draft_logits:
+        if Need.DRAFT_PROBS in needs and not self.has_draft_logits:
             raise SpecError(f"rule {rule.spec} needs draft probabilities, which method {self.method!r} does not have")
-        if "draft_probs" in rule.needs and self.heterogeneous_vocab:
+        if Need.DRAFT_PROBS in needs and self.heterogeneous_vocab:
             raise SpecError(
                 f"rule {rule.spec} needs draft probabilities over the target's vocabulary: unset "
                 "use_heterogeneous_vocab"
             )
-        if "context_ids" in rule.needs and self.async_scheduling:
+        if Need.CONTEXT in needs and self.async_scheduling:
             raise SpecError(
                 f"rule {rule.spec} reads the text, which asynchronous scheduling has not got in time: start "
                 "vLLM with --no-async-scheduling"

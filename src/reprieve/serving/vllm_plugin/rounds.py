@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import ReprieveError
+from reprieve.needs import Need
 from reprieve.rules import RiskBudget, Rule
-from reprieve.serving.leniency import STRICT, Policy
-from reprieve.serving.vllm_plugin.batch import Batch, Decisions, Row, decide, to_device
+from reprieve.serving.policy import STRICT, Policy
+from reprieve.serving.vllm_plugin.batch import Batch, Decisions, Row, decide
+from reprieve.transfers import to_device
 
 logger = logging.getLogger("vllm.reprieve")
 
@@ -117,7 +119,7 @@ class WorkerRules:
 
     def rows(self, requests: Sequence[RoundRequest]) -> list[Row]:
         """The batch's requests with their rules."""
-        reads_draft = "draft_probs" in self.policy.rule.needs
+        reads_draft = Need.DRAFT_PROBS in self.policy.rule.traits.needs
         rows = []
         for request in requests:
             known = self._rules_of(request)
@@ -153,7 +155,7 @@ class WorkerRules:
 
     def noise(self, size: int, device: torch.device) -> Tensor | None:
         """Draws for rules that are random themselves, [size]: the same on every rank."""
-        if "noise" not in self.policy.rule.needs:
+        if Need.NOISE not in self.policy.rule.traits.needs:
             return None
         return to_device(torch.rand(size, generator=self._noise), device)
 

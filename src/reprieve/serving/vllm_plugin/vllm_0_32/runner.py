@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reprieve.serving.vllm_plugin.batch import Batch, spread
+from reprieve.needs import Need
+from reprieve.serving.vllm_plugin.batch import Batch
 from reprieve.serving.vllm_plugin.rounds import RoundRequest, WorkerRules
 from reprieve.serving.vllm_plugin.vllm_0_32 import numbers
 from reprieve.serving.vllm_plugin.vllm_0_32.sampler import ROUND, Round, patch_sampler
+from reprieve.transfers import spread
 from reprieve.types import gather_token
 
 
@@ -23,7 +25,7 @@ class RunnerHooks:
     def __init__(self, rules: WorkerRules, runner: Any) -> None:
         self.rules = rules
         self.runner = runner
-        self._reads_draft = "draft_probs" in rules.policy.rule.needs
+        self._reads_draft = Need.DRAFT_PROBS in rules.policy.rule.traits.needs
         self._recorded: list[Tensor] = []
 
     def install(self) -> None:
@@ -129,12 +131,12 @@ class RunnerHooks:
         meta: Any,
     ) -> Batch:
         """The round's tensors, as far as the rule reads them."""
-        needs, rule = self.rules.policy.rule.needs, self.rules.policy.rule
+        traits = self.rules.policy.rule.traits
         state = current.state
         token_ids = state.spec_decode_metadata.draft_token_ids.long()
         judging = state.spec_decode_metadata.target_logits_indices
         hidden = state.sample_hidden_states
-        reads_states = {"node_hidden", "parent_hidden"} & needs
+        reads_states = {Need.NODE_HIDDEN, Need.PARENT_HIDDEN} & traits.needs
         assert current.possible is not None
         proposal = None
         if draft_probs is not None:
@@ -142,16 +144,15 @@ class RunnerHooks:
         return Batch(
             token_ids=token_ids,
             scores=target_logits,
-            logits=state.logits[judging].float() if reads_states or rule.beyond_truncation else target_logits,
+            logits=state.logits[judging].float() if reads_states or traits.beyond_truncation else target_logits,
             possible=current.possible,
             proposal_probs=proposal,
             draft_scores=self._draft_scores(requests, target_logits, meta) if self._reads_draft else None,
             uniforms=current.uniforms,
             noise=self.rules.noise(len(token_ids), token_ids.device),
-            node_logits=state.logits[judging + 1].float() if "node_logits" in needs else None,
-            node_hidden={-1: hidden[judging + 1]} if "node_hidden" in needs else None,
-            parent_hidden={-1: hidden[judging]} if "parent_hidden" in needs else None,
-            **(self._embeddings(token_ids.clamp_min(0), target_logits) if "embeddings" in needs else {}),
+            node_hidden={-1: hidden[judging + 1]} if Need.NODE_HIDDEN in traits.needs else None,
+            parent_hidden={-1: hidden[judging]} if Need.PARENT_HIDDEN in traits.needs else None,
+            **(self._embeddings(token_ids.clamp_min(0), target_logits) if Need.EMBEDDINGS in traits.needs else {}),
         )
 
     def _embeddings(self, token_ids: Tensor, target_logits: Tensor) -> dict[str, Tensor]:

@@ -19,8 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from reprieve.serving.vllm_plugin.batch import Batch, Decisions, Row, spread
+from reprieve.serving.vllm_plugin.batch import Batch, Decisions, Row
 from reprieve.serving.vllm_plugin.rounds import RoundRequest, WorkerRules
+from reprieve.transfers import spread
 from reprieve.types import gather_token
 
 # Hooked functions and the parameters they must have; other ones mean another vLLM than the tested one.
@@ -133,7 +134,7 @@ def _rejection_sample(
     if made is None:
         return sample(draft_token_ids, draft_probs, target_logits)
     token_ids, probs = draft_token_ids, draft_probs
-    if rules.policy.rule.replaces:
+    if rules.policy.rule.traits.replaces:
         token_ids, probs = _refuse(made, rows, draft_token_ids, draft_probs, target_logits, sampling_metadata)
     with _raised(made, draft_token_ids, target_logits) as logits:
         output = sample(token_ids, probs, logits)

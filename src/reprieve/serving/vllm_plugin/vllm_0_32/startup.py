@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from reprieve.errors import ReprieveError
-from reprieve.serving.leniency import PREFIX, Policy, RequestError
+from reprieve.serving.policy import PREFIX, Policy, RequestError
 from reprieve.serving.vllm_plugin import configuration
 from reprieve.serving.vllm_plugin.health import require_healthy
 from reprieve.serving.vllm_plugin.rounds import WorkerRules
@@ -60,7 +60,7 @@ def _policy(vllm_config: Any) -> Policy | None:
 
     configuration.require_version(__version__)  # before anything that another version may have moved
     spec = vllm_config.speculative_config
-    return configuration.load_policy(source).under(
+    return configuration.load_policy(source, vllm_config.model_config.model).under(
         num_draft_tokens=None if spec is None else spec.num_speculative_tokens,
         drafter=None if spec is None else {"draft_model": "draft"}.get(spec.method, spec.method),
         dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
@@ -165,7 +165,7 @@ def worker_rules(policy: Policy, worker: Any) -> WorkerRules:
         PairError: a head made for another tokenizer.
     """
     rule = policy.rule
-    if rule.reads_text or rule.heads:
+    if rule.traits.reads_text or rule.heads:
         from transformers import AutoTokenizer
 
         model = worker.vllm_config.model_config

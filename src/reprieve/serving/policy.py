@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.heads.artefact import find_artefact
 from reprieve.heads.certificates import Certificate, portable_spec, read_certificates
-from reprieve.heads.loading import HEADS, attach_heads
+from reprieve.heads.loading import attach_heads, head_folders
 from reprieve.rules import LosslessRule, Rule, parse_rule
 
 THRESHOLD, SWITCH, LEVEL = "reprieve_threshold", "reprieve_rule", "reprieve_leniency"
@@ -67,7 +66,7 @@ class Policy:
             if level not in LEVELS[1:]:
                 raise SpecError(f"levels must be among certified, fast, got {level!r}")
             self._within_cap(self.rule.with_dial(value), level)
-        at = {level: self.rule.with_dial(value).leniency for level, value in self.levels.items()}
+        at = {level: self.rule.with_dial(value).looseness for level, value in self.levels.items()}
         if len(at) == 2 and at["fast"] < at["certified"]:
             raise SpecError(
                 f"fast must be no stricter than certified ({self.levels['certified']:g}), got {self.levels['fast']:g}"
@@ -78,10 +77,13 @@ class Policy:
         self._within_cap(self.rule, "rule")
 
     @classmethod
-    def load(cls, source: str | Mapping[str, Any]) -> Policy:
+    def load(cls, source: str | Mapping[str, Any], *, target: str | None = None) -> Policy:
         """From a rule's specification, a JSON file, or its content.
 
         A certificate that belongs to the rule's head, or is named, gives the `certified` level.
+
+        Args:
+            target: the pair's, whose bundled heads stand in where the rule names none.
 
         Raises:
             ReprieveError: a file that cannot be read, unknown keys, a head that cannot be loaded.
@@ -95,7 +97,7 @@ class Policy:
         for key in ("default", "certificate"):
             if not isinstance(settings.get(key), str | None):
                 raise SpecError(f"{key} must be a text, got {settings[key]!r}")
-        rule = attach_heads(parse_rule(settings["rule"]))
+        rule = attach_heads(parse_rule(settings["rule"]), target)
         levels = {level: _number(level, settings[level]) for level in LEVELS[1:] if level in settings}
         certificate = _certificate(rule, settings.get("certificate"), levels.get("certified"))
         if certificate is not None:
@@ -181,43 +183,37 @@ class Policy:
         return STRICT if level == "strict" else self.rule.with_dial(self.levels[level])
 
     def _asked_threshold(self, value: Any) -> Rule:
-        if isinstance(self.rule, LosslessRule):
-            raise RequestError(THRESHOLD, f"{THRESHOLD}: this server's rule is lossless, which has no threshold")
+        if self.rule.dial is None:
+            told = f"{THRESHOLD}: this server's rule is {self.rule.name}, which has no threshold"
+            raise RequestError(THRESHOLD, told)
         try:
             rule = self.rule.with_dial(_number(THRESHOLD, value))
             self._within_cap(rule, THRESHOLD)
         except SpecError as error:
-            raise RequestError(THRESHOLD, f"{THRESHOLD} ({self.rule.dial} of {self.rule.name}): {error}") from None
+            raise RequestError(THRESHOLD, f"{THRESHOLD} ({self.rule.dial.name} of {self.rule.name}): {error}") from None
         return rule
 
     def _within_cap(self, rule: Rule, what: str) -> None:
-        if self.max_threshold is not None and rule.leniency > self.rule.with_dial(self.max_threshold).leniency:
-            raise SpecError(
-                f"{what} must be no more lenient than {rule.dial}={self.max_threshold:g}, got {dial_value(rule)!r}"
-            )
+        if self.max_threshold is not None and rule.looseness > self.rule.with_dial(self.max_threshold).looseness:
+            limit = f"{rule.dial.name}={self.max_threshold:g}" if rule.dial is not None else "lossless"
+            raise SpecError(f"{what} must be no more lenient than {limit}, got {rule.dial_value!r}")
 
     def describe(self) -> str:
         """The line a server logs when it starts: what is active, and which certificate covers it."""
         levels = ", ".join(["strict", *(f"{level}={value:g}" for level, value in self.levels.items())])
         told = f"rule {self.rule.spec}; default {self.default or 'the rule as it stands'}; levels {levels}"
-        if self.max_threshold is not None:
-            told += f"; requests may ask up to {self.rule.dial}={self.max_threshold:g}"
+        if self.max_threshold is not None and self.rule.dial is not None:
+            told += f"; requests may ask up to {self.rule.dial.name}={self.max_threshold:g}"
         if self.set_aside:
             return f"{told}; its certificate does not hold here: {self.set_aside}"
         if self.certificate is None:
             return told + "; no certificate covers it"
-        covered = self.standard.leniency <= self.rule.with_dial(self.certificate.threshold).leniency
+        covered = self.standard.looseness <= self.rule.with_dial(self.certificate.threshold).looseness
         return (
             told
             + ("; certificate: " if covered else "; MORE LENIENT than its certificate: ")
             + (self.certificate.statement)
         )
-
-
-def dial_value(rule: Rule) -> float | None:
-    """The value of a rule's dial; None for a rule without a numeric one."""
-    value = rule.dial_value
-    return value if isinstance(value, int | float) else None
 
 
 def _settings(source: Any) -> dict[str, Any]:
@@ -252,14 +248,11 @@ def _certificate(rule: Rule, path: str | None, threshold: float | None) -> Certi
         if portable_spec(rule.with_dial(named.threshold)) != named.portable_rule:
             raise SpecError(f"certificate {path!r} is about {named.rule}, not about {rule.spec}")
         return named
-    found = []
-    for name, _ in rule.heads:
-        if name not in HEADS:  # a head in memory has no folder
-            found += read_certificates(find_artefact(name))
+    found = [item for folder in head_folders(rule).values() for item in read_certificates(folder)]
     fitting = [
         item
         for item in found
         if portable_spec(rule.with_dial(item.threshold)) == item.portable_rule
         and (threshold is None or item.threshold == threshold)
     ]
-    return max(fitting, key=lambda item: rule.with_dial(item.threshold).leniency, default=None)
+    return max(fitting, key=lambda item: rule.with_dial(item.threshold).looseness, default=None)

@@ -12,7 +12,9 @@ from reprieve.engine.decoder import Advisor
 from reprieve.errors import SpecError
 from reprieve.heads.arbiter import Arbiter
 from reprieve.models.arbiter import ArbiterModel, CachedArbiter
+from reprieve.needs import Need
 from reprieve.rules import Rule
+from reprieve.transfers import to_host
 from reprieve.types import Block
 
 
@@ -43,10 +45,11 @@ class ArbiterAdvisor:
         """
         if not block.is_chain:
             raise SpecError("the arbiter needs chains, got a tree")
-        if bool(settled.all()):
+        drafted, own, passed = to_host(block.token_ids, target_ids, settled)
+        if all(passed):
             return torch.ones(block.num_tokens, device=block.token_ids.device)
+        logits = self.arbiter.judge([int(token_id) for token_id in drafted], [int(token_id) for token_id in own])
         matched = block.token_ids == target_ids
-        logits = self.arbiter.judge(block.token_ids.tolist(), target_ids.tolist())
         return logits.sigmoid().to(matched.device).masked_fill(matched, 1.0)
 
     def commit(self, token_ids: list[int]) -> None:
@@ -59,7 +62,7 @@ def make_advisor(rule: Rule, draft: PreTrainedModel | None) -> Advisor | None:
     Raises:
         SpecError: a rule with two arbiters, or no draft.
     """
-    if "advice" not in rule.needs:
+    if Need.ADVICE not in rule.traits.needs:
         return None
     arbiters = [head for _, head in rule.heads if isinstance(head, Arbiter)]
     if len(arbiters) != 1:

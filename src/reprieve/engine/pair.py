@@ -1,0 +1,118 @@
+"""A pair that makes decoders: the one place where models, a drafter, a rule and its heads are put together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from reprieve.drafters import DRAFTERS, DrafterSettings
+from reprieve.engine.advisors import make_advisor
+from reprieve.engine.decoder import Advisor, SpeculativeDecoder
+from reprieve.heads.certificates import Conditions
+from reprieve.heads.folds import fold_of
+from reprieve.heads.loading import attach_heads, require_heads_fit, split_folds
+from reprieve.models.loading import ModelPair, load_models
+from reprieve.rules import Rule, parse_rule
+from reprieve.settings import BUNDLED_PAIR
+
+TARGET_ONLY = "target_only"
+DRAFT_ONLY = "draft_only"
+
+
+@dataclass(frozen=True)
+class Pair(ModelPair):
+    """A target, a draft and their one tokenizer."""
+
+    def decoder(
+        self,
+        rule: str | Rule = "lossless",
+        *,
+        num_draft_tokens: int = 16,
+        drafter: str | DrafterSettings = "draft",
+        task: str | None = None,
+        conditions: Conditions | None = None,
+        advisor: Advisor | None = None,
+    ) -> SpeculativeDecoder:
+        """A decoder with caches of its own; the models are shared.
+
+        Args:
+            rule: a specification such as `margin:delta=3`, or the rule itself; `target_only` and `draft_only` for one
+                model alone. A rule that names no head takes the bundled one, where this is the bundled pair.
+            num_draft_tokens: K, the deepest block a round may draft, 1 to 512.
+            drafter: what proposes, such as `draft`, `ngram` or `eagle3:path=FOLDER`.
+            task: what it will be used on, for a warning where a head was made on another; None to leave that out.
+            conditions: all of them, for a warning where the rule's threshold was certified under others.
+            advisor: for a rule that asks one; None for the one its head is.
+
+        Raises:
+            SpecError: a rule or drafter that cannot be read, or that do not fit each other.
+            PairError: a head made for another pair, or a pair that lacks the draft that is needed.
+            ReprieveError: a head that cannot be loaded.
+        """
+        if rule in (TARGET_ONLY, DRAFT_ONLY):
+            model = self.cached_target() if rule == TARGET_ONLY else self.cached_draft()
+            return SpeculativeDecoder(model, None, self.tokenizer)
+        ready = attach_heads(parse_rule(rule) if isinstance(rule, str) else rule, self.target_name)
+        if ready.heads:
+            require_heads_fit(ready, self.identity, task, here=conditions)
+        settings = DRAFTERS.make(drafter) if isinstance(drafter, str) else drafter
+        proposer = settings.build(self, ready)
+        layers = dict.fromkeys((*ready.traits.target_layers, *proposer.target_layers))
+        return SpeculativeDecoder(
+            self.cached_target(tuple(layers)),
+            proposer,
+            self.tokenizer,
+            rule=ready,
+            num_draft_tokens=num_draft_tokens,
+            advisor=advisor or make_advisor(ready, self.draft),
+        )
+
+    def folded_decoder(
+        self, rule: Rule, *, num_draft_tokens: int, drafter: str, task: str
+    ) -> FoldedDecoder:
+        """A decoder for each fold of a rule whose head was trained out of fold.
+
+        Raises:
+            SpecError, PairError: see `decoder`; heads of different numbers of folds.
+        """
+        rules = split_folds(attach_heads(rule, self.target_name))
+        return FoldedDecoder(
+            [self.decoder(part, num_draft_tokens=num_draft_tokens, drafter=drafter, task=task) for part in rules]
+        )
+
+
+@dataclass(frozen=True)
+class FoldedDecoder:
+    """A decoder per fold; one for all problems where there is but one."""
+
+    decoders: Sequence[SpeculativeDecoder]
+
+    def outside(self, problem_id: str) -> SpeculativeDecoder:
+        """The one whose head was not trained on this problem."""
+        return self.decoders[fold_of(problem_id, len(self.decoders))]
+
+
+def load_pair(
+    target: str | Path = BUNDLED_PAIR,
+    draft: str | Path | None = None,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+) -> Pair:
+    """Load a pair from the hub, from folders, or the bundled one.
+
+    Args:
+        target: hub id or folder; `reprieve/arithmetic-pair` is the bundled target.
+        draft: hub id or folder; None takes the bundled draft with the bundled target, and otherwise no draft.
+        dtype: auto, float32, bfloat16 or float16.
+        device: cpu, cuda, cuda:1, mps; the first GPU, or the CPU, when None.
+
+    Raises:
+        SpecError: unknown dtype.
+        ReprieveError: a model that cannot be found or loaded.
+        PairError: the two do not share a tokenizer.
+    """
+    loaded = load_models(target, draft, dtype=dtype, device=device)
+    return Pair(**{field.name: getattr(loaded, field.name) for field in dataclasses.fields(ModelPair)})

@@ -1,0 +1,184 @@
+"""Heads as folders: `config.json` and `model.safetensors`, checked against each other, certificates beside them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from reprieve.errors import ReprieveError
+from reprieve.files import replace_file
+from reprieve.heads.binding import digest
+from reprieve.settings import BUNDLED_PAIR
+
+SCHEMA = 1
+BUNDLED = {
+    f"reprieve/arithmetic-{kind}": kind for kind in ("judge", "pivot", "lts", "eagle3", "arbiter")
+}  # heads of the bundled pair
+CERTIFICATES = "certificates"  # their folder, beside a head
+_CONFIG, _WEIGHTS, _CARD = "config.json", "model.safetensors", "README.md"
+
+
+def write_head(
+    folder: Path,
+    kind: str,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    others: Mapping[str, str],
+) -> None:
+    """Write a head's files under temporary names and rename them, the weights first.
+
+    Args:
+        others: texts by path inside the folder: model card and certificates.
+
+    Raises:
+        ReprieveError: the folder cannot be made, or holds something else.
+    """
+    folder = Path(folder)
+    require_free(folder, kind)
+    content = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    document = {"schema": SCHEMA, "kind": kind, **config}
+    document["sha256"] = _digest(document, content)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / _WEIGHTS, content)
+        replace_file(folder / _CONFIG, json.dumps(document, indent=2) + "\n")
+        for name, text in others.items():
+            replace_file(folder / name, text)
+    except OSError as error:
+        raise ReprieveError(f"{str(folder)!r} cannot be written: {error.strerror}") from None
+
+
+def fingerprint_of(tensors: Mapping[str, Tensor]) -> str:
+    """Identifies weights: runs of a head trained anew are not mixed with those of the old one."""
+    return digest(save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}))
+
+
+def require_free(folder: Path, kind: str) -> None:
+    """Refuse a folder that holds something else than what is to be written there.
+
+    Raises:
+        ReprieveError: names it.
+    """
+    config_path = Path(folder) / _CONFIG
+    if config_path.exists() and _kind(config_path) != kind:
+        raise ReprieveError(f"{str(folder)!r} holds something else than a {kind} head; name another folder")
+
+
+def claim_head(folder: Path, kind: str | None = None) -> None:
+    """Make a folder, so that what took long to make has a place to go.
+
+    Args:
+        kind: of the head that is to be written into it; None where that is said later.
+
+    Raises:
+        ReprieveError: it cannot be made, or holds something else.
+    """
+    if kind is not None:
+        require_free(folder, kind)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ReprieveError(f"{str(folder)!r} cannot be made: {error.strerror}") from None
+
+
+def read_head(
+    source: str | Path, kind: str, keys: frozenset[str], **download: Any
+) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, str]]:
+    """Configuration, tensors and certificates of a head, from a folder or a hub id.
+
+    Args:
+        kind: of head that is wanted.
+        keys: what the configuration holds beside schema, kind and digest; more or less is an error.
+        download: arguments of `huggingface_hub.snapshot_download`.
+
+    Raises:
+        ReprieveError: not found, another kind, unreadable, or weights that are not those it was saved with.
+    """
+    folder = find_head(source, **download)
+    try:
+        config = json.loads((folder / _CONFIG).read_text())
+        content = (folder / _WEIGHTS).read_bytes()
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ReprieveError(f"head {str(source)!r} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ReprieveError(f"head {str(source)!r}: {_CONFIG} must be an object, got {type(config).__name__}")
+    if config.get("schema") != SCHEMA or config.get("kind") != kind:
+        raise ReprieveError(
+            f"head {str(source)!r} must be of kind {kind} (schema {SCHEMA}), got {config.get('kind')!r}"
+        )
+    wanted = config.pop("sha256", None)
+    if _digest(config, content) != wanted:
+        raise ReprieveError(f"head {str(source)!r}: {_CONFIG} and {_WEIGHTS} are not as they were saved together")
+    del config["kind"], config["schema"]
+    if config.keys() != keys:
+        odd = ", ".join(sorted(config.keys() ^ keys))
+        raise ReprieveError(f"head {str(source)!r}: {_CONFIG} must hold {', '.join(sorted(keys))}; check {odd}")
+    try:
+        return config, load(content), _certificates(folder)
+    except (SafetensorError, ValueError) as error:
+        raise ReprieveError(f"head {str(source)!r}: {_WEIGHTS} cannot be read: {error}") from None
+
+
+def is_bundled(target: str | None) -> bool:
+    """Whether a target is the bundled pair's, by its name or as the folder of its weights."""
+    return target == BUNDLED_PAIR or (target is not None and Path(target) == bundled_folder("target"))
+
+
+def bundled_folder(role: str) -> Path:
+    """Where the bundled `target` or `draft` lies: a plain transformers model folder."""
+    return Path(str(resources.files("reprieve.pair"))) / "weights" / role
+
+
+def find_head(source: str | Path, **download: Any) -> Path:
+    """The folder a name means: a bundled head's, itself, or a copy of a hub repository.
+
+    Args:
+        download: arguments of `huggingface_hub.snapshot_download`.
+
+    Raises:
+        ReprieveError: no folder, no hub id, or nothing that the hub gives.
+    """
+    if str(source) in BUNDLED:
+        return Path(str(resources.files("reprieve.pair"))) / "heads" / BUNDLED[str(source)]
+    folder = Path(source)
+    if folder.is_dir():
+        return folder
+    if str(source).count("/") != 1 or str(source).startswith((".", "/", "~")):
+        raise ReprieveError(f"head {str(source)!r} is neither a folder nor a hub id (owner/name)")
+    from huggingface_hub import snapshot_download
+
+    try:
+        files = [_CONFIG, _WEIGHTS, _CARD, f"{CERTIFICATES}/*.json", "training.json"]
+        return Path(snapshot_download(str(source), allow_patterns=files, **download))
+    except Exception as error:  # no network, no such repository, no access: the hub has many ways to say it
+        told = " ".join(str(error).split())
+        raise ReprieveError(f"head {str(source)!r} is no folder here, and the hub says: {told}") from None
+
+
+def _certificates(folder: Path) -> dict[str, str]:
+    """Texts of the certificates beside a head, by path inside its folder."""
+    found = sorted((folder / CERTIFICATES).glob("*.json"))
+    return {f"{CERTIFICATES}/{path.name}": path.read_text(encoding="utf-8") for path in found}
+
+
+def _kind(path: Path) -> Any:
+    try:
+        found = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return None
+    # EAGLE-3 heads are in the speculators library's format, which has a name of its own for this.
+    return found.get("kind", found.get("speculators_model_type")) if isinstance(found, dict) else None
+
+
+def _digest(config: Mapping[str, Any], content: bytes) -> str:
+    """Over configuration and weights together: neither can be changed without the other knowing."""
+    canonical = json.dumps(config, sort_keys=True).encode()
+    return hashlib.sha256(canonical + content).hexdigest()

@@ -1,0 +1,63 @@
+"""The README of a head: what it is for, what was promised of it, how it was made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+_CARD = """---
+library_name: reprieve
+tags:
+- reprieve
+- speculative-decoding
+- {kind}
+{base_model}---
+
+# {title}
+
+{purpose}
+
+{promises}
+
+| | |
+| --- | --- |
+{facts}
+
+```
+pip install reprieve
+reprieve bench --target {target} --draft {draft_or_yours} --arm {kind}:path=THIS
+```
+
+It is refused beside other weights or another tokenizer than those it was made for; on another task, measure its price
+first.
+"""
+
+
+def model_card(
+    *,
+    kind: str,
+    purpose: str,
+    target: str,
+    draft: str | None,
+    facts: Mapping[str, str],
+    certificates: Sequence[str],
+) -> str:
+    """The card, Markdown.
+
+    Args:
+        draft: None where its weights do not matter.
+        facts: a row each.
+        certificates: their files' contents.
+    """
+    rows = {"target": target, **({"draft": draft} if draft else {}), **facts}
+    statements = [f"> **Certified.** {json.loads(text)['statement']}" for text in certificates]
+    return _CARD.format(
+        kind=kind,
+        title=f"{kind} head for {target}",
+        purpose=purpose,
+        target=target,
+        draft_or_yours=draft or "DRAFT",
+        base_model=f"base_model: {target}\n" if target.count("/") == 1 and not target.startswith((".", "/")) else "",
+        promises="\n>\n".join(statements) or "No certificate lies beside it: `reprieve certify` makes one.",
+        facts="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
+    )

@@ -1,0 +1,115 @@
+"""What can be named in a specification, and where it comes from: the package's own modules, and other packages.
+
+A class registers itself with a decorator. The modules of its room are imported when the first name is looked up, so
+that nothing lists them. Other packages add theirs by an entry point: its name is the name in specifications, its
+object the class.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import warnings
+from collections.abc import Iterator
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, TypeVar
+
+from reprieve.errors import ReprieveError, SpecError
+from reprieve.specs import construct, parse_spec
+
+T = TypeVar("T")
+K = TypeVar("K", bound=type)
+
+
+class Registry(Generic[T]):
+    """Classes by name.
+
+    Args:
+        what: one of them, in a word, for messages: `rule`.
+        package: whose modules hold the project's own, such as `reprieve.rules`.
+        group: of entry points that bring those of other packages; named as `package` unless given.
+        attribute: of a class that holds its name.
+    """
+
+    def __init__(self, what: str, package: str, *, group: str | None = None, attribute: str = "name") -> None:
+        self.what = what
+        self.package = package
+        self.group = group or package
+        self.attribute = attribute
+        self._classes: dict[str, type[T]] = {}
+        self._imported = False
+
+    def register(self, kind: K) -> K:
+        """Class decorator: make `kind` known by its name.
+
+        Raises:
+            ReprieveError: the name is taken by another class.
+        """
+        name: str = getattr(kind, self.attribute)
+        taken = self._classes.get(name)
+        if taken is not None and (taken.__module__, taken.__qualname__) != (kind.__module__, kind.__qualname__):
+            raise ReprieveError(
+                f"{self.what} {name!r} is registered twice: by {taken.__module__} and by {kind.__module__}"
+            )
+        self._classes[name] = kind
+        return kind
+
+    def names(self) -> tuple[str, ...]:
+        """All names in alphabetical order; a plugin's class is not imported for its name."""
+        self._import_own()
+        return tuple(sorted({*self._classes, *self._plugins}))
+
+    def get(self, name: str) -> type[T]:
+        """The class of a name.
+
+        Raises:
+            SpecError: an unknown name; lists the known ones.
+            ReprieveError: a plugin that cannot be imported.
+        """
+        self._import_own()
+        if name not in self._classes and name in self._plugins:
+            self._import_plugin(self._plugins[name])
+        if name not in self._classes:
+            raise SpecError(f"{self.what} must be one of {', '.join(self.names())}, got {name!r}")
+        return self._classes[name]
+
+    def __iter__(self) -> Iterator[type[T]]:
+        """All classes by name; a plugin that cannot be imported is left out with a warning."""
+        for name in self.names():
+            try:
+                yield self.get(name)
+            except ReprieveError as error:
+                warnings.warn(str(error), stacklevel=2)
+
+    def make(self, spec: str) -> T:
+        """What a specification `name:key=value,...` describes.
+
+        Raises:
+            SpecError: an unknown name or parameter, or a value that cannot be read or is out of range.
+        """
+        name, given = parse_spec(spec, what=self.what)
+        made: T = construct(self.get(name), given, where=f"{self.what} {name}")
+        return made
+
+    @cached_property
+    def _plugins(self) -> dict[str, EntryPoint]:
+        return {entry.name: entry for entry in entry_points(group=self.group)}
+
+    def _import_own(self) -> None:
+        if self._imported:
+            return
+        self._imported = True
+        path = importlib.import_module(self.package).__path__
+        for module in pkgutil.iter_modules(path, prefix=f"{self.package}."):
+            importlib.import_module(module.name)
+
+    def _import_plugin(self, entry: EntryPoint) -> None:
+        try:
+            found: Any = entry.load()
+            if (given := getattr(found, self.attribute, None)) != entry.name:
+                raise ReprieveError(f"its class must have {self.attribute} = {entry.name!r}, got {given!r}")
+            self.register(found)
+        except Exception as error:  # whatever another package's import raises, its name is what helps
+            source = entry.dist.name if entry.dist is not None else entry.value
+            raise ReprieveError(f"{self.what} {entry.name!r} of package {source} cannot be used: {error}") from error

@@ -1,0 +1,198 @@
+"""The lossless check of a round as one object: which drafted tokens pass, and which token follows what was accepted.
+
+Three ways keep the target's distribution: greedy matching, speculative sampling (token by token or for a whole block),
+and exact match with draws of the target's own. Each says everything about a round at once, in tensors on the device,
+so that the host waits for it once. Draws are arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from reprieve.errors import SpecError
+from reprieve.rules.lossless import block_verification, residual_probs
+from reprieve.transfers import spread
+from reprieve.types import ROOT, Block, gather_token
+
+Draw = Callable[[Tensor], Tensor]  # a token from each row of probabilities: [n, V] to [n]
+Rows = Tensor | slice
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the lossless check says of one block, before any rule is asked.
+
+    Row 0 belongs to the last committed token, row i + 1 to node i.
+    """
+
+    accepts: Tensor  # [N], bool: whether it would accept the token, tried alone
+    passes: Tensor  # [N], bool: whether it does after refusing the siblings drafted before
+    next_ids: Tensor  # [N + 1], int64: what follows each row where nothing below it is accepted
+
+    @classmethod
+    def of_flags(cls, accepts: Tensor) -> Checked:
+        """The check of another engine, which has drawn already and draws what follows by itself."""
+        return cls(accepts, accepts, torch.zeros(len(accepts) + 1, dtype=torch.long, device=accepts.device))
+
+
+class LosslessCheck:
+    """One of the three ways, for the drafted tokens of a round.
+
+    Args:
+        scores: [R, V], logits whose softmax the target's tokens are drawn from; raw when greedy.
+        token_ids: [N], the drafted tokens.
+        rows: which of `scores` judges each of them.
+    """
+
+    own_ids: Tensor | None = None  # [N], the target's own draw in each token's place, where there is one
+
+    def __init__(self, scores: Tensor, token_ids: Tensor, rows: Rows) -> None:
+        self.scores = scores
+        self.token_ids = token_ids
+        self.rows = rows
+
+    @cached_property
+    def accepts(self) -> Tensor:
+        """Whether the check would accept each token, tried alone: [N], bool."""
+        raise NotImplementedError
+
+    def settle(self, block: Block, *, relaxed_probs: Tensor | None = None, residual: bool = True) -> Checked:
+        """Everything about the block; `scores` must have a row for the last committed token and one for each node.
+
+        Args:
+            relaxed_probs: [N, V], verified against in place of the target's distribution, where sampled.
+            residual: whether what follows a refusal is drawn from the residual, where sampled; else from the target.
+        """
+        return Checked(self.accepts, self.accepts, self.next_ids)
+
+    @cached_property
+    def next_ids(self) -> Tensor:
+        """What follows each row: [R], int64."""
+        return self.scores.argmax(-1)
+
+
+class GreedyCheck(LosslessCheck):
+    """A token passes when it is the target's own first choice."""
+
+    @cached_property
+    def accepts(self) -> Tensor:
+        return self.next_ids[self.rows] == self.token_ids
+
+
+class ExactCheck(LosslessCheck):
+    """The target draws a token of its own in every place; a drafted one passes when it equals it (CoSpec, appendix F).
+
+    Args:
+        draw: gives the target's tokens.
+    """
+
+    def __init__(self, scores: Tensor, token_ids: Tensor, rows: Rows, draw: Draw) -> None:
+        super().__init__(scores, token_ids, rows)
+        self.drawn = draw(scores.softmax(-1))
+        self.own_ids = self.drawn[rows]
+
+    @cached_property
+    def accepts(self) -> Tensor:
+        return self.drawn[self.rows] == self.token_ids
+
+    @cached_property
+    def next_ids(self) -> Tensor:
+        return self.drawn
+
+
+class SampledCheck(LosslessCheck):
+    """Speculative sampling: a token passes with probability min(1, target / proposal).
+
+    Args:
+        uniforms: [N], in [0, 1).
+        proposal_probs: [N], the probability each token was proposed with; None where it was certain.
+        draft_probs: [N, V], the distributions they were drawn from, for the residual; None where they were certain.
+        draw: gives what follows.
+    """
+
+    def __init__(
+        self,
+        scores: Tensor,
+        token_ids: Tensor,
+        rows: Rows,
+        *,
+        uniforms: Tensor,
+        proposal_probs: Tensor | None,
+        draft_probs: Tensor | None = None,
+        draw: Draw | None = None,
+    ) -> None:
+        super().__init__(scores, token_ids, rows)
+        self.uniforms = uniforms
+        self.draft_probs = draft_probs
+        self.ceilings = uniforms if proposal_probs is None else uniforms * proposal_probs
+        self.draw = draw
+
+    @cached_property
+    def accepts(self) -> Tensor:
+        return self.ceilings < gather_token(self.probs[self.rows], self.token_ids)
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """[R, V]"""
+        return self.scores.softmax(-1)
+
+    def settle(self, block: Block, *, relaxed_probs: Tensor | None = None, residual: bool = True) -> Checked:
+        """Siblings are tried in drafting order, each against what its forerunners left (multi-round sampling)."""
+        assert self.draw is not None
+        left = self.probs.clone() if residual else self.probs
+        passes = self.accepts
+        if residual and block.num_tokens:
+            passes = torch.zeros_like(passes)
+            for turn, nodes in enumerate(_by_turn(block)):
+                self._try(block, nodes, left, passes, relaxed_probs if turn == 0 else None)
+        return Checked(self.accepts, passes, self.draw(left))
+
+    def _try(self, block: Block, nodes: list[int], left: Tensor, passes: Tensor, relaxed: Tensor | None) -> None:
+        """One sibling of every place; `left` [N + 1, V] and `passes` [N] are updated in place."""
+        whole = len(nodes) == block.num_tokens
+        device = self.token_ids.device
+        index: Rows = slice(None) if whole else spread(nodes, torch.long, device)
+        rows = self.rows if whole else spread([block.parents[node] + 1 for node in nodes], torch.long, device)
+        probs = left[rows] if relaxed is None else relaxed[index]
+        token_ids = self.token_ids[index]
+        passes[index] = self.ceilings[index] < gather_token(probs, token_ids)
+        proposal = None if self.draft_probs is None else self.draft_probs[index]
+        left[rows] = residual_probs(probs, proposal, token_ids)
+
+
+class BlockCheck(SampledCheck):
+    """Joint verification of a whole chain: keeps at least as many tokens on average (arXiv 2403.10444)."""
+
+    def settle(self, block: Block, *, relaxed_probs: Tensor | None = None, residual: bool = True) -> Checked:
+        """The longest prefix that passes, and what follows each prefix.
+
+        Raises:
+            SpecError: a tree.
+        """
+        assert self.draw is not None
+        if not block.is_chain:
+            raise SpecError("lossless:verification=block needs a chain, got a tree; use verification=token")
+        if not block.num_tokens:
+            return Checked(self.accepts, self.accepts, self.draw(self.probs))
+        proposal = self.draft_probs
+        if proposal is None:
+            proposal = torch.nn.functional.one_hot(self.token_ids, self.probs.shape[-1]).to(self.probs.dtype)
+        num_accepted, residuals = block_verification(self.probs[:-1], proposal, self.token_ids, self.uniforms)
+        passes = torch.arange(block.num_tokens, device=self.token_ids.device) < num_accepted
+        return Checked(self.accepts, passes, self.draw(torch.cat([residuals, self.probs[-1:]])))
+
+
+def _by_turn(block: Block) -> list[list[int]]:
+    """First the first child of every place, then the second ones, and so on."""
+    turns: list[list[int]] = []
+    for place in (ROOT, *range(block.num_tokens)):
+        for turn, node in enumerate(block.children.get(place, [])):
+            if turn == len(turns):
+                turns.append([])
+            turns[turn].append(node)
+    return turns

@@ -1,0 +1,22 @@
+"""AutoJudge's rule (and Judge Decoding's): rescue what a linear head on hidden states deems unimportant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reprieve.rules.base import About, register_rule
+from reprieve.rules.learned import LearnedRule
+
+
+@register_rule
+@dataclass(frozen=True)
+class JudgeRule(LearnedRule):
+    """Rescue what a linear head on hidden states deems unimportant (AutoJudge, section 3.3; Judge Decoding)."""
+
+    name = "judge"
+    head_kind = "judge"
+    made_by = "reprieve train judge"
+    about = About(
+        "AutoJudge 2504.20039; Judge Decoding 2501.19309",
+        study=tuple(f"judge:threshold={value}" for value in (0.03, 0.01, 0.06, 0.12)),
+    )

@@ -1,0 +1,133 @@
+"""Settings that several rooms share. Each is declared once, on the record that the code uses, and is a flag as it is.
+
+No module that holds settings imports torch, so that `--help` answers at once. Settings of one room are in its own
+`settings` module.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from reprieve.errors import SpecError, require_range
+
+if TYPE_CHECKING:
+    from reprieve.rules import Rule
+
+BUNDLED_PAIR = "reprieve/arithmetic-pair"
+
+
+@dataclass(frozen=True)
+class PairSettings:
+    """Which models.
+
+    Args:
+        target: Target model: hub id or folder. Default: the bundled pair.
+        draft: Draft model: hub id or folder. Default: the bundled one with the bundled target, else none.
+        dtype: auto, float32, bfloat16 or float16.
+        device: cpu, cuda, cuda:1 ... Default: a GPU if there is one.
+    """
+
+    target: str = BUNDLED_PAIR
+    draft: str | None = None
+    dtype: str = "auto"
+    device: str | None = None
+
+    @property
+    def bundled(self) -> bool:
+        """Whether it is the bundled pair."""
+        return self.target == BUNDLED_PAIR
+
+
+@dataclass(frozen=True)
+class ProblemSettings:
+    """Which problems.
+
+    Args:
+        task: Task, such as arithmetic or gsm8k:path=gsm8k_{split}.jsonl.
+        split: Split of the task.
+        limit: Number of problems.
+        offset: Skip this many problems of the split.
+    """
+
+    task: str = "arithmetic"
+    split: str = "test"
+    limit: int = 200
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("limit", 1), ("offset", 0)):
+            if getattr(self, name) < least:
+                raise SpecError(f"{name} must be {least} or more, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How tokens are drawn.
+
+    Args:
+        temperature: 0 is greedy.
+        top_p: Nucleus mass, in (0, 1]; 1 keeps everything.
+        top_k: Most likely tokens kept; 0 keeps all.
+        draft_temperature: The draft's own temperature (FSD drafts at 0). Default: the target's.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    draft_temperature: float | None = None
+
+    def __post_init__(self) -> None:
+        require_range("temperature", self.temperature, 0.0, math.inf)
+        if math.isinf(self.temperature):
+            raise SpecError("temperature must be finite, got inf")
+        require_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        if self.top_k < 0:
+            raise SpecError(f"top_k must be 0 or more, got {self.top_k!r}")
+        if self.draft_temperature is not None:
+            require_range("draft_temperature", self.draft_temperature, 0.0, math.inf)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the target's most likely token is always taken."""
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True)
+class SamplingParams(SamplingSettings):
+    """What is asked of one answer.
+
+    Args:
+        max_new_tokens: exact largest number of generated tokens, the end-of-text token included.
+        seed: same seed, same answer.
+        stop: texts that end the answer; the answer's text stops before them.
+        ignore_eos: go on after the end-of-text token.
+        eos_token_ids: tokens that end the answer; None for the model's and the tokenizer's own.
+        num_logprobs: tell each token's log-probability under the target, and those of this many most likely ones, 0
+            to 20; None for neither.
+        truncation: draw the target's tokens only from those that this rule would accept; None for no such limit.
+    """
+
+    max_new_tokens: int = 256
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    eos_token_ids: tuple[int, ...] | None = None
+    num_logprobs: int | None = None
+    truncation: Rule | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.stop, str):
+            raise SpecError(f"stop must be a tuple of texts, got the text {self.stop!r}")
+        if self.max_new_tokens < 1:
+            raise SpecError(f"max_new_tokens must be 1 or more, got {self.max_new_tokens!r}")
+        if self.num_logprobs is not None:
+            require_range("num_logprobs", self.num_logprobs, 0, 20)
+        if any(not text for text in self.stop):
+            raise SpecError("stop must hold texts of at least one character, got an empty one")
+        if self.truncation is not None and not self.truncation.traits.truncates:
+            raise SpecError(
+                f"truncation takes a rule that judges by the target's distribution alone, got {self.truncation.name}"
+            )
