@@ -1,8 +1,8 @@
 """Reprieve gives rejected draft tokens a second chance: relaxed verification for speculative decoding.
 
-    pair = reprieve.load_pair()
-    decoder = pair.decoder("margin:delta=3", num_draft_tokens=16)
-    print(decoder.generate("...").text)
+pair = reprieve.load_pair()
+decoder = pair.decoder("margin:delta=3", num_draft_tokens=16)
+print(decoder.generate("...").text)
 """
 
 from __future__ import annotations

@@ -129,7 +129,6 @@ class Verification:
         """The hidden states that encode each node's parent, and so predicted the node: [N, Dt] a layer."""
         return select_rows(self.hidden, block.parent_rows)
 
-
     @property
     def node_logits(self) -> Tensor:
         """The distribution after each node: [N, V]."""

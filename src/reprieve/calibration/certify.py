@@ -10,73 +10,58 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from reprieve.calibration.bounds import betting_pvalue, hoeffding_bentkus_pvalue, upper_bound
-from reprieve.errors import SpecError, require_choice, require_range
-
-NET_DROP = "net_drop"
-REGRESSION = "regression"
+from reprieve.calibration.settings import NET_DROP, Promise
+from reprieve.errors import SpecError
 
 
-@dataclass(frozen=True)
-class Promise:
-    """What is to be certified.
+def losses_of(promise: Promise, strict: np.ndarray, relaxed: np.ndarray) -> np.ndarray:
+    """Loss of each problem, from how it was solved: [n] or [n, trials] in [0, 1] to [n]."""
+    losses = strict - relaxed if promise.loss == NET_DROP else strict * (1 - relaxed)
+    return np.asarray(losses, dtype=float).reshape(len(losses), -1).mean(1)
 
-    Args:
-        max_drop: the loss stays below it, in (0, 1).
-        confidence: in [0.5, 1).
-        loss: `net_drop` (solved strictly minus solved relaxed) or `regression` (solved strictly and failed relaxed).
+
+def pvalue(promise: Promise, losses: np.ndarray, bound: float) -> float:
+    """Of "the loss is `bound` or more"."""
+    if promise.loss == NET_DROP:
+        return betting_pvalue(losses, bound, confidence=promise.confidence)
+    return hoeffding_bentkus_pvalue(losses, bound)
+
+
+def paired_test(promise: Promise, strict: np.ndarray, relaxed: np.ndarray) -> PairedTest:
+    """Whether these paired outcomes prove the promise.
+
+    Raises:
+        ValueError: different shapes, or none.
     """
-
-    max_drop: float
-    confidence: float = 0.95
-    loss: str = NET_DROP
-
-    def __post_init__(self) -> None:
-        require_range("max_drop", self.max_drop, 0.0, 0.99, low_open=True)
-        require_range("confidence", self.confidence, 0.5, 0.999999)
-        require_choice("loss", self.loss, (NET_DROP, REGRESSION))
-
-    def losses(self, strict: np.ndarray, relaxed: np.ndarray) -> np.ndarray:
-        """Loss of each problem, from how it was solved: [n] or [n, trials] in [0, 1] to [n]."""
-        losses = strict - relaxed if self.loss == NET_DROP else strict * (1 - relaxed)
-        return np.asarray(losses, dtype=float).reshape(len(losses), -1).mean(1)
-
-    def pvalue(self, losses: np.ndarray, bound: float) -> float:
-        """Of "the loss is `bound` or more"."""
-        if self.loss == NET_DROP:
-            return betting_pvalue(losses, bound, confidence=self.confidence)
-        return hoeffding_bentkus_pvalue(losses, bound)
-
-    def test(self, strict: np.ndarray, relaxed: np.ndarray) -> Evidence:
-        """Whether these paired outcomes prove the promise.
-
-        Raises:
-            ValueError: different shapes, or none.
-        """
-        if strict.shape != relaxed.shape or not len(strict):
-            raise ValueError(f"outcomes must be of the same problems, got shapes {strict.shape} and {relaxed.shape}")
-        losses = self.losses(strict, relaxed)
-        pvalue = self.pvalue(losses, self.max_drop)
-        return Evidence(
-            num_problems=len(losses),
-            accuracy_strict=float(strict.mean()),
-            accuracy_relaxed=float(relaxed.mean()),
-            regressions=float((strict * (1 - relaxed)).mean()),
-            improvements=float((relaxed * (1 - strict)).mean()),
-            observed=float(losses.mean()),
-            upper_bound=upper_bound(
-                self.pvalue, losses, confidence=self.confidence, low=-1.0 if self.loss == NET_DROP else 0.0
-            ),
-            p_value=pvalue,
-            passed=pvalue <= 1 - self.confidence,
-        )
+    if strict.shape != relaxed.shape or not len(strict):
+        raise ValueError(f"outcomes must be of the same problems, got shapes {strict.shape} and {relaxed.shape}")
+    losses = losses_of(promise, strict, relaxed)
+    found = pvalue(promise, losses, promise.max_drop)
+    return PairedTest(
+        num_problems=len(losses),
+        accuracy_strict=float(strict.mean()),
+        accuracy_relaxed=float(relaxed.mean()),
+        regressions=float((strict * (1 - relaxed)).mean()),
+        improvements=float((relaxed * (1 - strict)).mean()),
+        observed=float(losses.mean()),
+        upper_bound=upper_bound(
+            partial(pvalue, promise),
+            losses,
+            confidence=promise.confidence,
+            low=-1.0 if promise.loss == NET_DROP else 0.0,
+        ),
+        p_value=found,
+        passed=found <= 1 - promise.confidence,
+    )
 
 
 @dataclass(frozen=True)
-class Evidence:
+class PairedTest:
     """What paired outcomes say, in shares of problems.
 
     `upper_bound` holds with the promise's confidence for one threshold looked at alone; what holds for the threshold
@@ -99,7 +84,7 @@ class Step:
     """One threshold of the walk."""
 
     threshold: float
-    evidence: Evidence
+    evidence: PairedTest
     tokens_per_round: float | None = None
 
 
@@ -126,7 +111,7 @@ def walk(
     steps: list[Step] = []
     for threshold in thresholds:
         strict, relaxed, tokens_per_round = measure(threshold)
-        steps.append(Step(threshold, promise.test(strict, relaxed), tokens_per_round))
+        steps.append(Step(threshold, paired_test(promise, strict, relaxed), tokens_per_round))
         on_step(steps[-1])
         if not steps[-1].evidence.passed:
             break

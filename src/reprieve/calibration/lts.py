@@ -6,7 +6,7 @@ Every position of some answers of the target's is a sample: its most likely toke
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -14,48 +14,14 @@ import torch
 from scipy.stats import binom
 from torch import Tensor
 
+from reprieve.calibration.settings import LtsRecipe
 from reprieve.calibration.swaps import SwapMeter, Swaps
 from reprieve.engine import Pair
-from reprieve.errors import SpecError, require_choice, require_range
-from reprieve.heads.lts import BUCKETS, LtsCalibration
+from reprieve.errors import SpecError
+from reprieve.heads.lts import LtsCalibration
 from reprieve.models.sampling import Sampler
 from reprieve.rules.lts import lts_bound
 from reprieve.settings import SamplingParams
-
-
-@dataclass(frozen=True)
-class LtsRecipe:
-    """What is calibrated and how.
-
-    Args:
-        delta: share of positions that the bound may miss, (0, 0.5]; the paper uses 0.05.
-        active: candidates are drawn from the target's k most likely tokens, its first choice left out, and divergences
-            are taken on the union of both distributions' k most likely: the paper's active vocabulary. 2 or more.
-        safety: alpha, the factor on the log-probability side, 1 or more.
-        bucket_by: `none`, `entropy`, `distance` or `margin`; `buckets` equally filled ones.
-        confidence: replace each empirical quantile by the Clopper-Pearson upper limit for it at this confidence; None
-            for the quantiles themselves.
-        seed: of the candidates.
-    """
-
-    delta: float = 0.05
-    active: int = 10
-    safety: float = 1.0
-    bucket_by: str = "none"
-    buckets: int = 4
-    confidence: float | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_range("delta", self.delta, 0.0, 0.5, low_open=True)
-        if self.active < 2:
-            raise SpecError(f"active must be 2 or more, got {self.active!r}")
-        require_range("safety", self.safety, 1.0, 1e6)
-        require_choice("bucket_by", self.bucket_by, BUCKETS)
-        if self.buckets < 1:
-            raise SpecError(f"buckets must be 1 or more, got {self.buckets!r}")
-        if self.confidence is not None:
-            require_range("confidence", self.confidence, 0.5, 0.999999)
 
 
 def collect_swaps(

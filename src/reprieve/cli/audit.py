@@ -1,104 +1,170 @@
-"""`reprieve audit`: how far accepted tokens moved the target's next step, and whether a bound held."""
+"""`reprieve audit`: what accepted tokens did to the next step. `reprieve audit arbitration`: who chose better."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-from rich import box
-from rich.table import Table
-
-from reprieve.cli import options as o
+from reprieve.cli import screen
+from reprieve.cli.command import Command
 from reprieve.errors import SpecError
+from reprieve.settings import PairSettings, SamplingParams, SamplingSettings
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from reprieve.tasks import Task
 
 
-def command(
-    rules: Annotated[list[str], typer.Argument(help="Rules, such as lts, lts:theta=0.5 or judge:path=heads/j.")],
-    calibration: Annotated[
-        str | None, typer.Option(help="Bounds to hold other rules against; an lts rule has its own.")
-    ] = None,
-    target: o.Target = o.BUNDLED,
-    draft: o.Draft = None,
-    drafter: o.DrafterSpec = "eagle3",
-    num_draft_tokens: Annotated[int, typer.Option(help="K: deepest drafted token.")] = 16,
-    task: o.TaskName = "arithmetic",
-    split: Annotated[str | None, typer.Option(help="Split; test if there is one.")] = None,
-    limit: o.Limit = 200,
-    offset: o.Offset = 0,
-    active: Annotated[int, typer.Option(help="Top-K of each distribution that divergences are taken on.")] = 10,
-    temperature: o.Temperature = 1.0,
-    top_p: o.TopP = 1.0,
-    top_k: o.TopK = 0,
-    seed: o.Seed = 0,
-    dtype: o.Dtype = "auto",
-    device: o.Device = None,
-    out: Annotated[Path | None, typer.Option(help="File for the numbers, as JSON.")] = None,
-) -> int:
-    """Recompute the target's next step at every accepted token (ARC-Decode, Table 5)."""
-    from reprieve.drafters.spec import DrafterSpec
-    from reprieve.evaluation.arms import build_decoder, rule_arms
-    from reprieve.evaluation.auditing import audit
+@dataclass(frozen=True)
+class Audit(Command):
+    """Recompute the target's next step at every accepted token (ARC-Decode, Table 5).
+
+    Args:
+        rules: Rules, such as lts, lts:theta=0.5 or judge:path=heads/j.
+        calibration: Bounds to hold other rules against; an lts rule has its own.
+        drafter: draft, ngram, or eagle3:path=FOLDER.
+        num_draft_tokens: K: deepest drafted token.
+        task: Task of the problems.
+        split: Split. Default: test if there is one.
+        limit: Number of problems.
+        offset: First problem of the split.
+        active: Top-K of each distribution that divergences are taken on.
+        seed: Same seed, same answers.
+        out: File for the numbers, as JSON.
+    """
+
+    verb = "audit"
+
+    rules: tuple[str, ...] = field(metadata={"positional": True})
+    calibration: str | None = None
+    drafter: str = "eagle3"
+    num_draft_tokens: int = 16
+    task: str = "arithmetic"
+    split: str | None = None
+    limit: int = 200
+    offset: int = 0
+    active: int = 10
+    seed: int = 0
+    sampling: SamplingSettings = field(default_factory=lambda: SamplingSettings(temperature=1.0))
+    pair: PairSettings = field(default_factory=PairSettings)
+    out: Path | None = None
+
+    def run(self) -> int:
+        from reprieve.drafters import DRAFTERS
+        from reprieve.evaluation.arms import rule_arms
+        from reprieve.evaluation.auditing import audit
+        from reprieve.heads.lts import LtsCalibration
+        from reprieve.rules.lts import LtsRule
+
+        screen.require_problems(self.limit, self.offset)
+        if self.active < 2:
+            raise SpecError(f"--active must be 2 or more, got {self.active}")
+        screen.require_file(self.out)
+        DRAFTERS.make(self.drafter)
+        arms = rule_arms(self.rules, self.num_draft_tokens, target=self.pair.target)
+        given = None if self.calibration is None else LtsCalibration.from_pretrained(self.calibration)
+        pair, task = screen.load_pair_and_task(self.pair, self.task)
+        split = screen.split_of(task, self.split, "test")
+        problems = task.problems(split, self.limit, offset=self.offset)
+        params = _params(self.sampling, task, self.seed)
+        found = []
+        for arm in arms:
+            bounds = arm.rule.head if isinstance(arm.rule, LtsRule) else given
+            if bounds is not None:
+                bounds.require_pair(pair.identity, self.calibration or arm.label)
+            decoder = arm.decoder(pair, drafter=self.drafter, task=self.task)
+            with screen.progress_bar(arm.label) as bar:
+                progress = screen.reporter(bar)
+                made = audit(arm.label, decoder, pair, task, problems, params, top_k=self.active, progress=progress)
+            found.append({**made.summary(bounds), "calibration": None if bounds is None else bounds.fingerprint})
+        if self.out is not None:
+            _write(self.out, {**_flags(self), "split": split, "audits": found})
+        screen.console().print(_shift_table(found, len(problems)))
+        return 0
+
+
+@dataclass(frozen=True)
+class AuditArbitration(Command):
+    """Decode both branches of every mismatch that an arbiter reaches (CoSpec, Table 3).
+
+    Args:
+        arbiter: Folder or hub id. Default: the bundled pair's.
+        lambda_: Default: the arbiter's own.
+        num_draft_tokens: K. Default: the arbiter's own.
+        task: Task of the problems.
+        split: Split. Default: test if there is one.
+        limit: Number of problems.
+        offset: First problem of the split.
+        seed: Same seed, same answers. Branches go on greedily.
+        out: File for the numbers, as JSON.
+    """
+
+    verb = "audit arbitration"
+
+    arbiter: str = ""
+    lambda_: float | None = None
+    num_draft_tokens: int | None = None
+    task: str = "arithmetic"
+    split: str | None = None
+    limit: int = 100
+    offset: int = 0
+    seed: int = 0
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    pair: PairSettings = field(default_factory=PairSettings)
+    out: Path | None = None
+
+    def run(self) -> int:
+        from reprieve.evaluation.branches import diagnose
+        from reprieve.heads.loading import attach_heads
+        from reprieve.rules.arbiter import ArbiterRule
+
+        screen.require_problems(self.limit, self.offset)
+        screen.require_file(self.out)
+        rule = attach_heads(ArbiterRule(path=self.arbiter, lambda_=self.lambda_), self.pair.target)
+        assert isinstance(rule, ArbiterRule)
+        pair, task = screen.load_pair_and_task(self.pair, self.task)
+        if not task.graded:
+            raise SpecError(f"task {self.task} has no right answers: branches cannot be compared on it")
+        split = screen.split_of(task, self.split, "test")
+        k = rule.head.num_draft_tokens if self.num_draft_tokens is None else self.num_draft_tokens
+        decoder = pair.decoder(rule, num_draft_tokens=k, task=self.task)
+        problems = task.problems(split, self.limit, offset=self.offset)
+        params = _params(self.sampling, task, self.seed)
+        with screen.progress_bar("problems") as bar:
+            progress = screen.reporter(bar, "problems")
+            found = diagnose(decoder, pair, task, problems, params, progress=progress).summary()
+        if self.out is not None:
+            about = {"rule": rule.spec, "arbiter": rule.head.fingerprint, "num_draft_tokens": k, "split": split}
+            _write(self.out, {**_flags(self), **about, "diagnosis": found})
+        screen.console().print(_branch_table(found, rule.spec))
+        return 0
+
+
+def _params(sampling: SamplingSettings, task: Task, seed: int) -> SamplingParams:
+    return SamplingParams(**vars(sampling), max_new_tokens=task.max_new_tokens, stop=tuple(task.stop), seed=seed)
+
+
+def _flags(command: Command) -> dict[str, Any]:
+    """What the numbers were made with."""
     from reprieve.evaluation.runner import environment
+
+    flags = {name: value for name, value in asdict(command).items() if name not in ("out", "pair")}
+    return {"command": screen.command_line(), **environment(), **flags, **asdict(command)["pair"]}
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
     from reprieve.files import replace_file
-    from reprieve.heads.lts import LtsCalibration
-    from reprieve.rules import LtsRule
-    from reprieve.settings import SamplingParams
 
-    o.require_problems(limit, offset)
-    if active < 2:
-        raise SpecError(f"--active must be 2 or more, got {active}")
-    o.require_file(out)
-    DrafterSpec.parse(drafter)
-    arms = rule_arms(rules, num_draft_tokens)
-    given = None if calibration is None else LtsCalibration.from_pretrained(calibration)
-    SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
-    pair, loaded = o.load_pair_and_task(target, draft, dtype, device, task)
-    split = o.split_of(loaded, split, "test")
-    params = SamplingParams(
-        max_new_tokens=loaded.max_new_tokens,
-        stop=tuple(loaded.stop),
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-    )
-    problems = loaded.problems(split, limit, offset=offset)
-    found = []
-    for arm in arms:
-        bounds = arm.rule.head if isinstance(arm.rule, LtsRule) else given
-        if bounds is not None:
-            bounds.require_pair(pair.identity, calibration or arm.label)
-        decoder = build_decoder(arm, pair, drafter=drafter, task=task)
-        with o.progress_bar(arm.label) as bar:
-            made = audit(arm.label, decoder, pair, loaded, problems, params, top_k=active, progress=o.reporter(bar))
-        found.append({**made.summary(bounds), "calibration": None if bounds is None else bounds.fingerprint})
-    settings = {
-        "command": o.command_line(),
-        **environment(),
-        "target": target,
-        "draft": draft,
-        "drafter": drafter,
-        "num_draft_tokens": num_draft_tokens,
-        "task": task,
-        "split": split,
-        "limit": limit,
-        "offset": offset,
-        "active": active,
-        "sampling": {"temperature": temperature, "top_p": top_p, "top_k": top_k},
-        "seed": seed,
-    }
-    if out is not None:
-        replace_file(out, json.dumps({**settings, "audits": found}, indent=2) + "\n")
-    o.console().print(_table(found, len(problems)))
-    return 0
+    replace_file(path, json.dumps(document, indent=2, default=str) + "\n")
 
 
-NESTED = {"arbitration": "audit_arbitration"}
+def _shift_table(found: list[dict[str, Any]], num_problems: int) -> Table:
+    from rich import box
+    from rich.table import Table
 
-
-def _table(found: list[dict[str, Any]], num_problems: int) -> Table:
     table = Table(
         title=f"next-step shift of accepted tokens, JS in nats, n = {num_problems} problems; brackets are 95% "
         "intervals that take tokens for independent",
@@ -111,13 +177,41 @@ def _table(found: list[dict[str, Any]], num_problems: int) -> Table:
         for group in ("accepted", "swapped", "rescued"):
             values = summary[group]
             shifts = [f"{values[name]:.4f}" if name in values else "-" for name in ("mean", "median", "q95")]
-            shares = [_share(values, name) for name in ("within_bound", "within_tolerance")]
+            shares = [_covered(values, name) for name in ("within_bound", "within_tolerance")]
             table.add_row(summary["arm"] if group == "accepted" else "", group, str(values["num"]), *shifts, *shares)
     return table
 
 
-def _share(values: dict[str, Any], name: str) -> str:
+def _covered(values: dict[str, Any], name: str) -> str:
     if name not in values:
         return "-"
     low, high = values[f"{name}_ci95"]
     return f"{100 * values[name]:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def _branch_table(found: dict[str, Any], spec: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    from reprieve.evaluation.branches import CATEGORIES
+
+    table = Table(
+        title=f"{spec}: {found['num_mismatches']} reached mismatches of {found['num_problems']} problems; brackets are "
+        "95% bootstrap intervals over problems",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for name in ("category", "n", "share, %", "draft not worse, %", "draft chosen, %", "agreement, %"):
+        table.add_column(name, justify="left" if name == "category" else "right")
+    for category in CATEGORIES:
+        values = found[category]
+        shares = (_interval(values[name]) for name in ("share", "draft_not_worse", "draft_chosen", "agreement"))
+        table.add_row(category.replace("_", " "), str(values["num"]), *shares)
+    return table
+
+
+def _interval(values: list[float] | None) -> str:
+    if values is None:
+        return "-"
+    share, low, high = (100 * value for value in values)
+    return f"{share:.1f} [{low:.1f}, {high:.1f}]"

@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
 
-import typer
-
-from reprieve.cli import options as o
+from reprieve.cli import screen
+from reprieve.cli.command import Command
 
 
-def eagle3(
-    checkpoint: Annotated[str, typer.Argument(help="Folder or hub id of a SafeAILab checkpoint.")],
-    target: Annotated[str, typer.Option(help="The model it drafts for: hub id or folder.")],
-    out: Annotated[Path, typer.Option(help="Folder for the head.")],
-    layers: Annotated[str | None, typer.Option(help="Target layers it reads; 2, half and all but 3.")] = None,
-    norm_before_residual: Annotated[bool, typer.Option(help="The head was trained with the norm first.")] = False,
-) -> int:
-    """Convert a SafeAILab EAGLE-3 checkpoint."""
-    from reprieve.heads.files import find_head
-    from reprieve.models.eagle3_layouts import convert_safeailab
+@dataclass(frozen=True)
+class ConvertEagle3(Command):
+    """Convert a SafeAILab EAGLE-3 checkpoint.
 
-    chosen = () if layers is None else tuple(o.parse_numbers(layers, "--layers", int))
-    config = convert_safeailab(
-        find_head(checkpoint), out, target_name=target, layers=chosen, norm_before_residual=norm_before_residual
-    )
-    o.console().print(
-        f"head: {out} ({config.draft_vocab_size} draft tokens of {config.layer.vocab_size})   use it: reprieve bench "
-        f"--target {target} --drafter eagle3:path={out}",
-        soft_wrap=True,
-        markup=False,
-    )
-    return 0
+    Args:
+        checkpoint: Folder or hub id of a SafeAILab checkpoint.
+        target: The model it drafts for: hub id or folder.
+        out: Folder for the head.
+        layers: Target layers it reads. Default: 2, half and all but 3.
+        norm_before_residual: The head was trained with the norm first.
+    """
 
+    verb = "convert eagle3"
 
-COMMANDS: dict[str, Any] = {"eagle3": eagle3}
+    checkpoint: str = field(metadata={"positional": True})
+    target: str
+    out: Path
+    layers: tuple[int, ...] = ()
+    norm_before_residual: bool = False
+
+    def run(self) -> int:
+        from reprieve.heads.files import find_head
+        from reprieve.models.eagle3_layouts import convert_safeailab
+
+        config = convert_safeailab(
+            find_head(self.checkpoint),
+            self.out,
+            target_name=self.target,
+            layers=self.layers,
+            norm_before_residual=self.norm_before_residual,
+        )
+        screen.say(
+            f"head: {self.out} ({config.draft_vocab_size} draft tokens of {config.layer.vocab_size})   use it: "
+            f"reprieve bench --target {self.target} --drafter eagle3:path={self.out}"
+        )
+        return 0

@@ -2,57 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from reprieve.cli import generate
-from reprieve.cli import options as o
-from reprieve.cli.compare import compare
+from reprieve.cli import screen
+from reprieve.cli.command import Command
+from reprieve.cli.comparing import compare
+from reprieve.cli.generate import Generate
+from reprieve.evaluation.settings import RunSettings
+from reprieve.settings import PairSettings
 
-ARMS = (
-    "judge:path=reprieve/arithmetic-judge",
-    "top_k:k=2",
-    "margin:delta=3",
-    "typical",
-    "fuzzy:threshold=0.6",
-    "fly:theta=0.1",
-    "math_symbols",
-)
+ARMS = ("judge", "margin:delta=2", "math_symbols", "fuzzy:threshold=0.4")
 QUESTION = "Anna has 23 apples. She buys 18 more apples. She gives away 9 apples. How many apples does Anna have now?"
 
 
-def command(
-    target: o.Target = o.BUNDLED,
-    draft: o.Draft = None,
-    limit: o.Limit = 100,
-    seed: o.Seed = 0,
-    dtype: o.Dtype = "float32",
-    device: o.Device = None,
-    out: o.Out = Path("runs/demo"),
-) -> int:
-    """Compare a trained head and six training-free rules with lossless and target-only on generated word problems."""
-    if target == o.BUNDLED:
-        # So small a pair gains next to nothing from a second thread, and loses much where the other core is busy.
-        import torch
+@dataclass(frozen=True)
+class Demo(Command):
+    """Compare a trained head and three training-free rules with lossless and target-only on generated word problems.
 
-        torch.set_num_threads(1)
-    for rule in ("lossless", "judge:path=reprieve/arithmetic-judge"):
-        heading = o.console()
-        heading.print(f"\n[bold]{rule}[/bold]  {QUESTION}", soft_wrap=True)
-        generate.command(QUESTION, rule=rule, target=target, draft=draft, dtype=dtype, device=device)
-        heading.print("plain: the target's token; green: drafted, matched; yellow: drafted, rescued\n", soft_wrap=True)
-    from reprieve.evaluation.arms import make_arms
+    Args:
+        num_draft_tokens: K: drafted tokens a round.
+        out: Folder for results; run again with it to resume.
+    """
 
-    return compare(
-        make_arms(ARMS, [16]),
-        target=target,
-        draft=draft,
-        drafter="draft",
-        dtype=dtype,
-        device=device,
-        task="arithmetic",
-        split="test",
-        limit=limit,
-        seed=seed,
-        sampling=o.sampling_options(0.0, 1.0, 0),
-        out=out,
-    )
+    verb = "demo"
+
+    num_draft_tokens: int = 8
+    settings: RunSettings = field(default_factory=lambda: RunSettings(limit=40))
+    pair: PairSettings = field(default_factory=lambda: PairSettings(dtype="float32"))
+    out: Path = Path("runs/demo")
+
+    def run(self) -> int:
+        if self.pair.bundled:
+            # So small a pair gains next to nothing from a second thread, and loses much where the other core is busy.
+            import torch
+
+            torch.set_num_threads(1)
+        for rule in ("lossless", "judge"):
+            screen.console().print(f"\n[bold]{rule}[/bold]  {QUESTION}", soft_wrap=True)
+            Generate(QUESTION, rule=rule, num_draft_tokens=self.num_draft_tokens, pair=self.pair).run()
+            screen.say("plain: the target's token; green: drafted, matched; yellow: drafted, rescued\n")
+        from reprieve.evaluation.arms import make_arms
+
+        arms = make_arms(ARMS, [self.num_draft_tokens], target=self.pair.target)
+        status = compare(self, arms, self.settings, self.pair, self.out)
+        screen.say(
+            f"{self.settings.limit} problems show the direction, not the decimals: --limit 500 narrows the brackets, "
+            "and docs/measurements.md has larger runs"
+        )
+        return status

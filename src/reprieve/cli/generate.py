@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-from rich.text import Text
-
-from reprieve.cli import options as o
+from reprieve.cli import screen
+from reprieve.cli.command import Command
+from reprieve.errors import SpecError, require_choice
+from reprieve.files import replace_file
+from reprieve.settings import PairSettings, SamplingParams, SamplingSettings
 
 if TYPE_CHECKING:
     from reprieve.types import Generation, Token
@@ -19,79 +21,97 @@ if TYPE_CHECKING:
 STYLES = {"target": "default", "matched": "green", "rescued": "bold yellow"}
 
 
-def command(
-    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
-    rule: Annotated[str, typer.Option(help="The rule, such as margin:delta=2.")] = "lossless",
-    dial: Annotated[float | None, typer.Option(help="This request's own value of the rule's dial.")] = None,
-    target: o.Target = o.BUNDLED,
-    draft: o.Draft = None,
-    drafter: o.DrafterSpec = "draft",
-    num_draft_tokens: Annotated[int, typer.Option(help="K: drafted tokens a round.")] = 16,
-    max_new_tokens: Annotated[int, typer.Option(help="Exact largest number of new tokens.")] = 256,
-    stop: Annotated[list[str], typer.Option(help="A text that ends the answer. Give it several times.")] = [],  # noqa: B006
-    template: Annotated[str, typer.Option(help="auto, raw or chat: how the prompt is wrapped.")] = "auto",
-    temperature: o.Temperature = 0.0,
-    top_p: o.TopP = 1.0,
-    top_k: o.TopK = 0,
-    draft_temperature: o.DraftTemperature = None,
-    seed: o.Seed = 0,
-    dtype: o.Dtype = "auto",
-    device: o.Device = None,
-    color: Annotated[bool | None, typer.Option("--color/--no-color", help="Default: only on a terminal.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
-    trace: Annotated[bool, typer.Option(help="With --json or --out: every round in full.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON object to this file.")] = None,
-) -> int:
-    """Answer one prompt. Plain: the target's own token; green: drafted and matched; yellow: drafted and rescued."""
-    from reprieve.rules import parse_rule
+@dataclass(frozen=True)
+class Generate(Command):
+    """Answer one prompt. Plain: the target's own token; green: drafted and matched; yellow: drafted and rescued.
 
-    parsed = parse_rule(rule)
-    text = sys.stdin.read() if prompt == "-" else prompt
-    sampling = o.sampling_options(temperature, top_p, top_k, draft_temperature)
-    o.quiet_transformers()
-    from reprieve.engine import load_pair
-    from reprieve.evaluation.arms import Arm, build_decoder
-    from reprieve.files import replace_file
-    from reprieve.settings import SamplingParams
+    Args:
+        prompt: The prompt; - reads it from standard input.
+        rule: The rule, such as margin:delta=2.
+        dial: This request's own value of the rule's dial.
+        drafter: draft, ngram:max_ngram=3, or eagle3:path=FOLDER.
+        num_draft_tokens: K: drafted tokens a round.
+        max_new_tokens: Exact largest number of new tokens.
+        stop: A text that ends the answer. Repeatable.
+        template: auto, raw or chat: how the prompt is wrapped.
+        seed: Same seed, same answer.
+        color: Colours even where there is no terminal, or none on one.
+        json: Print one JSON object instead.
+        trace: With --json or --out: every round in full.
+        out: Also write the JSON object to this file.
+    """
 
-    params = SamplingParams(max_new_tokens=max_new_tokens, seed=seed, stop=tuple(stop), **sampling)
-    pair = load_pair(target, draft, dtype=dtype, device=device)
-    decoder = build_decoder(Arm(rule, parsed, num_draft_tokens), pair, drafter=drafter)
-    wrapped = _wrap(text, template, target, pair.tokenizer)
-    screen = o.console(color=color)
+    verb = "generate"
 
-    def show(token: Token, piece: str) -> None:
-        screen.print(Text(piece, style=STYLES[token.provenance.value]), end="", soft_wrap=True)
+    prompt: str = field(metadata={"positional": True})
+    rule: str = "lossless"
+    dial: float | None = None
+    drafter: str = "draft"
+    num_draft_tokens: int = 16
+    max_new_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    template: str = "auto"
+    seed: int = 0
+    color: bool | None = None
+    json: bool = False
+    trace: bool = False
+    out: Path | None = None
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    pair: PairSettings = field(default_factory=PairSettings)
 
-    made = decoder.generate(wrapped, params, dial=dial, on_token=None if as_json else show, trace=trace)
-    document = json.dumps(_as_json(made, parsed.spec, pair.tokenizer))
-    if out is not None:
-        replace_file(out, document + "\n")
-    if as_json:
-        print(document)
+    def run(self) -> int:
+        from rich.text import Text
+
+        require_choice("template", self.template, ("auto", "raw", "chat"))
+        screen.require_file(self.out)
+        params = SamplingParams(
+            **vars(self.sampling), max_new_tokens=self.max_new_tokens, seed=self.seed, stop=self.stop
+        )
+        text = sys.stdin.read() if self.prompt == "-" else self.prompt
+        from reprieve.rules import parse_rule
+
+        if self.rule not in ("target_only", "draft_only"):
+            parse_rule(self.rule)  # a misspelt one is told before a large model is read
+        pair = screen.load(self.pair)
+        decoder = pair.decoder(self.rule, num_draft_tokens=self.num_draft_tokens, drafter=self.drafter)
+        shown = screen.console(color=self.color)
+
+        def show(token: Token, piece: str) -> None:
+            shown.print(Text(piece, style=STYLES[token.provenance.value]), end="", soft_wrap=True)
+
+        made = decoder.generate(
+            self._wrapped(text, pair.tokenizer),
+            params,
+            dial=self.dial,
+            on_token=None if self.json else show,
+            trace=self.trace,
+        )
+        document = json.dumps(_as_json(made, decoder.rule.spec, pair.tokenizer))
+        if self.out is not None:
+            replace_file(self.out, document + "\n")
+        if self.json:
+            print(document)
+            return 0
+        shown.print()
+        screen.warn(
+            f"{len(made.tokens)} tokens in {made.num_rounds} rounds ({made.tokens_per_round:.2f} a round), "
+            f"{made.num_accepted} drafted and accepted, {made.num_rescued} of them rescued; "
+            f"{made.seconds:.2f} s, ended by {made.finish_reason}"
+        )
         return 0
-    screen.print()
-    o.console(stderr=True).print(
-        f"{len(made.tokens)} tokens in {made.num_rounds} rounds ({made.tokens_per_round:.2f} a round), "
-        f"{made.num_accepted} drafted and accepted, {made.num_rescued} of them rescued; "
-        f"{made.seconds:.2f} s, ended by {made.finish_reason}"
-    )
-    return 0
 
+    def _wrapped(self, text: str, tokenizer: Any) -> Any:
+        from reprieve.tasks import load_task
 
-def _wrap(text: str, template: str, target: str, tokenizer: Any) -> Any:
-    from reprieve.errors import SpecError, require_choice
-    from reprieve.tasks import load_task
-
-    require_choice("template", template, ("auto", "raw", "chat"))
-    if template == "chat":
-        if not tokenizer.chat_template:
-            raise SpecError(f"template must be auto or raw for {target!r}: its tokenizer has no chat template")
-        message = [{"role": "user", "content": text}]
-        return tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
-    if template == "auto" and target == o.BUNDLED:
-        return load_task("arithmetic").wrap(text)
-    return text
+        if self.template == "chat":
+            if not tokenizer.chat_template:
+                target = self.pair.target
+                raise SpecError(f"template must be auto or raw for {target!r}: its tokenizer has no chat template")
+            message = [{"role": "user", "content": text}]
+            return tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
+        if self.template == "auto" and self.pair.bundled:
+            return load_task("arithmetic").wrap(text)
+        return text
 
 
 def _as_json(made: Generation, spec: str, tokenizer: Any) -> dict[str, Any]:

@@ -5,41 +5,66 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Sequence
 from typing import NoReturn
 
-VERBS = {
-    "demo": "the main job on the bundled pair: a trained head and six rules beside lossless, a table and a figure",
-    "generate": "answer one prompt, streamed, each token coloured by where it comes from",
-    "bench": "compare rules side by side on a task",
-    "sweep": "one rule over thresholds and K",
-    "tune": "the K that suits each arm, or FSD's protocol for thresholds",
-    "certify": "the most lenient threshold whose loss is proved to stay below a bound",
-    "study": "everything on one pair: tuned K, every rule, certificates, the report",
-    "eval": "lm-evaluation-harness's tasks through several rules",
-    "judge": "compare the answers of a run by a language model: for tasks without right answers",
-    "serve": "an OpenAI-compatible server with per-request rules, and a playground",
-    "monitor": "answer with a rule while a share of requests is checked losslessly, with an alarm",
-    "report": "one self-contained page from runs and certificates",
-    "mine": "label which mismatches matter: autojudge, pivot, arbitration",
-    "train": "fit a head: judge, pivot and arbiter to labels, arbiter to its rollouts, eagle to the target's answers",
-    "calibrate": "measure what a rule needs to know of a target: lts",
-    "audit": "what accepted tokens did to the next step, and whether a bound held; arbitration: who chose better",
-    "convert": "a published drafting head into the format used here: eagle3",
-    "labels": "look at a label store, or fill one by hand: show, stats, import",
-    "rules": "list the rules, their parameters and their sources",
+from reprieve.cli.command import Command
+
+# Every verb, its class, and what it is for: help is printed without importing any of them.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("demo:Demo", "the main job on the bundled pair: a trained head and three rules beside lossless"),
+    "generate": ("generate:Generate", "answer one prompt, streamed, each token coloured by where it comes from"),
+    "bench": ("bench:Bench", "compare rules side by side on a task"),
+    "sweep": ("sweep:Sweep", "one rule over thresholds and K"),
+    "tune k": ("tune:TuneK", "the K at which lossless and each arm are fastest"),
+    "tune thresholds": ("tune:TuneThresholds", "FSD's protocol: from the threshold that accepts as lossless does"),
+    "certify": ("certify:Certify", "the most lenient threshold whose loss is proved to stay below a bound"),
+    "study": ("study:StudyCommand", "everything on one pair: tuned K, every rule, certificates, the report"),
+    "eval": ("eval:Eval", "lm-evaluation-harness's tasks through several rules"),
+    "verdicts": ("verdicts:Verdicts", "a language model compares a run's answers, where none is right by itself"),
+    "serve": ("serve:Serve", "an OpenAI-compatible server with rules per request, and a playground"),
+    "monitor": ("monitor:Monitor", "answer with a rule while a share of requests is checked losslessly"),
+    "report": ("report:Report", "one self-contained page from runs and certificates"),
+    "mine autojudge": ("mine:MineAutoJudge", "label the mismatches that change the answer (AutoJudge)"),
+    "mine pivot": ("mine:MinePivot", "label the tokens that sampling rejects by rollouts (PAD)"),
+    "mine arbitration": ("mine:MineArbitration", "label which side of a mismatch ends better (CoSpec)"),
+    "train judge": ("train_head:TrainJudge", "fit AutoJudge's linear head to labels"),
+    "train pivot": ("train_head:TrainPivot", "fit PAD's MLP to labels"),
+    "train eagle": ("train_eagle:TrainEagle", "an EAGLE-3 drafting head, from the target's own answers"),
+    "train arbiter": ("train_arbiter:TrainArbiter", "warm CoSpec's arbiter up on labelled traces"),
+    "train arbiter-rl": ("train_arbiter:TrainArbiterRl", "improve an arbiter on its own rollouts"),
+    "calibrate lts": ("calibrate:CalibrateLts", "the constants of ARC-Decode's bound, once per target"),
+    "audit": ("audit:Audit", "how far accepted tokens moved the target's next step, and whether a bound held"),
+    "audit arbitration": ("audit:AuditArbitration", "whether an arbiter takes the branch that ends better"),
+    "convert eagle3": ("convert:ConvertEagle3", "SafeAILab's EAGLE-3 layout into the one used here"),
+    "labels show": ("labels:ShowLabels", "labelled problems, token by token"),
+    "labels stats": ("labels:LabelStats", "counts, shares by class of token, frequent important tokens"),
+    "labels import": ("labels:ImportLabels", "labels made by hand into a store"),
+    "rules": ("rules:Rules", "the rules, their parameters and their sources"),
+    "completion": ("completion:Completion", "a shell's completion script: bash, zsh or tcsh"),
 }
+_MOVED = {"judge": "verdicts"}  # verbs of version 0.1
 
 
-def usage() -> str:
-    """What `reprieve --help` prints."""
-    lines = ["usage: reprieve COMMAND [OPTIONS]", "", "Relaxed verification for speculative decoding.", ""]
-    lines += [f"  {verb:<10} {text}" for verb, text in VERBS.items()]
-    return "\n".join([*lines, "", "`reprieve COMMAND --help` lists a command's options."])
+def usage(verb: str = "") -> str:
+    """What `reprieve --help` prints, or that of a verb with several commands."""
+    chosen = {name: text for name, (_, text) in COMMANDS.items() if not verb or name.startswith(f"{verb} ")}
+    width = max(map(len, chosen))
+    lines = [f"usage: reprieve {verb or 'COMMAND'} {'COMMAND ' if verb else ''}[FLAGS]", ""]
+    if not verb:
+        lines += ["Relaxed verification for speculative decoding.", ""]
+    lines += [f"  {name:<{width}}  {text}" for name, text in chosen.items()]
+    return "\n".join([*lines, "", f"`reprieve {verb + ' ' if verb else ''}COMMAND --help` lists a command's flags."])
 
 
-def main(arguments: list[str]) -> int:
+def command_of(name: str) -> type[Command]:
+    """The class of a command, imported."""
+    module, _, kind = COMMANDS[name][0].partition(":")
+    found: type[Command] = getattr(importlib.import_module(f"reprieve.cli.{module}"), kind)
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
     """Run one command; returns the exit status."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
@@ -49,55 +74,40 @@ def main(arguments: list[str]) -> int:
 
         print(f"reprieve {version('reprieve')}")
         return 0
-    verb, rest = arguments[0], arguments[1:]
-    if verb not in VERBS:
-        print(f"reprieve: unknown command {verb!r}; it is one of {', '.join(VERBS)}", file=sys.stderr)
-        return 2
-    return _run_verb(verb, rest)
+    verb, rest = arguments[0], list(arguments[1:])
+    if rest and f"{verb} {rest[0]}" in COMMANDS:
+        return _run(f"{verb} {rest[0]}", rest[1:])
+    if verb in COMMANDS:
+        return _run(verb, rest)
+    if any(name.startswith(f"{verb} ") for name in COMMANDS):
+        print(usage(verb), file=sys.stdout if rest and rest[0] in ("-h", "--help") else sys.stderr)
+        return 0 if rest and rest[0] in ("-h", "--help") else 2
+    told = f"it is `reprieve {_MOVED[verb]}` now" if verb in _MOVED else f"it is one of {', '.join(_verbs())}"
+    print(f"reprieve: unknown command {verb!r}; {told}", file=sys.stderr)
+    return 2
 
 
-def _run_verb(verb: str, rest: list[str]) -> int:
-    import typer
+def _verbs() -> list[str]:
+    return list(dict.fromkeys(name.partition(" ")[0] for name in COMMANDS))
 
+
+def _run(name: str, arguments: list[str]) -> int:
+    from reprieve.cli.flags import parse
     from reprieve.errors import ReprieveError
 
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    module = importlib.import_module(f"reprieve.cli.{verb}")
-    if rest and rest[0] in (nested := getattr(module, "NESTED", {})):  # beside what the verb takes by itself
-        module = importlib.import_module(f"reprieve.cli.{nested[rest[0]]}")
-        verb, rest = f"{verb} {rest[0]}", rest[1:]
-    for name, command in getattr(module, "COMMANDS", {None: getattr(module, "command", None)}).items():
-        app.command(name)(command)
-    if hasattr(module, "COMMANDS"):
-        app.callback()(_group(module))
     try:
-        status = typer.main.get_command(app).main(args=rest, prog_name=f"reprieve {verb}", standalone_mode=False)
-        return int(status or 0)
+        return parse(command_of(name), arguments, command=name).run()
     except ReprieveError as error:
-        print(f"reprieve {verb}: {error}", file=sys.stderr)
+        print(f"reprieve {name}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
-    except typer.Exit as stop:
-        return int(stop.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        print(f"reprieve {verb}: interrupted", file=sys.stderr)
+    except SystemExit as stop:  # help was printed, or a flag could not be read
+        return int(stop.code or 0)
+    except KeyboardInterrupt:
+        print(f"reprieve {name}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of a pipe has gone away
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] in ("click", "typer") and hasattr(error, "exit_code"):
-            error.show()  # type: ignore[attr-defined]
-            return int(error.exit_code)
-        raise
-
-
-def _group(module: ModuleType) -> Callable[[], None]:
-    """Keeps a verb's subcommands subcommands, even where there is one."""
-
-    def group() -> None: ...
-
-    group.__doc__ = (module.__doc__ or "").partition(":")[2].strip()
-    return group
 
 
 def run() -> NoReturn:

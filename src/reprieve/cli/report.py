@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from reprieve.cli import options as o
+from reprieve.cli import screen
+from reprieve.cli.command import Command
 
 
-def command(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of bench, sweep, tune, eval or certify.")],
-    title: Annotated[str, typer.Option(help="Of the page.")] = "",
-    examples: Annotated[int, typer.Option(help="Answers shown side by side, of each run.")] = 4,
-    out: Annotated[Path, typer.Option("--out", help="The HTML file.")] = Path("report.html"),
-) -> int:
-    """Write one self-contained HTML page: frontier, table, certificates, examples, commands."""
-    from reprieve.evaluation.report import write_report
+@dataclass(frozen=True)
+class Report(Command):
+    """Write one self-contained HTML page: frontier, table, certificates, examples, commands.
 
-    path = write_report(runs, out, title=title, num_examples=examples)
-    o.console().print(f"report: {path} ({path.stat().st_size / 1024:.0f} KiB, opens in any browser)", soft_wrap=True)
-    return 0
+    Args:
+        folders: Folders of bench, sweep, tune, eval or certify.
+        title: Of the page.
+        num_examples: Answers shown side by side, of each run.
+        out: The HTML file.
+    """
+
+    verb = "report"
+
+    folders: tuple[Path, ...] = field(metadata={"positional": True})
+    title: str = ""
+    num_examples: int = 4
+    out: Path = Path("report.html")
+
+    def run(self) -> int:
+        from reprieve.evaluation.report import write_report
+
+        path = write_report(self.folders, self.out, title=self.title, num_examples=self.num_examples)
+        screen.say(f"report: {path} ({path.stat().st_size / 1024:.0f} KiB, opens in any browser)")
+        return 0

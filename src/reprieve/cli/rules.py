@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from reprieve.cli.options import console
+from dataclasses import dataclass
+
+from reprieve.cli import screen
+from reprieve.cli.command import Command
 
 
-def command() -> int:
-    """List the rules with their parameters, defaults and dials."""
-    from reprieve.rules import RULES
-    from reprieve.rules.base import parameters_of
+@dataclass(frozen=True)
+class Rules(Command):
+    """List the rules with their sources, parameters, defaults and dials."""
 
-    out = console()
-    for name, kind in RULES.items():
-        summary = (kind.__doc__ or "").strip().splitlines()[0]
-        out.print(f"[bold]{name}[/bold]  {summary}", soft_wrap=True)
-        for parameter, field in parameters_of(kind).items():
-            dial = "  (dial)" if parameter == kind.dial and name != "lossless" else ""
-            out.print(f"    {parameter}={field.default}{dial}", soft_wrap=True)
-    out.print("\nWrite name:parameter=value,...; a&b needs both, a|b either; start= and end= hold a rule to a span.")
-    return 0
+    verb = "rules"
+
+    def run(self) -> int:
+        from reprieve.rules import RULES
+        from reprieve.specs import parameters_of
+
+        out = screen.console()
+        for kind in RULES:
+            summary = (kind.__doc__ or "").strip().splitlines()[0]
+            out.print(f"[bold]{kind.name}[/bold]  {summary}", soft_wrap=True)
+            if kind.about.origin:
+                out.print(f"    from {kind.about.origin}", soft_wrap=True, markup=False)
+            for parameter, field in parameters_of(kind).items():
+                dial = "  (dial)" if kind.own_dial is not None and parameter == kind.own_dial.name else ""
+                default = "" if field.default == "" else field.default
+                out.print(f"    {parameter}={default}{dial}", soft_wrap=True, markup=False)
+        out.print(
+            "\nWrite name:parameter=value,...; a&b needs both, a|b either; start= and end= hold a rule to a span."
+        )
+        return 0

@@ -10,38 +10,16 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from reprieve.cli import options as o
+from reprieve.cli import screen
+from reprieve.cli.command import Command
 from reprieve.files import replace_file
-from reprieve.heads.loading import attach_heads
-from reprieve.rules import parse_rule
+from reprieve.settings import PairSettings
 
-# One setting a rule, for the choice of its K; then the settings of the frontier.
-RULES: dict[str, tuple[str, ...]] = {
-    "top_k:k=2": ("top_k:k=2", "top_k:k=4"),
-    "typical": ("typical",),
-    "margin:delta=2": ("margin:delta=1", "margin:delta=2", "margin:delta=4"),
-    "ratio:ratio=0.3": ("ratio:ratio=0.3",),
-    "floor:min_prob=0.1": ("floor:min_prob=0.1",),
-    "lenience:lenience=0.3": ("lenience:lenience=0.3",),
-    "fuzzy:threshold=0.4": ("fuzzy:threshold=0.1", "fuzzy:threshold=0.4"),
-    "random:rate=0.8": ("random:rate=0.8",),
-    "fly": ("fly",),
-    "asd": ("asd",),
-    "cascade": ("cascade",),
-    "math_symbols": ("math_symbols",),
-}
-JUDGE, PIVOT = "judge:path=reprieve/arithmetic-judge", "pivot:path=reprieve/arithmetic-pivot"
-BUNDLED_RULES: dict[str, tuple[str, ...]] = {
-    f"{JUDGE},threshold=0.03": tuple(f"{JUDGE},threshold={value}" for value in (0.01, 0.03, 0.06, 0.12)),
-    f"{PIVOT},threshold=0.3": (f"{PIVOT},threshold=0.3",),
-}
 CONTROLS = ("direct:top_k:k=2", "direct:margin:delta=2")
 CERTIFIED = {"margin": "2"}
-BUNDLED_CERTIFIED = {JUDGE: "0.02,0.04"}
+BUNDLED_CERTIFIED = {"judge": "0.02,0.04"}
 # The bundled task's first thousand calibration problems chose these thresholds and the bound (docs/evidence.md), so
 # that certificates rest on the next.
 BUNDLED_OFFSET = 1000
@@ -70,49 +48,83 @@ class Stage:
         return {"name": self.name, "command": self.command, "seconds": self.seconds, "status": self.status}
 
 
-def command(
-    arm: Annotated[list[str], typer.Option(help="A rule beside the usual ones, such as judge:path=heads/j.")] = [],  # noqa: B006
-    target: o.Target = o.BUNDLED,
-    draft: o.Draft = None,
-    task: o.TaskName = "arithmetic",
-    limit: Annotated[int, typer.Option(help="Problems of the frontier.")] = 60,
-    tune_limit: Annotated[int, typer.Option(help="Problems that choose K.")] = 12,
-    num_draft_tokens: Annotated[str, typer.Option(help="Values of K to choose from.")] = "4,8,16",
-    certify_limit: Annotated[int, typer.Option(help="Calibration problems, and as many held-out ones.")] = 1000,
-    max_drop: Annotated[float, typer.Option(help="What certificates promise to stay below.")] = 0.03,
-    workers: Annotated[int | None, typer.Option(help="Processes side by side. Default: the cores, at most 4.")] = None,
-    seed: o.Seed = 0,
-    dtype: o.Dtype = "float32",
-    device: o.Device = None,
-    out: o.Out = Path("runs/study"),
-) -> int:
-    """Measure every rule at its own K, certify two rules, and write the report; resumes where it was stopped."""
-    shared = ["--target", target, *(["--draft", draft] if draft else []), "--task", task, "--seed", str(seed)]
-    shared += ["--dtype", dtype, *(["--device", device] if device else [])]
-    bundled = target == o.BUNDLED
-    study = Study(
-        rules={**RULES, **(BUNDLED_RULES if bundled else {}), **{name: (name,) for name in arm}},
-        certified={**(BUNDLED_CERTIFIED if bundled else {}), **CERTIFIED},
-        shared=shared,
-        certify=[
-            *("--max-drop", f"{max_drop:g}", "--num-draft-tokens", "8", "--limit", str(certify_limit)),
-            *("--held-out-limit", str(certify_limit), "--offset", str(BUNDLED_OFFSET if bundled else 0)),
-        ],
-        num_workers=min(os.cpu_count() or 1, 4) if workers is None else workers,
-        out=out,
-    )
-    try:
-        study.measure(["--num-draft-tokens", num_draft_tokens, "--limit", str(tune_limit)], ["--limit", str(limit)])
-        study.report(f"{target} on {task}")
-    except StageFailed as failure:
-        study.stop()
-        failed = failure.stage
-        o.console(stderr=True).print(
-            f"{failed.name} ended with status {failed.status}; see {failed.log(out)}; run again to go on",
-            soft_wrap=True,
+@dataclass(frozen=True)
+class StudyCommand(Command):
+    """Measure every rule at its own K, certify two rules, and write the report; resumes where it was stopped.
+
+    Args:
+        arm: A rule beside the usual ones, such as judge:path=heads/j. Repeatable.
+        task: Task.
+        limit: Problems of the frontier.
+        tune_limit: Problems that choose K.
+        num_draft_tokens: Values of K to choose from.
+        certify_limit: Calibration problems, and as many held-out ones.
+        max_drop: What certificates promise to stay below.
+        num_workers: Processes side by side. Default: the cores, at most 4.
+        seed: Same seed, same answers.
+        out: Folder for results; run again with it to resume.
+    """
+
+    verb = "study"
+
+    arm: tuple[str, ...] = ()
+    task: str = "arithmetic"
+    limit: int = 60
+    tune_limit: int = 12
+    num_draft_tokens: tuple[int, ...] = (4, 8, 16)
+    certify_limit: int = 1000
+    max_drop: float = 0.03
+    num_workers: int | None = None
+    seed: int = 0
+    pair: PairSettings = field(default_factory=lambda: PairSettings(dtype="float32"))
+    out: Path = Path("runs/study")
+
+    def run(self) -> int:
+        study = self._study()
+        self.keep_config(self.out)
+        ks = ",".join(map(str, self.num_draft_tokens))
+        try:
+            study.measure(["--num-draft-tokens", ks, "--limit", str(self.tune_limit)], ["--limit", str(self.limit)])
+            study.report(f"{self.pair.target} on {self.task}")
+        except StageFailed as failure:
+            study.stop()
+            failed = failure.stage
+            screen.warn(
+                f"{failed.name} ended with status {failed.status}; see {failed.log(self.out)}; run again to go on"
+            )
+            return 130 if failed.status == 130 else 1
+        return 0
+
+    def _study(self) -> Study:
+        pair, bundled = self.pair, self.pair.bundled
+        shared = ["--target", pair.target, *(["--draft", pair.draft] if pair.draft else []), "--task", self.task]
+        shared += ["--seed", str(self.seed), "--dtype", pair.dtype, *(["--device", pair.device] if pair.device else [])]
+        limit = str(self.certify_limit)
+        return Study(
+            rules={**usual_rules(bundled=bundled), **{name: (name,) for name in self.arm}},
+            certified={**(BUNDLED_CERTIFIED if bundled else {}), **CERTIFIED},
+            shared=shared,
+            certify=[
+                *("--max-drop", f"{self.max_drop:g}", "--num-draft-tokens", "8", "--limit", limit),
+                *("--held-out-limit", limit, "--offset", str(BUNDLED_OFFSET if bundled else 0)),
+            ],
+            num_workers=min(os.cpu_count() or 1, 4) if self.num_workers is None else self.num_workers,
+            out=self.out,
+            target=pair.target,
         )
-        return 130 if failed.status == 130 else 1
-    return 0
+
+
+def usual_rules(*, bundled: bool) -> dict[str, tuple[str, ...]]:
+    """What every rule says of its place in a study: the setting that chooses its K, and the settings to measure.
+
+    Args:
+        bundled: whether rules with a head can be among them: only the bundled pair has heads that nobody names.
+    """
+    from reprieve.rules import RULES
+    from reprieve.rules.learned import HeadRule
+
+    kinds = [kind for kind in RULES if kind.about.study and (bundled or not issubclass(kind, HeadRule))]
+    return {kind.about.study[0]: kind.about.study for kind in kinds}
 
 
 class StageFailed(Exception):
@@ -139,6 +151,7 @@ class Study:
     certify: list[str]
     num_workers: int
     out: Path
+    target: str
     stages: list[Stage] = field(default_factory=list)
 
     def measure(self, tune: list[str], bench: list[str]) -> None:
@@ -152,7 +165,7 @@ class Study:
         if beside:
             self._start(beside)
         arms = [part for rule in self.rules for part in ("--arm", rule)]
-        self._run(Stage("tune", ["tune", *arms, *tune, *self.shared, "--out", str(self.out / "tune")]))
+        self._run(Stage("tune", ["tune", "k", *arms, *tune, *self.shared, "--out", str(self.out / "tune")]))
         arms = [part for name in self._arms() for part in ("--arm", name)]
         self._run(Stage("frontier", ["bench", *arms, *bench, *self.shared, "--out", str(self.out / "frontier")]))
         for stage in [beside or self._certify(first, 1), *(self._certify(rule, self.num_workers) for rule in others)]:
@@ -176,17 +189,20 @@ class Study:
                 stage.process.terminate()
 
     def _certify(self, rule: str, num_workers: int) -> Stage:
-        asked = ["--rule", rule, "--thresholds", self.certified[rule], *self.certify, "--workers", str(num_workers)]
+        asked = ["--rule", rule, "--thresholds", self.certified[rule], *self.certify, "--num-workers", str(num_workers)]
         arguments = ["certify", *asked, *self.shared, "--out", str(self.out / "certificates")]
         return Stage(f"certify {rule.partition(':')[0]}", arguments)
 
     def _arms(self) -> list[str]:
         """Every setting of every rule at the K that its rule is fastest at; lossless at its own, twice."""
+        from reprieve.heads.loading import attach_heads
+        from reprieve.rules import parse_rule
+
         found = json.loads((self.out / "tune" / "tuned.json").read_text())["arms"]
         tuned = {best["spec"]: best["num_draft_tokens"] for best in found}
         arms = [f"lossless@K={tuned['lossless']}", f"lossless_rerun@K={tuned['lossless']}", *CONTROLS]
         for rule, settings in self.rules.items():
-            k = tuned[attach_heads(parse_rule(rule)).spec]  # its canonical text may differ from what was typed
+            k = tuned[attach_heads(parse_rule(rule), self.target).spec]  # which may differ from what was typed
             arms += [f"{setting}@K={k}" for setting in settings]
         return arms
 
@@ -194,7 +210,7 @@ class Study:
         """Start a stage; what it says goes to a file of its name."""
         self.stages.append(stage)
         self.out.mkdir(parents=True, exist_ok=True)
-        o.console().print(f"{stage.name}: {stage.command}", soft_wrap=True, markup=False)
+        screen.say(f"{stage.name}: {stage.command}")
         environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         command = [sys.executable, "-m", "reprieve.cli.main", *stage.arguments]
         stage.seconds = -time.monotonic()
@@ -209,7 +225,7 @@ class Study:
         stage.seconds += time.monotonic()
         account = [item.account for item in self.stages if item.status is not None]
         replace_file(self.out / "study.json", json.dumps({"stages": account}, indent=2) + "\n")
-        o.console().print(f"{stage.name}: {stage.seconds:.0f} s, exit status {stage.status}", markup=False)
+        screen.say(f"{stage.name}: {stage.seconds:.0f} s, exit status {stage.status}")
         # That no threshold of a rule could be certified is a result, not a failure.
         if stage.status != 0 and not (stage.status == 1 and stage.name.startswith("certify")):
             raise StageFailed(stage)

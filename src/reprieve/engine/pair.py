@@ -69,9 +69,7 @@ class Pair(ModelPair):
             advisor=advisor or make_advisor(ready, self.draft),
         )
 
-    def folded_decoder(
-        self, rule: Rule, *, num_draft_tokens: int, drafter: str, task: str
-    ) -> FoldedDecoder:
+    def folded_decoder(self, rule: Rule, *, num_draft_tokens: int, drafter: str, task: str) -> FoldedDecoder:
         """A decoder for each fold of a rule whose head was trained out of fold.
 
         Raises:

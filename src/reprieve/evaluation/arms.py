@@ -86,9 +86,7 @@ class Arm:
         return pair.folded_decoder(self.rule, num_draft_tokens=self.num_draft_tokens, drafter=drafter, task=task)
 
 
-def make_arms(
-    specs: Sequence[str | Rule], num_draft_tokens: Sequence[int], *, target: str | None = None
-) -> list[Arm]:
+def make_arms(specs: Sequence[str | Rule], num_draft_tokens: Sequence[int], *, target: str | None = None) -> list[Arm]:
     """The arms of a run: target-only, draft-only and lossless first, then what was asked, at every K.
 
     A text may end in `@K=8` or `@drafter=eagle3:top_k=4`, or both: that arm has a K or a drafter of its own.

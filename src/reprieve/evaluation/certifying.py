@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from reprieve.calibration.certify import NET_DROP, Evidence, Promise, Step, walk
+from reprieve.calibration.certify import PairedTest, Step, paired_test, walk
+from reprieve.calibration.settings import NET_DROP, Promise
 from reprieve.engine import Pair
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.evaluation.arms import LOSSLESS, Arm
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.results import column, common_rows
 from reprieve.evaluation.runner import Runner, environment
+from reprieve.evaluation.settings import CertifySettings, RunSettings
 from reprieve.files import replace_file
 from reprieve.heads.certificates import Certificate, portable_spec
 from reprieve.heads.files import BUNDLED, CERTIFICATES
+from reprieve.heads.loading import attach_heads
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.learned import LearnedRule
 from reprieve.tasks import Task
@@ -31,30 +34,46 @@ Announce = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What to certify, and on which problems.
+    """What to certify, its rule ready.
 
     Args:
-        rule: at any threshold.
-        thresholds: values of its dial to try; () for probabilities from 0.005 to 0.5, for rules with a head.
-        calibration, held_out: configurations of the two measurements; their `arms` are filled in.
+        rule: at any threshold, heads attached.
     """
 
+    settings: CertifySettings
     rule: Rule
-    promise: Promise
-    thresholds: Sequence[float]
-    num_draft_tokens: int
-    calibration: dict[str, Any]
-    held_out: dict[str, Any]
 
-    def __post_init__(self) -> None:
-        if self.rule.name == LOSSLESS:
-            raise SpecError("rule lossless loses nothing: there is nothing to certify")
-        if len(set(self.thresholds)) != len(self.thresholds):
-            raise SpecError(f"thresholds must be different values, got {list(self.thresholds)}")
-        for settings in (self.calibration, self.held_out):
-            for name in ("limit", "num_trials"):
-                if settings.get(name, 1) < 1:
-                    raise SpecError(f"{name} must be 1 or more, got {settings[name]}")
+    @classmethod
+    def of(cls, settings: CertifySettings, *, target: str | None = None) -> Plan:
+        """Read and check the rule.
+
+        Args:
+            target: the pair's, whose bundled heads stand in where the rule names none.
+
+        Raises:
+            SpecError: a rule that cannot be certified, or no thresholds for one that has no usual ones.
+        """
+        rule = attach_heads(parse_rule(settings.rule), target)
+        if rule.dial is None:
+            raise SpecError(f"rule {rule.name} loses nothing: there is nothing to certify")
+        plan = cls(settings, rule)
+        plan.candidates()
+        return plan
+
+    @property
+    def promise(self) -> Promise:
+        return self.settings.promise
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return self.settings.num_draft_tokens
+
+    @property
+    def held_out(self) -> RunSettings:
+        """The second measurement: other problems, all else alike."""
+        run, split = self.settings.run, self.settings.held_out_split
+        offset = run.offset + run.limit if split == run.split else 0
+        return dataclasses.replace(run, split=split, limit=self.settings.held_out_limit, offset=offset)
 
     def candidates(self) -> list[Rule]:
         """The rule at each threshold, from strict to lenient.
@@ -62,18 +81,20 @@ class Plan:
         Raises:
             SpecError: no thresholds for a rule that has no usual ones, or a value out of range.
         """
-        values = list(self.thresholds) or (list(PROBABILITIES) if isinstance(self.rule, LearnedRule) else [])
+        usual = PROBABILITIES if isinstance(self.rule, LearnedRule) else ()
+        values = self.settings.thresholds or usual
         if not values:
-            raise SpecError(f"rule {self.rule.name} needs --thresholds: values of {self.rule.dial} to try")
+            assert self.rule.dial is not None
+            raise SpecError(f"rule {self.rule.name} needs --thresholds: values of {self.rule.dial.name} to try")
         return sorted((self.rule.with_dial(value) for value in values), key=lambda rule: rule.looseness)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Certification:
     """What came of it: a certificate, or the reason why there is none."""
 
     steps: list[Step]
-    held_out: Evidence | None
+    held_out: PairedTest | None
     certificate: Certificate | None
     reason: str = ""
     path: Path | None = None  # of the certificate
@@ -89,7 +110,7 @@ def certify(
     num_workers: int = 1,
     announce: Announce = lambda line: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Outcome | None:
+) -> Certification | None:
     """Walk the thresholds, confirm on held-out problems, write the certificate; None where Ctrl-C ended it.
 
     Another rule certified into the same folder shares the strict answers. The promise rests on the calibration problems
@@ -108,8 +129,8 @@ def certify(
         float(rule.dial_value or 0): Arm(rule.spec, rule, plan.num_draft_tokens) for rule in plan.candidates()
     }  # by threshold, strict first
 
-    def runner(settings: dict[str, Any], chosen: list[Arm], name: str) -> Runner:
-        config = RunConfig.of(pair, chosen, command=command, **settings)
+    def runner(settings: RunSettings, chosen: list[Arm], name: str) -> Runner:
+        config = RunConfig.of(pair, chosen, settings, command=command)
         return Runner(config, chosen, pair, task, folder / name, num_workers=num_workers, extendable=True)
 
     def measure(run: Runner, arm: Arm) -> tuple[np.ndarray, np.ndarray, float | None]:
@@ -117,7 +138,7 @@ def certify(
             raise KeyboardInterrupt
         return _outcomes(run, strict, arm)
 
-    calibration = runner(plan.calibration, [strict, *arms.values()], "calibration")
+    calibration = runner(plan.settings.run, [strict, *arms.values()], "calibration")
     _require_first_walk(plan.rule, calibration, {arm.label for arm in arms.values()})
     try:
         steps = walk(
@@ -128,23 +149,23 @@ def certify(
         )
         passed = [step for step in steps if step.evidence.passed]
         if not passed:
-            return Outcome(steps, None, None, "no threshold passed: already the strictest could not be proved")
+            return Certification(steps, None, None, "no threshold passed: already the strictest could not be proved")
         best = arms[passed[-1].threshold]
         held = runner(plan.held_out, [strict, best], "held_out")
         ours, relaxed, tokens_per_round = measure(held, best)
     except KeyboardInterrupt:
         return None
-    look = Step(passed[-1].threshold, plan.promise.test(ours, relaxed), tokens_per_round)
+    look = Step(passed[-1].threshold, paired_test(plan.promise, ours, relaxed), tokens_per_round)
     announce(_line(plan, look, where="held out"))
     if look.evidence.observed >= plan.promise.max_drop:
         told = f"the held-out problems contradict it: observed {look.evidence.observed:.4f}"
-        return Outcome(steps, look.evidence, None, told)
+        return Certification(steps, look.evidence, None, told)
     certificate = _certificate(plan, best, steps, look, calibration.config, held.config, pair)
     path = folder / f"{best.rule_name}-{plan.promise.loss}-{plan.promise.max_drop:g}.json"
     replace_file(path, certificate.to_json())
     assert best.rule is not None
     _file_beside_heads(certificate, best.rule)
-    return Outcome(steps, look.evidence, certificate, path=path)
+    return Certification(steps, look.evidence, certificate, path=path)
 
 
 def _require_first_walk(rule: Rule, calibration: Runner, labels: set[str]) -> None:
@@ -211,7 +232,7 @@ def _words(loss: str) -> str:
     return "loses less than" if loss == NET_DROP else "spoils fewer than"
 
 
-def _statement(plan: Plan, task: str, arm: Arm, step: Step, held: Evidence) -> str:
+def _statement(plan: Plan, task: str, arm: Arm, step: Step, held: PairedTest) -> str:
     promise = plan.promise
     return (
         f"With {100 * promise.confidence:g}% confidence, {arm.label} {_words(promise.loss)} "
@@ -225,9 +246,9 @@ def _statement(plan: Plan, task: str, arm: Arm, step: Step, held: Evidence) -> s
 
 
 def _line(plan: Plan, step: Step, where: str = "calibration") -> str:
-    evidence = step.evidence
+    evidence, dial = step.evidence, plan.rule.dial.name if plan.rule.dial else "threshold"
     return (
-        f"{where}: {plan.rule.dial} {step.threshold:g}: loss {100 * evidence.observed:+.2f} points, at most "
+        f"{where}: {dial} {step.threshold:g}: loss {100 * evidence.observed:+.2f} points, at most "
         f"{100 * evidence.upper_bound:.2f}, p = {evidence.p_value:.3g}, "
         + (f"{step.tokens_per_round:.2f} tokens a round, " if step.tokens_per_round else "")
         + ("passed" if evidence.passed else "not proved")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from reprieve.drafters import DRAFTERS
 from reprieve.engine import Pair
-from reprieve.errors import SpecError
 from reprieve.evaluation.arms import Arm
+from reprieve.evaluation.settings import RunSettings
 from reprieve.heads.certificates import Conditions
 
 
@@ -36,16 +36,12 @@ class RunConfig:
     num_trials: int = 1
     chat_template: bool = False
 
-    def __post_init__(self) -> None:
-        for name, least in (("limit", 1), ("offset", 0), ("num_trials", 1)):
-            if getattr(self, name) < least:
-                raise SpecError(f"{name} must be {least} or more, got {getattr(self, name)}")
-
     @classmethod
-    def of(cls, pair: Pair, arms: Sequence[Arm], **settings: Any) -> RunConfig:
-        """The configuration of a run of these arms on this pair; the rest is given by name."""
+    def of(cls, pair: Pair, arms: Sequence[Arm], settings: RunSettings, *, command: str = "") -> RunConfig:
+        """The configuration of a run of these arms on this pair."""
         ks = list(dict.fromkeys(arm.num_draft_tokens for arm in arms if arm.rule is not None))
         return cls(
+            command=command,
             target=pair.target_name,
             draft=pair.draft_name,
             weights=f"{pair.identity.target_weights}+{pair.identity.draft_weights}",
@@ -53,8 +49,8 @@ class RunConfig:
             device=str(pair.device),
             num_draft_tokens=ks,
             arms=[arm.label for arm in arms],
-            heads=_fingerprints(pair, arms, settings["drafter"]),
-            **settings,
+            heads=_fingerprints(pair, arms, settings.drafter),
+            **{**vars(settings), "sampling": asdict(settings.sampling)},
         )
 
     def conditions(self, pair: Pair, arm: Arm) -> Conditions:

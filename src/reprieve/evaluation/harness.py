@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,43 +16,50 @@ from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.records import ProblemRecord, claim_run
 from reprieve.evaluation.results import summarise, write_results
 from reprieve.evaluation.runner import Run, environment
+from reprieve.evaluation.settings import HarnessSettings, RunSettings
 from reprieve.files import replace_file
+from reprieve.specs import parse_parameters
 
 _GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}  # unless a task says otherwise
 
 
 @dataclass(frozen=True)
-class HarnessSettings:
-    """What the harness is asked to do.
-
-    Args:
-        tasks: its names.
-        data: local JSONL files in the place of a task's hub data: by task, by split.
-        limit: problems of each task; None for all.
-        num_fewshot: worked examples; None for the task's own number.
-        generation: arguments that overrule the tasks', such as temperature.
-        include_path: a folder of task definitions.
-        allow_unsafe_code: passed on to the harness, whose own code tasks (HumanEval, MBPP) run what models write
-            without isolation. `reprieve bench --task humaneval:path=...` has a sandbox.
+class HarnessRun:
+    """The harness's settings, read: names, files by task and split, generation arguments.
 
     Raises:
-        SpecError: data for a task that is not among the tasks.
+        SpecError: something that cannot be read, or data for a task that is not among the tasks.
     """
 
-    tasks: Sequence[str]
-    data: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    limit: int | None = None
-    num_fewshot: int | None = None
-    drafter: str = "draft"
-    seed: int = 0
-    generation: Mapping[str, Any] | None = None
-    apply_chat_template: bool = False
-    include_path: str | None = None
-    allow_unsafe_code: bool = False
+    settings: HarnessSettings
 
     def __post_init__(self) -> None:
         if unknown := self.data.keys() - set(self.tasks):
             raise SpecError(f"--data names tasks that are not evaluated: {', '.join(sorted(unknown))}")
+        _ = self.generation
+
+    @cached_property
+    def tasks(self) -> list[str]:
+        return [name for name in self.settings.tasks.split(",") if name]
+
+    @cached_property
+    def data(self) -> dict[str, dict[str, str]]:
+        files = {}
+        for text in self.settings.data:
+            name, colon, rest = text.partition(":")
+            if not colon:
+                raise SpecError(f"--data is written TASK:split=FILE,split=FILE, got {text!r}")
+            files[name] = parse_parameters(rest, where=f"--data {name}")
+        return files
+
+    @cached_property
+    def generation(self) -> dict[str, Any] | None:
+        text = self.settings.gen_kwargs
+        try:
+            found = {name: float(value) for name, value in parse_parameters(text, where="--gen-kwargs").items()}
+        except ValueError:
+            raise SpecError(f"--gen-kwargs must be numbers by name, got {text!r}") from None
+        return {**found, "do_sample": found.get("temperature", 0) > 0} if found else None
 
     def evaluate(self, lm_eval: Any, model: Any, manager: Any) -> dict[str, Any]:
         """The harness's own results, samples included.
@@ -59,22 +67,23 @@ class HarnessSettings:
         Raises:
             ReprieveError: a task it does not know, data it cannot load.
         """
+        settings = self.settings
         try:
             found: dict[str, Any] = lm_eval.simple_evaluate(
                 model=model,
                 tasks=[task_with_files(manager, name, self.data.get(name)) for name in self.tasks],
-                num_fewshot=self.num_fewshot,
-                limit=self.limit,
+                num_fewshot=settings.num_fewshot,
+                limit=settings.limit,
                 bootstrap_iters=0,
                 log_samples=True,
-                apply_chat_template=self.apply_chat_template,
-                gen_kwargs=dict(self.generation) if self.generation else None,
+                apply_chat_template=settings.chat_template,
+                gen_kwargs=self.generation,
                 task_manager=manager,
-                random_seed=self.seed,
-                numpy_random_seed=self.seed,
-                torch_random_seed=self.seed,
-                fewshot_random_seed=self.seed,
-                confirm_run_unsafe_code=self.allow_unsafe_code,
+                random_seed=settings.seed,
+                numpy_random_seed=settings.seed,
+                torch_random_seed=settings.seed,
+                fewshot_random_seed=settings.seed,
+                confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
             )
         except ReprieveError:
             raise
@@ -84,7 +93,7 @@ class HarnessSettings:
 
 
 def evaluate_arms(
-    arms: Sequence[Arm], pair: Pair, folder: Path, settings: HarnessSettings, *, command: str
+    arms: Sequence[Arm], pair: Pair, folder: Path, run: HarnessRun, *, command: str
 ) -> dict[str, dict[str, Any]]:
     """Run the tasks through every arm; answers are kept as they come, and not made again.
 
@@ -101,20 +110,21 @@ def evaluate_arms(
     from reprieve.evaluation.lm_eval_model import TASKS, ReprieveLM
 
     arms = [arm for arm in arms if arm.label != DRAFT_ONLY]
+    settings = run.settings
     config = RunConfig.of(
         pair,
         arms,
+        RunSettings(
+            task=",".join(run.tasks),
+            limit=settings.limit or 10**9,
+            drafter=settings.drafter,
+            chat_template=settings.chat_template,
+            seed=settings.seed,
+        ),
         command=command,
-        drafter=settings.drafter,
-        task=",".join(settings.tasks),
-        split="test",
-        limit=settings.limit or 10**9,
-        seed=settings.seed,
-        sampling={**_GREEDY, **(settings.generation or {})},
-        chat_template=settings.apply_chat_template,
     )
-    data = {name: dict(files) for name, files in settings.data.items()}
-    claim_run(folder, {**vars(config), "num_fewshot": settings.num_fewshot, "data": data})
+    config = replace(config, sampling={**_GREEDY, **(run.generation or {})})
+    claim_run(folder, {**vars(config), "num_fewshot": settings.num_fewshot, "data": run.data})
     manager = TaskManager(include_path=[str(TASKS), *([settings.include_path] if settings.include_path else [])])
     records: dict[str, list[ProblemRecord]] = {}
     metrics: dict[str, dict[str, Any]] = {}
@@ -128,7 +138,7 @@ def evaluate_arms(
             seed=settings.seed,
             records=answers,
         )
-        found = settings.evaluate(lm_eval, model, manager)
+        found = run.evaluate(lm_eval, model, manager)
         metrics[arm.label] = found["results"]
         for name, record in _graded(found["samples"], model.generated):
             records.setdefault(name, []).append(record)
@@ -136,8 +146,8 @@ def evaluate_arms(
     replace_file(folder / "lm_eval.json", json.dumps(about, indent=2, default=str) + "\n")
     documents = {}
     for name, ours in records.items():
-        run = Run(replace(config, task=name), list(arms), ours, environment(), complete=True)
-        documents[name] = {**summarise(run), "harness": {key: about[key] for key in ("lm_eval", "num_fewshot")}}
+        done = Run(replace(config, task=name), list(arms), ours, environment(), complete=True)
+        documents[name] = {**summarise(done), "harness": {key: about[key] for key in ("lm_eval", "num_fewshot")}}
         write_results(documents[name], folder / name)
         lines = "".join(json.dumps(vars(record), ensure_ascii=False) + "\n" for record in ours)
         replace_file(folder / name / "problems.jsonl", lines)

@@ -124,9 +124,7 @@ def _summarise_arm(arm: Arm, rows: Rows, arms: Sequence[Arm]) -> dict[str, Any]:
         "num_truncated": sum(record.finish_reason == "length" for record in records),
         "seconds_per_solved": seconds / num_correct if num_correct else None,
         "joules_per_solved": _joules_per_solved(joules, num_correct),
-        "seconds_by_part": {
-            part: sum(record.seconds_by_part.get(part, 0.0) for record in records) for part in PARTS
-        },
+        "seconds_by_part": {part: sum(record.seconds_by_part.get(part, 0.0) for record in records) for part in PARTS},
     }
 
 

@@ -132,15 +132,20 @@ def run_arms(
     task: Task,
     folder: Path,
     *,
+    begun: Callable[[], None] = lambda: None,
     progress: Progress = lambda done, total: None,
 ) -> Run:
     """Measure; what is already in `folder` is not measured again. Ctrl-C ends the run with `complete=False`.
+
+    Args:
+        begun: called once the folder is found to be this run's.
 
     Raises:
         SpecError: a task without problems here.
         ReprieveError: the folder holds another run, or every problem failed.
     """
     runner = Runner(config, arms, pair, task, folder)
+    begun()
     complete = runner.measure(progress=progress)
     about = {**environment(), "energy": runner.answerer.meter.source}
     return Run(config, list(arms), runner.records, about, complete, graded=getattr(task, "graded", True))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, Pair
-from reprieve.errors import SpecError, require_range
 from reprieve.evaluation.arms import LOSSLESS, Arm, make_arms, sweep_rules
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.results import summarise
 from reprieve.evaluation.runner import Progress, Run, Runner, environment, run_arms
+from reprieve.evaluation.settings import FsdSettings, RunSettings
 from reprieve.tasks import Task
 
 
@@ -55,26 +56,18 @@ class FsdProtocol:
     Lossless is given the K that suits it best, K'. The threshold that accepts about as many drafted tokens as lossless
     does, T_SD, is the strictest worth measuring. From there thresholds rise until a share of the accuracy gap between
     target and draft is lost.
-
-    Args:
-        rule: specification without its dial.
-        thresholds: rising values of the dial.
-        ks: values of K to try for lossless.
-        pilot: settings of the small run that chooses K' and T_SD; `main` of the measurement.
-        lost_share: of the gap, in (0, 1]; FSD stops at 0.2.
     """
 
-    rule: str
-    thresholds: Sequence[float]
-    ks: Sequence[int]
-    pilot: dict[str, Any]
-    main: dict[str, Any]
-    lost_share: float = 0.2
+    settings: FsdSettings
+    command: str = ""
 
-    def __post_init__(self) -> None:
-        require_range("lost_share", self.lost_share, 0.0, 1.0, low_open=True)
-        if list(self.thresholds) != sorted(set(self.thresholds)):
-            raise SpecError(f"thresholds must rise, got {list(self.thresholds)}")
+    @property
+    def main(self) -> RunSettings:
+        """The measurement, after the small run that chooses."""
+        asked = self.settings
+        return dataclasses.replace(
+            asked.run, split=asked.main_split, limit=asked.main_limit, offset=0, num_trials=asked.main_trials
+        )
 
     def run(
         self,
@@ -86,16 +79,17 @@ class FsdProtocol:
         progress: Progress = lambda done, total: None,
     ) -> dict[str, Any] | None:
         """The results document of the measurement, with `protocol` added; None where Ctrl-C ended it."""
-        lossless = make_arms([LOSSLESS], self.ks)[2:]
+        asked = self.settings
+        lossless = make_arms([LOSSLESS], asked.num_draft_tokens)[2:]
         # A summary compares with the target, so that it is among the arms wherever one is made.
-        target = make_arms([], self.ks)[:1]
+        target = make_arms([], asked.num_draft_tokens)[:1]
         chosen = self._pilot(pair, task, folder / "k", [*target, *lossless], progress)
         if chosen is None:
             return None
         best_k = best_ks(chosen)[0]
         announce(f"K' = {best_k.num_draft_tokens}: lossless is fastest there")
         k = best_k.num_draft_tokens
-        candidates = make_arms(sweep_rules(self.rule, self.thresholds), [k])
+        candidates = make_arms(sweep_rules(asked.rule, asked.thresholds, target=pair.target_name), [k])
         accepted = self._pilot(
             pair, task, folder / "acceptance", [arm for arm in candidates if arm.label != DRAFT_ONLY], progress
         )
@@ -114,15 +108,22 @@ class FsdProtocol:
                 "num_draft_tokens": k,
                 "tokens_per_second_by_k": best_k.by_k,
                 "acceptance_rates": rates,
-                "first_threshold": self.thresholds[first],
-                "lost_share": self.lost_share,
+                "first_threshold": asked.thresholds[first],
+                "lost_share": asked.lost_share,
             }
         return document
 
     def _pilot(
         self, pair: Pair, task: Task, folder: Path, arms: list[Arm], progress: Progress
     ) -> dict[str, Any] | None:
-        run = run_arms(RunConfig.of(pair, arms, **self.pilot), arms, pair, task, folder, progress=progress)
+        run = run_arms(
+            RunConfig.of(pair, arms, self.settings.run, command=self.command),
+            arms,
+            pair,
+            task,
+            folder,
+            progress=progress,
+        )
         return summarise(run) if run.complete else None
 
     def _climb(
@@ -136,7 +137,7 @@ class FsdProtocol:
         progress: Progress,
     ) -> dict[str, Any] | None:
         arms = [*baselines, *relaxed]
-        runner = Runner(RunConfig.of(pair, arms, **self.main), arms, pair, task, folder)
+        runner = Runner(RunConfig.of(pair, arms, self.main, command=self.command), arms, pair, task, folder)
         about = environment()
         measured = list(baselines)
         if not runner.measure(measured, progress):
@@ -147,7 +148,7 @@ class FsdProtocol:
                 return None
             document = summarise(Run(runner.config, measured, runner.records, about, complete=True))
             accuracy = {row["spec"]: row["accuracy"] for row in document["arms"]}
-            floor = accuracy[TARGET_ONLY] - self.lost_share * (accuracy[TARGET_ONLY] - accuracy[DRAFT_ONLY])
+            floor = accuracy[TARGET_ONLY] - self.settings.lost_share * (accuracy[TARGET_ONLY] - accuracy[DRAFT_ONLY])
             announce(f"{arm.label}: solved {accuracy[arm.label]:.1%}; the protocol ends at {floor:.1%}")
             if accuracy[arm.label] <= floor:
                 break

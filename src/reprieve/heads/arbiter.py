@@ -11,32 +11,10 @@ from torch import Tensor
 
 from reprieve.errors import SpecError, require_range
 from reprieve.heads.artefact import Artefact, register_head
+from reprieve.heads.settings import ArbiterShape
 from reprieve.types import Evidence
 
 _SMALLEST = 1e-30  # so that lambda = 1 accepts nothing, where 1 - pi rounds to 0
-
-
-@dataclass(frozen=True)
-class ArbiterShape:
-    """The adapters on the draft's backbone, and the mask (CoSpec, appendix C.1).
-
-    Args:
-        rank: of the LoRA adapters; `scale` their alpha; `dropout` on their input while warming up.
-        hybrid: bidirectional attention between drafted and target tokens; False for causal (Table 8).
-        seed: of the first weights.
-    """
-
-    rank: int = 16
-    scale: float = 32.0
-    dropout: float = 0.05
-    hybrid: bool = True
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise SpecError(f"rank must be 1 or more, got {self.rank!r}")
-        require_range("scale", self.scale, 0.0, 1e6, low_open=True)
-        require_range("dropout", self.dropout, 0.0, 0.9)
 
 
 @register_head

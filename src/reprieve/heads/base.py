@@ -10,7 +10,8 @@ from torch import Tensor
 
 from reprieve.errors import SpecError, require_range
 from reprieve.heads.artefact import Artefact
-from reprieve.heads.features import FeatureRecipe, TokenStates, assemble
+from reprieve.heads.features import TokenStates, assemble
+from reprieve.heads.settings import FeatureRecipe
 from reprieve.types import Evidence
 
 _SMALLEST = 1e-30  # a sigmoid underflows to 0

@@ -19,7 +19,7 @@ from reprieve.errors import ReprieveError, SpecError
 from reprieve.files import replace_file
 from reprieve.heads.base import Head
 from reprieve.heads.binding import PairIdentity, digest
-from reprieve.heads.features import FeatureRecipe
+from reprieve.heads.settings import FeatureRecipe
 from reprieve.types import Evidence
 
 MAX_FOLDS = 64

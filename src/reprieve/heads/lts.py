@@ -11,11 +11,10 @@ from torch import Tensor
 
 from reprieve.errors import SpecError, require_choice
 from reprieve.heads.artefact import Artefact, register_head
+from reprieve.heads.settings import BUCKETS
 from reprieve.rules.distributions import entropy
 from reprieve.rules.lts import lts_bound, raw_scores
 from reprieve.types import Evidence
-
-BUCKETS = ("none", "entropy", "distance", "margin")
 
 
 @register_head

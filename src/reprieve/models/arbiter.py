@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from reprieve.errors import SpecError, import_extra
-from reprieve.heads.arbiter import ArbiterShape
+from reprieve.heads.settings import ArbiterShape
 from reprieve.models.cache import RollbackCache
 from reprieve.models.cached_model import (
     execution_device,

@@ -21,6 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 from reprieve.errors import PairError, ReprieveError
 from reprieve.heads.binding import PairIdentity, digest
 from reprieve.heads.files import find_head
+from reprieve.heads.settings import default_layers
 from reprieve.models.cache import RollbackCache
 from reprieve.types import HiddenStates
 
@@ -29,11 +30,6 @@ _PARTS: dict[str, tuple[type[PretrainedConfig], Any, Any, Any]] = {
     "qwen3": (Qwen3Config, Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding),
 }
 _OLD_NAMES = {"midlayer.": "layers.0."}  # SafeAILab's name for the one layer
-
-
-def default_layers(num_layers: int) -> tuple[int, int, int]:
-    """The published choice of target layers, as indices into transformers' `hidden_states`: low, middle, high."""
-    return (2, num_layers // 2, num_layers - 3)
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,23 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from reprieve.loop import Learner, learning_rate_at, load_network, network_state, train
 from reprieve.pair.card import greedy_accuracy, install, write_card
-from reprieve.pair.checkpoints import learning_rate_at, load_checkpoint, save_checkpoint
 from reprieve.pair.corpus import Mixture, RowStream
 from reprieve.pair.families import FAMILIES
 from reprieve.pair.problems import Style, draw_problem, write_solution
 from reprieve.pair.tokenizer import MAX_LENGTH, train_tokenizer
+
+_TELL_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -102,68 +106,52 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForC
     return model
 
 
-class Trainer:
-    """Runs one recipe; `checkpoint/` holds everything needed to go on after a kill."""
+class PairLearner(Learner):
+    """Teaches one model of the pair."""
 
-    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Path, device: str) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, name: str, device: str) -> None:
+        self.settings = recipe
+        self.name = name
         self.device = device
-        self.folder = folder
         self.model: LlamaForCausalLM = build_model(recipe, tokenizer)
         self.model.to(device)  # type: ignore[arg-type]
+        self.model.train()
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=recipe.weight_decay
         )
         self.stream = RowStream(tokenizer, recipe.mixture, row_length=recipe.row_length, seed=recipe.seed)
-        self.update = 0
-        self.seconds = 0.0
-
-    def train(self, *, checkpoint_seconds: float = 120.0) -> None:
-        """Train to the end of the recipe, from the checkpoint if there is one."""
-        restored = load_checkpoint(self._checkpoint, self.model, self.optimizer, recipe=repr(self.recipe))
-        if restored is not None:
-            self.update, self.seconds = restored
-            print(f"{self.folder.name}: resuming at update {self.update} of {self.recipe.num_updates}", flush=True)
-        saved = logged = time.perf_counter()
-        self.model.train()
-        while self.update < self.recipe.num_updates:
-            started = time.perf_counter()
-            loss = self._one_update()
-            self.update += 1
-            now = time.perf_counter()
-            self.seconds += now - started
-            if now - logged > 20 or self.update == self.recipe.num_updates:
-                self._log(loss)
-                logged = now
-            if now - saved > checkpoint_seconds:
-                self._save()
-                saved = now
-        self._save()
+        self._told = self._began = time.perf_counter()
+        self._first: int | None = None
 
     @property
-    def _checkpoint(self) -> Path:
-        return self.folder / "checkpoint.safetensors"
+    def recipe(self) -> str:
+        return repr(self.settings)
 
-    def _save(self) -> None:
-        save_checkpoint(
-            self._checkpoint,
-            self.model,
-            self.optimizer,
-            recipe=repr(self.recipe),
-            update=self.update,
-            seconds=self.seconds,
-        )
+    @property
+    def num_updates(self) -> int:
+        return self.settings.num_updates
 
-    def _one_update(self) -> float:
-        recipe = self.recipe
-        first = self.update * recipe.rows_per_update
+    def state(self) -> dict[str, Tensor]:
+        return network_state(self.model, self.optimizer)
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        load_network(self.model, self.optimizer, tensors)
+
+    def one_update(self, update: int) -> dict[str, float]:
+        loss = self._learn(update)
+        self._tell(update, loss)
+        return {"loss": loss}
+
+    def _learn(self, update: int) -> float:
+        recipe = self.settings
+        first = update * recipe.rows_per_update
         ids, weights = self.stream.rows(
-            range(first, first + recipe.rows_per_update), progress=self.update / recipe.num_updates
+            range(first, first + recipe.rows_per_update), progress=update / recipe.num_updates
         )
         input_ids = torch.from_numpy(ids).to(self.device)
         loss_weights = torch.from_numpy(weights[:, 1:]).to(self.device)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate_at(recipe, self.update)
+            group["lr"] = learning_rate_at(recipe, update)
         with torch.autocast(torch.device(self.device).type, dtype=torch.bfloat16):
             logits = self.model(input_ids=input_ids[:, :-1], use_cache=False).logits
         token_loss = F.cross_entropy(logits.float().flatten(0, 1), input_ids[:, 1:].flatten(), reduction="none")
@@ -174,12 +162,21 @@ class Trainer:
         self.optimizer.zero_grad()
         return float(loss.detach())
 
-    def _log(self, loss: float) -> None:
-        tokens = self.update * self.recipe.rows_per_update * self.recipe.row_length
-        left = self.seconds / self.update * (self.recipe.num_updates - self.update)
+    def _tell(self, update: int, loss: float) -> None:
+        """A line now and then; the first says where a resumed training goes on."""
+        now = time.perf_counter()
+        if self._first is None:
+            self._first, self._began = update, now
+            return
+        if now - self._told < _TELL_SECONDS and update + 1 < self.num_updates:
+            return
+        self._told = now
+        per_update = (now - self._began) / (update - self._first)
+        size = self.settings.rows_per_update * self.settings.row_length
+        minutes = per_update * (self.num_updates - update) / 60
         print(
-            f"{self.folder.name}: {tokens / 1e6:.1f}M of {self.recipe.num_tokens / 1e6:.0f}M tokens, "
-            f"loss {loss:.4f}, {tokens / self.seconds:,.0f} tokens/s, {left / 60:.0f} min left",
+            f"{self.name}: {update * size / 1e6:.1f}M of {self.settings.num_tokens / 1e6:.0f}M tokens, "
+            f"loss {loss:.4f}, {size / per_update:,.0f} tokens/s, {minutes:.0f} min left",
             flush=True,
         )
 
@@ -203,16 +200,16 @@ def train_model(
     """Train `target` or `draft` and save it, its tokenizer and its model card under `folder/name`."""
     recipe = recipe or RECIPES[name]
     tokenizer = pair_tokenizer(folder)
-    trainer = Trainer(recipe, tokenizer, folder / name, device)
-    trainer.train()
-    model = trainer.model.float().cpu().eval()
+    learner = PairLearner(recipe, tokenizer, name, device)
+    seconds = train(learner, folder / name)
+    model = learner.model.float().cpu().eval()
     model.set_attn_implementation("sdpa")
     model.save_pretrained(folder / name)
     tokenizer.save_pretrained(folder / name)
     record = {
         "recipe": asdict(recipe),
         "num_parameters": model.num_parameters(),
-        "training_seconds": round(trainer.seconds),
+        "training_seconds": round(seconds),
         "device": device,
         "num_threads": torch.get_num_threads(),
         "torch": torch.__version__,

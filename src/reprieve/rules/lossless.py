@@ -29,9 +29,7 @@ class LosslessRule(Rule):
     """
 
     name = "lossless"
-    about = About(
-        "Leviathan et al. 2211.17192; Chen et al. 2302.01318; block verification: Sun et al. 2403.10444"
-    )
+    about = About("Leviathan et al. 2211.17192; Chen et al. 2302.01318; block verification: Sun et al. 2403.10444")
 
     verification: str = "token"
 

@@ -116,9 +116,7 @@ class FloorRule(Rule):
     name = "floor"
     own_dial = Dial("min_prob", strictest=1.0, stops=(1.0, 0.5, 0.3, 0.1, 0.05, 0.01, 0.001, 0.0001))
     own_traits = Traits(truncates=True)
-    about = About(
-        "shipped by SGLang (single-token threshold); PAD's floor of 1e-4", study=("floor:min_prob=0.1",)
-    )
+    about = About("shipped by SGLang (single-token threshold); PAD's floor of 1e-4", study=("floor:min_prob=0.1",))
 
     min_prob: float = 1e-4
 

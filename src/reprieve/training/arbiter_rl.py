@@ -2,86 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from reprieve.engine import Pair
-from reprieve.errors import SpecError, require_range
+from reprieve.errors import SpecError
 from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.binding import digest
+from reprieve.loop import Learner, Progress, load_network, network_state, train
 from reprieve.models.arbiter import ArbiterModel
-from reprieve.pair.checkpoints import load_checkpoint, save_checkpoint
 from reprieve.tasks import Task
-from reprieve.training.arbitration import Rewards, Rollout, clipped_objective, policy_divergence, policy_entropy
 from reprieve.training.best_arbiter import keep_best
-from reprieve.training.rollouts import RolloutJob, RolloutPool, RolloutSettings
-from reprieve.training.run_log import RunLog
-
-_FILE = "checkpoint.safetensors"
-
-
-@dataclass(frozen=True)
-class Reinforcement:
-    """Settings of the reinforcement stage; the defaults are the paper's (appendix C.2), where it says.
-
-    Args:
-        num_prompts: of the split, taken in a shuffled order again and again.
-        group_size: M, rollouts a prompt.
-        prompts_per_update: prompts whose rollouts make one batch.
-        num_updates: batches of rollouts.
-        num_epochs: passes over a batch, in `steps_per_epoch` optimiser steps each.
-        clip: of the probability ratio.
-        entropy: beta_H; `divergence` beta_KL, towards the arbiter that training began with.
-        threshold: lambda of validation, which the arbiter then recommends.
-        num_validation: validation problems, asked every `validate_every` updates and before the first.
-        speed_weight: what a full block is worth in right answers where validation compares arbiters: the best has
-            the largest accuracy + speed_weight * tokens a round / (K + 1).
-        split: of the task that prompts come from, from `offset` on; `validation_split` the other, `validation_offset`
-            its first problem. Two parts of one split do where a task has but one.
-        seed: of prompts, rollouts and batches.
-    """
-
-    num_prompts: int = 20_000
-    group_size: int = 12
-    prompts_per_update: int = 128
-    num_updates: int = 200
-    num_epochs: int = 4
-    steps_per_epoch: int = 1
-    learning_rate: float = 5e-5
-    weight_decay: float = 0.1
-    clip: float = 0.2
-    entropy: float = 0.01
-    divergence: float = 0.02
-    max_grad_norm: float = 1.0
-    rewards: Rewards = field(default_factory=Rewards)
-    threshold: float = 0.6
-    num_validation: int = 200
-    validate_every: int = 5
-    speed_weight: float = 0.05
-    split: str = "train"
-    offset: int = 0
-    validation_split: str = "validation"
-    validation_offset: int = 0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        names = ("num_prompts", "prompts_per_update", "num_updates", "num_epochs", "steps_per_epoch", "num_validation")
-        for name in (*names, "validate_every"):
-            if getattr(self, name) < 1:
-                raise SpecError(f"{name} must be 1 or more, got {getattr(self, name)!r}")
-        if self.group_size < 2:
-            raise SpecError(f"group_size must be 2 or more: advantages compare rollouts, got {self.group_size!r}")
-        require_range("learning_rate", self.learning_rate, 0.0, 1.0, low_open=True)
-        require_range("clip", self.clip, 0.0, 1.0, low_open=True)
-        require_range("threshold", self.threshold, 0.0, 1.0)
-        for name in ("weight_decay", "entropy", "divergence", "max_grad_norm", "speed_weight"):
-            require_range(name, getattr(self, name), 0.0, 1e6)
+from reprieve.training.rewards import Rewards, Rollout, clipped_objective, policy_divergence, policy_entropy
+from reprieve.training.rollouts import RolloutJob, RolloutPool
+from reprieve.training.settings import Reinforcement, RolloutSettings
 
 
 @dataclass(frozen=True)
@@ -105,7 +45,7 @@ def reinforce(
     *,
     settings: Reinforcement | None = None,
     num_workers: int = 1,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> Arbiter:
     """Improve an arbiter on rollouts of its own; resumes from its checkpoint.
 
@@ -123,13 +63,16 @@ def reinforce(
         ReprieveError: a checkpoint of another recipe, or a worker that died.
     """
     start.require_pair(pair.identity, "to begin with")
-    with RolloutPool(rollouts, pair, task, num_workers=num_workers) as pool:
-        trainer = _Trainer(pair, task, start, rollouts, folder, settings or Reinforcement(), pool)
-        trainer.train(progress)
+    settings = with_splits(settings or Reinforcement(), task)
+    if rollouts.num_draft_tokens is None:
+        rollouts = dataclasses.replace(rollouts, num_draft_tokens=start.num_draft_tokens)
+    with RolloutPool(rollouts, start.shape, pair, task, num_workers=num_workers) as pool:
+        learner = _Learner(pair, task, start, rollouts, folder, settings, pool)
+        train(learner, folder, progress=progress, checkpoint_seconds=0.0)  # updates take minutes
     return Arbiter.from_pretrained(folder / "arbiter")
 
 
-class _Trainer:
+class _Learner(Learner):
     def __init__(
         self,
         pair: Pair,
@@ -140,7 +83,7 @@ class _Trainer:
         settings: Reinforcement,
         pool: RolloutPool,
     ) -> None:
-        assert pair.draft is not None
+        assert pair.draft is not None and settings.split is not None and settings.validation_split is not None
         held = (settings.validation_split, settings.validation_offset)
         self.num_prompts = len(task.problems(settings.split, settings.num_prompts, offset=settings.offset))
         self.num_validation = len(task.problems(held[0], settings.num_validation, offset=held[1]))
@@ -166,45 +109,32 @@ class _Trainer:
             betas=(0.9, 0.999),
             weight_decay=settings.weight_decay,
         )
-        self.update, self.seconds = 0, 0.0
+        self.rewards = Rewards(**vars(settings.rewards))
         self._orders: dict[int, list[int]] = {}  # of the prompts, by how often they were all taken
 
     @property
     def recipe(self) -> str:
-        """What a checkpoint must have been made with."""
         return repr((self.settings, self.rollouts, self.start.fingerprint, self.pair.identity))
 
-    def train(self, progress: Callable[[int, int], None]) -> None:
-        restored = load_checkpoint(self.folder / _FILE, self.model, self.optimizer, recipe=self.recipe)
-        if restored is not None:
-            self.update, self.seconds = restored
-        log = RunLog(self.folder, first_step=self.update + 1 if self.update else 0)
-        try:
-            if self.update == 0:
-                self._validate(log)
-            while self.update < self.settings.num_updates:
-                started = time.perf_counter()
-                numbers = self._one_update()
-                self.update += 1
-                self.seconds += time.perf_counter() - started
-                log.log(self.update, "train", {**numbers, "seconds": time.perf_counter() - started})
-                if self.update % self.settings.validate_every == 0 or self.update == self.settings.num_updates:
-                    self._validate(log)
-                self._checkpoint()
-                progress(self.update, self.settings.num_updates)
-        finally:
-            log.close()
+    @property
+    def num_updates(self) -> int:
+        return self.settings.num_updates
 
-    def _checkpoint(self) -> None:
-        path = self.folder / _FILE
-        save_checkpoint(path, self.model, self.optimizer, recipe=self.recipe, update=self.update, seconds=self.seconds)
+    def validates_after(self, update: int) -> bool:
+        return update % self.settings.validate_every == 0 or update == self.settings.num_updates
 
-    def _one_update(self) -> dict[str, float]:
+    def state(self) -> dict[str, Tensor]:
+        return network_state(self.model, self.optimizer)
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        load_network(self.model, self.optimizer, tensors)
+
+    def one_update(self, update: int) -> dict[str, float]:
         """Roll out, credit, and climb for a few epochs."""
         settings = self.settings
-        groups = self._roll_out()
+        groups = self._roll_out(update)
         samples = [sample for group in groups for sample in self._credited(group)]
-        rng = random.Random(settings.seed * 1_000_003 + self.update)
+        rng = random.Random(settings.seed * 1_000_003 + update)
         sums: dict[str, float] = {}
         num = 0
         size = max(1, -(-len(samples) // settings.steps_per_epoch))
@@ -216,12 +146,14 @@ class _Trainer:
                 num += 1
         return {**_describe(groups), **{name: value / num for name, value in sums.items()}}
 
-    def _roll_out(self) -> list[list[Rollout]]:
+    def _roll_out(self, update: int) -> list[list[Rollout]]:
         settings = self.settings
-        first = self.update * settings.prompts_per_update
+        first = update * settings.prompts_per_update
         prompts = {turn: self._prompt(turn) for turn in range(first, first + settings.prompts_per_update)}
         jobs = [
-            RolloutJob(settings.split, settings.offset + prompt, seed=(settings.seed + 1 + member) * 1_000_003 + turn)
+            RolloutJob(
+                str(settings.split), settings.offset + prompt, seed=(settings.seed + 1 + member) * 1_000_003 + turn
+            )
             for turn, prompt in prompts.items()
             for member in range(settings.group_size)
         ]
@@ -239,7 +171,7 @@ class _Trainer:
 
     def _credited(self, group: Sequence[Rollout]) -> list[_Sample]:
         """A group's rollouts that teach something."""
-        rewards = self.settings.rewards
+        rewards = self.rewards
         samples = []
         for rollout, advantage in zip(group, rewards.group_advantages(group), strict=True):
             credits = rewards.decision_advantages(rollout, advantage)
@@ -290,31 +222,30 @@ class _Trainer:
         self.optimizer.step()
         return sums
 
-    def _validate(self, log: RunLog) -> None:
+    def validate(self, update: int, seconds: float) -> dict[str, float]:
         """Decode validation problems at lambda, and keep the arbiter where it is the best yet."""
         settings = self.settings
         jobs = [
             RolloutJob(
-                settings.validation_split,
+                str(settings.validation_split),
                 settings.validation_offset + number,
                 seed=number,
-                threshold=settings.threshold,
+                threshold=settings.lambda_,
             )
             for number in range(self.num_validation)
         ]
         answers = self.pool.make(jobs, self.model.own_tensors)
         accuracy = sum(answer.correct for answer in answers) / len(answers)
         tokens_per_round = sum(a.num_tokens for a in answers) / max(1, sum(a.num_rounds for a in answers))
-        score = accuracy + settings.speed_weight * tokens_per_round / (self.rollouts.num_draft_tokens + 1)
+        score = accuracy + settings.speed_weight * tokens_per_round / ((self.rollouts.num_draft_tokens or 0) + 1)
         reached = {"accuracy": accuracy, "tokens_per_round": tokens_per_round, "score": score}
-        log.log(self.update, "validation", reached)  # by the weights after that many updates
         made = Arbiter(
             tensors=self.model.snapshot(),
             shape=self.start.shape,
             pair=self.pair.identity,
             task=self.rollouts.task,
-            threshold=settings.threshold,
-            num_draft_tokens=self.rollouts.num_draft_tokens,
+            threshold=settings.lambda_,
+            num_draft_tokens=self.rollouts.num_draft_tokens or 0,
             training={
                 "stage": "rl",
                 "recipe": digest(self.recipe.encode()),
@@ -322,12 +253,23 @@ class _Trainer:
                 "temperature": self.rollouts.temperature,
                 "draft_temperature": self.rollouts.draft_temperature,
                 "start": dict(self.start.training),
-                "update": self.update,
-                "seconds": round(self.seconds),
+                "update": update,
+                "seconds": round(seconds),
                 "validation": reached,
             },
         )
         keep_best(self.folder / "arbiter", made, measure="score")
+        return reached
+
+
+def with_splits(settings: Reinforcement, task: Task) -> Reinforcement:
+    """Where prompts and validation problems come from, where that was left open; they never overlap."""
+    split = settings.split or ("train" if "train" in task.splits else task.splits[0])
+    validation = settings.validation_split or ("validation" if "validation" in task.splits else split)
+    offset = settings.offset
+    if validation == split and settings.validation_split is None:
+        offset += settings.num_validation
+    return dataclasses.replace(settings, split=split, validation_split=validation, offset=offset)
 
 
 def _logits(model: ArbiterModel, rollout: Rollout, places: Sequence[tuple[int, int]]) -> Tensor:

@@ -4,66 +4,30 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from reprieve.engine import Pair
-from reprieve.errors import ReprieveError, SpecError, require_range
-from reprieve.heads.arbiter import Arbiter, ArbiterShape
-from reprieve.heads.binding import digest
-from reprieve.labelling.arbitration import soft_label
+from reprieve.errors import ReprieveError, SpecError
+from reprieve.heads.arbiter import Arbiter
+from reprieve.heads.binding import PairIdentity, digest
+from reprieve.heads.settings import ArbiterShape
 from reprieve.labelling.records import ProblemLabels, TracedRound
+from reprieve.labelling.store import LabelStore
+from reprieve.labelling.traces import LABELS_VERSION, soft_label
+from reprieve.loop import Learner, Progress, load_network, network_state, train
 from reprieve.metrics import BranchChoices
 from reprieve.models.arbiter import ArbiterModel, ArbitrationRound
-from reprieve.pair.checkpoints import load_checkpoint, save_checkpoint
-from reprieve.training.arbitration import warm_up_loss
 from reprieve.training.best_arbiter import keep_best
-from reprieve.training.run_log import RunLog
+from reprieve.training.rewards import warm_up_loss
+from reprieve.training.settings import WarmUp
 
-_CHECKPOINT_SECONDS = 120.0
 _REJECT_ALL = -3.0  # a logit: pi(accept) is 5%, enough to explore from
-
-
-@dataclass(frozen=True)
-class WarmUp:
-    """Settings of the supervised stage; the defaults are the paper's, where it says.
-
-    Args:
-        shape: of the arbiter's adapters.
-        decisions_per_update: labelled mismatches in one update.
-        num_epochs: over the labels.
-        held_out: share of the problems left out, on which the best epoch is chosen.
-        tie: relabels: what accepting is worth where both branches end equally well. At 0.5 a label is linear in the
-            gap of utilities, so that lambda 0.5 asks which branch ends better. None keeps the traces' own labels.
-        threshold: lambda, at which choices are counted, and which the arbiter recommends.
-    """
-
-    shape: ArbiterShape = field(default_factory=ArbiterShape)
-    learning_rate: float = 1e-4
-    weight_decay: float = 0.1
-    decisions_per_update: int = 256
-    num_epochs: int = 3
-    held_out: float = 0.1
-    tie: float | None = None
-    threshold: float = 0.6
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.tie is not None:
-            require_range("tie", self.tie, 0.0, 1.0)
-        for name in ("decisions_per_update", "num_epochs"):
-            if getattr(self, name) < 1:
-                raise SpecError(f"{name} must be 1 or more, got {getattr(self, name)!r}")
-        require_range("learning_rate", self.learning_rate, 0.0, 1.0, low_open=True)
-        require_range("weight_decay", self.weight_decay, 0.0, 10.0)
-        require_range("held_out", self.held_out, 0.0, 0.9, low_open=True)
-        require_range("threshold", self.threshold, 0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -90,6 +54,49 @@ class LabelledAnswer:
         return sum(label is not None for traced in self.traced for label in traced.labels)
 
 
+@dataclass(frozen=True)
+class Traces:
+    """The traces of one or several stores, of one task and K."""
+
+    problems: list[ProblemLabels]
+    task: str
+    num_draft_tokens: int
+    stores: tuple[LabelStore, ...]
+
+    def require_pair(self, pair: PairIdentity) -> None:
+        """Refuse another pair than the one they were made with.
+
+        Raises:
+            PairError: names both.
+        """
+        for store in self.stores:
+            store.require_pair(pair)
+
+
+def read_traces(folders: Sequence[Path]) -> Traces:
+    """The traces of `reprieve mine arbitration`.
+
+    Raises:
+        SpecError: other labels, of another version, or of several tasks or K.
+        ReprieveError: of fewer than two problems with labelled rounds, or a store that cannot be read.
+    """
+    stores = tuple(LabelStore(folder) for folder in folders)
+    for folder, store in zip(folders, stores, strict=True):
+        if store.manifest.get("miner") != "arbitration":
+            raise SpecError(f"--labels must hold traces of `reprieve mine arbitration`, {str(folder)!r} does not")
+        if (version := store.manifest.get("labels_version")) != LABELS_VERSION:
+            raise SpecError(
+                f"--labels must hold labels of version {LABELS_VERSION}, {str(folder)!r} has {version}: mine anew"
+            )
+    problems = [problem for store in stores for problem in store.problems()]
+    require_traces(problems)
+    made_at = {(store.manifest["task"], store.manifest["num_draft_tokens"]) for store in stores}
+    if len(made_at) != 1:
+        raise SpecError(f"--labels must name traces of one task and K, got {sorted(made_at)}")
+    task, num_draft_tokens = made_at.pop()
+    return Traces(problems, task, num_draft_tokens, stores)
+
+
 def require_traces(problems: Sequence[ProblemLabels]) -> list[LabelledAnswer]:
     """The answers that have labelled rounds.
 
@@ -113,7 +120,7 @@ def warm_up(
     *,
     num_draft_tokens: int,
     settings: WarmUp | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> Arbiter:
     """Train an arbiter on traces; resumes from its checkpoint.
 
@@ -128,12 +135,12 @@ def warm_up(
     Raises:
         ReprieveError: too few traces, or a checkpoint of another recipe.
     """
-    trainer = _Trainer(pair, require_traces(problems), task, folder, num_draft_tokens, settings or WarmUp())
-    trainer.train(progress)
+    learner = _Learner(pair, require_traces(problems), task, folder, num_draft_tokens, settings or WarmUp())
+    train(learner, folder, progress=progress)
     return Arbiter.from_pretrained(folder / "arbiter")
 
 
-class _Trainer:
+class _Learner(Learner):
     def __init__(
         self,
         pair: Pair,
@@ -162,8 +169,6 @@ class _Trainer:
             betas=(0.9, 0.999),
             weight_decay=settings.weight_decay,
         )
-        self.path = folder / "checkpoint.safetensors"
-        self.update, self.seconds = 0, 0.0
 
     @cached_property
     def epochs(self) -> list[list[list[LabelledAnswer]]]:
@@ -188,42 +193,35 @@ class _Trainer:
 
     @cached_property
     def recipe(self) -> str:
-        """What a checkpoint must have been made with."""
         labels = digest(repr([self.answers, self.held]).encode())
         return repr((self.settings, self.pair.identity.draft_weights, labels))
 
-    def train(self, progress: Callable[[int, int], None]) -> None:
-        restored = load_checkpoint(self.path, self.model, self.optimizer, recipe=self.recipe)
-        if restored is not None:
-            self.update, self.seconds = restored
-        log = RunLog(self.folder, first_step=self.update + 1 if self.update else 0)
-        ends = list(itertools.accumulate(len(batches) for batches in self.epochs))
-        batches = [batch for epoch in self.epochs for batch in epoch]
-        saved = time.perf_counter()
-        try:
-            while self.update < len(batches):
-                started = time.perf_counter()
-                log.log(self.update + 1, "train", {"loss": self._one_update(batches[self.update])})
-                self.update += 1
-                self.seconds += time.perf_counter() - started
-                if self.update in ends:
-                    self._validate(log)
-                # Only here: a checkpoint of a step whose epoch was not validated yet would skip it for good.
-                if self.update in ends or time.perf_counter() - saved > _CHECKPOINT_SECONDS:
-                    self._checkpoint()
-                    saved = time.perf_counter()
-                progress(self.update, len(batches))
-        finally:
-            log.close()
+    @cached_property
+    def _ends(self) -> list[int]:
+        """Updates done at the end of every epoch."""
+        return list(itertools.accumulate(len(batches) for batches in self.epochs))
 
-    def _checkpoint(self) -> None:
-        save_checkpoint(
-            self.path, self.model, self.optimizer, recipe=self.recipe, update=self.update, seconds=self.seconds
-        )
+    @property
+    def num_updates(self) -> int:
+        return self._ends[-1]
 
-    def _one_update(self, batch: Sequence[LabelledAnswer]) -> float:
+    def validates_after(self, update: int) -> bool:
+        return update in self._ends
+
+    def state(self) -> dict[str, Tensor]:
+        return network_state(self.model, self.optimizer)
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        load_network(self.model, self.optimizer, tensors)
+
+    @cached_property
+    def _batches_in_order(self) -> list[list[LabelledAnswer]]:
+        return [batch for epoch in self.epochs for batch in epoch]
+
+    def one_update(self, update: int) -> dict[str, float]:
+        batch = self._batches_in_order[update]
         self.model.train()
-        torch.manual_seed(self.settings.seed * 1_000_003 + self.update)  # of the dropout: a resumed run repeats it
+        torch.manual_seed(self.settings.seed * 1_000_003 + update)  # of the dropout: a resumed run repeats it
         self.optimizer.zero_grad()
         num = sum(answer.num_labels for answer in batch)
         total = 0.0
@@ -234,7 +232,7 @@ class _Trainer:
             total += float(loss.detach())
         nn.utils.clip_grad_norm_(self.model.own_tensors.values(), 1.0)
         self.optimizer.step()
-        return total
+        return {"loss": total}
 
     def _at_mismatches(self, answer: LabelledAnswer) -> tuple[torch.Tensor, ...]:
         """Logits, labels and both utilities at an answer's labelled mismatches, [n] each."""
@@ -256,21 +254,20 @@ class _Trainer:
         return logits, *(torch.tensor(column, device=logits.device, dtype=torch.float32) for column in columns)
 
     @torch.no_grad()
-    def _validate(self, log: RunLog) -> None:
+    def validate(self, update: int, seconds: float) -> dict[str, float]:
         """Measure on held-out problems, and keep the arbiter where it is the best yet."""
         self.model.eval()
         found = [self._at_mismatches(answer) for answer in self.held]
         logits, labels, draft, target = (torch.cat(parts) for parts in zip(*found, strict=True))
-        accepted = logits.sigmoid() > self.settings.threshold
+        accepted = logits.sigmoid() > self.settings.lambda_
         choices = BranchChoices(accepted.tolist(), draft.tolist(), target.tolist())
         reached = {"loss": float(warm_up_loss(logits, labels)) / len(logits), **choices.shares()}
-        log.log(self.update, "validation", reached)
         made = Arbiter(
             tensors=self.model.snapshot(),
             shape=self.settings.shape,
             pair=self.pair.identity,
             task=self.task,
-            threshold=self.settings.threshold,
+            threshold=self.settings.lambda_,
             num_draft_tokens=self.num_draft_tokens,
             training={
                 "stage": "sft",
@@ -279,12 +276,13 @@ class _Trainer:
                 "num_answers": len(self.answers),
                 "num_labels": sum(answer.num_labels for answer in self.answers),
                 "num_held_out": len(self.held),
-                "update": self.update,
-                "seconds": round(self.seconds),
+                "update": update,
+                "seconds": round(seconds),
                 "validation": reached,
             },
         )
         keep_best(self.folder / "arbiter", made, measure="loss", lower=True)
+        return reached
 
 
 def untrained(pair: Pair, shape: ArbiterShape, task: str, num_draft_tokens: int) -> Arbiter:

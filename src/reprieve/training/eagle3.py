@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,63 +22,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from reprieve.engine import Pair
-from reprieve.errors import ReprieveError, SpecError, import_extra, require_range
+from reprieve.errors import ReprieveError, import_extra
 from reprieve.files import replace_file
 from reprieve.heads.binding import digest
-from reprieve.models.eagle3 import default_layers
-from reprieve.pair.checkpoints import learning_rate_at, load_checkpoint, save_checkpoint
+from reprieve.loop import Learner, Progress, learning_rate_at, load_network, network_state, train
 from reprieve.training.own_text import OwnText
-
-_CHECKPOINT_SECONDS = 120.0
-
-
-@dataclass(frozen=True)
-class EagleTraining:
-    """Shape of the head and length of its training.
-
-    Args:
-        layers: the target's layers it reads, low to high, as indices into transformers' `hidden_states`; () for the
-            published choice (2, half, all but 3).
-        draft_vocab_size: the target's most frequent tokens, which alone it can draft.
-        intermediate_size: of its one decoder layer; None for the target's own.
-        num_steps: unrolled steps of training-time test, 1 or more; about as deep as it will draft.
-        step_decay: weight of each further step over the one before, (0, 1].
-        num_passes: over the texts.
-        tokens_per_update: most tokens in one update, prompts included.
-    """
-
-    layers: tuple[int, ...] = ()
-    draft_vocab_size: int = 32_000
-    intermediate_size: int | None = None
-    num_steps: int = 5
-    step_decay: float = 0.9
-    num_passes: int = 3
-    tokens_per_update: int = 512
-    learning_rate: float = 1e-3
-    warmup_updates: int = 100
-    weight_decay: float = 0.01
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("draft_vocab_size", "num_steps", "num_passes", "tokens_per_update", "intermediate_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise SpecError(f"{name} must be 1 or more, got {getattr(self, name)!r}")
-        require_range("step_decay", self.step_decay, 0.0, 1.0, low_open=True)
-        require_range("learning_rate", self.learning_rate, 0.0, 1.0, low_open=True)
-        require_range("warmup_updates", self.warmup_updates, 0, 1e9)
-        require_range("weight_decay", self.weight_decay, 0.0, 10.0)
-
-    def layers_of(self, num_target_layers: int) -> tuple[int, ...]:
-        """The layers it reads of a target of this depth.
-
-        Raises:
-            SpecError: one that the target does not have, or one twice.
-        """
-        layers = self.layers or default_layers(num_target_layers)
-        if len(set(layers)) != len(layers) or not all(0 <= layer <= num_target_layers for layer in layers):
-            raise SpecError(f"layers must be different ones in [0, {num_target_layers}], got {layers}")
-        return layers
+from reprieve.training.settings import EagleTraining
 
 
 @dataclass(frozen=True)
@@ -146,15 +94,13 @@ def train_eagle3(
     folder: Path,
     *,
     settings: EagleTraining | None = None,
-    held_out: float = 0.05,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
     """Train a head on the target's own texts, and save it in the speculators format; resumes from its checkpoint.
 
     Args:
         folder: gets `checkpoint.safetensors` on the way and the finished head in `head/`, with what it reached and
             the target it is for in `training.json`.
-        held_out: share of the texts left out and used to measure.
 
     Returns:
         What the head reached on the held-out texts: `accuracy`, a share per step, of the tokens it and the target
@@ -164,33 +110,31 @@ def train_eagle3(
         ReprieveError: no speculators library, no texts, or a checkpoint of another recipe.
     """
     settings = settings or EagleTraining()
-    require_range("held_out", held_out, 0.0, 0.9, low_open=True)
     if len(texts) < 2:
         raise ReprieveError(f"training needs 2 texts or more, got {len(texts)}")
-    num_held = max(1, round(len(texts) * held_out))
+    num_held = max(1, round(len(texts) * settings.held_out))
     training, held = texts[num_held:], texts[:num_held]
     plan = _Plan(settings, training)
-    trainer = _Trainer(pair, plan, folder)
-    trainer.train(progress)
+    learner = _Learner(pair, plan)
+    seconds = train(learner, folder, progress=progress)
     reached = {
-        "accuracy": trainer.accuracy(held),
+        "accuracy": learner.accuracy(held),
         "num_held_out": len(held),
         "num_texts": len(training),
         "settings": asdict(settings),
-        "seconds": round(trainer.seconds),
+        "seconds": round(seconds),
         "pair": asdict(pair.identity),
     }
-    trainer.save(folder / "head")
+    learner.save(folder / "head")
     replace_file(folder / "head" / "training.json", json.dumps(reached, indent=2) + "\n")
     return reached
 
 
-class _Trainer:
-    def __init__(self, pair: Pair, plan: _Plan, folder: Path) -> None:
+class _Learner(Learner):
+    def __init__(self, pair: Pair, plan: _Plan) -> None:
         self.pair = pair
         self.plan = plan
         self.settings = plan.settings
-        self.path = folder / "checkpoint.safetensors"
         config = pair.target.config.get_text_config()
         self.layers = self.settings.layers_of(config.num_hidden_layers)
         size = min(self.settings.draft_vocab_size, pair.vocab_size)
@@ -202,12 +146,10 @@ class _Trainer:
             betas=(0.9, 0.95),
             weight_decay=self.settings.weight_decay,
         )
-        self.update, self.seconds = 0, 0.0
         from speculators.losses.eager import kl_div_loss
 
         # The library's default loss is a Triton kernel, which needs a GPU.
         self.loss_config = {"kl_div": (kl_div_loss, 1.0)}
-        self.losses: list[float] = []
 
     def _build(self, config: Any) -> Any:
         import_extra("speculators", "eagle")
@@ -264,41 +206,26 @@ class _Trainer:
         layer._attn_implementation = "eager"
         return layer
 
-    def train(self, progress: Callable[[int, int], None]) -> None:
-        restored = load_checkpoint(self.path, self.model, self.optimizer, recipe=self.recipe)
-        if restored is not None:
-            self.update, self.seconds = restored
-        saved, total = time.perf_counter(), self.plan.num_updates
-        try:
-            while self.update < total:
-                started = time.perf_counter()
-                self.losses.append(self._one_update())
-                self.update += 1
-                self.seconds += time.perf_counter() - started
-                progress(self.update, total)
-                if time.perf_counter() - saved > _CHECKPOINT_SECONDS:
-                    self._checkpoint()
-                    saved = time.perf_counter()
-        finally:
-            if self.update:
-                self._checkpoint()
-
     @property
+    def num_updates(self) -> int:
+        return self.plan.num_updates
+
+    @cached_property
     def recipe(self) -> str:
-        """What a checkpoint must have been made with: settings, target and texts."""
         texts = digest(repr(self.plan.texts).encode())
         return repr((self.settings, self.pair.identity.target_weights, texts))
 
-    def _checkpoint(self) -> None:
-        save_checkpoint(
-            self.path, self.model, self.optimizer, recipe=self.recipe, update=self.update, seconds=self.seconds
-        )
+    def state(self) -> dict[str, Tensor]:
+        return network_state(self.model, self.optimizer)
 
-    def _one_update(self) -> float:
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        load_network(self.model, self.optimizer, tensors)
+
+    def one_update(self, update: int) -> dict[str, float]:
         self.model.train()
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate_at(self.plan, self.update)
-        batch = self._batch([self.plan.texts[index] for index in self.plan.batches[self.update]])
+            group["lr"] = learning_rate_at(self.plan, update)
+        batch = self._batch([self.plan.texts[index] for index in self.plan.batches[update]])
         _, loss, _ = self.model(
             **batch,
             ttt_steps=self.settings.num_steps,
@@ -309,7 +236,7 @@ class _Trainer:
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        return float(loss.detach())
+        return {"loss": float(loss.detach())}
 
     @torch.no_grad()
     def accuracy(self, texts: Sequence[OwnText]) -> list[float]:

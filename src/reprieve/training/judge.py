@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import torch
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
+from torch import Tensor
 
-from reprieve.errors import SpecError
-from reprieve.heads.binding import PairIdentity
-from reprieve.heads.features import JUDGE_TARGET, FeatureRecipe
+from reprieve.heads.binding import PairIdentity, digest
 from reprieve.heads.judge import JudgeHead
+from reprieve.loop import Learner, Progress, train
 from reprieve.training.features import LabelledTokens
+from reprieve.training.settings import JudgeTraining
 from reprieve.training.splits import auc, split_by_problem, summarise_held_out
 
-GRID = tuple(10.0**-power for power in range(8))  # 1e0 to 1e-7
 MAX_ITER = 500
 
 
@@ -48,53 +50,93 @@ def fit_linear(features: np.ndarray, important: np.ndarray, c: float) -> LinearF
     return LinearFit(mean, scale, model.coef_[0], float(model.intercept_[0]))
 
 
-def require_grid(grid: Sequence[float]) -> None:
-    """Refuse values of C that are no finite positive numbers.
-
-    Raises:
-        SpecError: names the values.
-    """
-    if not grid or not all(0 < c < float("inf") for c in grid):
-        raise SpecError(f"grid must hold finite values of C above 0, got {list(grid)}")
-
-
 def train_judge(
     tokens: LabelledTokens,
     pair: PairIdentity,
     task: str,
     *,
-    recipe: FeatureRecipe = JUDGE_TARGET,
-    grid: Sequence[float] = GRID,
-    held_out: float = 0.1,
-    seed: int = 0,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    settings: JudgeTraining | None = None,
+    folder: Path | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> JudgeHead:
     """The head with the C that ranks held-out problems best.
 
     The recommended threshold catches 90% of the held-out important tokens.
 
+    Args:
+        folder: for the checkpoint, from which a training that was cut off goes on; None keeps none.
+
     Raises:
-        SpecError: an empty grid, or labels of one kind only.
+        SpecError: labels of one kind only.
+        ReprieveError: a checkpoint of another recipe.
     """
-    require_grid(grid)
-    features = tokens.features(recipe)
-    held = split_by_problem(tokens.problem_ids, tokens.important, held_out=held_out, seed=seed)
-    trials = []
-    for number, c in enumerate(grid):
-        fit = fit_linear(features[~held], tokens.important[~held], c)
-        held_auc = auc(tokens.important[held], fit.scores(features[held]))
-        trials.append((c, held_auc, auc(tokens.important[~held], fit.scores(features[~held])), fit))
-        progress(number + 1, len(grid))
-    best_c, _, _, best = max(trials, key=lambda trial: np.nan_to_num(trial[1]))
-    threshold, summary = summarise_held_out(tokens, held, best.scores(features[held]), held_out=held_out, seed=seed)
-    grid_log = [{"C": c, "auc_held_out": ours, "auc_train": theirs} for c, ours, theirs, _ in trials]
+    settings = settings or JudgeTraining()
+    learner = _Learner(tokens, settings)
+    train(learner, folder, progress=progress)
+    chosen, held = learner.best, learner.held
+    best = learner.fits[chosen]
+    threshold, summary = summarise_held_out(
+        tokens, held, best.scores(learner.features[held]), held_out=settings.held_out, seed=settings.seed
+    )
     weight = torch.tensor(best.coefficients / best.scale, dtype=torch.float32)
     bias = torch.tensor(best.intercept - float((best.coefficients / best.scale) @ best.mean), dtype=torch.float32)
     return JudgeHead(
         tensors={"weight": weight, "bias": bias},
-        recipe=recipe,
+        recipe=settings.recipe,
         pair=pair,
         task=task,
         threshold=threshold,
-        training={**summary, "C": best_c, "grid": grid_log},
+        training={**summary, "C": settings.grid[chosen], "grid": learner.grid_log},
     )
+
+
+class _Learner(Learner):
+    """One update fits one C of the grid."""
+
+    def __init__(self, tokens: LabelledTokens, settings: JudgeTraining) -> None:
+        self.settings = settings
+        self.important = tokens.important
+        self.features = tokens.features(settings.recipe)
+        self.held = split_by_problem(
+            tokens.problem_ids, tokens.important, held_out=settings.held_out, seed=settings.seed
+        )
+        self.fits: list[LinearFit] = []
+
+    @property
+    def num_updates(self) -> int:
+        return len(self.settings.grid)
+
+    @cached_property
+    def recipe(self) -> str:
+        return repr((self.settings, digest(self.features.tobytes() + self.important.tobytes())))
+
+    def one_update(self, update: int) -> dict[str, float]:
+        c = self.settings.grid[update]
+        self.fits.append(fit_linear(self.features[~self.held], self.important[~self.held], c))
+        return self._aucs(update)
+
+    def _aucs(self, number: int) -> dict[str, float]:
+        fit = self.fits[number]
+        held, left = (auc(self.important[side], fit.scores(self.features[side])) for side in (self.held, ~self.held))
+        return {"C": self.settings.grid[number], "auc_held_out": held, "auc_train": left}
+
+    @cached_property
+    def grid_log(self) -> list[dict[str, float]]:
+        """C and both AUCs of every fit."""
+        return [self._aucs(number) for number in range(len(self.fits))]
+
+    @property
+    def best(self) -> int:
+        """The fit that ranks held-out problems best."""
+        found = [np.nan_to_num(row["auc_held_out"]) for row in self.grid_log]
+        return int(np.argmax(found))
+
+    def state(self) -> dict[str, Tensor]:
+        rows = [np.concatenate([[fit.intercept], fit.mean, fit.scale, fit.coefficients]) for fit in self.fits]
+        return {"fits": torch.tensor(np.array(rows))}
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        size = self.features.shape[1]
+        for row in tensors["fits"].numpy():
+            mean, scale, coefficients = (row[1 + part * size : 1 + (part + 1) * size] for part in range(3))
+            self.fits.append(LinearFit(mean, scale, coefficients, float(row[0])))

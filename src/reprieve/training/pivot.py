@@ -2,50 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from reprieve.errors import SpecError, require_range
-from reprieve.heads.binding import PairIdentity
-from reprieve.heads.features import PIVOT, FeatureRecipe
+from reprieve.heads.binding import PairIdentity, digest
 from reprieve.heads.pivot import PivotHead, pivot_logits
+from reprieve.loop import Learner, Progress, load_network, network_state, train
 from reprieve.training.features import LabelledTokens
+from reprieve.training.settings import PivotTraining
 from reprieve.training.splits import split_by_problem, summarise_held_out
-
-
-@dataclass(frozen=True)
-class PivotTraining:
-    """What the paper leaves open: sizes and optimisation. AdamW on shuffled batches.
-
-    Args:
-        hidden_size: of the branch on the hidden state; `scalar_size` of the other, `fuse_size` of their union.
-        dropout: share of the standardised features set to their mean, while training; [0, 1).
-    """
-
-    hidden_size: int = 64
-    scalar_size: int = 16
-    fuse_size: int = 32
-    learning_rate: float = 1e-3
-    weight_decay: float = 0.1
-    dropout: float = 0.3
-    batch_size: int = 128
-    num_epochs: int = 60
-    patience: int = 10  # epochs without a lower validation loss
-
-    def __post_init__(self) -> None:
-        for name in ("hidden_size", "scalar_size", "fuse_size", "batch_size", "num_epochs", "patience"):
-            if getattr(self, name) < 1:
-                raise SpecError(f"{name} must be 1 or more, got {getattr(self, name)!r}")
-        require_range("learning_rate", self.learning_rate, 0.0, 1.0, low_open=True)
-        require_range("weight_decay", self.weight_decay, 0.0, 10.0)
-        require_range("dropout", self.dropout, 0.0, 0.9)
 
 
 def train_pivot(
@@ -53,78 +25,113 @@ def train_pivot(
     pair: PairIdentity,
     task: str,
     *,
-    recipe: FeatureRecipe = PIVOT,
-    held_out: float = 0.2,
-    seed: int = 0,
     settings: PivotTraining | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    folder: Path | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> PivotHead:
     """The head of least validation loss; its recommended threshold catches 90% of the held-out pivots.
 
+    Args:
+        folder: for the checkpoint, from which a training that was cut off goes on; None keeps none.
+
     Raises:
         SpecError: labels of one kind only.
+        ReprieveError: a checkpoint of another recipe.
     """
     settings = settings or PivotTraining()
-    features = torch.tensor(tokens.features(recipe))
-    labels = torch.tensor(tokens.important).long()
-    held = split_by_problem(tokens.problem_ids, tokens.important, held_out=held_out, seed=seed)
-    training, validation = torch.tensor(~held), torch.tensor(held)
-    mean, scale = features[training].mean(0), features[training].std(0).clamp_min(1e-6)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        tensors, log = _fit(features, labels, training, validation, mean, scale, settings, progress)
-    head = PivotHead(tensors=tensors, recipe=recipe, pair=pair, task=task, threshold=0.5)
-    scores = head.probability(features[validation]).numpy().astype(np.float64)
-    threshold, summary = summarise_held_out(tokens, held, scores, held_out=held_out, seed=seed)
-    made = {**summary, "settings": dataclasses.asdict(settings), "losses": log}
+    learner = _Learner(tokens, settings)
+    train(learner, folder, progress=progress)
+    tensors = {**learner.best, **learner.standard}
+    head = PivotHead(tensors=tensors, recipe=settings.recipe, pair=pair, task=task, threshold=0.5)
+    scores = head.probability(learner.features[torch.tensor(learner.held)]).numpy().astype(np.float64)
+    threshold, summary = summarise_held_out(
+        tokens, learner.held, scores, held_out=settings.held_out, seed=settings.seed
+    )
+    made = {**summary, "settings": dataclasses.asdict(settings), "losses": learner.losses}
     return dataclasses.replace(head, threshold=threshold, training=made)
 
 
-def _fit(
-    features: Tensor,
-    labels: Tensor,
-    training: Tensor,  # [n], bool
-    validation: Tensor,  # [n], bool
-    mean: Tensor,
-    scale: Tensor,
-    settings: PivotTraining,
-    progress: Callable[[int, int], None],
-) -> tuple[dict[str, Tensor], list[list[float]]]:
-    """Weights of the best epoch, and the losses [training, validation] of every one."""
-    sizes = {
-        "hidden": (features.shape[1] - 2, settings.hidden_size),
-        "scalars": (2, settings.scalar_size),
-        "fuse": (settings.hidden_size + settings.scalar_size, settings.fuse_size),
-        "out": (settings.fuse_size, 2),
-    }
-    layers = nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})
-    optimizer = torch.optim.AdamW(layers.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
-    counts = torch.bincount(labels[training], minlength=2).float()
-    weights = counts.sum() / (2 * counts.clamp_min(1))
-    standard = {"mean": mean, "scale": scale}
-    best, best_loss, since, log = copy.deepcopy(layers.state_dict()), float("inf"), 0, []
-    rows = training.nonzero().squeeze(-1)
-    for epoch in range(settings.num_epochs):
+class _Learner(Learner):
+    """One update is one epoch."""
+
+    def __init__(self, tokens: LabelledTokens, settings: PivotTraining) -> None:
+        self.settings = settings
+        self.features = torch.tensor(tokens.features(settings.recipe))
+        self.labels = torch.tensor(tokens.important).long()
+        self.held = split_by_problem(
+            tokens.problem_ids, tokens.important, held_out=settings.held_out, seed=settings.seed
+        )
+        training = self.features[torch.tensor(~self.held)]
+        self.standard = {"mean": training.mean(0), "scale": training.std(0).clamp_min(1e-6)}
+        counts = torch.bincount(self.labels[torch.tensor(~self.held)], minlength=2).float()
+        self.class_weights = counts.sum() / (2 * counts.clamp_min(1))
+        with torch.random.fork_rng():
+            torch.manual_seed(settings.seed)
+            self.layers = self._build()
+        self.optimizer = torch.optim.AdamW(
+            self.layers.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
+        )
+        self.best = self._weights()
+        self.losses: list[list[float]] = []  # [training, validation] of every epoch
+
+    def _build(self) -> nn.ModuleDict:
+        settings = self.settings
+        sizes = {
+            "hidden": (self.features.shape[1] - 2, settings.hidden_size),
+            "scalars": (2, settings.scalar_size),
+            "fuse": (settings.hidden_size + settings.scalar_size, settings.fuse_size),
+            "out": (settings.fuse_size, 2),
+        }
+        return nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self.layers.named_parameters()}
+
+    @property
+    def num_updates(self) -> int:
+        return self.settings.num_epochs
+
+    @cached_property
+    def recipe(self) -> str:
+        return repr((self.settings, digest(self.features.numpy().tobytes() + self.labels.numpy().tobytes())))
+
+    def one_update(self, update: int) -> dict[str, float]:
+        settings, mean, scale = self.settings, self.standard["mean"], self.standard["scale"]
+        rows = torch.tensor(~self.held).nonzero().squeeze(-1)
         losses = []
-        for batch in rows[torch.randperm(len(rows))].split(settings.batch_size):
-            inputs = nn.functional.dropout((features[batch] - mean) / scale, settings.dropout) * scale + mean
-            loss = cross_entropy(pivot_logits(inputs, {**_named(layers), **standard}), labels[batch], weight=weights)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+        with torch.random.fork_rng():
+            torch.manual_seed(settings.seed * 1_000_003 + update)
+            for batch in rows[torch.randperm(len(rows))].split(settings.batch_size):
+                inputs = nn.functional.dropout((self.features[batch] - mean) / scale, settings.dropout) * scale + mean
+                loss = self._loss(inputs, batch)
+                self.optimizer.zero_grad()
+                loss.backward()
+                self.optimizer.step()
+                losses.append(loss.item())
+        held = torch.tensor(self.held).nonzero().squeeze(-1)
         with torch.no_grad():
-            logits = pivot_logits(features[validation], {**_named(layers), **standard})
-            held_loss = float(cross_entropy(logits, labels[validation], weight=weights))
-        log.append([float(np.mean(losses)), held_loss])
-        progress(epoch + 1, settings.num_epochs)
-        since += 1
-        if held_loss < best_loss:
-            best, best_loss, since = copy.deepcopy(layers.state_dict()), held_loss, 0
-        if since >= settings.patience:
-            break
-    return {**{name: tensor.detach().clone() for name, tensor in best.items()}, **standard}, log
+            held_loss = float(self._loss(self.features[held], held))
+        if not self.losses or held_loss < min(loss for _, loss in self.losses):
+            self.best = self._weights()
+        self.losses.append([float(np.mean(losses)), held_loss])
+        return {"loss": self.losses[-1][0], "held_out_loss": held_loss}
 
+    def _loss(self, inputs: Tensor, rows: Tensor) -> Tensor:
+        named = dict(self.layers.named_parameters())
+        return cross_entropy(
+            pivot_logits(inputs, {**named, **self.standard}), self.labels[rows], weight=self.class_weights
+        )
 
-def _named(layers: nn.ModuleDict) -> dict[str, Tensor]:
-    return dict(layers.named_parameters())
+    def finished(self) -> bool:
+        held = [loss for _, loss in self.losses]
+        return len(held) - 1 - held.index(min(held)) >= self.settings.patience if held else False
+
+    def state(self) -> dict[str, Tensor]:
+        best = {f"best.{name}": tensor for name, tensor in self.best.items()}
+        losses = torch.tensor(self.losses, dtype=torch.float64)
+        return {**network_state(self.layers, self.optimizer), **best, "losses": losses}
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        load_network(self.layers, self.optimizer, tensors)
+        self.losses = tensors["losses"].tolist()
+        self.best = {name: tensors[f"best.{name}"] for name in self.best}

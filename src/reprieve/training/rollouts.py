@@ -17,15 +17,17 @@ from torch import Tensor
 
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder, load_pair
 from reprieve.engine.advisors import ArbiterAdvisor
-from reprieve.errors import ReprieveError, SpecError, require_range
-from reprieve.heads.arbiter import Arbiter, ArbiterShape
+from reprieve.errors import ReprieveError, SpecError
+from reprieve.heads.arbiter import Arbiter
+from reprieve.heads.settings import ArbiterShape
 from reprieve.models.arbiter import ArbiterModel, ArbitrationRound
 from reprieve.models.worker_process import start_worker
 from reprieve.needs import Need
 from reprieve.rules import Rule, Traits
 from reprieve.rules.arbiter import ArbiterRule
 from reprieve.tasks import Task, TaskProblem, load_task
-from reprieve.training.arbitration import Decision, Rollout, RolloutRound
+from reprieve.training.rewards import Decision, Rollout, RolloutRound
+from reprieve.training.settings import RolloutSettings
 from reprieve.types import Evidence, Generation
 
 _CHUNK = 4
@@ -78,35 +80,6 @@ def rollout_of(made: Generation, *, correct: bool) -> Rollout:
 
 
 @dataclass(frozen=True)
-class RolloutSettings:
-    """What decodes rollouts; enough for another process to do it.
-
-    Args:
-        temperature: of target and draft in training rollouts; the paper's is 1.
-        validation_temperature: of validation answers, which are decided by lambda.
-        draft_temperature: the draft's own, in both; None for theirs.
-    """
-
-    target: str
-    draft: str | None
-    task: str
-    num_draft_tokens: int
-    shape: ArbiterShape
-    dtype: str = "auto"
-    device: str | None = None
-    temperature: float = 1.0
-    validation_temperature: float = 0.0
-    draft_temperature: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.num_draft_tokens < 1:
-            raise SpecError(f"num_draft_tokens must be 1 or more, got {self.num_draft_tokens!r}")
-        for name in ("temperature", "validation_temperature", "draft_temperature"):
-            if (value := getattr(self, name)) is not None:
-                require_range(name, value, 0.0, 100.0)
-
-
-@dataclass(frozen=True)
 class RolloutJob:
     """One answer: a problem's place in its split, and the seed. A threshold decides; None samples decisions."""
 
@@ -132,13 +105,14 @@ class RolloutMaker:
         SpecError: a pair without a draft.
     """
 
-    def __init__(self, settings: RolloutSettings, pair: Pair, task: Task) -> None:
+    def __init__(self, settings: RolloutSettings, shape: ArbiterShape, pair: Pair, task: Task) -> None:
         if pair.draft is None:
             raise SpecError("arbitration needs a draft; name one with --draft")
         self.settings = settings
         self.pair = pair
         self.task = task
-        self.model = ArbiterModel(pair.draft, settings.shape)
+        self.model = ArbiterModel(pair.draft, shape)
+        self.num_draft_tokens = settings.num_draft_tokens or 16
         self._problems: dict[tuple[str, int], TaskProblem] = {}
         self._decoders: dict[float | None, SpeculativeDecoder] = {}  # by threshold
 
@@ -164,14 +138,12 @@ class RolloutMaker:
         return rollout_of(made, correct=correct) if sampled else Validated(correct, len(made.tokens), made.num_rounds)
 
     def _decoder(self, threshold: float | None) -> SpeculativeDecoder:
-        settings = self.settings
         rule: Rule = SampledArbiterRule()
+        k = self.num_draft_tokens
         if threshold is not None:  # its weights are the advisor's business
-            identity, k = self.pair.identity, settings.num_draft_tokens
-            rule = ArbiterRule.of(Arbiter({}, settings.shape, threshold, k, pair=identity, task=settings.task))
-        return self.pair.decoder(
-            rule, num_draft_tokens=settings.num_draft_tokens, advisor=ArbiterAdvisor(self.model)
-        )
+            identity, task = self.pair.identity, self.settings.task
+            rule = ArbiterRule.of(Arbiter({}, self.model.shape, threshold, k, pair=identity, task=task))
+        return self.pair.decoder(rule, num_draft_tokens=k, advisor=ArbiterAdvisor(self.model))
 
     def _problem(self, job: RolloutJob) -> TaskProblem:
         key = (job.split, job.number)
@@ -187,14 +159,16 @@ class RolloutPool:
         SpecError: no workers.
     """
 
-    def __init__(self, settings: RolloutSettings, pair: Pair, task: Task, *, num_workers: int = 1) -> None:
+    def __init__(
+        self, settings: RolloutSettings, shape: ArbiterShape, pair: Pair, task: Task, *, num_workers: int = 1
+    ) -> None:
         if num_workers < 1:
             raise SpecError(f"workers must be 1 or more, got {num_workers}")
-        self._here = RolloutMaker(settings, pair, task) if num_workers == 1 else None
+        self._here = RolloutMaker(settings, shape, pair, task) if num_workers == 1 else None
         self._pool: ProcessPoolExecutor | None = None
         if num_workers > 1:
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(num_workers, context, initializer=_start, initargs=(settings,))
+            self._pool = ProcessPoolExecutor(num_workers, context, initializer=_start, initargs=(settings, shape))
 
     def __enter__(self) -> Self:
         return self
@@ -224,12 +198,11 @@ class RolloutPool:
 _MAKER: RolloutMaker | None = None
 
 
-def _start(settings: RolloutSettings) -> None:
+def _start(settings: RolloutSettings, shape: ArbiterShape) -> None:
     """Load the pair once a process."""
     global _MAKER
     start_worker()
-    pair = load_pair(settings.target, settings.draft, dtype=settings.dtype, device=settings.device)
-    _MAKER = RolloutMaker(settings, pair, load_task(settings.task))
+    _MAKER = RolloutMaker(settings, shape, load_pair(**vars(settings.pair)), load_task(settings.task))
 
 
 def _make(jobs: Sequence[RolloutJob], weights: bytes) -> list[Rollout | Validated]:

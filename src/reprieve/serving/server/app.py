@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
@@ -37,44 +36,22 @@ from reprieve.serving.server.worker import (
     Worker,
     describe_worker,
 )
+from reprieve.serving.settings import ServerSettings
 from reprieve.types import Generation
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How a server behaves.
-
-    Args:
-        model: the name clients know it by.
-        api_key: clients must send it as a bearer token; None lets everybody in.
-        timeout_s: longest a request may take, waiting included.
-        grace_s: what is left to requests when the server is told to stop.
-        max_tokens: most new tokens of one choice, whatever the client asks for.
-        max_body_bytes: largest request body.
-        hosts: names the server answers to; None for any.
-    """
-
-    model: str
-    api_key: str | None = None
-    timeout_s: float = 120.0
-    grace_s: float = 20.0
-    max_tokens: int = 4096
-    max_body_bytes: int = 1 << 20
-    hosts: tuple[str, ...] | None = None
-
-
-def create_app(settings: Settings, worker: Worker, menu: Menu, prompts: Prompts, metrics: Metrics) -> FastAPI:
+def create_app(settings: ServerSettings, worker: Worker, menu: Menu, prompts: Prompts, metrics: Metrics) -> FastAPI:
     """The server, around a worker that has been started."""
     service = Service(settings, worker, menu, prompts, metrics)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        worker.close(settings.grace_s)  # the signal has closed it already, where `run` serves
+        worker.close(settings.grace)  # the signal has closed it already, where `run` serves
         await asyncio.to_thread(worker.join)
 
     app = FastAPI(title="Reprieve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout_s=min(30.0, settings.timeout_s))
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout_s=min(30.0, settings.timeout))
     app.add_middleware(Guard, admits=service.admits, count=metrics.count_request)
     if settings.hosts is not None:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(settings.hosts))
@@ -95,7 +72,9 @@ def create_app(settings: Settings, worker: Worker, menu: Menu, prompts: Prompts,
 class Service:
     """What the routes do."""
 
-    def __init__(self, settings: Settings, worker: Worker, menu: Menu, prompts: Prompts, metrics: Metrics) -> None:
+    def __init__(
+        self, settings: ServerSettings, worker: Worker, menu: Menu, prompts: Prompts, metrics: Metrics
+    ) -> None:
         self.settings = settings
         self.worker = worker
         self.menu = menu
@@ -139,7 +118,7 @@ class Service:
     async def offer(self) -> dict[str, Any]:
         """`GET /v1/reprieve`: the rules on offer, for clients that let people choose."""
         return {
-            "model": self.settings.model,
+            "model": self.settings.model_name,
             "num_draft_tokens": self.prompts.num_draft_tokens,
             "example": self.prompts.example,
             "rules": self.menu.describe(),
@@ -154,11 +133,11 @@ class Service:
         return PlainTextResponse(self.metrics.page(self.worker), media_type=self.metrics.content_type)
 
     def _model(self) -> dict[str, Any]:
-        return {"id": self.settings.model, "object": "model", "created": 0, "owned_by": "reprieve"}
+        return {"id": self.settings.model_name, "object": "model", "created": 0, "owned_by": "reprieve"}
 
     def _require_model(self, name: str | None) -> None:
-        if name is not None and name != self.settings.model:
-            raise UnknownModelError("model", f"model must be {self.settings.model!r}, got {name!r}")
+        if name is not None and name != self.settings.model_name:
+            raise UnknownModelError("model", f"model must be {self.settings.model_name!r}, got {name!r}")
 
     async def _answer(
         self,
@@ -184,7 +163,7 @@ class Service:
         replies = Replies(
             kind,
             f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}",
-            self.settings.model,
+            self.settings.model_name or "",
             self.prompts,
             choice.rule.spec,
             provenance=body.reprieve_provenance,
@@ -205,7 +184,7 @@ class Service:
         watcher = asyncio.create_task(_watch(job, request))
         try:
             while left:
-                event = await self._next(job, begun + self.settings.timeout_s)
+                event = await self._next(job, begun + self.settings.timeout)
                 if isinstance(event, Failed):
                     if isinstance(event.error, Disconnected):
                         self.metrics.ended.labels("disconnected").inc()
@@ -225,7 +204,7 @@ class Service:
             return await asyncio.wait_for(job.events.get(), max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             self.metrics.ended.labels("timeout").inc()
-            raise TimedOut(f"the request took longer than {self.settings.timeout_s:g} s") from None
+            raise TimedOut(f"the request took longer than {self.settings.timeout:g} s") from None
 
     async def _lines(
         self,

@@ -8,22 +8,21 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from reprieve.engine import Pair, SpeculativeDecoder
-from reprieve.errors import SpecError, require_range
+from reprieve.errors import SpecError
 from reprieve.evaluation.monitor import LosslessCheck, MonitorStatus, QualityMonitor, Served
 from reprieve.models.cached_model import max_positions
 from reprieve.serving.policy import STRICT, Policy
-from reprieve.serving.server.app import Settings, create_app
+from reprieve.serving.server.app import create_app
 from reprieve.serving.server.menu import Menu
 from reprieve.serving.server.metrics import Metrics
 from reprieve.serving.server.prompts import Prompts
 from reprieve.serving.server.worker import Finished, Job, Worker
+from reprieve.serving.settings import ServerSettings
 from reprieve.settings import BUNDLED_PAIR
 from reprieve.tasks import Task, TaskProblem, load_task
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Monitoring:
@@ -54,93 +53,89 @@ class Monitoring:
 def make_app(
     pair: Pair,
     policies: list[Policy],
-    settings: Settings,
+    settings: ServerSettings,
     *,
-    drafter: str = "draft",
-    num_draft_tokens: int = 16,
-    max_waiting: int = 64,
-    task: str | None = None,
-    check_share: float = 0.0,
-    max_changed: float | None = None,
     on_alarm: Callable[[MonitorStatus], None] = lambda status: None,
     announce: Callable[[str], None] = lambda line: None,
 ) -> FastAPI:
     """A server around the pair, its rules built and its engine's thread begun.
 
+    The settings' task says when two answers are the same for the quality checks, and wraps chats where the tokenizer
+    has no template; the bundled pair has its own.
+
     Args:
-        task: says when two answers are the same for the quality checks, and wraps chats where the tokenizer has no
-            template; None for the bundled pair's own, where that is the pair.
-        check_share: of relaxed greedy requests to answer losslessly too, 0 to 1.
-        max_changed: raises the alarm once a larger share of changed answers is proved.
         announce: told a line about each rule.
 
     Raises:
         ReprieveError: a rule that the pair cannot serve.
         PairError: a head or a certificate made for another pair.
-        SpecError: a value out of range.
+        SpecError: quality checks without a task.
     """
-    if max_waiting < 1:
-        raise SpecError(f"max_waiting must be 1 or more, got {max_waiting}")
-    require_range("check_share", check_share, 0.0, 1.0)
-    if task is None and pair.target_name == BUNDLED_PAIR:
-        task = "arithmetic"
-    loaded = None if task is None else load_task(task)
-    menu = Menu([_fitted(policy, pair, num_draft_tokens, drafter) for policy in policies])
+    name = settings.task or ("arithmetic" if pair.target_name == BUNDLED_PAIR else None)
+    task = None if name is None else load_task(name)
+    menu = Menu([_fitted(policy, pair, settings) for policy in policies])
     metrics = Metrics()
     for policy in menu.policies.values():
         announce(f"offers {policy.describe()}")
 
     def make_decoder(name: str | None) -> SpeculativeDecoder:
         rule = STRICT if name is None else menu.policies[name].rule
-        return pair.decoder(rule, num_draft_tokens=num_draft_tokens, drafter=drafter)
+        return pair.decoder(rule, num_draft_tokens=settings.num_draft_tokens, drafter=settings.drafter)
 
     watchers = [metrics.count_answer]
-    if check_share:
-        if loaded is None:
+    if settings.check_share:
+        if task is None:
             raise SpecError("check_share needs a task, which says when two answers are the same: give --task")
         watch = Monitoring(
-            make_decoder(None), loaded, metrics, share=check_share, max_drop=max_changed, on_alarm=on_alarm
+            make_decoder(None),
+            task,
+            metrics,
+            share=settings.check_share,
+            max_drop=settings.max_changed,
+            on_alarm=on_alarm,
         )
         watchers.append(watch.note)
     worker = Worker(
         make_decoder,
-        max_waiting=max_waiting,
+        max_waiting=settings.max_waiting,
         on_answer=lambda job, finished: [tell(job, finished) for tell in watchers],  # type: ignore[arg-type]
     )
-    prompts = _prompts(pair, loaded, num_draft_tokens)
+    prompts = _prompts(pair, task, settings.num_draft_tokens)
     worker.start([None, *menu.policies])
     app = create_app(settings, worker, menu, prompts, metrics)
     app.state.worker = worker
     return app
 
 
-def run(app: FastAPI, *, host: str, port: int, grace_s: float, limit_concurrency: int) -> None:
-    """Serve until told to stop; then requests have `grace_s` seconds to finish, from the signal on."""
+def run(app: FastAPI, settings: ServerSettings) -> None:
+    """Serve until told to stop; then requests have `grace` seconds to finish, from the signal on."""
     import uvicorn
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
-            threading.Thread(target=app.state.worker.close, args=(grace_s,)).start()  # no locks in a signal handler
+            threading.Thread(
+                target=app.state.worker.close, args=(settings.grace,)
+            ).start()  # no locks in a signal handler
             super().handle_exit(sig, frame)
 
     config = uvicorn.Config(
         app,
-        host=host,
-        port=port,
+        host=settings.host,
+        port=settings.port,
         access_log=False,
         timeout_keep_alive=30,
-        timeout_graceful_shutdown=int(grace_s) + 10,  # the worker ends requests before, with a word
-        limit_concurrency=limit_concurrency,
+        timeout_graceful_shutdown=int(settings.grace) + 10,  # the worker ends requests before, with a word
+        limit_concurrency=max(256, 4 * settings.max_waiting),
     )
     Server(config).run()
 
 
-def _fitted(policy: Policy, pair: Pair, num_draft_tokens: int, drafter: str) -> Policy:
+def _fitted(policy: Policy, pair: Pair, settings: ServerSettings) -> Policy:
     if policy.certificate is not None:
         made_for = policy.certificate.conditions.pair
         made_for.require_matches(pair.identity, f"the certificate of {policy.rule.spec}", reads_draft=True)
     dtype = str(pair.target.dtype).removeprefix("torch.")
-    return policy.under(num_draft_tokens=num_draft_tokens, drafter=drafter, dtype=dtype)
+    return policy.under(num_draft_tokens=settings.num_draft_tokens, drafter=settings.drafter, dtype=dtype)
 
 
 def _prompts(pair: Pair, task: Task | None, num_draft_tokens: int) -> Prompts:

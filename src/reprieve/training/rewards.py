@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from reprieve.errors import SpecError, require_range
+from reprieve.errors import SpecError
 from reprieve.models.arbiter import ArbitrationRound
+from reprieve.training.settings import RewardSettings
 
 _EPSILON = 1e-6
 
@@ -71,33 +72,8 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Rewards:
-    """What a rollout is rewarded for; the defaults are the paper's (appendix C.2).
-
-    Args:
-        risk: alpha, the price of an accepted token on a failed rollout, per nat of its surprisal under the target.
-        rejection: beta, the price of a rejected mismatch there.
-        fail_weight: eta_fail, the weight of groups in which every rollout failed.
-        length: whether right rollouts are rewarded for the span they accept; else for being right.
-        shaped: whether failed rollouts are told what they did wrong; with `length` off too, correctness alone counts
-            (Table 6, "terminal only").
-        rebalance: whether right and failed rollouts of a group are brought to equal weight (Eq. 27).
-        share_credit: whether a right rollout's advantage is shared out to its decisions as a failed one's is. The
-            paper gives every decision of a right rollout the whole of it, times rho, so that right rollouts outweigh
-            failed ones by about as many times as an answer has decisions.
-    """
-
-    risk: float = 1.0
-    rejection: float = 0.25
-    fail_weight: float = 0.5
-    length: bool = True
-    shaped: bool = True
-    rebalance: bool = True
-    share_credit: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("risk", "rejection", "fail_weight"):
-            require_range(name, getattr(self, name), 0.0, 1e6)
+class Rewards(RewardSettings):
+    """What a rollout and its decisions are worth."""
 
     def decision_rewards(self, rollout: Rollout) -> list[list[float]]:
         """g of each decision, a list a round (Eq. 20 for right rollouts, Eq. 24 for failed ones)."""

@@ -1,4 +1,4 @@
-"""Options several verbs share, and what they do with them."""
+"""What verbs print and ask of the machine: consoles, progress, tables, loading."""
 
 from __future__ import annotations
 
@@ -7,48 +7,24 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from reprieve.errors import SpecError
+from reprieve.settings import PairSettings
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
     from reprieve.engine import Pair
     from reprieve.tasks import Task
-
-Target = Annotated[str, typer.Option(help="Target model: hub id or folder. Default: the bundled pair.")]
-Draft = Annotated[str | None, typer.Option(help="Draft model: hub id or folder.")]
-DrafterSpec = Annotated[
-    str,
-    typer.Option("--drafter", help="draft, ngram:max_ngram=3, or eagle3:path=FOLDER,depth=6,top_k=8,total_tokens=32."),
-]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ... Default: a GPU if there is one.")]
-Seed = Annotated[int, typer.Option(help="Same seed, same answers.")]
-Limit = Annotated[int, typer.Option(help="Number of problems.")]
-Offset = Annotated[int, typer.Option(help="Skip this many problems of the split.")]
-Trials = Annotated[int, typer.Option(help="Answers per problem and arm, each with draws of its own.")]
-ChatTemplate = Annotated[bool, typer.Option("--chat-template", help="Wrap prompts in the tokenizer's chat template.")]
-Split = Annotated[str, typer.Option(help="Split of the task.")]
-TaskName = Annotated[str, typer.Option("--task", help="Task to run.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopP = Annotated[float, typer.Option("--top-p", help="Nucleus mass, in (0, 1].")]
-TopK = Annotated[int, typer.Option("--top-k", help="Most likely tokens kept; 0 keeps all.")]
-DraftTemperature = Annotated[
-    float | None, typer.Option(help="The draft's own temperature (FSD drafts at 0). Default: the target's.")
-]
-Out = Annotated[Path, typer.Option("--out", help="Folder for results; run again with it to resume.")]
-
-BUNDLED = "reprieve/arithmetic-pair"
 
 
 def console(*, stderr: bool = False, color: bool | None = None, width: int | None = None) -> Console:
     """A console: coloured when told, whatever the terminal says; plain when told, or where NO_COLOR is set."""
+    from rich.console import Console
+
     return Console(
         stderr=stderr,
         no_color=None if color is None else not color,
@@ -64,21 +40,6 @@ def command_line() -> str:
     return shlex.join(["reprieve", *sys.argv[1:]])
 
 
-def parse_numbers(text: str, name: str, kind: Callable[[str], Any] = float) -> list[Any]:
-    """`0.1,0.2` as numbers.
-
-    Raises:
-        SpecError: something else, or nothing.
-    """
-    try:
-        numbers = [kind(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise SpecError(f"{name} must be numbers separated by commas, got {text!r}") from None
-    if not numbers:
-        raise SpecError(f"{name} must hold at least one number, got {text!r}")
-    return numbers
-
-
 def split_of(task: Task, asked: str | None, usual: str) -> str:
     """The split asked for; else the usual one, or the only one of a task that has no such names."""
     if asked is not None:
@@ -90,7 +51,7 @@ def require_problems(limit: int, offset: int) -> None:
     """Refuse numbers of problems that are none.
 
     Raises:
-        SpecError: names the option.
+        SpecError: names the flag.
     """
     for name, value, least in (("--limit", limit, 1), ("--offset", offset, 0)):
         if value < least:
@@ -107,19 +68,27 @@ def require_file(path: Path | None) -> None:
         raise SpecError(f"--out must name a file, got {str(path)!r}")
 
 
-def sampling_options(
-    temperature: float, top_p: float, top_k: int, draft_temperature: float | None = None
-) -> dict[str, Any]:
-    """The sampling part of a run's configuration, checked."""
-    from reprieve.settings import SamplingParams
+def say(text: str) -> None:
+    """A line on standard output, as it is: not wrapped, not styled."""
+    console().print(text, soft_wrap=True, markup=False)
 
-    options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "draft_temperature": draft_temperature}
-    SamplingParams(**options)  # type: ignore[arg-type]
-    return options
+
+def warn(text: str) -> None:
+    """A line on standard error, as it is."""
+    console(stderr=True).print(text, soft_wrap=True, markup=False)
 
 
 def progress_bar(what: str) -> Progress:
     """A bar with an estimate of the time left, on stderr; drawn only on a terminal."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
     return Progress(
         TextColumn(what),
         BarColumn(),
@@ -145,15 +114,20 @@ def reporter(bar: Progress, what: str = "answers") -> Callable[[int, int], None]
     return report
 
 
-def load_pair_and_task(target: str, draft: str | None, dtype: str, device: str | None, task: str) -> tuple[Pair, Task]:
+def load_pair_and_task(pair: PairSettings, task: str) -> tuple[Pair, Task]:
     """Both, the task first: a misspelt one is told before a large model is read."""
     from reprieve.tasks import load_task
 
     loaded = load_task(task)
+    return load(pair), loaded
+
+
+def load(pair: PairSettings) -> Pair:
+    """The pair, without transformers' own bars and warnings."""
     quiet_transformers()
     from reprieve.engine import load_pair
 
-    return load_pair(target, draft, dtype=dtype, device=device), loaded
+    return load_pair(**vars(pair))
 
 
 def quiet_transformers() -> None:
@@ -168,6 +142,9 @@ def quiet_transformers() -> None:
 
 def results_table(document: dict[str, Any], *, width: int) -> Table:
     """The arms of a results document, one row each; narrow terminals get fewer columns."""
+    from rich import box
+    from rich.table import Table
+
     table = Table(
         title=f"{document['task']}, {document['split']} split, n = {document['num_problems']}; "
         f"K = {document['num_draft_tokens']}; brackets are 95% intervals",
@@ -185,6 +162,12 @@ def results_table(document: dict[str, Any], *, width: int) -> Table:
 
 
 _WIDE = 150
+
+
+def show_results(document: dict[str, Any]) -> None:
+    """Print the table of a results document, as wide as there is room."""
+    width = table_width(console())
+    console(width=width).print(results_table(document, width=width))
 
 
 def table_width(terminal: Console) -> int:

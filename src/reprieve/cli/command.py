@@ -1,0 +1,26 @@
+"""What every verb is: a record of its flags that can be run."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from reprieve.cli.flags import CONFIG, to_yaml
+from reprieve.files import replace_file
+
+
+@dataclass(frozen=True)
+class Command(ABC):
+    """A verb with its flags. Its docstring is its help."""
+
+    verb: ClassVar[str]  # as it is typed, `train judge`
+
+    @abstractmethod
+    def run(self) -> int:
+        """Do it; returns the exit status."""
+
+    def keep_config(self, folder: Path) -> None:
+        """Write the flags that are in force into the run's folder: `--config` with that file repeats the run."""
+        replace_file(folder / CONFIG, to_yaml(self, self.verb))

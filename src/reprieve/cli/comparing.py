@@ -1,0 +1,49 @@
+"""What verbs that measure arms have in common: run them, write results and figure, print the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reprieve.cli import screen
+from reprieve.cli.command import Command
+from reprieve.evaluation.settings import RunSettings
+from reprieve.settings import PairSettings
+
+if TYPE_CHECKING:
+    from reprieve.evaluation.arms import Arm
+
+
+def compare(command: Command, arms: Sequence[Arm], settings: RunSettings, pair: PairSettings, out: Path) -> int:
+    """Measure and report; returns the exit status.
+
+    Args:
+        command: whose flags are kept in the run's folder.
+    """
+    from reprieve.evaluation.arms import without_missing_draft
+    from reprieve.evaluation.config import RunConfig
+    from reprieve.evaluation.figure import draw_frontier
+    from reprieve.evaluation.results import summarise, write_results
+    from reprieve.evaluation.runner import run_arms
+
+    loaded, task = screen.load_pair_and_task(pair, settings.task)
+    arms = without_missing_draft(arms, loaded)
+    config = RunConfig.of(loaded, arms, settings, command=screen.command_line())
+    with screen.progress_bar(f"{len(arms)} arms") as bar:
+        run = run_arms(
+            config, arms, loaded, task, out, begun=lambda: command.keep_config(out), progress=screen.reporter(bar)
+        )
+    document = summarise(run)
+    write_results(document, out)
+    if not document["arms"]:
+        screen.warn(f"interrupted before every arm had answered a problem; records kept in {out}")
+        return 130
+    figures = draw_frontier(document, out) if document["graded"] else []
+    screen.show_results(document)
+    told = f"figure: {figures[0]}" if figures else f"no right answers here: reprieve verdicts {out} compares the texts"
+    screen.say(f"results: {out / 'results.json'}   {told}")
+    if not run.complete:
+        screen.warn("interrupted: the table holds what was finished; run again to resume")
+        return 130
+    return 1 if any(arm["num_failed"] for arm in document["arms"]) else 0

@@ -1,0 +1,348 @@
+"""Flags from dataclasses: every field of a command's record, and of the records in it, is one flag.
+
+A record's docstring has the help texts, in its `Args:`. Values come from the command line, then from a `--config`
+file, then from the record's own defaults. The same record as YAML is what a run keeps in its folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import inspect
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from reprieve.errors import ReprieveError, SpecError, require_choice
+
+T = TypeVar("T")
+CONFIG = "config.yaml"  # in a run's folder
+_COMMAND = "command"  # its first key
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One field of a record, as a flag or an argument by position."""
+
+    name: str  # as in Python
+    hint: Any
+    default: Any  # MISSING where it must be given
+    help: str
+    group: str  # the record it belongs to, in words; "" for the command's own
+    positional: bool
+
+    @property
+    def option(self) -> str:
+        """As it is typed: `--top-p`."""
+        return "--" + self.key.replace("_", "-")
+
+    @property
+    def key(self) -> str:
+        """As YAML has it: `lambda` for the field `lambda_`."""
+        return self.name.rstrip("_")
+
+    @property
+    def kind(self) -> Any:
+        """Its type, None left out."""
+        options = typing.get_args(self.hint) if isinstance(self.hint, types.UnionType) else (self.hint,)
+        return next(option for option in options if option is not type(None))
+
+    @property
+    def items(self) -> Any:
+        """The type of its items, where it is a tuple; else None."""
+        return typing.get_args(self.kind)[0] if typing.get_origin(self.kind) is tuple else None
+
+    @property
+    def repeated(self) -> bool:
+        """Whether it may be given several times: tuples of texts; numbers are separated by commas."""
+        return self.items in (str, Path)
+
+
+def flags_of(kind: type, *, default: Any = dataclasses.MISSING, group: str = "") -> Iterator[Flag]:
+    """The flags of a record and of the records in it.
+
+    Args:
+        default: an instance whose values are the defaults, where a record holds this one.
+    """
+    hints = typing.get_type_hints(kind)
+    helps = argument_helps(kind)
+    for field in dataclasses.fields(kind):
+        if not field.init or field.metadata.get("flag") is False:
+            continue
+        value = _default_of(field) if default is dataclasses.MISSING else getattr(default, field.name)
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            inner = group if field.name == "settings" else field.name.replace("_", " ")
+            yield from flags_of(hint, default=value, group=inner)  # type: ignore[arg-type]
+            continue
+        yield Flag(field.name, hint, value, helps.get(field.name, ""), group, bool(field.metadata.get("positional")))
+
+
+def argument_helps(kind: type) -> dict[str, str]:
+    """The texts of the `Args:` section of a class's docstring, and of those it inherits from, by name."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        section = re.search(r"^Args:\n((?:    .*\n?|\n)*)", inspect.cleandoc(base.__dict__.get("__doc__") or ""), re.M)
+        for entry in re.split(r"\n(?=\S)", textwrap.dedent(section[1]).strip() if section else ""):
+            name, colon, text = entry.partition(":")
+            if colon:
+                found |= {part.strip(): " ".join(text.split()) for part in name.split(",")}
+    return found
+
+
+def parser_of(kind: type, *, prog: str) -> argparse.ArgumentParser:
+    """A parser of a record's flags. What is not given is not in the result."""
+    parser = _Parser(
+        prog=prog,
+        usage=" ".join([prog, *(_usage(flag) for flag in flags_of(kind) if flag.positional), "[FLAGS]"]),
+        description=inspect.cleandoc(kind.__doc__ or "").partition("\nArgs:")[0].strip(),
+        formatter_class=_Help,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    groups: dict[str, Any] = {"": parser}
+    known: set[str] = set()
+    for flag in flags_of(kind):
+        assert flag.name not in known, f"{prog}: {flag.option} is declared twice"
+        known.add(flag.name)
+        if flag.group not in groups:
+            groups[flag.group] = parser.add_argument_group(flag.group)
+        _add(groups[flag.group], flag)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with values for these flags; flags win.")
+    return parser
+
+
+def parse(kind: type[T], arguments: Sequence[str], *, command: str) -> T:
+    """The record that a command line describes.
+
+    Raises:
+        SpecError: a value out of range, or a configuration that does not fit.
+        SystemExit: usage was asked for, or is wrong (2).
+    """
+    parser = parser_of(kind, prog=f"reprieve {command}")
+    given = vars(parser.parse_args(list(arguments)))
+    path = given.pop("config", None)
+    flags = {flag.name: flag for flag in flags_of(kind)}
+    values = {**(_from_file(path, flags, command) if path is not None else {}), **given}
+    if presets := getattr(kind, "presets", None):
+        values = {**_preset(presets, values.get("preset", flags["preset"].default)), **values}
+    missing = [
+        flag.option if not flag.positional else flag.key
+        for flag in flags.values()
+        if flag.default is dataclasses.MISSING and flag.name not in values
+    ]
+    if missing:
+        parser.error(f"the following arguments are required: {', '.join(missing)}")
+    return build(kind, values)
+
+
+def build(kind: type[T], values: Mapping[str, Any], *, default: Any = dataclasses.MISSING) -> T:
+    """A record, and the records in it, from values by field name; the rest are the defaults.
+
+    Raises:
+        SpecError: a value that a record refuses.
+    """
+    hints = typing.get_type_hints(kind)
+    made = {}
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if not field.init:
+            continue
+        fallback = _default_of(field) if default is dataclasses.MISSING else getattr(default, field.name)
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            made[field.name] = build(hint, values, default=fallback)  # type: ignore[arg-type]
+        elif field.name in values and field.metadata.get("flag") is not False:
+            made[field.name] = values[field.name]
+        elif fallback is not dataclasses.MISSING:
+            made[field.name] = fallback
+    return kind(**made)
+
+
+def to_yaml(record: Any, command: str) -> str:
+    """All values of a record by flag, the command first: what `--config` reads."""
+    import yaml
+
+    values: dict[str, Any] = {_COMMAND: command}
+    for flag, value in _values(record):
+        values[flag.key] = [_plain(item) for item in value] if isinstance(value, tuple) else _plain(value)
+    text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+    return text
+
+
+def _values(record: Any) -> Iterator[tuple[Flag, Any]]:
+    for flag in flags_of(type(record), default=record):
+        yield flag, flag.default
+
+
+def _from_file(path: Path, flags: Mapping[str, Flag], command: str) -> dict[str, Any]:
+    """Values of a configuration file by field name.
+
+    Raises:
+        ReprieveError: it cannot be read.
+        SpecError: another command's, an unknown key, or a value of another type.
+    """
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ReprieveError(f"--config {str(path)!r} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(found, dict):
+        raise SpecError(f"--config {str(path)!r} must hold flags by name, got {type(found).__name__}")
+    if (other := found.pop(_COMMAND, command)) != command:
+        raise SpecError(f"--config {str(path)!r} is of `reprieve {other}`, not of `reprieve {command}`")
+    by_key = {flag.key: flag for flag in flags.values()}
+    values = {}
+    for key, value in found.items():
+        if key not in by_key:
+            near = difflib.get_close_matches(str(key), by_key, n=1)
+            raise SpecError(
+                f"--config {str(path)!r}: `reprieve {command}` has no {key!r}" + (f"; {near[0]}?" if near else "")
+            )
+        flag = by_key[key]
+        values[flag.name] = _checked(flag, value, f"--config {str(path)!r}: {key}")
+    return values
+
+
+def _preset(presets: Mapping[str, Mapping[str, Any]], name: str) -> Mapping[str, Any]:
+    """What a preset says in place of the defaults; flags and configuration files win."""
+    require_choice("--preset", name, tuple(presets))
+    return presets[name]
+
+
+def _checked(flag: Flag, value: Any, where: str) -> Any:
+    if value is None and flag.kind != flag.hint:
+        return None
+    if flag.items is not None:
+        if not isinstance(value, list):
+            raise SpecError(f"{where} must be a list, got {value!r}")
+        return tuple(_scalar(flag.items, item, where) for item in value)
+    return _scalar(flag.kind, value, where)
+
+
+def _scalar(kind: Any, value: Any, where: str) -> Any:
+    allowed = {float: (int, float), Path: (str,)}.get(kind, (kind,))
+    if kind is float and isinstance(value, str):  # YAML 1.1 takes 1e-3 for a text
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
+        raise SpecError(f"{where} must be {_WANTED[kind]}, got {value!r}")
+    return kind(value)
+
+
+_WANTED = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", Path: "a path"}
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _add(group: Any, flag: Flag) -> None:
+    if flag.positional:
+        many = flag.items is not None
+        optional = flag.default is not dataclasses.MISSING
+        nargs = {(True, False): "+", (True, True): "*", (False, True): "?"}.get((many, optional))
+        kind = _converter(flag.items or flag.kind)
+        action = _Tuple if many else "store"
+        group.add_argument(
+            flag.name, type=kind, nargs=nargs, metavar=flag.key.upper(), action=action, help=_escaped(flag.help)
+        )
+        return
+    told = "" if "Default:" in flag.help else _told(flag.default)
+    options: dict[str, Any] = {"dest": flag.name, "help": _escaped(flag.help + told)}
+    if flag.kind is bool:
+        options |= {"action": argparse.BooleanOptionalAction}
+    elif flag.repeated:
+        options |= {"action": _Append, "type": _converter(flag.items), "metavar": _METAVARS[flag.items]}
+    elif flag.items is not None:
+        metavar = _METAVARS[flag.items]
+        options |= {"type": _commas(_converter(flag.items)), "metavar": f"{metavar},{metavar}"}
+    else:
+        options |= {"type": _converter(flag.kind), "metavar": _METAVARS[flag.kind]}
+    group.add_argument(flag.option, **options)
+
+
+_METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+
+
+def _usage(flag: Flag) -> str:
+    name = flag.key.upper() + (" ..." if flag.items is not None else "")
+    return name if flag.default is dataclasses.MISSING else f"[{name}]"
+
+
+def _told(default: Any) -> str:
+    """The default, as a help text ends with it; nothing where the text itself has to say."""
+    if default is dataclasses.MISSING or default is None or default == () or isinstance(default, bool):
+        return ""
+    if isinstance(default, tuple):
+        return f" Default: {','.join(f'{item:g}' if isinstance(item, float) else str(item) for item in default)}."
+    return f" Default: {default:g}." if isinstance(default, float) else f" Default: {default}."
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")
+
+
+def _converter(kind: Any) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be {_WANTED[kind]}, got {text!r}") from None
+
+    return convert
+
+
+def _commas(convert: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    def split(text: str) -> tuple[Any, ...]:
+        found = tuple(convert(part.strip()) for part in text.split(",") if part.strip())
+        if not found:
+            raise argparse.ArgumentTypeError(f"must be numbers separated by commas, got {text!r}")
+        return found
+
+    return split
+
+
+class _Append(argparse.Action):
+    """Adds a value to a tuple that begins empty, whatever the default is."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), values))
+
+
+class _Tuple(argparse.Action):
+    """Several values by position, as a tuple; none of them leaves the default."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if values:
+            setattr(namespace, self.dest, tuple(values))
+
+
+class _Help(argparse.HelpFormatter):
+    """Wide enough for sentences."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=110)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says which flag a misspelt one may have meant."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        if unknown:
+            near = difflib.get_close_matches(unknown[1], self._option_string_actions, n=1)
+            message = f"unknown flag {unknown[1]}" + (f"; {near[0]}?" if near else "")
+        self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` lists the flags.\n")

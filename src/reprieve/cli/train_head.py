@@ -1,0 +1,130 @@
+"""`reprieve train judge|pivot`: a head from labels."""
+
+from __future__ import annotations
+
+import shutil
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reprieve.cli import screen
+from reprieve.cli.command import Command
+from reprieve.errors import import_extra
+from reprieve.settings import PairSettings
+from reprieve.training.settings import JudgeTraining, PivotTraining
+
+if TYPE_CHECKING:
+    from reprieve.engine import Pair
+    from reprieve.heads.base import Head
+    from reprieve.labelling.records import ProblemLabels
+    from reprieve.loop import Progress
+    from reprieve.training.features import LabelledTokens
+
+_WORK = "training"  # folder of what a training that was cut off goes on from
+
+
+@dataclass(frozen=True)
+class TrainHead(Command):
+    """Fit a head to labels.
+
+    Args:
+        labels: Label store, from `reprieve mine`.
+        folds: Train one head per fold of the problems, without that fold (out-of-fold evaluation).
+        out: Folder for the head.
+    """
+
+    settings: JudgeTraining | PivotTraining = field(metadata={"flag": False})
+    labels: Path = Path("runs/labels")
+    folds: int | None = None
+    pair: PairSettings = field(default_factory=PairSettings)
+    out: Path = Path("heads/judge")
+
+    @abstractmethod
+    def fit(self, tokens: LabelledTokens, pair: Pair, task: str, folder: Path, progress: Progress) -> Head:
+        """The head of these labels."""
+
+    def run(self) -> int:
+        import_extra("sklearn", "labels")
+        from reprieve.heads.files import claim_head
+        from reprieve.heads.folds import fold_folder, fold_of, require_folds, write_folds
+        from reprieve.labelling.store import LabelStore
+
+        store = LabelStore(self.labels)
+        pair = screen.load(self.pair)
+        store.require_pair(pair.identity)
+        claim_head(self.out)
+        problems, task = store.problems(), store.manifest["task"]
+        if self.folds is not None:
+            require_folds(self.folds)
+            for fold in range(self.folds):
+                kept = [problem for problem in problems if fold_of(problem.problem_id, self.folds) != fold]
+                self._fit_one(pair, kept, task, fold_folder(self.out, fold))
+            write_folds(self.out, self.folds)
+            screen.say(f"out-of-fold heads: {self.out}   each problem is answered with the head that never saw it")
+        else:
+            head = self._fit_one(pair, problems, task, self.out)
+            screen.say(f"head: {self.out}   use it: reprieve bench --arm {head.kind}:path={self.out}")
+        self.keep_config(self.out)
+        return 0
+
+    def _fit_one(self, pair: Pair, problems: list[ProblemLabels], task: str, out: Path) -> Head:
+        """Recompute the features of some labels, fit a head, save it and say how good it is."""
+        from reprieve.heads.files import claim_head
+        from reprieve.training.features import collect
+
+        claim_head(out)
+        recipe = self.settings.recipe
+        with screen.progress_bar("features") as bar:
+            tokens = collect(
+                pair,
+                problems,
+                layers=recipe.layers,
+                draft_layers=recipe.draft_layers if recipe.reads_draft else (),
+                progress=screen.reporter(bar, "problems"),
+            )
+        with screen.progress_bar("fitting") as bar:
+            head = self.fit(tokens, pair, task, out / _WORK, screen.reporter(bar, "steps"))
+        head.save_pretrained(out)
+        shutil.rmtree(out / _WORK, ignore_errors=True)
+        made = head.training
+        auc, low, high = made["auc_held_out"]
+        lines = (
+            f"{made['num_tokens']} labels of {made['num_problems']} problems, {made['num_important']} important; "
+            f"held-out ROC AUC {auc:.3f} [{low:.3f}, {high:.3f}]",
+            f"features: {recipe.name}",
+            f"threshold {head.threshold:g} refuses {100 * made['recall_at_threshold']:.0f}% of the important and "
+            f"accepts {100 * made['acceptance_at_threshold']:.0f}% of the others",
+        )
+        screen.say("\n".join(lines))
+        return head
+
+
+@dataclass(frozen=True)
+class TrainJudge(TrainHead):
+    """Fit AutoJudge's linear head."""
+
+    verb = "train judge"
+
+    settings: JudgeTraining = field(default_factory=JudgeTraining)
+
+    def fit(self, tokens: LabelledTokens, pair: Pair, task: str, folder: Path, progress: Progress) -> Head:
+        from reprieve.training.judge import train_judge
+
+        return train_judge(tokens, pair.identity, task, settings=self.settings, folder=folder, progress=progress)
+
+
+@dataclass(frozen=True)
+class TrainPivot(TrainHead):
+    """Fit PAD's two-branch MLP."""
+
+    verb = "train pivot"
+
+    settings: PivotTraining = field(default_factory=PivotTraining)
+    labels: Path = Path("runs/pivots")
+    out: Path = Path("heads/pivot")
+
+    def fit(self, tokens: LabelledTokens, pair: Pair, task: str, folder: Path, progress: Progress) -> Head:
+        from reprieve.training.pivot import train_pivot
+
+        return train_pivot(tokens, pair.identity, task, settings=self.settings, folder=folder, progress=progress)

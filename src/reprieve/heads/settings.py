@@ -1,0 +1,148 @@
+"""What heads are made of, as settings: feature recipes, and the shape of an arbiter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from reprieve.errors import SpecError, require_choice, require_range
+from reprieve.needs import Need
+
+BUCKETS = ("none", "entropy", "distance", "margin")  # what an lts calibration may be cut by
+VERSION = 1
+STATES = ("target", "draft", "both")
+ENCODINGS = ("draft", "target", "previous", "both")
+_AT_DECODING = ("draft", "previous")  # encodings that verification has
+
+
+@dataclass(frozen=True)
+class FeatureRecipe:
+    """Which states make a head's features, in this order: target states, draft states, entropy, probability.
+
+    Args:
+        states: whose hidden states: target, draft or both.
+        encoding: of which token (AutoJudge, appendix B): the drafted one, the target's own, the previous one that
+            predicted both, or both of the first two. Decoding has no states of the target's own token.
+        layers: of the target, as indices into transformers' `hidden_states`; -1 is the last, after the final norm.
+        draft_layers: of the draft.
+        entropy: add the entropy of the target's distribution, nats.
+        probability: add the target's probability of the drafted token.
+        version: of these meanings.
+
+    Distributions here are the model's own: temperature 1, nothing cut off.
+    """
+
+    states: str = "target"
+    encoding: str = "draft"
+    layers: tuple[int, ...] = (-1,)
+    draft_layers: tuple[int, ...] = (-1,)
+    entropy: bool = False
+    probability: bool = False
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        require_choice("states", self.states, STATES)
+        require_choice("encoding", self.encoding, ENCODINGS)
+        require_choice("version of the feature recipe", self.version, (VERSION,))
+        if not self.layers or not self.draft_layers:
+            raise SpecError("layers must name at least one layer, got none")
+
+    @property
+    def name(self) -> str:
+        """For people: `target states of the draft token, layers -1, entropy, probability (v1)`."""
+        whose = {"both": "target and draft"}.get(self.states, self.states)
+        which = {"both": "draft and target tokens", "previous": "previous token"}.get(
+            self.encoding, f"{self.encoding} token"
+        )
+        layers = self.layers if self.reads_target else self.draft_layers
+        extra = [word for word, wanted in (("entropy", self.entropy), ("probability", self.probability)) if wanted]
+        return ", ".join([f"{whose} states of the {which}", f"layers {' '.join(map(str, layers))}", *extra]) + (
+            f" (v{self.version})"
+        )
+
+    @property
+    def reads_target(self) -> bool:
+        return self.states != "draft"
+
+    @property
+    def reads_draft(self) -> bool:
+        return self.states != "target"
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What it reads of a round."""
+        needed = set()
+        if self.reads_target:
+            needed.add(Need.PARENT_HIDDEN if self.encoding == "previous" else Need.NODE_HIDDEN)
+        if self.reads_draft:
+            needed.add(Need.DRAFT_HIDDEN)
+        return frozenset(needed)
+
+    @property
+    def num_scalars(self) -> int:
+        return int(self.entropy) + int(self.probability)
+
+    def require_decodable(self) -> None:
+        """Refuse recipes that verification cannot serve.
+
+        Raises:
+            SpecError: an encoding of the target's own token, or the draft's states of the previous one.
+        """
+        if self.encoding not in _AT_DECODING or (self.encoding == "previous" and self.reads_draft):
+            raise SpecError(
+                f"features with encoding={self.encoding}, states={self.states} do not exist while decoding; a head "
+                "that decodes needs encoding=draft, or previous with states=target"
+            )
+
+    def to_config(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        return {**asdict(self), "layers": list(self.layers), "draft_layers": list(self.draft_layers)}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> FeatureRecipe:
+        """The inverse of `to_config`.
+
+        Raises:
+            SpecError: unknown keys, or values out of range.
+        """
+        known = {"states", "encoding", "layers", "draft_layers", "entropy", "probability", "version"}
+        if unknown := config.keys() - known:
+            raise SpecError(f"feature recipe has unknown keys {', '.join(sorted(unknown))}")
+        layers = {key: tuple(config[key]) for key in ("layers", "draft_layers") if key in config}
+        return cls(**{**config, **layers})
+
+
+JUDGE_TARGET = FeatureRecipe()
+JUDGE_BOTH = FeatureRecipe(states="both")
+PIVOT = FeatureRecipe(entropy=True, probability=True)
+
+
+@dataclass(frozen=True)
+class ArbiterShape:
+    """The adapters on the draft's backbone, and the mask (CoSpec, appendix C.1).
+
+    Args:
+        rank: Of the LoRA adapters.
+        scale: Alpha of the adapters.
+        dropout: On the adapters' input while warming up.
+        hybrid: Bidirectional attention between drafted and target tokens; without it, causal (the paper's Table 8).
+        seed: Of the first weights.
+    """
+
+    rank: int = 16
+    scale: float = 32.0
+    dropout: float = 0.05
+    hybrid: bool = True
+    seed: int = field(default=0, metadata={"flag": False})
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise SpecError(f"rank must be 1 or more, got {self.rank!r}")
+        require_range("scale", self.scale, 0.0, 1e6, low_open=True)
+        require_range("dropout", self.dropout, 0.0, 0.9)
+
+
+def default_layers(num_layers: int) -> tuple[int, int, int]:
+    """EAGLE-3's published choice of target layers, as indices into transformers' `hidden_states`."""
+    return (2, num_layers // 2, num_layers - 3)

@@ -1,0 +1,148 @@
+"""What is mined, and how: a record for each miner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from reprieve.errors import SpecError, require_choice, require_range
+from reprieve.settings import PairSettings, ProblemSettings, SamplingParams, SamplingSettings
+
+
+@dataclass(frozen=True)
+class MiningSettings(ProblemSettings):
+    """Everything that decides what labels say, and how fast they come.
+
+    Args:
+        seed: Same seed, same labels.
+        max_new_tokens: Largest whole response. Default: the task's.
+        num_in_flight: Problems under way at once.
+    """
+
+    miner: ClassVar[str]
+
+    split: str = "train"
+    limit: int = 100
+    seed: int = 0
+    max_new_tokens: int | None = None
+    num_in_flight: int = 16
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    pair: PairSettings = field(default_factory=PairSettings)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise SpecError(f"max_new_tokens must be 1 or more, got {self.max_new_tokens}")
+        if self.num_in_flight < 1:
+            raise SpecError(f"num_in_flight must be 1 or more, got {self.num_in_flight}")
+
+    @property
+    def params(self) -> SamplingParams:
+        """Its sampling, for texts of any length."""
+        return SamplingParams(**vars(self.sampling), seed=self.seed)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The miner's own settings, which labels in one store must share; None stands for what is not used."""
+        return {}
+
+    @property
+    def asks_a_judge(self) -> bool:
+        """Whether a language model compares responses, so that the task needs no right answers."""
+        return False
+
+
+@dataclass(frozen=True)
+class AutoJudgeMining(MiningSettings):
+    """AutoJudge's miner (Algorithm 1). Above temperature 0 it samples through Gumbel noise.
+
+    Args:
+        variant: search (Algorithm 1), or naive: every mismatch alone.
+        judge: Compares open-ended responses: openai:model=NAME,url=ADDRESS.
+        api_url: OpenAI-compatible address that has the target; --target is its name there.
+        api_prompts: What the API is sent: text, or tokens (vLLM).
+    """
+
+    miner: ClassVar[str] = "autojudge"
+
+    variant: str = "search"
+    judge: str | None = None
+    api_url: str | None = None
+    api_prompts: str = "text"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("variant", self.variant, ("search", "naive"))
+        if self.api_url is not None and (not self.sampling.greedy or self.pair.draft is None):
+            raise SpecError("a target behind an API needs temperature 0, and a draft by name")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"variant": self.variant, "judge": self.judge}
+
+    @property
+    def asks_a_judge(self) -> bool:
+        return self.judge is not None
+
+
+@dataclass(frozen=True)
+class PivotMining(MiningSettings):
+    """PAD's miner (its Algorithm 1): rollouts on both sides of every token that speculative sampling rejects.
+
+    Args:
+        num_rollouts: N: rollouts on each side of a rejected token.
+        alpha: A pivot's utility is below alpha times the base's, 0 to 1.
+        soundness: Judge of non-pivots: equations, or openai:model=NAME,url=ADDRESS.
+    """
+
+    miner: ClassVar[str] = "pivot"
+
+    num_in_flight: int = 4
+    sampling: SamplingSettings = field(default_factory=lambda: SamplingSettings(temperature=0.6, top_p=0.95, top_k=20))
+    num_rollouts: int = 8
+    alpha: float = 0.8
+    soundness: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sampling.greedy:
+            raise SpecError("temperature must be above 0 for pivot mining, which labels by rollouts, got 0")
+        if self.num_rollouts < 1:
+            raise SpecError(f"num_rollouts must be 1 or more, got {self.num_rollouts}")
+        require_range("alpha", self.alpha, 0.0, 1.0)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"num_rollouts": self.num_rollouts, "alpha": self.alpha, "soundness": self.soundness}
+
+
+@dataclass(frozen=True)
+class TraceMining(MiningSettings):
+    """CoSpec's traces (appendix C.1): plain speculative rounds, with a label for which side of a mismatch ends better.
+
+    Args:
+        num_draft_tokens: K of the rounds.
+        max_mismatches: Mismatches labelled in a round, from its first on.
+        num_rollouts: On each side of a mismatch, where sampled; greedily it is one.
+        greedy_branches: Continue both sides greedily although the rounds are sampled.
+        tie: Label where both sides end equally well.
+        judge: Scores both candidates instead of rollouts: openai:model=NAME,url=ADDRESS.
+    """
+
+    miner: ClassVar[str] = "arbitration"
+
+    num_draft_tokens: int = 16
+    max_mismatches: int = 4
+    num_rollouts: int = 4
+    greedy_branches: bool = False
+    tie: float = 0.8
+    judge: str | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        names = ("num_draft_tokens", "max_mismatches", "num_rollouts", "greedy_branches", "tie", "judge")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def asks_a_judge(self) -> bool:
+        return self.judge is not None

@@ -1,0 +1,249 @@
+"""The one training loop: update by update, with checkpoints; a training that was cut off ends as a whole one does."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import signal
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from reprieve.errors import ReprieveError
+from reprieve.files import replace_file, whole_lines
+
+CHECKPOINT = "checkpoint.safetensors"
+CHECKPOINT_SECONDS = 120.0
+Progress = Callable[[int, int], None]  # updates done and all
+
+
+class Learner(ABC):
+    """What a training teaches. An update depends on its number and the seed alone, so that a resumed run repeats it."""
+
+    @property
+    @abstractmethod
+    def num_updates(self) -> int:
+        """Length of the training."""
+
+    @property
+    @abstractmethod
+    def recipe(self) -> str:
+        """What a checkpoint must have been made with: settings, models, data."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """Everything that the next update builds on, by name."""
+
+    @abstractmethod
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take up a state that was put away."""
+
+    @abstractmethod
+    def one_update(self, update: int) -> dict[str, float]:
+        """Update number `update`, from 0; returns numbers for the log."""
+
+    def validates_after(self, update: int) -> bool:
+        """Whether to validate once `update` updates are done; 0 is before the first."""
+        return False
+
+    def validate(self, update: int, seconds: float) -> dict[str, float]:
+        """Measure on what is held out, and keep what is worth keeping; returns numbers for the log.
+
+        Args:
+            seconds: spent on updates so far.
+        """
+        return {}
+
+    def finished(self) -> bool:
+        """Whether further updates are of no use."""
+        return False
+
+
+def train(
+    learner: Learner,
+    folder: Path | None,
+    *,
+    progress: Progress = lambda done, total: None,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+) -> float:
+    """Run a learner's updates; goes on from the checkpoint in its folder, where there is one.
+
+    Ctrl-C ends it after the update in hand, with a checkpoint.
+
+    Args:
+        folder: gets `checkpoint.safetensors`, `metrics.jsonl` and, with TensorBoard, `events/`; None keeps nothing.
+
+    Returns:
+        Seconds spent on updates, those before an interruption included.
+
+    Raises:
+        ReprieveError: a checkpoint of another recipe, or a damaged one.
+        KeyboardInterrupt: it was interrupted.
+    """
+    path = None if folder is None else folder / CHECKPOINT
+    update, seconds = (0, 0.0) if path is None else _restore(learner, path)
+    log = RunLog(folder, first_step=update + 1 if update else 0)
+    saved = time.perf_counter()
+
+    def save() -> None:
+        nonlocal saved
+        if path is not None:
+            _save(learner, path, update, seconds)
+            saved = time.perf_counter()
+
+    try:
+        with _deferred_interrupt() as interrupted:
+            if update == 0 and learner.validates_after(0):
+                log.log(0, "validation", learner.validate(0, seconds))
+            while update < learner.num_updates and not learner.finished():
+                started = time.perf_counter()
+                numbers = learner.one_update(update)
+                update += 1
+                seconds += time.perf_counter() - started
+                log.log(update, "train", numbers)
+                if learner.validates_after(update):
+                    log.log(update, "validation", learner.validate(update, seconds))
+                # A checkpoint whose validation is still to come would skip it for good, so it comes after.
+                if interrupted() or learner.validates_after(update) or time.perf_counter() - saved > checkpoint_seconds:
+                    save()
+                progress(update, learner.num_updates)
+                if interrupted():
+                    raise KeyboardInterrupt
+        save()
+    finally:
+        log.close()
+    return seconds
+
+
+def network_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Trained weights and the optimiser's state, by name."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    tensors = {f"model.{name}": parameter.detach().contiguous() for name, parameter in named}
+    for name, parameter in named:
+        for key, value in optimizer.state[parameter].items():
+            tensors[f"{key}.{name}"] = value.detach().clone().contiguous()
+    return tensors
+
+
+@torch.no_grad()
+def load_network(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """The inverse of `network_state`, for AdamW."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            device = parameter.device
+            parameter.copy_(tensors[f"model.{name}"])
+            optimizer.state[parameter] = {
+                "step": tensors[f"step.{name}"],
+                "exp_avg": tensors[f"exp_avg.{name}"].to(device),
+                "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(device),
+            }
+
+
+class Schedule(Protocol):
+    """How long a training is and how fast it learns."""
+
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def warmup_updates(self) -> int: ...
+    @property
+    def num_updates(self) -> int: ...
+
+
+def learning_rate_at(schedule: Schedule, update: int) -> float:
+    """Linear warm-up, then a cosine down to 2% of the peak."""
+    if update < schedule.warmup_updates:
+        return schedule.learning_rate * (update + 1) / schedule.warmup_updates
+    done = (update - schedule.warmup_updates) / max(1, schedule.num_updates - schedule.warmup_updates)
+    return schedule.learning_rate * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+class RunLog:
+    """Scalars by step in `metrics.jsonl` and, where TensorBoard is installed, in `events/`.
+
+    Args:
+        folder: of the run; None logs nothing.
+        first_step: where a resumed run goes on; what was logged of later steps is dropped.
+    """
+
+    def __init__(self, folder: Path | None, *, first_step: int = 0) -> None:
+        self.path = None if folder is None else folder / "metrics.jsonl"
+        self._writer: Any = None
+        if folder is None or self.path is None:
+            return
+        kept = [line for line in whole_lines(self.path) if json.loads(line)["step"] < first_step]
+        replace_file(self.path, "".join(f"{line}\n" for line in kept))
+        if importlib.util.find_spec("tensorboard") is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(folder / "events"), purge_step=first_step)
+
+    def log(self, step: int, kind: str, values: Mapping[str, float]) -> None:
+        """One step's numbers; `kind` names what they are of (`train`, `validation`)."""
+        if self.path is None:
+            return
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
+        if self._writer is not None:
+            for name, value in values.items():
+                self._writer.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        """Write out what TensorBoard still holds."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _save(learner: Learner, path: Path, update: int, seconds: float) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    metadata = {"update": str(update), "seconds": f"{seconds:.1f}", "recipe": learner.recipe}
+    save_file(learner.state(), temporary, metadata=metadata)
+    os.replace(temporary, path)
+
+
+def _restore(learner: Learner, path: Path) -> tuple[int, float]:
+    """Updates done and seconds spent; the learner takes up its state."""
+    if not path.exists():
+        return 0, 0.0
+    try:
+        with safe_open(path, "pt") as opened:
+            metadata = opened.metadata() or {}
+        if metadata.get("recipe") != learner.recipe:
+            raise ReprieveError(f"{path} belongs to another recipe; remove it, or train into another folder")
+        learner.load_state(load_file(path))
+        return int(metadata["update"]), float(metadata["seconds"])
+    except (SafetensorError, KeyError, ValueError, RuntimeError, OSError) as error:
+        raise ReprieveError(f"{path} cannot be read as a checkpoint: {error}; remove it to start again") from None
+
+
+@contextmanager
+def _deferred_interrupt() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C only sets a flag, so that no update is left half done; a second one is not waited for."""
+    asked = False
+
+    def note(number: int, frame: Any) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)

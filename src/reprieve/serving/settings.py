@@ -1,0 +1,61 @@
+"""How a server behaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reprieve.errors import SpecError, require_range
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How a server behaves.
+
+    Args:
+        model_name: What clients call the model. Default: the target.
+        drafter: draft, ngram:max_ngram=3, or eagle3:path=FOLDER.
+        num_draft_tokens: K: drafted tokens a round.
+        host: Address to listen on; anything but loopback lets others in.
+        port: 0 takes a free one.
+        api_key: Clients must send it. Default: $REPRIEVE_API_KEY, if it is set.
+        max_waiting: Requests that may wait; more are answered 429.
+        timeout: Longest a request may take, in seconds, waiting included.
+        grace: Seconds left to requests when the server is told to stop.
+        max_tokens: Most new tokens of one answer.
+        max_body_bytes: Largest request body.
+        task: Task whose answers the quality checks compare.
+        check_share: Share of relaxed requests to answer losslessly too.
+        max_changed: Alarm once a larger share of changed answers is proved, 0.02 for 2%.
+    """
+
+    model_name: str | None = None
+    drafter: str = "draft"
+    num_draft_tokens: int = 8
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    max_waiting: int = 64
+    timeout: float = 120.0
+    grace: float = 20.0
+    max_tokens: int = 4096
+    max_body_bytes: int = 1 << 20
+    task: str | None = None
+    check_share: float = 0.0
+    max_changed: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "grace", "max_tokens", "max_body_bytes"):
+            if not getattr(self, name) > 0:
+                raise SpecError(f"{name} must be above 0, got {getattr(self, name)!r}")
+        if not 0 <= self.port < 65536:
+            raise SpecError(f"port must be in [0, 65535], got {self.port}")
+        if self.max_waiting < 1:
+            raise SpecError(f"max_waiting must be 1 or more, got {self.max_waiting}")
+        require_range("check_share", self.check_share, 0.0, 1.0)
+
+    @property
+    def hosts(self) -> tuple[str, ...] | None:
+        """Names the server answers to; None for any."""
+        return (*LOOPBACK, "[::1]") if self.host in LOOPBACK else None

@@ -1,0 +1,302 @@
+"""How heads are trained: a record for each recipe, whose defaults are the paper's where it says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from reprieve.errors import SpecError, require_range
+from reprieve.heads.settings import ArbiterShape, FeatureRecipe, default_layers
+from reprieve.settings import PairSettings
+
+
+def _require_counts(record: object, *names: str) -> None:
+    for name in names:
+        value = getattr(record, name)
+        if value is not None and value < 1:
+            raise SpecError(f"{name} must be 1 or more, got {value!r}")
+
+
+@dataclass(frozen=True)
+class JudgeTraining:
+    """AutoJudge's linear head: which states it reads, and the grid of penalties.
+
+    Args:
+        states: Hidden states of target, draft or both.
+        encoding: Of the draft token, or of the previous one.
+        layers: Target layers, such as -1 or -1,-4; -1 is the last, after the norm.
+        grid: Values of C to try, scikit-learn's inverse strength of the penalty.
+        held_out: Share of the problems held out, on which C is chosen.
+        seed: Of the split.
+    """
+
+    states: str = "target"
+    encoding: str = "draft"
+    layers: tuple[int, ...] = (-1,)
+    grid: tuple[float, ...] = (1.0, 0.1, 0.01, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7)
+    held_out: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.recipe.require_decodable()
+        if not self.grid or not all(0 < c < float("inf") for c in self.grid):
+            raise SpecError(f"grid must hold finite values of C above 0, got {list(self.grid)}")
+        require_range("held_out", self.held_out, 0.0, 0.9, low_open=True)
+
+    @property
+    def recipe(self) -> FeatureRecipe:
+        """What the head reads."""
+        return FeatureRecipe(states=self.states, encoding=self.encoding, layers=self.layers)
+
+
+@dataclass(frozen=True)
+class PivotTraining:
+    """PAD's two-branch MLP: sizes and optimisation, which the paper leaves open. AdamW on shuffled batches.
+
+    Args:
+        layers: Target layers, such as -1 or -1,-4; -1 is the last, after the norm.
+        hidden_size: Units of the branch on the hidden state.
+        scalar_size: Units of the branch on entropy and probability.
+        fuse_size: Units of the layer that joins both.
+        learning_rate: Of AdamW.
+        weight_decay: Of AdamW.
+        dropout: Share of the standardised features set to their mean, while training; [0, 0.9].
+        batch_size: Labels in one step.
+        num_epochs: Largest number of epochs.
+        patience: Epochs without a lower validation loss that end it.
+        held_out: Share of the problems held out, on which the epoch is chosen.
+        seed: Of split, weights and batches.
+    """
+
+    layers: tuple[int, ...] = (-1,)
+    hidden_size: int = 64
+    scalar_size: int = 16
+    fuse_size: int = 32
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.1
+    dropout: float = 0.3
+    batch_size: int = 128
+    num_epochs: int = 60
+    patience: int = 10
+    held_out: float = 0.2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require_counts(self, "hidden_size", "scalar_size", "fuse_size", "batch_size", "num_epochs", "patience")
+        require_range("learning_rate", self.learning_rate, 0.0, 1.0, low_open=True)
+        require_range("weight_decay", self.weight_decay, 0.0, 10.0)
+        require_range("dropout", self.dropout, 0.0, 0.9)
+        require_range("held_out", self.held_out, 0.0, 0.9, low_open=True)
+
+    @property
+    def recipe(self) -> FeatureRecipe:
+        """What the head reads."""
+        return FeatureRecipe(layers=self.layers, entropy=True, probability=True)
+
+
+@dataclass(frozen=True)
+class EagleTraining:
+    """Shape of an EAGLE-3 head and length of its training.
+
+    Args:
+        layers: The target's layers it reads, low to high, as indices into transformers' hidden_states. Default: the
+            published choice (2, half, all but 3).
+        draft_vocab_size: The target's most frequent tokens, which alone it can draft.
+        intermediate_size: Of its one decoder layer. Default: the target's own.
+        num_steps: Unrolled steps of training-time test; about as deep as it will draft.
+        step_decay: Weight of each further step over the one before, (0, 1].
+        num_passes: Over the answers.
+        tokens_per_update: Most tokens in one update, prompts included.
+        learning_rate: Largest learning rate.
+        warmup_updates: Until it is reached.
+        weight_decay: Of AdamW.
+        held_out: Share of the answers left out and measured on.
+        seed: Of answers, weights and batches.
+    """
+
+    layers: tuple[int, ...] = ()
+    draft_vocab_size: int = 32_000
+    intermediate_size: int | None = None
+    num_steps: int = 5
+    step_decay: float = 0.9
+    num_passes: int = 3
+    tokens_per_update: int = 512
+    learning_rate: float = 1e-3
+    warmup_updates: int = 100
+    weight_decay: float = 0.01
+    held_out: float = 0.05
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require_counts(self, "draft_vocab_size", "num_steps", "num_passes", "tokens_per_update", "intermediate_size")
+        require_range("step_decay", self.step_decay, 0.0, 1.0, low_open=True)
+        require_range("learning_rate", self.learning_rate, 0.0, 1.0, low_open=True)
+        require_range("warmup_updates", self.warmup_updates, 0, 1e9)
+        require_range("weight_decay", self.weight_decay, 0.0, 10.0)
+        require_range("held_out", self.held_out, 0.0, 0.9, low_open=True)
+
+    def layers_of(self, num_target_layers: int) -> tuple[int, ...]:
+        """The layers it reads of a target of this depth.
+
+        Raises:
+            SpecError: one that the target does not have, or one twice.
+        """
+        layers = self.layers or default_layers(num_target_layers)
+        if len(set(layers)) != len(layers) or not all(0 <= layer <= num_target_layers for layer in layers):
+            raise SpecError(f"layers must be different ones in [0, {num_target_layers}], got {layers}")
+        return layers
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """CoSpec's supervised stage (appendix C.1).
+
+    Args:
+        learning_rate: Of AdamW.
+        weight_decay: Of AdamW.
+        decisions_per_update: Labelled mismatches in one update.
+        num_epochs: Over the labels.
+        held_out: Share of the problems left out, on which the best epoch is chosen.
+        tie: Relabel: what accepting is worth where both branches end equally well. At 0.5 a label is linear in the gap
+            of utilities, so that lambda 0.5 asks which branch ends better. Default: the traces' own labels.
+        lambda_: At which choices are counted, and which the arbiter recommends.
+        seed: Of split, weights and batches.
+    """
+
+    learning_rate: float = 1e-4
+    weight_decay: float = 0.1
+    decisions_per_update: int = 256
+    num_epochs: int = 3
+    held_out: float = 0.1
+    tie: float | None = None
+    lambda_: float = 0.6
+    seed: int = 0
+    shape: ArbiterShape = field(default_factory=ArbiterShape)
+
+    def __post_init__(self) -> None:
+        if self.tie is not None:
+            require_range("tie", self.tie, 0.0, 1.0)
+        _require_counts(self, "decisions_per_update", "num_epochs")
+        require_range("learning_rate", self.learning_rate, 0.0, 1.0, low_open=True)
+        require_range("weight_decay", self.weight_decay, 0.0, 10.0)
+        require_range("held_out", self.held_out, 0.0, 0.9, low_open=True)
+        require_range("lambda", self.lambda_, 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """What a rollout is rewarded for (CoSpec, section 3.4); the defaults are the paper's (appendix C.2).
+
+    Args:
+        risk: alpha: price of an accepted token on a failed rollout, per nat of its surprisal under the target.
+        rejection: beta: price of a rejected mismatch there.
+        fail_weight: eta_fail: weight of groups in which every rollout failed.
+        length: Reward right rollouts for the span they accept; else for being right.
+        shaped: Price failed rollouts by decision; with --no-length too, correctness alone counts (Table 6).
+        rebalance: Bring right and failed rollouts of a group to equal weight (Eq. 27).
+        share_credit: Share a right rollout's advantage out to its decisions, as a failed one's is. The paper gives
+            every decision the whole of it, times rho.
+    """
+
+    risk: float = 1.0
+    rejection: float = 0.25
+    fail_weight: float = 0.5
+    length: bool = True
+    shaped: bool = True
+    rebalance: bool = True
+    share_credit: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("risk", "rejection", "fail_weight"):
+            require_range(name, getattr(self, name), 0.0, 1e6)
+
+
+@dataclass(frozen=True)
+class Reinforcement:
+    """CoSpec's reinforcement stage (section 3.4 and appendix C.2).
+
+    Args:
+        num_prompts: Of the split, taken in a shuffled order again and again.
+        group_size: M: rollouts a prompt.
+        prompts_per_update: Prompts whose rollouts make one batch.
+        num_updates: Batches of rollouts.
+        num_epochs: Passes over a batch.
+        steps_per_epoch: Optimiser steps of one pass.
+        learning_rate: Of AdamW.
+        weight_decay: Of AdamW.
+        clip: Of the probability ratio.
+        entropy: beta_H.
+        divergence: beta_KL, towards the arbiter that training began with.
+        max_grad_norm: Gradients are clipped to it.
+        lambda_: Of validation, which the arbiter then recommends.
+        num_validation: Validation problems, asked before the first update and then now and again.
+        validate_every: Updates between validations.
+        speed_weight: What a full block is worth in right answers where validation compares arbiters: the best has the
+            largest accuracy + speed_weight * tokens a round / (K + 1).
+        split: Of the prompts. Default: train if there is one.
+        offset: First prompt of the split.
+        validation_split: Default: validation if there is one; else the first problems of the prompts' split.
+        validation_offset: First problem of that split.
+        seed: Of prompts, rollouts and batches.
+    """
+
+    num_prompts: int = 20_000
+    group_size: int = 12
+    prompts_per_update: int = 128
+    num_updates: int = 200
+    num_epochs: int = 4
+    steps_per_epoch: int = 1
+    learning_rate: float = 5e-5
+    weight_decay: float = 0.1
+    clip: float = 0.2
+    entropy: float = 0.01
+    divergence: float = 0.02
+    max_grad_norm: float = 1.0
+    lambda_: float = 0.6
+    num_validation: int = 200
+    validate_every: int = 5
+    speed_weight: float = 0.05
+    split: str | None = None
+    offset: int = 0
+    validation_split: str | None = None
+    validation_offset: int = 0
+    seed: int = 0
+    rewards: RewardSettings = field(default_factory=RewardSettings)
+
+    def __post_init__(self) -> None:
+        _require_counts(
+            self, "num_prompts", "prompts_per_update", "num_updates", "num_epochs", "steps_per_epoch",
+            "num_validation", "validate_every",
+        )  # fmt: skip
+        if self.group_size < 2:
+            raise SpecError(f"group_size must be 2 or more: advantages compare rollouts, got {self.group_size!r}")
+        require_range("learning_rate", self.learning_rate, 0.0, 1.0, low_open=True)
+        require_range("clip", self.clip, 0.0, 1.0, low_open=True)
+        require_range("lambda", self.lambda_, 0.0, 1.0)
+        for name in ("weight_decay", "entropy", "divergence", "max_grad_norm", "speed_weight"):
+            require_range(name, getattr(self, name), 0.0, 1e6)
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """What decodes rollouts; enough for another process to do it.
+
+    Args:
+        task: Task of prompts and validation.
+        num_draft_tokens: K of the rollouts. Default: the start's.
+        temperature: Of target and draft in training rollouts; the paper's is 1.
+        validation_temperature: Of validation answers, which are decided by lambda; 0 is greedy.
+        draft_temperature: The draft's own, in both. Default: theirs.
+    """
+
+    task: str = "arithmetic"
+    num_draft_tokens: int | None = None
+    temperature: float = 1.0
+    validation_temperature: float = 0.0
+    draft_temperature: float | None = None
+    pair: PairSettings = field(default_factory=PairSettings)
+
+    def __post_init__(self) -> None:
+        _require_counts(self, "num_draft_tokens")
+        for name in ("temperature", "validation_temperature", "draft_temperature"):
+            if (value := getattr(self, name)) is not None:
+                require_range(name, value, 0.0, 100.0)
