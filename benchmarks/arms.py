@@ -6,12 +6,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from reprieve.engine import Pair
 from reprieve.evaluation.arms import Arm
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.runner import Run, Runner, environment
+from reprieve.evaluation.settings import RunSettings
+from reprieve.settings import SamplingSettings
 from reprieve.tasks import load_task
 
 
@@ -27,12 +28,9 @@ def answer_test_problems(
     num_trials: int = 1,
 ) -> Run:
     """Answer the first `options.limit` test problems with every arm, in `options.workers` processes."""
-    sampling: dict[str, Any] = {"temperature": temperature, "top_p": 1.0, "top_k": 0}
-    config = RunConfig.of(
-        pair, arms, command=" ".join(sys.argv), drafter=drafter, task="arithmetic", split="test",
-        limit=options.limit, seed=0, num_trials=num_trials,
-        sampling={**sampling, "draft_temperature": draft_temperature},
-    )  # fmt: skip
+    sampling = SamplingSettings(temperature, draft_temperature=draft_temperature)
+    settings = RunSettings(limit=options.limit, drafter=drafter, num_trials=num_trials, sampling=sampling)
+    config = RunConfig.of(pair, arms, settings, command=" ".join(sys.argv))
     runner = Runner(config, arms, pair, load_task("arithmetic"), folder, num_workers=options.workers)
 
     def report(done: int, total: int) -> None:

@@ -21,7 +21,7 @@ from sklearn.neural_network import MLPClassifier
 import reprieve
 from reprieve.evaluation.runner import environment
 from reprieve.files import replace_file
-from reprieve.heads.features import JUDGE_BOTH, JUDGE_TARGET, FeatureRecipe
+from reprieve.heads.settings import JUDGE_BOTH, JUDGE_TARGET, FeatureRecipe
 from reprieve.labelling.store import LabelStore
 from reprieve.training.features import LabelledTokens, collect
 from reprieve.training.judge import GRID, fit_linear

@@ -20,9 +20,10 @@ import reprieve
 from reprieve.engine import Pair
 from reprieve.evaluation.runner import environment
 from reprieve.files import replace_file
-from reprieve.labelling.recipes import MiningConfig, build
+from reprieve.labelling.recipes import build
 from reprieve.labelling.records import ProblemLabels
 from reprieve.labelling.runner import mine_problems
+from reprieve.labelling.settings import AutoJudgeMining
 from reprieve.labelling.store import LabelStore
 from reprieve.labelling.summary import summarise
 from reprieve.metrics import bootstrap_interval
@@ -64,14 +65,7 @@ def straightforward(pair: Pair, task: Task, problem: TaskProblem) -> list[tuple[
 
 def speed(num_turns: int, num_ours: int, num_plain: int, in_flight: int) -> dict:
     """Seconds a problem of both, in turns: ours over many problems, the plain way over the first few of the same."""
-    config = MiningConfig(
-        miner="autojudge",
-        target="reprieve/arithmetic-pair",
-        limit=num_turns * num_ours,
-        num_in_flight=in_flight,
-        options={"variant": "search"},
-    )
-    bench = build(config)
+    bench = build(AutoJudgeMining(limit=num_turns * num_ours, num_in_flight=in_flight))
     pair, task = reprieve.load_pair(), load_task("arithmetic")
     ours, theirs, same = [], [], []
     for start in range(0, len(bench.problems), num_ours):

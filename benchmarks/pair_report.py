@@ -17,8 +17,8 @@ import reprieve
 from reprieve.engine import Pair
 from reprieve.evaluation.runner import environment
 from reprieve.files import replace_file
-from reprieve.metrics import wilson_interval
 from reprieve.heads.files import bundled_folder
+from reprieve.metrics import wilson_interval
 from reprieve.tasks import Task, load_task
 
 

@@ -1,20 +1,16 @@
-"""A rule of your own: a frozen dataclass with a risk and a threshold. Sweeps, limits and spans come with it."""
+"""A rule of your own: a frozen dataclass with a risk and a threshold. Spans and composition come with it."""
 
 from dataclasses import dataclass
 
 import reprieve
-from reprieve.evaluation.arms import Arm, build_decoder
-from reprieve.rules import Rule
-from reprieve.rules.distributions import entropy
 
 
+@reprieve.register_rule
 @dataclass(frozen=True)
-class UnsureRule(Rule):
+class UnsureRule(reprieve.Rule):
     """Rescue anything where the target's entropy is at least `nats`."""
 
     name = "unsure"
-    dial = "nats"
-    strictest = float("inf")
 
     nats: float = 0.5
 
@@ -23,9 +19,12 @@ class UnsureRule(Rule):
         return -self.nats
 
     def risk(self, evidence):
-        return -entropy(evidence.target_probs)
+        probs = evidence.target_probs
+        return (probs * probs.clamp_min(1e-30).log()).sum(-1)  # minus the entropy
 
 
-decoder = build_decoder(Arm("unsure", UnsureRule(nats=0.2), 16), reprieve.load_pair())
-answer = decoder.generate("Question: Sam has 12 toys. He sells 5 toys. How many toys does Sam have?\nAnswer:")
+decoder = reprieve.load_pair().decoder("unsure:nats=0.2&floor:min_prob=0.01")
+answer = decoder.generate(
+    "Question: Sam has 12 toys. He sells 5 toys. He buys 9 toys. How many toys does Sam have now?\nAnswer:"
+)
 print(answer.text, answer.num_rescued)

@@ -1,18 +1,17 @@
 """Reprieve inside `model.generate`, for code that already speaks transformers."""
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 import reprieve
-from reprieve.models.loading import bundled_folder
 
-tokenizer = AutoTokenizer.from_pretrained(bundled_folder("target"))
-target = AutoModelForCausalLM.from_pretrained(bundled_folder("target"))
-draft = AutoModelForCausalLM.from_pretrained(bundled_folder("draft"))
-prompt = tokenizer("Question: Iris has 8 books. She buys 5 more books. How many?\nAnswer:", return_tensors="pt")
-output = target.generate(
+pair = reprieve.load_pair()  # any two transformers models with one tokenizer do
+tokenizer = pair.tokenizer
+prompt = tokenizer(
+    "Question: Iris has 18 books. She buys 5 more books. She sells 9 books. How many books does Iris have now?\nAnswer:",
+    return_tensors="pt",
+)
+output = pair.target.generate(
     prompt.input_ids,
     custom_generate=reprieve.custom_generate,
-    draft_model=draft,
+    draft_model=pair.draft,
     text_tokenizer=tokenizer,
     rule="fuzzy:threshold=0.3",
     max_new_tokens=80,

@@ -1,35 +1,34 @@
-"""Serve the bundled pair and ask at two leniency levels with OpenAI's own client; from a shell: `reprieve serve`."""
+"""Serve the bundled pair and ask at two leniency levels with OpenAI's own client."""
 
-import threading
+import subprocess
+import sys
 import time
+import urllib.request
 
 import openai
-import uvicorn
 
 import reprieve
-from reprieve.serving.policy import Policy
-from reprieve.serving.server.app import Settings
-from reprieve.serving.server.launch import make_app
-from reprieve.tasks import load_task
 
-rule = Policy.load("judge:path=reprieve/arithmetic-judge,threshold=0.04")
-app = make_app(reprieve.load_pair(), [rule], Settings(model="pair"), num_draft_tokens=8)
-server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
-thread = threading.Thread(target=server.run)
-thread.start()
-while not server.started:
-    time.sleep(0.1)
+PORT = "8123"
+command = ["serve", "--port", PORT, "--rule", "judge:threshold=0.04"]
+server = subprocess.Popen([sys.executable, "-m", "reprieve.cli.main", *command])
+url = f"http://127.0.0.1:{PORT}"
+for _ in range(300):
+    try:
+        urllib.request.urlopen(f"{url}/health")
+        break
+    except OSError:
+        time.sleep(0.2)
 
-port = server.servers[0].sockets[0].getsockname()[1]
-client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
-prompt = load_task("arithmetic").problems("test", 1)[0].prompt
+client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+model = client.models.list().data[0].id
+prompt = reprieve.load_task("arithmetic").problems("test", 1)[0].prompt
 for level in ("strict", "certified"):
     answer = client.completions.create(
-        model="pair", prompt=prompt, max_tokens=80, temperature=0, extra_body={"reprieve_leniency": level}
+        model=model, prompt=prompt, max_tokens=80, temperature=0, extra_body={"reprieve_leniency": level}
     )
     told = answer.model_extra["reprieve"]
     print(f"{level}: {answer.choices[0].text.strip()}")
     print(f"  {told['rule']}: {told['tokens_per_round']:.1f} tokens a round, {told['num_rescued']} rescued")
-
-server.should_exit = True
-thread.join()
+server.terminate()
+server.wait()

@@ -1,22 +1,16 @@
-"""Let CoSpec's arbiter choose at mismatches, then follow the branch it did not take."""
+"""Let CoSpec's arbiter choose at every mismatch, and look at what it chose between."""
 
 import reprieve
-from reprieve.evaluation.arbitration import diagnose
-from reprieve.evaluation.arms import Arm, build_decoder
-from reprieve.heads.loading import attach_heads
-from reprieve.tasks import load_task
 
 pair = reprieve.load_pair()
-task = load_task("arithmetic")
-problems = task.problems("test", 3)
-params = reprieve.SamplingParams(max_new_tokens=task.max_new_tokens)
+problem = reprieve.load_task("arithmetic").problems("test", 1)[0]
+decoder = pair.decoder("arbiter:lambda=0.7", num_draft_tokens=12)
+answer = decoder.generate(problem.prompt, trace=True)
+print(f"{answer.text.strip()}\n\n{answer.tokens_per_round:.2f} tokens a round; mismatches it was asked about:")
 
-rule = attach_heads(reprieve.parse_rule("arbiter"))
-decoder = build_decoder(Arm(rule.spec, rule, rule.head.num_draft_tokens), pair)
-made = [decoder.generate(problem.prompt, params) for problem in problems]
-tokens, rounds = sum(len(one.tokens) for one in made), sum(one.num_rounds for one in made)
-asking = sum(one.times.advise_s for one in made) / sum(one.seconds for one in made)
-print(f"{rule.spec}: {tokens / rounds:.2f} tokens a round, {asking:.0%} of the time spent on asking the arbiter")
-
-found = diagnose(decoder, pair, task, problems, params).summary()
-print(f"{found['num_mismatches']} decisions, {found['all']['agreement'][0]:.0%} not worse than the other branch")
+for made in answer.trace:
+    for place, (drafted, own) in enumerate(zip(made.drafted_ids, made.target_ids, strict=True)):
+        if place <= len(made.path) and drafted != own:
+            taken = "draft" if place < len(made.path) else "target"
+            words = [repr(pair.tokenizer.decode([token_id])) for token_id in (drafted, own)]
+            print(f"  draft {words[0]:>10}, target {words[1]:>10}: pi {made.advice[place]:.2f}, the {taken}'s taken")

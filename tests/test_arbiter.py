@@ -11,15 +11,16 @@ from reprieve.drafters import DraftModelDrafter, NgramDrafter
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.engine.advisors import ArbiterAdvisor, build_arbiter, make_advisor
 from reprieve.errors import PairError, ReprieveError, SpecError
-from reprieve.evaluation.arbitration import diagnose
-from reprieve.heads.arbiter import Arbiter, ArbiterShape
+from reprieve.evaluation.branches import diagnose
+from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.loading import attach_heads, require_heads_fit
+from reprieve.heads.settings import ArbiterShape
 from reprieve.metrics import BranchChoices
 from reprieve.models import CachedModel
 from reprieve.models.arbiter import ArbiterModel, ArbitrationRound, CachedArbiter, Layout, hybrid_mask
 from reprieve.rules import accepts, parse_rule
 from reprieve.rules.arbiter import ArbiterRule
-from reprieve.training.arbitration import (
+from reprieve.training.rewards import (
     Decision,
     Rewards,
     Rollout,
@@ -592,7 +593,7 @@ def test_branches_of_sampled_answers_go_on_greedily(target, draft):
 
 def test_a_branch_forced_to_what_was_taken_ends_as_it_did(target, draft):
     """Following a branch by its text and the rest of its block repeats the round exactly."""
-    from reprieve.evaluation.arbitration import _Branches, _decisions
+    from reprieve.evaluation.branches import _Branches, _decisions
     from reprieve.labelling.responses import ResponseFormat
 
     model = trained(draft)

@@ -11,20 +11,22 @@ from reprieve.cli.main import main
 from reprieve.drafters import DraftModelDrafter
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder, load_pair
 from reprieve.errors import PairError, ReprieveError, SpecError
-from reprieve.heads.arbiter import ArbiterShape
-from reprieve.labelling.arbitration import LABELS_VERSION, ArbitrationMiner, PairScorer, soft_label
-from reprieve.labelling.recipes import MiningConfig, build
+from reprieve.heads.settings import ArbiterShape
+from reprieve.labelling.recipes import build
 from reprieve.labelling.records import ProblemLabels
 from reprieve.labelling.responses import ResponseFormat
+from reprieve.labelling.settings import TraceMining
 from reprieve.labelling.store import LabelStore
 from reprieve.labelling.target import LocalTarget
+from reprieve.labelling.traces import LABELS_VERSION, ArbitrationMiner, PairScorer, soft_label
 from reprieve.models import CachedModel
 from reprieve.models.batch_decoder import BatchDecoder
 from reprieve.rules import LosslessRule
+from reprieve.settings import PairSettings, SamplingSettings
 from reprieve.tasks import TaskProblem, load_task
 from reprieve.training.arbiter_rl import Reinforcement, reinforce
 from reprieve.training.arbiter_warm_up import WarmUp, untrained, warm_up
-from reprieve.training.arbitration import Rewards
+from reprieve.training.rewards import Rewards
 from reprieve.training.rollouts import RolloutJob, RolloutMaker, RolloutPool, RolloutSettings
 
 from .mining import LastWordTask
@@ -147,19 +149,16 @@ def test_sampled_rollouts_repeat_and_a_cap_leaves_the_rest_unlabelled(pair):
 
 
 def test_the_draft_has_its_own_temperature_in_traces_and_rollouts():
-    options = {"num_draft_tokens": 6, "max_mismatches": 1, "num_rollouts": 1, "judge": None}
-    config = MiningConfig(
-        "arbitration", "reprieve/arithmetic-pair", limit=1, temperature=1.0, draft_temperature=0.0, options=options
-    )
-    bench = build(config)
+    sampling = SamplingSettings(temperature=1.0, draft_temperature=0.0)
+    bench = build(TraceMining(limit=1, num_draft_tokens=6, max_mismatches=1, num_rollouts=1, sampling=sampling))
     assert bench.manifest["draft_temperature"] == 0.0
     found = asyncio.run(bench.miner.mine(bench.problems[0]))
     asked = [((*found.prompt_ids, *found.response_ids[: r.start]), r.draft_ids, r.target_ids) for r in found.rounds]
 
     bundled, task = load_pair(), load_task("arithmetic")
     shape = ArbiterShape()
-    settings = RolloutSettings("reprieve/arithmetic-pair", None, "arithmetic", 6, shape, draft_temperature=0.0)
-    maker = RolloutMaker(settings, bundled, task)
+    settings = RolloutSettings(num_draft_tokens=6, draft_temperature=0.0)
+    maker = RolloutMaker(settings, shape, bundled, task)
     (rollout,) = maker.make([RolloutJob("train", 1, seed=1)], untrained(bundled, shape, "arithmetic", 6).tensors)
     rounds = [made.asked for made in rollout.rounds]
     asked += [(rollout.context_ids[: r.context_length], r.draft_ids, r.target_ids) for r in rounds]
@@ -294,12 +293,12 @@ def test_two_processes_make_what_one_makes(tmp_path):
     """On the bundled pair, which another process can load."""
     bundled, task = load_pair(), load_task("arithmetic")
     tensors = untrained(bundled, ArbiterShape(), "arithmetic", 8).tensors
-    settings = RolloutSettings("reprieve/arithmetic-pair", None, "arithmetic", 8, ArbiterShape())
+    settings = RolloutSettings(num_draft_tokens=8)
     jobs = [RolloutJob("train", number, seed=number) for number in range(5)]
     jobs += [RolloutJob("validation", 0, 0, threshold=0.5)]
     made = []
     for num_workers in (1, 2):
-        with RolloutPool(settings, bundled, task, num_workers=num_workers) as pool:
+        with RolloutPool(settings, ArbiterShape(), bundled, task, num_workers=num_workers) as pool:
             made.append(pool.make(jobs, tensors))
     ours, theirs = made
     assert [item.context_ids for item in ours[:5]] == [item.context_ids for item in theirs[:5]]
@@ -328,7 +327,7 @@ CLIMB = Reinforcement(
 
 def climb(pair, folder, *, settings=CLIMB, num_workers=1, progress=lambda done, total: None):
     start = untrained(pair, ArbiterShape(), "parity", 4)
-    rollouts = RolloutSettings("tiny/target", "tiny/draft", "parity", 4, start.shape)
+    rollouts = RolloutSettings("parity", 4, pair=PairSettings("tiny/target", "tiny/draft"))
     return reinforce(
         pair, ParityTask(), start, rollouts, folder, settings=settings, num_workers=num_workers, progress=progress
     )
@@ -362,7 +361,7 @@ def test_rewarded_length_makes_it_accept_more(pair, tmp_path):
             return True
 
     start = untrained(pair, ArbiterShape(), "parity", 4)
-    rollouts = RolloutSettings("tiny/target", "tiny/draft", "parity", 4, start.shape)
+    rollouts = RolloutSettings("parity", 4, pair=PairSettings("tiny/target", "tiny/draft"))
     settings = dataclasses.replace(CLIMB, num_updates=8, learning_rate=1e-2, validate_every=8)
     reinforce(pair, AllRight(), start, rollouts, tmp_path, settings=settings)
     accepted = [line["accepted"] for line in read(tmp_path) if line["kind"] == "train"]
@@ -372,7 +371,7 @@ def test_rewarded_length_makes_it_accept_more(pair, tmp_path):
 def test_reinforcement_refuses_what_cannot_work(pair, tmp_path):
     start = untrained(pair, ArbiterShape(), "parity", 4)
     foreign = dataclasses.replace(start, pair=dataclasses.replace(start.pair, draft_weights="other"))
-    rollouts = RolloutSettings("tiny/target", "tiny/draft", "parity", 4, start.shape)
+    rollouts = RolloutSettings("parity", 4, pair=PairSettings("tiny/target", "tiny/draft"))
     with pytest.raises(PairError, match="different draft_weights"):
         reinforce(pair, ParityTask(), foreign, rollouts, tmp_path)
     with pytest.raises(SpecError, match="workers must be 1 or more"):
@@ -395,7 +394,7 @@ def test_defaults_are_the_papers():
     assert (warm.learning_rate, warm.weight_decay, warm.decisions_per_update) == (1e-4, 0.1, 256)
     assert (climbing.group_size, climbing.prompts_per_update, climbing.num_epochs) == (12, 128, 4)
     assert (climbing.learning_rate, climbing.clip, climbing.entropy, climbing.divergence) == (5e-5, 0.2, 0.01, 0.02)
-    assert (climbing.max_grad_norm, climbing.threshold) == (1.0, 0.6)
+    assert (climbing.max_grad_norm, climbing.lambda_) == (1.0, 0.6)
     assert (climbing.rewards.risk, climbing.rewards.rejection, climbing.rewards.fail_weight) == (1.0, 0.25, 0.5)
 
 
@@ -405,17 +404,15 @@ def test_defaults_are_the_papers():
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["train", "arbiter", "--stage", "ppo"], "stage must be one of sft, rl"),
-        (["train", "arbiter", "--preset", "huge"], "preset must be one of paper, small"),
-        (["train", "arbiter", "--stage", "rl"], "--start must name an arbiter"),
-        (["train", "arbiter", "--stage", "rl", "--start", "none", "--group-size", "1"], "group_size must be 2 or more"),
+        (["train", "arbiter", "--preset", "huge"], "--preset must be one of paper, small"),
+        (["train", "arbiter-rl"], "the following arguments are required: --start"),
+        (["train", "arbiter-rl", "--start", "none", "--group-size", "1"], "group_size must be 2 or more"),
         (["train", "arbiter", "--rank", "0"], "rank must be 1 or more"),
         (["train", "arbiter", "--labels", "/nowhere"], "is not a label store"),
-        (["train", "arbiter", "--num-draft-tokens", "8"], "belongs to `reprieve mine arbitration`"),
-        (["train", "arbiter", "--stage", "rl", "--start", "x", "--causal"], "hybrid: set in the warm-up"),
-        (["train", "arbiter", "--stage", "rl", "--start", "o/arbiter", "--out", "o"], "--start must not be what --out"),
+        (["train", "arbiter", "--num-draft-tokens", "8"], "unknown flag --num-draft-tokens"),
+        (["train", "arbiter-rl", "--start", "o/arbiter", "--out", "o"], "--start must not be what --out"),
         (["mine", "arbitration", "--tie", "2"], "tie must be in"),
-        (["mine", "arbitration", "--per-round", "0"], "max_mismatches must be 1 or more"),
+        (["mine", "arbitration", "--max-mismatches", "0"], "max_mismatches must be 1 or more"),
         (["audit", "arbitration", "--limit", "0"], "--limit must be 1 or more"),
         (["audit", "arbitration", "--lambda", "7"], r"lambda must be in [0, 1], got 7.0"),
         (["audit", "arbitration", "--temperature", "-1"], "temperature must be in [0, inf]"),
@@ -430,11 +427,11 @@ def test_bad_usage_is_told(arguments, told, tmp_path, monkeypatch, capsys):
 
 def test_what_is_refused_leaves_nothing(pair, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    climb = ["train", "arbiter", "--stage", "rl", "--start", "none", "--out", "rl"]
+    climb = ["train", "arbiter-rl", "--start", "none", "--out", "rl"]
     assert main([*climb, "--draft-temperature", "-1"]) == 2
     assert "draft_temperature must be in [0, 100], got -1.0" in capsys.readouterr().err
     assert main(["train", "arbiter", "--draft-temperature", "0", "--out", "sft"]) == 2
-    assert "--draft-temperature belongs to" in capsys.readouterr().err
+    assert "unknown flag --draft-temperature" in capsys.readouterr().err
     manifest = {**dataclasses.asdict(pair.identity), "miner": "arbitration", "task": "parity", "num_draft_tokens": 4}
     LabelStore(tmp_path / "old", manifest)
     assert main(["train", "arbiter", "--labels", "old", "--out", "sft"]) in (1, 2)
@@ -446,11 +443,11 @@ def test_what_is_refused_leaves_nothing(pair, tmp_path, monkeypatch, capsys):
 def test_the_whole_method_by_command(tmp_path, monkeypatch, capsys):
     """Mine, warm up, reinforce, audit and use, on the bundled pair, as small as it goes."""
     monkeypatch.chdir(tmp_path)
-    assert main(["mine", "arbitration", "--limit", "3", "--num-draft-tokens", "8", "--per-round", "1"]) == 0
-    assert main(["train", "arbiter", "--preset", "small", "--epochs", "1", "--out", "sft"]) == 0
-    small = ["--prompts", "1", "--group-size", "2", "--updates", "1", "--validation", "2", "--num-draft-tokens", "8"]
-    small += ["--validation-temperature", "1"]
-    climb = ["train", "arbiter", "--stage", "rl", "--start", "sft/arbiter", "--preset", "small", *small, "--out", "rl"]
+    assert main(["mine", "arbitration", "--limit", "3", "--num-draft-tokens", "8", "--max-mismatches", "1"]) == 0
+    assert main(["train", "arbiter", "--preset", "small", "--num-epochs", "1", "--out", "sft"]) == 0
+    small = ["--prompts-per-update", "1", "--group-size", "2", "--num-updates", "1", "--num-validation", "2"]
+    small += ["--validation-temperature", "1", "--num-draft-tokens", "8"]
+    climb = ["train", "arbiter-rl", "--start", "sft/arbiter", "--preset", "small", *small, "--out", "rl"]
     assert main(climb) == 0
     before = (tmp_path / "rl" / "metrics.jsonl").read_text()
     assert main(climb) == 0
@@ -461,6 +458,8 @@ def test_the_whole_method_by_command(tmp_path, monkeypatch, capsys):
     assert found["num_draft_tokens"] == 8 and found["diagnosis"]["num_problems"] == 2
     assert main([*audit, "--temperature", "1", "--seed", "3", "--limit", "1"]) == 0
     sampled = json.loads((tmp_path / "audit.json").read_text())
-    assert (sampled["temperature"], sampled["seed"]) == (1.0, 3) and sampled["diagnosis"]["num_problems"] == 1
+    assert (sampled["sampling"]["temperature"], sampled["seed"]) == (1.0, 3) and sampled["diagnosis"][
+        "num_problems"
+    ] == 1
     assert main(["generate", "Question: what is 1 + 2?\nAnswer:", "--rule", "arbiter:path=rl/arbiter", "--json"]) == 0
     assert "best at update" in capsys.readouterr().out

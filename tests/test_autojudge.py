@@ -10,12 +10,13 @@ import torch
 import reprieve
 from reprieve.errors import SpecError
 from reprieve.labelling.draft import DraftReader
-from reprieve.labelling.recipes import MiningConfig, build
+from reprieve.labelling.recipes import build
 from reprieve.labelling.records import MINED, NO_ANSWER
+from reprieve.labelling.settings import AutoJudgeMining, PivotMining
 from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest, inverse_cdf_draw
 from reprieve.models.cached_model import CachedModel
 from reprieve.models.sampling import GumbelNoise, Sampler
-from reprieve.settings import SamplingParams
+from reprieve.settings import PairSettings, SamplingParams, SamplingSettings
 
 from .mining import EOS, miner, problem
 from .tiny import ARCHITECTURES, NumberTokenizer, tiny_model
@@ -204,7 +205,7 @@ def test_sampled_suffixes_with_the_same_prefix_are_the_same():
 @pytest.fixture(scope="module")
 def bundled():
     """Problems the draft gets wrong on its own, mined."""
-    config = MiningConfig(miner="autojudge", target=BUNDLED, limit=6, num_in_flight=6)
+    config = AutoJudgeMining(limit=6, num_in_flight=6)
     bench = build(config)
 
     async def mine_all():
@@ -232,14 +233,14 @@ def test_a_draft_that_answers_differently_leaves_an_important_token(bundled):
 
 def test_labels_do_not_depend_on_how_many_problems_are_in_flight(bundled):
     _, _, found = bundled
-    again = build(MiningConfig(miner="autojudge", target=BUNDLED, limit=2, num_in_flight=1))
+    again = build(AutoJudgeMining(limit=2, num_in_flight=1))
     for item, before in zip(again.problems, found, strict=False):
         assert labels(asyncio.run(again.miner.mine(item))) == labels(before)
 
 
 def test_sampled_mining_is_repeatable_and_depends_on_the_seed():
     def once(seed):
-        config = MiningConfig(miner="autojudge", target=BUNDLED, limit=1, temperature=0.8, top_p=0.95, seed=seed)
+        config = AutoJudgeMining(limit=1, sampling=SamplingSettings(temperature=0.8, top_p=0.95), seed=seed)
         bench = build(config)
         return asyncio.run(bench.miner.mine(bench.problems[0]))
 
@@ -250,12 +251,12 @@ def test_sampled_mining_is_repeatable_and_depends_on_the_seed():
 
 def test_mining_configurations_out_of_range_are_refused():
     for options, says in (
-        ({"miner": "magic"}, "miner must be one of autojudge, pivot"),
+        ({"variant": "magic"}, "variant must be one of search, naive"),
         ({"limit": 0}, "limit must be 1 or more"),
         ({"num_in_flight": 0}, "num_in_flight must be 1 or more, got 0"),
-        ({"api_url": "http://x", "temperature": 1.0, "draft": "d"}, "temperature 0"),
+        ({"api_url": "http://x", "sampling": SamplingSettings(1.0), "pair": PairSettings(draft="d")}, "temperature 0"),
     ):
         with pytest.raises(SpecError, match=says):
-            MiningConfig(**{"miner": "autojudge", "target": BUNDLED, **options})
+            AutoJudgeMining(**options)
     with pytest.raises(SpecError, match="temperature must be above 0 for pivot mining"):
-        build(MiningConfig(miner="pivot", target=BUNDLED, options={"num_rollouts": 2}))
+        PivotMining(sampling=SamplingSettings())

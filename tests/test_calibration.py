@@ -14,8 +14,9 @@ from mapie.risk_control.methods import compute_hoeffding_bentkus_p_value
 from scipy.stats import binom
 
 from reprieve.calibration.bounds import betting_pvalue, hoeffding_bentkus_pvalue, upper_bound
-from reprieve.calibration.certify import NET_DROP, REGRESSION, Promise, walk
+from reprieve.calibration.certify import losses_of, paired_test, pvalue, walk
 from reprieve.calibration.sequence import ConfidenceSequence
+from reprieve.calibration.settings import NET_DROP, REGRESSION, Promise
 from reprieve.errors import PairError, ReprieveError, SpecError
 from reprieve.heads.binding import PairIdentity
 from reprieve.heads.certificates import Certificate, Conditions, portable_spec, read_certificates, warn_of_certificates
@@ -107,7 +108,7 @@ def test_trying_all_thresholds_instead_of_stopping_would_be_noticed():
 
     def passes():
         drops = rng.choice([1.0, 0.0, -1.0], p=[0.09, 0.84, 0.07], size=300)
-        return promise.pvalue(drops, promise.max_drop) <= 0.05
+        return pvalue(promise, drops, promise.max_drop) <= 0.05
 
     tried = [[passes() for _ in range(8)] for _ in range(500)]
     assert sum(map(any, tried)) > 2 * sum(first for first, *_ in tried)
@@ -123,7 +124,7 @@ def test_the_walk_is_mapies_fixed_sequence():
     promise = Promise(0.02, 0.95, REGRESSION)
     steps = walk(list(outcomes), promise, measure)
     assert [step.threshold for step in steps] == [0.1, 0.2, 0.3], "the failure ends it, whatever comes after"
-    pvalues = np.array([promise.test(*measure(threshold)[:2]).p_value for threshold in outcomes])
+    pvalues = np.array([paired_test(promise, *measure(threshold)[:2]).p_value for threshold in outcomes])
     theirs = control_fwer(pvalues, 0.05, fwer_method="fixed_sequence")
     assert [i for i, step in enumerate(steps) if step.evidence.passed] == list(np.ravel(theirs))
 
@@ -131,13 +132,13 @@ def test_the_walk_is_mapies_fixed_sequence():
 def test_several_trials_of_a_problem_are_one_observation():
     strict, relaxed = np.ones((100, 3)), np.ones((100, 3))
     relaxed[0, 0] = 0
-    losses = Promise(0.1).losses(strict, relaxed)
+    losses = losses_of(Promise(0.1), strict, relaxed)
     assert losses.shape == (100,) and losses[0] == pytest.approx(1 / 3)
 
 
 def test_evidence_says_what_was_lost_both_ways():
     strict, relaxed = np.array([[1.0], [1], [0], [1]]), np.array([[1.0], [0], [1], [1]])
-    evidence = Promise(0.5).test(strict, relaxed)
+    evidence = paired_test(Promise(0.5), strict, relaxed)
     assert (evidence.regressions, evidence.improvements, evidence.observed) == (0.25, 0.25, 0.0)
     assert not evidence.passed and evidence.upper_bound > 0.5
 

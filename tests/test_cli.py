@@ -11,7 +11,8 @@ import time
 
 import pytest
 
-from reprieve.cli.main import VERBS, main
+from reprieve.cli.flags import flags_of
+from reprieve.cli.main import COMMANDS, command_of, main
 
 QUESTION = "Anna has 23 apples. She buys 18 more apples. She gives away 9 apples. How many apples does Anna have now?"
 
@@ -109,20 +110,20 @@ def test_ctrl_c_keeps_what_is_done_and_exits_130(tmp_path):
     [
         ([], 2, ""),
         (["serve-me"], 2, "unknown command 'serve-me'"),
-        (["generate"], 2, "Missing argument"),
-        (["bench", "--limt", "3"], 2, "No such option"),
+        (["generate"], 2, "the following arguments are required: PROMPT"),
+        (["bench", "--limt", "3"], 2, "unknown flag --limt; --limit?"),
         (["bench", "--limit", "0"], 2, "limit must be 1 or more, got 0"),
         (["bench", "--arm", "top_k:k=0"], 2, "k must be a whole number of 1 or more, got 0"),
         (
             ["bench", "--task", "gsm9k"],
             2,
-            "task must be one of arithmetic, gsm8k, prompts, humaneval, livecodebench, got 'gsm9k'",
+            "task must be one of arithmetic, gsm8k, humaneval, livecodebench, prompts, got 'gsm9k'",
         ),
         (["bench", "--split", "dev"], 2, "split must be one of train, validation, test, got 'dev'"),
-        (["bench", "--drafter", "oracle"], 2, "drafter must be one of draft, ngram, eagle3, got 'oracle'"),
+        (["bench", "--drafter", "oracle"], 2, "drafter must be one of draft, eagle3, ngram, got 'oracle'"),
         (["bench", "--temperature", "-1"], 2, "temperature must be in [0, inf], got -1.0"),
         (["bench", "--num-draft-tokens", "0"], 2, "num_draft_tokens must be in [1, 512], got 0"),
-        (["sweep", "--rule", "margin", "--thresholds", "a,b"], 2, "--thresholds must be numbers"),
+        (["sweep", "--rule", "margin", "--thresholds", "a,b"], 2, "argument --thresholds: must be a number, got 'a'"),
         (["generate", "x", "--rule", "nope"], 2, "rule must be one of"),
         (["generate", "x", "--dtype", "int8"], 2, "dtype must be one of"),
         (["generate", "x", "--target", "/nowhere/at/all"], 1, "could not load the target '/nowhere/at/all'"),
@@ -139,10 +140,10 @@ def test_ctrl_c_keeps_what_is_done_and_exits_130(tmp_path):
         (["audit", "lts:path=/nowhere"], 1, "'/nowhere' is neither a folder nor a hub id"),
         (["audit", "margin", "--drafter", "eagle3:path=/nowhere"], 1, "'/nowhere' is neither a folder nor a hub id"),
         (["bench", "--arm", "margin@drafter=draft@drafter=ngram"], 2, "names its own K and drafter once each"),
-        (["bench", "--arm", "margin@drafter=oracle"], 2, "drafter must be one of draft, ngram, eagle3"),
+        (["bench", "--arm", "margin@drafter=oracle"], 2, "drafter must be one of draft, eagle3, ngram"),
         (["convert", "eagle3", "/nowhere", "--target", "x", "--out", "y"], 1, "'/nowhere' is neither a folder"),
-        (["train", "eagle", "--steps", "0"], 2, "num_steps must be 1 or more, got 0"),
-        (["train", "eagle", "--layers", "low"], 2, "--layers must be numbers"),
+        (["train", "eagle", "--num-steps", "0"], 2, "num_steps must be 1 or more, got 0"),
+        (["train", "eagle", "--layers", "low"], 2, "argument --layers: must be a whole number, got 'low'"),
         (["train", "eagle", "--layers", "2,4,99"], 2, "layers must be different ones in [0, 8], got (2, 4, 99)"),
         (["serve", "--timeout", "0"], 2, "timeout must be above 0, got 0.0"),
         (["serve", "--port", "99999"], 2, "port must be in [0, 65535], got 99999"),
@@ -161,10 +162,21 @@ def test_bad_usage_says_what_is_wrong(arguments, status, says, capsys, tmp_path,
     assert not list(tmp_path.rglob("results.json"))
 
 
-@pytest.mark.parametrize("verb", list(VERBS))
-def test_every_verb_has_help(verb, capsys):
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_every_command_has_help_for_every_flag(command, capsys):
+    assert main([*command.split(), "--help"]) == 0
+    assert f"usage: reprieve {command} " in capsys.readouterr().out
+    undocumented = [flag.option for flag in flags_of(command_of(command)) if not flag.help]
+    assert undocumented == []
+
+
+@pytest.mark.parametrize("verb", ["tune", "mine", "train", "labels"])
+def test_a_verb_of_several_commands_lists_them(verb, capsys):
     assert main([verb, "--help"]) == 0
-    assert "Usage" in capsys.readouterr().out
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in COMMANDS if name.startswith(f"{verb} "))
+    assert main([verb]) == 2
+    assert main([verb, "nothing"]) == 2
 
 
 def test_rules_lists_every_rule_with_its_parameters(capsys):
@@ -202,7 +214,7 @@ def test_calibrating_auditing_and_pruning_from_the_command_line(tmp_path, capsys
 def test_a_drafting_head_is_trained_kept_and_resumed(tmp_path, capsys):
     pytest.importorskip("speculators")
     out = tmp_path / "eagle"
-    command = ["train", "eagle", "--limit", "6", "--passes", "1", "--steps", "2", "--draft-vocab-size", "64",
+    command = ["train", "eagle", "--limit", "6", "--num-passes", "1", "--num-steps", "2", "--draft-vocab-size", "64",
                "--held-out", "0.2", "--out", str(out)]  # fmt: skip
     assert main(command) == 0
     assert f"eagle3:path={out / 'head'}" in capsys.readouterr().out.replace("\n", "")

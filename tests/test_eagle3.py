@@ -20,6 +20,7 @@ from reprieve.models.eagle3_layouts import convert_safeailab
 from reprieve.rules import parse_rule
 from reprieve.tasks import load_task
 from reprieve.training.own_text import OwnText, write_own_texts
+from reprieve.training.settings import EagleTraining
 from reprieve.types import ROOT
 
 from .tiny import ARCHITECTURES, NumberTokenizer, random_eagle, tiny_model
@@ -157,7 +158,7 @@ def test_specifications_are_checked_and_name_what_is_known():
         "eagle3:path=": "path must name a folder or a hub id",
         "ngram:max_ngram=0": "min_ngram must be in [1, max_ngram = 0], got 1",
         "draft:k=3": "it takes none",
-        "oracle": "drafter must be one of draft, ngram, eagle3",
+        "oracle": "drafter must be one of draft, eagle3, ngram",
     }.items():
         with pytest.raises(SpecError) as caught:
             DRAFTERS.make(spec)
@@ -351,24 +352,23 @@ def test_training_resumes_to_the_same_head_and_learns(tmp_path):
     from reprieve.training import eagle3 as module
 
     pair = tiny_pair()
-    settings = module.EagleTraining(
+    settings = EagleTraining(
         layers=(0, 1, 2), draft_vocab_size=48, num_steps=2, num_passes=6, tokens_per_update=96, warmup_updates=2,
-        learning_rate=5e-3,
+        learning_rate=5e-3, held_out=0.1,
     )  # fmt: skip
     texts = texts_of(pair)
-    trainer = module._Trainer(pair, module._Plan(settings, texts), tmp_path / "learns")
-    trainer.train(lambda done, total: None)
-    assert sum(trainer.losses[-3:]) < 0.9 * sum(trainer.losses[:3])
-    reached = module.train_eagle3(pair, texts, tmp_path / "whole", settings=settings, held_out=0.1)
+    reached = module.train_eagle3(pair, texts, tmp_path / "whole", settings=settings)
     assert len(reached["accuracy"]) == 2 and reached["num_held_out"] == 1
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
 
     def stop(done, total):
         if done == 7:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        module.train_eagle3(pair, texts, tmp_path / "cut", settings=settings, held_out=0.1, progress=stop)
-    module.train_eagle3(pair, texts, tmp_path / "cut", settings=settings, held_out=0.1)
+        module.train_eagle3(pair, texts, tmp_path / "cut", settings=settings, progress=stop)
+    module.train_eagle3(pair, texts, tmp_path / "cut", settings=settings)
     whole, cut = (load_file(tmp_path / name / "head" / "model.safetensors") for name in ("whole", "cut"))
     for name, tensor in whole.items():
         assert torch.equal(tensor, cut[name]), name
@@ -376,23 +376,22 @@ def test_training_resumes_to_the_same_head_and_learns(tmp_path):
     made = make_decoder(pair.target, head).generate(PROMPT, SamplingParams(max_new_tokens=30))
     plain = SpeculativeDecoder(pair.cached_target(), None, pair.tokenizer)
     assert made.token_ids == plain.generate(PROMPT, SamplingParams(max_new_tokens=30)).token_ids
-    other = dataclasses.replace(settings, num_passes=7)
-    for changed, held in (({"settings": other}, 0.1), ({"settings": settings}, 0.3)):
+    for changed in (dict(num_passes=7), dict(held_out=0.3)):
         with pytest.raises(ReprieveError, match="another recipe"):
-            module.train_eagle3(pair, texts, tmp_path / "cut", held_out=held, **changed)
+            module.train_eagle3(pair, texts, tmp_path / "cut", settings=dataclasses.replace(settings, **changed))
     with pytest.raises(ReprieveError, match="another recipe"):  # as many texts, but others: another vocabulary
-        module.train_eagle3(pair, texts_of(pair, shift=5), tmp_path / "cut", settings=settings, held_out=0.1)
+        module.train_eagle3(pair, texts_of(pair, shift=5), tmp_path / "cut", settings=settings)
     checkpoint = tmp_path / "cut" / "checkpoint.safetensors"
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
     with pytest.raises(ReprieveError, match="cannot be read as a checkpoint"):
-        module.train_eagle3(pair, texts, tmp_path / "cut", settings=settings, held_out=0.1)
+        module.train_eagle3(pair, texts, tmp_path / "cut", settings=settings)
     stranger = Pair(tiny_model(seed=9), None, NumberTokenizer(), "tiny/other", None)
     with pytest.raises(PairError, match="was made for target 'tiny/target'"):
         stranger.eagle_head(str(tmp_path / "whole" / "head"))
 
 
 def test_the_vocabulary_is_the_answers_most_frequent_tokens():
-    from reprieve.training.eagle3 import EagleTraining, choose_vocabulary
+    from reprieve.training.eagle3 import choose_vocabulary
 
     texts = [OwnText([9, 9, 9], [4, 4, 4, 7, 7, 2]), OwnText([9], [4, 11])]
     t2d, d2t = choose_vocabulary(texts, size=3, vocab_size=12)
@@ -510,8 +509,6 @@ def test_a_hand_made_tree():
 
 def test_an_emptied_tree_is_a_plain_step():
     target = tiny_model()
-    decoder = make_decoder(
-        target, random_eagle(target), prune="depth", keep=0.1, alpha=9.0, depth=4, top_k=3
-    )
+    decoder = make_decoder(target, random_eagle(target), prune="depth", keep=0.1, alpha=9.0, depth=4, top_k=3)
     made = decoder.generate(PROMPT, SamplingParams(max_new_tokens=12))
     assert len(made.tokens) == 12 and set(itertools.chain(made.round_lengths)) == {1}

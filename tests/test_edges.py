@@ -13,7 +13,7 @@ from reprieve.drafters import DraftModelDrafter, NgramDrafter
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.engine.advisors import ArbiterAdvisor
 from reprieve.errors import SpecError
-from reprieve.heads.arbiter import ArbiterShape
+from reprieve.heads.settings import ArbiterShape
 from reprieve.models import CachedModel
 from reprieve.models.arbiter import ArbiterModel
 from reprieve.needs import Need

@@ -13,9 +13,9 @@ import pytest
 lm_eval = pytest.importorskip("lm_eval")
 
 from reprieve.cli.main import main  # noqa: E402
+from reprieve.engine import load_pair  # noqa: E402
 from reprieve.errors import SpecError  # noqa: E402
 from reprieve.evaluation.lm_eval_model import TASKS, ReprieveLM, _sampling  # noqa: E402
-from reprieve.models import load_pair  # noqa: E402
 
 QUESTIONS = [
     ("Tom has 12 apples. He buys 5 more apples. How many apples does Tom have now?", 17),

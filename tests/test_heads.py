@@ -12,10 +12,11 @@ import torch
 from reprieve.drafters import DraftModelDrafter
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import PairError, ReprieveError, SpecError, UnsupportedModelError
-from reprieve.heads.features import JUDGE_BOTH, JUDGE_TARGET, PIVOT, FeatureRecipe, TokenStates, assemble
+from reprieve.heads.features import TokenStates, assemble
 from reprieve.heads.judge import JudgeHead, judge_probability
 from reprieve.heads.loading import attach_heads, require_heads_fit
 from reprieve.heads.pivot import PivotHead, pivot_logits
+from reprieve.heads.settings import JUDGE_BOTH, JUDGE_TARGET, PIVOT, FeatureRecipe
 from reprieve.labelling.records import MINED, Mismatch, ProblemLabels
 from reprieve.models.cached_model import CachedModel
 from reprieve.rules import Checked, accept, accepts, parse_rule

@@ -25,9 +25,10 @@ from reprieve.labelling.annotations import read_annotations
 from reprieve.labelling.api_target import ApiTarget
 from reprieve.labelling.equivalence import NotWorse
 from reprieve.labelling.pivot import Candidate, CandidateSource, PivotMiner, median_length
-from reprieve.labelling.recipes import MiningConfig, build, make_chat, make_soundness
+from reprieve.labelling.recipes import build, make_chat, make_soundness
 from reprieve.labelling.records import MINED, Mismatch, ProblemLabels
 from reprieve.labelling.runner import mine_problems
+from reprieve.labelling.settings import AutoJudgeMining, PivotMining
 from reprieve.labelling.show import html_page, terminal_text
 from reprieve.labelling.soundness import (
     NO_VERDICT,
@@ -42,7 +43,7 @@ from reprieve.labelling.summary import shares_by_class, summarise, token_class
 from reprieve.labelling.target import LocalTarget, gather_all
 from reprieve.models.batch_decoder import BatchDecoder, Session
 from reprieve.models.cached_model import CachedModel
-from reprieve.settings import SamplingParams
+from reprieve.settings import PairSettings, SamplingParams
 
 from .mining import EOS, ScriptedTarget, WordTokenizer, miner, problem, responses
 from .tiny import IDENTITY, perturbed, tiny_model
@@ -320,12 +321,8 @@ def test_a_target_behind_an_api_gives_the_labels_it_gives_locally(prompts, monke
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    local = build(MiningConfig(miner="autojudge", target=BUNDLED, limit=1))
-    served = build(
-        MiningConfig(
-            miner="autojudge", target="big", draft=BUNDLED, limit=1, api_url=url, api_prompts=prompts
-        )
-    )  # fmt: skip
+    local = build(AutoJudgeMining(limit=1))
+    served = build(AutoJudgeMining(limit=1, pair=PairSettings("big", BUNDLED), api_url=url, api_prompts=prompts))
     try:
         ours = asyncio.run(local.miner.mine(local.problems[0]))
         theirs = asyncio.run(served.miner.mine(served.problems[0]))
@@ -659,10 +656,7 @@ def test_candidates_are_what_speculative_sampling_rejects():
 
 
 def test_pivot_mining_is_repeatable():
-    config = MiningConfig(
-        miner="pivot", target=BUNDLED, limit=1, temperature=0.6, top_p=0.95, top_k=20, max_new_tokens=60,
-        num_in_flight=1, options={"num_rollouts": 2, "soundness": "equations"},
-    )  # fmt: skip
+    config = PivotMining(limit=1, max_new_tokens=60, num_in_flight=1, num_rollouts=2, soundness="equations")
     first, second = (build(config) for _ in range(2))
     one, two = (asyncio.run(bench.miner.mine(bench.problems[0])) for bench in (first, second))
     assert dataclasses.replace(one, seconds=0) == dataclasses.replace(two, seconds=0)
@@ -750,7 +744,7 @@ def test_annotations_label_every_token_by_its_span(tmp_path):
 
 def test_mine_show_train_and_decode_end_to_end(tmp_path, capsys):
     store, head = tmp_path / "labels", tmp_path / "head"
-    mine = ["mine", "autojudge", "--limit", "6", "--in-flight", "6", "--out", str(store)]
+    mine = ["mine", "autojudge", "--limit", "6", "--num-in-flight", "6", "--out", str(store)]
     assert main(mine) == 0
     assert "6 problems (0 without an answer)" in capsys.readouterr().out
     assert main(mine) == 0
@@ -791,7 +785,7 @@ def test_mine_show_train_and_decode_end_to_end(tmp_path, capsys):
     ("command", "says"),
     [
         (["mine", "autojudge", "--max-new-tokens", "0"], "max_new_tokens must be 1 or more, got 0"),
-        (["mine", "pivot", "--rollouts", "0"], "num_rollouts must be 1 or more, got 0"),
+        (["mine", "pivot", "--num-rollouts", "0"], "num_rollouts must be 1 or more, got 0"),
         (["mine", "autojudge", "--task", "prompts:path={prompts}", "--split", "all"], "no answers to compare"),
         (["mine", "pivot", "--task", "prompts:path={prompts}", "--split", "all"], "no answers to compare"),
         (["mine", "autojudge", "--task", "gsm8k:path={gsm}", "--offset", "9"], "offset must be below"),
@@ -801,7 +795,7 @@ def test_mine_show_train_and_decode_end_to_end(tmp_path, capsys):
         ),
         (["train", "judge", "--grid", "nan"], "grid must hold finite values of C above 0"),
         (["train", "judge", "--held-out", "1"], "held_out must be in (0, 0.9], got 1.0"),
-        (["train", "pivot", "--epochs", "-1"], "num_epochs must be 1 or more, got -1"),
+        (["train", "pivot", "--num-epochs", "-1"], "num_epochs must be 1 or more, got -1"),
     ],
 )
 def test_bad_options_are_refused_at_once(command, says, tmp_path, capsys):
@@ -815,10 +809,11 @@ def test_bad_options_are_refused_at_once(command, says, tmp_path, capsys):
 
 def test_pivot_end_to_end(tmp_path, capsys):
     store, head = tmp_path / "labels", tmp_path / "head"
-    mine = ["mine", "pivot", "--limit", "4", "--rollouts", "3", "--in-flight", "4"]
+    mine = ["mine", "pivot", "--limit", "4", "--num-rollouts", "3", "--num-in-flight", "4"]
     assert main([*mine, "--out", str(store)]) == 0
     assert (
-        main(["train", "pivot", "--labels", str(store), "--epochs", "3", "--held-out", "0.5", "--out", str(head)]) == 0
+        main(["train", "pivot", "--labels", str(store), "--num-epochs", "3", "--held-out", "0.5", "--out", str(head)])
+        == 0
     )
     sampling = ["--temperature", "0.6", "--top-p", "0.95", "--top-k", "20"]
     bench = [
@@ -851,7 +846,7 @@ def test_annotated_labels_train_a_head(tmp_path):
 def test_ray_workers_share_one_store(tmp_path, capsys):
     """A local cluster of two workers labels what one process labels."""
     ray = pytest.importorskip("ray")
-    mine = ["mine", "autojudge", "--limit", "4", "--in-flight", "2", "--max-new-tokens", "64"]
+    mine = ["mine", "autojudge", "--limit", "4", "--num-in-flight", "2", "--max-new-tokens", "64"]
     assert main([*mine, "--workers", "ray:2", "--out", str(tmp_path / "ray")]) == 0
     ray.shutdown()
     assert "mined now: 4" in capsys.readouterr().out

@@ -9,7 +9,8 @@ import pytest
 import torch
 from scipy.stats import binom
 
-from reprieve.calibration.lts import LtsRecipe, bounds_of, collect_swaps, fit, upper_quantile
+from reprieve.calibration.lts import bounds_of, collect_swaps, fit, upper_quantile
+from reprieve.calibration.settings import LtsRecipe
 from reprieve.calibration.swaps import SwapMeter, Swaps, next_step_divergence, whitening
 from reprieve.drafters import DraftModelDrafter
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder, load_pair

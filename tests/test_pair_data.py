@@ -8,10 +8,11 @@ import re
 import pytest
 import torch
 
+from reprieve.loop import learning_rate_at, train
 from reprieve.pair.corpus import Mixture, RowStream
 from reprieve.pair.families import FAMILIES, evaluate
 from reprieve.pair.problems import Style, draw_problem, split_of, write_solution
-from reprieve.pair.train import Recipe, Trainer, learning_rate_at, train_tokenizer
+from reprieve.pair.train import PairLearner, Recipe, train_tokenizer
 from reprieve.tasks import load_task
 
 EQUATION = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)|(\d+)% of (\d+)=(\d+)")
@@ -115,15 +116,18 @@ def test_training_resumes_to_the_same_weights(tokenizer, tmp_path):
         row_length=64,
         warmup_updates=2,
     )
-    whole = Trainer(recipe, tokenizer, tmp_path / "whole", "cpu")
-    whole.train()
-    cut = Trainer(recipe, tokenizer, tmp_path / "cut", "cpu")
-    for _ in range(3):
-        cut._one_update()
-        cut.update += 1
-    cut._save()
-    resumed = Trainer(recipe, tokenizer, tmp_path / "cut", "cpu")
-    resumed.train()
+
+    def stop(done, total):
+        if done == 3:
+            raise KeyboardInterrupt
+
+    whole, cut, resumed = (PairLearner(recipe, tokenizer, "tiny", "cpu") for _ in range(3))
+    train(whole, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        train(cut, tmp_path / "cut", progress=stop)
+    before = (tmp_path / "cut" / "metrics.jsonl").read_text()
+    train(resumed, tmp_path / "cut")
+    assert (tmp_path / "cut" / "metrics.jsonl").read_text().startswith(before), "it went on with the fourth update"
     for mine, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)
 

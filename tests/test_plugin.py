@@ -234,10 +234,10 @@ def test_the_configuration_comes_from_vllm_or_the_environment(monkeypatch):
 
 def test_a_policy_is_read_once_a_process(monkeypatch):
     reads = []
-    monkeypatch.setattr(Policy, "load", lambda source: reads.append(source))
+    monkeypatch.setattr(Policy, "load", lambda source, target: reads.append(source))
     for _ in range(3):
-        load_policy({"rule": "margin:delta=7.125"})
-        load_policy("margin:delta=7.25")
+        load_policy({"rule": "margin:delta=7.125"}, "t")
+        load_policy("margin:delta=7.25", "t")
     assert len(reads) == 2
 
 

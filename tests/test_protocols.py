@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from reprieve.calibration.certify import Promise
+from reprieve.calibration.settings import Promise
 from reprieve.engine import Pair
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.evaluation.arms import make_arms
@@ -21,9 +21,10 @@ from reprieve.evaluation.energy import EnergyMeter
 from reprieve.evaluation.judging import judge_run
 from reprieve.evaluation.monitor import LosslessCheck, QualityMonitor, Served, watch
 from reprieve.evaluation.provenance import provenance_spans
-from reprieve.evaluation.records import claim_folder
+from reprieve.evaluation.records import claim_run
 from reprieve.evaluation.results import summarise
 from reprieve.evaluation.runner import Runner, run_arms
+from reprieve.evaluation.settings import CertifySettings, FsdSettings, RunSettings
 from reprieve.evaluation.tuning import FsdProtocol, best_ks
 from reprieve.heads.certificates import Certificate
 from reprieve.heads.folds import FoldedHead, fold_folder, fold_of, write_folds
@@ -32,7 +33,7 @@ from reprieve.rules import parse_rule
 from reprieve.rules.judge import JudgeRule
 from reprieve.rules.top_k import TopKRule
 from reprieve.rules.truncation import truncated_tokens
-from reprieve.settings import SamplingParams
+from reprieve.settings import SamplingParams, SamplingSettings
 from reprieve.tasks import TaskProblem, load_task
 from reprieve.types import Provenance, Token
 
@@ -47,12 +48,11 @@ def pair():
 
 
 def settings(**changes):
-    values = dict(command="c", drafter="draft", task="toy", split="test", limit=6, seed=0)
-    return {**values, "sampling": {"temperature": 0.0}, **changes}
+    return RunSettings(**{"task": "toy", "limit": 6, **changes})
 
 
 def run(pair, arms, folder, **changes):
-    return run_arms(RunConfig.of(pair, arms, **settings(**changes)), arms, pair, ToyTask(), folder)
+    return run_arms(RunConfig.of(pair, arms, settings(**changes)), arms, pair, ToyTask(), folder)
 
 
 # Arms
@@ -79,7 +79,7 @@ def test_lossless_beside_itself_is_the_noise_floor(pair, tmp_path):
     difference, low, high = greedy["lossless_rerun"]["accuracy_vs_lossless"]
     assert difference == 0 and low < 0 < high, "six equal problems do not prove equality"
     assert greedy["lossless"]["accuracy_vs_lossless"] == [0.0, 0.0, 0.0], "it is the same arm"
-    sampled = run(pair, arms, tmp_path / "sampled", sampling={"temperature": 1.0})
+    sampled = run(pair, arms, tmp_path / "sampled", sampling=SamplingSettings(temperature=1.0))
     texts = {label: [r.text for r in sampled.records if r.arm == label] for label in ("lossless", "lossless_rerun")}
     assert texts["lossless"] != texts["lossless_rerun"], "draws of its own"
 
@@ -122,14 +122,14 @@ def test_a_direct_arm_draws_only_from_the_set_and_in_its_proportions(pair, tmp_p
 
 def test_trials_have_draws_of_their_own_and_count_as_one_problem(pair, tmp_path):
     arms = make_arms(["margin:delta=2"], [4])
-    whole = run(pair, arms, tmp_path, num_trials=3, sampling={"temperature": 1.0})
+    whole = run(pair, arms, tmp_path, num_trials=3, sampling=SamplingSettings(temperature=1.0))
     ours = [r for r in whole.records if r.arm == "margin:delta=2" and r.problem_id == "p0"]
     assert [record.trial for record in ours] == [0, 1, 2] and len({record.text for record in ours}) > 1
     document = summarise(whole)
     assert (document["num_problems"], document["num_trials"]) == (6, 3)
     row = document["arms"][-1]
     assert row["accuracy"] == np.mean([r.correct for r in whole.records if r.arm == "margin:delta=2"])
-    again = run(pair, arms, tmp_path, num_trials=3, sampling={"temperature": 1.0})
+    again = run(pair, arms, tmp_path, num_trials=3, sampling=SamplingSettings(temperature=1.0))
     assert len(again.records) == len(whole.records), "nothing is answered twice"
 
 
@@ -173,8 +173,10 @@ def test_each_arm_gets_the_k_it_is_fastest_at():
 
 
 def test_fsds_protocol_climbs_until_the_share_is_lost(pair, tmp_path):
-    main = settings(limit=12, num_trials=1)
-    protocol = FsdProtocol("random", thresholds=[0.1, 0.5, 0.9], ks=[2, 4], pilot=settings(limit=3), main=main)
+    asked = FsdSettings(
+        "random", (0.1, 0.5, 0.9), num_draft_tokens=(2, 4), main_limit=12, main_trials=1, run=settings(limit=3)
+    )
+    protocol = FsdProtocol(asked)
     told = []
     document = protocol.run(pair, ToyTask(), tmp_path, announce=told.append)
     accuracy = {row["spec"]: row["accuracy"] for row in document["arms"]}
@@ -184,7 +186,7 @@ def test_fsds_protocol_climbs_until_the_share_is_lost(pair, tmp_path):
     assert document["protocol"]["num_draft_tokens"] in (2, 4) and told[0].startswith("K' = ")
     assert set(document["protocol"]["acceptance_rates"]) >= {"lossless", "random:rate=0.1", "random:rate=0.9"}
     with pytest.raises(SpecError, match="rise"):
-        FsdProtocol(rule="fuzzy", thresholds=[0.5, 0.1], ks=[4], pilot={}, main={})
+        FsdSettings(thresholds=(0.5, 0.1))
 
 
 # Certifying
@@ -192,12 +194,10 @@ def test_fsds_protocol_climbs_until_the_share_is_lost(pair, tmp_path):
 
 def plan(**changes):
     values = dict(
-        rule=parse_rule("margin"), promise=Promise(0.6), thresholds=[0.5, 2.0], num_draft_tokens=4,
-        calibration=settings(limit=12), held_out=settings(limit=8, offset=12),
+        rule="margin", promise=Promise(0.6), thresholds=(0.5, 2.0), num_draft_tokens=4, held_out_limit=8,
+        run=settings(limit=12),
     )  # fmt: skip
-    for name in ("calibration", "held_out"):
-        values[name].pop("command")
-    return Plan(**{**values, **changes})
+    return Plan.of(CertifySettings(**{**values, **changes}))
 
 
 def test_a_certificate_names_what_it_promises_and_can_be_used(pair, tmp_path, monkeypatch):
@@ -210,7 +210,13 @@ def test_a_certificate_names_what_it_promises_and_can_be_used(pair, tmp_path, mo
     arm = make_arms([f"certified:{outcome.path}"], [16])[-1]
     assert (arm.rule.spec, arm.num_draft_tokens) == (made.rule, 4)
     with pytest.warns(UserWarning, match="temperature 1.0"):
-        run(pair, [*make_arms([], [4]), arm], tmp_path / "elsewhere", limit=1, sampling={"temperature": 1.0})
+        run(
+            pair,
+            [*make_arms([], [4]), arm],
+            tmp_path / "elsewhere",
+            limit=1,
+            sampling=SamplingSettings(temperature=1.0),
+        )
 
 
 def test_no_certificate_without_proof_and_the_walk_resumes(pair, tmp_path):
@@ -222,10 +228,10 @@ def test_no_certificate_without_proof_and_the_walk_resumes(pair, tmp_path):
 
 
 def test_trying_thresholds_until_one_passes_is_refused(pair, tmp_path):
-    certify(plan(thresholds=[3.0]), pair, ToyTask(), tmp_path, command="c")
-    certify(plan(thresholds=[3.0]), pair, ToyTask(), tmp_path, command="c")
+    certify(plan(thresholds=(3.0,)), pair, ToyTask(), tmp_path, command="c")
+    certify(plan(thresholds=(3.0,)), pair, ToyTask(), tmp_path, command="c")
     with pytest.raises(SpecError, match=r"first tried on these problems, margin:delta=3: .*--offset"):
-        certify(plan(thresholds=[0.5, 2.0]), pair, ToyTask(), tmp_path, command="c")
+        certify(plan(thresholds=(0.5, 2.0)), pair, ToyTask(), tmp_path, command="c")
 
 
 def test_nothing_is_certified_without_right_answers_or_with_failed_ones(pair, tmp_path):
@@ -257,8 +263,8 @@ def test_nothing_is_certified_without_right_answers_or_with_failed_ones(pair, tm
     ("changes", "message"),
     [
         (dict(thresholds=[1, 1]), "different values"),
-        (dict(rule=parse_rule("lossless")), "nothing to certify"),
-        (dict(held_out=settings(limit=0)), "limit must be 1 or more"),
+        (dict(rule="lossless"), "nothing to certify"),
+        (dict(held_out_limit=0), "held_out_limit must be 1 or more"),
     ],
 )
 def test_plans_that_cannot_be_are_refused_before_anything_is_measured(changes, message):
@@ -268,26 +274,26 @@ def test_plans_that_cannot_be_are_refused_before_anything_is_measured(changes, m
 
 def test_a_second_rule_shares_the_strict_answers(pair, tmp_path):
     certify(plan(), pair, ToyTask(), tmp_path, command="c")
-    certify(plan(rule=parse_rule("top_k"), thresholds=[2, 3]), pair, ToyTask(), tmp_path, command="c")
+    certify(plan(rule="top_k", thresholds=(2, 3)), pair, ToyTask(), tmp_path, command="c")
     records = [json.loads(line) for line in (tmp_path / "calibration" / "problems.jsonl").read_text().splitlines()]
     assert sum(record["arm"] == "lossless" for record in records) == 12
 
 
 def test_thresholds_are_tried_from_strict_to_lenient_whatever_their_order():
-    assert [rule.delta for rule in plan(thresholds=[3, 1, 2]).candidates()] == [1, 2, 3]
-    assert [rule.ratio for rule in plan(rule=parse_rule("ratio"), thresholds=[0.2, 0.9]).candidates()] == [0.9, 0.2]
+    assert [rule.delta for rule in plan(thresholds=(3, 1, 2)).candidates()] == [1, 2, 3]
+    assert [rule.ratio for rule in plan(rule="ratio", thresholds=(0.2, 0.9)).candidates()] == [0.9, 0.2]
     with pytest.raises(SpecError, match="--thresholds"):
-        plan(thresholds=[]).candidates()
+        plan(thresholds=()).candidates()
 
 
 def test_folders_grow_only_where_that_is_harmless(tmp_path):
-    claim_folder(tmp_path, {"arms": ["a"], "heads": {"h": "1"}}, extendable=("arms", "heads"))
-    claim_folder(tmp_path, {"arms": ["b"], "heads": {"i": "2"}}, extendable=("arms", "heads"))
+    claim_run(tmp_path, {"arms": ["a"], "heads": {"h": "1"}}, extendable=("arms", "heads"))
+    claim_run(tmp_path, {"arms": ["b"], "heads": {"i": "2"}}, extendable=("arms", "heads"))
     assert json.loads((tmp_path / "run.json").read_text()) == {"arms": ["a", "b"], "heads": {"h": "1", "i": "2"}}
     with pytest.raises(ReprieveError, match="its heads is"):
-        claim_folder(tmp_path, {"arms": ["a"], "heads": {"h": "9"}}, extendable=("arms", "heads"))
+        claim_run(tmp_path, {"arms": ["a"], "heads": {"h": "9"}}, extendable=("arms", "heads"))
     with pytest.raises(ReprieveError, match="its arms is"):
-        claim_folder(tmp_path, {"arms": ["c"], "heads": {}})
+        claim_run(tmp_path, {"arms": ["c"], "heads": {}})
 
 
 def test_several_processes_give_the_same_answers(tmp_path):
@@ -296,7 +302,7 @@ def test_several_processes_give_the_same_answers(tmp_path):
     bundled = load_pair(dtype="float32")
     arms = make_arms(["margin:delta=2"], [4])[2:]
     task = load_task("arithmetic")
-    config = RunConfig.of(bundled, arms, **settings(task="arithmetic", limit=5))
+    config = RunConfig.of(bundled, arms, settings(task="arithmetic", limit=5))
     runners = [Runner(config, arms, bundled, task, tmp_path / str(n), num_workers=n) for n in (1, 2)]
     assert all(runner.measure() for runner in runners)
     alone, together = ({(r.arm, r.problem_id): r.text for r in runner.records} for runner in runners)
@@ -312,7 +318,7 @@ def test_no_problem_meets_a_head_trained_on_it(tmp_path, pair):
     write_folds(tmp_path, 3)
     arm = make_arms([f"judge:path={tmp_path},threshold=0.4"], [4])[-1]
     assert isinstance(dict(arm.rule.heads)[str(tmp_path)], FoldedHead)
-    runner = Runner(RunConfig.of(pair, [arm], **settings()), [arm], pair, ToyTask(), tmp_path / "run")
+    runner = Runner(RunConfig.of(pair, [arm], settings()), [arm], pair, ToyTask(), tmp_path / "run")
     for problem in runner.problems:
         decoder = runner.answerer._decoder(arm, problem)
         head = dict(decoder.rule.heads)[str(fold_folder(tmp_path, 0).parent)]
@@ -356,12 +362,14 @@ class TwoTurns(ToyTask):
 
 def test_later_turns_read_earlier_answers_and_count(pair, tmp_path):
     arms = make_arms([], [4])
-    config = RunConfig.of(pair, arms, **settings(limit=2))
+    config = RunConfig.of(pair, arms, settings(limit=2))
     whole = run_arms(config, arms, pair, TwoTurns(), tmp_path)
     record = next(r for r in whole.records if r.arm == "lossless")
     assert len(record.turns) == 2 and record.text == record.turns[1] and record.num_tokens == 24
-    second = arms[2].decoder(pair).generate(
-        [1, 2, 3, *map(int, record.turns[0].split()), 7, 8], SamplingParams(max_new_tokens=12)
+    second = (
+        arms[2]
+        .decoder(pair)
+        .generate([1, 2, 3, *map(int, record.turns[0].split()), 7, 8], SamplingParams(max_new_tokens=12))
     )
     assert second.text == record.turns[1]
     row = summarise(whole)["arms"][2]
@@ -495,7 +503,7 @@ class FirstIsBetter:
 
 def test_a_judges_love_of_first_place_cancels_out(pair, tmp_path):
     arms = make_arms(["random:rate=0.9"], [4])
-    run_arms(RunConfig.of(pair, arms, **settings(limit=4)), arms, pair, TwoTurns(), tmp_path)
+    run_arms(RunConfig.of(pair, arms, settings(limit=4)), arms, pair, TwoTurns(), tmp_path)
     problems = TwoTurns().problems("test", 4)
     chat = FirstIsBetter()
     document = judge_run(tmp_path, problems, chat)
@@ -540,6 +548,6 @@ def test_alpaca_and_mt_bench_files_are_read(tmp_path):
 
 
 def test_rules_for_single_tokens_only_are_refused_by_direct_arms():
-    with pytest.raises(SpecError, match="direct"):
+    with pytest.raises(SpecError, match="distribution alone"):
         SamplingParams(truncation=JudgeRule.of(random_head()))
     assert dataclasses.replace(SamplingParams(), truncation=TopKRule()).truncation == TopKRule()

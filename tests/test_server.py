@@ -20,8 +20,8 @@ import uvicorn
 
 from reprieve.engine import SamplingParams, load_pair
 from reprieve.serving.policy import Policy
-from reprieve.serving.server.app import Settings
 from reprieve.serving.server.launch import make_app
+from reprieve.serving.settings import ServerSettings
 from reprieve.tasks import load_task
 
 JUDGE = "judge:path=reprieve/arithmetic-judge,threshold=0.04"
@@ -41,13 +41,8 @@ def prompt():
 
 @contextmanager
 def serving(pair, *, rules=(JUDGE, "margin:delta=2"), settings=None, **options):
-    app = make_app(
-        pair,
-        [Policy.load(rule) for rule in rules],
-        Settings(model=MODEL, **(settings or {})),
-        num_draft_tokens=K,
-        **options,
-    )
+    asked = ServerSettings(model_name=MODEL, num_draft_tokens=K, **(settings or {}))
+    app = make_app(pair, [Policy.load(rule) for rule in rules], asked, **options)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -281,7 +276,7 @@ def test_an_api_key_guards_the_api_and_not_the_health_check(pair, prompt):
 
 def test_other_hosts_are_refused_on_loopback(pair):
     """A page elsewhere cannot reach a local server by pointing its own name at 127.0.0.1."""
-    with serving(pair, settings={"hosts": ("127.0.0.1", "localhost")}) as port:
+    with serving(pair, settings={"host": "localhost"}) as port:
         assert get(port, "/health")[0] == 200
         assert get(port, "/health", headers={"Host": "evil.example"})[0] == 400
 
@@ -311,7 +306,7 @@ def busy(port):
 
 
 def test_clients_that_leave_the_queue_make_room_at_once(pair, prompt):
-    with serving(pair, max_waiting=2) as port:
+    with serving(pair, settings={"max_waiting": 2}) as port:
         running = raw(port, {"prompt": prompt, "n": 16, **LONG})
         wait_for(lambda: busy(port) == (True, 0))
         left = [raw(port, {"prompt": prompt, **LONG}) for _ in range(2)]
@@ -338,14 +333,14 @@ def test_an_engine_that_fails_answers_500_and_goes_on(pair, prompt, monkeypatch)
 
 
 def test_a_body_that_never_comes_is_408(pair):
-    with serving(pair, settings={"timeout_s": 0.5}) as port:
+    with serving(pair, settings={"timeout": 0.5}) as port:
         connection = socket.create_connection(("127.0.0.1", port))
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{")
         assert b" 408 " in connection.recv(4096)
 
 
 def test_a_full_queue_is_429_and_clients_that_leave_free_it(pair, prompt):
-    with serving(pair, max_waiting=2) as port:
+    with serving(pair, settings={"max_waiting": 2}) as port:
         held = [raw(port, {"prompt": prompt, "stream": place % 2 == 1, **LONG}) for place in range(3)]
         wait_for(lambda: busy(port) == (True, 2))
         status, body = post(port, {"prompt": prompt, "max_tokens": 2})
@@ -359,7 +354,7 @@ def test_a_full_queue_is_429_and_clients_that_leave_free_it(pair, prompt):
 
 
 def test_a_request_that_takes_too_long_ends_and_makes_room(pair, prompt):
-    with serving(pair, settings={"timeout_s": 0.6}) as port:
+    with serving(pair, settings={"timeout": 0.6}) as port:
         status, body = post(port, {"prompt": prompt, "n": 16, **LONG})
         assert status == 504 and "0.6 s" in body["error"]["message"]
         events = post(port, {"prompt": prompt, "n": 16, "stream": True, **LONG})[1]
@@ -369,7 +364,7 @@ def test_a_request_that_takes_too_long_ends_and_makes_room(pair, prompt):
 
 def test_shutdown_finishes_what_runs_and_refuses_the_rest(pair, prompt):
     done = []
-    with serving(pair, settings={"grace_s": 20}) as port:
+    with serving(pair, settings={"grace": 20}) as port:
         asked = {"prompt": prompt, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
         waiting = threading.Thread(target=lambda: done.append(post(port, asked)))
         waiting.start()
@@ -411,7 +406,7 @@ def test_a_server_told_to_stop_ends_what_is_left_with_a_word(tmp_path, prompt):
 
 
 def test_quality_is_watched_in_the_background(pair, prompt):
-    with serving(pair, check_share=1.0, max_changed=0.5) as port:
+    with serving(pair, settings={"check_share": 1.0, "max_changed": 0.5}) as port:
         for _ in range(2):
             post(port, {"prompt": prompt, "max_tokens": 80, "temperature": 0, "reprieve_threshold": 0.3})
         post(port, {"prompt": prompt, "max_tokens": 80, "temperature": 0, "reprieve_rule": "off"})

@@ -17,13 +17,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from reprieve.heads.arbiter import Arbiter, ArbiterShape
+from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.base import Head
 from reprieve.heads.binding import PairIdentity
-from reprieve.heads.features import JUDGE_TARGET, PIVOT
 from reprieve.heads.judge import JudgeHead
 from reprieve.heads.lts import LtsCalibration
 from reprieve.heads.pivot import PivotHead
+from reprieve.heads.settings import JUDGE_TARGET, PIVOT, ArbiterShape
 from reprieve.models.eagle3 import EagleConfig, EagleHead
 from reprieve.models.sampling import Sampler
 from reprieve.needs import Need

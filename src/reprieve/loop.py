@@ -117,7 +117,11 @@ def train(
                 # A checkpoint whose validation is still to come would skip it for good, so it comes after.
                 if interrupted() or learner.validates_after(update) or time.perf_counter() - saved > checkpoint_seconds:
                     save()
-                progress(update, learner.num_updates)
+                try:
+                    progress(update, learner.num_updates)
+                except BaseException:  # between two updates: nothing is half done
+                    save()
+                    raise
                 if interrupted():
                     raise KeyboardInterrupt
         save()

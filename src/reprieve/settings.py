@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from reprieve.errors import SpecError, require_range
-
-if TYPE_CHECKING:
-    from reprieve.rules import Rule
 
 BUNDLED_PAIR = "reprieve/arithmetic-pair"
 
@@ -115,7 +112,7 @@ class SamplingParams(SamplingSettings):
     ignore_eos: bool = False
     eos_token_ids: tuple[int, ...] | None = None
     num_logprobs: int | None = None
-    truncation: Rule | None = None
+    truncation: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

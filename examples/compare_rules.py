@@ -1,0 +1,18 @@
+"""Three rules on ten problems: how many they solve, and how far they get a round. `reprieve bench` does it properly."""
+
+import reprieve
+
+pair = reprieve.load_pair()
+task = reprieve.load_task("arithmetic")
+problems = task.problems("test", 10)
+params = reprieve.SamplingParams(max_new_tokens=task.max_new_tokens)
+head = reprieve.load_head("judge", "reprieve/arithmetic-judge")
+print(f"the head was trained on {head.training['num_tokens']} labels; it recommends {head.threshold:.2f}")
+
+for rule in ("lossless", "margin:delta=3", f"judge:threshold={head.threshold}"):
+    decoder = pair.decoder(rule, num_draft_tokens=8)
+    answers = [decoder.generate(problem.prompt, params) for problem in problems]
+    pairs = zip(answers, problems, strict=True)
+    solved = sum(task.equivalent(task.extract_answer(a.text), problem.reference) for a, problem in pairs)
+    per_round = sum(len(a.tokens) for a in answers) / sum(a.num_rounds for a in answers)
+    print(f"{rule}: {solved} of {len(problems)} solved, {per_round:.2f} tokens a round")
