@@ -5,7 +5,7 @@ import reprieve
 pair = reprieve.load_pair()  # any two transformers models with one tokenizer do
 tokenizer = pair.tokenizer
 prompt = tokenizer(
-    "Question: Iris has 18 books. She buys 5 more books. She sells 9 books. How many books does Iris have now?\nAnswer:",
+    "Question: Iris has 18 books. She buys 5 more. She sells 9 books. How many books does Iris have now?\nAnswer:",
     return_tensors="pt",
 )
 output = pair.target.generate(

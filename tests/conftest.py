@@ -1,9 +1,21 @@
-"""One thread: the models are tiny, and threads that wait for a busy core cost more than they bring."""
+"""One thread a process: the models are tiny, and threads that wait for a busy core cost more than they bring."""
 
+import os
 from importlib.util import find_spec
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too
+
+import pytest
 import torch
 
 collect_ignore = [] if find_spec("vllm") else ["vllm"]  # `make test-vllm` runs these, in an environment of its own
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def bundled_pair():
+    """The bundled pair, loaded once a worker."""
+    from reprieve.engine import load_pair
+
+    return load_pair(dtype="float32")

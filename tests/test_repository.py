@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "reprieve"
 # Imports may only point up this list; modules of one floor may import each other.
 FLOORS = (
-    "errors", "specs", "registry", "needs", "transfers", "types", "files", "metrics", "settings", "loop", "rules", "heads", "models", "drafters", "engine", "pair", "tasks",
+    "errors", "specs", "registry", "needs", "transfers", "types", "files", "metrics", "settings", "loop",
+    "rules", "heads", "models", "drafters", "engine", "pair", "tasks",
     "labelling", "training", "calibration", "evaluation", "serving", "cli",
 )  # fmt: skip
 
@@ -85,7 +86,16 @@ def test_every_rule_has_its_page_and_its_row():
         assert "**Source" in page or name == "lossless"
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+FAST_EXAMPLES = ("one_answer.py", "own_rule.py")
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(path, id=path.name, marks=() if path.name in FAST_EXAMPLES else pytest.mark.slow)
+        for path in sorted((ROOT / "examples").glob("*.py"))
+    ],
+)
 def test_examples_are_short_and_run(example):
     assert len(example.read_text().splitlines()) < 40
     subprocess.run([sys.executable, str(example)], check=True, capture_output=True, timeout=600)  # a minute, alone

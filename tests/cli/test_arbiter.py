@@ -1,0 +1,82 @@
+"""CoSpec by command."""
+
+import dataclasses
+import json
+
+import pytest
+
+from reprieve.cli.main import main
+from reprieve.engine import Pair
+from reprieve.labelling.store import LabelStore
+from tests.kit.tiny import NumberTokenizer, perturbed, tiny_model
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = tiny_model()
+    return Pair(target, perturbed(target, noise=0.05), NumberTokenizer(), "tiny/target", "tiny/draft")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["train", "arbiter", "--preset", "huge"], "--preset must be one of paper, small"),
+        (["train", "arbiter-rl"], "the following arguments are required: --start"),
+        (["train", "arbiter-rl", "--start", "none", "--group-size", "1"], "group_size must be 2 or more"),
+        (["train", "arbiter", "--rank", "0"], "rank must be 1 or more"),
+        (["train", "arbiter", "--labels", "/nowhere"], "is not a label store"),
+        (["train", "arbiter", "--num-draft-tokens", "8"], "unknown flag --num-draft-tokens"),
+        (["train", "arbiter-rl", "--start", "o/arbiter", "--out", "o"], "--start must not be what --out"),
+        (["mine", "arbitration", "--tie", "2"], "tie must be in"),
+        (["mine", "arbitration", "--max-mismatches", "0"], "max_mismatches must be 1 or more"),
+        (["audit", "arbitration", "--limit", "0"], "--limit must be 1 or more"),
+        (["audit", "arbitration", "--lambda", "7"], r"lambda must be in [0, 1], got 7.0"),
+        (["audit", "arbitration", "--temperature", "-1"], "temperature must be in [0, inf]"),
+        (["audit", "arbitration", "--arbiter", "nowhere"], "neither a folder nor a hub id"),
+    ],
+)
+def test_bad_usage_is_told(arguments, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) in (1, 2)
+    assert told in capsys.readouterr().err
+
+
+def test_what_is_refused_leaves_nothing(pair, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    climb = ["train", "arbiter-rl", "--start", "none", "--out", "rl"]
+    assert main([*climb, "--draft-temperature", "-1"]) == 2
+    assert "draft_temperature must be in [0, 100], got -1.0" in capsys.readouterr().err
+    assert main(["train", "arbiter", "--draft-temperature", "0", "--out", "sft"]) == 2
+    assert "unknown flag --draft-temperature" in capsys.readouterr().err
+    manifest = {**dataclasses.asdict(pair.identity), "miner": "arbitration", "task": "parity", "num_draft_tokens": 4}
+    LabelStore(tmp_path / "old", manifest)
+    assert main(["train", "arbiter", "--labels", "old", "--out", "sft"]) in (1, 2)
+    told = capsys.readouterr().err
+    assert "--labels must hold labels of version 2, 'old' has None" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+@pytest.mark.slow
+def test_the_whole_method_by_command(tmp_path, monkeypatch, capsys):
+    """Mine, warm up, reinforce, audit and use, on the bundled pair, as small as it goes."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["mine", "arbitration", "--limit", "3", "--num-draft-tokens", "8", "--max-mismatches", "1"]) == 0
+    assert main(["train", "arbiter", "--preset", "small", "--num-epochs", "1", "--out", "sft"]) == 0
+    small = ["--prompts-per-update", "1", "--group-size", "2", "--num-updates", "1", "--num-validation", "2"]
+    small += ["--validation-temperature", "1", "--num-draft-tokens", "8"]
+    climb = ["train", "arbiter-rl", "--start", "sft/arbiter", "--preset", "small", *small, "--out", "rl"]
+    assert main(climb) == 0
+    before = (tmp_path / "rl" / "metrics.jsonl").read_text()
+    assert main(climb) == 0
+    assert (tmp_path / "rl" / "metrics.jsonl").read_text() == before, "again: there is nothing left to do"
+    audit = ["audit", "arbitration", "--arbiter", "rl/arbiter", "--limit", "2", "--out", "audit.json"]
+    assert main(audit) == 0
+    found = json.loads((tmp_path / "audit.json").read_text())
+    assert found["num_draft_tokens"] == 8 and found["diagnosis"]["num_problems"] == 2
+    assert main([*audit, "--temperature", "1", "--seed", "3", "--limit", "1"]) == 0
+    sampled = json.loads((tmp_path / "audit.json").read_text())
+    assert (sampled["sampling"]["temperature"], sampled["seed"]) == (1.0, 3) and sampled["diagnosis"][
+        "num_problems"
+    ] == 1
+    assert main(["generate", "Question: what is 1 + 2?\nAnswer:", "--rule", "arbiter:path=rl/arbiter", "--json"]) == 0
+    assert "best at update" in capsys.readouterr().out

@@ -1,0 +1,132 @@
+"""From labels to heads by command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from reprieve.cli.main import main
+from reprieve.labelling.store import LabelStore
+
+A, B, C, AB, BC, SPACE = range(1, 7)
+
+
+@pytest.mark.slow
+def test_mine_show_train_and_decode_end_to_end(tmp_path, capsys):
+    store, head = tmp_path / "labels", tmp_path / "head"
+    mine = ["mine", "autojudge", "--limit", "6", "--num-in-flight", "6", "--out", str(store)]
+    assert main(mine) == 0
+    assert "6 problems (0 without an answer)" in capsys.readouterr().out
+    assert main(mine) == 0
+    assert "mined now: 0, there before: 6" in capsys.readouterr().out
+    assert main([*mine, "--variant", "naive"]) == 1
+    assert "made with variant = 'search', this run has 'naive'" in capsys.readouterr().err
+    assert main(["labels", "show", str(store), "--problem", "train-0-3", "--no-color"]) == 0
+    assert "train-0-3 (mined)" in capsys.readouterr().out
+    assert main(["labels", "show", str(store), "--problem", "nope"]) == 2
+    assert main(["labels", "show", str(store), "--limit", "2", "--html", str(tmp_path / "x.html")]) == 0
+    assert (tmp_path / "x.html").read_text().count("<h2>") == 2
+    assert main(["labels", "stats", str(store)]) == 0
+    assert "class of the target's token" in capsys.readouterr().out
+    assert main(["train", "judge", "--labels", str(store), "--held-out", "0.5", "--out", str(head)]) == 0
+    assert re.search(r"held-out ROC AUC 0\.\d+", capsys.readouterr().out)
+    bench = ["bench", "--arm", f"judge:path={head}", "--limit", "2", "--out", str(tmp_path / "bench")]
+    assert main(bench) == 0
+    arms = {arm["rule"]: arm for arm in json.loads((tmp_path / "bench" / "results.json").read_text())["arms"]}
+    assert arms["judge"]["num_rescued"] > 0
+    assert arms["judge"]["tokens_per_round"] > arms["lossless"]["tokens_per_round"]
+    sweep = [
+        "sweep",
+        "--rule",
+        f"judge:path={head}",
+        "--thresholds",
+        "0,0.5",
+        "--limit",
+        "1",
+        "--out",
+        str(tmp_path / "s"),
+    ]
+    assert main(sweep) == 0
+    assert main(["bench", "--arm", "judge:path=/nowhere", "--out", str(tmp_path / "b2")]) == 1
+    assert "neither a folder nor a hub id" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["mine", "autojudge", "--max-new-tokens", "0"], "max_new_tokens must be 1 or more, got 0"),
+        (["mine", "pivot", "--num-rollouts", "0"], "num_rollouts must be 1 or more, got 0"),
+        (["mine", "autojudge", "--task", "prompts:path={prompts}", "--split", "all"], "no answers to compare"),
+        (["mine", "pivot", "--task", "prompts:path={prompts}", "--split", "all"], "no answers to compare"),
+        (["mine", "autojudge", "--task", "gsm8k:path={gsm}", "--offset", "9"], "offset must be below"),
+        (
+            ["mine", "autojudge", "--judge", "openai:model=m,temperature=hot", "--limit", "1"],
+            "must be a number, got 'hot'",
+        ),
+        (["train", "judge", "--grid", "nan"], "grid must hold finite values of C above 0"),
+        (["train", "judge", "--held-out", "1"], "held_out must be in (0, 0.9], got 1.0"),
+        (["train", "pivot", "--num-epochs", "-1"], "num_epochs must be 1 or more, got -1"),
+    ],
+)
+def test_bad_options_are_refused_at_once(command, says, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Say hi"}\n')
+    (tmp_path / "g.jsonl").write_text('{"question": "1+1?", "answer": "2\\n#### 2"}\n')
+    given = [part.format(prompts=tmp_path / "p.jsonl", gsm=tmp_path / "g.jsonl") for part in command]
+    assert main([*given, "--out", str(tmp_path / "out")]) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_pivot_end_to_end(tmp_path, capsys):
+    store, head = tmp_path / "labels", tmp_path / "head"
+    mine = ["mine", "pivot", "--limit", "4", "--num-rollouts", "3", "--num-in-flight", "4"]
+    assert main([*mine, "--out", str(store)]) == 0
+    assert (
+        main(["train", "pivot", "--labels", str(store), "--num-epochs", "3", "--held-out", "0.5", "--out", str(head)])
+        == 0
+    )
+    sampling = ["--temperature", "0.6", "--top-p", "0.95", "--top-k", "20"]
+    bench = [
+        "bench",
+        "--arm",
+        f"pivot:path={head},threshold=0.9",
+        "--limit",
+        "1",
+        *sampling,
+        "--out",
+        str(tmp_path / "b"),
+    ]
+    assert main(bench) == 0
+    assert main(["train", "pivot", "--labels", str(tmp_path / "none")]) == 1
+    assert "is not a label store" in capsys.readouterr().err
+
+
+def test_annotated_labels_train_a_head(tmp_path):
+    rows = [
+        {"prompt": f"Question: {n}?\nAnswer:", "response": f" 5+{n}={n}. The final answer is {n}.", "wrong": [[5, 6]]}
+        for n in range(1, 9)
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    store = tmp_path / "store"
+    assert main(["labels", "import", str(path), "--out", str(store)]) == 0
+    assert main(["train", "judge", "--labels", str(store), "--held-out", "0.3", "--out", str(tmp_path / "h")]) == 0
+
+
+@pytest.mark.slow
+def test_ray_workers_share_one_store(tmp_path, capsys):
+    """A local cluster of two workers labels what one process labels."""
+    ray = pytest.importorskip("ray")
+    mine = ["mine", "autojudge", "--limit", "4", "--num-in-flight", "2", "--max-new-tokens", "64"]
+    assert main([*mine, "--workers", "ray:2", "--out", str(tmp_path / "ray")]) == 0
+    ray.shutdown()
+    assert "mined now: 4" in capsys.readouterr().out
+    assert main([*mine, "--out", str(tmp_path / "one")]) == 0
+    ours, theirs = (LabelStore(tmp_path / name).problems() for name in ("one", "ray"))
+    assert [dataclasses.replace(p, seconds=0) for p in ours] == [dataclasses.replace(p, seconds=0) for p in theirs]
+    assert main([*mine, "--workers", "ray:0", "--out", str(tmp_path / "x")]) == 2
+    assert "--workers must be 1, ray, or ray:N" in capsys.readouterr().err

@@ -1,0 +1,290 @@
+"""The loop's promises: exact budgets, ends inside blocks, streams, seeds, traces, and clear refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from reprieve.drafters import DraftModelDrafter, NgramDrafter, NgramSettings
+from reprieve.engine import SamplingParams, SpeculativeDecoder
+from reprieve.errors import ContextOverflowError, PairError, SpecError, UnsupportedModelError
+from reprieve.models import CachedModel
+from reprieve.models.loading import require_same_tokenizer
+from reprieve.needs import Need
+from reprieve.rules import parse_rule
+from reprieve.rules.base import Rule, Traits
+from reprieve.types import Block, Prefill, Provenance
+from tests.kit.tiny import NumberTokenizer, ScriptedDrafter, perturbed, tiny_model
+
+CPU = torch.device("cpu")
+PROMPT = list(range(2, 22))
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    return perturbed(target)
+
+
+@pytest.fixture(scope="module")
+def text(target):
+    """What the target says, greedily."""
+    return SpeculativeDecoder(CachedModel(target), None, NumberTokenizer()).generate(PROMPT).token_ids
+
+
+def decoder(target, draft, *, rule="lossless", tokenizer=None, **keywords):
+    drafter = DraftModelDrafter(CachedModel(draft), CPU)
+    return SpeculativeDecoder(
+        CachedModel(target), drafter, tokenizer or NumberTokenizer(), rule=parse_rule(rule), **keywords
+    )
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 7, 33])
+def test_token_budget_is_exact(target, draft, text, max_new_tokens):
+    for rule in ("lossless", "top_k:k=48"):
+        answer = decoder(target, draft, rule=rule).generate(PROMPT, SamplingParams(max_new_tokens=max_new_tokens))
+        assert len(answer.tokens) == max_new_tokens
+        assert answer.finish_reason == "length"
+        assert answer.num_drafted >= answer.num_accepted
+
+
+def test_everything_accepted_gives_k_plus_one_tokens_a_round(target, draft):
+    answer = decoder(target, draft, rule="top_k:k=48", num_draft_tokens=4).generate(
+        PROMPT, SamplingParams(max_new_tokens=50)
+    )
+    assert answer.tokens_per_round == 5.0
+    assert [token.provenance for token in answer.tokens[4::5]] == [Provenance.TARGET] * 10
+
+
+def test_end_of_text_inside_an_accepted_block_ends_the_answer_there(target, text):
+    position = next(i for i in range(3, 40) if text[i] not in text[:i])
+    scripted = ScriptedDrafter(lambda ids, depth: Block.chain(torch.tensor(text[len(ids) - 20 :][:depth])))
+    tokenizer = NumberTokenizer(eos_token_id=text[position])
+    model = SpeculativeDecoder(CachedModel(target), scripted, tokenizer, num_draft_tokens=48)
+    answer = model.generate(PROMPT)
+    assert answer.token_ids == text[: position + 1]
+    assert answer.finish_reason == "eos"
+    assert answer.num_rounds == 1
+    assert tokenizer.decode(answer.token_ids[:-1]) == answer.text, "the end-of-text token is no text"
+    longer = model.generate(PROMPT, SamplingParams(ignore_eos=True))
+    assert longer.token_ids == text
+
+
+def test_stop_text_inside_a_block_ends_tokens_and_text(target, draft, text):
+    words = NumberTokenizer().decode(text)
+    stop = f" {text[5]} {text[6]} "
+    end = words.find(stop)
+    answer = decoder(target, draft).generate(PROMPT, SamplingParams(stop=("never", stop)))
+    assert answer.finish_reason == "stop"
+    assert answer.text == words[:end]
+    assert words.startswith(answer.text + stop)
+    assert NumberTokenizer().decode(answer.token_ids).endswith(stop)
+
+
+def test_stream_adds_up_to_the_text_and_holds_back_half_a_stop(target, draft, text):
+    pieces = []
+    answer = decoder(target, draft).generate(PROMPT, on_token=lambda token, piece: pieces.append((token, piece)))
+    assert [token for token, _ in pieces] == answer.tokens
+    assert "".join(piece for _, piece in pieces) == answer.text == NumberTokenizer().decode(text)
+    half = []
+    stop = f"{text[4]} {text[5]} no"
+    decoder(target, draft).generate(
+        PROMPT, SamplingParams(max_new_tokens=8, stop=(stop,)), on_token=lambda _, piece: half.append(piece)
+    )
+    assert half[4] == "", "text that may begin a stop waits"
+    assert "".join(half) == NumberTokenizer().decode(text[:8])
+
+
+def test_same_seed_same_answer_and_another_seed_another(target, draft):
+    model = decoder(target, draft, rule="random:rate=0.5")
+    params = [SamplingParams(temperature=1.0, seed=seed, max_new_tokens=40) for seed in (1, 1, 2)]
+    answers = [model.generate(PROMPT, p).token_ids for p in params]
+    assert answers[0] == answers[1] != answers[2]
+
+
+def test_trace_tells_every_round_and_costs_nothing_when_off(target, draft):
+    model = decoder(target, draft, rule="top_k:k=3", num_draft_tokens=5)
+    assert model.generate(PROMPT, SamplingParams(max_new_tokens=30)).trace is None
+    answer = model.generate(PROMPT, SamplingParams(max_new_tokens=30), trace=True)
+    assert len(answer.trace) == answer.num_rounds
+    assert [token for entry in answer.trace for token in entry.committed] == answer.tokens
+    for entry in answer.trace:
+        assert len(entry.risks or []) == len(entry.drafted_ids) == len(entry.target_ids)
+        for place, node in enumerate(entry.path[: len(entry.committed) - 1]):
+            kind = entry.committed[place].provenance
+            assert kind is (Provenance.MATCHED if entry.lossless_accepts[node] else Provenance.RESCUED)
+
+
+def test_rescued_token_survives_commit(target, draft):
+    model = decoder(target, draft, rule="top_k:k=48", num_draft_tokens=6)
+    answer = model.generate(PROMPT, SamplingParams(max_new_tokens=36))
+    assert answer.num_rescued > 0
+    kept = model.target.cached_ids
+    assert kept == [*PROMPT, *answer.token_ids][: len(kept)]
+    with torch.inference_mode():
+        logits = target(torch.tensor([[*PROMPT, *answer.token_ids]])).logits[0]
+    for place, token in enumerate(answer.tokens):
+        if token.provenance is Provenance.RESCUED:
+            assert int(logits[len(PROMPT) + place - 1].argmax()) != token.token_id
+        if token.provenance is not Provenance.RESCUED:
+            assert int(logits[len(PROMPT) + place - 1].argmax()) == token.token_id
+
+
+def test_ngram_drafter_proposes_what_followed_last_time():
+    drafter = NgramDrafter(CPU, NgramSettings(max_ngram=2))
+    drafter.start([1, 2, 3, 4, 9, 1, 2], None, Prefill())
+    assert drafter.propose(3).token_ids.tolist() == [3, 4, 9]
+    drafter.start([5, 6, 7], None, Prefill())
+    assert drafter.propose(3).num_tokens == 0
+
+
+def test_per_request_dial_changes_one_answer_only(target, draft):
+    model = decoder(target, draft, rule="top_k:k=2")
+    plain = model.generate(PROMPT).num_rescued
+    assert model.generate(PROMPT, dial=1).num_rescued == 0
+    assert model.generate(PROMPT, dial=48).num_rescued > plain
+    assert model.generate(PROMPT).num_rescued == plain
+
+
+class ToyAdvisor:
+    """Advises 0 for even tokens and 1 for odd ones, and notes what it was told."""
+
+    def __init__(self):
+        self.seen = []
+
+    def start(self, prompt_ids, *, max_length, num_draft_tokens):
+        self.seen = list(prompt_ids)
+
+    def advise(self, block, target_ids, settled):
+        return (block.token_ids % 2).float()
+
+    def commit(self, token_ids):
+        self.seen += token_ids
+
+
+class ToyArbiter(Rule):
+    """Rescues what the advisor likes."""
+
+    name = "toy"
+    own_traits = Traits(needs=frozenset({Need.ADVICE, Need.NODE_HIDDEN}))
+    threshold = 0.5
+
+    def risk(self, evidence):
+        assert evidence.node_hidden[-1].shape == (len(evidence.token_ids), 32)
+        return evidence.advice
+
+
+def test_an_advisor_gets_one_call_a_round_and_hidden_states_encode_the_nodes(target, draft):
+    advisor = ToyAdvisor()
+    model = SpeculativeDecoder(
+        CachedModel(target, hidden_layers=(-1,)),
+        DraftModelDrafter(CachedModel(draft), CPU),
+        NumberTokenizer(),
+        rule=ToyArbiter(),
+        advisor=advisor,
+    )
+    answer = model.generate(PROMPT, SamplingParams(max_new_tokens=40), trace=True)
+    assert advisor.seen[: len(PROMPT) + 40] == [*PROMPT, *answer.token_ids]
+    rescued = [t.token_id for t in answer.tokens if t.provenance is Provenance.RESCUED]
+    assert rescued
+    assert all(token_id % 2 == 0 for token_id in rescued)
+    with torch.inference_mode():
+        cached = CachedModel(target, hidden_layers=(1, -1))
+        cached.start(PROMPT)
+        _, hidden = cached.forward([30, 31, 32])
+        whole = target(torch.tensor([[*PROMPT, 30, 31, 32]]), output_hidden_states=True).hidden_states
+    assert list(hidden) == [1, -1]
+    for layer, states in hidden.items():
+        torch.testing.assert_close(states, whole[layer][0, -3:], rtol=1e-3, atol=1e-4)
+
+
+def test_prefix_reuse_reads_only_what_is_new(target):
+    model = CachedModel(target)
+    calls = []
+    original = model._run
+    model._run = lambda ids, **extra: (calls.append(len(ids)), original(ids, **extra))[1]
+    with torch.inference_mode():
+        model.start(PROMPT)
+        model.start([*PROMPT[:15], 40, 41], reuse_prefix=True)
+    assert calls == [20, 2]
+    assert model.cached_ids == [*PROMPT[:15], 40, 41]
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, -1, 513])
+def test_k_out_of_range_is_refused(target, draft, num_draft_tokens):
+    with pytest.raises(SpecError, match=r"num_draft_tokens must be in \[1, 512\], got"):
+        decoder(target, draft, num_draft_tokens=num_draft_tokens)
+
+
+def test_context_overflow_names_the_limit(target, draft):
+    with pytest.raises(ContextOverflowError, match=r"need 340 positions.*has 320"):
+        decoder(target, draft).generate(PROMPT, SamplingParams(max_new_tokens=320))
+
+
+def test_missing_inputs_are_refused_at_construction(target):
+    with pytest.raises(UnsupportedModelError, match="needs the target's hidden states of layer -1"):
+        SpeculativeDecoder(CachedModel(target), None, NumberTokenizer(), rule=ToyArbiter(), advisor=ToyAdvisor())
+    with pytest.raises(SpecError, match="needs draft probabilities"):
+        SpeculativeDecoder(CachedModel(target), NgramDrafter(CPU), NumberTokenizer(), rule=parse_rule("fuzzy"))
+    with pytest.raises(UnsupportedModelError, match=r"hidden layer must be in \[-3, 2\].*got 7"):
+        CachedModel(target, hidden_layers=(7,))
+    with pytest.raises(SpecError, match="at least one token"):
+        SpeculativeDecoder(CachedModel(target), None, NumberTokenizer()).generate([])
+
+
+def test_different_tokenizers_are_named():
+    with pytest.raises(PairError, match=r"'big' \(48 tokens\) and draft 'small' \(40 tokens\).*8 tokens differ"):
+        require_same_tokenizer(NumberTokenizer(48), NumberTokenizer(40), "big", "small")
+
+
+def test_recurrent_models_are_refused():
+    from transformers import MambaConfig, MambaForCausalLM
+
+    model = MambaForCausalLM(MambaConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, state_size=2))
+    with pytest.raises(UnsupportedModelError, match="rolled back"):
+        CachedModel(model)
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens must be 1 or more, got 0"),
+        ({"temperature": -1.0}, r"temperature must be in \[0, inf\], got -1.0"),
+        ({"temperature": float("inf")}, "finite"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
+        ({"top_k": -1}, "top_k must be 0 or more, got -1"),
+        ({"stop": ("",)}, "stop must hold texts"),
+    ],
+)
+def test_bad_sampling_parameters_are_named(bad, says):
+    with pytest.raises(SpecError, match=says):
+        SamplingParams(**bad)
+
+
+def test_plain_transformers_reaches_the_engine(target, draft, text):
+    from reprieve import custom_generate
+
+    ids = torch.tensor([PROMPT])
+    common = {"custom_generate": custom_generate, "do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
+    for extra in ({"draft_model": draft}, {}):
+        output = target.generate(ids, **common, **extra)
+        assert output[0].tolist() == [*PROMPT, *text[:40]]
+    relaxed = target.generate(ids, **common, draft_model=draft, rule="top_k:k=48", num_draft_tokens=4)
+    assert relaxed[0].tolist() != [*PROMPT, *text[:40]]
+    with pytest.raises(SpecError, match="batch size must be 1, got 2"):
+        target.generate(torch.tensor([PROMPT, PROMPT]), **common)
+
+
+def test_half_a_character_waits_for_the_rest():
+    from reprieve.engine.text_stream import TextStream
+
+    class Bytes:
+        def decode(self, ids, *, skip_special_tokens=False):
+            return bytes(ids).decode("utf-8", errors="replace")
+
+    stream = TextStream(Bytes())
+    assert [stream.push(byte) for byte in "aé€b".encode()] == ["a", "", "é", "", "", "€", "b"]

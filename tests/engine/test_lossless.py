@@ -1,0 +1,96 @@
+"""Lossless decoding is the target's own, on every architecture, drafter, K, chain or tree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from reprieve.drafters import DraftModelDrafter, NgramDrafter
+from reprieve.engine import SamplingParams, SpeculativeDecoder
+from reprieve.models import CachedModel
+from reprieve.types import ROOT, Block
+from tests.kit.tiny import ARCHITECTURES, NumberTokenizer, ScriptedDrafter, perturbed, tiny_model
+
+PROMPT = list(range(2, 22))
+CPU = torch.device("cpu")
+
+
+def target_greedy(model, prompt, num_tokens):
+    output = model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0)
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("num_draft_tokens", [1, 4, 16])
+def test_lossless_greedy_equals_the_target_token_for_token(kind, num_draft_tokens):
+    target = tiny_model(kind)
+    draft = perturbed(target)
+    expected = target_greedy(target, PROMPT, 60)
+    assert len(set(expected)) > 3, "a model that repeats one token proves nothing"
+    for drafter in (DraftModelDrafter(CachedModel(draft), CPU), NgramDrafter(CPU), None):
+        decoder = SpeculativeDecoder(CachedModel(target), drafter, NumberTokenizer(), num_draft_tokens=num_draft_tokens)
+        for _ in range(2):  # the second answer starts from used caches
+            answer = decoder.generate(PROMPT, SamplingParams(max_new_tokens=60))
+            assert answer.token_ids == expected
+            assert answer.finish_reason == "length"
+
+
+def tree_script(model):
+    """The target's own next three tokens, each beside wrong siblings that have children of their own."""
+
+    def script(committed, max_depth):
+        depth = min(4, max_depth)
+        true = target_greedy(model, committed, depth)
+        tokens, parents, right = [], [], ROOT
+        for place in range(depth):
+            wrong = (true[place] + 1) % model.config.vocab_size
+            last = place == 3  # nothing is right at depth 4
+            tokens += [wrong, (wrong + 1) % model.config.vocab_size, (wrong + 2) if last else true[place]]
+            parents += [right, len(tokens) - 3, right]
+            tokens[-1] %= model.config.vocab_size
+            right = len(tokens) - 1
+        return Block(torch.tensor(tokens), tuple(parents), deterministic=True)
+
+    return script
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_greedy_trees_equal_the_target_and_take_the_best_branch(kind):
+    target = tiny_model(kind)
+    expected = target_greedy(target, PROMPT, 40)
+    drafter = ScriptedDrafter(tree_script(target))
+    decoder = SpeculativeDecoder(CachedModel(target), drafter, NumberTokenizer())
+    answer = decoder.generate(PROMPT, SamplingParams(max_new_tokens=40))
+    assert answer.token_ids == expected
+    assert drafter.outcomes[0].path == [2, 5, 8]
+    assert answer.tokens_per_round == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_cache_after_rollback_equals_a_fresh_prefill(kind):
+    target = tiny_model(kind)
+    decoder = SpeculativeDecoder(CachedModel(target), ScriptedDrafter(tree_script(target)), NumberTokenizer())
+    answer = decoder.generate(PROMPT, SamplingParams(max_new_tokens=23))
+    used = decoder.target
+    text = [*PROMPT, *answer.token_ids]
+    assert used.cached_ids == text[: used.length]
+    fresh = CachedModel(target)
+    with torch.inference_mode():
+        fresh.start(text[: used.length])
+    for mine, theirs in zip(used.cache.layers, fresh.cache.layers, strict=True):
+        torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(mine.values, theirs.values, rtol=1e-4, atol=1e-5)
+
+
+def test_tree_logits_equal_separate_forwards_of_each_branch():
+    for kind in ARCHITECTURES:
+        target = tiny_model(kind)
+        model = CachedModel(target)
+        block = Block(torch.tensor([5, 6, 7, 8, 9]), (ROOT, 0, ROOT, 0, 3))
+        with torch.inference_mode():
+            model.start(PROMPT)
+            logits, _ = model.forward([30, 5, 6, 7, 8, 9], block)
+            for branch, rows in (((5, 6), (1, 2)), ((7,), (3,)), ((5, 8, 9), (1, 4, 5))):
+                plain = target(torch.tensor([[*PROMPT, 30, *branch]])).logits[0]
+                expected = plain[-len(branch) :]
+                torch.testing.assert_close(logits[list(rows)], expected, rtol=1e-3, atol=1e-4)

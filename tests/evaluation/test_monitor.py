@@ -1,0 +1,87 @@
+"""The monitor."""
+
+from __future__ import annotations
+
+import pytest
+
+from reprieve.errors import SpecError
+from reprieve.evaluation.arms import make_arms
+from reprieve.evaluation.monitor import LosslessCheck, QualityMonitor, Served, watch
+from reprieve.evaluation.results import summarise
+from reprieve.settings import SamplingParams
+from reprieve.tasks import TaskProblem
+from tests.evaluation.toys import run
+from tests.kit.toys import ToyTask
+
+
+def served(number=0):
+    return Served(TaskProblem(f"p{number}", "1 2 3", "1"), SamplingParams(max_new_tokens=8), "")
+
+
+def test_the_alarm_is_raised_once_when_the_drop_is_proved():
+    alarms = []
+    monitor = QualityMonitor(lambda _: 1.0, share=1.0, max_drop=0.2, on_alarm=alarms.append, max_waiting=1000)
+    for number in range(60):
+        monitor.observe(served(number))
+    final = monitor.close()
+    assert final.alarm and len(alarms) == 1 and alarms[0].interval[0] > 0.2
+    assert (final.num_seen, final.num_checked, final.drop) == (60, 60, 1.0)
+    assert "ALARM" in final.sentence()
+
+
+def test_no_alarm_without_a_drop_and_only_a_share_is_checked():
+    monitor = QualityMonitor(lambda _: 0.0, share=0.25, max_drop=0.05, seed=1, max_waiting=1000)
+    for number in range(400):
+        monitor.observe(served(number))
+    final = monitor.close()
+    assert not final.alarm and 60 < final.num_checked < 140
+
+
+def test_failed_and_crowded_checks_are_counted_and_never_stop_serving():
+    import threading
+
+    gate = threading.Event()
+
+    def check(_):
+        gate.wait(10)
+        raise RuntimeError("broken")
+
+    monitor = QualityMonitor(check, share=1.0, max_waiting=2)
+    for number in range(10):
+        monitor.observe(served(number))
+    gate.set()
+    final = monitor.close()
+    assert final.num_failed + final.num_skipped == 10 and final.num_skipped >= 7 and final.num_checked == 0
+
+
+def test_watching_a_task_finds_what_bench_finds(pair, tmp_path):
+    arms = make_arms(["random:rate=0.9"], [4])
+    whole = run(pair, arms, tmp_path, limit=15)
+    row = summarise(whole)["arms"][-1]
+    final = watch(
+        arms[-1].decoder(pair), arms[2].decoder(pair), ToyTask(), ToyTask().problems("test", 15),
+        {"temperature": 0.0}, share=1.0, max_drop=None, max_waiting=100,
+    )  # fmt: skip
+    assert final.num_checked == 15 and abs(final.drop) <= 1
+    assert final.interval[0] <= final.drop <= final.interval[1] and not final.alarm
+    assert row["net_drop"] is not None
+
+
+def test_without_references_a_changed_answer_counts_as_lost(pair):
+    class Unlabelled(ToyTask):
+        def same(self, problem, answer, other):
+            return answer == other
+
+    check = LosslessCheck(make_arms([], [4])[2].decoder(pair), Unlabelled())
+    problem = TaskProblem("p", "1 2 3", "")
+    params = SamplingParams(max_new_tokens=8)
+    strict = check.decoder.generate(problem.prompt, params).text
+    odd = str(int(strict.split()[-1]) + 1)
+    assert check(Served(problem, params, strict)) == 0.0
+    assert check(Served(problem, params, odd)) == 1.0
+
+
+@pytest.mark.parametrize("values", [dict(share=0.0), dict(share=2), dict(max_drop=-1), dict(max_waiting=0)])
+def test_monitor_settings_out_of_range_are_refused(values):
+    with pytest.raises(SpecError, match=next(iter(values))):
+        QualityMonitor(lambda _: 0.0, **values)

@@ -1,0 +1,38 @@
+"""Protocols that choose settings."""
+
+from __future__ import annotations
+
+import pytest
+
+from reprieve.errors import SpecError
+from reprieve.evaluation.settings import FsdSettings
+from reprieve.evaluation.tuning import FsdProtocol, best_ks
+from tests.evaluation.toys import settings
+from tests.kit.toys import ToyTask
+
+
+def test_each_arm_gets_the_k_it_is_fastest_at():
+    def arm(spec, k, speed):
+        return {"spec": spec, "num_draft_tokens": k, "tokens_per_second": speed}
+
+    rows = [arm("target_only", None, 50), arm("lossless@K=4", 4, 90), arm("lossless@K=8", 8, 80), arm("margin", 8, 7)]
+    best = best_ks({"arms": rows})
+    assert [found.arm for found in best] == ["lossless@K=4", "margin@K=8"]
+    assert best[0].by_k == {4: 90, 8: 80}
+
+
+def test_fsds_protocol_climbs_until_the_share_is_lost(pair, tmp_path):
+    asked = FsdSettings(
+        "random", (0.1, 0.5, 0.9), num_draft_tokens=(2, 4), main_limit=12, main_trials=1, run=settings(limit=3)
+    )
+    protocol = FsdProtocol(asked)
+    told = []
+    document = protocol.run(pair, ToyTask(), tmp_path, announce=told.append)
+    accuracy = {row["spec"]: row["accuracy"] for row in document["arms"]}
+    floor = accuracy["target_only"] - 0.2 * (accuracy["target_only"] - accuracy["draft_only"])
+    measured = [row["spec"] for row in document["arms"][3:]]
+    assert measured and all(accuracy[spec] > floor for spec in measured[:-1])
+    assert document["protocol"]["num_draft_tokens"] in (2, 4) and told[0].startswith("K' = ")
+    assert set(document["protocol"]["acceptance_rates"]) >= {"lossless", "random:rate=0.1", "random:rate=0.9"}
+    with pytest.raises(SpecError, match="rise"):
+        FsdSettings(thresholds=(0.5, 0.1))

@@ -1,0 +1,24 @@
+"""What tests of evaluation share."""
+
+from __future__ import annotations
+
+from reprieve.evaluation.config import RunConfig
+from reprieve.evaluation.runner import run_arms
+from reprieve.evaluation.settings import RunSettings
+from reprieve.tasks import TaskProblem
+from tests.kit.toys import ToyTask
+
+
+def settings(**changes):
+    return RunSettings(**{"task": "toy", "limit": 6, **changes})
+
+
+def run(pair, arms, folder, **changes):
+    return run_arms(RunConfig.of(pair, arms, settings(**changes)), arms, pair, ToyTask(), folder)
+
+
+class TwoTurns(ToyTask):
+    graded = False
+
+    def problems(self, split, limit, *, offset=0):
+        return [TaskProblem(f"c{i}", f"{i + 1} 2 3", "", ("7 8",), category="chat") for i in range(limit)]

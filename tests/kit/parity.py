@@ -1,0 +1,86 @@
+"""A pair and a task on which an arbiter can be trained in seconds: is the sum even?"""
+
+import asyncio
+
+import torch
+
+from reprieve.drafters import DraftModelDrafter
+from reprieve.engine import SamplingParams, SpeculativeDecoder
+from reprieve.heads.settings import ArbiterShape
+from reprieve.labelling.responses import ResponseFormat
+from reprieve.labelling.target import LocalTarget
+from reprieve.labelling.traces import ArbitrationMiner
+from reprieve.models.batch_decoder import BatchDecoder
+from reprieve.rules import LosslessRule
+from reprieve.settings import PairSettings
+from reprieve.tasks import TaskProblem
+from reprieve.training.arbiter_rl import Reinforcement, reinforce
+from reprieve.training.arbiter_warm_up import untrained
+from reprieve.training.rollouts import RolloutSettings
+from tests.kit.mining import LastWordTask
+
+CPU = torch.device("cpu")
+
+
+class ParityTask(LastWordTask):
+    """Right where the tokens of the answer add up to an even number: what any token may change."""
+
+    name = "parity"
+    splits = ("train", "validation")
+    max_new_tokens = 24
+
+    def problems(self, split, limit, *, offset=0):
+        first = 0 if split == "train" else 20
+        numbers = range(offset, min(offset + limit, 12))
+        return [TaskProblem(f"{split}-{n}", f"{first + n} 7 3", "even") for n in numbers]
+
+    def extract_answer(self, text):
+        return "odd" if sum(map(int, text.split())) % 2 else "even"
+
+
+def miner_of(pair, *, temperature=0.0, scorer=None, **settings):
+    params = SamplingParams(temperature=temperature)
+    responses = ResponseFormat(pair.tokenizer, ParityTask(), frozenset(), 24)
+    target = LocalTarget(BatchDecoder(pair.target, num_rows=8, params=params, eos_ids=frozenset()))
+
+    def make_decoder(k):
+        drafter = DraftModelDrafter(pair.cached_draft(), CPU)
+        rule = LosslessRule(verification="exact")
+        return SpeculativeDecoder(pair.cached_target(), drafter, pair.tokenizer, rule=rule, num_draft_tokens=k)
+
+    return ArbitrationMiner(
+        target,
+        responses,
+        params,
+        make_decoder,
+        make_seed=lambda problem: 5,
+        num_draft_tokens=4,
+        scorer=scorer,
+        **settings,
+    )
+
+
+def mine(pair, count=6, **settings):
+    miner = miner_of(pair, **settings)
+    return [asyncio.run(miner.mine(problem)) for problem in ParityTask().problems("train", count)]
+
+
+CLIMB = Reinforcement(
+    num_prompts=6,
+    group_size=4,
+    prompts_per_update=3,
+    num_updates=3,
+    num_epochs=2,
+    steps_per_epoch=2,
+    learning_rate=3e-3,
+    num_validation=4,
+    validate_every=2,
+)
+
+
+def climb(pair, folder, *, settings=CLIMB, num_workers=1, progress=lambda done, total: None):
+    start = untrained(pair, ArbiterShape(), "parity", 4)
+    rollouts = RolloutSettings("parity", 4, pair=PairSettings("tiny/target", "tiny/draft"))
+    return reinforce(
+        pair, ParityTask(), start, rollouts, folder, settings=settings, num_workers=num_workers, progress=progress
+    )

@@ -1,0 +1,177 @@
+"""The label store: what survives kills, readers and two workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from reprieve.errors import PairError, ReprieveError
+from reprieve.labelling.runner import mine_problems
+from reprieve.labelling.store import LabelStore
+from tests.kit.mining import problem
+from tests.kit.tiny import IDENTITY
+from tests.labelling.toys import MANIFEST, labels
+
+
+def test_labels_round_trip_and_stay_in_order(tmp_path):
+    store = LabelStore(tmp_path / "s", MANIFEST)
+    wanted = [labels("p-2"), dataclasses.replace(labels("p-10"), mismatches=()), labels("p-1", None)]
+    for problem_labels in wanted:
+        store.append(problem_labels)
+    again = LabelStore(tmp_path / "s")
+    assert again.problems() == [wanted[2], wanted[0], wanted[1]]
+    store.fold()
+    assert [path.name[:4] for path in (tmp_path / "s" / "shards").iterdir()] == ["many"]
+    assert again.problems() == [wanted[2], wanted[0], wanted[1]]
+    assert again.done() == {"p-1", "p-2", "p-10"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("task", "gsm8k"), ("draft_weights", "x"), ("tokenizer", "y"), ("alpha", 0.5)]
+)
+def test_labels_of_something_else_are_not_mixed_in(tmp_path, key, value):
+    LabelStore(tmp_path, MANIFEST).append(labels())
+    with pytest.raises(ReprieveError, match=f"made with {key} = .*this run has '?{value}'?; labels are not mixed"):
+        LabelStore(tmp_path, {**MANIFEST, key: value})
+    assert len(LabelStore(tmp_path, MANIFEST).problems()) == 1
+
+
+def test_a_store_knows_its_pair(tmp_path):
+    store = LabelStore(tmp_path, MANIFEST)
+    store.require_pair(IDENTITY)
+    with pytest.raises(PairError, match="different draft_weights"):
+        store.require_pair(dataclasses.replace(IDENTITY, draft_weights="d7"))
+    served = LabelStore(tmp_path / "api", {**MANIFEST, "target_weights": "api:big"})
+    served.require_pair(IDENTITY)
+
+
+def test_what_is_no_store_or_no_shard_is_named(tmp_path):
+    with pytest.raises(ReprieveError, match=r"is not a label store: it has no manifest\.json"):
+        LabelStore(tmp_path / "nowhere")
+    store = LabelStore(tmp_path / "s", MANIFEST)
+    (tmp_path / "s" / "shards" / "one-x.parquet").write_bytes(b"PAR1 nonsense")
+    with pytest.raises(ReprieveError, match=r"one-x\.parquet cannot be read"):
+        store.problems()
+    (tmp_path / "s" / "manifest.json").write_text("{")
+    with pytest.raises(ReprieveError, match="is not a label store's manifest"):
+        LabelStore(tmp_path / "s")
+    (tmp_path / "s" / "manifest.json").write_text("[1]")
+    with pytest.raises(ReprieveError, match="must name schema, pair and task"):
+        LabelStore(tmp_path / "s")
+
+
+def test_a_reader_sees_every_problem_while_another_worker_folds(tmp_path, monkeypatch):
+    writer, reader = LabelStore(tmp_path, MANIFEST), LabelStore(tmp_path)
+    for number in range(5):
+        writer.append(labels(f"p-{number}"))
+    listed = reader._shards
+
+    def list_then_fold():
+        shards = listed()
+        writer.fold()
+        return shards
+
+    monkeypatch.setattr(reader, "_shards", list_then_fold)
+    assert len(reader.problems()) == 5
+    assert reader.done() == {f"p-{number}" for number in range(5)}
+
+
+def test_a_last_single_problem_is_folded_too(tmp_path):
+    store = LabelStore(tmp_path, MANIFEST)
+    for number in range(3):
+        store.append(labels(f"p-{number}"))
+    store.fold()
+    store.append(labels("p-3"))  # by the worker that was at it while the other one folded
+    store.fold()
+    assert not list((tmp_path / "shards").glob("one-*"))
+    assert len(LabelStore(tmp_path).problems()) == 4
+
+
+def test_ids_that_look_alike_in_file_names_are_kept_apart(tmp_path):
+    store = LabelStore(tmp_path, MANIFEST)
+    with store.claim("a b") as first, store.claim("a_b") as second, store.claim("x" * 300) as long:
+        assert (first, second, long) == (True, True, True)
+    store.append(labels("x" * 300))
+    assert store.done() == {"x" * 300}
+
+
+def test_a_problem_is_claimed_by_one_worker_and_freed_by_its_death(tmp_path):
+    first, second = LabelStore(tmp_path, MANIFEST), LabelStore(tmp_path, MANIFEST)
+    with first.claim("p/1") as ours, second.claim("p/1") as theirs:
+        assert (ours, theirs) == (True, False)
+    with second.claim("p/1") as theirs:
+        assert theirs
+        second.append(labels("p/1"))
+    with first.claim("p/1") as ours:
+        assert not ours, "it is done, though this store object did not do it"
+
+
+SLOW_WORKER = """
+import asyncio, sys, time
+from pathlib import Path
+from reprieve.labelling.runner import mine_problems
+from reprieve.labelling.store import LabelStore
+sys.path.insert(0, {tests!r})
+from tests.labelling.toys import MANIFEST, labels
+from tests.kit.mining import problem
+
+class Slow:
+    async def mine(self, item):
+        await asyncio.sleep(0.03)
+        return labels(item.problem_id)
+
+problems = [problem(f"p-{{n}}") for n in range({size})]
+mine_problems(Slow(), problems, LabelStore(Path({folder!r}), MANIFEST), num_in_flight=2)
+"""
+
+
+def worker(folder, size=60):
+    code = SLOW_WORKER.format(tests=str(os.getcwd()), folder=str(folder), size=size)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.slow
+def test_killed_workers_lose_only_what_is_in_hand_and_two_share_the_rest(tmp_path):
+    store = LabelStore(tmp_path, MANIFEST)
+    first = worker(tmp_path)
+    while len(store.done()) < 5:
+        assert first.poll() is None, "the worker ended by itself"
+        time.sleep(0.02)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    kept = set(store.done())
+    assert 5 <= len(kept) < 60
+    both = [worker(tmp_path), worker(tmp_path)]
+    assert [process.wait(timeout=120) for process in both] == [0, 0]
+    shards = {path.name for path in (tmp_path / "shards").glob("*.parquet")}
+    assert not [name for name in shards if name.startswith("one-")], "the last worker to end folds"
+    found = LabelStore(tmp_path).problems()
+    assert [item.problem_id for item in found] == [f"p-{n}" for n in range(60)]
+    import pyarrow.parquet as parquet
+
+    rows = sum(parquet.read_table(tmp_path / "shards" / name).num_rows for name in shards)
+    assert rows == 60, "no problem was mined twice"
+
+
+def test_what_a_dead_worker_had_in_hand_is_mined_after_all(tmp_path):
+    store = LabelStore(tmp_path, MANIFEST)
+    holder = LabelStore(tmp_path, MANIFEST).claim("p-0")
+
+    class Dying:
+        async def mine(self, item):
+            if item.problem_id == "p-2":
+                holder.__exit__(None, None, None)  # the other worker dies while we are at the last problem
+            return labels(item.problem_id)
+
+    assert holder.__enter__()
+    report = mine_problems(Dying(), [problem(f"p-{n}") for n in range(3)], store, num_in_flight=1)
+    assert (report.num_mined, report.num_skipped) == (3, 0)
+
+
+A, B, C, AB, BC, SPACE = range(1, 7)

@@ -1,0 +1,182 @@
+"""EAGLE-3 heads as files: the speculators format, SafeAILab's layout, damage."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from reprieve.drafters import DRAFTERS
+from reprieve.engine import SamplingParams, SpeculativeDecoder
+from reprieve.errors import PairError, ReprieveError
+from reprieve.models.cache import RollbackCache
+from reprieve.models.eagle3 import default_layers, load_eagle3
+from reprieve.models.eagle3_layouts import convert_safeailab
+from reprieve.rules import parse_rule
+from reprieve.tasks import load_task
+from tests.kit.tiny import tiny_model
+
+BUNDLED = "reprieve/arithmetic-eagle3"
+
+
+@pytest.fixture(scope="module")
+def pair(bundled_pair):
+    return bundled_pair
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_bundled_head_drafts_for_the_bundled_target(pair, temperature):
+    problems = load_task("arithmetic").problems("test", 6)
+    plain = SpeculativeDecoder(pair.cached_target(), None, pair.tokenizer)
+    drafter = DRAFTERS.make("eagle3").build(pair, parse_rule("lossless"))
+    decoder = SpeculativeDecoder(pair.cached_target(drafter.target_layers), drafter, pair.tokenizer)
+    rounds = tokens = 0
+    for number, problem in enumerate(problems):
+        params = SamplingParams(temperature=temperature, seed=number)
+        made = decoder.generate(problem.prompt, params)
+        tokens, rounds = tokens + len(made.tokens), rounds + made.num_rounds
+        if not temperature:
+            assert made.token_ids == plain.generate(problem.prompt, params).token_ids
+    assert tokens / rounds > 4.5, "six tokens deep and a bonus: seven at most"
+
+
+def test_our_forward_equals_the_speculators_models(pair):
+    """Step by step of its training-time unrolling, from the same file."""
+    pytest.importorskip("speculators")
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+
+    from reprieve.heads.files import find_head
+
+    folder = find_head(BUNDLED)
+    document = json.loads((folder / "config.json").read_text())
+    config = Eagle3SpeculatorConfig(**{k: v for k, v in document.items() if k != "transformers_version"})
+    config.transformer_layer_config._attn_implementation = "eager"
+    theirs = Eagle3DraftModel(config)
+    missing = theirs.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+    assert not missing.unexpected_keys and all(name.startswith("verifier") for name in missing.missing_keys)
+    ours = pair.eagle_head(BUNDLED)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 714, (1, 12), generator=generator)
+    hidden = torch.randn(1, 12, 256 * 3, generator=generator)
+    seen = []
+    hook = theirs.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output[0].detach()))
+    with torch.no_grad():
+        theirs.float()(hidden_states=hidden, input_ids=ids, document_ids=torch.zeros_like(ids), ttt_steps=3)
+    hook.remove()
+    with torch.inference_mode():
+        states = ours.fuse(dict(zip(ours.layers_read, hidden[0].split(256, dim=-1), strict=True)))
+        for place in (3, 8):
+            cache, size = RollbackCache(), place + 1
+            mask = torch.full((size, size), torch.finfo(torch.float32).min).triu(1)[None, None]
+            logits, own = ours(ids[0, :size], states[:size], cache=cache, positions=torch.arange(size), mask=mask)
+            own = own[-1:]
+            for step in range(3):
+                torch.testing.assert_close(logits[-1], seen[step][place], atol=2e-4, rtol=1e-3)
+                token = ids[0, place + 1 + step][None]
+                logits, own = ours(token, own, cache=cache, positions=torch.tensor([size + step]), mask=None)
+
+
+def test_a_head_for_another_target_is_refused(pair, tmp_path):
+    other = tiny_model()
+    with pytest.raises(PairError, match="must have shape"):
+        load_eagle3(BUNDLED, other)
+    with pytest.raises(ReprieveError, match="neither a folder nor a hub id"):
+        load_eagle3("./nowhere", other)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ReprieveError, match="speculators format"):
+        load_eagle3(tmp_path, other)
+    head = pair.eagle_head(BUNDLED)
+    assert int(head.target_ids.max()) < 714 and len(set(head.target_ids.tolist())) == head.config.draft_vocab_size
+
+
+def broken(tmp_path, change, name):
+    from reprieve.heads.files import find_head
+
+    folder = tmp_path / name
+    folder.mkdir()
+    document = json.loads((find_head(BUNDLED) / "config.json").read_text())
+    tensors = load_file(find_head(BUNDLED) / "model.safetensors")
+    change(document, tensors)
+    (folder / "config.json").write_text(json.dumps(document))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda config, tensors: tensors.pop("fc.weight"), "lacks fc.weight"),
+        (lambda config, tensors: tensors.update(d2t=tensors["d2t"] + 900), "d2t names tokens"),
+        (lambda config, tensors: config.update(eagle_aux_hidden_state_layer_ids=[2, 4, 99]), "reads layers"),
+        (lambda config, tensors: config.pop("draft_vocab_size"), "draft_vocab_size"),
+        (lambda config, tensors: config.update(draft_vocab_size=-3), "draft_vocab_size must be 1 or more, got -3"),
+        (lambda config, tensors: config.update(eagle_aux_hidden_state_layer_ids="abc"), "cannot be read"),
+        (lambda config, tensors: config["transformer_layer_config"].update(hidden_size="x"), "cannot be read"),
+        (lambda config, tensors: config["transformer_layer_config"].update(hidden_act="bogus"), "cannot be read"),
+        (lambda config, tensors: config.update(transformer_layer_config=[1]), "cannot be read"),
+        (lambda config, tensors: config["transformer_layer_config"].update(model_type="bert"), "must be one of llama"),
+    ],
+)
+def test_a_damaged_head_says_what_is_wrong(pair, tmp_path, change, told):
+    with pytest.raises(ReprieveError, match=told):
+        load_eagle3(broken(tmp_path, change, "head"), pair.target)
+
+
+def safeailab(tmp_path):
+    """The bundled head as SafeAILab would have saved it."""
+    from reprieve.heads.files import find_head
+
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    tensors = load_file(find_head(BUNDLED) / "model.safetensors")
+    names = {name: name.replace("layers.0.", "midlayer.") for name in tensors}
+    save_file(
+        {names[name]: tensor for name, tensor in tensors.items() if name != "embed_tokens.weight"},
+        folder / "model.safetensors",
+    )
+    layer = json.loads((find_head(BUNDLED) / "config.json").read_text())["transformer_layer_config"]
+    (folder / "config.json").write_text(
+        json.dumps({**layer, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 256})
+    )
+    return folder
+
+
+def test_safeailabs_layout_converts_and_drafts_alike(pair, tmp_path):
+    out = tmp_path / "ours"
+    convert_safeailab(
+        safeailab(tmp_path), out, target_name="reprieve/arithmetic-pair", layers=(2, 4, 7), norm_before_residual=True
+    )
+    theirs, ours = load_eagle3(out, pair.target), pair.eagle_head(BUNDLED)
+    for name, tensor in ours.state_dict().items():
+        # The bundled file holds the embedding in half precision; theirs holds none, and takes the target's.
+        torch.testing.assert_close(theirs.state_dict()[name], tensor, atol=1e-3, rtol=1e-3)
+    with pytest.raises(ReprieveError, match="already"):
+        convert_safeailab(out, tmp_path / "again", target_name="x")
+
+
+def test_conversion_refuses_what_is_no_head_and_folders_that_hold_something_else(tmp_path):
+    source = safeailab(tmp_path)
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "config.json").write_text('{"kind": "judge"}')
+    with pytest.raises(ReprieveError, match="holds something else"):
+        convert_safeailab(source, taken, target_name="x")
+    assert (taken / "config.json").read_text() == '{"kind": "judge"}'
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ReprieveError, match="cannot be written"):
+        convert_safeailab(source, tmp_path / "file" / "below", target_name="x")
+    save_file({"midlayer.x": torch.zeros(1)}, source / "model.safetensors")
+    with pytest.raises(ReprieveError, match=r"lacks fc\.weight"):
+        convert_safeailab(source, tmp_path / "out", target_name="x")
+
+
+def test_pickles_are_never_read(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch /tmp/owned'\ntR.")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ReprieveError, match="can run code and is never read"):
+        convert_safeailab(tmp_path, tmp_path / "out", target_name="x")
+
+
+def test_published_layers():
+    assert default_layers(32) == (2, 16, 29)

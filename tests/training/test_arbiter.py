@@ -1,0 +1,175 @@
+"""CoSpec's warm-up and reinforcement."""
+
+import dataclasses
+import json
+
+import pytest
+
+from reprieve.engine import Pair
+from reprieve.errors import PairError, ReprieveError, SpecError
+from reprieve.heads.settings import ArbiterShape
+from reprieve.settings import PairSettings
+from reprieve.tasks import load_task
+from reprieve.training.arbiter_rl import Reinforcement, reinforce
+from reprieve.training.arbiter_warm_up import WarmUp, untrained, warm_up
+from reprieve.training.rewards import Rewards
+from reprieve.training.rollouts import RolloutJob, RolloutPool, RolloutSettings
+from tests.kit.parity import CLIMB, ParityTask, climb, mine
+from tests.kit.tiny import NumberTokenizer, perturbed, tiny_model
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = tiny_model()
+    return Pair(target, perturbed(target, noise=0.05), NumberTokenizer(), "tiny/target", "tiny/draft")
+
+
+@pytest.fixture(scope="module")
+def traces(pair):
+    return mine(pair, 8)
+
+
+QUICK = WarmUp(
+    shape=ArbiterShape(dropout=0.1), learning_rate=3e-3, decisions_per_update=16, num_epochs=3, held_out=0.25
+)
+
+
+def read(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+class Stop(Exception):
+    pass
+
+
+def stopping_at(update):
+    def progress(done, total):
+        if done == update:
+            raise Stop
+
+    return progress
+
+
+def test_warm_up_learns_and_a_cut_off_one_goes_on_as_if_it_had_not_been(pair, traces, tmp_path):
+    whole = warm_up(pair, traces, "parity", tmp_path / "whole", num_draft_tokens=4, settings=QUICK)
+    with pytest.raises(Stop):
+        warm_up(pair, traces, "parity", tmp_path / "cut", num_draft_tokens=4, settings=QUICK, progress=stopping_at(4))
+    resumed = warm_up(pair, traces, "parity", tmp_path / "cut", num_draft_tokens=4, settings=QUICK)
+    assert resumed.fingerprint == whole.fingerprint
+    assert read(tmp_path / "cut") == read(tmp_path / "whole")
+    losses = [line["loss"] for line in read(tmp_path / "whole") if line["kind"] == "train"]
+    assert losses[0] == pytest.approx(0.693, abs=0.02) and min(losses[-3:]) < losses[0]
+    assert whole.training["stage"] == "sft" and whole.num_draft_tokens == 4 and whole.pair == pair.identity
+    validations = [line for line in read(tmp_path / "whole") if line["kind"] == "validation"]
+    assert len(validations) == 3
+    assert whole.training["validation"]["loss"] == min(line["loss"] for line in validations), "the best epoch's"
+    other = dataclasses.replace(QUICK, seed=1)
+    with pytest.raises(ReprieveError, match="belongs to another recipe"):
+        warm_up(pair, traces, "parity", tmp_path / "cut", num_draft_tokens=4, settings=other)
+
+
+def test_a_warm_up_cut_off_at_an_epochs_end_still_validates_it(pair, traces, tmp_path):
+    settings = dataclasses.replace(QUICK, num_epochs=1)
+    num = len(read_updates(pair, traces, tmp_path / "whole", settings))
+    with pytest.raises(Stop):
+        warm_up(
+            pair, traces, "parity", tmp_path / "cut", num_draft_tokens=4, settings=settings, progress=stopping_at(num)
+        )
+    assert (
+        warm_up(pair, traces, "parity", tmp_path / "cut", num_draft_tokens=4, settings=settings).training["update"]
+        == num
+    )
+
+
+def read_updates(pair, traces, folder, settings):
+    warm_up(pair, traces, "parity", folder, num_draft_tokens=4, settings=settings)
+    return [line for line in read(folder) if line["kind"] == "train"]
+
+
+@pytest.mark.slow
+def test_two_processes_make_what_one_makes(tmp_path, bundled_pair):
+    """On the bundled bundled_pair, which another process can load."""
+    task = load_task("arithmetic")
+    tensors = untrained(bundled_pair, ArbiterShape(), "arithmetic", 8).tensors
+    settings = RolloutSettings(num_draft_tokens=8)
+    jobs = [RolloutJob("train", number, seed=number) for number in range(5)]
+    jobs += [RolloutJob("validation", 0, 0, threshold=0.5)]
+    made = []
+    for num_workers in (1, 2):
+        with RolloutPool(settings, ArbiterShape(), bundled_pair, task, num_workers=num_workers) as pool:
+            made.append(pool.make(jobs, tensors))
+    ours, theirs = made
+    assert [item.context_ids for item in ours[:5]] == [item.context_ids for item in theirs[:5]]
+    assert ours[5] == theirs[5]
+
+
+def test_warm_up_needs_labelled_traces(pair, traces, tmp_path):
+    with pytest.raises(ReprieveError, match="got 1; `reprieve mine arbitration`"):
+        warm_up(pair, traces[:1], "parity", tmp_path, num_draft_tokens=4)
+
+
+def without_seconds(lines):
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+
+
+@pytest.mark.slow
+def test_reinforcement_repeats_and_resumes_exactly(pair, tmp_path):
+    whole = climb(pair, tmp_path / "whole")
+    with pytest.raises(Stop):
+        climb(pair, tmp_path / "cut", progress=stopping_at(2))
+    resumed = climb(pair, tmp_path / "cut")
+    assert resumed.fingerprint == whole.fingerprint
+    assert without_seconds(read(tmp_path / "cut")) == without_seconds(read(tmp_path / "whole"))
+    lines = read(tmp_path / "whole")
+    assert [line["step"] for line in lines if line["kind"] == "validation"] == [0, 2, 3]
+    training = [line for line in lines if line["kind"] == "train"]
+    assert all(line["divergence"] >= 0 and line["entropy"] > 0 for line in training)
+    assert training[-1]["divergence"] > training[0]["divergence"], "it moved away from where it began"
+    assert whole.training["stage"] == "rl" and whole.training["settings"]["group_size"] == 4
+    assert list((tmp_path / "whole").glob("events/*")), "TensorBoard has them too"
+
+
+@pytest.mark.slow
+def test_rewarded_length_makes_it_accept_more(pair, tmp_path):
+    """Where every rollout is right, only the accepted span is rewarded: the policy must come to accept."""
+
+    class AllRight(ParityTask):
+        def equivalent(self, answer, other):
+            return True
+
+    start = untrained(pair, ArbiterShape(), "parity", 4)
+    rollouts = RolloutSettings("parity", 4, pair=PairSettings("tiny/target", "tiny/draft"))
+    settings = dataclasses.replace(CLIMB, num_updates=8, learning_rate=1e-2, validate_every=8)
+    reinforce(pair, AllRight(), start, rollouts, tmp_path, settings=settings)
+    accepted = [line["accepted"] for line in read(tmp_path) if line["kind"] == "train"]
+    assert accepted[-1] > accepted[0] + 0.2
+
+
+def test_reinforcement_refuses_what_cannot_work(pair, tmp_path):
+    start = untrained(pair, ArbiterShape(), "parity", 4)
+    foreign = dataclasses.replace(start, pair=dataclasses.replace(start.pair, draft_weights="other"))
+    rollouts = RolloutSettings("parity", 4, pair=PairSettings("tiny/target", "tiny/draft"))
+    with pytest.raises(PairError, match="different draft_weights"):
+        reinforce(pair, ParityTask(), foreign, rollouts, tmp_path)
+    with pytest.raises(SpecError, match="workers must be 1 or more"):
+        climb(pair, tmp_path, num_workers=0)
+    for bad, told in (
+        (dict(group_size=1), "group_size must be 2 or more"),
+        (dict(num_updates=0), "num_updates must be 1 or more"),
+        (dict(clip=0.0), r"clip must be in \(0, 1\]"),
+    ):
+        with pytest.raises(SpecError, match=told):
+            Reinforcement(**bad)
+    with pytest.raises(SpecError, match="risk must be in"):
+        Rewards(risk=-1.0)
+
+
+def test_defaults_are_the_papers():
+    """Appendix C.1 and C.2."""
+    warm, climbing, shape = WarmUp(), Reinforcement(), ArbiterShape()
+    assert (shape.rank, shape.scale, shape.dropout) == (16, 32.0, 0.05)
+    assert (warm.learning_rate, warm.weight_decay, warm.decisions_per_update) == (1e-4, 0.1, 256)
+    assert (climbing.group_size, climbing.prompts_per_update, climbing.num_epochs) == (12, 128, 4)
+    assert (climbing.learning_rate, climbing.clip, climbing.entropy, climbing.divergence) == (5e-5, 0.2, 0.01, 0.02)
+    assert (climbing.max_grad_norm, climbing.lambda_) == (1.0, 0.6)
+    assert (climbing.rewards.risk, climbing.rewards.rejection, climbing.rewards.fail_weight) == (1.0, 0.25, 0.5)
