@@ -8,14 +8,21 @@ READY := $(VENV)/.ready
 VLLM := .venv-vllm
 # Trains EAGLE-3 heads; its own dependencies (torchvision, torchaudio) are of no use here.
 EAGLE := speculators hs-connectors loguru
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+CODE := src tests benchmarks examples
 
-.PHONY: demo test test-vllm check style types setup benchmark clean
+.PHONY: demo test test-slow test-all test-vllm check style types docs setup benchmark clean
 
 demo: $(READY)
 	$(BIN)/reprieve demo --out runs/demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not slow"
+
+test-slow: $(READY)
+	$(PYTEST) -m slow
+
+test-all: test test-slow
 
 # A process for each file: engines are costly to drop, and vLLM's are not made to meet in numbers.
 test-vllm: $(VLLM)/.ready
@@ -26,11 +33,14 @@ test-vllm: $(VLLM)/.ready
 check: style types test
 
 style: $(READY)
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
 
 types: $(READY)
 	$(BIN)/mypy
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir runs/site
 
 benchmark: $(READY)
 	$(BIN)/python benchmarks/engine.py --out runs/benchmark

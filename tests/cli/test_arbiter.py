@@ -61,8 +61,8 @@ def test_the_whole_method_by_command(tmp_path, monkeypatch, capsys):
     """Mine, warm up, reinforce, audit and use, on the bundled pair, as small as it goes."""
     monkeypatch.chdir(tmp_path)
     assert main(["mine", "arbitration", "--limit", "3", "--num-draft-tokens", "8", "--max-mismatches", "1"]) == 0
-    assert main(["train", "arbiter", "--preset", "small", "--num-epochs", "1", "--out", "sft"]) == 0
-    small = ["--prompts-per-update", "1", "--group-size", "2", "--num-updates", "1", "--num-validation", "2"]
+    assert main(["train", "arbiter", "--preset", "small", "--epochs", "1", "--out", "sft"]) == 0
+    small = ["--prompts-per-update", "1", "--group-size", "2", "--updates", "1", "--validation", "2"]
     small += ["--validation-temperature", "1", "--num-draft-tokens", "8"]
     climb = ["train", "arbiter-rl", "--start", "sft/arbiter", "--preset", "small", *small, "--out", "rl"]
     assert main(climb) == 0

@@ -142,7 +142,7 @@ def test_ctrl_c_keeps_what_is_done_and_exits_130(tmp_path):
         (["bench", "--arm", "margin@drafter=draft@drafter=ngram"], 2, "names its own K and drafter once each"),
         (["bench", "--arm", "margin@drafter=oracle"], 2, "drafter must be one of draft, eagle3, ngram"),
         (["convert", "eagle3", "/nowhere", "--target", "x", "--out", "y"], 1, "'/nowhere' is neither a folder"),
-        (["train", "eagle", "--num-steps", "0"], 2, "num_steps must be 1 or more, got 0"),
+        (["train", "eagle", "--steps", "0"], 2, "num_steps must be 1 or more, got 0"),
         (["train", "eagle", "--layers", "low"], 2, "argument --layers: must be a whole number, got 'low'"),
         (["train", "eagle", "--layers", "2,4,99"], 2, "layers must be different ones in [0, 8], got (2, 4, 99)"),
         (["serve", "--timeout", "0"], 2, "timeout must be above 0, got 0.0"),
@@ -214,7 +214,7 @@ def test_calibrating_auditing_and_pruning_from_the_command_line(tmp_path, capsys
 def test_a_drafting_head_is_trained_kept_and_resumed(tmp_path, capsys):
     pytest.importorskip("speculators")
     out = tmp_path / "eagle"
-    command = ["train", "eagle", "--limit", "6", "--num-passes", "1", "--num-steps", "2", "--draft-vocab-size", "64",
+    command = ["train", "eagle", "--limit", "6", "--passes", "1", "--steps", "2", "--draft-vocab-size", "64",
                "--held-out", "0.2", "--out", str(out)]  # fmt: skip
     assert main(command) == 0
     assert f"eagle3:path={out / 'head'}" in capsys.readouterr().out.replace("\n", "")

@@ -17,7 +17,7 @@ A, B, C, AB, BC, SPACE = range(1, 7)
 @pytest.mark.slow
 def test_mine_show_train_and_decode_end_to_end(tmp_path, capsys):
     store, head = tmp_path / "labels", tmp_path / "head"
-    mine = ["mine", "autojudge", "--limit", "6", "--num-in-flight", "6", "--out", str(store)]
+    mine = ["mine", "autojudge", "--limit", "6", "--in-flight", "6", "--out", str(store)]
     assert main(mine) == 0
     assert "6 problems (0 without an answer)" in capsys.readouterr().out
     assert main(mine) == 0
@@ -58,7 +58,7 @@ def test_mine_show_train_and_decode_end_to_end(tmp_path, capsys):
     ("command", "says"),
     [
         (["mine", "autojudge", "--max-new-tokens", "0"], "max_new_tokens must be 1 or more, got 0"),
-        (["mine", "pivot", "--num-rollouts", "0"], "num_rollouts must be 1 or more, got 0"),
+        (["mine", "pivot", "--rollouts", "0"], "num_rollouts must be 1 or more, got 0"),
         (["mine", "autojudge", "--task", "prompts:path={prompts}", "--split", "all"], "no answers to compare"),
         (["mine", "pivot", "--task", "prompts:path={prompts}", "--split", "all"], "no answers to compare"),
         (["mine", "autojudge", "--task", "gsm8k:path={gsm}", "--offset", "9"], "offset must be below"),
@@ -68,7 +68,7 @@ def test_mine_show_train_and_decode_end_to_end(tmp_path, capsys):
         ),
         (["train", "judge", "--grid", "nan"], "grid must hold finite values of C above 0"),
         (["train", "judge", "--held-out", "1"], "held_out must be in (0, 0.9], got 1.0"),
-        (["train", "pivot", "--num-epochs", "-1"], "num_epochs must be 1 or more, got -1"),
+        (["train", "pivot", "--epochs", "-1"], "num_epochs must be 1 or more, got -1"),
     ],
 )
 def test_bad_options_are_refused_at_once(command, says, tmp_path, capsys):
@@ -83,11 +83,10 @@ def test_bad_options_are_refused_at_once(command, says, tmp_path, capsys):
 @pytest.mark.slow
 def test_pivot_end_to_end(tmp_path, capsys):
     store, head = tmp_path / "labels", tmp_path / "head"
-    mine = ["mine", "pivot", "--limit", "4", "--num-rollouts", "3", "--num-in-flight", "4"]
+    mine = ["mine", "pivot", "--limit", "4", "--rollouts", "3", "--in-flight", "4"]
     assert main([*mine, "--out", str(store)]) == 0
     assert (
-        main(["train", "pivot", "--labels", str(store), "--num-epochs", "3", "--held-out", "0.5", "--out", str(head)])
-        == 0
+        main(["train", "pivot", "--labels", str(store), "--epochs", "3", "--held-out", "0.5", "--out", str(head)]) == 0
     )
     sampling = ["--temperature", "0.6", "--top-p", "0.95", "--top-k", "20"]
     bench = [
@@ -121,7 +120,7 @@ def test_annotated_labels_train_a_head(tmp_path):
 def test_ray_workers_share_one_store(tmp_path, capsys):
     """A local cluster of two workers labels what one process labels."""
     ray = pytest.importorskip("ray")
-    mine = ["mine", "autojudge", "--limit", "4", "--num-in-flight", "2", "--max-new-tokens", "64"]
+    mine = ["mine", "autojudge", "--limit", "4", "--in-flight", "2", "--max-new-tokens", "64"]
     assert main([*mine, "--workers", "ray:2", "--out", str(tmp_path / "ray")]) == 0
     ray.shutdown()
     assert "mined now: 4" in capsys.readouterr().out

@@ -13,6 +13,7 @@ from reprieve.serving.policy import Policy
 from reprieve.serving.vllm_plugin.rounds import WorkerRules
 from reprieve.serving.vllm_plugin.vllm_0_32 import sampler
 from reprieve.serving.vllm_plugin.vllm_0_32.runner import RunnerHooks
+from reprieve.settings import BUNDLED_PAIR
 from tests.vllm import cpu_kernels
 from tests.vllm.conftest import local_decoder
 
@@ -54,8 +55,8 @@ class Recorder:
         return wrapped
 
     def accept(self, original):
-        def wrapped(rule, block, evidence, **more):
-            outcome = original(rule, block, evidence, **more)
+        def wrapped(rule, block, evidence, checked, **more):
+            outcome = original(rule, block, evidence, checked, **more)
             answer, verification = self.blocks[-1]
             context = answer.context_ids(torch.device("cpu"))
             self.rounds[-1].append((block, evidence, verification, outcome, context))
@@ -78,7 +79,7 @@ def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypa
     for number, problem in enumerate(problems[:NUM_ANSWERS]):
         recorder.rounds.append([])
         decoder.generate(problem.prompt, SamplingParams(max_new_tokens=56, temperature=temperature, seed=number))
-    policy = Policy.load(spec)
+    policy = Policy.load(spec, target=BUNDLED_PAIR)
     rules = WorkerRules(policy.with_rule(decoder.rule))
     rescued = decided = 0
     for number in range(NUM_ROUNDS):

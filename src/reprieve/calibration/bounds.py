@@ -12,9 +12,8 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from scipy.stats import binom
 
-from reprieve.errors import require_range
+from reprieve.errors import import_extra, require_range
 
 _PRECISION = 1e-5
 _LARGEST_BET = 0.9  # share of the largest bet that cannot ruin
@@ -36,6 +35,7 @@ def hoeffding_bentkus_pvalue(losses: np.ndarray, bound: float) -> float:
     num, mean = len(losses), float(losses.mean())
     if mean >= bound:
         return 1.0
+    binom = import_extra("scipy.stats", "evidence").binom
     hoeffding = math.exp(-num * _divergence(mean, bound))
     binary = bool(np.isin(losses, (0.0, 1.0)).all())
     # Sums such as 0.1 + 0.2 must not push the ceiling up by one.

@@ -22,7 +22,8 @@ from reprieve.errors import SpecError
 def losses_of(promise: Promise, strict: np.ndarray, relaxed: np.ndarray) -> np.ndarray:
     """Loss of each problem, from how it was solved: [n] or [n, trials] in [0, 1] to [n]."""
     losses = strict - relaxed if promise.loss == NET_DROP else strict * (1 - relaxed)
-    return np.asarray(losses, dtype=float).reshape(len(losses), -1).mean(1)
+    means: np.ndarray = np.asarray(losses, dtype=float).reshape(len(losses), -1).mean(1)
+    return means
 
 
 def pvalue(promise: Promise, losses: np.ndarray, bound: float) -> float:

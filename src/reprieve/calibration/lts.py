@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import binom
 from torch import Tensor
 
 from reprieve.calibration.settings import LtsRecipe
 from reprieve.calibration.swaps import SwapMeter, Swaps
 from reprieve.engine import Pair
-from reprieve.errors import SpecError
+from reprieve.errors import SpecError, import_extra
 from reprieve.heads.lts import LtsCalibration
 from reprieve.models.sampling import Sampler
 from reprieve.rules.lts import lts_bound
@@ -123,6 +122,7 @@ def _rank(num: int, recipe: LtsRecipe) -> int:
     if recipe.confidence is None:
         return int(np.ceil(num * level - 1e-9))
     # At most rank - 1 values lie below the quantile, with probability P(Binomial(num, level) <= rank - 1).
+    binom = import_extra("scipy.stats", "evidence").binom
     return int(binom.ppf(recipe.confidence, num, level)) + 1
 
 

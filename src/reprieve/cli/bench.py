@@ -18,6 +18,7 @@ class Bench(Command):
     Args:
         arm: A rule, such as top_k:k=4 or judge:path=heads/j@K=24; lossless_rerun; direct:top_k:k=4. Repeatable.
         num_draft_tokens: K: drafted tokens a round; several as 8,16.
+        num_workers: Processes side by side: quicker, but their speeds are of a busy machine.
         out: Folder for results; run again with it to resume.
     """
 
@@ -26,6 +27,7 @@ class Bench(Command):
     arm: tuple[str, ...] = ()
     num_draft_tokens: tuple[int, ...] = (16,)
     settings: RunSettings = field(default_factory=RunSettings)
+    num_workers: int = 1
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("runs/bench")
 
@@ -33,4 +35,4 @@ class Bench(Command):
         from reprieve.evaluation.arms import make_arms
 
         arms = make_arms(self.arm, self.num_draft_tokens, target=self.pair.target)
-        return compare(self, arms, self.settings, self.pair, self.out)
+        return compare(self, arms, self.settings, self.pair, self.out, num_workers=self.num_workers)

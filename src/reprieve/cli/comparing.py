@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,11 +16,14 @@ if TYPE_CHECKING:
     from reprieve.evaluation.arms import Arm
 
 
-def compare(command: Command, arms: Sequence[Arm], settings: RunSettings, pair: PairSettings, out: Path) -> int:
+def compare(
+    command: Command, arms: Sequence[Arm], settings: RunSettings, pair: PairSettings, out: Path, *, num_workers: int = 1
+) -> int:
     """Measure and report; returns the exit status.
 
     Args:
         command: whose flags are kept in the run's folder.
+        num_workers: processes side by side.
     """
     from reprieve.evaluation.arms import without_missing_draft
     from reprieve.evaluation.config import RunConfig
@@ -32,17 +36,30 @@ def compare(command: Command, arms: Sequence[Arm], settings: RunSettings, pair: 
     config = RunConfig.of(loaded, arms, settings, command=screen.command_line())
     with screen.progress_bar(f"{len(arms)} arms") as bar:
         run = run_arms(
-            config, arms, loaded, task, out, begun=lambda: command.keep_config(out), progress=screen.reporter(bar)
+            config,
+            arms,
+            loaded,
+            task,
+            out,
+            num_workers=num_workers,
+            begun=lambda: command.keep_config(out),
+            progress=screen.reporter(bar),
         )
     document = summarise(run)
     write_results(document, out)
     if not document["arms"]:
         screen.warn(f"interrupted before every arm had answered a problem; records kept in {out}")
         return 130
-    figures = draw_frontier(document, out) if document["graded"] else []
     screen.show_results(document)
-    told = f"figure: {figures[0]}" if figures else f"no right answers here: reprieve verdicts {out} compares the texts"
-    screen.say(f"results: {out / 'results.json'}   {told}")
+    screen.say(f"results: {out / 'results.json'}")
+    if num_workers > 1:
+        screen.warn(f"{num_workers} processes shared this machine: measure speeds with --workers 1")
+    if not document["graded"]:
+        screen.say(f"This task has no right answers; `reprieve verdicts {out}` has a judge compare the texts.")
+    elif find_spec("matplotlib"):
+        screen.say(f"figure: {draw_frontier(document, out)[0]}")
+    else:
+        screen.say("no figure, for want of matplotlib: pip install 'reprieve[evidence]'")
     if not run.complete:
         screen.warn("interrupted: the table holds what was finished; run again to resume")
         return 130

@@ -24,6 +24,7 @@ from reprieve.errors import ReprieveError, SpecError, require_choice
 T = TypeVar("T")
 CONFIG = "config.yaml"  # in a run's folder
 _COMMAND = "command"  # its first key
+_KNOWN_COUNTS = ("num_draft_tokens", "num_fewshot")  # called so by everybody
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Flag:
 
     @property
     def key(self) -> str:
-        """As YAML has it: `lambda` for the field `lambda_`."""
-        return self.name.rstrip("_")
+        """As YAML has it: `lambda` for the field `lambda_`, `workers` for `num_workers`."""
+        return self.name if self.name in _KNOWN_COUNTS else self.name.removeprefix("num_").rstrip("_")
 
     @property
     def kind(self) -> Any:

@@ -189,7 +189,7 @@ class Study:
                 stage.process.terminate()
 
     def _certify(self, rule: str, num_workers: int) -> Stage:
-        asked = ["--rule", rule, "--thresholds", self.certified[rule], *self.certify, "--num-workers", str(num_workers)]
+        asked = ["--rule", rule, "--thresholds", self.certified[rule], *self.certify, "--workers", str(num_workers)]
         arguments = ["certify", *asked, *self.shared, "--out", str(self.out / "certificates")]
         return Stage(f"certify {rule.partition(':')[0]}", arguments)
 

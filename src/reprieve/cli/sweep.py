@@ -20,6 +20,7 @@ class Sweep(Command):
         thresholds: Values of the rule's own parameter, such as 0.1,0.2,0.4.
         dial: Which parameter to vary. Default: the rule's dial.
         num_draft_tokens: K: drafted tokens a round; several as 8,16.
+        num_workers: Processes side by side: quicker, but their speeds are of a busy machine.
         out: Folder for results; run again with it to resume.
     """
 
@@ -30,6 +31,7 @@ class Sweep(Command):
     dial: str | None = None
     num_draft_tokens: tuple[int, ...] = (16,)
     settings: RunSettings = field(default_factory=RunSettings)
+    num_workers: int = 1
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("runs/sweep")
 
@@ -38,4 +40,4 @@ class Sweep(Command):
 
         rules = sweep_rules(self.rule, self.thresholds, dial=self.dial, target=self.pair.target)
         arms = make_arms(rules, self.num_draft_tokens, target=self.pair.target)
-        return compare(self, arms, self.settings, self.pair, self.out)
+        return compare(self, arms, self.settings, self.pair, self.out, num_workers=self.num_workers)

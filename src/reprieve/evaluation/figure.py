@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
+from reprieve.errors import import_extra
 from reprieve.evaluation.arms import LOSSLESS
 
 _MARKERS = "osD^vP*Xh<>p"
@@ -13,11 +14,7 @@ _MARKERS = "osD^vP*Xh<>p"
 
 def draw_frontier(document: dict[str, Any], folder: Path) -> list[Path]:
     """`frontier.png` and `frontier.svg` from a results document; returns their paths."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11.5, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = import_extra("matplotlib.figure", "evidence").Figure(figsize=(11.5, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     arms = document["arms"]
     names = [name for name in dict.fromkeys(arm["rule"] for arm in arms) if name not in (TARGET_ONLY, DRAFT_ONLY)]

@@ -30,7 +30,7 @@ TASKS = Path(__file__).parent / "lm_eval_tasks"
 
 
 @register_model("reprieve")
-class ReprieveLM(HFLM):
+class ReprieveLM(HFLM):  # type: ignore[misc]
     """Generates with a target, a draft and a rule; all else is the harness's own Hugging Face model on the target.
 
     Multiple-choice tasks are scored by the target's likelihoods, which no verification rule touches.

@@ -132,22 +132,24 @@ def run_arms(
     task: Task,
     folder: Path,
     *,
+    num_workers: int = 1,
     begun: Callable[[], None] = lambda: None,
     progress: Progress = lambda done, total: None,
 ) -> Run:
     """Measure; what is already in `folder` is not measured again. Ctrl-C ends the run with `complete=False`.
 
     Args:
+        num_workers: see `Runner`.
         begun: called once the folder is found to be this run's.
 
     Raises:
-        SpecError: a task without problems here.
+        SpecError: a task without problems here, or no workers.
         ReprieveError: the folder holds another run, or every problem failed.
     """
-    runner = Runner(config, arms, pair, task, folder)
+    runner = Runner(config, arms, pair, task, folder, num_workers=num_workers)
     begun()
     complete = runner.measure(progress=progress)
-    about = {**environment(), "energy": runner.answerer.meter.source}
+    about = {**environment(), "energy": runner.answerer.meter.source, "num_workers": num_workers}
     return Run(config, list(arms), runner.records, about, complete, graded=getattr(task, "graded", True))
 
 

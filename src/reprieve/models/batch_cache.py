@@ -31,7 +31,7 @@ class RowLayer(DynamicLayer):
     """One layer's keys and values of all rows, [rows, heads, capacity, head_dim]."""
 
     def __init__(self, num_rows: int, placement: _Placement) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.num_rows = num_rows
         self.placement = placement
 

@@ -226,7 +226,8 @@ class BatchDecoder:
             position_ids=positions.to(device),
             attention_mask=self._masks(positions, end),
         )
-        return output.logits.float()
+        logits: Tensor = output.logits
+        return logits.float()
 
     def _masks(self, positions: Tensor, end: int) -> Any:
         """Additive masks [R, 1, n, end]: each text sees its own tokens up to each place, within the window."""

@@ -17,7 +17,7 @@ class RollbackLayer(DynamicLayer):
     """
 
     def __init__(self, **kwargs: object) -> None:
-        super().__init__(**kwargs)
+        super().__init__(**kwargs)  # type: ignore[no-untyped-call]
         self.length = 0
         self._key_buffer: Tensor | None = None
         self._value_buffer: Tensor | None = None

@@ -133,7 +133,8 @@ class EagleHead(nn.Module):
         if self.fc_norm is not None:
             states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
         joined = torch.cat(states, dim=-1)
-        return self.fc(joined if self.input_norm is None else self.input_norm(joined))
+        fused: Tensor = self.fc(joined if self.input_norm is None else self.input_norm(joined))
+        return fused
 
     def forward(
         self,

@@ -37,7 +37,7 @@ class ModelPair:
     @property
     def vocab_size(self) -> int:
         """Columns of the target's logits; the draft's are brought to as many."""
-        return self.target.get_output_embeddings().weight.shape[0]
+        return int(self.target.get_output_embeddings().weight.shape[0])
 
     @property
     def device(self) -> torch.device:

@@ -185,7 +185,8 @@ def pair_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """The pair's tokenizer, learned from the first 5,000 training problems unless `folder` already has it."""
     path = folder / "tokenizer"
     if path.exists():
-        return PreTrainedTokenizerFast.from_pretrained(path)
+        learned: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(path)
+        return learned
     rng = random.Random(0)
     equal = dict.fromkeys(FAMILIES, 1.0)
     problems = [draw_problem("train", index, family_weights=equal) for index in range(5000)]

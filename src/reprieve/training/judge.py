@@ -36,7 +36,8 @@ class LinearFit:
     def scores(self, features: np.ndarray) -> np.ndarray:
         """P(important), [n]."""
         logits = ((features - self.mean) / self.scale) @ self.coefficients + self.intercept
-        return 1 / (1 + np.exp(-logits.clip(-80, 80)))
+        risks: np.ndarray = 1 / (1 + np.exp(-logits.clip(-80, 80)))
+        return risks
 
 
 def fit_linear(features: np.ndarray, important: np.ndarray, c: float) -> LinearFit:

@@ -178,4 +178,5 @@ class RunnerHooks:
             temperature = by_token(meta.temperature)
             assert temperature is not None
             scores = scores / torch.where(temperature == 0, 1.0, temperature).unsqueeze(-1)
-        return apply_top_k_top_p(scores, by_token(meta.top_k), by_token(meta.top_p))
+        kept: Tensor = apply_top_k_top_p(scores, by_token(meta.top_k), by_token(meta.top_p))
+        return kept

@@ -139,7 +139,8 @@ def _status(worker: Any) -> dict[str, Any]:
     hooks = getattr(worker.model_runner, "reprieve", None)
     if hooks is None:
         return {"active": False, "rank": worker.rank, "failures": 0}
-    return hooks.rules.status
+    status: dict[str, Any] = hooks.rules.status
+    return status
 
 
 def _install(worker: Any) -> None:
