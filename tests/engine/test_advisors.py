@@ -165,7 +165,7 @@ def test_what_arbitration_needs_is_asked_for(target, draft):
 
 
 def attached(spec, arbiter):
-    return with_heads(parse_rule(spec), lambda kind, path: arbiter)
+    return with_heads(parse_rule(spec), lambda kind: arbiter)
 
 
 def test_arbitration_composes_and_works_with_other_drafters(target, draft):

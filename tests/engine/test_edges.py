@@ -41,7 +41,7 @@ def draft(target):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_rule_survives_every_budget_and_empty_blocks(target, draft, spec):
-    rule = with_heads(parse_rule(spec), lambda kind, path: random_head(kind, size=32))
+    rule = with_heads(parse_rule(spec), lambda kind: random_head(kind, size=32))
     drafter = DraftModelDrafter(CachedModel(draft), CPU)
     cached = CachedModel(target, hidden_layers=rule.traits.target_layers)
     advisor = ArbiterAdvisor(ArbiterModel(draft, ArbiterShape())) if Need.ADVICE in rule.traits.needs else None

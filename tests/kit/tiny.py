@@ -151,9 +151,13 @@ def random_head(
     return PivotHead(tensors, PIVOT, 0.5, pair=pair, task="arithmetic")
 
 
-def with_heads(rule: Rule, load: Callable[[str, str], object] = random_head) -> Rule:
-    """The rule with heads from a function in memory."""
-    return rule.transform(lambda part: part.with_head(load, "memory") if isinstance(part, HeadRule) else part)
+def with_heads(rule: Rule, load: Callable[[str], object] = random_head) -> Rule:
+    """The rule with heads from a function in memory, of the kind alone."""
+
+    def attach(part: Rule) -> Rule:
+        return part.with_head(lambda _, kind: load(kind), "memory") if isinstance(part, HeadRule) else part
+
+    return rule.transform(attach)
 
 
 def random_eagle(target: PreTrainedModel, *, draft_vocab_size: int | None = None, seed: int = 0, **flags) -> EagleHead:

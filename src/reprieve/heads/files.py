@@ -163,6 +163,18 @@ def find_head(source: str | Path, **download: Any) -> Path:
         raise ReprieveError(f"head {str(source)!r} is no folder here, and the hub says: {told}") from None
 
 
+def kind_of(source: str | Path) -> str:
+    """What a head is, by its own word.
+
+    Raises:
+        ReprieveError: not found, or it does not say.
+    """
+    kind = _kind(find_head(source) / _CONFIG)
+    if not isinstance(kind, str):
+        raise ReprieveError(f"head {str(source)!r} cannot be read: its {_CONFIG} names no kind")
+    return kind
+
+
 def _certificates(folder: Path) -> dict[str, str]:
     """Texts of the certificates beside a head, by path inside its folder."""
     found = sorted((folder / CERTIFICATES).glob("*.json"))
@@ -172,7 +184,7 @@ def _certificates(folder: Path) -> dict[str, str]:
 def _kind(path: Path) -> Any:
     try:
         found = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError):
         return None
     # EAGLE-3 heads are in the speculators library's format, which has a name of its own for this.
     return found.get("kind", found.get("speculators_model_type")) if isinstance(found, dict) else None

@@ -75,7 +75,7 @@ class FoldedHead:
     heads: Sequence[Head]
 
     @classmethod
-    def load(cls, folder: str, load: Callable[[str], Head]) -> FoldedHead:
+    def load(cls, folder: str | Path, load: Callable[[str], Head]) -> FoldedHead:
         """All folds of a folder that has them.
 
         Raises:

@@ -12,25 +12,29 @@ from reprieve.heads.artefact import HEADS, Artefact
 from reprieve.heads.base import Head
 from reprieve.heads.binding import PairIdentity, warn_of_transfer
 from reprieve.heads.certificates import Conditions, warn_of_certificates
-from reprieve.heads.files import BUNDLED, find_head, is_bundled
-from reprieve.heads.folds import FoldedHead, read_folds
+from reprieve.heads.files import BUNDLED, find_head, is_bundled, kind_of
+from reprieve.heads.folds import FoldedHead, fold_folder, read_folds
 from reprieve.rules import Rule
 from reprieve.rules.learned import HeadRule
 
 _DEFAULTS = {kind: name for name, kind in BUNDLED.items()}
 
 
-def load_head(kind: str, source: str) -> Artefact | FoldedHead:
-    """A head of a kind (judge, pivot, lts, arbiter), from a folder or a hub id; a folder of folds gives them all.
+def load_head(source: str | Path, *, kind: str | None = None) -> Artefact | FoldedHead:
+    """A head, from a folder, a hub id, or by the name of a bundled one; a folder of folds gives them all.
+
+    Args:
+        kind: judge, pivot, lts or arbiter; None for what it is.
 
     Raises:
         SpecError: an unknown kind.
         ReprieveError: not found, of another kind, or tampered with.
     """
-    found = HEADS.get(kind)
-    if read_folds(source) is not None:
-        return FoldedHead.load(source, cast(type[Head], found).from_pretrained)
-    return found.from_pretrained(source)
+    folds = read_folds(source)
+    wanted = HEADS.get(kind or kind_of(source if folds is None else fold_folder(source, 0)))
+    if folds is not None:
+        return FoldedHead.load(source, cast(type[Head], wanted).from_pretrained)
+    return wanted.from_pretrained(source)
 
 
 def attach_heads(rule: Rule, target: str | None = None) -> Rule:

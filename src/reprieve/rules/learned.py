@@ -58,8 +58,8 @@ class HeadRule(Rule):
     head: Any = field(default=None, compare=False, repr=False, kw_only=True, metadata={"spec": False})
     source: str = field(default="", compare=False, repr=False, kw_only=True, metadata={"spec": False})
 
-    def with_head(self, load: Callable[[str, str], Any], default: str | None = None) -> Self:
-        """The rule with its head loaded, by `load(kind, source)`, unless it is there.
+    def with_head(self, load: Callable[..., Any], default: str | None = None) -> Self:
+        """The rule with its head loaded, by `load(source, kind=...)`, unless it is there.
 
         Args:
             default: what to load where no path is given.
@@ -72,7 +72,7 @@ class HeadRule(Rule):
         source = self.path or default
         if not source:
             raise SpecError(f"rule {self.name} needs path=FOLDER, a head from `{self.made_by}`")
-        return dataclasses.replace(self.holding(load(self.head_kind, source)), source=source)
+        return dataclasses.replace(self.holding(load(source, kind=self.head_kind)), source=source)
 
     @classmethod
     def of(cls, head: Any, **parameters: Any) -> Self:
