@@ -12,6 +12,13 @@ collect_ignore = [] if find_spec("vllm") else ["vllm"]  # `make test-vllm` runs 
 
 torch.set_num_threads(1)
 
+if find_spec("hypothesis"):
+    from hypothesis import settings
+
+    # The same examples at every run: what fails here fails everywhere. `--hypothesis-seed` looks for others.
+    settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+    settings.load_profile("repeatable")
+
 
 @pytest.fixture(scope="session")
 def bundled_pair():

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from reprieve.drafters.pruning import Pruning
 from reprieve.types import ROOT
@@ -20,6 +22,17 @@ def random_tree(seed, num=40):
     return parents, log_probs
 
 
+@st.composite
+def trees(draw):
+    """Up to 24 nodes; a path's log-probability falls on its way down."""
+    parents, log_probs = [], []
+    for node in range(draw(st.integers(1, 24))):
+        parent = draw(st.integers(ROOT, node - 1))
+        parents.append(parent)
+        log_probs.append(-draw(st.floats(0.0, 4.0)) + (0.0 if parent == ROOT else log_probs[parent]))
+    return parents, log_probs
+
+
 def depths_of(parents):
     depths = []
     for parent in parents:
@@ -27,18 +40,28 @@ def depths_of(parents):
     return depths
 
 
-@pytest.mark.parametrize("strategy", ["entropy", "depth", "depth_exp", "path_prob"])
-@pytest.mark.parametrize("seed", range(5))
-def test_pruning_keeps_prefixes(strategy, seed):
-    parents, log_probs = random_tree(seed)
-    kept = Pruning(strategy, epsilon=0.3, keep=0.6, leaf=0.02).kept(parents, log_probs, 0.4)
-    assert 0 < len(kept) < len(parents) and kept == sorted(set(kept))
+@given(trees(), st.floats(0.0, 1.0), st.sampled_from(["entropy", "depth", "depth_exp", "path_prob"]))
+def test_pruning_keeps_prefixes(tree, root_entropy, strategy):
+    parents, log_probs = tree
+    kept = Pruning(strategy, epsilon=0.3, keep=0.6, leaf=0.02).kept(parents, log_probs, root_entropy)
+    assert kept == sorted(set(kept))
     assert all(parents[node] == ROOT or parents[node] in kept for node in kept)
+    if strategy == "entropy":
+        assert kept, "something is left to verify"
+    if strategy == "path_prob":  # a parent is as likely as its child, or likelier, and is drafted first
+        assert len(kept) == max(1, round(0.6 * len(parents)))
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_entropy_pruning_covers_each_depths_mass_and_leaves_no_parent_childless(seed):
-    parents, log_probs = random_tree(seed)
+@pytest.mark.parametrize("strategy", ["entropy", "depth", "depth_exp", "path_prob"])
+def test_pruning_prunes(strategy):
+    parents, log_probs = random_tree(0)
+    assert 0 < len(Pruning(strategy, epsilon=0.3, keep=0.6, leaf=0.02).kept(parents, log_probs, 0.4)) < len(parents)
+
+
+@given(trees())
+def test_entropy_pruning_covers_each_depths_mass_and_leaves_no_parent_childless(tree):
+    parents, log_probs = tree
+    assume(len(set(log_probs)) == len(log_probs))  # nodes of one mass may stand for each other
     depths = depths_of(parents)
     for pruning, share in ((Pruning(epsilon=0.2), 0.2), (Pruning(budget=0.5), 0.5 / (max(depths) + 1))):
         kept = set(pruning.kept(parents, log_probs, 0.4))

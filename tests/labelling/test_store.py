@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from reprieve.errors import PairError, ReprieveError
 from reprieve.labelling.runner import mine_problems
@@ -175,3 +181,43 @@ def test_what_a_dead_worker_had_in_hand_is_mined_after_all(tmp_path):
 
 
 A, B, C, AB, BC, SPACE = range(1, 7)
+
+
+class TwoWorkers(RuleBasedStateMachine):
+    """Two workers on one folder, in any order of what they may do; one may be killed and start again."""
+
+    @initialize()
+    def start(self):
+        self.folder = Path(tempfile.mkdtemp())
+        self.workers = [LabelStore(self.folder, MANIFEST) for _ in range(2)]
+        self.wanted = {}
+
+    def teardown(self):
+        shutil.rmtree(self.folder)
+
+    @rule(worker=st.integers(0, 1), number=st.integers(0, 5), important=st.sampled_from([True, False, None]))
+    def mine(self, worker, number, important):
+        store, made = self.workers[worker], labels(f"p-{number}", important)
+        with store.claim(made.problem_id) as ours:
+            assert ours == (made.problem_id not in self.wanted)
+            if ours:
+                store.append(made)
+                self.wanted[made.problem_id] = made
+
+    @rule(worker=st.integers(0, 1))
+    def fold(self, worker):
+        self.workers[worker].fold()
+
+    @rule(worker=st.integers(0, 1))
+    def restart(self, worker):
+        self.workers[worker] = LabelStore(self.folder, MANIFEST)
+
+    @invariant()
+    def everybody_sees_every_problem_once(self):
+        for store in (*self.workers, LabelStore(self.folder)):
+            assert store.done() == set(self.wanted)
+            assert store.problems() == [self.wanted[key] for key in sorted(self.wanted)]
+
+
+TestTwoWorkers = TwoWorkers.TestCase
+TestTwoWorkers.settings = settings(max_examples=15, stateful_step_count=12, deadline=None)
