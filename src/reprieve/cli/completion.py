@@ -38,14 +38,17 @@ def _whole_parser() -> argparse.ArgumentParser:
 
     whole = argparse.ArgumentParser(prog="reprieve")
     verbs = whole.add_subparsers()
-    nested: dict[str, argparse._SubParsersAction[argparse.ArgumentParser]] = {}
+    parsers: dict[str, argparse.ArgumentParser] = {}
+    groups: dict[str, argparse._SubParsersAction[argparse.ArgumentParser]] = {}
     for name, (_, text) in COMMANDS.items():
         verb, _, rest = name.partition(" ")
+        if rest and verb not in groups:
+            # shtab leaves out what has no help.
+            above = parsers.get(verb) or verbs.add_parser(verb, help=f"reprieve {verb} --help lists its commands")
+            groups[verb] = above.add_subparsers()
         flags = parser_of(command_of(name), prog=f"reprieve {name}")
-        if rest and verb not in nested:
-            nested[verb] = verbs.add_parser(verb).add_subparsers()
-        place = nested[verb] if rest else verbs
-        if name == "audit":  # a command, and the name of a group of one: its positional rules come first
-            continue
-        place.add_parser(rest or verb, help=text, parents=[flags], add_help=False, conflict_handler="resolve")
+        place = groups[verb] if rest else verbs
+        parsers[name] = place.add_parser(
+            rest or verb, help=text, parents=[flags], add_help=False, conflict_handler="resolve"
+        )
     return whole

@@ -9,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
@@ -43,7 +44,7 @@ def write_head(
     """
     folder = Path(folder)
     require_free(folder, kind)
-    content = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    content = _bytes_of(tensors)
     document = {"schema": SCHEMA, "kind": kind, **config}
     document["sha256"] = _digest(document, content)
     try:
@@ -58,7 +59,16 @@ def write_head(
 
 def fingerprint_of(tensors: Mapping[str, Tensor]) -> str:
     """Identifies weights: runs of a head trained anew are not mixed with those of the old one."""
-    return digest(save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}))
+    return digest(_bytes_of(tensors))
+
+
+def _bytes_of(tensors: Mapping[str, Tensor]) -> bytes:
+    # Copies: two constants may be one tensor, which the format refuses.
+    copies = {
+        name: torch.clone(tensor.detach().cpu(), memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
+    return save(copies)
 
 
 def require_free(folder: Path, kind: str) -> None:

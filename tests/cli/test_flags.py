@@ -1,0 +1,198 @@
+"""Flags and configuration files: declared once, checked alike, and what a run keeps repeats it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reprieve.cli.flags import flags_of, parse, to_yaml
+from reprieve.cli.main import COMMANDS, command_of, main
+from reprieve.errors import ReprieveError, SpecError
+
+
+@dataclass(frozen=True)
+class Inner:
+    """Settings of something.
+
+    Args:
+        rate: How fast.
+        num_steps: How many.
+    """
+
+    rate: float = 0.5
+    num_steps: int = 3
+
+    def __post_init__(self) -> None:
+        if self.rate < 0:
+            raise SpecError(f"rate must be 0 or more, got {self.rate}")
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A command.
+
+    Args:
+        name: What for.
+        items: Several texts. Repeatable.
+        sizes: Several numbers.
+        limit: None for all.
+        flag: Whether.
+        out: Where to.
+    """
+
+    name: str
+    items: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = (1, 2)
+    limit: int | None = None
+    flag: bool = False
+    out: Path = Path("out")
+    inner: Inner = field(default_factory=lambda: Inner(num_steps=7))
+
+
+def toy(*arguments):
+    return parse(Toy, arguments, command="toy")
+
+
+def test_flags_of_records_inside_records_keep_the_outer_defaults():
+    assert toy("--name", "a") == Toy("a")
+    assert toy("--name", "a", "--steps", "2").inner == Inner(num_steps=2)
+    made = toy("--name", "a", "--items", "x", "--items", "y", "--sizes", "3,4", "--flag", "--limit", "5")
+    assert made == Toy("a", items=("x", "y"), sizes=(3, 4), flag=True, limit=5)
+
+
+texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1)
+
+
+@given(
+    st.builds(
+        Toy,
+        name=texts,
+        items=st.lists(texts).map(tuple),
+        sizes=st.lists(st.integers(), min_size=1).map(tuple),
+        limit=st.none() | st.integers(),
+        flag=st.booleans(),
+        inner=st.builds(Inner, rate=st.floats(0.0, allow_nan=False, allow_infinity=False), num_steps=st.integers()),
+    )
+)
+def test_a_kept_configuration_gives_the_same_record(tmp_path_factory, record):
+    path = tmp_path_factory.mktemp("config") / "config.yaml"
+    path.write_text(to_yaml(record, "toy"), encoding="utf-8")
+    assert toy("--config", str(path)) == record
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("command: toy\nname: a\nsteps: 9\nrate: 1e-3\n")
+    made = toy("--config", str(path), "--steps", "4")
+    assert made == Toy("a", inner=Inner(0.001, 4))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("command: bench\nname: a\n", "is of `reprieve bench`, not of `reprieve toy`"),
+        ("name: a\nstep: 9\n", "has no 'step'; steps?"),
+        ("name: 3\n", "name must be a text, got 3"),
+        ("name: a\nsteps: 1.5\n", "steps must be a whole number, got 1.5"),
+        ("name: a\nsteps: true\n", "steps must be a whole number, got True"),
+        ("name: a\nsizes: 3\n", "sizes must be a list, got 3"),
+        ("name: a\nrate: -1\n", "rate must be 0 or more, got -1"),
+        ("- name\n", "must hold flags by name, got list"),
+        ("name: [\n", "cannot be read"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused(tmp_path, content, says):
+    path = tmp_path / "c.yaml"
+    path.write_text(content)
+    with pytest.raises(ReprieveError) as refused:
+        toy("--config", str(path))
+    assert says in str(refused.value)
+
+
+def test_a_missing_configuration_and_a_missing_flag_are_named(capsys):
+    with pytest.raises(ReprieveError, match="No such file"):
+        toy("--config", "nowhere.yaml")
+    with pytest.raises(SystemExit) as stop:
+        toy()
+    assert stop.value.code == 2
+    assert "required: --name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--stepps", "3"], "unknown flag --stepps; --steps?"),
+        (["--steps", "x"], "must be a whole number, got 'x'"),
+        (["--sizes", ","], "must be numbers separated by commas"),
+    ],
+)
+def test_wrong_usage_is_named(arguments, says, capsys):
+    with pytest.raises(SystemExit):
+        toy("--name", "a", *arguments)
+    assert says in capsys.readouterr().err
+
+
+def test_a_runs_configuration_repeats_the_run(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    arms = ["--arm", "margin:delta=3", "--arm", "top_k:k=4"]
+    sampled = ["--temperature", "1", "--top-p", "0.9", "--seed", "7", "--trials", "2"]
+    assert main(["bench", *arms, *sampled, "--limit", "2", "--num-draft-tokens", "4", "--out", str(first)]) == 0
+    assert main(["bench", "--config", str(first / "config.yaml"), "--out", str(second)]) == 0
+
+    def answers(folder):
+        lines = (folder / "problems.jsonl").read_text().splitlines()
+        return [{key: json.loads(line)[key] for key in ("arm", "problem_id", "trial", "text")} for line in lines]
+
+    assert answers(first) == answers(second)
+    ours, theirs = (yaml.safe_load((folder / "config.yaml").read_text()) for folder in (first, second))
+    assert ours == {**theirs, "out": str(first)}
+
+
+def test_presets_lie_between_defaults_and_configuration(tmp_path):
+    kind = command_of("train arbiter")
+    needed = ["--labels", "traces"]
+
+    def epochs(*arguments):
+        return parse(kind, [*needed, *arguments], command="train arbiter").settings.num_epochs
+
+    path = tmp_path / "c.yaml"
+    path.write_text("epochs: 11\n")
+    small = ["--preset", "small"]
+    assert epochs() != epochs(*small) == kind.presets["small"]["num_epochs"]
+    assert epochs(*small, "--config", str(path)) == 11
+    assert epochs(*small, "--config", str(path), "--epochs", "12") == 12
+
+
+def test_every_flag_is_declared_once_and_explained():
+    for name in COMMANDS:
+        flags = list(flags_of(command_of(name)))
+        assert all(flag.help for flag in flags), [f"{name} {flag.option}" for flag in flags if not flag.help]
+        assert len({flag.option for flag in flags}) == len(flags), name
+
+
+def test_help_and_usage_errors_load_no_torch():
+    code = (
+        "import sys, contextlib, io\n"
+        "from reprieve.cli.main import COMMANDS, main\n"
+        "with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):\n"
+        "    assert all(main([*name.split(), '--help']) == 0 for name in COMMANDS)\n"
+        "    assert all(main([*name.split(), '--no-such-flag']) == 2 for name in COMMANDS)\n"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_knows_commands_and_flags(shell, capsys):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for word in ("bench", "arbiter-rl", "arbitration", "num-draft-tokens"):
+        assert word in script

@@ -1,0 +1,126 @@
+"""Every head is saved, shared and bound to its pair in one way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+
+from reprieve import load_head
+from reprieve.errors import PairError, ReprieveError
+from reprieve.heads.artefact import HEADS
+from reprieve.heads.files import BUNDLED, find_head
+from tests.kit.tiny import IDENTITY, random_head
+
+KINDS = ["judge", "pivot", "lts", "arbiter"]
+
+
+def certified(folder: Path) -> Path:
+    """The folder, with the bundled head's certificate beside the head."""
+    shutil.copytree(find_head("reprieve/arithmetic-judge") / "certificates", folder / "certificates")
+    return folder
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub that is a folder: what is uploaded lies there, and downloads come from it."""
+    asked = {}
+
+    def create_repo(self, repo_id, **options):
+        (tmp_path / "hub" / repo_id).mkdir(parents=True, exist_ok=True)
+        asked["repo"] = options
+        return huggingface_hub.RepoUrl(f"https://huggingface.co/{repo_id}")
+
+    def upload_folder(self, *, repo_id, folder_path, **options):
+        shutil.copytree(folder_path, tmp_path / "hub" / repo_id, dirs_exist_ok=True)
+        asked["upload"] = options
+
+    def snapshot_download(repo_id, *, allow_patterns, **options):
+        asked["download"] = options
+        found = tmp_path / "hub" / repo_id
+        if not found.is_dir():
+            raise FileNotFoundError(f"no repository {repo_id}")
+        copy = tmp_path / "cache" / repo_id
+        for path in found.rglob("*"):
+            name = path.relative_to(found)
+            if path.is_file() and any(name.match(pattern) for pattern in allow_patterns):
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, copy / name)
+        return str(copy)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", upload_folder)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return asked
+
+
+def test_every_kind_is_tested_here():
+    assert set(HEADS.names()) == set(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_goes_to_the_hub_and_comes_back(kind, hub, tmp_path):
+    head = random_head(kind)
+    head.push_to_hub("me/head", private=True, token="secret", commit_message="first")
+    assert hub["repo"]["private"] is True
+    assert hub["upload"]["commit_message"] == "first"
+    again = load_head("me/head")
+    assert type(again) is type(head)
+    assert again.fingerprint == head.fingerprint
+    assert again.task == head.task and again.pair == head.pair
+    assert all(torch.equal(tensor, head.weights[name]) for name, tensor in again.weights.items())
+    type(head).from_pretrained("me/head", revision="v2", token="secret")
+    assert hub["download"]["revision"] == "v2"
+    with pytest.raises(ReprieveError, match="'me/other' is no folder here, and the hub says: no repository"):
+        load_head("me/other")
+
+
+def test_certificates_travel_with_the_head(hub, tmp_path):
+    head = random_head("judge")
+    head.save_pretrained(tmp_path / "head")
+    loaded = load_head(certified(tmp_path / "head"))
+    assert list(loaded.certificates)
+    loaded.push_to_hub("me/certified")
+    again = load_head("me/certified")
+    assert dict(again.certificates) == dict(loaded.certificates)
+    statement = json.loads(next(iter(again.certificates.values())))["statement"]
+    assert statement in (tmp_path / "hub" / "me" / "certified" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_model_card_says_what_it_is_for(kind, tmp_path):
+    head = random_head(kind)
+    head.save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    about, _, text = card.removeprefix("---\n").partition("---\n")
+    assert "library_name: reprieve" in about
+    assert "base_model: tiny/target" in about
+    assert head.purpose in text
+    assert "| task | arithmetic |" in text
+    assert "| target | tiny/target |" in text
+    assert "No certificate lies beside it" in text
+    if head.reads_draft:
+        assert "| draft | tiny/draft |" in text
+
+
+@pytest.mark.parametrize("name", sorted(BUNDLED))
+def test_the_bundled_heads_are_what_they_say(name):
+    if name.endswith("eagle3"):
+        pytest.skip("a drafting head, in the speculators library's own format")
+    head = load_head(name)
+    assert head.kind == BUNDLED[name]
+    assert head.task == "arithmetic"
+    with pytest.raises(PairError):
+        head.require_pair(IDENTITY, name)
+
+
+def test_a_head_of_another_kind_is_refused_by_name(tmp_path):
+    random_head("pivot").save_pretrained(tmp_path)
+    with pytest.raises(ReprieveError, match="must be of kind judge"):
+        load_head(tmp_path, kind="judge")
+    with pytest.raises(ReprieveError, match="names no kind"):
+        load_head(tmp_path.parent)
