@@ -99,3 +99,38 @@ FAST_EXAMPLES = ("one_answer.py", "own_rule.py")
 def test_examples_are_short_and_run(example):
     assert len(example.read_text().splitlines()) < 40
     subprocess.run([sys.executable, str(example)], check=True, capture_output=True, timeout=600)  # a minute, alone
+
+
+def test_no_function_takes_more_than_twelve_parameters():
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                given = node.args
+                names = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+                num = len([name for name in names if name.arg not in ("self", "cls")])
+                assert num <= 12, f"{path.relative_to(ROOT)}: {node.name} takes {num} parameters"
+
+
+def test_decoders_are_put_together_in_one_place():
+    """Beside the pair, transformers' own `generate` gives the models one by one."""
+    makers = {
+        path.relative_to(SOURCE).as_posix()
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "SpeculativeDecoder"
+    }
+    assert makers == {"engine/pair.py"}
+
+
+def test_readme_and_examples_import_public_names_only():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
+    pages = [path.read_text() for path in sorted((ROOT / "examples").glob("*.py"))]
+    assert blocks
+    for text in [*blocks, *pages]:
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom):
+                assert not (node.module or "").startswith("reprieve"), node.module
+            if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "reprieve":
+                import reprieve
+
+                assert node.attr in reprieve.__all__, node.attr

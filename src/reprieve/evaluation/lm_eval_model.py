@@ -62,7 +62,6 @@ class ReprieveLM(HFLM):  # type: ignore[misc]
         records: str | Path | None = None,
         pair: Pair | None = None,
         batch_size: int | str | None = 1,
-        max_batch_size: int | None = None,
         **kwargs: Any,
     ) -> None:
         if str(batch_size or 1) not in ("1", "auto"):

@@ -1,0 +1,113 @@
+"""The front door: `load_pair`, `pair.decoder`, `decoder.generate`."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import reprieve
+from reprieve.drafters import DraftModelDrafter, EagleDrafter, NgramDrafter
+from reprieve.errors import PairError, SpecError
+from reprieve.rules import parse_rule
+from tests.kit.tiny import IDENTITY, NumberTokenizer, random_head, tiny_model
+
+QUESTION = "Question: Anna has 23 apples. She buys 18 more apples. How many apples does Anna have now?\nAnswer:"
+
+
+def test_everything_exported_can_be_used_and_is_documented():
+    for name in reprieve.__all__:
+        found = getattr(reprieve, name)
+        assert name == "__version__" or (found.__doc__ or "").strip(), name
+    assert dir(reprieve) == reprieve.__all__
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        reprieve.nothing  # noqa: B018
+
+
+def test_a_rule_by_text_and_by_object_decode_alike(bundled_pair):
+    by_text = bundled_pair.decoder("margin:delta=3", num_draft_tokens=8).generate(QUESTION)
+    by_object = bundled_pair.decoder(parse_rule("margin:delta=3"), num_draft_tokens=8).generate(QUESTION)
+    assert by_text.text == by_object.text
+    assert by_text.num_rescued == by_object.num_rescued > 0
+
+
+def test_one_model_alone_is_that_models_own_text(bundled_pair):
+    ids = bundled_pair.tokenizer(QUESTION, return_tensors="pt").input_ids
+    for name, model in (("target_only", bundled_pair.target), ("draft_only", bundled_pair.draft)):
+        answer = bundled_pair.decoder(name).generate(QUESTION, reprieve.SamplingParams(max_new_tokens=40))
+        with torch.no_grad():
+            wanted = model.generate(ids, max_new_tokens=40, do_sample=False)[0, ids.shape[1] :]
+        assert answer.token_ids == wanted.tolist()
+        assert answer.num_drafted == 0
+
+
+def test_lossless_is_the_default(bundled_pair):
+    decoder = bundled_pair.decoder()
+    assert decoder.rule.name == "lossless"
+    assert decoder.num_draft_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [("draft", DraftModelDrafter), ("ngram:max_ngram=2", NgramDrafter), ("eagle3", EagleDrafter)],
+)
+def test_drafters_by_text(bundled_pair, spec, kind):
+    assert isinstance(bundled_pair.decoder(drafter=spec).drafter, kind)
+
+
+@pytest.mark.parametrize("rule", ["judge", "pivot", "lts:theta=0.9", "arbiter", "judge&floor:min_prob=0.1"])
+def test_rules_that_name_no_head_take_the_bundled_one_on_the_bundled_pair(bundled_pair, rule):
+    decoder = bundled_pair.decoder(rule, num_draft_tokens=4)
+    assert decoder.rule.heads
+    assert decoder.generate(QUESTION, reprieve.SamplingParams(max_new_tokens=8)).num_rounds > 0
+
+
+def other_pair():
+    return reprieve.Pair(tiny_model(), None, NumberTokenizer(), "tiny/target", None)
+
+
+def test_elsewhere_such_a_rule_says_which_command_makes_a_head():
+    with pytest.raises(SpecError, match=r"rule judge needs path=FOLDER, a head from `reprieve train judge`"):
+        other_pair().decoder("judge", drafter="ngram")
+
+
+def test_a_head_of_another_pair_is_refused_and_of_another_task_is_a_warning(bundled_pair, tmp_path):
+    random_head("judge", pair=IDENTITY).save_pretrained(tmp_path)
+    with pytest.raises(PairError, match="tiny/target"):
+        bundled_pair.decoder(f"judge:path={tmp_path}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bundled_pair.decoder("judge", task="arithmetic")
+    with pytest.warns(UserWarning, match="trained on task 'arithmetic' and is used on 'gsm8k'"):
+        bundled_pair.decoder("judge", task="gsm8k")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"rule": "nothing"}, "rule must be one of"),
+        ({"rule": "margin:delta=-1"}, r"delta must be in .* got -1"),
+        ({"num_draft_tokens": 0}, r"num_draft_tokens must be in \[1, 512\], got 0"),
+        ({"drafter": "crystal_ball"}, "drafter must be one of"),
+        ({"rule": "fuzzy", "drafter": "ngram"}, "needs draft probabilities, which the ngram drafter does not have"),
+    ],
+)
+def test_what_does_not_fit_is_named(bundled_pair, arguments, says):
+    with pytest.raises(SpecError, match=says):
+        bundled_pair.decoder(**arguments)
+
+
+def test_a_pair_without_a_draft_says_what_it_lacks():
+    with pytest.raises(PairError, match="draft"):
+        other_pair().decoder("margin:delta=1")
+    with pytest.raises(PairError, match="draft"):
+        other_pair().decoder("draft_only")
+
+
+def test_two_decoders_of_one_pair_do_not_disturb_each_other(bundled_pair):
+    first, second = (bundled_pair.decoder("lossless", num_draft_tokens=4) for _ in range(2))
+    alone = first.generate(QUESTION).text
+    seen = []
+    first.generate(QUESTION, on_token=lambda *_: seen.append(0) if seen else seen.append(second.generate("Question:")))
+    assert first.generate(QUESTION).text == alone
