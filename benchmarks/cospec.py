@@ -33,10 +33,11 @@ from reprieve.metrics import bootstrap_interval, paired_difference
 from reprieve.rules.arbiter import ArbiterRule
 from reprieve.tasks import load_task
 from reprieve.training.own_text import own_text_path, write_own_texts
+from reprieve.types import PARTS as ROUND_PARTS
 
 BASELINES = ("fly", "judge:path=reprieve/arithmetic-judge,threshold=0.04")
 DIALLED_KS = (6, 20)  # beside the arbiter's own, which it was trained at
-# Table 6 and 8: what each variant changes of `reprieve train arbiter --stage rl`; the causal one is warmed up anew.
+# Table 6 and 8: what each variant changes of `reprieve train arbiter-rl`; the causal one is warmed up anew.
 VARIANTS: dict[str, list[str]] = {
     "full": [],
     "no warm-up": ["--start", "none"],
@@ -126,7 +127,7 @@ def _sampling(options: argparse.Namespace) -> str:
 def _rules(options: argparse.Namespace) -> list[ArbiterRule]:
     """The arbiter at each lambda asked for."""
     thresholds = options.thresholds or [None]
-    return [attach_heads(ArbiterRule(options.arbiter, lambda_=value)) for value in thresholds]  # type: ignore[misc]
+    return [attach_heads(ArbiterRule(options.arbiter, lambda_=value)) for value in thresholds]
 
 
 def complement(pair: Pair, options: argparse.Namespace) -> None:
@@ -136,7 +137,7 @@ def complement(pair: Pair, options: argparse.Namespace) -> None:
     params = SamplingParams(max_new_tokens=task.max_new_tokens)
     right = {}
     for name, model in (("target", pair.target), ("draft", pair.draft)):
-        alone = dataclasses.replace(pair, target=model)  # type: ignore[arg-type]
+        alone = dataclasses.replace(pair, target=model)
         path = own_text_path(options.out, alone, "arithmetic test 0", params, mixed=False)
         texts = write_own_texts(path, alone, problems, params=params)
         answers = [pair.tokenizer.decode(text.answer_ids, skip_special_tokens=True) for text in texts]
@@ -181,7 +182,7 @@ def ablations(pair: Pair, options: argparse.Namespace) -> None:
     # One lambda for all variants: the start's own when left out.
     threshold = options.thresholds[0] if options.thresholds else Arbiter.from_pretrained(options.start).threshold
     causal = options.out / "sft-causal"
-    warm_up = ["train", "arbiter", "--preset", "small", "--causal", "--epochs", str(options.epochs)]
+    warm_up = ["train", "arbiter", "--preset", "small", "--no-hybrid", "--epochs", str(options.epochs)]
     warm_up += [part for store in options.labels for part in ("--labels", str(store))]
     warm_up += [] if options.tie is None else ["--tie", str(options.tie)]
     _require_done(reprieve([*warm_up, "--out", str(causal)]))
@@ -193,12 +194,12 @@ def ablations(pair: Pair, options: argparse.Namespace) -> None:
             settings += ["--start", options.start]
         print(f"{name}: {' '.join(settings)}", flush=True)
         fixed = ["--num-draft-tokens", str(options.num_draft_tokens), "--workers", str(options.workers)]
-        budget = ["--updates", str(options.updates), "--prompts", str(options.prompts), "--group-size", "8"]
+        budget = ["--updates", str(options.updates), "--prompts-per-update", str(options.prompts), "--group-size", "8"]
         once = ["--validation", "20", "--validate-every", str(options.updates)]
         once += ["--validation-temperature", str(options.temperature)]
         if options.draft_temperature is not None:
             once += ["--draft-temperature", str(options.draft_temperature)]
-        arguments = ["train", "arbiter", "--stage", "rl", "--preset", "small", *fixed, *budget, *once, *settings]
+        arguments = ["train", "arbiter-rl", "--preset", "small", *fixed, *budget, *once, *settings]
         _require_done(reprieve([*arguments, "--lambda", str(threshold), "--out", str(folder)]))
         names[name] = str(folder / "last")
         _keep_last(folder)
@@ -240,35 +241,38 @@ def overhead(pair: Pair, options: argparse.Namespace) -> None:
     """Where a round's time goes, the cached context beside the whole context every round; answers take turns."""
     rule = _rules(options)[0]
     arm = Arm(rule.spec, rule, options.num_draft_tokens)
-    model = build_arbiter(rule.head, pair.draft)  # type: ignore[arg-type]
+    model = build_arbiter(rule.head, pair.draft)
     decoders: dict[str, SpeculativeDecoder] = {}
+    advisors: dict[str, ArbiterAdvisor] = {}
     for name, keep in (("cached", True), ("uncached", False)):
+        advisors[name] = ArbiterAdvisor(model, keep_context=keep)
         decoders[name] = arm.decoder(pair)
-        decoders[name].advisor = ArbiterAdvisor(model, keep_context=keep)
+        decoders[name].advisor = advisors[name]
     spent: dict[str, list[dict[str, float]]] = {name: [] for name in decoders}
     task = load_task("arithmetic")
     for number, problem in enumerate(task.problems("test", options.limit)):
         for name in sorted(decoders, reverse=bool(number % 2)):
-            read = decoders[name].advisor.arbiter.num_read  # type: ignore[union-attr]
+            read = advisors[name].arbiter.num_read
             started = time.perf_counter()
-            made = decoders[name].generate(problem.prompt, SamplingParams(max_new_tokens=task.max_new_tokens))
-            parts = dataclasses.asdict(made.times)
+            params = SamplingParams(max_new_tokens=task.max_new_tokens)
+            made = decoders[name].generate(problem.prompt, params, timed=True)
+            parts: dict[str, float] = dict(made.seconds_by_part)
             parts |= {"seconds": time.perf_counter() - started, "num_rounds": made.num_rounds}
-            parts["num_read"] = decoders[name].advisor.arbiter.num_read - read  # type: ignore[union-attr]
+            parts["num_read"] = advisors[name].arbiter.num_read - read
             spent[name].append(parts)
     found: dict[str, Any] = {"command": " ".join(sys.argv), **environment(), "rule": rule.spec}
     found |= {"num_problems": options.limit, "num_draft_tokens": options.num_draft_tokens}
     for name, rows in spent.items():
-        share = np.array([row["advise_s"] / row["seconds"] for row in rows])
+        share = np.array([row["advise"] / row["seconds"] for row in rows])
         found[name] = {
             "share_of_time": float(np.median(share)),
             "share_of_time_ci95": bootstrap_interval(lambda at, share=share: float(np.median(share[at])), len(share)),
             "positions_per_round": sum(row["num_read"] for row in rows) / sum(row["num_rounds"] for row in rows),
             "parts": {
-                k: sum(row[k] for row in rows) / sum(row["seconds"] for row in rows) for k in rows[0] if "_s" in k
+                part: sum(row[part] for row in rows) / sum(row["seconds"] for row in rows) for part in ROUND_PARTS
             },
         }
-    ratio = np.array([b["advise_s"] / a["advise_s"] for a, b in zip(spent["cached"], spent["uncached"], strict=True)])
+    ratio = np.array([b["advise"] / a["advise"] for a, b in zip(spent["cached"], spent["uncached"], strict=True)])
     found["uncached_over_cached"] = float(np.median(ratio))
     found["uncached_over_cached_ci95"] = bootstrap_interval(lambda at: float(np.median(ratio[at])), len(ratio))
     replace_file(options.out / "overhead.json", json.dumps(found, indent=2) + "\n")

@@ -22,6 +22,7 @@ from reprieve.files import replace_file
 from reprieve.metrics import bootstrap_interval
 from reprieve.models import CachedModel
 from reprieve.tasks import load_task
+from reprieve.types import PARTS
 
 
 def forward_ms(model: CachedModel, num_new: int, *, repeats: int = 60) -> float:
@@ -64,13 +65,13 @@ def measure(num_problems: int, num_draft_tokens: int, pair: Pair) -> dict:
         name: pair.decoder("lossless" if k else name, num_draft_tokens=k or 1)
         for name, k in (("target_only", None), ("lossless", num_draft_tokens))
     }
-    parts = dict.fromkeys(("draft_s", "verify_s", "advise_s", "rule_s", "commit_s", "prefill_s"), 0.0)
+    parts = dict.fromkeys(PARTS, 0.0)
     counts = {"rounds": 0, "drafted": 0, "tokens": 0}
 
     def lossless(prompt: str) -> list[int]:
-        made = ours["lossless"].generate(prompt, params)
+        made = ours["lossless"].generate(prompt, params, timed=True)
         for part in parts:
-            parts[part] += getattr(made.times, part)
+            parts[part] += made.seconds_by_part.get(part, 0.0)
         counts["rounds"] += made.num_rounds
         counts["drafted"] += made.num_drafted
         counts["tokens"] += len(made.tokens)
@@ -99,7 +100,7 @@ def measure(num_problems: int, num_draft_tokens: int, pair: Pair) -> dict:
             counts.update(dict.fromkeys(counts, 0))
     draft_ms = forward_ms(pair.cached_draft(), 1)
     verify_ms = forward_ms(pair.cached_target(), num_draft_tokens + 1)
-    round_ms = 1000 * (sum(parts.values()) - parts["prefill_s"]) / counts["rounds"]
+    round_ms = 1000 * (sum(parts.values()) - parts["prefill"]) / counts["rounds"]
     return {
         "num_draft_tokens": num_draft_tokens,
         "num_problems": num_problems,

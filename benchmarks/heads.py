@@ -24,11 +24,13 @@ from reprieve.files import replace_file
 from reprieve.heads.settings import JUDGE_BOTH, JUDGE_TARGET, FeatureRecipe
 from reprieve.labelling.store import LabelStore
 from reprieve.training.features import LabelledTokens, collect
-from reprieve.training.judge import GRID, fit_linear
+from reprieve.training.judge import fit_linear
 from reprieve.training.pivot import train_pivot
+from reprieve.training.settings import JudgeTraining, PivotTraining
 from reprieve.training.splits import auc, auc_interval, split_by_problem
 
 SEED = 0
+GRID = JudgeTraining().grid
 ENCODINGS = ("previous", "draft", "target", "both")
 
 
@@ -188,7 +190,8 @@ def pivot_part(pair: reprieve.Pair, arguments: argparse.Namespace, curves: dict)
     """The pivot head on its own labels, beside a linear head and the log-probability on the same ones."""
     tokens = collect(pair, LabelStore(arguments.pivot_labels).problems())
     split = Split(tokens, arguments.held_out)
-    head = train_pivot(tokens, pair.identity, "arithmetic", held_out=arguments.held_out, seed=SEED)
+    settings = PivotTraining(held_out=arguments.held_out, seed=SEED)
+    head = train_pivot(tokens, pair.identity, "arithmetic", settings=settings)
     scores = head.probability(torch.tensor(tokens.features(head.recipe))).numpy().astype(np.float64)
     named = {"pivot": scores, "log-probability (PAD labels)": -tokens.target_log_probs}
     for name, values in named.items():

@@ -49,11 +49,11 @@ def main() -> None:
         totals: dict[str, list[tuple[float, ...]]] = {arm.label: [] for arm in arms}
         for number, problem in enumerate(task.problems("test", arguments.limit)):
             for label, decoder in decoders.items():
-                made = decoder.generate(problem.prompt, params)
+                made = decoder.generate(problem.prompt, params, timed=True)
                 correct = task.equivalent(task.extract_answer(made.text), problem.reference)
-                times = made.times
+                parts = made.seconds_by_part
                 totals[label].append(
-                    (len(made.tokens), made.seconds, made.num_rounds, correct, times.draft_s, times.verify_s)
+                    (len(made.tokens), made.seconds, made.num_rounds, correct, parts["draft"], parts["verify"])
                 )
             print(f"{number + 1} of {arguments.limit}", flush=True)
     rows = {label: np.array(values, dtype=float) for label, values in totals.items()}

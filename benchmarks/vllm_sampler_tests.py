@@ -54,7 +54,7 @@ def _behind_the_plugin():
         rules = WorkerRules(Policy.load("margin:delta=0"))
         rules.note_drafts(names, None)
         hooks = RunnerHooks(rules, None)
-        hooks.requests = lambda given: [
+        hooks.requests = lambda given: [  # type: ignore[method-assign, assignment]
             RoundRequest(name, count, bool(zero[int(name)] == 0) or meta.all_greedy, lambda: None, lambda: None)
             for name, count in zip(names, given, strict=True)
         ]

@@ -66,7 +66,7 @@ def mine(pair, count=6, **settings):
 
 
 CLIMB = Reinforcement(
-    num_prompts=6,
+    num_problems=6,
     group_size=4,
     prompts_per_update=3,
     num_updates=3,

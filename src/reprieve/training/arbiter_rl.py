@@ -85,10 +85,10 @@ class _Learner(Learner):
     ) -> None:
         assert pair.draft is not None and settings.split is not None and settings.validation_split is not None
         held = (settings.validation_split, settings.validation_offset)
-        self.num_prompts = len(task.problems(settings.split, settings.num_prompts, offset=settings.offset))
+        self.num_problems = len(task.problems(settings.split, settings.num_problems, offset=settings.offset))
         self.num_validation = len(task.problems(held[0], settings.num_validation, offset=held[1]))
         for num, (split, offset) in (
-            (self.num_prompts, (settings.split, settings.offset)),
+            (self.num_problems, (settings.split, settings.offset)),
             (self.num_validation, held),
         ):
             if not num:
@@ -162,9 +162,9 @@ class _Learner(Learner):
 
     def _prompt(self, turn: int) -> int:
         """The prompt of a turn: all in an order of their own, again and again."""
-        again, place = divmod(turn, self.num_prompts)
+        again, place = divmod(turn, self.num_problems)
         if again not in self._orders:
-            order = list(range(self.num_prompts))
+            order = list(range(self.num_problems))
             random.Random(self.settings.seed * 1_000_003 + again).shuffle(order)
             self._orders = {again: order}
         return self._orders[again][place]

@@ -215,7 +215,7 @@ class Reinforcement:
     """CoSpec's reinforcement stage (section 3.4 and appendix C.2).
 
     Args:
-        num_prompts: Of the split, taken in a shuffled order again and again.
+        num_problems: Problems of the split that serve as prompts, taken in a shuffled order again and again.
         group_size: M: rollouts a prompt.
         prompts_per_update: Prompts whose rollouts make one batch.
         num_updates: Batches of rollouts.
@@ -239,7 +239,7 @@ class Reinforcement:
         seed: Of prompts, rollouts and batches.
     """
 
-    num_prompts: int = 20_000
+    num_problems: int = 20_000
     group_size: int = 12
     prompts_per_update: int = 128
     num_updates: int = 200
@@ -264,7 +264,7 @@ class Reinforcement:
 
     def __post_init__(self) -> None:
         _require_counts(
-            self, "num_prompts", "prompts_per_update", "num_updates", "num_epochs", "steps_per_epoch",
+            self, "num_problems", "prompts_per_update", "num_updates", "num_epochs", "steps_per_epoch",
             "num_validation", "validate_every",
         )  # fmt: skip
         if self.group_size < 2:
