@@ -64,7 +64,7 @@ def measure(
     draft_greedy: bool = True,
 ) -> dict[str, Any]:
     """Run arms over the test split and summarise them; resumes from the folder."""
-    arms = [arm for arm in make_arms(specs, [16]) if arm.label != DRAFT_ONLY]
+    arms = [arm for arm in make_arms(specs, [16], target=pair.target_name) if arm.label != DRAFT_ONLY]
     draft_temperature = 0.0 if draft_greedy else None
     run = answer_test_problems(
         pair, arms, folder, options, drafter=EAGLE, temperature=temperature, draft_temperature=draft_temperature

@@ -60,7 +60,7 @@ def measure(
     trials: int = 1,
 ) -> tuple[dict[str, Any], list[ProblemRecord]]:
     """Run arms over the test split and summarise them; resumes from the folder."""
-    arms = make_arms(specs, [options.num_draft_tokens])
+    arms = make_arms(specs, [options.num_draft_tokens], target=pair.target_name)
     run = answer_test_problems(
         pair,
         arms,

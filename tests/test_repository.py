@@ -134,3 +134,29 @@ def test_readme_and_examples_import_public_names_only():
                 import reprieve
 
                 assert node.attr in reprieve.__all__, node.attr
+
+
+def commands_in(text):
+    """The `reprieve ...` command lines of a page: in blocks (continued by a backslash), and between backticks."""
+    lines = re.sub(r"\\\n\s*", "", text)
+    inline = [re.sub(r"\s*\n\s*", " ", code) for code in re.findall(r"(?<!`)`(reprieve [^`]+)`(?!`)", lines)]
+    blocks = re.findall(r"^\$ (?:\.venv/bin/)?(reprieve .*?)(?:\s+#.*)?$", lines, flags=re.M)
+    return [line for line in [*blocks, *inline] if " --" in line and "..." not in line]
+
+
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_commands_in_the_docs_can_be_typed(page, capsys):
+    from reprieve.cli.flags import parser_of
+    from reprieve.cli.main import COMMANDS, command_of
+
+    for line in commands_in(page.read_text()):
+        words = shlex.split(line)[1:]
+        name = " ".join(words[:2]) if " ".join(words[:2]) in COMMANDS else words[0]
+        assert name in COMMANDS, line
+        try:
+            parser_of(command_of(name), prog="reprieve").parse_args(words[len(name.split()) :])
+        except SystemExit as stop:
+            assert stop.code == 0, f"{line}\n{capsys.readouterr().err}"

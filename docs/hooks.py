@@ -1,0 +1,66 @@
+"""What the site takes from the code and from the README, so that nothing is written twice: mkdocs calls these."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def on_config(config: Any) -> Any:
+    """Every page of a rule stands under "Rules", by name."""
+    pages = sorted(path.name for path in (ROOT / "docs" / "rules").glob("*.md") if path.name != "index.md")
+    for entry in config["nav"]:
+        if isinstance(entry, dict) and "Rules" in entry:
+            entry["Rules"] = ["rules/index.md", *(f"rules/{name}" for name in pages)]
+    return config
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Fill in `<!-- readme -->`, `<!-- rules -->`, `<!-- origins -->` and `<!-- commands -->`."""
+    made = {"readme": _readme, "rules": _rules, "origins": _origins, "commands": _commands}
+    return re.sub(r"^<!-- (\w+) -->$", lambda found: made[found[1]](), markdown, flags=re.M)
+
+
+def _readme() -> str:
+    """The README, with its links as they are from the site's first page."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return text.replace("](docs/", "](").replace('src="docs/', 'src="')
+
+
+def _rules() -> str:
+    from reprieve.rules import RULES
+
+    rows = ["| rule | what it does | dial |", "| --- | --- | --- |"]
+    for kind in RULES:
+        dial = f"`{kind.own_dial.name}`" if kind.own_dial else "none"
+        rows.append(f"| [`{kind.name}`]({kind.name}.md) | {_summary(kind)} | {dial} |")
+    return "\n".join(rows)
+
+
+def _origins() -> str:
+    from reprieve.rules import RULES
+
+    rows = ["| rule | paper or origin | file |", "| --- | --- | --- |"]
+    for kind in RULES:
+        file = "/".join(kind.__module__.split(".")[1:]) + ".py"
+        rows.append(f"| [`{kind.name}`](../rules/{kind.name}.md) | {kind.about.origin} | `{file}` |")
+    return "\n".join(rows)
+
+
+def _commands() -> str:
+    """Every command's help, as it prints it."""
+    from reprieve.cli.flags import parser_of
+    from reprieve.cli.main import COMMANDS, command_of
+
+    parts = []
+    for name in COMMANDS:
+        text = parser_of(command_of(name), prog=f"reprieve {name}").format_help()
+        parts.append(f"## `reprieve {name}`\n\n```text\n{text.strip()}\n```")
+    return "\n\n".join(parts)
+
+
+def _summary(kind: type) -> str:
+    return (kind.__doc__ or "").strip().splitlines()[0].replace("|", "\\|")
