@@ -1,4 +1,4 @@
-"""What the plugin brings and costs inside vLLM, on the bundled pair (needs vLLM; see docs/serving.md).
+"""What the plugin brings and costs inside vLLM, on the bundled pair (needs vLLM; see docs/guides/serving.md).
 
 Each arm is an engine in a process of its own; they take turns, so that each ratio is the median over neighbouring runs:
 

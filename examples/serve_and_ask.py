@@ -27,8 +27,8 @@ for level in ("strict", "certified"):
     answer = client.completions.create(
         model=model, prompt=prompt, max_tokens=80, temperature=0, extra_body={"reprieve_leniency": level}
     )
-    told = answer.model_extra["reprieve"]
+    report = answer.model_extra["reprieve"]
     print(f"{level}: {answer.choices[0].text.strip()}")
-    print(f"  {told['rule']}: {told['tokens_per_round']:.1f} tokens a round, {told['num_rescued']} rescued")
+    print(f"  {report['rule']}: {report['tokens_per_round']:.1f} tokens a round, {report['num_rescued']} rescued")
 server.terminate()
 server.wait()

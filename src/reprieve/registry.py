@@ -106,10 +106,10 @@ class Registry(Generic[T]):
 
     def _import_plugin(self, entry: EntryPoint) -> None:
         try:
-            found: Any = entry.load()
-            if (given := getattr(found, self.attribute, None)) != entry.name:
+            loaded: Any = entry.load()
+            if (given := getattr(loaded, self.attribute, None)) != entry.name:
                 raise ReprieveError(f"its class must have {self.attribute} = {entry.name!r}, got {given!r}")
-            self.register(found)
+            self.register(loaded)
         except Exception as error:  # whatever another package's import raises, its name is what helps
             source = entry.dist.name if entry.dist is not None else entry.value
             raise ReprieveError(f"{self.what} {entry.name!r} of package {source} cannot be used: {error}") from error

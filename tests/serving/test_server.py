@@ -341,7 +341,7 @@ def test_a_body_that_never_comes_is_408(pair):
 
 def test_a_full_queue_is_429_and_clients_that_leave_free_it(pair, prompt):
     with serving(pair, settings={"max_waiting": 2}) as port:
-        held = [raw(port, {"prompt": prompt, "stream": place % 2 == 1, **LONG}) for place in range(3)]
+        held = [raw(port, {"prompt": prompt, "n": 16, "stream": place % 2 == 1, **LONG}) for place in range(3)]
         wait_for(lambda: busy(port) == (True, 2))
         status, body = post(port, {"prompt": prompt, "max_tokens": 2})
         assert status == 429 and "waiting" in body["error"]["message"]

@@ -42,7 +42,7 @@ def paired_test(promise: Promise, strict: np.ndarray, relaxed: np.ndarray) -> Pa
     if strict.shape != relaxed.shape or not len(strict):
         raise ValueError(f"outcomes must be of the same problems, got shapes {strict.shape} and {relaxed.shape}")
     losses = losses_of(promise, strict, relaxed)
-    found = pvalue(promise, losses, promise.max_drop)
+    p_value = pvalue(promise, losses, promise.max_drop)
     return PairedTest(
         num_problems=len(losses),
         accuracy_strict=float(strict.mean()),
@@ -56,8 +56,8 @@ def paired_test(promise: Promise, strict: np.ndarray, relaxed: np.ndarray) -> Pa
             confidence=promise.confidence,
             low=-1.0 if promise.loss == NET_DROP else 0.0,
         ),
-        p_value=found,
-        passed=found <= 1 - promise.confidence,
+        p_value=p_value,
+        passed=p_value <= 1 - promise.confidence,
     )
 
 

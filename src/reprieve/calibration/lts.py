@@ -129,8 +129,8 @@ def _rank(num: int, recipe: LtsRecipe) -> int:
 def _require_enough(num: int, recipe: LtsRecipe, *, where: str = "") -> None:
     if num < 1 or _rank(num, recipe) > num:
         at = "" if recipe.confidence is None else f" at confidence {recipe.confidence}"
-        told = f"{num} positions{where} are too few for the {1 - recipe.delta:.3g} quantile{at}"
-        raise SpecError(f"{told}; use more prompts or fewer buckets")
+        reason = f"{num} positions{where} are too few for the {1 - recipe.delta:.3g} quantile{at}"
+        raise SpecError(f"{reason}; use more prompts or fewer buckets")
 
 
 def _ratio(divergence: np.ndarray, raw: np.ndarray) -> np.ndarray:

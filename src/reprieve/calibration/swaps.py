@@ -138,8 +138,8 @@ class SwapMeter:
         evidence = self._evidence(judging, torch.tensor(list(token_ids), device=judging.device))
         distance, margin = raw_scores(evidence, self.scale)
         divergence = next_step_divergence(logits[rows], logits[top_rows], k=self.top_k)
-        found = (divergence, distance, margin, entropy(evidence.target_probs))
-        return Swaps(*(values.double().cpu().numpy() for values in found))
+        measured = (divergence, distance, margin, entropy(evidence.target_probs))
+        return Swaps(*(values.double().cpu().numpy() for values in measured))
 
     def _evidence(self, logits: Tensor, token_ids: Tensor) -> Evidence:
         scores = self.sampler.target_scores(logits)

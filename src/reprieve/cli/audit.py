@@ -70,7 +70,7 @@ class Audit(Command):
         split = screen.split_of(task, self.split, "test")
         problems = task.problems(split, self.limit, offset=self.offset)
         params = _params(self.sampling, task, self.seed)
-        found = []
+        summaries = []
         for arm in arms:
             bounds = arm.rule.head if isinstance(arm.rule, LtsRule) else given
             if bounds is not None:
@@ -79,10 +79,10 @@ class Audit(Command):
             with screen.progress_bar(arm.label) as bar:
                 progress = screen.reporter(bar)
                 made = audit(arm.label, decoder, pair, task, problems, params, top_k=self.active, progress=progress)
-            found.append({**made.summary(bounds), "calibration": None if bounds is None else bounds.fingerprint})
+            summaries.append({**made.summary(bounds), "calibration": None if bounds is None else bounds.fingerprint})
         if self.out is not None:
-            _write(self.out, {**_flags(self), "split": split, "audits": found})
-        screen.console().print(_shift_table(found, len(problems)))
+            _write(self.out, {**_flags(self), "split": split, "audits": summaries})
+        screen.console().print(_shift_table(summaries, len(problems)))
         return 0
 
 
@@ -135,11 +135,11 @@ class AuditArbitration(Command):
         params = _params(self.sampling, task, self.seed)
         with screen.progress_bar("problems") as bar:
             progress = screen.reporter(bar, "problems")
-            found = diagnose(decoder, pair, task, problems, params, progress=progress).summary()
+            summary = diagnose(decoder, pair, task, problems, params, progress=progress).summary()
         if self.out is not None:
             about = {"rule": rule.spec, "arbiter": rule.head.fingerprint, "num_draft_tokens": k, "split": split}
-            _write(self.out, {**_flags(self), **about, "diagnosis": found})
-        screen.console().print(_branch_table(found, rule.spec))
+            _write(self.out, {**_flags(self), **about, "diagnosis": summary})
+        screen.console().print(_branch_table(summary, rule.spec))
         return 0
 
 
@@ -161,7 +161,7 @@ def _write(path: Path, document: dict[str, Any]) -> None:
     replace_file(path, json.dumps(document, indent=2, default=str) + "\n")
 
 
-def _shift_table(found: list[dict[str, Any]], num_problems: int) -> Table:
+def _shift_table(summaries: list[dict[str, Any]], num_problems: int) -> Table:
     from rich import box
     from rich.table import Table
 
@@ -173,7 +173,7 @@ def _shift_table(found: list[dict[str, Any]], num_problems: int) -> Table:
     )
     for name in ("arm", "tokens", "n", "mean", "median", "95%", "JS <= U, %", "JS <= tau, %"):
         table.add_column(name, justify="left" if name in ("arm", "tokens") else "right")
-    for summary in found:
+    for summary in summaries:
         for group in ("accepted", "swapped", "rescued"):
             values = summary[group]
             shifts = [f"{values[name]:.4f}" if name in values else "-" for name in ("mean", "median", "q95")]
@@ -189,22 +189,22 @@ def _covered(values: dict[str, Any], name: str) -> str:
     return f"{100 * values[name]:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
 
 
-def _branch_table(found: dict[str, Any], spec: str) -> Table:
+def _branch_table(summary: dict[str, Any], spec: str) -> Table:
     from rich import box
     from rich.table import Table
 
     from reprieve.evaluation.branches import CATEGORIES
 
     table = Table(
-        title=f"{spec}: {found['num_mismatches']} reached mismatches of {found['num_problems']} problems; brackets are "
-        "95% bootstrap intervals over problems",
+        title=f"{spec}: {summary['num_mismatches']} reached mismatches of {summary['num_problems']} problems; brackets "
+        "are 95% bootstrap intervals over problems",
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )
     for name in ("category", "n", "share, %", "draft not worse, %", "draft chosen, %", "agreement, %"):
         table.add_column(name, justify="left" if name == "category" else "right")
     for category in CATEGORIES:
-        values = found[category]
+        values = summary[category]
         shares = (_interval(values[name]) for name in ("share", "draft_not_worse", "draft_chosen", "agreement"))
         table.add_row(category.replace("_", " "), str(values["num"]), *shares)
     return table

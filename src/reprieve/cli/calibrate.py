@@ -78,15 +78,15 @@ class CalibrateLts(Command):
         self.keep_config(self.out)
         bound, tolerance = bounds_of(made, swaps)
         covered, tolerated = (swaps.divergence <= bound).mean(), (swaps.divergence <= tolerance).mean()
-        told = [
+        notes = [
             *_constants(made),
             f"{swaps.num} positions of {len(texts)} answers; the bound covers {covered:.1%} of them, the tolerance "
             f"{tolerated:.1%}",
         ]
         if float(made.tolerances.max()) > math.log(2):
-            told.append("the tolerance is above ln 2, the largest divergence there is: it excludes nothing, theta must")
-        told.append(f"calibration: {self.out}   use it: reprieve bench --arm lts:path={self.out}")
-        screen.say("\n".join(told))
+            notes.append("the tolerance is above ln 2, the largest divergence: it excludes nothing, and theta must")
+        notes.append(f"calibration: {self.out}   use it: reprieve bench --arm lts:path={self.out}")
+        screen.say("\n".join(notes))
         return 0
 
 

@@ -48,6 +48,6 @@ class Demo(Command):
         status = compare(self, arms, self.settings, self.pair, self.out)
         screen.say(
             f"{self.settings.limit} problems show the direction, not the decimals: --limit 500 narrows the brackets, "
-            "and docs/measurements.md has larger runs"
+            "and docs/measured/rules.md has larger runs"
         )
         return status

@@ -45,8 +45,8 @@ class Eval(Command):
         for name, document in documents.items():
             if "metrics" in document:
                 screen.say(f"{name}, scored by the target's likelihoods, the same for every rule:")
-                found = next(iter(document["metrics"].values()))
-                numbers = {key: value for key, value in found.items() if isinstance(value, float)}
+                metrics = next(iter(document["metrics"].values()))
+                numbers = {key: value for key, value in metrics.items() if isinstance(value, float)}
                 screen.say("  " + ", ".join(f"{key} {value:.4f}" for key, value in numbers.items()))
             else:
                 screen.show_results(document)

@@ -87,14 +87,14 @@ def flags_of(kind: type, *, default: Any = dataclasses.MISSING, group: str = "")
 
 def argument_helps(kind: type) -> dict[str, str]:
     """The texts of the `Args:` section of a class's docstring, and of those it inherits from, by name."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         section = re.search(r"^Args:\n((?:    .*\n?|\n)*)", inspect.cleandoc(base.__dict__.get("__doc__") or ""), re.M)
         for entry in re.split(r"\n(?=\S)", textwrap.dedent(section[1]).strip() if section else ""):
             name, colon, text = entry.partition(":")
             if colon:
-                found |= {part.strip(): " ".join(text.split()) for part in name.split(",")}
-    return found
+                texts |= {part.strip(): " ".join(text.split()) for part in name.split(",")}
+    return texts
 
 
 def parser_of(kind: type, *, prog: str) -> argparse.ArgumentParser:
@@ -191,16 +191,16 @@ def _from_file(path: Path, flags: Mapping[str, Flag], command: str) -> dict[str,
     import yaml
 
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        written = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ReprieveError(f"--config {str(path)!r} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(found, dict):
-        raise SpecError(f"--config {str(path)!r} must hold flags by name, got {type(found).__name__}")
-    if (other := found.pop(_COMMAND, command)) != command:
+    if not isinstance(written, dict):
+        raise SpecError(f"--config {str(path)!r} must hold flags by name, got {type(written).__name__}")
+    if (other := written.pop(_COMMAND, command)) != command:
         raise SpecError(f"--config {str(path)!r} is of `reprieve {other}`, not of `reprieve {command}`")
     by_key = {flag.key: flag for flag in flags.values()}
     values = {}
-    for key, value in found.items():
+    for key, value in written.items():
         if key not in by_key:
             near = difflib.get_close_matches(str(key), by_key, n=1)
             raise SpecError(
@@ -261,8 +261,8 @@ def _add(group: Any, flag: Flag) -> None:
             flag.name, type=kind, nargs=nargs, metavar=flag.key.upper(), action=action, help=_escaped(flag.help)
         )
         return
-    told = "" if "Default:" in flag.help else _told(flag.default)
-    options: dict[str, Any] = {"dest": flag.name, "help": _escaped(flag.help + told)}
+    ending = "" if "Default:" in flag.help else _default_text(flag.default)
+    options: dict[str, Any] = {"dest": flag.name, "help": _escaped(flag.help + ending)}
     if flag.kind is bool:
         options |= {"action": argparse.BooleanOptionalAction}
     elif flag.repeated:
@@ -283,9 +283,9 @@ def _usage(flag: Flag) -> str:
     return name if flag.default is dataclasses.MISSING else f"[{name}]"
 
 
-def _told(default: Any) -> str:
+def _default_text(default: Any) -> str:
     """The default, as a help text ends with it; nothing where the text itself has to say."""
-    if default is dataclasses.MISSING or default is None or default == () or isinstance(default, bool):
+    if default is dataclasses.MISSING or default in (None, (), "") or isinstance(default, bool):
         return ""
     if isinstance(default, tuple):
         return f" Default: {','.join(f'{item:g}' if isinstance(item, float) else str(item) for item in default)}."
@@ -308,10 +308,10 @@ def _converter(kind: Any) -> Callable[[str], Any]:
 
 def _commas(convert: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     def split(text: str) -> tuple[Any, ...]:
-        found = tuple(convert(part.strip()) for part in text.split(",") if part.strip())
-        if not found:
+        items = tuple(convert(part.strip()) for part in text.split(",") if part.strip())
+        if not items:
             raise argparse.ArgumentTypeError(f"must be numbers separated by commas, got {text!r}")
-        return found
+        return items
 
     return split
 

@@ -71,7 +71,7 @@ class Generate(Command):
         from reprieve.rules import parse_rule
 
         if self.rule not in ("target_only", "draft_only"):
-            parse_rule(self.rule)  # a misspelt one is told before a large model is read
+            parse_rule(self.rule)  # a misspelt one fails before a large model is read
         pair = screen.load(self.pair)
         decoder = pair.decoder(self.rule, num_draft_tokens=self.num_draft_tokens, drafter=self.drafter)
         shown = screen.console(color=self.color)

@@ -60,8 +60,8 @@ def usage(verb: str = "") -> str:
 def command_of(name: str) -> type[Command]:
     """The class of a command, imported."""
     module, _, kind = COMMANDS[name][0].partition(":")
-    found: type[Command] = getattr(importlib.import_module(f"reprieve.cli.{module}"), kind)
-    return found
+    command: type[Command] = getattr(importlib.import_module(f"reprieve.cli.{module}"), kind)
+    return command
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -82,8 +82,8 @@ def main(arguments: Sequence[str]) -> int:
     if any(name.startswith(f"{verb} ") for name in COMMANDS):
         print(usage(verb), file=sys.stdout if rest and rest[0] in ("-h", "--help") else sys.stderr)
         return 0 if rest and rest[0] in ("-h", "--help") else 2
-    told = f"it is `reprieve {_MOVED[verb]}` now" if verb in _MOVED else f"it is one of {', '.join(_verbs())}"
-    print(f"reprieve: unknown command {verb!r}; {told}", file=sys.stderr)
+    hint = f"it is `reprieve {_MOVED[verb]}` now" if verb in _MOVED else f"it is one of {', '.join(_verbs())}"
+    print(f"reprieve: unknown command {verb!r}; {hint}", file=sys.stderr)
     return 2
 
 

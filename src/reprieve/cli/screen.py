@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def console(*, stderr: bool = False, color: bool | None = None, width: int | None = None) -> Console:
-    """A console: coloured when told, whatever the terminal says; plain when told, or where NO_COLOR is set."""
+    """A console, coloured as `color` says; by default where the terminal has colours and NO_COLOR is not set."""
     from rich.console import Console
 
     return Console(
@@ -115,7 +115,7 @@ def reporter(bar: Progress, what: str = "answers") -> Callable[[int, int], None]
 
 
 def load_pair_and_task(pair: PairSettings, task: str) -> tuple[Pair, Task]:
-    """Both, the task first: a misspelt one is told before a large model is read."""
+    """Both, the task first: a misspelt one fails before a large model is read."""
     from reprieve.tasks import load_task
 
     loaded = load_task(task)

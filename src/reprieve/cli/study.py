@@ -20,8 +20,8 @@ from reprieve.settings import PairSettings
 CONTROLS = ("direct:top_k:k=2", "direct:margin:delta=2")
 CERTIFIED = {"margin": "2"}
 BUNDLED_CERTIFIED = {"judge": "0.02,0.04"}
-# The bundled task's first thousand calibration problems chose these thresholds and the bound (docs/evidence.md), so
-# that certificates rest on the next.
+# The bundled task's first thousand calibration problems chose these thresholds and the bound
+# (docs/guides/evidence.md), so that certificates rest on the next.
 BUNDLED_OFFSET = 1000
 
 
@@ -198,8 +198,8 @@ class Study:
         from reprieve.heads.loading import attach_heads
         from reprieve.rules import parse_rule
 
-        found = json.loads((self.out / "tune" / "tuned.json").read_text())["arms"]
-        tuned = {best["spec"]: best["num_draft_tokens"] for best in found}
+        arms = json.loads((self.out / "tune" / "tuned.json").read_text())["arms"]
+        tuned = {best["spec"]: best["num_draft_tokens"] for best in arms}
         arms = [f"lossless@K={tuned['lossless']}", f"lossless_rerun@K={tuned['lossless']}", *CONTROLS]
         for rule, settings in self.rules.items():
             k = tuned[attach_heads(parse_rule(rule), self.target).spec]  # which may differ from what was typed

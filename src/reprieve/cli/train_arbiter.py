@@ -142,9 +142,9 @@ class TrainArbiterRl(Command):
 def _tell(made: Arbiter, folder: Path) -> None:
     """What the arbiter reached, and how to use it."""
     reached = made.training["validation"]
-    told = ", ".join(f"{name} {value:.3f}" for name, value in reached.items())
+    scores = ", ".join(f"{name} {value:.3f}" for name, value in reached.items())
     screen.say(
-        f"best at update {made.training['update']}: {told}\n"
+        f"best at update {made.training['update']}: {scores}\n"
         f"arbiter: {folder}   use it: reprieve bench --arm arbiter:path={folder} "
         f"--num-draft-tokens {made.num_draft_tokens}"
     )

@@ -57,9 +57,9 @@ class TuneK(Command):
             return 130
         document = summarise(run)
         write_results(document, self.out)
-        found = best_ks(document)
-        replace_file(self.out / "tuned.json", json.dumps({"arms": [asdict(best) for best in found]}, indent=2) + "\n")
-        for best in found:
+        chosen = best_ks(document)
+        replace_file(self.out / "tuned.json", json.dumps({"arms": [asdict(best) for best in chosen]}, indent=2) + "\n")
+        for best in chosen:
             speeds = ", ".join(f"{k}: {speed:.0f}" for k, speed in sorted(best.by_k.items()))
             screen.say(f"--arm {best.arm}   (tokens a second by K: {speeds})")
         return 0

@@ -15,7 +15,7 @@ from reprieve.types import Block, Outcome, Prefill, Verification
 
 
 class Drafter(Protocol):
-    """Proposes a block after the committed tokens, and is told what became of it.
+    """Proposes a block after the committed tokens, and learns what became of it.
 
     `start` comes first; then `propose` and `commit` in turns. The engine calls `commit` for every round, with the
     tokens it committed, the last of which no model has read yet.

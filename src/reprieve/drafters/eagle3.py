@@ -157,7 +157,7 @@ class EagleDrafter:
             frontier, parent = self._frontier(tree, len(parent_states))
             own = torch.eye(len(frontier), dtype=torch.bool, device=self.device)
             ancestors = torch.cat([ancestors[parent], own], dim=1)
-            found, parent_states = self.head(
+            predicted, parent_states = self.head(
                 tree.token_ids[-1][frontier],
                 parent_states[parent],
                 cache=self._cache,
@@ -165,7 +165,7 @@ class EagleDrafter:
                 mask=self._tree_mask(ancestors),
             )
             nodes = frontier + tree.num_nodes - len(tree.token_ids[-1])
-            self._expand(tree, nodes, tree.log_probs[-1][frontier], found)
+            self._expand(tree, nodes, tree.log_probs[-1][frontier], predicted)
         self._cache.keep(self._length)
         return self._block(tree)
 
@@ -223,11 +223,11 @@ class EagleDrafter:
         places = torch.full_like(all_parents, ROOT)
         places[chosen] = torch.arange(len(chosen), device=self.device)
         renumbered = torch.where(all_parents == ROOT, ROOT, places[all_parents])[chosen]
-        found = to_host(renumbered, log_probs[chosen], self._root_entropy)  # the one time the host waits
-        parents = [int(parent) for parent in found[0]]
+        fetched = to_host(renumbered, log_probs[chosen], self._root_entropy)  # the one time the host waits
+        parents = [int(parent) for parent in fetched[0]]
         num_pruned = 0
         if self.pruning is not None:
-            kept = self.pruning.kept(parents, found[1], found[2][0])
+            kept = self.pruning.kept(parents, fetched[1], fetched[2][0])
             num_pruned = len(parents) - len(kept)
             parents = _renumbered(parents, kept)
             chosen = chosen[spread(kept, torch.long, self.device)]

@@ -61,10 +61,10 @@ class NgramDrafter:
         self.token_ids = list(prompt_ids)
 
     def propose(self, max_depth: int) -> Block:
-        found = self._lookup(max_depth)
-        if not found:
+        continuation = self._lookup(max_depth)
+        if not continuation:
             return Block.empty(self.device)
-        return Block.chain(spread(found, torch.long, self.device), deterministic=True)
+        return Block.chain(spread(continuation, torch.long, self.device), deterministic=True)
 
     def commit(self, block: Block, outcome: Outcome, verification: Verification) -> None:
         self.token_ids += outcome.committed_ids

@@ -65,9 +65,9 @@ class Answerer:
             answer = self.task.extract_answer(made[-1].text)
             correct = self.task.equivalent(answer, problem.reference)
         except Exception as error:  # whatever it is, the other problems are still worth measuring
-            told = f"{type(error).__name__}: {error}"
+            failure = f"{type(error).__name__}: {error}"
             return ProblemRecord(
-                arm.label, problem.problem_id, False, None, 0, 0, 0, 0, 0, 0.0, "error", "", error=told, trial=trial
+                arm.label, problem.problem_id, False, None, 0, 0, 0, 0, 0, 0.0, "error", "", error=failure, trial=trial
             )
         record = record_of(arm, problem.problem_id, made, self.pair.tokenizer, params.stop)
         return dataclasses.replace(

@@ -59,20 +59,20 @@ class Audit:
     def _group(self, inside: np.ndarray, calibration: LtsCalibration | None) -> dict[str, Any]:
         divergence = self.swaps.divergence[inside]
         num = len(divergence)
-        found: dict[str, Any] = {"num": num}
+        result: dict[str, Any] = {"num": num}
         if not num:
-            return found
+            return result
         quantiles = {"median": 0.5, "q90": 0.9, "q95": 0.95, "q99": 0.99}
-        found["mean"] = float(divergence.mean())
-        found |= {name: float(np.quantile(divergence, level)) for name, level in quantiles.items()}
+        result["mean"] = float(divergence.mean())
+        result |= {name: float(np.quantile(divergence, level)) for name, level in quantiles.items()}
         if calibration is not None:
             bound, tolerance = bounds_of(calibration, self.swaps)
             for name, limit in (("bound", bound[inside]), ("tolerance", tolerance[inside])):
                 num_within = int((divergence <= limit + _ROUNDING).sum())
-                found[f"num_within_{name}"] = num_within
-                found[f"within_{name}"] = num_within / num
-                found[f"within_{name}_ci95"] = list(wilson_interval(num_within, num))
-        return found
+                result[f"num_within_{name}"] = num_within
+                result[f"within_{name}"] = num_within / num
+                result[f"within_{name}_ci95"] = list(wilson_interval(num_within, num))
+        return result
 
 
 def audit(
@@ -101,9 +101,9 @@ def audit(
         num_correct += task.equivalent(task.extract_answer(made.text), problem.reference)
         places = [place for place, token in enumerate(made.tokens) if token.provenance is not Provenance.TARGET]
         ids = [made.tokens[place].token_id for place in places]
-        found = meter.measure(made.prompt_ids, made.token_ids, places, ids)
-        parts.append(found)
-        swapped.append(found.distance > 0)
+        result = meter.measure(made.prompt_ids, made.token_ids, places, ids)
+        parts.append(result)
+        swapped.append(result.distance > 0)
         rescued.append(np.array([made.tokens[place].provenance is Provenance.RESCUED for place in places], dtype=bool))
         progress(number + 1, len(problems))
     return Audit(label, len(problems), num_correct, Swaps.join(parts), np.concatenate(swapped), np.concatenate(rescued))

@@ -2,7 +2,7 @@
 
 At every effective decision both branches are decoded to their ends with the same frozen policy: the only intervention
 is the choice at that one mismatch. Branches go on greedily, also where the answers that lead to them are sampled: one
-continuation then tells.
+continuation is then enough.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Diagnosis:
         worse, was chosen, and the choice was not worse than the other; with 95% bootstrap intervals over problems."""
         counts = [choices.counts() for choices in self.choices]
         totals = np.array([count["all"]["num"] for count in counts])
-        found: dict[str, Any] = {
+        result: dict[str, Any] = {
             "num_problems": len(counts),
             "num_correct": self.num_correct,
             "num_mismatches": int(totals.sum()),
@@ -51,8 +51,8 @@ class Diagnosis:
             shares = {"share": _ratio(nums, totals)}
             for name, key in _SHARES.items():
                 shares[name] = _ratio(np.array([count[category][key] for count in counts]), nums)
-            found[category] = {"num": int(nums.sum()), **shares}
-        return found
+            result[category] = {"num": int(nums.sum()), **shares}
+        return result
 
 
 def _ratio(parts: np.ndarray, wholes: np.ndarray) -> list[float] | None:
@@ -85,13 +85,13 @@ def diagnose(
     responses = ResponseFormat(
         pair.tokenizer, task, eos_token_ids(pair.target, pair.tokenizer), max_new_tokens=params.max_new_tokens
     )
-    found, num_correct = [], 0
+    choices, num_correct = [], 0
     for number, problem in enumerate(problems):
         branches = _Branches(decoder, responses, problem, dataclasses.replace(params, seed=params.seed + number))
-        found.append(branches.choices())
+        choices.append(branches.choices())
         num_correct += branches.correct
         progress(number + 1, len(problems))
-    return Diagnosis(num_correct, found)
+    return Diagnosis(num_correct, choices)
 
 
 class _Branches:
@@ -154,12 +154,12 @@ class _Branches:
 
 def _decisions(made: Generation) -> list[tuple[int, RoundTrace, int]]:
     """Every effective decision: where in the response its round began, the round, and the place from 0 in its block."""
-    found, start = [], 0
+    mismatches, start = [], 0
     assert made.trace is not None
     for traced in made.trace:
         reached = min(len(traced.committed), len(traced.path) + 1, len(traced.drafted_ids))
         for place in range(reached):
             if not traced.lossless_accepts[place]:
-                found.append((start, traced, place))
+                mismatches.append((start, traced, place))
         start += len(traced.committed)
-    return found
+    return mismatches

@@ -158,8 +158,8 @@ def certify(
     look = Step(passed[-1].threshold, paired_test(plan.promise, ours, relaxed), tokens_per_round)
     announce(_line(plan, look, where="held out"))
     if look.evidence.observed >= plan.promise.max_drop:
-        told = f"the held-out problems contradict it: observed {look.evidence.observed:.4f}"
-        return Certification(steps, look.evidence, None, told)
+        contradiction = f"the held-out problems contradict it: observed {look.evidence.observed:.4f}"
+        return Certification(steps, look.evidence, None, contradiction)
     certificate = _certificate(plan, best, steps, look, calibration.config, held.config, pair)
     path = folder / f"{best.rule_name}-{plan.promise.loss}-{plan.promise.max_drop:g}.json"
     replace_file(path, certificate.to_json())

@@ -27,7 +27,7 @@ class Point:
     x_high: float
     y_low: float
     y_high: float
-    told: str
+    note: str
 
 
 def scatter(
@@ -60,8 +60,8 @@ def scatter(
             parts.append(
                 f'<path class="bar" d="M{x:.1f} {to_y(p.y_low):.1f}V{to_y(p.y_high):.1f}'
                 f'M{to_x(p.x_low):.1f} {y:.1f}H{to_x(p.x_high):.1f}"/>'
-                f'<circle tabindex="0" class="point" cx="{x:.1f}" cy="{y:.1f}" r="5" data-told="{html.escape(p.told)}">'
-                f"<title>{html.escape(p.told)}</title></circle>"
+                f'<circle tabindex="0" class="point" cx="{x:.1f}" cy="{y:.1f}" r="5" data-note="{html.escape(p.note)}">'
+                f"<title>{html.escape(p.note)}</title></circle>"
             )
         parts.append("</g>")
     return _svg(_WIDTH, _HEIGHT, f"{y_label} against {x_label}", parts)
@@ -112,14 +112,14 @@ def intervals(rows: Sequence[tuple[str, float, float, float, str]], *, label: st
     to_x, ticks = _scale(low, high, left, width - 12)
     bottom = len(rows) * tall + 8
     shapes = [f'<line class="axis" x1="{to_x(0):.1f}" x2="{to_x(0):.1f}" y1="0" y2="{bottom}"/>']
-    for number, (name, value, start, end, told) in enumerate(rows):
+    for number, (name, value, start, end, note) in enumerate(rows):
         y = number * tall + 14
         shapes.append(f'<text x="{left - 6}" y="{y + 4}" text-anchor="end">{html.escape(_cut(name, 25))}</text>')
         shapes.append(
             f'<g stroke="{COLOURS[0]}" fill="{COLOURS[0]}">'
             f'<path class="bar" d="M{to_x(start):.1f} {y}H{to_x(end):.1f}"/>'
-            f'<circle class="point" tabindex="0" cx="{to_x(value):.1f}" cy="{y}" r="4" data-told="{html.escape(told)}">'
-            f"<title>{html.escape(told)}</title></circle></g>"
+            f'<circle class="point" tabindex="0" cx="{to_x(value):.1f}" cy="{y}" r="4" data-note="{html.escape(note)}">'
+            f"<title>{html.escape(note)}</title></circle></g>"
         )
     for tick in ticks:
         shapes.append(f'<text x="{to_x(tick):.1f}" y="{bottom + 14}" text-anchor="middle">{_number(tick)}</text>')

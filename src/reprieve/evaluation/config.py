@@ -68,9 +68,9 @@ class RunConfig:
 
 def _fingerprints(pair: Pair, arms: Sequence[Arm], drafter: str) -> dict[str, str]:
     """Of every trained part that is not the pair's own, by name."""
-    found: dict[str, str] = {}
+    by_head: dict[str, str] = {}
     for arm in arms:
         if arm.rule is not None:
-            found |= {name: head.fingerprint for name, head in arm.rule.heads}
-            found |= DRAFTERS.make(arm.drafter or drafter).fingerprints(pair)
-    return found
+            by_head |= {name: head.fingerprint for name, head in arm.rule.heads}
+            by_head |= DRAFTERS.make(arm.drafter or drafter).fingerprints(pair)
+    return by_head

@@ -1,4 +1,4 @@
-"""Joules, where the machine tells them: NVML for NVIDIA GPUs, RAPL for processors. Otherwise said to be unavailable."""
+"""Joules, where the machine measures them: NVML for NVIDIA GPUs, RAPL for processors."""
 
 from __future__ import annotations
 

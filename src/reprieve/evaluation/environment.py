@@ -16,13 +16,13 @@ PACKAGES = ("reprieve", "torch", "transformers", "tokenizers", "numpy")
 
 def versions() -> dict[str, str]:
     """Versions of what a result can depend on."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            versions[package] = "not installed"
+    return versions
 
 
 def machine() -> dict[str, Any]:

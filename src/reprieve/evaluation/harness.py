@@ -56,10 +56,10 @@ class HarnessRun:
     def generation(self) -> dict[str, Any] | None:
         text = self.settings.gen_kwargs
         try:
-            found = {name: float(value) for name, value in parse_parameters(text, where="--gen-kwargs").items()}
+            asked = {name: float(value) for name, value in parse_parameters(text, where="--gen-kwargs").items()}
         except ValueError:
             raise SpecError(f"--gen-kwargs must be numbers by name, got {text!r}") from None
-        return {**found, "do_sample": found.get("temperature", 0) > 0} if found else None
+        return {**asked, "do_sample": asked.get("temperature", 0) > 0} if asked else None
 
     def evaluate(self, lm_eval: Any, model: Any, manager: Any) -> dict[str, Any]:
         """The harness's own results, samples included.
@@ -69,7 +69,7 @@ class HarnessRun:
         """
         settings = self.settings
         try:
-            found: dict[str, Any] = lm_eval.simple_evaluate(
+            answers: dict[str, Any] = lm_eval.simple_evaluate(
                 model=model,
                 tasks=[task_with_files(manager, name, self.data.get(name)) for name in self.tasks],
                 num_fewshot=settings.num_fewshot,
@@ -89,7 +89,7 @@ class HarnessRun:
             raise
         except Exception as error:  # unknown tasks, no network, bad data: the harness has many ways to say it
             raise ReprieveError(f"lm_eval: {type(error).__name__}: {error}") from error
-        return found
+        return answers
 
 
 def evaluate_arms(
@@ -98,8 +98,8 @@ def evaluate_arms(
     """Run the tasks through every arm; answers are kept as they come, and not made again.
 
     Returns:
-        a results document for every task and filter (docs/results.md), also written to `folder/TASK/results.json`;
-        tasks scored by likelihood have `metrics` only.
+        a results document for every task and filter (docs/reference/results.md), also written to
+        `folder/TASK/results.json`; tasks scored by likelihood have `metrics` only.
 
     Raises:
         ReprieveError: lm_eval is missing, or refuses a task.
@@ -138,9 +138,9 @@ def evaluate_arms(
             seed=settings.seed,
             records=answers,
         )
-        found = run.evaluate(lm_eval, model, manager)
-        metrics[arm.label] = found["results"]
-        for name, record in _graded(found["samples"], model.generated):
+        evaluated = run.evaluate(lm_eval, model, manager)
+        metrics[arm.label] = evaluated["results"]
+        for name, record in _graded(evaluated["samples"], model.generated):
             records.setdefault(name, []).append(record)
     about = {"lm_eval": lm_eval.__version__, "num_fewshot": settings.num_fewshot, "metrics": metrics}
     replace_file(folder / "lm_eval.json", json.dumps(about, indent=2, default=str) + "\n")
@@ -153,7 +153,7 @@ def evaluate_arms(
         replace_file(folder / name / "problems.jsonl", lines)
     for name in metrics[arms[0].label]:
         if not any(known.startswith(name) for known in documents):
-            documents[name] = {"metrics": {arm: found[name] for arm, found in metrics.items()}}
+            documents[name] = {"metrics": {arm: by_task[name] for arm, by_task in metrics.items()}}
     return documents
 
 
@@ -204,5 +204,5 @@ def _solved(sample: Mapping[str, Any]) -> bool:
 
 
 def _answer(sample: Mapping[str, Any]) -> str | None:
-    found = sample.get("filtered_resps") or [None]
-    return None if found[0] is None else str(found[0])[:200]
+    answers = sample.get("filtered_resps") or [None]
+    return None if answers[0] is None else str(answers[0])[:200]

@@ -68,7 +68,7 @@ async def grade_answer(chat: Chat, problem: TaskProblem, ours: ProblemRecord, *,
     """Grade an answer from 1 to 10, as MT-Bench does: the mean of the votes."""
     prompt = _GRADE.format(conversation=conversation(problem, ours))
     votes = [_RATING.findall(await chat.ask(prompt, attempt=number)) for number in range(num_votes)]
-    grades = [float(found[-1]) for found in votes if found and 1 <= float(found[-1]) <= 10]
+    grades = [float(numbers[-1]) for numbers in votes if numbers and 1 <= float(numbers[-1]) <= 10]
     score = sum(grades) / len(grades) if grades else None
     return Verdict(
         ours.arm, ours.problem_id, ours.trial, "grade", problem.category, [str(grade) for grade in grades], score
@@ -170,17 +170,17 @@ def summarise_verdicts(verdicts: Sequence[Verdict], baseline: str) -> dict[str, 
 
 def _summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     scores = np.array([verdict.score for verdict in verdicts if verdict.score is not None])
-    found: dict[str, Any] = {"num_judged": len(scores), "num_without_verdict": len(verdicts) - len(scores)}
+    counts: dict[str, Any] = {"num_judged": len(scores), "num_without_verdict": len(verdicts) - len(scores)}
     if not len(scores):
-        return found
+        return counts
     if verdicts[0].kind == "grade":
         low, high = bootstrap_interval(lambda index: float(scores[index].mean()), len(scores), num_resamples=1000)
-        return {**found, "mean_grade": float(scores.mean()), "mean_grade_ci95": [low, high]}
+        return {**counts, "mean_grade": float(scores.mean()), "mean_grade_ci95": [low, high]}
     ids = [verdict.problem_id for verdict in verdicts if verdict.score is not None]
     wins, losses = int((scores > 0).sum()), int((scores < 0).sum())
     not_worse = len(scores) - losses
     return {
-        **found,
+        **counts,
         "num_wins": wins,
         "num_ties": not_worse - wins,
         "num_losses": losses,

@@ -1,6 +1,6 @@
 """A running check on quality: a share of requests is also answered losslessly, in the background.
 
-The paired difference so far is told with a confidence sequence, so that it may be looked at after every request and
+The paired difference so far is given with a confidence sequence, so that it may be looked at after every request and
 stopped at any moment without losing its meaning.
 """
 
@@ -45,11 +45,11 @@ class MonitorStatus:
     def sentence(self) -> str:
         """For logs."""
         low, high = self.interval
-        told = f"{self.num_checked} of {self.num_seen} requests checked: drop {100 * self.drop:+.2f} points "
-        told += f"[{100 * low:.2f}, {100 * high:.2f}] at any time"
+        summary = f"{self.num_checked} of {self.num_seen} requests checked: drop {100 * self.drop:+.2f} points "
+        summary += f"[{100 * low:.2f}, {100 * high:.2f}] at any time"
         if self.num_failed or self.num_skipped:
-            told += f", {self.num_failed} checks failed, {self.num_skipped} skipped"
-        return told + (", ALARM" if self.alarm else "")
+            summary += f", {self.num_failed} checks failed, {self.num_skipped} skipped"
+        return summary + (", ALARM" if self.alarm else "")
 
 
 class QualityMonitor:
@@ -143,7 +143,7 @@ class QualityMonitor:
                 self._alarm = self._alarm or raised
                 status = self._status()
             if raised:
-                with contextlib.suppress(Exception):  # whoever is told must not end the watch
+                with contextlib.suppress(Exception):  # a callback that fails must not end the watch
                     self._on_alarm(status)
 
 

@@ -75,12 +75,12 @@ def read_run(folder: Path) -> dict[str, Any]:
     """
     path = folder / "run.json"
     try:
-        found = json.loads(path.read_text())
+        document = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ReprieveError(f"{str(path)!r} cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise ReprieveError(f"{str(path)!r} must hold an object, got {type(found).__name__}")
-    return found
+    if not isinstance(document, dict):
+        raise ReprieveError(f"{str(path)!r} must hold an object, got {type(document).__name__}")
+    return document
 
 
 def claim_run(folder: Path, configuration: Mapping[str, Any], *, extendable: tuple[str, ...] = ()) -> RecordFile:
@@ -99,19 +99,19 @@ def claim_run(folder: Path, configuration: Mapping[str, Any], *, extendable: tup
     path = folder / "run.json"
     wanted = json.loads(json.dumps(configuration))
     if path.exists():
-        found = read_run(folder)
+        before = read_run(folder)
         for key in extendable:
-            old, new = found.get(key) or type(wanted[key])(), wanted[key]
+            old, new = before.get(key) or type(wanted[key])(), wanted[key]
             merged = {**old, **new} if isinstance(new, dict) else [*old, *(item for item in new if item not in old)]
             known = isinstance(new, list) or all(new[name] == value for name, value in old.items() if name in new)
             if known and merged != old:
-                found[key] = merged
-                replace_file(path, json.dumps(found, indent=2) + "\n")
+                before[key] = merged
+                replace_file(path, json.dumps(before, indent=2) + "\n")
             wanted[key] = merged if known else new
-        for key in sorted((wanted.keys() | found.keys()) - {"command"}):
-            if wanted.get(key) != found.get(key):
+        for key in sorted((wanted.keys() | before.keys()) - {"command"}):
+            if wanted.get(key) != before.get(key):
                 raise ReprieveError(
-                    f"--out {str(folder)!r} holds another run: its {key} is {found.get(key)!r}, this one's is "
+                    f"--out {str(folder)!r} holds another run: its {key} is {before.get(key)!r}, this one's is "
                     f"{wanted.get(key)!r}; name another folder, or use the same settings to resume"
                 )
     elif (folder / "problems.jsonl").exists():

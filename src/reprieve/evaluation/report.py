@@ -37,26 +37,26 @@ def read_sources(folders: Sequence[Path]) -> Sources:
     """Runs and certificates in these folders.
 
     Raises:
-        ReprieveError: a folder that is none of both, or a file that cannot be read.
+        ReprieveError: a folder that is neither a run nor one of certificates, or a file that cannot be read.
     """
-    found = Sources()
+    gathered = Sources()
     for folder in folders:
-        before = len(found.runs) + len(found.certificates)
+        before = len(gathered.runs) + len(gathered.certificates)
         if (folder / "results.json").is_file():
             document = _json(folder / "results.json")
             if document.get("schema") != 1 or not document.get("arms"):
                 raise ReprieveError(f"{str(folder)!r}: results.json has no arms, or is of another schema")
-            found.runs.append((document, RecordFile(folder / "problems.jsonl").records))
+            gathered.runs.append((document, RecordFile(folder / "problems.jsonl").records))
         for path in sorted(folder.glob("*.json")):
             values = _json(path)
             if isinstance(values, dict) and str(values.get("kind", "")).endswith("certificate"):
-                found.certificates.append(Certificate.load(path))
-        found.judged += [_json(path) for path in sorted(folder.glob("judged-*.json"))]
-        if len(found.runs) + len(found.certificates) == before:
+                gathered.certificates.append(Certificate.load(path))
+        gathered.judged += [_json(path) for path in sorted(folder.glob("judged-*.json"))]
+        if len(gathered.runs) + len(gathered.certificates) == before:
             raise ReprieveError(f"{str(folder)!r} holds neither a run (results.json) nor a certificate")
-    if not found.runs and not found.certificates:
+    if not gathered.runs and not gathered.certificates:
         raise ReprieveError("a report needs at least one folder of a run or of certificates")
-    return found
+    return gathered
 
 
 def write_report(folders: Sequence[Path], path: Path, *, title: str = "", num_examples: int = 4) -> Path:
@@ -128,7 +128,7 @@ def _frontier(
                 x_high=high,
                 y_low=100 * arm["accuracy_ci95"][0],
                 y_high=100 * arm["accuracy_ci95"][1],
-                told=_told(arm),
+                note=_arm_summary(arm),
             )
         )
     if not points:
@@ -147,7 +147,7 @@ def _frontier(
     return Markup(chart)
 
 
-def _told(arm: dict[str, Any]) -> str:
+def _arm_summary(arm: dict[str, Any]) -> str:
     speed, rounds = arm.get("speedup_vs_target"), arm.get("tokens_per_round")
     return (
         f"{arm['name']}: {_percent(arm['accuracy'])} solved {_interval(arm['accuracy_ci95'], 100)}"
@@ -198,12 +198,12 @@ def _inflation(arms: list[dict[str, Any]]) -> str:
         difference = arm.get("tokens_vs_lossless")
         if difference is None or arm["rule"] == "lossless":
             continue
-        told = (
+        summary = (
             f"{arm['name']}: {difference[0]:+.1f} tokens an answer [{difference[1]:.1f}, {difference[2]:.1f}], "
             f"p = {arm['tokens_vs_lossless_p']:.2g}; {arm['num_truncated']} cut off, p = "
             f"{arm['truncated_vs_lossless_p']:.2g}"
         )
-        rows.append((arm["name"], *difference, told))
+        rows.append((arm["name"], *difference, summary))
     return intervals(rows, label="tokens an answer, beside lossless") if rows else ""
 
 

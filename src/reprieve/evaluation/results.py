@@ -29,7 +29,7 @@ _QUALITY = (
 
 
 def summarise(run: Run) -> dict[str, Any]:
-    """The results document (docs/results.md describes every field).
+    """The results document (docs/reference/results.md describes every field).
 
     Arms are compared on the problems that all of them finished, so that an interrupted run stays fair.
     """
@@ -77,14 +77,14 @@ Rows = dict[str, list[list[ProblemRecord]]]  # by arm, a list of trials a proble
 
 def common_rows(labels: Sequence[str], records: Sequence[ProblemRecord], num_trials: int = 1) -> Rows:
     """The problems that every arm has answered in every trial, in one order."""
-    found: dict[str, dict[str, dict[int, ProblemRecord]]] = {label: {} for label in labels}
+    by_arm: dict[str, dict[str, dict[int, ProblemRecord]]] = {label: {} for label in labels}
     for record in records:
-        if record.arm in found:
-            found[record.arm].setdefault(record.problem_id, {})[record.trial] = record
-    whole = [{name for name, trials in arm.items() if len(trials) == num_trials} for arm in found.values()]
+        if record.arm in by_arm:
+            by_arm[record.arm].setdefault(record.problem_id, {})[record.trial] = record
+    whole = [{name for name, trials in arm.items() if len(trials) == num_trials} for arm in by_arm.values()]
     common = sorted(set.intersection(*whole)) if whole else []
     return {
-        label: [[arm[name][trial] for trial in range(num_trials)] for name in common] for label, arm in found.items()
+        label: [[arm[name][trial] for trial in range(num_trials)] for name in common] for label, arm in by_arm.items()
     }
 
 

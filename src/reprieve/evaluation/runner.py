@@ -92,7 +92,7 @@ class Runner:
         try:
             jobs = self._missing(chosen)
             total = len(chosen) * len(self.problems) * self.config.num_trials
-            for arm in chosen if jobs else ():  # an arm that cannot be built is told here, not by every worker
+            for arm in chosen if jobs else ():  # an arm that cannot be built fails here, not in every worker
                 self.answerer.warm_up(arm, self.problems[0])
             if self.num_workers == 1:
                 answers = self._here(chosen, jobs)
@@ -140,7 +140,7 @@ def run_arms(
 
     Args:
         num_workers: see `Runner`.
-        begun: called once the folder is found to be this run's.
+        begun: called once the folder is known to be this run's.
 
     Raises:
         SpecError: a task without problems here, or no workers.

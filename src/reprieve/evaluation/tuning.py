@@ -42,11 +42,11 @@ def best_ks(document: dict[str, Any]) -> list[BestK]:
         if arm["num_draft_tokens"] is not None and arm["tokens_per_second"]:
             spec = arm["spec"].partition("@K=")[0]
             speeds.setdefault(spec, {})[arm["num_draft_tokens"]] = arm["tokens_per_second"]
-    found = []
+    fastest = []
     for spec, by_k in speeds.items():
         best = max(by_k, key=by_k.__getitem__)
-        found.append(BestK(spec, best, by_k[best], by_k))
-    return found
+        fastest.append(BestK(spec, best, by_k[best], by_k))
+    return fastest
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ class Artefact(ModelHubMixin):
     def weights(self) -> dict[str, Tensor]:
         """Its tensors, by name."""
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        found = dict(own.get(_TENSORS, {}))
-        return found | {name: value for name, value in own.items() if isinstance(value, Tensor)}
+        state = dict(own.get(_TENSORS, {}))
+        return state | {name: value for name, value in own.items() if isinstance(value, Tensor)}
 
     def to(self, device: Any) -> Self:
         """A copy with its tensors on a device."""
@@ -109,8 +109,13 @@ class Artefact(ModelHubMixin):
         """Load from a folder or a hub id.
 
         Args:
+            source: a folder, or a hub id.
             pair: the pair it is to be used with; None defers the check.
-            revision, token, cache_dir, force_download, local_files_only: of a download, as huggingface_hub has them.
+            revision: branch, tag or commit on the hub.
+            token: for private repositories; the saved login by default.
+            cache_dir: where downloads are kept; huggingface_hub's own by default.
+            force_download: download even what is kept.
+            local_files_only: never ask the hub.
 
         Raises:
             ReprieveError: not found, of another kind, or tampered with.

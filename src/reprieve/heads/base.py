@@ -81,16 +81,16 @@ class Head(Artefact):
         return self.recipe.reads_draft
 
     def facts(self) -> dict[str, str]:
-        found = {"recommended threshold": f"{self.threshold:g}", "features": self.recipe.name}
+        facts = {"recommended threshold": f"{self.threshold:g}", "features": self.recipe.name}
         if "auc_held_out" in self.training:
             auc, low, high = self.training["auc_held_out"]
-            found["held-out ROC AUC"] = f"{auc:.3f} [{low:.3f}, {high:.3f}]"
+            facts["held-out ROC AUC"] = f"{auc:.3f} [{low:.3f}, {high:.3f}]"
         if "num_problems" in self.training:
-            found["labels"] = (
+            facts["labels"] = (
                 f"{self.training['num_tokens']} of {self.training['num_problems']} problems, "
                 f"{self.training['num_important']} important"
             )
-        return found
+        return facts
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
         """A weight by name; -1 stands for any size.

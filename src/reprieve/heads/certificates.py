@@ -1,7 +1,7 @@
 """Certificates: what was promised of a rule at a threshold, under which conditions, on what evidence.
 
 A certificate is a JSON file that people can read. It lies beside the head it is about, in `certificates/`, or wherever
-`reprieve certify` was told to put it; `reprieve.calibration` makes them.
+`reprieve certify` was asked to put it; `reprieve.calibration` makes them.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ class Conditions:
 
     def differences(self, other: Conditions) -> list[str]:
         """How `other` differs, one short text each; the weights are compared by fingerprint, tasks by name."""
-        found = []
+        differing = []
         for part in ("target_weights", "draft_weights", "tokenizer"):
             if getattr(self.pair, part) != getattr(other.pair, part):
-                found.append(f"{part} {getattr(other.pair, part)} (certified: {getattr(self.pair, part)})")
+                differing.append(f"{part} {getattr(other.pair, part)} (certified: {getattr(self.pair, part)})")
         if self.task.partition(":")[0] != other.task.partition(":")[0]:
-            found.append(f"task {other.task} (certified: {self.task})")
+            differing.append(f"task {other.task} (certified: {self.task})")
         for name in ("num_draft_tokens", "drafter", "dtype", "chat_template"):
             if getattr(self, name) != getattr(other, name):
-                found.append(f"{name} {getattr(other, name)} (certified: {getattr(self, name)})")
+                differing.append(f"{name} {getattr(other, name)} (certified: {getattr(self, name)})")
         for name in sorted(self.sampling.keys() | other.sampling.keys()):
             ours, theirs = self.sampling.get(name), other.sampling.get(name)
             if ours != theirs:
-                found.append(f"{name} {theirs} (certified: {ours})")
-        return found
+                differing.append(f"{name} {theirs} (certified: {ours})")
+        return differing
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,10 @@ class Certificate:
             PairError: other weights or another tokenizer.
         """
         self.conditions.pair.require_matches(here.pair, f"the certificate {where}", reads_draft=True)
-        if found := self.conditions.differences(here):
+        if differing := self.conditions.differences(here):
             warnings.warn(
-                f"the certificate {where} does not hold here: {'; '.join(found)}; certify anew, or use its conditions",
+                f"the certificate {where} does not hold here: {'; '.join(differing)}; certify anew, or use its "
+                "conditions",
                 stacklevel=3,
             )
 
@@ -142,10 +143,10 @@ def warn_of_certificates(rule: Rule, folders: Mapping[str, Path], here: Conditio
         folders: where each of the rule's heads lies.
     """
     spec = portable_spec(rule)
-    found = [item for folder in folders.values() for item in read_certificates(folder) if item.portable_rule == spec]
-    if not found or any(not item.conditions.differences(here) for item in found):
+    matching = [item for folder in folders.values() for item in read_certificates(folder) if item.portable_rule == spec]
+    if not matching or any(not item.conditions.differences(here) for item in matching):
         return
     try:
-        found[0].check(here, where=f"of {rule.spec}")
+        matching[0].check(here, where=f"of {rule.spec}")
     except PairError as error:
         warnings.warn(str(error), stacklevel=2)

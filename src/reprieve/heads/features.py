@@ -63,7 +63,7 @@ def assemble(recipe: FeatureRecipe, states: TokenStates) -> Tensor:
     """
     encodings = ("draft", "target") if recipe.encoding == "both" else (recipe.encoding,)
     parts = []
-    for reads, name, layers, found in (
+    for reads, name, layers, read in (
         (recipe.reads_target, "target", recipe.layers, states.target),
         (recipe.reads_draft, "draft", recipe.draft_layers, states.draft),
     ):
@@ -71,12 +71,12 @@ def assemble(recipe: FeatureRecipe, states: TokenStates) -> Tensor:
             continue
         for encoding in encodings:
             for layer in layers:
-                if encoding not in found or layer not in found[encoding]:
+                if encoding not in read or layer not in read[encoding]:
                     raise SpecError(
                         f"a head reads the {name}'s hidden states of layer {layer} that encode the {encoding} token, "
                         "which are not there"
                     )
-                parts.append(found[encoding][layer].float())
+                parts.append(read[encoding][layer].float())
     for wanted, scalar in ((recipe.entropy, states.entropy), (recipe.probability, states.probability)):
         if wanted:
             assert scalar is not None

@@ -169,8 +169,8 @@ def find_head(source: str | Path, **download: Any) -> Path:
         files = [_CONFIG, _WEIGHTS, _CARD, f"{CERTIFICATES}/*.json", "training.json"]
         return Path(snapshot_download(str(source), allow_patterns=files, **download))
     except Exception as error:  # no network, no such repository, no access: the hub has many ways to say it
-        told = " ".join(str(error).split())
-        raise ReprieveError(f"head {str(source)!r} is no folder here, and the hub says: {told}") from None
+        reason = " ".join(str(error).split())
+        raise ReprieveError(f"head {str(source)!r} is no folder here, and the hub says: {reason}") from None
 
 
 def kind_of(source: str | Path) -> str:
@@ -187,17 +187,17 @@ def kind_of(source: str | Path) -> str:
 
 def _certificates(folder: Path) -> dict[str, str]:
     """Texts of the certificates beside a head, by path inside its folder."""
-    found = sorted((folder / CERTIFICATES).glob("*.json"))
-    return {f"{CERTIFICATES}/{path.name}": path.read_text(encoding="utf-8") for path in found}
+    paths = sorted((folder / CERTIFICATES).glob("*.json"))
+    return {f"{CERTIFICATES}/{path.name}": path.read_text(encoding="utf-8") for path in paths}
 
 
 def _kind(path: Path) -> Any:
     try:
-        found = json.loads(path.read_text())
+        config = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError, UnicodeDecodeError):
         return None
     # EAGLE-3 heads are in the speculators library's format, which has a name of its own for this.
-    return found.get("kind", found.get("speculators_model_type")) if isinstance(found, dict) else None
+    return config.get("kind", config.get("speculators_model_type")) if isinstance(config, dict) else None
 
 
 def _digest(config: Mapping[str, Any], content: bytes) -> str:

@@ -30,7 +30,7 @@ class LtsCalibration(Artefact):
             the `margin` of log-probabilities (both squared).
         pair: whose embeddings and distributions they are; only the target and the tokenizer matter.
         task: what was decoded to measure them. The paper holds them to be the target's alone; `reprieve audit lts`
-            tells what another task makes of them.
+            shows what another task makes of them.
         delta: the share of calibration positions that the bound may miss.
         settings: how it was made, and what it covered.
     """

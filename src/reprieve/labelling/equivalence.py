@@ -13,7 +13,7 @@ from reprieve.tasks import Task, TaskProblem
 
 @dataclass(frozen=True)
 class Comparison:
-    """Whether the changed token matters; None where it could not be told, and why."""
+    """Whether the changed token matters; None where it could not be decided, and why."""
 
     important: bool | None
     reason: str = ""
@@ -95,9 +95,9 @@ async def ask_verdict(
     """
     prompt = _PROMPT.format(question=question, running=first, changed=second)
     for attempt in range(num_tries):
-        found = _VERDICT.findall(await chat.ask(prompt, attempt=number * num_tries + attempt))
-        if found:
-            return str(found[-1])
+        replies = _VERDICT.findall(await chat.ask(prompt, attempt=number * num_tries + attempt))
+        if replies:
+            return str(replies[-1])
     return None
 
 
@@ -133,9 +133,9 @@ class NotWorse:
             await ask_verdict(self.chat, *texts, number=number, num_tries=self.num_tries)
             for number in range(self.num_votes)
         ]
-        told = ",".join(vote or "none" for vote in votes)
+        votes_cast = ",".join(vote or "none" for vote in votes)
         if not any(votes):
-            return Comparison(None, "the judge gave no verdict", told)
+            return Comparison(None, "the judge gave no verdict", votes_cast)
         worse = sum(vote in FIRST_BETTER for vote in votes)
         better = sum(vote in SECOND_BETTER for vote in votes)
-        return Comparison(worse > better, votes=told)
+        return Comparison(worse > better, votes=votes_cast)

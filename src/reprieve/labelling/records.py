@@ -20,7 +20,7 @@ class Mismatch:
     position: int  # in the response
     target_id: int
     draft_id: int
-    important: bool | None  # AutoJudge's "important", PAD's "pivot"; None where it could not be told
+    important: bool | None  # AutoJudge's "important", PAD's "pivot"; None where it could not be decided
     reason: str = ""  # where `important` is not the plain outcome: why
     continuation_ids: tuple[int, ...] = ()  # what followed the draft token when it was tried
     answer: str | None = None  # which that response gives

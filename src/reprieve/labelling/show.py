@@ -97,7 +97,7 @@ body {{ font: 15px/1.6 system-ui, sans-serif; max-width: 52rem; margin: 2rem aut
 summary {{ cursor: pointer; }}
 </style></head><body>
 <p>Tokens where draft and target differ: <span class="important">important</span>,
-<span class="harmless">unimportant</span>, <span class="unlabelled">could not be told</span>; the other model's token
+<span class="harmless">unimportant</span>, <span class="unlabelled">undecided</span>; the other model's token
 in [brackets]. Point at one to see what followed the swap.</p>
 {body}</body></html>
 """
@@ -120,8 +120,8 @@ def _section(problem: ProblemLabels, tokenizer: Any) -> str:
 def _span(piece: Piece) -> str:
     if piece.mismatch is None:
         return html.escape(piece.text)
-    told = html.escape(f"...{_shortened(piece.continuation)} {outcome(piece.mismatch)}", quote=True)
+    note = html.escape(f"...{_shortened(piece.continuation)} {outcome(piece.mismatch)}", quote=True)
     return (
-        f'<span class="{_CLASSES[piece.mismatch.important]}" title="{told}">{html.escape(piece.text)}</span>'
+        f'<span class="{_CLASSES[piece.mismatch.important]}" title="{note}">{html.escape(piece.text)}</span>'
         f'<span class="other">[{html.escape(piece.alternative.strip())}]</span>'
     )

@@ -64,11 +64,11 @@ class ModelSoundness:
 
 def parse_verdict(reply: str) -> bool | None:
     """`flawed` of the JSON object in a reply, fenced or not; None where there is none of the form asked for."""
-    found = re.search(r"\{.*\}", reply, flags=re.DOTALL)
-    if not found:
+    braces = re.search(r"\{.*\}", reply, flags=re.DOTALL)
+    if not braces:
         return None
     try:
-        verdict = json.loads(found[0])
+        verdict = json.loads(braces[0])
     except json.JSONDecodeError:
         return None
     if not isinstance(verdict, dict) or verdict.keys() != {"analysis", "flawed"}:

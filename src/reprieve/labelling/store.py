@@ -61,11 +61,11 @@ class LabelStore:
             else:
                 _replace(path, lambda temporary: temporary.write_text(json.dumps(self.manifest, indent=2) + "\n"))
 
-    def _require_same(self, found: Mapping[str, Any]) -> None:
-        for key in sorted(self.manifest.keys() | found.keys()):
-            if self.manifest.get(key) != found.get(key):
+    def _require_same(self, asked: Mapping[str, Any]) -> None:
+        for key in sorted(self.manifest.keys() | asked.keys()):
+            if self.manifest.get(key) != asked.get(key):
                 raise ReprieveError(
-                    f"label store {str(self.folder)!r} was made with {key} = {found.get(key)!r}, this run has "
+                    f"label store {str(self.folder)!r} was made with {key} = {asked.get(key)!r}, this run has "
                     f"{self.manifest.get(key)!r}; labels are not mixed: name another folder"
                 )
 
@@ -112,13 +112,13 @@ class LabelStore:
         Raises:
             ReprieveError: a shard that cannot be read.
         """
-        found: dict[str, ProblemLabels] = {}
+        by_problem: dict[str, ProblemLabels] = {}
         for table in self._tables(set()):
             try:
-                found.update((row["problem_id"], ProblemLabels.from_row(row)) for row in table.to_pylist())
+                by_problem.update((row["problem_id"], ProblemLabels.from_row(row)) for row in table.to_pylist())
             except (KeyError, TypeError) as error:
                 raise ReprieveError(f"label store {str(self.folder)!r} holds a foreign shard: {error}") from None
-        return [found[key] for key in sorted(found, key=_natural)]
+        return [by_problem[key] for key in sorted(by_problem, key=_natural)]
 
     def _tables(self, seen: set[str], *, columns: list[str] | None = None) -> Iterator[Any]:
         """Every shard whose name is not in `seen`, which is added to.
@@ -218,12 +218,12 @@ def _schema() -> Any:
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        manifest = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
         raise ReprieveError(f"{str(path)!r} is not a label store's manifest: {error}") from None
-    if not isinstance(found, dict) or not {"schema", "task", "target_weights", "tokenizer"} <= found.keys():
+    if not isinstance(manifest, dict) or not {"schema", "task", "target_weights", "tokenizer"} <= manifest.keys():
         raise ReprieveError(f"{str(path)!r} is not a label store's manifest: it must name schema, pair and task")
-    return found
+    return manifest
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:

@@ -68,9 +68,9 @@ class PairScorer:
         """Utilities of the draft's and the target's candidate, 0 to 1; None where no reply holds scores."""
         prompt = _PROMPT.format(question=question, written=written, draft=draft, target=target)
         for attempt in range(self.num_tries):
-            found = _SCORES.findall(await self.chat.ask(prompt, attempt=attempt))
-            if found and all(float(score) <= _HIGHEST for score in found[-1]):
-                draft_score, target_score = map(float, found[-1])
+            scores = _SCORES.findall(await self.chat.ask(prompt, attempt=attempt))
+            if scores and all(float(score) <= _HIGHEST for score in scores[-1]):
+                draft_score, target_score = map(float, scores[-1])
                 return draft_score / _HIGHEST, target_score / _HIGHEST
         return None
 
@@ -88,7 +88,7 @@ class ArbitrationMiner:
         num_draft_tokens: K.
         max_mismatches: labelled in a round, from its first on; those behind are reached only by accepting these.
         num_rollouts: on each side; greedily all would be the same.
-        greedy_branches: continue both sides greedily although the rounds were sampled: one continuation then tells,
+        greedy_branches: continue both sides greedily although the rounds were sampled: one continuation is then enough,
             where several samples would be an estimate.
         tie: label of branches that are worth the same.
         scorer: labels instead of rollouts; None for rollouts.
@@ -203,10 +203,10 @@ class _Branches:
         num = len(traced.draft_ids)
         labels: list[float | None] = [None] * num
         ours, theirs = list(labels), list(labels)
-        for place, found in zip(places, await self._score(start, traced, places), strict=True):
-            if found is not None:
-                ours[place], theirs[place] = found
-                labels[place] = soft_label(*found, tie=self.miner.tie)
+        for place, utilities in zip(places, await self._score(start, traced, places), strict=True):
+            if utilities is not None:
+                ours[place], theirs[place] = utilities
+                labels[place] = soft_label(*utilities, tie=self.miner.tie)
         return dataclasses.replace(
             traced, labels=tuple(labels), draft_utilities=tuple(ours), target_utilities=tuple(theirs)
         )

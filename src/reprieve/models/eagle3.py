@@ -50,30 +50,30 @@ class EagleConfig:
     norm_output: bool = False
 
     @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> EagleConfig:
+    def from_dict(cls, config: dict[str, Any]) -> EagleConfig:
         """From the speculators format.
 
         Raises:
             ReprieveError: another format, or a kind of layer that is not known.
         """
-        if not isinstance(found, dict):
-            raise ReprieveError(f"config.json must hold an object, got {type(found).__name__}")
-        if found.get("speculators_model_type") != "eagle3":
+        if not isinstance(config, dict):
+            raise ReprieveError(f"config.json must hold an object, got {type(config).__name__}")
+        if config.get("speculators_model_type") != "eagle3":
             raise ReprieveError(
                 "must be an EAGLE-3 head in the speculators format (speculators_model_type: eagle3), got "
-                f"{found.get('speculators_model_type') or found.get('model_type')!r}; `reprieve convert eagle3` turns "
-                "SafeAILab's layout into it"
+                f"{config.get('speculators_model_type') or config.get('model_type')!r}; `reprieve convert eagle3` "
+                "turns SafeAILab's layout into it"
             )
-        layer = dict(found["transformer_layer_config"])
+        layer = dict(config["transformer_layer_config"])
         kind = layer.pop("model_type", "llama")
         if kind not in _PARTS:
             raise ReprieveError(f"model_type of its layers must be one of {', '.join(_PARTS)}, got {kind!r}")
         flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
         return cls(
             layer=_PARTS[kind][0](**layer),
-            layers=tuple(int(layer) for layer in found.get("eagle_aux_hidden_state_layer_ids") or ()),
-            draft_vocab_size=_positive("draft_vocab_size", found["draft_vocab_size"]),
-            **{flag: bool(found.get(flag, False)) for flag in flags},
+            layers=tuple(int(layer) for layer in config.get("eagle_aux_hidden_state_layer_ids") or ()),
+            draft_vocab_size=_positive("draft_vocab_size", config["draft_vocab_size"]),
+            **{flag: bool(config.get(flag, False)) for flag in flags},
         )
 
 

@@ -41,23 +41,27 @@ def convert_safeailab(
         ReprieveError: not such a checkpoint, or a folder that holds something else.
     """
     if not (folder / "model.safetensors").is_file():
-        told = "only pytorch_model.bin, which can run code and is never read here: convert it to safetensors first"
-        found = told if (folder / "pytorch_model.bin").is_file() else "none"
-        raise ReprieveError(f"{str(folder)!r} must hold model.safetensors, got {found}")
+        reason = "only pytorch_model.bin, which can run code and is never read here: convert it to safetensors first"
+        got = reason if (folder / "pytorch_model.bin").is_file() else "none"
+        raise ReprieveError(f"{str(folder)!r} must hold model.safetensors, got {got}")
     if out.resolve() == folder.resolve():
         raise ReprieveError(f"--out must be another folder than the checkpoint's, got {str(out)!r}")
     require_free(out, "eagle3")
     try:
-        found = json.loads((folder / "config.json").read_text())
+        published = json.loads((folder / "config.json").read_text())
         tensors = {new_name(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
     except (OSError, ValueError, SafetensorError) as error:
         raise ReprieveError(f"{str(folder)!r} cannot be read: {error}") from None
-    if not isinstance(found, dict) or "speculators_model_type" in found:
-        told = "is in the speculators format already" if isinstance(found, dict) else "has a config.json of no object"
-        raise ReprieveError(f"{str(folder)!r} {told}")
+    if not isinstance(published, dict) or "speculators_model_type" in published:
+        reason = (
+            "is already in the speculators format"
+            if isinstance(published, dict)
+            else "has no JSON object in config.json"
+        )
+        raise ReprieveError(f"{str(folder)!r} {reason}")
     if lacking := [name for name in _NEEDED if name not in tensors]:
         raise ReprieveError(f"{str(folder)!r} must hold an EAGLE-3 head; model.safetensors lacks {lacking[0]}")
-    document = _document(found, tensors, target_name, layers, norm_before_residual)
+    document = _document(published, tensors, target_name, layers, norm_before_residual)
     try:
         config = EagleConfig.from_dict(json.loads(json.dumps(document)))
     except Exception as error:  # transformers checks configurations in many ways
@@ -71,7 +75,7 @@ def convert_safeailab(
 
 
 def _document(
-    found: dict[str, Any],
+    published: dict[str, Any],
     tensors: dict[str, Tensor],
     target_name: str,
     layers: tuple[int, ...],
@@ -81,7 +85,7 @@ def _document(
     vocab_size = len(tensors["t2d"]) if "t2d" in tensors else draft_size
     tensors.setdefault("t2d", torch.ones(vocab_size, dtype=torch.bool))
     tensors.setdefault("d2t", torch.zeros(draft_size, dtype=torch.long))
-    layer = {key: found[key] for key in _LAYER_KEYS if found.get(key) is not None}
+    layer = {key: published[key] for key in _LAYER_KEYS if published.get(key) is not None}
     layer |= {"model_type": "llama", "vocab_size": vocab_size, "num_hidden_layers": 1, "tie_word_embeddings": False}
     return {
         "architectures": ["Eagle3Speculator"],

@@ -67,8 +67,8 @@ def greedy_accuracy(
             )
         texts = tokenizer.batch_decode(output[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
         for problem, text in zip(batch, texts, strict=True):
-            found = _ANSWER.findall(text)
-            num_right += bool(found) and int(found[-1]) == problem.answer
+            numbers = _ANSWER.findall(text)
+            num_right += bool(numbers) and int(numbers[-1]) == problem.answer
     return num_right / num_problems
 
 

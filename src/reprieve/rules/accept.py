@@ -85,11 +85,11 @@ class _Walk:
         self.rescues_left = math.inf if most is None else most
         has_risk = block.num_tokens > 0 and limit > -math.inf
         risk = bounded_risk(rule, evidence) if has_risk else torch.empty(0, device=block.token_ids.device)
-        found = to_host(block.token_ids, checked.accepts, checked.passes, checked.next_ids, risk)
-        self.token_ids = [int(token_id) for token_id in found[0]]
-        self.lossless, self.passes = ([bool(flag) for flag in flags] for flags in found[1:3])
-        self.next_ids = [int(token_id) for token_id in found[3]]
-        self.risks = found[4] if has_risk else None
+        fetched = to_host(block.token_ids, checked.accepts, checked.passes, checked.next_ids, risk)
+        self.token_ids = [int(token_id) for token_id in fetched[0]]
+        self.lossless, self.passes = ([bool(flag) for flag in flags] for flags in fetched[1:3])
+        self.next_ids = [int(token_id) for token_id in fetched[3]]
+        self.risks = fetched[4] if has_risk else None
 
     def choose(self, children: Sequence[int]) -> tuple[int | None, Provenance]:
         """The accepted child and how it passed; or None."""

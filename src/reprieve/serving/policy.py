@@ -133,15 +133,15 @@ class Policy:
         ]
         if not differences:
             return self
-        told = "; ".join(differences)
+        reasons = "; ".join(differences)
         levels = {
             level: value
             for level, value in self.levels.items()
             if level != "certified" or value != self.certificate.threshold
         }
         if self.default is not None and self.default not in ("strict", *levels):
-            raise SpecError(f"default {self.default}: the certificate does not hold here: {told}")
-        return dataclasses.replace(self, levels=levels, certificate=None, set_aside=told)
+            raise SpecError(f"default {self.default}: the certificate does not hold here: {reasons}")
+        return dataclasses.replace(self, levels=levels, certificate=None, set_aside=reasons)
 
     @cached_property
     def standard(self) -> Rule:
@@ -184,8 +184,8 @@ class Policy:
 
     def _asked_threshold(self, value: Any) -> Rule:
         if self.rule.dial is None:
-            told = f"{THRESHOLD}: this server's rule is {self.rule.name}, which has no threshold"
-            raise RequestError(THRESHOLD, told)
+            reason = f"{THRESHOLD}: this server's rule is {self.rule.name}, which has no threshold"
+            raise RequestError(THRESHOLD, reason)
         try:
             rule = self.rule.with_dial(_number(THRESHOLD, value))
             self._within_cap(rule, THRESHOLD)
@@ -201,16 +201,16 @@ class Policy:
     def describe(self) -> str:
         """The line a server logs when it starts: what is active, and which certificate covers it."""
         levels = ", ".join(["strict", *(f"{level}={value:g}" for level, value in self.levels.items())])
-        told = f"rule {self.rule.spec}; default {self.default or 'the rule as it stands'}; levels {levels}"
+        text = f"rule {self.rule.spec}; default {self.default or 'the rule as it stands'}; levels {levels}"
         if self.max_threshold is not None and self.rule.dial is not None:
-            told += f"; requests may ask up to {self.rule.dial.name}={self.max_threshold:g}"
+            text += f"; requests may ask up to {self.rule.dial.name}={self.max_threshold:g}"
         if self.set_aside:
-            return f"{told}; its certificate does not hold here: {self.set_aside}"
+            return f"{text}; its certificate does not hold here: {self.set_aside}"
         if self.certificate is None:
-            return told + "; no certificate covers it"
+            return text + "; no certificate covers it"
         covered = self.standard.looseness <= self.rule.with_dial(self.certificate.threshold).looseness
         return (
-            told
+            text
             + ("; certificate: " if covered else "; MORE LENIENT than its certificate: ")
             + (self.certificate.statement)
         )
@@ -248,10 +248,10 @@ def _certificate(rule: Rule, path: str | None, threshold: float | None) -> Certi
         if portable_spec(rule.with_dial(named.threshold)) != named.portable_rule:
             raise SpecError(f"certificate {path!r} is about {named.rule}, not about {rule.spec}")
         return named
-    found = [item for folder in head_folders(rule).values() for item in read_certificates(folder)]
+    certificates = [item for folder in head_folders(rule).values() for item in read_certificates(folder)]
     fitting = [
         item
-        for item in found
+        for item in certificates
         if portable_spec(rule.with_dial(item.threshold)) == item.portable_rule
         and (threshold is None or item.threshold == threshold)
     ]

@@ -54,8 +54,8 @@ class NumberGrader(Grader):
     name: ClassVar[str] = "number"
 
     def extract(self, text: str) -> str | None:
-        found = _NUMBER.findall(text)
-        return found[-1].replace(",", "") if found else None
+        numbers = _NUMBER.findall(text)
+        return numbers[-1].replace(",", "") if numbers else None
 
     def equivalent(self, answer: str | None, other: str | None) -> bool:
         return answer is not None and other is not None and int(answer) == int(other)

@@ -217,10 +217,10 @@ def _unpack(text: str) -> str:
     if not text or text.lstrip()[:1] in "[{":
         return text or "[]"
     content = zlib.decompress(base64.b64decode(text, validate=True))
-    found = [argument for _, argument, _ in pickletools.genops(content) if isinstance(argument, str)]
-    if len(found) != 1:
-        raise ValueError(f"{len(found)} texts where one is wanted")
-    return found[0]
+    texts = [argument for _, argument, _ in pickletools.genops(content) if isinstance(argument, str)]
+    if len(texts) != 1:
+        raise ValueError(f"{len(texts)} texts where one is wanted")
+    return texts[0]
 
 
 def _text(row: dict[str, Any], key: str, where: str) -> str:

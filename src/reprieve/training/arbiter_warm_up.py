@@ -257,8 +257,8 @@ class _Learner(Learner):
     def validate(self, update: int, seconds: float) -> dict[str, float]:
         """Measure on held-out problems, and keep the arbiter where it is the best yet."""
         self.model.eval()
-        found = [self._at_mismatches(answer) for answer in self.held]
-        logits, labels, draft, target = (torch.cat(parts) for parts in zip(*found, strict=True))
+        parts_of = [self._at_mismatches(answer) for answer in self.held]
+        logits, labels, draft, target = (torch.cat(parts) for parts in zip(*parts_of, strict=True))
         accepted = logits.sigmoid() > self.settings.lambda_
         choices = BranchChoices(accepted.tolist(), draft.tolist(), target.tolist())
         reached = {"loss": float(warm_up_loss(logits, labels)) / len(logits), **choices.shares()}

@@ -241,17 +241,17 @@ class _Learner(Learner):
     @torch.no_grad()
     def accuracy(self, texts: Sequence[OwnText]) -> list[float]:
         self.model.eval()
-        found = []
+        measured = []
         for first in range(0, len(texts), 8):
             *_, metrics = self.model(
                 **self._batch(texts[first : first + 8]), ttt_steps=self.settings.num_steps, loss_config=self.loss_config
             )
-            found.append(metrics)
-        return [round(share, 4) for share in self._shares(found)]
+            measured.append(metrics)
+        return [round(share, 4) for share in self._shares(measured)]
 
     def _shares(self, metrics: list[dict[str, Tensor]]) -> list[float]:
         def total(name: str) -> float:
-            return sum(float(found[name]) for found in metrics)
+            return sum(float(step[name]) for step in metrics)
 
         return [
             total(f"cond_acc_{step}_sum") / max(1.0, total(f"cond_acc_{step}_total"))

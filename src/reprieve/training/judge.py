@@ -129,8 +129,8 @@ class _Learner(Learner):
     @property
     def best(self) -> int:
         """The fit that ranks held-out problems best."""
-        found = [np.nan_to_num(row["auc_held_out"]) for row in self.grid_log]
-        return int(np.argmax(found))
+        scores = [np.nan_to_num(row["auc_held_out"]) for row in self.grid_log]
+        return int(np.argmax(scores))
 
     def state(self) -> dict[str, Tensor]:
         rows = [np.concatenate([[fit.intercept], fit.mean, fit.scale, fit.coefficients]) for fit in self.fits]

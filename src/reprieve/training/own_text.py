@@ -112,11 +112,11 @@ def _read(path: Path, vocab_size: int) -> dict[str, OwnText]:
     texts = {}
     try:
         for line in whole_lines(path):
-            found = json.loads(line)
-            text = OwnText(found["prompt_ids"], found["answer_ids"])
+            record = json.loads(line)
+            text = OwnText(record["prompt_ids"], record["answer_ids"])
             if not all(0 <= token < vocab_size for token in (*text.prompt_ids, *text.answer_ids)):
                 raise ValueError(f"a token is not in [0, {vocab_size - 1}]")
-            texts[found["problem_id"]] = text
+            texts[record["problem_id"]] = text
     except (ValueError, KeyError, TypeError) as error:
         raise ReprieveError(f"{path} cannot be read as a target's answers: {error}") from None
     return texts

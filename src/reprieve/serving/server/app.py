@@ -91,8 +91,8 @@ class Service:
     async def complete(self, body: CompletionBody, request: Request) -> Response:
         """`POST /v1/completions`."""
         if body.n * len(body.prompts) > MAX_CHOICES:
-            told = f"n times the number of prompts must be at most {MAX_CHOICES}, got {body.n * len(body.prompts)}"
-            raise RequestError("n", told)
+            message = f"n times the number of prompts must be at most {MAX_CHOICES}, got {body.n * len(body.prompts)}"
+            raise RequestError("n", message)
         prompts = [await asyncio.to_thread(self.prompts.plain, prompt) for prompt in body.prompts]
         return await self._answer(body, prompts, "completion", body.max_tokens, body.logprobs, request)
 

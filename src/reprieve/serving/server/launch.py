@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Monitoring:
-    """Answers a share of the relaxed requests losslessly too, in the background, and tells the metrics.
+    """Answers a share of the relaxed requests losslessly too, in the background, and updates the metrics.
 
     Without reference answers, what is counted are answers that the rule changed: no fewer than it can have spoiled.
     Only greedy requests are checked, since sampled answers differ by themselves.
@@ -64,7 +64,7 @@ def make_app(
     has no template; the bundled pair has its own.
 
     Args:
-        announce: told a line about each rule.
+        announce: called with a line about each rule.
 
     Raises:
         ReprieveError: a rule that the pair cannot serve.

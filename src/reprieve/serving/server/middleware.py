@@ -69,8 +69,8 @@ class BodyLimit:
             if num_dropped > _LINGER * self.max_bytes or not message.get("more_body"):
                 return bytes(body)
 
-    def _refusal(self, status: int, told: str) -> JSONResponse:
-        body = error_body(told, kind="invalid_request_error", code=status)
+    def _refusal(self, status: int, refusal: str) -> JSONResponse:
+        body = error_body(refusal, kind="invalid_request_error", code=status)
         return JSONResponse(body, status, headers={"Connection": "close"})
 
 
@@ -96,6 +96,6 @@ class Guard:
 
         app = self.app
         if path.startswith("/v1/") and not self.admits(Headers(scope=scope)):
-            told = "a valid API key is needed: send it as Authorization: Bearer KEY"
-            app = JSONResponse(error_body(told, kind="authentication_error", code=401), 401)
+            refusal = "a valid API key is needed: send it as Authorization: Bearer KEY"
+            app = JSONResponse(error_body(refusal, kind="authentication_error", code=401), 401)
         await app(scope, receive, counted)

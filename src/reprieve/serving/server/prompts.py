@@ -16,7 +16,7 @@ class Prompts:
         max_positions: what both models can read.
         vocab_size: token ids are below it.
         wrap: makes a prompt of a chat's last message where the tokenizer has no chat template; None refuses chats.
-        num_draft_tokens, example: told to clients.
+        num_draft_tokens, example: shown to clients.
     """
 
     def __init__(

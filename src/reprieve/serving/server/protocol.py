@@ -307,8 +307,8 @@ def field_error(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     if first["type"] == "json_invalid":
         return f"the body is not JSON: {first['ctx']['error']} at character {where[0]}", None
     if first["type"] == "value_error":
-        told = str(first["ctx"]["error"])
-        return told, told.partition(" ")[0]
+        reason = str(first["ctx"]["error"])
+        return reason, reason.partition(" ")[0]
     if not where:
         return "send a JSON object, with Content-Type: application/json", None
     if where[0] in _SHAPES and first["type"] != "missing":

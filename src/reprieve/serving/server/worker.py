@@ -101,7 +101,7 @@ class Worker:
     Args:
         make_decoder: gives a decoder for a rule of the menu, by name; None for lossless.
         max_waiting: jobs that may wait; more raise `QueueFullError`.
-        on_answer: told of each finished choice, in the thread.
+        on_answer: called with each finished choice, in the thread.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Worker:
         self._thread = threading.Thread(target=self._work, name="reprieve-engine", daemon=True)
 
     def start(self, names: Sequence[str | None]) -> None:
-        """Make the decoders, so that what cannot work is told before the first request, and begin.
+        """Make the decoders, so that what cannot work fails before the first request, and begin.
 
         Raises:
             ReprieveError: a rule that the pair cannot serve.
@@ -160,7 +160,7 @@ class Worker:
             self._changed.notify()
 
     def close(self, grace_s: float) -> None:
-        """Take no more; what is there has `grace_s` seconds to finish, then is told why it did not. Returns at once."""
+        """Take no more; what is there has `grace_s` seconds, then gets an error that says why. Returns at once."""
         with self._changed:
             if self._stopped:
                 return

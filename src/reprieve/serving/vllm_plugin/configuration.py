@@ -25,8 +25,8 @@ ANY_VERSION = "REPRIEVE_VLLM_ANY_VERSION"
 def source_of(additional_config: Any) -> Any:
     """What `--additional-config` says, else the environment variable; None where the plugin is off."""
     if isinstance(additional_config, Mapping) and KEY in additional_config:
-        found = additional_config[KEY]
-        return None if found is False else found
+        given = additional_config[KEY]
+        return None if given is False else given
     return os.environ.get(VARIABLE) or None
 
 
@@ -132,10 +132,10 @@ def require_tokenizer(rule: Rule, tokenizer: Any) -> None:
     Raises:
         PairError: names the head and whom it was made for.
     """
-    found = tokenizer_fingerprint(tokenizer.get_vocab())
+    fingerprint = tokenizer_fingerprint(tokenizer.get_vocab())
     for name, head in rule.heads:
-        if head.pair.tokenizer != found:
+        if head.pair.tokenizer != fingerprint:
             raise PairError(
                 f"head {name!r} was made for target {head.pair.target!r}, whose tokenizer is another one "
-                f"({head.pair.tokenizer} and {found})"
+                f"({head.pair.tokenizer} and {fingerprint})"
             )

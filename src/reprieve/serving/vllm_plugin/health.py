@@ -14,19 +14,19 @@ def require_active(llm: Any) -> list[dict[str, Any]]:
         ReprieveError: a worker that runs without the plugin, or without its rule.
     """
     try:
-        found: list[dict[str, Any]] = llm.collective_rpc("reprieve_status")
+        statuses: list[dict[str, Any]] = llm.collective_rpc("reprieve_status")
     except Exception as error:  # vLLM has many ways to say that a worker lacks a method
         raise ReprieveError(f"the plugin did not load in a worker of vLLM, which serves losslessly: {error}") from None
-    require_healthy(found)
-    return found
+    require_healthy(statuses)
+    return statuses
 
 
-def require_healthy(found: list[dict[str, Any]]) -> None:
+def require_healthy(statuses: list[dict[str, Any]]) -> None:
     """Refuse what `reprieve_status` says of a worker that does not apply the rule.
 
     Raises:
         ReprieveError: names the worker and what it said.
     """
-    for status in found:
+    for status in statuses:
         if not status["active"] or status["failures"]:
             raise ReprieveError(f"worker {status['rank']} does not apply the rule: {status}")

@@ -172,14 +172,14 @@ class WorkerRules:
         return None
 
     @contextmanager
-    def _guarded(self, told: str) -> Iterator[None]:
+    def _guarded(self, message: str) -> Iterator[None]:
         """A defect of ours must not end the engine: it is logged once, and counted."""
         try:
             yield
         except Exception:
             self.failures += 1
             if self.failures == 1:
-                logger.exception(told)
+                logger.exception(message)
 
     def count(self, requests: Sequence[RoundRequest], rows: Sequence[Row], made: Decisions, output_ids: Tensor) -> None:
         """Take note of a round's outcome: output token ids [B, K + 1], -1 where there is none."""

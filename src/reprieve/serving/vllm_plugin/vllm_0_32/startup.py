@@ -116,11 +116,11 @@ def _require_workers(engine: Any, vllm_config: Any) -> None:
         return
     numbers.extend(policy.rule.spec)
     try:
-        found = engine.collective_rpc("reprieve_status")
+        statuses = engine.collective_rpc("reprieve_status")
     except Exception as error:
         raise ReprieveError(f"Reprieve's plugin is configured and did not load in a worker: {error}") from None
-    require_healthy(found)
-    logger.info("Reprieve is active in %d worker(s): %s", len(found), policy.describe())
+    require_healthy(statuses)
+    logger.info("Reprieve is active in %d worker(s): %s", len(statuses), policy.describe())
 
 
 async def _check_health(engine: Any) -> None:
@@ -181,9 +181,9 @@ def _require_signatures() -> None:
 
     for name, wanted in SIGNATURES.items():
         function = getattr(rejection_sampler, name, None)
-        found = " ".join(inspect.signature(inspect.unwrap(function)).parameters) if function else "nothing"
-        if found != wanted:
-            raise ReprieveError(f"vLLM's {name} takes ({found}), the plugin was written for ({wanted})")
+        parameters = " ".join(inspect.signature(inspect.unwrap(function)).parameters) if function else "nothing"
+        if parameters != wanted:
+            raise ReprieveError(f"vLLM's {name} takes ({parameters}), the plugin was written for ({wanted})")
 
 
 def _after(kind: type, name: str, then: Callable[..., None]) -> None:
