@@ -25,9 +25,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _readme() -> str:
-    """The README, with its links as they are from the site's first page."""
+    """The README, with its links as they are from the site's first page; files that are not on the site lose theirs."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return text.replace("](docs/", "](").replace('src="docs/', 'src="')
+    text = text.replace("](docs/", "](").replace("](CONTRIBUTING.md)", "](contributing/index.md)")
+    return re.sub(r"\[(\w+)\]\(\1\)", r"\1", text)
 
 
 def _rules() -> str:
