@@ -22,7 +22,7 @@ for _ in range(300):
 
 client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
 model = client.models.list().data[0].id
-prompt = reprieve.load_task("arithmetic").problems("test", 1)[0].prompt
+prompt = reprieve.load_task("arithmetic").problems("test", 7)[6].prompt
 for level in ("strict", "certified"):
     answer = client.completions.create(
         model=model, prompt=prompt, max_tokens=80, temperature=0, extra_body={"reprieve_leniency": level}

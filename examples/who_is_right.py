@@ -3,7 +3,7 @@
 import reprieve
 
 pair = reprieve.load_pair()
-problem = reprieve.load_task("arithmetic").problems("test", 1)[0]
+problem = reprieve.load_task("arithmetic").problems("test", 7)[6]
 decoder = pair.decoder("arbiter:lambda=0.7", num_draft_tokens=12)
 answer = decoder.generate(problem.prompt, trace=True)
 print(f"{answer.text.strip()}\n\n{answer.tokens_per_round:.2f} tokens a round; mismatches it was asked about:")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
 
 from reprieve.errors import PairError, ReprieveError, require_choice
 from reprieve.heads.binding import PairIdentity, digest, tokenizer_fingerprint
@@ -164,11 +167,25 @@ def load_tokenizer(name: str) -> Any:
 
 
 def _load(name: str | Path, role: str, dtype: str, device: str) -> tuple[PreTrainedModel, Any]:
-    source = bundled_folder(role) if str(name) == BUNDLED_PAIR else name
+    bundled = str(name) == BUNDLED_PAIR
+    source = bundled_folder(role) if bundled else name
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
+        with _without_bars() if bundled else contextlib.nullcontext():
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
         model.to(device)  # type: ignore[arg-type]
         return model.eval(), tokenizer
     except (OSError, ValueError, RuntimeError, AssertionError) as error:  # torch asserts that CUDA is there
         raise ReprieveError(f"could not load the {role} {str(name)!r} on {device}: {error}") from error
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Without transformers' progress bars, for what loads at once."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
