@@ -21,6 +21,12 @@ class Command(ABC):
     def run(self) -> int:
         """Do it; returns the exit status."""
 
+    @property
+    def kept_in(self) -> Path | None:
+        """The folder of a run that can go on there; None before it has begun, and for what writes no run."""
+        folder = getattr(self, "out", None)
+        return folder if isinstance(folder, Path) and (folder / CONFIG).is_file() else None
+
     def keep_config(self, folder: Path) -> None:
         """Write the flags that are in force into the run's folder: `--config` with that file repeats the run."""
         replace_file(folder / CONFIG, to_yaml(self, self.verb))

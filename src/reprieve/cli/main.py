@@ -95,15 +95,19 @@ def _run(name: str, arguments: list[str]) -> int:
     from reprieve.cli.flags import parse
     from reprieve.errors import ReprieveError
 
+    command = None
     try:
-        return parse(command_of(name), arguments, command=name).run()
+        command = parse(command_of(name), arguments, command=name)
+        return command.run()
     except ReprieveError as error:
         print(f"reprieve {name}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except SystemExit as stop:  # help was printed, or a flag could not be read
         return int(stop.code or 0)
     except KeyboardInterrupt:
-        print(f"reprieve {name}: interrupted", file=sys.stderr)
+        folder = command.kept_in if command else None
+        kept = f"; what is done is kept in {folder}: run again to go on" if folder else ""
+        print(f"reprieve {name}: interrupted{kept}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of a pipe has gone away
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -50,20 +50,16 @@ class TrainArbiter(Command):
         pair.cached_draft()  # refuses a pair without a draft
         claim_head(self.out / "arbiter", "arbiter")
         self.keep_config(self.out)
-        try:
-            with screen.progress_bar("updates") as bar:
-                made = warm_up(
-                    pair,
-                    traces.problems,
-                    traces.task,
-                    self.out,
-                    num_draft_tokens=traces.num_draft_tokens,
-                    settings=self.settings,
-                    progress=screen.reporter(bar, "updates"),
-                )
-        except KeyboardInterrupt:
-            screen.warn(f"interrupted: what is done is kept in {self.out}; run again to go on")
-            return 130
+        with screen.progress_bar("updates") as bar:
+            made = warm_up(
+                pair,
+                traces.problems,
+                traces.task,
+                self.out,
+                num_draft_tokens=traces.num_draft_tokens,
+                settings=self.settings,
+                progress=screen.reporter(bar, "updates"),
+            )
         _tell(made, self.out / "arbiter")
         return 0
 
@@ -120,21 +116,17 @@ class TrainArbiterRl(Command):
         warn_of_transfer(f"arbiter {self.start!r}", first.task, rollouts.task)
         claim_head(self.out / "arbiter", "arbiter")
         self.keep_config(self.out)
-        try:
-            with screen.progress_bar("updates") as bar:
-                made = reinforce(
-                    pair,
-                    task,
-                    first,
-                    rollouts,
-                    self.out,
-                    settings=self.settings,
-                    num_workers=self.num_workers,
-                    progress=screen.reporter(bar, "updates"),
-                )
-        except KeyboardInterrupt:
-            screen.warn(f"interrupted: what is done is kept in {self.out}; run again to go on")
-            return 130
+        with screen.progress_bar("updates") as bar:
+            made = reinforce(
+                pair,
+                task,
+                first,
+                rollouts,
+                self.out,
+                settings=self.settings,
+                num_workers=self.num_workers,
+                progress=screen.reporter(bar, "updates"),
+            )
         _tell(made, self.out / "arbiter")
         return 0
 

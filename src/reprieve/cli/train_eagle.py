@@ -50,15 +50,11 @@ class TrainEagle(Command):
         params = SamplingParams(max_new_tokens=task.max_new_tokens, temperature=1.0, seed=self.settings.seed)
         path = own_text_path(self.out, pair, f"{self.task} {split} {self.offset}", params, mixed=True)
         problems = task.problems(split, self.limit, offset=self.offset)
-        try:
-            with screen.progress_bar("answers") as bar:
-                texts = write_own_texts(path, pair, problems, params=params, mixed=True, progress=screen.reporter(bar))
-            with screen.progress_bar("updates") as bar:
-                progress = screen.reporter(bar, "updates")
-                reached = train_eagle3(pair, texts, self.out, settings=self.settings, progress=progress)
-        except KeyboardInterrupt:
-            screen.warn(f"interrupted: what is done is kept in {self.out}; run again to go on")
-            return 130
+        with screen.progress_bar("answers") as bar:
+            texts = write_own_texts(path, pair, problems, params=params, mixed=True, progress=screen.reporter(bar))
+        with screen.progress_bar("updates") as bar:
+            progress = screen.reporter(bar, "updates")
+            reached = train_eagle3(pair, texts, self.out, settings=self.settings, progress=progress)
         agreed = ", ".join(f"{share:.1%}" for share in reached["accuracy"])
         screen.say(
             f"{reached['num_texts']} answers in {reached['seconds']} s; on {reached['num_held_out']} held-out answers "

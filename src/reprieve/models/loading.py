@@ -107,19 +107,7 @@ def load_models(
     dtype: str = "auto",
     device: str | None = None,
 ) -> ModelPair:
-    """Load a pair from the hub, from folders, or the bundled one.
-
-    Args:
-        target: hub id or folder; `reprieve/arithmetic-pair` is the bundled target.
-        draft: hub id or folder; None takes the bundled draft with the bundled target, and otherwise no draft.
-        dtype: auto, float32, bfloat16 or float16.
-        device: cpu, cuda, cuda:1, mps; the first GPU, or the CPU, when None.
-
-    Raises:
-        SpecError: unknown dtype.
-        ReprieveError: a model that cannot be found or loaded.
-        PairError: the two do not share a tokenizer.
-    """
+    """What `reprieve.load_pair` loads, with its parameters and errors."""
     require_choice("dtype", dtype, tuple(DTYPES))
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if str(target) == BUNDLED_PAIR and draft is None:
