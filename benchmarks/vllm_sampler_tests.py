@@ -40,10 +40,10 @@ def _behind_the_plugin():
     import torch
     from vllm.v1.sample import rejection_sampler as module
 
-    from reprieve.serving.policy import Policy
+    from reprieve.serving.menu import Menu
+    from reprieve.serving.vllm_plugin import v1_sampler as sampler
     from reprieve.serving.vllm_plugin.rounds import RoundRequest, WorkerRules
-    from reprieve.serving.vllm_plugin.vllm_0_32 import sampler
-    from reprieve.serving.vllm_plugin.vllm_0_32.runner import RunnerHooks
+    from reprieve.serving.vllm_plugin.v1_runner import RunnerHooks
 
     sampler.patch_sampler()
     patched = module.rejection_sample
@@ -51,7 +51,7 @@ def _behind_the_plugin():
     def rejection_sample(token_ids, counts, max_spec_len, ends, probs, logits, bonus, meta, *rest, **more):
         names = [str(number) for number in range(len(counts))]
         zero = torch.zeros(len(counts)) if meta.temperature is None else meta.temperature
-        rules = WorkerRules(Policy.load("margin:delta=0"))
+        rules = WorkerRules(Menu.load("margin:delta=0"))
         rules.note_drafts(names, None)
         hooks = RunnerHooks(rules, None)
         hooks.requests = lambda given: [  # type: ignore[method-assign, assignment]

@@ -87,7 +87,10 @@ def test_a_training_that_was_cut_off_ends_as_a_whole_one(tmp_path, number):
     assert whole.validated == [0, 4, 8, 12] == [*first.validated, *second.validated]
 
 
-def test_ctrl_c_ends_after_the_update_in_hand(tmp_path):
+def test_ctrl_c_ends_after_the_update_in_hand(tmp_path, request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started without
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+
     class Interrupted(Line):
         def one_update(self, update):
             if update == 5:

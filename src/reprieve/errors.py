@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from numbers import Integral, Real
 from typing import Any
 
 
@@ -35,19 +36,35 @@ def import_extra(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ReprieveError(f"this needs {module}: pip install 'reprieve[{extra}]' ({error})") from None
+        raise ReprieveError(
+            f"this needs {module}, which the extra `{extra}` brings: pip install '.[{extra}]' in Reprieve's "
+            f"folder ({error})"
+        ) from None
 
 
 def require_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
-    """Refuse a value outside [low, high], or (low, high] with `low_open`; NaN is always refused.
+    """Refuse what is no number in [low, high], or (low, high] with `low_open`; NaN is always refused.
 
     Raises:
         SpecError: names the parameter, the range and the value.
     """
-    inside = low < value <= high if low_open else low <= value <= high
-    if not inside:
+    inside = isinstance(value, Real) and (low < value if low_open else low <= value) and value <= high
+    if not inside or isinstance(value, bool):
         bracket = "(" if low_open else "["
         raise SpecError(f"{name} must be in {bracket}{low:g}, {high:g}], got {value!r}")
+
+
+def require_whole(name: str, value: int, low: int, high: int | None = None) -> None:
+    """Refuse what is no whole number from `low` to `high`, or of `low` or more.
+
+    Raises:
+        SpecError: names the parameter, the range and the value.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise SpecError(f"{name} must be a whole number, got {value!r}")
+    if value < low or (high is not None and value > high):
+        wanted = f"{low} or more" if high is None else f"in [{low}, {high}]"
+        raise SpecError(f"{name} must be {wanted}, got {value!r}")
 
 
 def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

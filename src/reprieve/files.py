@@ -5,13 +5,22 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from reprieve.errors import ReprieveError
+
 
 def replace_file(path: Path, content: bytes | str) -> None:
-    """Write to a temporary name beside `path` and rename: readers see the old file or the new one, never half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write to a temporary name beside `path` and rename: readers see the old file or the new one, never half.
+
+    Raises:
+        ReprieveError: the file cannot be written there.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    os.replace(temporary, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ReprieveError(f"{str(path)!r} cannot be written: {error.strerror}") from None
 
 
 def whole_lines(path: Path) -> list[str]:

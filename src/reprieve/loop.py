@@ -186,7 +186,10 @@ class RunLog:
         self._writer: Any = None
         if folder is None or self.path is None:
             return
-        kept = [line for line in whole_lines(self.path) if json.loads(line)["step"] < first_step]
+        try:
+            kept = [line for line in whole_lines(self.path) if json.loads(line)["step"] < first_step]
+        except (ValueError, KeyError, TypeError):
+            raise ReprieveError(f"{str(self.path)!r} is damaged: move it away to go on without its lines") from None
         replace_file(self.path, "".join(f"{line}\n" for line in kept))
         if importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter

@@ -94,15 +94,26 @@ class Registry(Generic[T]):
 
     @cached_property
     def _plugins(self) -> dict[str, EntryPoint]:
-        return {entry.name: entry for entry in entry_points(group=self.group)}
+        """Entry points by name; what has the name of something else is left out with a warning."""
+        self._import_own()
+        plugins: dict[str, EntryPoint] = {}
+        for entry in entry_points(group=self.group):
+            known = self._classes.get(entry.name)
+            if entry.name in plugins or (known is not None and known.__module__ != entry.module):
+                warnings.warn(
+                    f"{self.what} {entry.name!r} of {entry.value} is left out: the name is taken", stacklevel=4
+                )
+            else:
+                plugins[entry.name] = entry
+        return plugins
 
     def _import_own(self) -> None:
         if self._imported:
             return
-        self._imported = True
         path = importlib.import_module(self.package).__path__
         for module in pkgutil.iter_modules(path, prefix=f"{self.package}."):
             importlib.import_module(module.name)
+        self._imported = True
 
     def _import_plugin(self, entry: EntryPoint) -> None:
         try:

@@ -6,11 +6,10 @@ No module that holds settings imports torch, so that `--help` answers at once. S
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-from reprieve.errors import SpecError, require_range
+from reprieve.errors import SpecError, require_range, require_whole
 
 BUNDLED_PAIR = "reprieve/arithmetic-pair"
 
@@ -76,14 +75,11 @@ class SamplingSettings:
     draft_temperature: float | None = None
 
     def __post_init__(self) -> None:
-        require_range("temperature", self.temperature, 0.0, math.inf)
-        if math.isinf(self.temperature):
-            raise SpecError("temperature must be finite, got inf")
+        _require_temperature("temperature", self.temperature)
         require_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        if self.top_k < 0:
-            raise SpecError(f"top_k must be 0 or more, got {self.top_k!r}")
+        require_whole("top_k", self.top_k, 0)
         if self.draft_temperature is not None:
-            require_range("draft_temperature", self.draft_temperature, 0.0, math.inf)
+            _require_temperature("draft_temperature", self.draft_temperature)
 
     @property
     def greedy(self) -> bool:
@@ -118,8 +114,8 @@ class SamplingParams(SamplingSettings):
         super().__post_init__()
         if isinstance(self.stop, str):
             raise SpecError(f"stop must be a tuple of texts, got the text {self.stop!r}")
-        if self.max_new_tokens < 1:
-            raise SpecError(f"max_new_tokens must be 1 or more, got {self.max_new_tokens!r}")
+        require_whole("max_new_tokens", self.max_new_tokens, 1)
+        require_whole("seed", self.seed, 0, 2**63 - 1)
         if self.num_logprobs is not None:
             require_range("num_logprobs", self.num_logprobs, 0, 20)
         if any(not text for text in self.stop):
@@ -128,3 +124,10 @@ class SamplingParams(SamplingSettings):
             raise SpecError(
                 f"truncation takes a rule that judges by the target's distribution alone, got {self.truncation.name}"
             )
+
+
+def _require_temperature(name: str, value: float) -> None:
+    """0, or what logits can be divided by in float32."""
+    require_range(name, value, 0.0, 1e6)
+    if 0 < value < 1e-6:
+        raise SpecError(f"{name} must be 0 or in [1e-06, 1e+06], got {value!r}")

@@ -31,7 +31,7 @@ def pair():
         (["mine", "arbitration", "--max-mismatches", "0"], "max_mismatches must be 1 or more"),
         (["audit", "arbitration", "--limit", "0"], "--limit must be 1 or more"),
         (["audit", "arbitration", "--lambda", "7"], r"lambda must be in [0, 1], got 7.0"),
-        (["audit", "arbitration", "--temperature", "-1"], "temperature must be in [0, inf]"),
+        (["audit", "arbitration", "--temperature", "-1"], "temperature must be in [0, 1e+06]"),
         (["audit", "arbitration", "--arbiter", "nowhere"], "neither a folder nor a hub id"),
     ],
 )

@@ -98,8 +98,8 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("command: bench\nname: a\n", "is of `reprieve bench`, not of `reprieve toy`"),
-        ("name: a\nstep: 9\n", "has no 'step'; steps?"),
+        ("command: bench\nname: a\n", "belongs to `reprieve bench`, not to `reprieve toy`"),
+        ("name: a\nstep: 9\n", "has no 'step'; did you mean steps?"),
         ("name: 3\n", "name must be a text, got 3"),
         ("name: a\nsteps: 1.5\n", "steps must be a whole number, got 1.5"),
         ("name: a\nsteps: true\n", "steps must be a whole number, got True"),
@@ -129,7 +129,7 @@ def test_a_missing_configuration_and_a_missing_flag_are_named(capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--stepps", "3"], "unknown flag --stepps; --steps?"),
+        (["--stepps", "3"], "unknown flag --stepps; did you mean --steps?"),
         (["--steps", "x"], "must be a whole number, got 'x'"),
         (["--sizes", ","], "must be numbers separated by commas"),
     ],

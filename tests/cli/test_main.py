@@ -71,7 +71,10 @@ def test_bench_writes_results_records_and_figure_and_resumes(tmp_path, capsys):
     assert main(command) == 0
     assert (tmp_path / "run" / "problems.jsonl").read_text() == lines
     assert main([*command[:-4], "--limit", "4", "--out", out]) == 1
-    assert "its limit is 3, this one's is 4" in capsys.readouterr().err
+    assert "another run, with limit = 3 instead of 4" in capsys.readouterr().err
+    assert main(["mine", "autojudge", "--limit", "1", "--out", out]) == 1
+    assert "holds a run of `reprieve bench`; name another folder" in capsys.readouterr().err
+    assert "command: bench" in (tmp_path / "run" / "config.yaml").read_text()
 
 
 def test_sweep_names_each_threshold_at_each_k(tmp_path):
@@ -111,7 +114,7 @@ def test_ctrl_c_keeps_what_is_done_and_exits_130(tmp_path):
         ([], 2, ""),
         (["serve-me"], 2, "unknown command 'serve-me'"),
         (["generate"], 2, "the following arguments are required: PROMPT"),
-        (["bench", "--limt", "3"], 2, "unknown flag --limt; --limit?"),
+        (["bench", "--limt", "3"], 2, "unknown flag --limt; did you mean --limit?"),
         (["bench", "--limit", "0"], 2, "limit must be 1 or more, got 0"),
         (["bench", "--arm", "top_k:k=0"], 2, "k must be a whole number of 1 or more, got 0"),
         (
@@ -121,7 +124,7 @@ def test_ctrl_c_keeps_what_is_done_and_exits_130(tmp_path):
         ),
         (["bench", "--split", "dev"], 2, "split must be one of train, validation, test, got 'dev'"),
         (["bench", "--drafter", "oracle"], 2, "drafter must be one of draft, eagle3, ngram, got 'oracle'"),
-        (["bench", "--temperature", "-1"], 2, "temperature must be in [0, inf], got -1.0"),
+        (["bench", "--temperature", "-1"], 2, "temperature must be in [0, 1e+06], got -1.0"),
         (["bench", "--num-draft-tokens", "0"], 2, "num_draft_tokens must be in [1, 512], got 0"),
         (["sweep", "--rule", "margin", "--thresholds", "a,b"], 2, "argument --thresholds: must be a number, got 'a'"),
         (["generate", "x", "--rule", "nope"], 2, "rule must be one of"),

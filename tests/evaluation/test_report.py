@@ -87,7 +87,7 @@ def test_the_page_stands_alone_and_says_everything(folder, tmp_path):
         assert words in told, words
     document = json.loads((folder / "results.json").read_text())
     row = next(arm for arm in document["arms"] if arm["spec"] == "margin:delta=3")
-    assert f"{100 * row['accuracy']:.1f}%" in content and 'data-told="margin:delta=3:' in content
+    assert f"{100 * row['accuracy']:.1f}%" in content and 'data-note="margin:delta=3:' in content
 
 
 def test_examples_show_the_whole_answer_and_mark_rescues(folder, tmp_path):

@@ -111,7 +111,7 @@ def test_interrupted_run_keeps_what_is_done_and_resumes_to_the_same_records(pair
 def test_another_run_in_the_folder_is_refused_by_name(pair, tmp_path):
     arms = make_arms([], [4])
     run_arms(config(arms), arms, pair, ToyTask(), tmp_path)
-    with pytest.raises(ReprieveError, match="its seed is 0, this one's is 7"):
+    with pytest.raises(ReprieveError, match="with seed = 0 instead of 7"):
         run_arms(config(arms, seed=7), arms, pair, ToyTask(), tmp_path)
 
 

@@ -145,7 +145,7 @@ def test_mismatched_and_tampered_artefacts_are_refused(tmp_path):
         {"recipe": {**config["recipe"], "layers": [1]}},
     ):
         (folder / "config.json").write_text(json.dumps({**config, **change}))
-        with pytest.raises(ReprieveError, match="are not as they were saved together"):
+        with pytest.raises(ReprieveError, match="was changed after they were saved together"):
             JudgeHead.from_pretrained(folder)
     for content in ("[1]", "{", "\x00"):
         (folder / "config.json").write_text(content)
@@ -154,7 +154,7 @@ def test_mismatched_and_tampered_artefacts_are_refused(tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     random_head(seed=3).save_pretrained(tmp_path / "other")
     (folder / "model.safetensors").write_bytes((tmp_path / "other" / "model.safetensors").read_bytes())
-    with pytest.raises(ReprieveError, match="are not as they were saved together"):
+    with pytest.raises(ReprieveError, match="was changed after they were saved together"):
         JudgeHead.from_pretrained(folder)
     with pytest.raises(SpecError, match=r"weight must have shape \[-1\], got nothing"):
         JudgeHead({"bias": torch.tensor(0.0)}, JUDGE_TARGET, 0.1, pair=IDENTITY, task="t")

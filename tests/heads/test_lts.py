@@ -88,7 +88,7 @@ def test_a_calibration_is_saved_bound_to_its_target(tmp_path):
         require_heads_fit(rule, dataclasses.replace(IDENTITY, target_weights="other"), "arithmetic")
     config = json.loads((tmp_path / "c" / "config.json").read_text())
     (tmp_path / "c" / "config.json").write_text(json.dumps({**config, "delta": 0.5}))
-    with pytest.raises(ReprieveError, match="not as they were saved together"):
+    with pytest.raises(ReprieveError, match="was changed after they were saved together"):
         LtsCalibration.from_pretrained(tmp_path / "c")
     with pytest.raises(SpecError, match="tolerances must be 1 positive numbers"):
         calibration(tolerances=torch.tensor([0.0]))

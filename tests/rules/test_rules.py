@@ -272,6 +272,10 @@ def test_composition_needs_both_or_either():
     assert accepts(bound("top_k:k=2&floor:min_prob=0.31"), case).tolist() == [False, True, False]
     assert accepts(bound("top_k:k=2&floor:min_prob=0.29"), case).tolist() == [True, True, False]
     assert accepts(bound("top_k:k=2|floor:min_prob=0.2"), case).tolist() == [True, True, True]
+    never = hand([[0.5, 0.5, 0.0]] * 3, DRAFT, [2, 2, 2])  # infinite risks, beside thresholds that are infinite
+    for other in ("margin:delta=inf", "ratio:ratio=0", "floor:min_prob=0"):
+        assert not accepts(bound(f"top_k:k=1|{other}"), never).any()
+        assert not accepts(bound(f"top_k:k=3&{other}"), never).any()
     composed = all_of(parse_rule("top_k:k=2"), parse_rule("floor:min_prob=0.29"))
     assert composed.spec == "top_k:k=2&floor:min_prob=0.29"
     assert parse_rule(composed.spec) == composed

@@ -10,14 +10,15 @@ import torch
 
 from reprieve.errors import PairError, ReprieveError, SpecError
 from reprieve.rules import RiskBudget, accepts, parse_rule
+from reprieve.serving.menu import Menu
 from reprieve.serving.policy import STRICT, Policy
 from reprieve.serving.vllm_plugin.batch import Batch, Row, decide
 from reprieve.serving.vllm_plugin.configuration import (
     Setup,
-    load_policy,
+    load_menu,
     require_tokenizer,
-    require_version,
     source_of,
+    version_warning,
 )
 from reprieve.serving.vllm_plugin.rounds import RoundRequest, WorkerRules
 
@@ -26,7 +27,8 @@ V = 12
 
 def row(rule, num_drafted, *, greedy=True, trusted=True):
     rule = parse_rule(rule) if isinstance(rule, str) else rule
-    return Row(rule, num_drafted, greedy, trusted, RiskBudget.of(rule), lambda: torch.empty(0, dtype=torch.long))
+    text = torch.empty(0, dtype=torch.long)
+    return Row(rule.name, rule, num_drafted, greedy, trusted, RiskBudget.of(rule), lambda: text)
 
 
 def batch_of(num_tokens, seed=0, **more):
@@ -49,7 +51,7 @@ def test_rows_have_their_own_thresholds():
     for token in range(8):
         scores[token, 0], scores[token, 1] = 5.0, 5.0 - token % 4
     batch = batch_of(8, scores=scores, logits=scores, token_ids=torch.ones(8, dtype=torch.long))
-    made = decide(parse_rule("margin:delta=9"), [row("margin:delta=1", 4), row("margin:delta=2", 4)], batch)
+    made = decide([row("margin:delta=1", 4), row("margin:delta=2", 4)], batch)
     assert (made.accept | made.lossless).tolist() == [True, True, False, False, True, True, True, False]
     assert made.lossless.tolist() == [scores[t].argmax().item() == 1 for t in range(8)]
 
@@ -67,7 +69,7 @@ def test_order_and_company_change_nothing(spec):
         row(rule, 3, greedy=False),
     ]
     whole = batch_of(14)
-    made = decide(rule, rows, whole)
+    made = decide(rows, whole)
     start = 0
     for item in rows:
         span = slice(start, start + item.num_drafted)
@@ -76,8 +78,8 @@ def test_order_and_company_change_nothing(spec):
             continue
         fields = ("token_ids", "scores", "logits", "possible", "uniforms", "draft_scores")
         alone = Batch(**{name: getattr(whole, name)[span] for name in fields})
-        again = Row(item.rule, item.num_drafted, item.greedy, item.trusted, RiskBudget.of(item.rule), item.context_ids)
-        own = decide(rule, [again], alone)
+        again = dataclasses.replace(item, budget=RiskBudget.of(item.rule))
+        own = decide([again], alone)
         assert own.accept.tolist() == made.accept[span].tolist()
         assert own.refuse.tolist() == made.refuse[span].tolist()
         assert own.lossless.tolist() == made.lossless[span].tolist()
@@ -88,7 +90,7 @@ def test_order_and_company_change_nothing(spec):
 def test_a_replacing_rule_decides_every_token():
     rule = parse_rule("fuzzy:threshold=0.3")
     batch = batch_of(10)
-    made = decide(rule, [row(rule, 10)], batch)
+    made = decide([row(rule, 10)], batch)
     evidence = batch.evidence(slice(None), greedy=True)
     assert made.accept.tolist() == accepts(rule, evidence).tolist()
     assert (made.accept ^ made.refuse).all()
@@ -97,11 +99,11 @@ def test_a_replacing_rule_decides_every_token():
 def test_impossible_and_padded_tokens_are_never_accepted():
     rule = parse_rule("top_k:k=12")
     possible = torch.tensor([True, False, True])
-    made = decide(rule, [row(rule, 3)], batch_of(3, possible=possible, token_ids=torch.tensor([3, 4, -1])))
+    made = decide([row(rule, 3)], batch_of(3, possible=possible, token_ids=torch.tensor([3, 4, -1])))
     assert made.accept.tolist()[1:] == [False, False]
     masked = torch.zeros(3, V)
     masked[0, 4] = -math.inf
-    made = decide(rule, [row(rule, 3)], batch_of(3, scores=masked, logits=masked, token_ids=torch.tensor([4, 5, 6])))
+    made = decide([row(rule, 3)], batch_of(3, scores=masked, logits=masked, token_ids=torch.tensor([4, 5, 6])))
     assert made.accept.tolist() == [False, True, True]
 
 
@@ -112,9 +114,9 @@ def test_limits_count_what_the_walk_rescues():
     batch = batch_of(4, scores=scores, logits=scores, token_ids=torch.full((4,), 3))
     rule = parse_rule("asd:regret=2,per_block=2,budget=3.5")
     item = row(rule, 4)
-    assert decide(rule, [item], batch).accept.tolist() == [True, True, False, False]
+    assert decide([item], batch).accept.tolist() == [True, True, False, False]
     assert item.budget.left == pytest.approx(1.5)
-    assert decide(rule, [item], batch).accept.tolist() == [True, False, False, False]
+    assert decide([item], batch).accept.tolist() == [True, False, False, False]
 
 
 def request(name, num_drafted=2, asked=None):
@@ -122,13 +124,13 @@ def request(name, num_drafted=2, asked=None):
 
 
 def test_drafts_are_trusted_only_after_the_drafter_made_them():
-    rules = WorkerRules(Policy.load("margin:delta=2"))
+    rules = WorkerRules(Menu.load("margin:delta=2"))
     assert rules.rows([request("a")])[0].strict
     rules.note_drafts(["a"], None)
     assert not rules.rows([request("a")])[0].strict
     rules.note_drafts(["a", "b"], None, real=False)
     assert all(item.strict for item in rules.rows([request("a"), request("b")]))
-    reads_draft = WorkerRules(Policy.load("fuzzy:threshold=0.3"))
+    reads_draft = WorkerRules(Menu.load("fuzzy:threshold=0.3"))
     reads_draft.note_drafts(["a"], None)
     assert reads_draft.rows([request("a")])[0].strict, "without the draft's distribution the lossless check stands"
     reads_draft.note_drafts(["a"], torch.full((1, 2, V), 1 / V))
@@ -136,7 +138,7 @@ def test_drafts_are_trusted_only_after_the_drafter_made_them():
 
 
 def test_a_request_keeps_its_budget_and_is_forgotten_when_it_ends():
-    rules = WorkerRules(Policy.load("asd"))
+    rules = WorkerRules(Menu.load("asd"))
     rules.note_drafts(["a"], None)
     rules.rows([request("a")])[0].budget.left = 1.25
     assert rules.rows([request("a")])[0].budget.left == 1.25
@@ -147,18 +149,18 @@ def test_a_request_keeps_its_budget_and_is_forgotten_when_it_ends():
 
 
 def test_a_bad_request_in_a_worker_is_served_losslessly(caplog):
-    rules = WorkerRules(Policy.load("margin:delta=2"))
+    rules = WorkerRules(Menu.load("margin:delta=2"))
     rules.note_drafts(["a"], None)
     assert rules.rows([request("a", asked={"reprieve_threshold": -3})])[0].strict
     assert "is served losslessly" in caplog.text
 
 
 def test_counts_are_rescued_tokens_that_were_kept():
-    rules = WorkerRules(Policy.load("margin:delta=9"))
+    rules = WorkerRules(Menu.load("margin:delta=9"))
     rules.note_drafts(["a", "b"], None)
     requests = [request("a", 3), request("b", 2), request("c", 0)]
     rows = rules.rows(requests)
-    made = decide(rules.policy.rule, rows, batch_of(5))
+    made = decide(rows, batch_of(5))
     made.lossless = torch.tensor([True, False, False, False, True])
     output = torch.tensor([[4, 5, 6, -1], [7, -1, -1, -1], [8, -1, -1, -1]])
     rules.count(requests, rows, made, output)
@@ -168,12 +170,13 @@ def test_counts_are_rescued_tokens_that_were_kept():
 
 
 GOOD = dict(
-    version="0.32.0",
     method="draft_model",
     rejection_sample_method="standard",
     has_draft_logits=True,
     heterogeneous_vocab=False,
-    v2_model_runner=False,
+    runner="v1",
+    batch_sharded=False,
+    processed_logprobs=False,
     async_scheduling=False,
     hidden_size=256,
 )
@@ -183,35 +186,36 @@ SPAN = 'margin:delta=2,start="<think>",end="</think>"'
 @pytest.mark.parametrize(
     ("spec", "change", "told"),
     [
-        ("margin", {"version": "0.33.1"}, "0.32.*unset REPRIEVE_VLLM.*REPRIEVE_VLLM_ANY_VERSION=1"),
-        ("margin", {"v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ("margin", {"runner": "v2", "processed_logprobs": True}, "--logprobs-mode raw_logprobs"),
+        ("fuzzy", {"runner": "v2", "has_draft_logits": False}, '"draft_sample_method": "probabilistic"'),
+        ("judge:path=reprieve/arithmetic-judge", {"batch_sharded": True}, "switch batch-sharded sampling off"),
         ("margin", {"method": None}, "speculative-config"),
         ("margin", {"rejection_sample_method": "block"}, "rejection_sample_method must be one of standard"),
         ("fuzzy", {"method": "ngram", "has_draft_logits": False}, "draft probabilities, which method 'ngram'"),
         ("cascade", {"heterogeneous_vocab": True}, "use_heterogeneous_vocab"),
         (SPAN, {"async_scheduling": True}, "--no-async-scheduling"),
-        ("lossless:verification=exact", {}, "its own lossless check"),
+        ("lossless:verification=exact", {}, "cannot be offered"),
         ("judge:path=reprieve/arithmetic-judge", {"hidden_size": 4096}, "reads .* features, this target gives"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_way_out(spec, change, told):
     Setup(**GOOD)
     with pytest.raises(ReprieveError, match=told):
-        Setup(**{**GOOD, **change}).require(Policy.load(spec))
+        Setup(**{**GOOD, **change}).require(Menu.load(spec))
 
 
 def test_what_can_work_is_not_refused():
     setup = Setup(**{**GOOD, "hidden_size": Policy.load("judge:path=reprieve/arithmetic-judge").rule.head.num_features})
     for spec in ("lossless", "margin", "fuzzy", SPAN, "judge:path=reprieve/arithmetic-judge", "fly", "cascade"):
-        setup.require(Policy.load(spec))
-    Setup(**{**GOOD, "method": "ngram", "has_draft_logits": False}).require(Policy.load("margin"))
-    for version in ("0.32.0", "0.32.4.post1"):
-        require_version(version)
+        setup.require(Menu.load(spec))
+    Setup(**{**GOOD, "method": "ngram", "has_draft_logits": False}).require(Menu.load("margin"))
+    Setup(**{**GOOD, "runner": "v2", "async_scheduling": True}).require(Menu.load(SPAN))
 
 
-def test_the_version_check_has_a_way_out(monkeypatch):
-    monkeypatch.setenv("REPRIEVE_VLLM_ANY_VERSION", "1")
-    require_version("1.7.0")
+def test_an_untested_version_is_warned_about_and_not_refused():
+    assert version_warning("0.32.4.post1", "v1") == version_warning("0.32.0", "v2") == ""
+    said = version_warning("1.7.0", "v2")
+    assert "0.32 (v1 and v2)" in said and "1.7.0 with v2" in said
 
 
 def test_a_head_for_another_tokenizer_is_refused():
@@ -234,15 +238,15 @@ def test_the_configuration_comes_from_vllm_or_the_environment(monkeypatch):
 
 def test_a_policy_is_read_once_a_process(monkeypatch):
     reads = []
-    monkeypatch.setattr(Policy, "load", lambda source, target: reads.append(source))
+    monkeypatch.setattr(Menu, "load", lambda source, target: reads.append(source))
     for _ in range(3):
-        load_policy({"rule": "margin:delta=7.125"}, "t")
-        load_policy("margin:delta=7.25", "t")
+        load_menu({"rule": "margin:delta=7.125"}, "t")
+        load_menu("margin:delta=7.25", "t")
     assert len(reads) == 2
 
 
 def test_another_request_by_the_same_name_starts_anew():
-    rules = WorkerRules(Policy.load("margin:delta=2"))
+    rules = WorkerRules(Menu.load("margin:delta=2"))
     rules.note_drafts(["a"], None)
     assert rules.rows([request("a", asked={"reprieve_rule": "off"})])[0].strict
     rules.forget(["a", "unknown"])
@@ -278,7 +282,7 @@ def test_a_head_that_reads_another_layer_is_refused():
     recipe = dataclasses.replace(rule.head.recipe, layers=(-2,))
     moved = dataclasses.replace(rule, head=dataclasses.replace(rule.head, recipe=recipe))
     with pytest.raises(SpecError, match="reads layer -2"):
-        Setup(**GOOD).require(Policy(moved))
+        Setup(**GOOD).require(Menu([Policy(moved)]))
 
 
 def test_rules_see_processed_scores_and_heads_the_models_own():

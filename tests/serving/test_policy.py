@@ -6,8 +6,8 @@ import pytest
 
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.rules import RULES, parse_rule
+from reprieve.serving.menu import Menu, stops
 from reprieve.serving.policy import Policy, RequestError
-from reprieve.serving.server.menu import Menu, stops
 from reprieve.settings import BUNDLED_PAIR
 
 JUDGE = "judge:path=reprieve/arithmetic-judge,threshold=0.1"

@@ -1,20 +1,19 @@
-"""Engines of the bundled pair inside this process, so that tests can look at and exchange the rule."""
+"""Engines of the bundled pair inside this process, so that tests can look at and exchange the rule.
 
-import os
+The same tests run on both model runners: `RUNNER=v2` runs V2, under Triton's interpreter and about ten times slower, on
+fewer problems.
+"""
 
-os.environ.update(
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_LOGGING_LEVEL="WARNING",
-)
+from tests.vllm.runner import V2  # sets the environment that vLLM reads when it is imported
 
+# isort: split
 import pytest
 from vllm import LLM
 
 from reprieve.heads.files import bundled_folder
-from reprieve.serving.policy import Policy
-from reprieve.serving.vllm_plugin.vllm_0_32 import startup
+from reprieve.serving.menu import Menu
+from reprieve.serving.vllm_plugin import startup
+from reprieve.settings import BUNDLED_PAIR
 
 K = 8
 _ALIVE = []  # an engine that is dropped takes the process group of the others with it
@@ -26,6 +25,7 @@ def make_llm(source=None, *, engine=None, **speculative):
         "method": "draft_model",
         "model": str(bundled_folder("draft")),
         "num_speculative_tokens": K,
+        **({"draft_sample_method": "probabilistic"} if V2 and "method" not in speculative else {}),
         **speculative,
     }
     settings = {
@@ -57,7 +57,7 @@ def rules_of(llm):
 def use_rule(llm, source):
     """Exchange the rule of a running engine; start it with one that reads all inputs (fuzzy)."""
     worker = worker_of(llm)
-    rules = startup.worker_rules(Policy.load(source), worker)
+    rules = startup.worker_rules(Menu.load(source, target=BUNDLED_PAIR), worker)
     worker.model_runner.reprieve.rules = rules
     return rules
 

@@ -9,10 +9,10 @@ from vllm.v1.sample import rejection_sampler as module
 
 import reprieve.engine.decoder as engine
 from reprieve.engine import SamplingParams, SpeculativeDecoder, load_pair
-from reprieve.serving.policy import Policy
+from reprieve.serving.menu import Menu
+from reprieve.serving.vllm_plugin import v1_sampler as sampler
 from reprieve.serving.vllm_plugin.rounds import WorkerRules
-from reprieve.serving.vllm_plugin.vllm_0_32 import sampler
-from reprieve.serving.vllm_plugin.vllm_0_32.runner import RunnerHooks
+from reprieve.serving.vllm_plugin.v1_runner import RunnerHooks
 from reprieve.settings import BUNDLED_PAIR
 from tests.vllm import cpu_kernels
 from tests.vllm.conftest import local_decoder
@@ -79,8 +79,8 @@ def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypa
     for number, problem in enumerate(problems[:NUM_ANSWERS]):
         recorder.rounds.append([])
         decoder.generate(problem.prompt, SamplingParams(max_new_tokens=56, temperature=temperature, seed=number))
-    policy = Policy.load(spec, target=BUNDLED_PAIR)
-    rules = WorkerRules(policy.with_rule(decoder.rule))
+    menu = Menu.load(spec, target=BUNDLED_PAIR)
+    rules = WorkerRules(menu.change(lambda policy: policy.with_rule(decoder.rule)))
     rescued = decided = 0
     for number in range(NUM_ROUNDS):
         batch = {

@@ -140,7 +140,7 @@ def test_a_worker_without_the_plugin_stops_the_start(tmp_path):
     code = (
         "import os; os.environ['VLLM_PLUGINS'] = ''\n"
         "from tests.vllm.conftest import make_llm\n"
-        "from reprieve.serving.vllm_plugin.vllm_0_32 import startup\n"
+        "from reprieve.serving.vllm_plugin import startup\n"
         "from vllm.v1.worker.worker_base import WorkerBase\n"
         "startup.register()\n"
         "del WorkerBase.reprieve_status\n"
@@ -157,7 +157,7 @@ def test_installed_but_not_configured_nothing_is_patched():
         "from vllm.v1.spec_decode.metrics import SpecDecodingStats\n"
         "llm = make_llm(None)\n"
         "assert not hasattr(module.rejection_sample, '__wrapped__')\n"
-        "assert not hasattr(SpecDecodingStats, 'num_rescued_tokens')\n"
+        "assert not hasattr(SpecDecodingStats, 'reprieve')\n"
         "assert not hasattr(worker_of(llm).model_runner, 'reprieve')\n"
         "assert 'sample_tokens' not in vars(worker_of(llm).model_runner)\n"
         "print('untouched')\n"

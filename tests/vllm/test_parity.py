@@ -4,10 +4,10 @@ import pytest
 from vllm import SamplingParams
 
 from reprieve.engine import SamplingParams as LocalParams
-from tests.vllm.conftest import local_decoder, make_llm, use_rule
+from tests.vllm.conftest import V2, K, local_decoder, make_llm, use_rule
 
-NUM_PROBLEMS = 6
-MAX_TOKENS = 200
+NUM_PROBLEMS = 2 if V2 else 6
+MAX_TOKENS = 48 if V2 else 200
 RULES = [
     "lossless",
     "top_k:k=4",
@@ -40,7 +40,8 @@ def local_answers(spec, served):
     """The local engine from where vLLM begins to draft: after a first token of the target's own."""
     decoder = local_decoder(spec)
     starts = [[*output.prompt_token_ids, output.outputs[0].token_ids[0]] for output in served]
-    return [decoder.generate(start, LocalParams(max_new_tokens=MAX_TOKENS - 1)) for start in starts]
+    params = LocalParams(max_new_tokens=MAX_TOKENS + K)  # near its end a block would be a shorter one
+    return [decoder.generate(start, params) for start in starts]
 
 
 @pytest.mark.parametrize("spec", RULES)
@@ -49,8 +50,9 @@ def test_greedy_answers_equal_the_local_engines(llm, problems, spec):
     prompts = [problem.prompt for problem in problems[:NUM_PROBLEMS]]
     served = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS), use_tqdm=False)
     local = local_answers(spec, served)
-    assert [list(output.outputs[0].token_ids[1:]) for output in served] == [made.token_ids for made in local]
+    for output, made in zip(served, local, strict=True):
+        assert list(output.outputs[0].token_ids[1:]) == made.token_ids[: MAX_TOKENS - 1]
     if spec == "lossless":
         assert rules.num_rescued == 0
     else:
-        assert rules.num_rescued >= sum(made.num_rescued for made in local) > 0
+        assert rules.num_rescued > 0 and sum(made.num_rescued for made in local) > 0

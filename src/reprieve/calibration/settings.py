@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reprieve.errors import SpecError, require_choice, require_range
+from reprieve.errors import require_choice, require_range, require_whole
 from reprieve.heads.settings import BUCKETS
 
 NET_DROP = "net_drop"
@@ -56,11 +56,9 @@ class LtsRecipe:
 
     def __post_init__(self) -> None:
         require_range("delta", self.delta, 0.0, 0.5, low_open=True)
-        if self.active < 2:
-            raise SpecError(f"active must be 2 or more, got {self.active!r}")
+        require_whole("active", self.active, 2)
         require_range("safety", self.safety, 1.0, 1e6)
         require_choice("bucket_by", self.bucket_by, BUCKETS)
-        if self.buckets < 1:
-            raise SpecError(f"buckets must be 1 or more, got {self.buckets!r}")
+        require_whole("buckets", self.buckets, 1)
         if self.confidence is not None:
             require_range("confidence", self.confidence, 0.5, 0.999999)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from reprieve.cli import screen
 from reprieve.cli.command import Command
-from reprieve.errors import SpecError
+from reprieve.errors import SpecError, require_whole
 from reprieve.settings import PairSettings, SamplingParams, SamplingSettings
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ class Audit(Command):
         from reprieve.rules.lts import LtsRule
 
         screen.require_problems(self.limit, self.offset)
-        if self.active < 2:
-            raise SpecError(f"--active must be 2 or more, got {self.active}")
+        require_whole("--active", self.active, 2)
         screen.require_file(self.out)
         DRAFTERS.make(self.drafter)
         arms = rule_arms(self.rules, self.num_draft_tokens, target=self.pair.target)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from reprieve.cli.flags import CONFIG, to_yaml
+from reprieve.cli.flags import CONFIG, command_in, to_yaml
+from reprieve.errors import ReprieveError
 from reprieve.files import replace_file
 
 
@@ -26,6 +27,15 @@ class Command(ABC):
         """The folder of a run that can go on there; None before it has begun, and for what writes no run."""
         folder = getattr(self, "out", None)
         return folder if isinstance(folder, Path) and (folder / CONFIG).is_file() else None
+
+    def require_own_folder(self) -> None:
+        """Refuse a folder that holds a run of another command, before any work.
+
+        Raises:
+            ReprieveError: names both commands.
+        """
+        if (folder := self.kept_in) is not None and (made_by := command_in(folder / CONFIG)) not in (None, self.verb):
+            raise ReprieveError(f"--out {str(folder)!r} holds a run of `reprieve {made_by}`; name another folder")
 
     def keep_config(self, folder: Path) -> None:
         """Write the flags that are in force into the run's folder: `--config` with that file repeats the run."""

@@ -24,7 +24,7 @@ from reprieve.errors import ReprieveError, SpecError, require_choice
 T = TypeVar("T")
 CONFIG = "config.yaml"  # in a run's folder
 _COMMAND = "command"  # its first key
-_KNOWN_COUNTS = ("num_draft_tokens", "num_fewshot")  # called so by everybody
+_KNOWN_COUNTS = ("num_draft_tokens", "num_fewshot")  # the field's own names
 
 
 @dataclass(frozen=True)
@@ -197,14 +197,15 @@ def _from_file(path: Path, flags: Mapping[str, Flag], command: str) -> dict[str,
     if not isinstance(written, dict):
         raise SpecError(f"--config {str(path)!r} must hold flags by name, got {type(written).__name__}")
     if (other := written.pop(_COMMAND, command)) != command:
-        raise SpecError(f"--config {str(path)!r} is of `reprieve {other}`, not of `reprieve {command}`")
+        raise SpecError(f"--config {str(path)!r} belongs to `reprieve {other}`, not to `reprieve {command}`")
     by_key = {flag.key: flag for flag in flags.values()}
     values = {}
     for key, value in written.items():
         if key not in by_key:
             near = difflib.get_close_matches(str(key), by_key, n=1)
             raise SpecError(
-                f"--config {str(path)!r}: `reprieve {command}` has no {key!r}" + (f"; {near[0]}?" if near else "")
+                f"--config {str(path)!r}: `reprieve {command}` has no {key!r}"
+                + (f"; did you mean {near[0]}?" if near else "")
             )
         flag = by_key[key]
         values[flag.name] = _checked(flag, value, f"--config {str(path)!r}: {key}")
@@ -283,6 +284,17 @@ def _usage(flag: Flag) -> str:
     return name if flag.default is dataclasses.MISSING else f"[{name}]"
 
 
+def command_in(path: Path) -> str | None:
+    """Which command a configuration belongs to; None where it does not say, or cannot be read."""
+    import yaml
+
+    try:
+        written = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return None
+    return written.get(_COMMAND) if isinstance(written, dict) else None
+
+
 def _default_text(default: Any) -> str:
     """The default, as a help text ends with it; nothing where the text itself has to say."""
     if default is dataclasses.MISSING or default in (None, (), "") or isinstance(default, bool):
@@ -344,6 +356,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         if unknown:
-            near = difflib.get_close_matches(unknown[1], self._option_string_actions, n=1)
-            message = f"unknown flag {unknown[1]}" + (f"; {near[0]}?" if near else "")
+            known = [name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")]
+            near = difflib.get_close_matches(unknown[1].removeprefix("--"), known, n=1)
+            message = f"unknown flag {unknown[1]}" + (f"; did you mean --{near[0]}?" if near else "")
+        elif message.endswith("expected one argument"):
+            message += "; a value that begins with - is written --flag=-1"
         self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` lists the flags.\n")

@@ -133,10 +133,9 @@ def _open(store: Path) -> tuple[list[ProblemLabels], Any]:
 
 
 def _choose(problems: list[ProblemLabels], wanted: tuple[str, ...], limit: int) -> list[ProblemLabels]:
-    from reprieve.errors import SpecError
+    from reprieve.errors import SpecError, require_whole
 
-    if limit < 1:
-        raise SpecError(f"limit must be 1 or more, got {limit}")
+    require_whole("limit", limit, 1)
     if not wanted:
         return problems[:limit]
     by_id = {problem.problem_id: problem for problem in problems}

@@ -98,6 +98,7 @@ def _run(name: str, arguments: list[str]) -> int:
     command = None
     try:
         command = parse(command_of(name), arguments, command=name)
+        command.require_own_folder()
         return command.run()
     except ReprieveError as error:
         print(f"reprieve {name}: {error}", file=sys.stderr)

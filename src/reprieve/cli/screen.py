@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reprieve.errors import SpecError
+from reprieve.errors import ReprieveError, SpecError
 from reprieve.settings import PairSettings
 
 if TYPE_CHECKING:
@@ -59,13 +59,20 @@ def require_problems(limit: int, offset: int) -> None:
 
 
 def require_file(path: Path | None) -> None:
-    """Refuse a place for one file that is none; None writes nothing.
+    """Refuse, before any work, a path at which one file cannot be written; None writes nothing.
 
     Raises:
-        SpecError: it is a folder, or lies below a file.
+        SpecError: a folder, or a path below a file.
+        ReprieveError: its folder cannot be made.
     """
-    if path is not None and (path.is_dir() or (path.parent.exists() and not path.parent.is_dir())):
+    if path is None:
+        return
+    if path.is_dir() or (path.parent.exists() and not path.parent.is_dir()):
         raise SpecError(f"--out must name a file, got {str(path)!r}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ReprieveError(f"--out {str(path)!r} cannot be written: {error.strerror}") from None
 
 
 def say(text: str) -> None:

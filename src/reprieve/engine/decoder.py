@@ -17,7 +17,7 @@ from reprieve.drafters import Drafter, NoDrafter
 from reprieve.engine.answer import Answer, OnToken, with_logprobs
 from reprieve.engine.stopwatch import Stopwatch
 from reprieve.engine.text_stream import TextStream
-from reprieve.errors import SpecError, UnsupportedModelError
+from reprieve.errors import SpecError, UnsupportedModelError, require_whole
 from reprieve.heads.loading import attach_heads
 from reprieve.models.cached_model import CachedModel, eos_token_ids
 from reprieve.models.sampling import Sampler
@@ -99,8 +99,7 @@ class SpeculativeDecoder:
         num_draft_tokens: int = 16,
         advisor: Advisor | None = None,
     ) -> None:
-        if not 1 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
-            raise SpecError(f"num_draft_tokens must be in [1, {MAX_DRAFT_TOKENS}], got {num_draft_tokens!r}")
+        require_whole("num_draft_tokens", num_draft_tokens, 1, MAX_DRAFT_TOKENS)
         self.target = target
         self.drafter = drafter or NoDrafter(target.device)
         self.tokenizer = tokenizer
@@ -151,6 +150,8 @@ class SpeculativeDecoder:
         """
         started = time.perf_counter()
         watch = Stopwatch(self.target.device, running=timed)
+        if not isinstance(params, SamplingParams | None):
+            raise SpecError(f"params must be SamplingParams, got {params!r}")
         answer = self._start(prompt, params or SamplingParams(), dial, on_token, trace, watch)
         while answer.finish_reason is None:
             self._round(answer)
@@ -172,6 +173,17 @@ class SpeculativeDecoder:
             trace=answer.trace,
         )
 
+    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        if not isinstance(prompt, str | Sequence):
+            raise SpecError(f"prompt must be a text or token ids, got {prompt!r}")
+        prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not prompt_ids:
+            raise SpecError("prompt must hold at least one token, got none")
+        highest = self.target.model.config.get_text_config().vocab_size - 1
+        for token_id in prompt_ids:
+            require_whole("a token id of the prompt", token_id, 0, highest)
+        return prompt_ids
+
     def _start(
         self,
         prompt: str | Sequence[int],
@@ -181,9 +193,7 @@ class SpeculativeDecoder:
         trace: bool,
         watch: Stopwatch,
     ) -> Answer:
-        prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not prompt_ids:
-            raise SpecError("prompt must hold at least one token, got none")
+        prompt_ids = self._prompt_ids(prompt)
         num_positions = len(prompt_ids) + params.max_new_tokens
         self.target.require_room(num_positions, what=f"{len(prompt_ids)} prompt + {params.max_new_tokens} new tokens")
         rule = self.rule if dial is None else self.rule.with_dial(dial)

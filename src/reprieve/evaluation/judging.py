@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from reprieve.errors import ReprieveError, SpecError
+from reprieve.errors import ReprieveError, SpecError, require_whole
 from reprieve.evaluation.records import ProblemRecord, RecordFile
 from reprieve.files import replace_file, whole_lines
 from reprieve.labelling.chat import Chat
@@ -100,8 +100,7 @@ def judge_run(
         SpecError: no such baseline among the arms, or no votes.
         ReprieveError: the folder holds no run, or the judge cannot be asked.
     """
-    if num_votes < 1:
-        raise SpecError(f"votes must be 1 or more, got {num_votes}")
+    require_whole("votes", num_votes, 1)
     kind = "grade" if grade else "compare"
     path = folder / "verdicts.jsonl"
     records, strict = _answers(folder, baseline)

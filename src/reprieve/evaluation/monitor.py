@@ -16,7 +16,7 @@ from typing import Any
 
 from reprieve.calibration.sequence import ConfidenceSequence
 from reprieve.engine import SamplingParams, SpeculativeDecoder
-from reprieve.errors import SpecError, require_range
+from reprieve.errors import require_range, require_whole
 from reprieve.tasks import Task, TaskProblem
 
 
@@ -45,8 +45,11 @@ class MonitorStatus:
     def sentence(self) -> str:
         """For logs."""
         low, high = self.interval
-        summary = f"{self.num_checked} of {self.num_seen} requests checked: drop {100 * self.drop:+.2f} points "
-        summary += f"[{100 * low:.2f}, {100 * high:.2f}] at any time"
+        summary = f"{self.num_checked} of {self.num_seen} requests checked: "
+        if self.num_checked:
+            summary += f"drop {100 * self.drop:+.2f} points [{100 * low:.2f}, {100 * high:.2f}] at any time"
+        else:
+            summary += "nothing is known of the drop yet"
         if self.num_failed or self.num_skipped:
             summary += f", {self.num_failed} checks failed, {self.num_skipped} skipped"
         return summary + (", ALARM" if self.alarm else "")
@@ -78,8 +81,7 @@ class QualityMonitor:
         require_range("share", share, 0.0, 1.0, low_open=True)
         if max_drop is not None:
             require_range("max_drop", max_drop, 0.0, 1.0)
-        if max_waiting < 1:
-            raise SpecError(f"max_waiting must be 1 or more, got {max_waiting}")
+        require_whole("max_waiting", max_waiting, 1)
         self._check = check
         self._share = share
         self._max_drop = max_drop

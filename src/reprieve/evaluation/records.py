@@ -111,7 +111,7 @@ def claim_run(folder: Path, configuration: Mapping[str, Any], *, extendable: tup
         for key in sorted((wanted.keys() | before.keys()) - {"command"}):
             if wanted.get(key) != before.get(key):
                 raise ReprieveError(
-                    f"--out {str(folder)!r} holds another run: its {key} is {before.get(key)!r}, this one's is "
+                    f"--out {str(folder)!r} holds another run, with {key} = {before.get(key)!r} instead of "
                     f"{wanted.get(key)!r}; name another folder, or use the same settings to resume"
                 )
     elif (folder / "problems.jsonl").exists():

@@ -44,7 +44,7 @@ def read_sources(folders: Sequence[Path]) -> Sources:
         before = len(gathered.runs) + len(gathered.certificates)
         if (folder / "results.json").is_file():
             document = _json(folder / "results.json")
-            if document.get("schema") != 1 or not document.get("arms"):
+            if not isinstance(document, dict) or document.get("schema") != 1 or not document.get("arms"):
                 raise ReprieveError(f"{str(folder)!r}: results.json has no arms, or is of another schema")
             gathered.runs.append((document, RecordFile(folder / "problems.jsonl").records))
         for path in sorted(folder.glob("*.json")):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.engine import Pair
-from reprieve.errors import ReprieveError, SpecError
+from reprieve.errors import ReprieveError, SpecError, require_whole
 from reprieve.evaluation.answering import Answerer
 from reprieve.evaluation.arms import Arm
 from reprieve.evaluation.config import RunConfig
@@ -60,11 +60,13 @@ class Runner:
         num_workers: int = 1,
         extendable: bool = False,
     ) -> None:
-        if num_workers < 1:
-            raise SpecError(f"workers must be 1 or more, got {num_workers}")
+        require_whole("workers", num_workers, 1)
         self.problems = task.problems(config.split, config.limit, offset=config.offset)
         if not arms or not self.problems:
-            raise SpecError(f"task {task.name} has no problems {config.offset} and on in split {config.split!r}")
+            raise SpecError(
+                f"offset must be below the number of problems in split {config.split!r} of task {task.name}, got "
+                f"{config.offset}"
+            )
         self.config = config
         self.arms = list(arms)
         self.num_workers = num_workers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from reprieve.calibration.settings import Promise
-from reprieve.errors import SpecError, require_range
+from reprieve.errors import SpecError, require_range, require_whole
 from reprieve.settings import ProblemSettings, SamplingSettings
 
 
@@ -28,8 +28,7 @@ class RunSettings(ProblemSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_trials < 1:
-            raise SpecError(f"num_trials must be 1 or more, got {self.num_trials}")
+        require_whole("num_trials", self.num_trials, 1)
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,7 @@ class CertifySettings:
     def __post_init__(self) -> None:
         if len(set(self.thresholds)) != len(self.thresholds):
             raise SpecError(f"thresholds must be different values, got {list(self.thresholds)}")
-        if self.held_out_limit < 1:
-            raise SpecError(f"held_out_limit must be 1 or more, got {self.held_out_limit}")
+        require_whole("held_out_limit", self.held_out_limit, 1)
 
 
 @dataclass(frozen=True)
@@ -91,8 +89,7 @@ class FsdSettings:
         if list(self.thresholds) != sorted(set(self.thresholds)):
             raise SpecError(f"thresholds must rise, got {list(self.thresholds)}")
         for name in ("main_limit", "main_trials"):
-            if getattr(self, name) < 1:
-                raise SpecError(f"{name} must be 1 or more, got {getattr(self, name)}")
+            require_whole(name, getattr(self, name), 1)
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,7 @@ class HarnessSettings:
 
     Args:
         tasks: lm_eval's tasks, such as gsm8k,mmlu, or reprieve_arithmetic.
-        data: Local JSONL in the place of a task's hub data: gsm8k:train=FILE,test=FILE. Repeatable.
+        data: Local JSONL instead of a task's hub data: gsm8k:train=FILE,test=FILE. Repeatable.
         limit: Number of problems of each task. Default: all.
         num_fewshot: Worked examples. Default: the task's.
         drafter: draft, ngram, or eagle3:path=FOLDER.

@@ -126,7 +126,7 @@ def read_head(
         )
     wanted = config.pop("sha256", None)
     if _digest(config, content) != wanted:
-        raise ReprieveError(f"head {str(source)!r}: {_CONFIG} and {_WEIGHTS} are not as they were saved together")
+        raise ReprieveError(f"head {str(source)!r}: {_CONFIG} or {_WEIGHTS} was changed after they were saved together")
     del config["kind"], config["schema"]
     if config.keys() != keys:
         odd = ", ".join(sorted(config.keys() ^ keys))
@@ -174,7 +174,7 @@ def find_head(source: str | Path, **download: Any) -> Path:
 
 
 def kind_of(source: str | Path) -> str:
-    """What a head is, by its own word.
+    """What kind of head a folder or hub id holds.
 
     Raises:
         ReprieveError: not found, or it does not say.

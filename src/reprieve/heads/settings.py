@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from reprieve.errors import SpecError, require_choice, require_range
+from reprieve.errors import SpecError, require_choice, require_range, require_whole
 from reprieve.needs import Need
 
 BUCKETS = ("none", "entropy", "distance", "margin")  # what an lts calibration may be cut by
@@ -137,8 +137,7 @@ class ArbiterShape:
     seed: int = field(default=0, metadata={"flag": False})
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise SpecError(f"rank must be 1 or more, got {self.rank!r}")
+        require_whole("rank", self.rank, 1)
         require_range("scale", self.scale, 0.0, 1e6, low_open=True)
         require_range("dropout", self.dropout, 0.0, 0.9)
 

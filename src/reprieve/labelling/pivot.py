@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from reprieve.errors import SpecError, require_range
+from reprieve.errors import SpecError, require_range, require_whole
 from reprieve.labelling.records import MINED, Mismatch, ProblemLabels
 from reprieve.labelling.responses import ResponseFormat
 from reprieve.labelling.soundness import NOT_ASKED, UNSOUND, SoundnessJudge
@@ -96,8 +96,7 @@ class PivotMiner:
     soundness: SoundnessJudge | None = None
 
     def __post_init__(self) -> None:
-        if self.num_rollouts < 1:
-            raise SpecError(f"num_rollouts must be 1 or more, got {self.num_rollouts!r}")
+        require_whole("num_rollouts", self.num_rollouts, 1)
         require_range("alpha", self.alpha, 0.0, 1.0)
 
     async def mine(self, problem: TaskProblem) -> ProblemLabels:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from reprieve.errors import ReprieveError, SpecError
+from reprieve.errors import ReprieveError, require_whole
 from reprieve.labelling.records import ProblemLabels
 from reprieve.labelling.store import LabelStore
 from reprieve.tasks import TaskProblem
@@ -58,8 +58,7 @@ def mine_problems(
         SpecError: fewer than 1 problem in flight.
         ReprieveError: the store cannot be read or written.
     """
-    if num_in_flight < 1:
-        raise SpecError(f"num_in_flight must be 1 or more, got {num_in_flight!r}")
+    require_whole("num_in_flight", num_in_flight, 1)
     report = MiningReport()
     try:
         asyncio.run(_mine_all(miner, list(problems), store, num_in_flight, progress, report))

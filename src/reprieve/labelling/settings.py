@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from reprieve.errors import SpecError, require_choice, require_range
+from reprieve.errors import SpecError, require_choice, require_range, require_whole
 from reprieve.settings import PairSettings, ProblemSettings, SamplingParams, SamplingSettings
 
 
@@ -31,10 +31,9 @@ class MiningSettings(ProblemSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise SpecError(f"max_new_tokens must be 1 or more, got {self.max_new_tokens}")
-        if self.num_in_flight < 1:
-            raise SpecError(f"num_in_flight must be 1 or more, got {self.num_in_flight}")
+        if self.max_new_tokens is not None:
+            require_whole("max_new_tokens", self.max_new_tokens, 1)
+        require_whole("num_in_flight", self.num_in_flight, 1)
 
     @property
     def params(self) -> SamplingParams:
@@ -107,8 +106,7 @@ class PivotMining(MiningSettings):
         super().__post_init__()
         if self.sampling.greedy:
             raise SpecError("temperature must be above 0 for pivot mining, which labels by rollouts, got 0")
-        if self.num_rollouts < 1:
-            raise SpecError(f"num_rollouts must be 1 or more, got {self.num_rollouts}")
+        require_whole("num_rollouts", self.num_rollouts, 1)
         require_range("alpha", self.alpha, 0.0, 1.0)
 
     @property

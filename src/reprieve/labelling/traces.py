@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from reprieve.engine import SamplingParams, SpeculativeDecoder
-from reprieve.errors import SpecError, require_range
+from reprieve.errors import SpecError, require_range, require_whole
 from reprieve.labelling.chat import Chat
 from reprieve.labelling.pivot import seeded_draw
 from reprieve.labelling.records import MINED, Mismatch, ProblemLabels, TracedRound
@@ -111,8 +111,7 @@ class ArbitrationMiner:
 
     def __post_init__(self) -> None:
         for name in ("max_mismatches", "num_rollouts"):
-            if getattr(self, name) < 1:
-                raise SpecError(f"{name} must be 1 or more, got {getattr(self, name)!r}")
+            require_whole(name, getattr(self, name), 1)
         require_range("tie", self.tie, 0.0, 1.0)
         if self.continues_greedily:
             self.num_rollouts = 1  # all would be the same

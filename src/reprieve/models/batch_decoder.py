@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from reprieve.errors import SpecError
+from reprieve.errors import require_whole
 from reprieve.models.batch_cache import RowCache, Snapshot
 from reprieve.models.cached_model import (
     layer_windows,
@@ -111,8 +111,7 @@ class BatchDecoder:
         eos_ids: frozenset[int],
         stops: Callable[[list[int]], bool] | None = None,
     ) -> None:
-        if num_rows < 1:
-            raise SpecError(f"num_rows must be 1 or more, got {num_rows!r}")
+        require_whole("num_rows", num_rows, 1)
         refuse_recurrent(model)
         self.model = model
         self.eos_ids = eos_ids

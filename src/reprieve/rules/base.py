@@ -255,10 +255,14 @@ def accepts(rule: Rule, evidence: Evidence, *, threshold: float | Tensor | None 
     `threshold` overrides the rule's own, and may be a tensor that broadcasts against the risk, so that requests in
     one batch can each have theirs. NaN and +inf never pass; a threshold of -inf lets nothing pass.
     """
-    limit = torch.as_tensor(rule.threshold if threshold is None else threshold, device=evidence.token_ids.device)
-    risk = bounded_risk(rule, evidence)
-    passed = (risk <= limit) & (risk < math.inf) & (limit > -math.inf)
+    passed = passes(bounded_risk(rule, evidence), rule.threshold if threshold is None else threshold)
     return passed if rule.traits.replaces else passed | evidence.lossless_accepts
+
+
+def passes(risk: Tensor, threshold: float | Tensor) -> Tensor:
+    """Which risks are within the threshold, [...], bool: an infinite risk never is, and -inf lets nothing pass."""
+    limit = torch.as_tensor(threshold, device=risk.device)
+    return (risk <= limit) & (risk < math.inf) & (limit > -math.inf)
 
 
 def require_k(name: str, value: int | None) -> None:

@@ -73,11 +73,15 @@ class LosslessCheck:
     @cached_property
     def next_ids(self) -> Tensor:
         """What follows each row: [R], int64."""
-        return self.scores.argmax(-1)
+        raise NotImplementedError
 
 
 class GreedyCheck(LosslessCheck):
     """A token passes when it is the target's own first choice."""
+
+    @cached_property
+    def next_ids(self) -> Tensor:
+        return self.scores.argmax(-1)
 
     @cached_property
     def accepts(self) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from reprieve.errors import SpecError
 from reprieve.needs import Need
-from reprieve.rules.base import Dial, Rule, Traits, VocabularySource, accepts
+from reprieve.rules.base import Dial, Rule, Traits, VocabularySource, accepts, passes
 from reprieve.rules.lossless import LosslessRule
 from reprieve.specs import quoted
 from reprieve.types import ROOT, Evidence
@@ -114,7 +114,7 @@ class AllOf(_Composite):
         """The first rule's risk; infinite where another rule refuses."""
         risk = self.rules[0].risk(evidence)
         for rule in self.rules[1:]:
-            risk = torch.where(rule.risk(evidence) <= rule.threshold, risk, math.inf)
+            risk = torch.where(passes(rule.risk(evidence), rule.threshold), risk, math.inf)
         return risk
 
 
@@ -129,7 +129,7 @@ class AnyOf(_Composite):
         """The first rule's risk; minus infinity where another rule accepts."""
         risk = self.rules[0].risk(evidence)
         for rule in self.rules[1:]:
-            risk = torch.where(rule.risk(evidence) <= rule.threshold, -math.inf, risk)
+            risk = torch.where(passes(rule.risk(evidence), rule.threshold), -math.inf, risk)
         return risk
 
     def settled(self, evidence: Evidence) -> Tensor:
@@ -221,14 +221,15 @@ class InsideSpan(_Wrapper):
     def risk(self, evidence: Evidence) -> Tensor:
         """The inner rule's risk; infinite outside the span."""
         assert self.start_ids is not None and self.end_ids is not None, "bind the rule to a tokenizer first"
-        assert evidence.context_ids is not None and evidence.parents is not None
+        assert evidence.context_ids is not None, "a span needs the text before the block: Need.CONTEXT"
+        parents = range(-1, len(evidence.token_ids) - 1) if evidence.parents is None else evidence.parents
         context = evidence.context_ids.tolist()
         drafted = evidence.token_ids.tolist()
         longest = max(len(self.start_ids), len(self.end_ids))
         # After each place: the last few tokens, and whether the span is open there.
         states = {ROOT: (context[-longest:], inside_span(context, self.start_ids, self.end_ids))}
         inside = []
-        for node, parent in enumerate(evidence.parents):
+        for node, parent in enumerate(parents):
             tail, is_open = states[parent]
             inside.append(is_open and drafted[node] != self.end_ids[0])
             tail = [*tail, drafted[node]][-longest:]

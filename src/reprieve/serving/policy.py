@@ -24,7 +24,7 @@ PREFIX = "reprieve_"
 FIELDS = (THRESHOLD, SWITCH, LEVEL)
 LEVELS = ("strict", "certified", "fast")
 STRICT = LosslessRule()
-_KEYS = ("rule", "certified", "fast", "default", "max_threshold", "certificate")
+_KEYS = ("rule", "certified", "fast", "default", "max_threshold", "certificate", "by_load")
 
 
 class RequestError(SpecError):
@@ -46,6 +46,8 @@ class Policy:
         default: level of requests that ask for nothing; None for the rule as it stands.
         max_threshold: most lenient value of the dial a request may ask for; None for no cap.
         certificate: what was promised of the `certified` level; None where nothing was.
+        by_load: for requests that ask for nothing: from how many running requests on, which value of the dial; the
+            last that fits is in force, and below the first the default is.
         set_aside: why a certificate that was found does not hold here; empty where none was set aside.
 
     Raises:
@@ -57,6 +59,7 @@ class Policy:
     default: str | None = None
     max_threshold: float | None = None
     certificate: Certificate | None = None
+    by_load: tuple[tuple[int, float], ...] = ()
     set_aside: str = ""
 
     def __post_init__(self) -> None:
@@ -75,6 +78,21 @@ class Policy:
             known = ", ".join(("strict", *self.levels))
             raise SpecError(f"default must be one of {known}, got {self.default!r}")
         self._within_cap(self.rule, "rule")
+        self._require_loads()
+
+    def _require_loads(self) -> None:
+        counts = [count for count, _ in self.by_load]
+        if counts != sorted(set(counts)) or any(count < 1 for count in counts):
+            raise SpecError(f"by_load must name rising numbers of requests, 1 or more, got {counts}")
+        for count, value in self.by_load:
+            rule = self.rule.with_dial(value)
+            self._within_cap(rule, f"by_load at {count} requests")
+            certified = self.certificate and self.rule.with_dial(self.certificate.threshold)
+            if certified and rule.looseness > certified.looseness:
+                raise SpecError(
+                    f"by_load at {count} requests must be no more lenient than the certificate allows "
+                    f"({certified.dial_value:g}), got {value:g}"
+                )
 
     @classmethod
     def load(cls, source: str | Mapping[str, Any], *, target: str | None = None) -> Policy:
@@ -89,7 +107,7 @@ class Policy:
             ReprieveError: a file that cannot be read, unknown keys, a head that cannot be loaded.
             SpecError: a rule or a value that cannot be read.
         """
-        settings = _settings(source)
+        settings = read_settings(source)
         if unknown := settings.keys() - set(_KEYS):
             raise SpecError(f"the configuration takes {', '.join(_KEYS)}, got {', '.join(sorted(map(str, unknown)))}")
         if not isinstance(settings.get("rule"), str):
@@ -109,6 +127,7 @@ class Policy:
             default=settings.get("default"),
             max_threshold=None if cap is None else _number("max_threshold", cap),
             certificate=certificate,
+            by_load=_loads(settings.get("by_load")),
         )
 
     def with_rule(self, rule: Rule) -> Policy:
@@ -147,6 +166,11 @@ class Policy:
     def standard(self) -> Rule:
         """The rule of a request that asks for nothing."""
         return self.rule if self.default is None else self._at_level(self.default)
+
+    def at_load(self, num_running: int) -> Rule:
+        """The rule of a request that asks for nothing, while so many are running."""
+        values = [value for count, value in self.by_load if num_running >= count]
+        return self.rule.with_dial(values[-1]) if values else self.standard
 
     def resolve(self, fields: Mapping[str, Any] | None) -> Rule:
         """The rule a request gets, from its fields (`FIELDS`); others are ignored.
@@ -216,7 +240,13 @@ class Policy:
         )
 
 
-def _settings(source: Any) -> dict[str, Any]:
+def read_settings(source: Any) -> dict[str, Any]:
+    """What a configuration says: a rule's specification, a JSON file's path, or its content.
+
+    Raises:
+        ReprieveError: a file that cannot be read.
+        SpecError: neither a text nor an object.
+    """
     if isinstance(source, Mapping):
         return dict(source)
     if not isinstance(source, str):
@@ -239,6 +269,15 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except OverflowError:
         raise SpecError(f"{name} must be a number that fits, got one of {len(str(value))} digits") from None
+
+
+def _loads(given: Any) -> tuple[tuple[int, float], ...]:
+    """`{"8": 0.02, "32": 0.04}`: JSON's keys are texts."""
+    if given is None:
+        return ()
+    if not isinstance(given, Mapping) or not all(str(count).isdecimal() for count in given):
+        raise SpecError(f"by_load must map numbers of running requests to values of the dial, got {given!r}")
+    return tuple(sorted((int(count), _number("by_load", value)) for count, value in given.items()))
 
 
 def _certificate(rule: Rule, path: str | None, threshold: float | None) -> Certificate | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reprieve.errors import SpecError, require_range
+from reprieve.errors import SpecError, require_range, require_whole
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -51,8 +51,7 @@ class ServerSettings:
                 raise SpecError(f"{name} must be above 0, got {getattr(self, name)!r}")
         if not 0 <= self.port < 65536:
             raise SpecError(f"port must be in [0, 65535], got {self.port}")
-        if self.max_waiting < 1:
-            raise SpecError(f"max_waiting must be 1 or more, got {self.max_waiting}")
+        require_whole("max_waiting", self.max_waiting, 1)
         require_range("check_share", self.check_share, 0.0, 1.0)
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reprieve.errors import ReprieveError, SpecError, require_choice
+from reprieve.errors import ReprieveError, SpecError, require_choice, require_whole
 from reprieve.tasks.base import Task, TaskProblem, register_task
 from reprieve.tasks.jsonl import read_jsonl
 from reprieve.tasks.sandbox import Finished, Limits, Sandbox, passes
@@ -42,8 +42,7 @@ class ProgramsTask(Task):
     def __post_init__(self) -> None:
         if not self.path:
             raise SpecError(f"task {self.name} needs path=FILE.jsonl")
-        if self.length < 1:
-            raise SpecError(f"length must be 1 or more, got {self.length}")
+        require_whole("length", self.length, 1)
         self._sandbox = Sandbox(Limits(seconds=self.seconds, memory_mb=self.memory_mb), unsafe=self.unsafe)
 
     @property

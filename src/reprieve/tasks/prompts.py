@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from reprieve.errors import ReprieveError, SpecError, require_choice
+from reprieve.errors import ReprieveError, SpecError, require_choice, require_whole
 from reprieve.tasks.base import Task, TaskProblem, register_task
 from reprieve.tasks.graders import ExactGrader, Grader
 from reprieve.tasks.jsonl import read_jsonl
@@ -35,8 +35,7 @@ class PromptsTask(Task):
     def __post_init__(self) -> None:
         if not self.path:
             raise SpecError("task prompts needs path=FILE.jsonl")
-        if self.length < 1:
-            raise SpecError(f"length must be 1 or more, got {self.length}")
+        require_whole("length", self.length, 1)
 
     @property
     def max_new_tokens(self) -> int:

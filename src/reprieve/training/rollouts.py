@@ -17,7 +17,7 @@ from torch import Tensor
 
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder, load_pair
 from reprieve.engine.advisors import ArbiterAdvisor
-from reprieve.errors import ReprieveError, SpecError
+from reprieve.errors import ReprieveError, SpecError, require_whole
 from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.settings import ArbiterShape
 from reprieve.models.arbiter import ArbiterModel, ArbitrationRound
@@ -162,8 +162,7 @@ class RolloutPool:
     def __init__(
         self, settings: RolloutSettings, shape: ArbiterShape, pair: Pair, task: Task, *, num_workers: int = 1
     ) -> None:
-        if num_workers < 1:
-            raise SpecError(f"workers must be 1 or more, got {num_workers}")
+        require_whole("workers", num_workers, 1)
         self._here = RolloutMaker(settings, shape, pair, task) if num_workers == 1 else None
         self._pool: ProcessPoolExecutor | None = None
         if num_workers > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from reprieve.errors import SpecError, require_range
+from reprieve.errors import SpecError, require_range, require_whole
 from reprieve.heads.settings import ArbiterShape, FeatureRecipe, default_layers
 from reprieve.settings import PairSettings
 
@@ -12,8 +12,8 @@ from reprieve.settings import PairSettings
 def _require_counts(record: object, *names: str) -> None:
     for name in names:
         value = getattr(record, name)
-        if value is not None and value < 1:
-            raise SpecError(f"{name} must be 1 or more, got {value!r}")
+        if value is not None:
+            require_whole(name, value, 1)
 
 
 @dataclass(frozen=True)

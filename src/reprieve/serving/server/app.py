@@ -20,9 +20,9 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from reprieve.engine import SamplingParams
 from reprieve.errors import ReprieveError
+from reprieve.serving.menu import Menu
 from reprieve.serving.policy import RequestError
 from reprieve.serving.server.failures import KINDS, Disconnected, TimedOut, UnknownModelError, error_of, on_error
-from reprieve.serving.server.menu import Menu
 from reprieve.serving.server.metrics import Metrics
 from reprieve.serving.server.middleware import BodyLimit, Guard
 from reprieve.serving.server.prompts import Prompts

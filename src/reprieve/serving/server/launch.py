@@ -11,9 +11,9 @@ from reprieve.engine import Pair, SpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.evaluation.monitor import LosslessCheck, MonitorStatus, QualityMonitor, Served
 from reprieve.models.cached_model import max_positions
+from reprieve.serving.menu import Menu
 from reprieve.serving.policy import STRICT, Policy
 from reprieve.serving.server.app import create_app
-from reprieve.serving.server.menu import Menu
 from reprieve.serving.server.metrics import Metrics
 from reprieve.serving.server.prompts import Prompts
 from reprieve.serving.server.worker import Finished, Job, Worker

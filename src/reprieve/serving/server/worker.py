@@ -12,7 +12,7 @@ from typing import Any
 
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.errors import ReprieveError
-from reprieve.serving.server.menu import Choice
+from reprieve.serving.menu import Choice
 from reprieve.types import Generation, Token
 
 logger = logging.getLogger("reprieve.server")

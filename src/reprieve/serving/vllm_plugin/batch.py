@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from reprieve.rules.checks import GreedyCheck, LosslessCheck, SampledCheck
 from reprieve.transfers import spread
 from reprieve.types import Block, Evidence, HiddenStates, Provenance, select_rows
 
-Index = slice | Tensor  # flat tokens of some requests
+EVERYTHING = slice(None)
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Row:
     """One request of the batch.
 
     Args:
-        rule: its own setting of the operator's rule; lossless where it asked for none.
+        name: which of the operator's rules it asked for.
+        rule: its own setting of that rule; lossless where it asked for none.
         num_drafted: its share of the flat tokens.
         greedy: how it samples.
         trusted: whether its drafted tokens come from the drafter, with all that the rule reads of the draft. Rows that
@@ -36,6 +38,7 @@ class Row:
         context_ids: gives prompt and committed tokens [T], for rules that read the text.
     """
 
+    name: str
     rule: Rule
     num_drafted: int
     greedy: bool
@@ -67,15 +70,20 @@ class Batch:
     token_embeddings: Tensor | None = None  # [N, D], the target's
     top_embeddings: Tensor | None = None  # [N, D], of the target's most likely token
 
-    def evidence(self, index: Index, *, greedy: bool, context_ids: Tensor | None = None) -> Evidence:
-        """What a rule may see of some requests that all sample, or all do not."""
+    @property
+    def real(self) -> Tensor:
+        """Tokens that may be accepted at all: [N], bool."""
+        return self.possible & (self.token_ids >= 0)
+
+    def evidence(self, index: slice, *, greedy: bool, context_ids: Tensor | None = None) -> Evidence:
+        """What a rule may see of some tokens, as if all of their requests sampled, or none of them."""
         token_ids = self.token_ids[index].clamp_min(0)
         scores = self.scores[index]
         uniforms = None if greedy or self.uniforms is None else self.uniforms[index]
         proposal_probs = None if greedy else _rows(self.proposal_probs, index)
-        check: LosslessCheck = GreedyCheck(scores, token_ids, slice(None))
+        check: LosslessCheck = GreedyCheck(scores, token_ids, EVERYTHING)
         if uniforms is not None:
-            check = SampledCheck(scores, token_ids, slice(None), uniforms=uniforms, proposal_probs=proposal_probs)
+            check = SampledCheck(scores, token_ids, EVERYTHING, uniforms=uniforms, proposal_probs=proposal_probs)
         return Evidence(
             token_ids=token_ids,
             target_logits=self.logits[index],
@@ -102,65 +110,83 @@ class Decisions:
 
     accept: Tensor  # [N], bool
     refuse: Tensor  # [N], bool
-    lossless: Tensor  # [N], bool: what the lossless check alone would accept
+    lossless: Tensor  # [N], bool: what the lossless check alone would accept, of tokens that a rule was asked about
     scores: Tensor | None = None  # [N, V]: to be verified against instead of the target's; None for the target's
 
+    @classmethod
+    def none(cls, batch: Batch) -> Decisions:
+        """The engine's own check, everywhere."""
+        return cls(*(torch.zeros_like(batch.token_ids, dtype=torch.bool) for _ in range(3)))
 
-def decide(rule: Rule, rows: Sequence[Row], batch: Batch) -> Decisions:
-    """Apply the operator's rule, in each request's own setting.
+
+@dataclass(frozen=True)
+class Asked:
+    """What the drafted tokens' requests asked of one rule."""
+
+    limits: Tensor  # [N], float64: each request's own threshold
+    relaxed: Tensor  # [N], bool: whether the request asked for this rule
+    greedy: Tensor  # [N], bool: how the request samples
+    kinds: tuple[bool, ...]  # the values of `greedy` among those who asked, known to the host
+
+    @classmethod
+    def of(cls, name: str, rows: Sequence[Row], device: torch.device) -> Asked:
+        """From the batch's requests."""
+        mine = [row.name == name and not row.strict for row in rows]
+        limits = [row.rule.threshold if own else -math.inf for row, own in zip(rows, mine, strict=True)]
+
+        def flat(values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+            each = [value for value, row in zip(values, rows, strict=True) for _ in range(row.num_drafted)]
+            return spread(each, dtype, device)
+
+        return cls(
+            limits=flat(limits, torch.float64),
+            relaxed=flat(mine, torch.bool),
+            greedy=flat([row.greedy for row in rows], torch.bool),
+            kinds=tuple({row.greedy for row, own in zip(rows, mine, strict=True) if own and row.num_drafted}),
+        )
+
+
+def decide(rows: Sequence[Row], batch: Batch) -> Decisions:
+    """Apply each request's rule in its own setting.
 
     Rules that judge token by token are asked once for the whole batch, without waiting for the device. Those that
     look along a block, or count what they rescue, are asked request by request.
     """
-    flags = torch.zeros_like(batch.token_ids, dtype=torch.bool)
-    decisions = Decisions(accept=flags.clone(), refuse=flags.clone(), lossless=flags)
-    if _by_request(rule):
-        _decide_each(rows, batch, decisions)
-    else:
-        for index, chosen in _alike(rows, batch.token_ids.device):
-            _decide_together(rule, chosen, index, batch, decisions)
-    real = batch.possible & (batch.token_ids >= 0)
-    decisions.accept &= real
+    decisions = Decisions.none(batch)
+    rules = {row.name: row.rule for row in rows if not row.strict}
+    for name, rule in rules.items():
+        if by_request(rule):
+            decide_each(name, rows, batch, decisions)
+        else:
+            decide_together(rule, Asked.of(name, rows, batch.token_ids.device), batch, decisions)
+    decisions.accept &= batch.real
     return decisions
 
 
-def _by_request(rule: Rule) -> bool:
+def by_request(rule: Rule) -> bool:
+    """Whether it must be asked request by request, for which the host waits for the device."""
     return rule.traits.reads_block or rule.traits.limited or rule.traits.relaxes_target
 
 
-def _alike(rows: Sequence[Row], device: torch.device) -> list[tuple[Index, list[Row]]]:
-    """The requests that sample and those that do not, each with its tokens; all tokens where there is one kind."""
-    kinds = {row.greedy for row in rows if row.num_drafted}
-    if len(kinds) < 2:
-        return [(slice(None), list(rows))] if kinds else []
-    spans = _spans(rows)
-    groups: list[tuple[Index, list[Row]]] = []
-    for kind in (True, False):
-        of_kind = [place for place, row in enumerate(rows) if row.greedy is kind and row.num_drafted]
-        flat = [token for place in of_kind for token in range(spans[place].start, spans[place].stop)]
-        groups.append((spread(flat, torch.long, device), [rows[place] for place in of_kind]))
-    return groups
+def decide_together(rule: Rule, asked: Asked, batch: Batch, decisions: Decisions) -> None:
+    """One rule, token by token, over the whole batch; its risk is the same at every setting of its dial."""
+    for greedy in asked.kinds:
+        evidence = batch.evidence(EVERYTHING, greedy=greedy)
+        mine = asked.relaxed & (asked.greedy == greedy)
+        passed = accepts(rule, evidence, threshold=asked.limits)
+        decisions.lossless |= mine & evidence.lossless_accepts
+        if rule.traits.replaces:
+            decisions.accept |= mine & passed
+            decisions.refuse |= mine & ~passed
+        else:
+            decisions.accept |= mine & passed & ~evidence.lossless_accepts
 
 
-def _decide_together(rule: Rule, rows: list[Row], index: Index, batch: Batch, decisions: Decisions) -> None:
-    greedy = next(row.greedy for row in rows if row.num_drafted)
-    evidence = batch.evidence(index, greedy=greedy)
-    decisions.lossless[index] = evidence.lossless_accepts
-    if all(row.strict for row in rows):
-        return
-    limits = [-math.inf if row.strict else row.rule.threshold for row in rows for _ in range(row.num_drafted)]
-    passed = accepts(rule, evidence, threshold=spread(limits, torch.float64, batch.token_ids.device))
-    if rule.traits.replaces:
-        strict = [row.strict for row in rows for _ in range(row.num_drafted)]
-        relaxed = ~spread(strict, torch.bool, batch.token_ids.device)
-        decisions.accept[index] = passed & relaxed
-        decisions.refuse[index] = ~passed & relaxed
-    else:
-        decisions.accept[index] = passed & ~evidence.lossless_accepts
-
-
-def _decide_each(rows: Sequence[Row], batch: Batch, decisions: Decisions) -> None:
+def decide_each(name: str, rows: Sequence[Row], batch: Batch, decisions: Decisions) -> None:
+    """One rule, request by request, along each block."""
     for row, span in zip(rows, _spans(rows), strict=True):
+        if row.strict or row.name != name:
+            continue
         drafted = batch.token_ids[span].tolist()
         num_real = next((place for place, token_id in enumerate(drafted) if token_id < 0), len(drafted))
         real = slice(span.start, span.start + num_real)  # padding ends a block
@@ -169,8 +195,6 @@ def _decide_each(rows: Sequence[Row], batch: Batch, decisions: Decisions) -> Non
         context = row.context_ids() if Need.CONTEXT in row.rule.traits.needs else None
         evidence = batch.evidence(real, greedy=row.greedy, context_ids=context)
         decisions.lossless[real] = evidence.lossless_accepts
-        if row.strict:
-            continue
         relaxed = row.rule.relaxed_target_probs(evidence)
         if relaxed is not None:
             if decisions.scores is None:
@@ -196,5 +220,5 @@ def _spans(rows: Sequence[Row]) -> list[slice]:
     return spans
 
 
-def _rows(tensor: Tensor | None, index: Index) -> Tensor | None:
+def _rows(tensor: Tensor | None, index: slice) -> Tensor | None:
     return None if tensor is None else tensor[index]

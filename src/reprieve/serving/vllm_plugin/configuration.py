@@ -13,13 +13,13 @@ from reprieve.errors import PairError, ReprieveError, SpecError, require_choice
 from reprieve.heads.binding import tokenizer_fingerprint
 from reprieve.heads.folds import FoldedHead
 from reprieve.needs import Need
-from reprieve.rules import LosslessRule, Rule
-from reprieve.serving.policy import Policy
+from reprieve.rules import Rule
+from reprieve.serving.menu import Menu
 
 VARIABLE = "REPRIEVE_VLLM"
 KEY = "reprieve"
-TESTED_VERSIONS = ("0.32",)
-ANY_VERSION = "REPRIEVE_VLLM_ANY_VERSION"
+# What was run, with which model runner; other versions are warned about, and judged by their parts (see `probing`).
+TESTED = {"0.32": ("v1", "v2")}
 
 
 def source_of(additional_config: Any) -> Any:
@@ -30,14 +30,14 @@ def source_of(additional_config: Any) -> Any:
     return os.environ.get(VARIABLE) or None
 
 
-def load_policy(source: Any, target: str) -> Policy:
-    """The policy, read once a process.
+def load_menu(source: Any, target: str) -> Menu:
+    """The operator's rules, read once a process.
 
     Args:
         target: name or folder of the model that is served.
 
     Raises:
-        ReprieveError: see `Policy.load`.
+        ReprieveError: see `Menu.load`.
     """
     try:
         return _load(json.dumps(source, sort_keys=True), target)
@@ -46,22 +46,18 @@ def load_policy(source: Any, target: str) -> Policy:
 
 
 @lru_cache
-def _load(source: str, target: str) -> Policy:
-    return Policy.load(json.loads(source), target=target)
+def _load(source: str, target: str) -> Menu:
+    return Menu.load(json.loads(source), target=target)
 
 
-def require_version(version: str) -> None:
-    """Refuse a vLLM that this was not tested with.
-
-    Raises:
-        ReprieveError: says which versions were, and the way out.
-    """
-    if os.environ.get(ANY_VERSION) == "1" or ".".join(version.split(".")[:2]) in TESTED_VERSIONS:
-        return
-    raise ReprieveError(
-        f"Reprieve's plugin was tested with vLLM {', '.join(TESTED_VERSIONS)}, this is {version}: install a tested "
-        f"version, switch the plugin off (unset {VARIABLE}, or VLLM_PLUGINS=''), or set {ANY_VERSION}=1 and compare "
-        "its answers with the local engine's before you serve"
+def version_warning(version: str, runner: str) -> str:
+    """What to say of a vLLM that was not run with this plugin; empty for the tested ones."""
+    if runner in TESTED.get(".".join(version.split(".")[:2]), ()):
+        return ""
+    tested = ", ".join(f"{name} ({' and '.join(runners)})" for name, runners in TESTED.items())
+    return (
+        f"Reprieve was run with vLLM {tested}, this is {version} with {runner}: its parts look right and the self-test "
+        "decides; compare some answers with the local engine's before you serve"
     )
 
 
@@ -69,34 +65,34 @@ def require_version(version: str) -> None:
 class Setup:
     """The part of a vLLM configuration that decides whether a rule can work."""
 
-    version: str
     method: str | None  # of speculative decoding; None without
     rejection_sample_method: str
     has_draft_logits: bool  # whether the drafter computes a distribution that can be read
     heterogeneous_vocab: bool
-    v2_model_runner: bool
+    runner: str  # v1 or v2
+    batch_sharded: bool  # ranks sample different requests (V2)
+    processed_logprobs: bool  # log-probabilities are read from logits that the rules have changed (V2)
     async_scheduling: bool
     hidden_size: int
 
-    def require(self, policy: Policy) -> None:
+    def require(self, menu: Menu) -> None:
         """Refuse what would fail, or would silently serve losslessly.
 
         Raises:
             ReprieveError: says what is missing and the way out.
         """
-        require_version(self.version)
-        rule = policy.rule
-        if self.v2_model_runner:
-            raise ReprieveError("the V2 model runner has no hooks for rules yet: set VLLM_USE_V2_MODEL_RUNNER=0")
         if self.method is None:
-            raise ReprieveError(f"rule {rule.spec} needs speculative decoding: give vLLM a --speculative-config")
+            raise ReprieveError("rules need speculative decoding: give vLLM a --speculative-config")
         require_choice("rejection_sample_method", self.rejection_sample_method, ("standard",))
-        if isinstance(rule, LosslessRule) and rule.verification != "token":
-            raise SpecError(f"vLLM has its own lossless check: rule lossless takes no verification, got {rule.spec}")
-        self._require_inputs(policy)
+        if self.runner == "v2" and self.processed_logprobs:
+            raise ReprieveError(
+                "on the V2 model runner rules change the logits that processed log-probabilities are read from: set "
+                "--logprobs-mode raw_logprobs"
+            )
+        for rule in menu.rules:
+            self._require_inputs(rule)
 
-    def _require_inputs(self, policy: Policy) -> None:
-        rule = policy.rule
+    def _require_inputs(self, rule: Rule) -> None:
         needs = rule.traits.needs
         for need, words in ((Need.DRAFT_HIDDEN, "the draft's hidden states"), (Need.ADVICE, "an advisor")):
             if need in needs:
@@ -104,16 +100,23 @@ class Setup:
         if other := set(rule.traits.target_layers) - {-1}:
             raise SpecError(f"rule {rule.spec} reads layer {min(other)}; vLLM hands out the last one (-1) only")
         if Need.DRAFT_PROBS in needs and not self.has_draft_logits:
-            raise SpecError(f"rule {rule.spec} needs draft probabilities, which method {self.method!r} does not have")
+            hint = (
+                ' (on the V2 model runner: add "draft_sample_method": "probabilistic")' if self.runner == "v2" else ""
+            )
+            raise SpecError(
+                f"rule {rule.spec} needs draft probabilities, which method {self.method!r} does not keep{hint}"
+            )
+        if {Need.NODE_HIDDEN, Need.PARENT_HIDDEN} & needs and self.batch_sharded:
+            raise SpecError(f"rule {rule.spec} needs hidden states: switch batch-sharded sampling off")
         if Need.DRAFT_PROBS in needs and self.heterogeneous_vocab:
             raise SpecError(
                 f"rule {rule.spec} needs draft probabilities over the target's vocabulary: unset "
                 "use_heterogeneous_vocab"
             )
-        if Need.CONTEXT in needs and self.async_scheduling:
+        if Need.CONTEXT in needs and self.async_scheduling and self.runner == "v1":
             raise SpecError(
-                f"rule {rule.spec} reads the text, which asynchronous scheduling has not got in time: start "
-                "vLLM with --no-async-scheduling"
+                f"rule {rule.spec} reads the text, which asynchronous scheduling has not got in time on the V1 model "
+                "runner: start vLLM with --no-async-scheduling"
             )
         for name, head in rule.heads:
             if isinstance(head, FoldedHead):

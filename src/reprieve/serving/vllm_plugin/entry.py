@@ -5,6 +5,6 @@ from __future__ import annotations
 
 def register() -> None:
     """Get ready; without a configuration nothing changes."""
-    from reprieve.serving.vllm_plugin.vllm_0_32 import startup
+    from reprieve.serving.vllm_plugin import startup
 
     startup.register()

@@ -1,6 +1,6 @@
-"""One worker's rule at work: requests to rows, a round's tensors to decisions, and what came of them to counts.
+"""One worker's rules at work: requests to rows, a round's tensors to decisions, and what came of them to counts.
 
-Knows vLLM's tensors and request ids, none of its classes: those are `vllm_0_32`'s.
+Knows vLLM's tensors and request ids, none of its classes: those are the runners' (`v1_runner`, `v2_runner`).
 """
 
 from __future__ import annotations
@@ -17,19 +17,24 @@ from torch import Tensor
 from reprieve.errors import ReprieveError
 from reprieve.needs import Need
 from reprieve.rules import RiskBudget, Rule
-from reprieve.serving.policy import STRICT, Policy
+from reprieve.serving.menu import Choice, Menu
+from reprieve.serving.policy import STRICT
 from reprieve.serving.vllm_plugin.batch import Batch, Decisions, Row, decide
-from reprieve.transfers import to_device
+from reprieve.transfers import spread, to_device
 
 logger = logging.getLogger("vllm.reprieve")
 
 
 @dataclass(frozen=True)
 class RequestRules:
-    """A request's own setting of the rule, and what is left of its budget."""
+    """What a request chose, and what is left of its budget."""
 
-    rule: Rule
+    choice: Choice
     budget: RiskBudget
+
+    @property
+    def strict(self) -> bool:
+        return self.choice.strict
 
 
 @dataclass(frozen=True)
@@ -45,11 +50,30 @@ class RoundRequest:
 
 @dataclass
 class Counts:
-    """What one round or several did for one request."""
+    """What one round or several did for one request; lists are by position in the block."""
 
     rule: str
-    num_rescued: int = 0
     num_rounds: int = 0
+    drafted: list[int] = field(default_factory=list)
+    matched: list[int] = field(default_factory=list)
+    rescued: list[int] = field(default_factory=list)
+
+    @property
+    def num_rescued(self) -> int:
+        return sum(self.rescued)
+
+    def add(self, num_drafted: int, num_accepted: int, rescued: Sequence[bool]) -> None:
+        """One round's."""
+        self.num_rounds += 1
+        for name, flags in (
+            ("drafted", [True] * num_drafted),
+            ("matched", [not flag for flag in rescued[:num_accepted]]),
+            ("rescued", rescued[:num_accepted]),
+        ):
+            counts: list[int] = getattr(self, name)
+            counts.extend([0] * (len(flags) - len(counts)))
+            for place, flag in enumerate(flags):
+                counts[place] += flag
 
 
 @dataclass
@@ -57,8 +81,9 @@ class _Pending:
     """Counts that are on their way from the device."""
 
     request_ids: list[str]
-    rules: list[str]
-    rescued: Tensor  # [B], on the CPU once `ready` is
+    rules: list[str]  # labels of the counters; empty where the lossless check stood
+    num_drafted: list[int]
+    kept: Tensor  # [B, K + 2], int16, on the CPU once `ready` is: number accepted, then 1 for each that was rescued
     ready: Any
 
 
@@ -67,12 +92,12 @@ class WorkerRules:
     """The state of the plugin in one worker.
 
     Args:
-        policy: the operator's, its rule bound to the tokenizer and on the worker's device.
+        menu: the operator's rules, bound to the tokenizer and on the worker's device.
         rank: of the worker.
         seed: of the noise that random rules draw; the same on every rank.
     """
 
-    policy: Policy
+    menu: Menu
     rank: int = 0
     seed: int = 0
     failures: int = 0
@@ -92,7 +117,7 @@ class WorkerRules:
         return {
             "active": True,
             "rank": self.rank,
-            "rule": self.policy.rule.spec,
+            "rule": "; ".join(rule.spec for rule in self.menu.rules),
             "failures": self.failures,
             "num_rounds": self.num_rounds,
             "num_rescued": self.num_rescued,
@@ -119,28 +144,41 @@ class WorkerRules:
 
     def rows(self, requests: Sequence[RoundRequest]) -> list[Row]:
         """The batch's requests with their rules."""
-        reads_draft = Need.DRAFT_PROBS in self.policy.rule.traits.needs
         rows = []
         for request in requests:
-            known = self._rules_of(request)
+            known = self.known(request.request_id, request.asked)
+            rule = self.rule_of(known.choice, len(requests))
             trusted = self._drafted.get(request.request_id, False)
-            if reads_draft:
+            if Need.DRAFT_PROBS in rule.traits.needs:
                 trusted = trusted and request.request_id in self._draft_probs
             rows.append(
-                Row(known.rule, request.num_drafted, request.greedy, trusted, known.budget, request.context_ids)
+                Row(
+                    known.choice.name,
+                    rule,
+                    request.num_drafted,
+                    request.greedy,
+                    trusted,
+                    known.budget,
+                    request.context_ids,
+                )
             )
         return rows
 
-    def _rules_of(self, request: RoundRequest) -> RequestRules:
-        known = self._known.get(request.request_id)
+    def known(self, request_id: str, asked: Callable[[], Mapping[str, Any] | None]) -> RequestRules:
+        """What a request chose, resolved at its first round."""
+        known = self._known.get(request_id)
         if known is None:
             try:
-                rule = self.policy.resolve(request.asked())
+                choice = self.menu.choose(asked())
             except ReprieveError as error:  # the front end refuses such requests; a worker must not fall over one
-                logger.error("request %s is served losslessly: %s", request.request_id, error)
-                rule = STRICT
-            known = self._known[request.request_id] = RequestRules(rule, RiskBudget.of(rule))
+                logger.error("request %s is served losslessly: %s", request_id, error)
+                choice = Choice("", STRICT)
+            known = self._known[request_id] = RequestRules(choice, RiskBudget.of(choice.rule))
         return known
+
+    def rule_of(self, choice: Choice, num_running: int) -> Rule:
+        """The rule in force for a request in this round."""
+        return self.menu.policies[choice.name].at_load(num_running) if choice.follows_load else choice.rule
 
     def flat_draft_probs(self, requests: Sequence[RoundRequest], like: Tensor) -> Tensor:
         """The drafted tokens' distributions one after another, [N, V]; uniform where there is none."""
@@ -155,7 +193,7 @@ class WorkerRules:
 
     def noise(self, size: int, device: torch.device) -> Tensor | None:
         """Draws for rules that are random themselves, [size]: the same on every rank."""
-        if Need.NOISE not in self.policy.rule.traits.needs:
+        if Need.NOISE not in self.menu.needs:
             return None
         return to_device(torch.rand(size, generator=self._noise), device)
 
@@ -167,12 +205,12 @@ class WorkerRules:
         """
         if all(row.strict for row in rows):
             return None
-        with self._guarded("the rule failed; its requests are served losslessly"):
-            return decide(self.policy.rule, rows, make_batch())
+        with self.guarded("the rule failed; its requests are served losslessly"):
+            return decide(rows, make_batch())
         return None
 
     @contextmanager
-    def _guarded(self, message: str) -> Iterator[None]:
+    def guarded(self, message: str) -> Iterator[None]:
         """A defect of ours must not end the engine: it is logged once, and counted."""
         try:
             yield
@@ -183,46 +221,61 @@ class WorkerRules:
 
     def count(self, requests: Sequence[RoundRequest], rows: Sequence[Row], made: Decisions, output_ids: Tensor) -> None:
         """Take note of a round's outcome: output token ids [B, K + 1], -1 where there is none."""
-        with self._guarded("counting failed"):
-            self._pending.append(self._counted(requests, rows, made, output_ids))
+        with self.guarded("counting failed"):
+            flat = [
+                place * output_ids.shape[-1] + token
+                for place, row in enumerate(rows)
+                for token in range(row.num_drafted)
+            ]
+            lossless = torch.ones(output_ids.shape, dtype=torch.bool, device=output_ids.device)
+            lossless.view(-1)[spread(flat, torch.long, output_ids.device)] = made.lossless
+            self.note(
+                [request.request_id for request in requests],
+                ["" if row.strict else self.label(row.name, row.rule) for row in rows],
+                [row.num_drafted for row in rows],
+                (output_ids >= 0).sum(-1) - 1,
+                ~lossless,
+            )
 
-    def _counted(
-        self, requests: Sequence[RoundRequest], rows: Sequence[Row], made: Decisions, output_ids: Tensor
-    ) -> _Pending:
-        num_accepted = (output_ids >= 0).sum(-1) - 1
-        places = torch.arange(output_ids.shape[-1], device=output_ids.device)
-        against = torch.zeros(output_ids.shape, dtype=torch.bool, device=output_ids.device)
-        flat = [
-            place * output_ids.shape[-1] + token for place, row in enumerate(rows) for token in range(row.num_drafted)
-        ]
-        positions = to_device(torch.tensor(flat, dtype=torch.long), output_ids.device)
-        against.view(-1)[positions] = ~made.lossless
-        rescued = (against & (places < num_accepted.unsqueeze(-1))).sum(-1)
+    def label(self, name: str, rule: Rule) -> str:
+        """What counters call a rule in force: its name and, where the operator set it, the value of its dial."""
+        policy = self.menu.policies[name]
+        value = rule.dial_value
+        own = {policy.rule.dial_value, *policy.levels.values(), *(value for _, value in policy.by_load)}
+        return name if value is None else f"{name}@{value:g}" if value in own else f"{name}@asked"
+
+    def note(
+        self,
+        request_ids: list[str],
+        labels: list[str],
+        num_drafted: list[int],
+        num_accepted: Tensor,  # [B]
+        against: Tensor,  # [B, K + 1], bool: drafted tokens that the lossless check refuses
+    ) -> None:
+        """Send a round's counts on their way to the host."""
+        kept = torch.cat([num_accepted.unsqueeze(-1), against], -1).to(torch.int16)
         ready = None
-        if rescued.device.type == "cuda":
-            rescued = rescued.to("cpu", non_blocking=True)
+        if kept.device.type == "cuda":
+            kept = kept.to("cpu", non_blocking=True)
             ready = torch.cuda.Event()
             ready.record()
-        rules = ["" if row.strict else row.rule.spec for row in rows]
-        return _Pending([request.request_id for request in requests], rules, rescued, ready)
+        self._pending.append(_Pending(request_ids, labels, num_drafted, kept, ready))
 
     def take_counts(self) -> dict[str, Counts]:
-        """Counts that have arrived since the last call, by request; on a GPU they come a round late."""
+        """Counts that have arrived since the last call, by request."""
         counts: dict[str, Counts] = {}
         waiting = []
         for pending in self._pending:
             if pending.ready is not None and not pending.ready.query():
                 waiting.append(pending)
                 continue
-            for request_id, rule, rescued in zip(
-                pending.request_ids, pending.rules, pending.rescued.tolist(), strict=True
+            for request_id, rule, num_drafted, (num_accepted, *rescued) in zip(
+                pending.request_ids, pending.rules, pending.num_drafted, pending.kept.tolist(), strict=True
             ):
-                if not rule:
-                    continue
-                self.num_rounds += 1
-                self.num_rescued += rescued
-                made = counts.setdefault(request_id, Counts(rule))
-                made.num_rescued += rescued
-                made.num_rounds += 1
+                if rule:
+                    made = counts.setdefault(request_id, Counts(rule))
+                    made.add(num_drafted, num_accepted, [bool(flag) for flag in rescued])
+                    self.num_rounds += 1
+                    self.num_rescued += sum(rescued[:num_accepted])
         self._pending = waiting
         return counts

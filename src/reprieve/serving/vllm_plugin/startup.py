@@ -1,25 +1,22 @@
-"""vLLM 0.32, V1 model runner: where it starts up, and where requests come in.
+"""Where vLLM starts up, and where requests come in: on both model runners.
 
-This folder is all that knows vLLM's internals; another version of vLLM is another folder. No kernel is replaced: see
-`sampler`.
+No kernel is replaced: see `v1_sampler` and `v2_processor`. What a version must have for that is listed in `probing`.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
 
 from reprieve.errors import ReprieveError
+from reprieve.serving.menu import Menu
 from reprieve.serving.policy import PREFIX, Policy, RequestError
-from reprieve.serving.vllm_plugin import configuration
+from reprieve.serving.vllm_plugin import configuration, numbers, probing
 from reprieve.serving.vllm_plugin.health import require_healthy
 from reprieve.serving.vllm_plugin.rounds import WorkerRules
-from reprieve.serving.vllm_plugin.vllm_0_32 import numbers
-from reprieve.serving.vllm_plugin.vllm_0_32.runner import RunnerHooks
-from reprieve.serving.vllm_plugin.vllm_0_32.sampler import SIGNATURES
+from reprieve.serving.vllm_plugin.selftest import require_works
 
 logger = logging.getLogger("vllm.reprieve")
 
@@ -52,42 +49,49 @@ def _wrap_front_end() -> None:
     _after_async(AsyncLLM, "check_health", _check_health)
 
 
-def _policy(vllm_config: Any) -> Policy | None:
+def _menu(vllm_config: Any) -> Menu | None:
     source = configuration.source_of(vllm_config.additional_config)
     if source is None:
         return None
-    from vllm.version import __version__
-
-    configuration.require_version(__version__)  # before anything that another version may have moved
     spec = vllm_config.speculative_config
-    return configuration.load_policy(source, vllm_config.model_config.model).under(
-        num_draft_tokens=None if spec is None else spec.num_speculative_tokens,
-        drafter=None if spec is None else {"draft_model": "draft"}.get(spec.method, spec.method),
-        dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
+    menu = configuration.load_menu(source, vllm_config.model_config.model)
+    return menu.change(
+        lambda policy: policy.under(
+            num_draft_tokens=None if spec is None else spec.num_speculative_tokens,
+            drafter=None if spec is None else {"draft_model": "draft"}.get(spec.method, spec.method),
+            dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
+        )
     )
 
 
 def _prepare(vllm_config: Any) -> None:
     """In the front end, before the engine starts: refuse what cannot work, and make room for our numbers."""
-    policy = _policy(vllm_config)
-    if policy is None:
+    menu = _menu(vllm_config)
+    if menu is None:
         return
-    _setup(vllm_config).require(policy)
-    numbers.extend(policy.rule.spec)
+    from vllm.version import __version__
+
+    setup = _setup(vllm_config)
+    if warning := configuration.version_warning(__version__, setup.runner):
+        logger.warning(warning)
+    setup.require(menu)
+    numbers.extend()
 
 
 def _setup(vllm_config: Any) -> configuration.Setup:
-    from vllm.version import __version__
-
     spec = vllm_config.speculative_config
+    runner = "v2" if vllm_config.use_v2_model_runner else "v1"
     method = None if spec is None else spec.method
     return configuration.Setup(
-        version=__version__,
         method=method,
+        runner=runner,
         rejection_sample_method="standard" if spec is None else spec.rejection_sample_method,
-        has_draft_logits=method in ("draft_model", "eagle", "eagle3", "mtp"),
+        has_draft_logits=method in ("draft_model", "eagle", "eagle3", "mtp")
+        if runner == "v1"
+        else spec is not None and spec.draft_sample_method == "probabilistic",
         heterogeneous_vocab=bool(spec is not None and spec.use_heterogeneous_vocab),
-        v2_model_runner=vllm_config.use_v2_model_runner,
+        batch_sharded=bool(getattr(vllm_config.parallel_config, "enable_batch_sharded_sampling", False)),
+        processed_logprobs=str(vllm_config.model_config.logprobs_mode).startswith("processed"),
         async_scheduling=bool(vllm_config.scheduler_config.async_scheduling),
         hidden_size=vllm_config.model_config.get_hidden_size(),
     )
@@ -98,33 +102,34 @@ def _validate(processor: Any, params: Any, *rest: Any) -> None:
     asked = getattr(params, "extra_args", None)
     if not asked or not any(name.startswith(PREFIX) for name in asked):
         return
-    policy = _policy(processor.vllm_config)
-    if policy is None:
+    menu = _menu(processor.vllm_config)
+    if menu is None:
         return
     from vllm.exceptions import VLLMValidationError
 
     try:
-        policy.resolve(asked)
+        menu.choose(asked)
     except RequestError as error:
         raise VLLMValidationError(str(error), parameter=error.parameter, value=asked.get(error.parameter)) from None
 
 
 def _require_workers(engine: Any, vllm_config: Any) -> None:
     """In the engine's process, after the workers came up: a worker without the plugin must not serve."""
-    policy = _policy(vllm_config)
-    if policy is None:
+    menu = _menu(vllm_config)
+    if menu is None:
         return
-    numbers.extend(policy.rule.spec)
+    numbers.extend()
     try:
         statuses = engine.collective_rpc("reprieve_status")
     except Exception as error:
         raise ReprieveError(f"Reprieve's plugin is configured and did not load in a worker: {error}") from None
     require_healthy(statuses)
-    logger.info("Reprieve is active in %d worker(s): %s", len(statuses), policy.describe())
+    described = "; ".join(policy.describe() for policy in menu.policies.values())
+    logger.info("Reprieve is active in %d worker(s): %s", len(statuses), described)
 
 
 async def _check_health(engine: Any) -> None:
-    if _policy(engine.vllm_config) is None:
+    if _menu(engine.vllm_config) is None:
         return
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -144,46 +149,60 @@ def _status(worker: Any) -> dict[str, Any]:
 
 
 def _install(worker: Any) -> None:
-    """In a worker, once its runner, sampler and drafter exist."""
-    policy = _policy(worker.vllm_config)
-    if policy is None:
+    """In a worker, once its runner exists: V1's has its sampler then, V2's gets it with the model."""
+    menu = _menu(worker.vllm_config)
+    if menu is None:
         return
-    _setup(worker.vllm_config).require(policy)
-    _require_signatures()
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
+    _setup(worker.vllm_config).require(menu)
     runner = worker.model_runner
-    if not isinstance(runner, GPUModelRunner):
-        raise ReprieveError(f"Reprieve's plugin needs the V1 model runner, got {type(runner).__name__}")
-    runner.reprieve = RunnerHooks(worker_rules(policy, worker), runner)
+    kind = probing.runner_kind(runner)
+    probing.require_parts(kind, probing.live)
+    if kind == "v1":
+        from reprieve.serving.vllm_plugin.v1_runner import RunnerHooks as V1Hooks
+
+        runner.reprieve = V1Hooks(worker_rules(menu, worker), runner)
+        _activate(runner, kind)
+        return
+    from reprieve.serving.vllm_plugin.v2_runner import RunnerHooks as V2Hooks
+
+    runner.reprieve = V2Hooks(worker_rules(menu, worker), runner)
+    load_model = runner.load_model
+
+    @functools.wraps(load_model)
+    def load_and_activate(*args: Any, **kwargs: Any) -> Any:
+        made = load_model(*args, **kwargs)
+        _activate(runner, kind)
+        return made
+
+    runner.load_model = load_and_activate
+
+
+def _activate(runner: Any, kind: str) -> None:
     runner.reprieve.install()
+    require_works(runner.reprieve, kind)
 
 
-def worker_rules(policy: Policy, worker: Any) -> WorkerRules:
-    """The policy, made ready for a worker: bound to its tokenizer, its heads on its device.
+def worker_rules(menu: Menu, worker: Any) -> WorkerRules:
+    """The operator's rules, made ready for a worker: bound to its tokenizer, their heads on its device.
 
     Raises:
         PairError: a head made for another tokenizer.
     """
-    rule = policy.rule
-    if rule.traits.reads_text or rule.heads:
+    tokenizer: Any = None
+    if any(rule.traits.reads_text or rule.heads for rule in menu.rules):
         from transformers import AutoTokenizer
 
         model = worker.vllm_config.model_config
-        tokenizer: Any = AutoTokenizer.from_pretrained(model.tokenizer, trust_remote_code=model.trust_remote_code)
-        configuration.require_tokenizer(rule, tokenizer)
-        rule = rule.bind(tokenizer)
-    return WorkerRules(policy.with_rule(rule.to(worker.model_runner.device)), rank=worker.rank)
+        tokenizer = AutoTokenizer.from_pretrained(model.tokenizer, trust_remote_code=model.trust_remote_code)
 
+    def ready(policy: Policy) -> Policy:
+        rule = policy.rule
+        if rule.traits.reads_text or rule.heads:
+            configuration.require_tokenizer(rule, tokenizer)
+            rule = rule.bind(tokenizer)
+        return policy.with_rule(rule.to(worker.model_runner.device))
 
-def _require_signatures() -> None:
-    from vllm.v1.sample import rejection_sampler
-
-    for name, wanted in SIGNATURES.items():
-        function = getattr(rejection_sampler, name, None)
-        parameters = " ".join(inspect.signature(inspect.unwrap(function)).parameters) if function else "nothing"
-        if parameters != wanted:
-            raise ReprieveError(f"vLLM's {name} takes ({parameters}), the plugin was written for ({wanted})")
+    return WorkerRules(menu.change(ready), rank=worker.rank)
 
 
 def _after(kind: type, name: str, then: Callable[..., None]) -> None:

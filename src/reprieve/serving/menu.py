@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from reprieve.errors import SpecError
+from reprieve.needs import Need
 from reprieve.rules import LosslessRule, Rule
-from reprieve.serving.policy import STRICT, SWITCH, Policy, RequestError
+from reprieve.serving.policy import FIELDS, STRICT, SWITCH, Policy, RequestError, read_settings
 
 
 def stops(policy: Policy) -> list[float]:
@@ -35,6 +37,7 @@ class Choice:
 
     name: str
     rule: Rule
+    follows_load: bool = False  # nothing was asked for: the operator's table of loads decides, round by round
 
     @property
     def strict(self) -> bool:
@@ -67,13 +70,51 @@ class Menu:
             name = policy.rule.name if policy.rule.name not in self.policies else policy.rule.spec
             self.policies[name] = policy
 
-    def choose(self, fields: Mapping[str, Any]) -> Choice:
-        """The rule and setting a request gets.
+    @classmethod
+    def load(cls, source: str | Mapping[str, Any], *, target: str | None = None) -> Menu:
+        """From a rule's specification, a JSON file, or its content; `{"rules": [...]}` holds several of these.
+
+        Raises:
+            ReprieveError: see `Policy.load`.
+            SpecError: see `Policy.load`.
+        """
+        settings = read_settings(source)
+        if "rules" not in settings:
+            return cls([Policy.load(settings, target=target)])
+        offered = settings["rules"]
+        if len(settings) > 1 or not isinstance(offered, list) or not offered:
+            raise SpecError(f"rules must stand alone and be a list of rules, got {json.dumps(settings)}")
+        return cls([Policy.load(item, target=target) for item in offered])
+
+    def change(self, change: Callable[[Policy], Policy]) -> Menu:
+        """The same rules, by the same names, with a change made to each policy."""
+        menu = Menu(list(self.policies.values()))
+        menu.policies = {name: change(policy) for name, policy in self.policies.items()}
+        return menu
+
+    @property
+    def rules(self) -> list[Rule]:
+        """The operator's rules, as they stand."""
+        return [policy.rule for policy in self.policies.values()]
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What at least one of the rules reads."""
+        return frozenset().union(*(rule.traits.needs for rule in self.rules))
+
+    @property
+    def reads_raw_logits(self) -> bool:
+        """Whether a rule reads the model's own distribution, as heads do, beside the one that tokens are drawn from."""
+        states = {Need.NODE_HIDDEN, Need.PARENT_HIDDEN}
+        return bool(states & self.needs) or any(rule.traits.beyond_truncation for rule in self.rules)
+
+    def choose(self, fields: Mapping[str, Any] | None, *, num_running: int = 1) -> Choice:
+        """The rule and setting a request gets, while so many are running.
 
         Raises:
             RequestError: a rule that is not offered, or what `Policy.resolve` refuses.
         """
-        asked = dict(fields)
+        asked = dict(fields or {})
         name = asked.get(SWITCH)
         if name is None or name in ("on", "off"):
             name = next(iter(self.policies))
@@ -81,7 +122,11 @@ class Menu:
             asked[SWITCH] = "on"
         else:
             raise RequestError(SWITCH, f"{SWITCH} must be one of on, off, {', '.join(self.policies)}, got {name!r}")
-        return Choice(name, self.policies[name].resolve(asked))
+        silent = not any(asked.get(field) not in (None, "on") for field in FIELDS)
+        policy = self.policies[name]
+        if silent and policy.by_load:
+            return Choice(name, policy.at_load(num_running), follows_load=True)
+        return Choice(name, policy.resolve(asked))
 
     def describe(self) -> list[dict[str, Any]]:
         """For clients: each rule, its dial, where a slider may stop, and its certificate."""

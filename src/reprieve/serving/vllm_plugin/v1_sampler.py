@@ -1,4 +1,4 @@
-"""Before and behind vLLM 0.32's own rejection sampler.
+"""Before and behind the rejection sampler of vLLM's V1 runner.
 
 Where the rule accepts a drafted token its target logit is raised to the largest number before the sampler sees it, and
 put back afterwards; where a replacing rule refuses one, the sampler is shown a proposal it must reject. Recovered and
@@ -23,14 +23,6 @@ from reprieve.serving.vllm_plugin.batch import Batch, Decisions, Row
 from reprieve.serving.vllm_plugin.rounds import RoundRequest, WorkerRules
 from reprieve.transfers import spread
 from reprieve.types import gather_token
-
-# Hooked functions and the parameters they must have; other ones mean another vLLM than the tested one.
-SIGNATURES = {
-    "rejection_sample": "draft_token_ids num_draft_tokens max_spec_len cu_num_draft_tokens draft_probs target_logits "
-    "bonus_token_ids sampling_metadata synthetic_mode synthetic_conditional_rates use_fp64_gumbel",
-    "apply_sampling_constraints": "logits cu_num_draft_tokens sampling_metadata",
-    "generate_uniform_probs": "num_tokens num_draft_tokens generators device",
-}
 
 
 class Hooks(Protocol):
@@ -134,7 +126,7 @@ def _rejection_sample(
     if made is None:
         return sample(draft_token_ids, draft_probs, target_logits)
     token_ids, probs = draft_token_ids, draft_probs
-    if rules.policy.rule.traits.replaces:
+    if any(rule.traits.replaces for rule in rules.menu.rules):
         token_ids, probs = _refuse(made, rows, draft_token_ids, draft_probs, target_logits, sampling_metadata)
     with _raised(made, draft_token_ids, target_logits) as logits:
         output = sample(token_ids, probs, logits)

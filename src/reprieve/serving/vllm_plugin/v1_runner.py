@@ -1,4 +1,4 @@
-"""The hooks on one model runner of vLLM 0.32: what was drafted, what a round holds, what goes back with its output."""
+"""The hooks on a V1 model runner of vLLM: what was drafted, what a round holds, what goes back with its output."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from reprieve.needs import Need
+from reprieve.serving.vllm_plugin import numbers
 from reprieve.serving.vllm_plugin.batch import Batch
 from reprieve.serving.vllm_plugin.rounds import RoundRequest, WorkerRules
-from reprieve.serving.vllm_plugin.vllm_0_32 import numbers
-from reprieve.serving.vllm_plugin.vllm_0_32.sampler import ROUND, Round, patch_sampler
+from reprieve.serving.vllm_plugin.v1_sampler import ROUND, Round, patch_sampler
 from reprieve.transfers import spread
 from reprieve.types import gather_token
 
@@ -25,7 +25,7 @@ class RunnerHooks:
     def __init__(self, rules: WorkerRules, runner: Any) -> None:
         self.rules = rules
         self.runner = runner
-        self._reads_draft = Need.DRAFT_PROBS in rules.policy.rule.traits.needs
+        self._reads_draft = Need.DRAFT_PROBS in rules.menu.needs
         self._recorded: list[Tensor] = []
 
     def install(self) -> None:
@@ -92,14 +92,7 @@ class RunnerHooks:
 
     def _attach(self, output: Any) -> None:
         """Send the counts along with the output, to the scheduler."""
-        counts = self.rules.take_counts()
-        if counts:
-            inner = getattr(output, "_model_runner_output", output)
-            setattr(
-                inner,
-                numbers.ATTRIBUTE,
-                {key: (made.rule, made.num_rescued, made.num_rounds) for key, made in counts.items()},
-            )
+        numbers.attach(getattr(output, "_model_runner_output", output), self.rules)
 
     def requests(self, num_draft_tokens: list[int]) -> list[RoundRequest]:
         """The batch in vLLM's order, which changes from round to round."""
@@ -131,12 +124,11 @@ class RunnerHooks:
         meta: Any,
     ) -> Batch:
         """The round's tensors, as far as the rule reads them."""
-        traits = self.rules.policy.rule.traits
+        needs = self.rules.menu.needs
         state = current.state
         token_ids = state.spec_decode_metadata.draft_token_ids.long()
         judging = state.spec_decode_metadata.target_logits_indices
         hidden = state.sample_hidden_states
-        reads_states = {Need.NODE_HIDDEN, Need.PARENT_HIDDEN} & traits.needs
         assert current.possible is not None
         proposal = None
         if draft_probs is not None:
@@ -144,15 +136,15 @@ class RunnerHooks:
         return Batch(
             token_ids=token_ids,
             scores=target_logits,
-            logits=state.logits[judging].float() if reads_states or traits.beyond_truncation else target_logits,
+            logits=state.logits[judging].float() if self.rules.menu.reads_raw_logits else target_logits,
             possible=current.possible,
             proposal_probs=proposal,
             draft_scores=self._draft_scores(requests, target_logits, meta) if self._reads_draft else None,
             uniforms=current.uniforms,
             noise=self.rules.noise(len(token_ids), token_ids.device),
-            node_hidden={-1: hidden[judging + 1]} if Need.NODE_HIDDEN in traits.needs else None,
-            parent_hidden={-1: hidden[judging]} if Need.PARENT_HIDDEN in traits.needs else None,
-            **(self._embeddings(token_ids.clamp_min(0), target_logits) if Need.EMBEDDINGS in traits.needs else {}),
+            node_hidden={-1: hidden[judging + 1]} if Need.NODE_HIDDEN in needs else None,
+            parent_hidden={-1: hidden[judging]} if Need.PARENT_HIDDEN in needs else None,
+            **(self._embeddings(token_ids.clamp_min(0), target_logits) if Need.EMBEDDINGS in needs else {}),
         )
 
     def _embeddings(self, token_ids: Tensor, target_logits: Tensor) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Numbers: rescued tokens and relaxed rounds travel with vLLM 0.32's own statistics.
+"""Numbers: what rules drafted, matched and rescued travels with vLLM's own statistics, on both model runners.
 
 A worker attaches counts to its output; the scheduler adds them to vLLM's per-step and per-request records, which take
 them to the front end; there they become Prometheus counters and part of the per-request metrics.
@@ -10,26 +10,36 @@ import dataclasses
 import functools
 from typing import Any
 
-ATTRIBUTE = "reprieve_counts"  # on a ModelRunnerOutput: {request id: (rule, rescued tokens, rounds)}
+from reprieve.serving.vllm_plugin.rounds import WorkerRules
+
+ATTRIBUTE = "reprieve_counts"  # on a ModelRunnerOutput: {request id: (rule, rounds, drafted, matched, rescued)}
 _RESCUED = "vllm:reprieve_rescued_tokens"
 _ROUNDS = "vllm:reprieve_relaxed_rounds"
+_PLACES = "vllm:reprieve_tokens_per_position"
+_COUNTERS = {
+    _RESCUED: ("Drafted tokens accepted although the lossless check rejects them.", ["rule"]),
+    _ROUNDS: ("Verified requests (a request, a round) judged by a relaxed rule.", ["rule"]),
+    _PLACES: ("Drafted tokens of such rounds, by what became of them.", ["rule", "outcome", "position"]),
+}
 
 
-def extend(rule: str) -> None:
-    """Widen vLLM's records and wrap what fills and reads them, once a process.
+def attach(output: Any, rules: WorkerRules) -> None:
+    """Send a worker's counts along with its output, to the scheduler."""
+    if counts := rules.take_counts():
+        made = {key: (c.rule, c.num_rounds, c.drafted, c.matched, c.rescued) for key, c in counts.items()}
+        setattr(output, ATTRIBUTE, made)
 
-    Args:
-        rule: the operator's, a label of the counters.
-    """
+
+def extend() -> None:
+    """Widen vLLM's records and wrap what fills and reads them, once a process."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
     from vllm.v1.spec_decode.metrics import SpecDecodingProm, SpecDecodingStats
 
-    SpecDecodingProm.reprieve_rule = rule
-    if hasattr(SpecDecodingStats, "num_rescued_tokens"):
+    if hasattr(SpecDecodingProm, "reprieve"):
         return
-    _add_field(SpecDecodingStats, "num_rescued_tokens", "int", 0)
-    _add_field(SpecDecodingStats, "num_relaxed_rounds", "int", 0)
+    SpecDecodingProm.reprieve = None
+    _add_field(SpecDecodingStats, "reprieve", "list", dataclasses.field(default_factory=list))
     _add_field(RequestSpecDecodeMetrics, "num_rescued_tokens", "int", 0)
     _add_field(RequestSpecDecodeMetrics, "reprieve_rule", "str", "")
     _fill(Scheduler)
@@ -44,6 +54,9 @@ def _add_field(kind: type, name: str, annotation: str, default: Any) -> None:
             setattr(kind, field.name, dataclasses.field(default_factory=field.default_factory))
     kind.__annotations__[name] = annotation
     setattr(kind, name, default)
+    for made in ("__init__", "__repr__", "__eq__"):  # else the old ones stay
+        if made in vars(kind):
+            delattr(kind, made)
     dataclasses.dataclass(kind)
 
 
@@ -59,13 +72,13 @@ def _fill(scheduler: Any) -> None:
     def make_spec_decoding_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
         stats = make(self, *args, **kwargs)
         request_id = kwargs.get("request_id", args[-1] if args else None)
-        rule, num_rescued, num_rounds = self._reprieve_counts.pop(request_id, ("", 0, 0))
-        if rule and stats is not None:
-            stats.num_rescued_tokens += num_rescued
-            stats.num_relaxed_rounds += num_rounds
+        counts = self._reprieve_counts.pop(request_id, None)
+        if counts is not None and stats is not None:
+            stats.reprieve.append(counts)
         request = self.requests.get(request_id)
-        if rule and request is not None and request.spec_decode_metrics is not None:
-            request.spec_decode_metrics.num_rescued_tokens += num_rescued
+        if counts is not None and request is not None and request.spec_decode_metrics is not None:
+            rule, _, _, _, rescued = counts
+            request.spec_decode_metrics.num_rescued_tokens += sum(rescued)
             request.spec_decode_metrics.reprieve_rule = rule
         return stats
 
@@ -80,24 +93,26 @@ def _export(prom: Any) -> None:
         self: Any, speculative_config: Any, labelnames: list[str], values: Any, *args: Any, **kwargs: Any
     ) -> None:
         start(self, speculative_config, labelnames, values, *args, **kwargs)
-        if not self.spec_decoding_enabled:
-            return
-        self.reprieve = {}
-        for name, text in (
-            (_RESCUED, "Drafted tokens accepted although the lossless check rejects them."),
-            (_ROUNDS, "Verified requests (a request, a round) judged by the relaxed rule."),
-        ):
-            counter = self._counter_cls(name=name, documentation=text, labelnames=[*labelnames, "rule"])
-            self.reprieve[name] = {
-                engine: counter.labels(*labels, self.reprieve_rule) for engine, labels in values.items()
+        if self.spec_decoding_enabled:
+            self.reprieve_engines = dict(values)
+            self.reprieve = {
+                name: self._counter_cls(name=name, documentation=text, labelnames=[*labelnames, *more])
+                for name, (text, more) in _COUNTERS.items()
             }
 
     @functools.wraps(observe)
     def note(self: Any, spec_decoding_stats: Any, engine_idx: int = 0) -> None:
         observe(self, spec_decoding_stats, engine_idx)
-        if self.spec_decoding_enabled:
-            self.reprieve[_RESCUED][engine_idx].inc(spec_decoding_stats.num_rescued_tokens)
-            self.reprieve[_ROUNDS][engine_idx].inc(spec_decoding_stats.num_relaxed_rounds)
+        if not self.spec_decoding_enabled:
+            return
+        engine = self.reprieve_engines[engine_idx]
+        for rule, num_rounds, *outcomes in spec_decoding_stats.reprieve:
+            self.reprieve[_ROUNDS].labels(*engine, rule).inc(num_rounds)
+            self.reprieve[_RESCUED].labels(*engine, rule).inc(sum(outcomes[-1]))
+            for outcome, counts in zip(("drafted", "matched", "rescued"), outcomes, strict=True):
+                for position, count in enumerate(counts):
+                    if count:
+                        self.reprieve[_PLACES].labels(*engine, rule, outcome, str(position)).inc(count)
 
     prom.__init__, prom.observe = begin, note
 

@@ -1,0 +1,138 @@
+"""At start, inside the worker: an edit that must be accepted is, and a request that asked for nothing is not touched.
+
+Two made-up requests with one drafted token each go through vLLM's own sampler and the hooks as they are installed. The
+rule is one that accepts everything; the target prefers another token.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reprieve.errors import ReprieveError
+from reprieve.rules import parse_rule
+from reprieve.serving.menu import Menu
+from reprieve.serving.policy import SWITCH, Policy
+from reprieve.serving.vllm_plugin.batch import Batch
+from reprieve.serving.vllm_plugin.rounds import RoundRequest, WorkerRules
+
+OWN, DRAFTED = 1, 2  # the target's token, and the drafter's
+_ASKED: tuple[dict[str, str], ...] = ({}, {SWITCH: "off"})
+
+
+def require_works(hooks: Any, kind: str) -> None:
+    """Run it on a runner's hooks.
+
+    Raises:
+        ReprieveError: the hooks do not do what they must, in this vLLM.
+    """
+    if kind == "v2" and hooks.processor is None:
+        return  # not the last stage of a pipeline
+    rules, size = hooks.rules, int(hooks.runner.model_config.get_vocab_size())
+    hooks.rules = WorkerRules(Menu([Policy(parse_rule(f"top_k:k={size}"))]), rank=rules.rank)
+    try:
+        relaxed, untouched = (_v1 if kind == "v1" else _v2)(hooks, size)
+        if hooks.rules.failures:
+            raise ReprieveError("the rule raised an error, see the log")
+        if relaxed != DRAFTED:
+            raise ReprieveError(f"a drafted token that the rule accepts was rejected (got {relaxed})")
+        if untouched != OWN:
+            raise ReprieveError(f"a request with the rule switched off was changed (got {untouched})")
+    except ReprieveError as error:
+        raise ReprieveError(f"Reprieve's self-test failed in worker {rules.rank}: {error}") from None
+    except Exception as error:  # another vLLM may fail in any way
+        raise ReprieveError(f"Reprieve's self-test failed in worker {rules.rank}: {error!r}") from error
+    finally:
+        hooks.rules = rules
+
+
+def _logits(num_rows: int, size: int, device: torch.device) -> Tensor:
+    logits = torch.zeros(num_rows, size, device=device)
+    logits[:, OWN] = 1.0
+    return logits
+
+
+def _v1(hooks: Any, size: int) -> tuple[int, int]:
+    from vllm.v1.sample import rejection_sampler
+
+    from reprieve.serving.vllm_plugin.v1_sampler import ROUND, Round
+
+    device = hooks.runner.device
+    names = ["reprieve self-test 0", "reprieve self-test 1"]
+    hooks.rules.note_drafts(names, None)
+    drafts = torch.full((2,), DRAFTED, dtype=torch.int32, device=device)
+    ends = torch.tensor([1, 2], dtype=torch.int32, device=device)
+    bonus = torch.zeros(2, 1, dtype=torch.int32, device=device)
+    possible = torch.ones(2, dtype=torch.bool, device=device)
+    requests = [
+        RoundRequest(name, 1, True, functools.partial(dict, asked), lambda: torch.empty(0, dtype=torch.long))
+        for name, asked in zip(names, _ASKED, strict=True)
+    ]
+
+    def batch(current: Any, requests: Any, logits: Tensor, probs: Any, meta: Any) -> Batch:
+        return Batch(token_ids=drafts.long(), scores=logits, logits=logits, possible=possible)
+
+    fake: Any = SimpleNamespace(rules=hooks.rules, requests=lambda counts: requests, batch=batch)
+    meta = SimpleNamespace(all_greedy=True, all_random=False, temperature=None, generators={}, top_k=None, top_p=None)
+    token = ROUND.set(Round(fake, state=None))
+    try:
+        output = rejection_sampler.rejection_sample(
+            drafts, [1, 1], 1, ends, None, _logits(2, size, device), bonus, meta
+        )
+    finally:
+        ROUND.reset(token)
+    return int(output[0, 0]), int(output[1, 0])
+
+
+def _v2(hooks: Any, size: int) -> tuple[int, int]:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+
+    from reprieve.serving.vllm_plugin.v2_runner import Round
+
+    sampler, device = hooks.runner.sampler, hooks.runner.device
+    for slot, asked in enumerate(_ASKED):
+        sampler.add_request(slot, SamplingParams(temperature=0.0, extra_args=dict(asked)))
+    sampler.apply_staged_writes()
+
+    def rows(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    ends, slots, places = rows([0, 2, 4]), rows([0, 1]), rows([0, 1, 0, 1])
+    row_slots, positions = rows([0, 0, 1, 1]), rows([5, 6, 5, 6], torch.int64)
+    fed = rows([OWN, DRAFTED, OWN, DRAFTED])
+    seeds = sampler.sampling_states.seeds.gpu
+    hooks.processor.round = Round(["0", "1"], np.array([2, 2]), None, None, seeds)
+    try:
+        processed = sampler.apply_sampling_params(
+            _logits(4, size, device),
+            row_slots,
+            slots,
+            np.array([0, 1]),
+            positions,
+            fed,
+            places,
+            np.array([7, 7]),
+        )
+        sampled, _ = rejection_sampler.rejection_sample(
+            processed,
+            None,
+            fed,
+            ends,
+            positions,
+            slots,
+            row_slots,
+            places,
+            sampler.sampling_states.temperature.gpu,
+            seeds,
+            hooks.runner.num_speculative_steps,
+        )
+    finally:
+        hooks.processor.round = hooks.processor.chunk = None
+        hooks.processor.forget_slots()
+    return int(sampled[0, 0]), int(sampled[1, 0])

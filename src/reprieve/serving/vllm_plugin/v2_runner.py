@@ -1,0 +1,218 @@
+"""The hooks on a V2 model runner of vLLM: what a round holds beside logits, and what goes back with its output.
+
+The rules themselves sit in `RuleProcessor`. Around it: `runner.sample`, for the batch and the hidden states;
+`sampler.apply_sampling_params`, for raw logits where a head reads them; `rejection_sample`, for what a processor cannot
+say (a token that must be refused although the target would have chosen it) and for counts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
+
+from reprieve.errors import ReprieveError
+from reprieve.needs import Need
+from reprieve.serving.vllm_plugin import numbers
+from reprieve.serving.vllm_plugin.rounds import WorkerRules
+from reprieve.serving.vllm_plugin.v2_processor import Chunk, RuleProcessor
+from reprieve.serving.vllm_plugin.v2_uniforms import uniforms_of
+
+
+@dataclass
+class Round:
+    """One batch that is being verified; vLLM may cut it into chunks of whole requests."""
+
+    request_ids: list[str]
+    num_rows: np.ndarray  # [B], logits rows of each request
+    states: Tensor | None  # [rows, D], the target's hidden states
+    draft_logits: Tensor | None  # [slots, K, V], before temperature
+    seeds: Tensor  # [slots]
+    raw_logits: Tensor | None = field(default=None, init=False)  # [N, V] of the chunk, before any processor
+    _next_request: int = field(default=0, init=False)
+    _next_row: int = field(default=0, init=False)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.request_ids)
+
+    def take(self, ctx: LogitsContext) -> tuple[int, slice]:
+        """The next chunk: its first request, and its rows."""
+        first, start = self._next_request, self._next_row
+        self._next_request += len(ctx.idx_mapping_np)
+        self._next_row += len(ctx.expanded_idx_mapping)
+        return first, slice(start, self._next_row)
+
+    def hidden(self, rows: slice, *, ahead: int = 0) -> Tensor:
+        """The states at these rows, or so many rows ahead of them: [N, D]. Behind the last row it is repeated."""
+        assert self.states is not None
+        places = torch.arange(rows.start + ahead, rows.stop + ahead, device=self.states.device)
+        return self.states[places.clamp_max(len(self.states) - 1)]
+
+    def draft_scores(self, ctx: LogitsContext) -> Tensor | None:
+        """The logits that each row's drafted token was drawn from, [N, V]; None where the drafter keeps none."""
+        if self.draft_logits is None:
+            return None
+        steps = ctx.expanded_local_pos.long().clamp_max(self.draft_logits.shape[1] - 1)
+        return self.draft_logits[ctx.expanded_idx_mapping.long(), steps].float()
+
+    def uniforms(self, ctx: LogitsContext) -> Tensor:
+        """The draws that vLLM's rejection sampler will use, [N]."""
+        return uniforms_of(self.seeds, ctx.expanded_idx_mapping, ctx.pos)
+
+
+class RunnerHooks:
+    """The hooks on one model runner; `rules` is what its status says."""
+
+    def __init__(self, rules: WorkerRules, runner: Any) -> None:
+        self.runner = runner
+        self.processor: RuleProcessor | None = None
+        self._rules = rules
+
+    @property
+    def rules(self) -> WorkerRules:
+        return self._rules
+
+    @rules.setter
+    def rules(self, rules: WorkerRules) -> None:
+        self._rules = rules
+        if self.processor is not None:
+            self.processor.rules = rules
+
+    def install(self) -> None:
+        """Give the runner's sampler the processor, and wrap what brings it the rest."""
+        runner = self.runner
+        if getattr(runner, "rejection_sampler", None) is None:
+            return  # not the last stage of a pipeline: nothing is sampled here
+        if getattr(runner.rejection_sampler, "enable_adaptive_verification", False):
+            raise ReprieveError("adaptive verification moves drafted tokens about unseen: switch it off")
+        self.processor = RuleProcessor(self.rules, runner)
+        runner.sampler.logits_processors.append(self.processor)
+        sample, sample_tokens, finish = runner.sample, runner.sample_tokens, runner.finish_requests
+
+        def sample_round(hidden_states: Tensor, input_batch: Any, *rest: Any, **more: Any) -> Any:
+            self._begin(hidden_states, input_batch)
+            try:
+                return sample(hidden_states, input_batch, *rest, **more)
+            finally:
+                self._end()
+
+        def sample_and_count(*args: Any, **kwargs: Any) -> Any:
+            output = sample_tokens(*args, **kwargs)
+            _when_ready(output, lambda made: numbers.attach(made, self.rules))
+            return output
+
+        def finish_requests(scheduler_output: Any) -> Any:
+            self.rules.forget(scheduler_output.finished_req_ids)
+            return finish(scheduler_output)
+
+        runner.sample, runner.sample_tokens, runner.finish_requests = sample_round, sample_and_count, finish_requests
+        self._keep_raw_logits(runner.sampler)
+        patch_rejection(self.processor)
+
+    def _begin(self, hidden_states: Tensor, input_batch: Any) -> None:
+        assert self.processor is not None
+        self.processor.chunk = None
+        if input_batch.num_draft_tokens == 0 or input_batch.num_reqs == 0:
+            return
+        needs = self.rules.menu.needs
+        reads_states = {Need.NODE_HIDDEN, Need.PARENT_HIDDEN} & needs
+        self.processor.round = Round(
+            request_ids=list(input_batch.req_ids),
+            num_rows=np.diff(input_batch.cu_num_logits_np),
+            states=hidden_states[input_batch.logits_indices] if reads_states else None,
+            draft_logits=getattr(self.runner.speculator, "draft_logits", None),
+            seeds=self.runner.sampler.sampling_states.seeds.gpu,
+        )
+
+    def _end(self) -> None:
+        assert self.processor is not None
+        self.processor.round = self.processor.chunk = None
+
+    def _keep_raw_logits(self, sampler: Any) -> None:
+        """Where a head reads the model's own distribution: the logits before penalties and masks of requests."""
+        apply = sampler.apply_sampling_params
+
+        @functools.wraps(apply)
+        def keep(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            processor = self.processor
+            if processor is not None and processor.round is not None and self.rules.menu.reads_raw_logits:
+                processor.round.raw_logits = logits
+            made: Tensor = apply(logits, *args, **kwargs)
+            return made
+
+        sampler.apply_sampling_params = keep
+
+
+def _when_ready(output: Any, then: Callable[[Any], None]) -> None:
+    """Do it to a runner's output: at once, or when vLLM fetches what is still on its way from the device."""
+    fetch = getattr(output, "get_output", None)
+    if fetch is None:
+        if output is not None:
+            then(output)
+        return
+
+    def get_output() -> Any:
+        made = fetch()
+        then(made)
+        return made
+
+    output.get_output = get_output
+
+
+def patch_rejection(processor: RuleProcessor) -> None:
+    """Wrap the function of vLLM's module, once a process; it serves the processor that was given last."""
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler as module
+
+    if hasattr(module.rejection_sample, "__wrapped__"):
+        module.rejection_sample.reprieve[0] = processor
+        return
+    original, current = module.rejection_sample, [processor]
+
+    @functools.wraps(original)
+    def rejection_sample(
+        target_logits: Tensor, draft_logits: Any, draft_sampled: Tensor, *rest: Any, **more: Any
+    ) -> tuple[Tensor, Tensor]:
+        chunk = current[0].chunk
+        if chunk is None:
+            plain: tuple[Tensor, Tensor] = original(target_logits, draft_logits, draft_sampled, *rest, **more)
+            return plain
+        if chunk.decisions.scores is not None:
+            target_logits = chunk.decisions.scores
+        refused = chunk.decisions.refuse
+        draft_sampled = draft_sampled.clone()
+        draft_sampled[1:] = torch.where(refused[:-1], -1, draft_sampled[1:])  # row r judges what row r + 1 was fed
+        sampled, num_sampled = original(target_logits, draft_logits, draft_sampled, *rest, **more)
+        with current[0].rules.guarded("counting failed"):
+            _note(current[0], chunk, num_sampled, sampled.shape[-1])
+        return sampled, num_sampled
+
+    rejection_sample.reprieve = current  # type: ignore[attr-defined]
+    module.rejection_sample = rejection_sample
+
+
+def _note(processor: RuleProcessor, chunk: Chunk, num_sampled: Tensor, width: int) -> None:
+    """Send the chunk's counts on their way; nothing waits for the device."""
+    current, ctx = processor.round, chunk.context
+    if current is None:
+        return
+    num, device = len(ctx.idx_mapping_np), num_sampled.device
+    places = torch.zeros(int(ctx.idx_mapping_np.max()) + 1, dtype=torch.long, device=device)
+    places[ctx.idx_mapping.long()] = torch.arange(num, device=device)
+    against = torch.zeros(num, width, dtype=torch.bool, device=device)
+    rows = places[ctx.expanded_idx_mapping.long()]
+    against[rows, ctx.expanded_local_pos.long()] = chunk.decisions.accept & ~chunk.decisions.lossless
+    requests = slice(chunk.first_request, chunk.first_request + num)
+    processor.rules.note(
+        current.request_ids[requests],
+        chunk.labels,
+        [int(count) - 1 for count in current.num_rows[requests]],
+        num_sampled.long() - 1,  # the last is vLLM's own token
+        against,
+    )

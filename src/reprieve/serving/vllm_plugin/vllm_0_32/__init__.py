@@ -1,1 +1,0 @@
-"""vLLM 0.32: all that knows its internals."""

@@ -1,0 +1,18 @@
+"""Which model runner the tests run on, and the environment that vLLM needs for it on a CPU."""
+
+import os
+import sys
+from pathlib import Path
+
+V2 = os.environ.get("RUNNER") == "v2"
+os.environ.update(
+    VLLM_USE_V2_MODEL_RUNNER="1" if V2 else "0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_LOGGING_LEVEL="WARNING",
+)
+if V2:
+    interpreter = str(Path(__file__).parent / "interpreter")
+    sys.path.insert(0, interpreter)  # before Triton looks for backends; other processes of vLLM look there too
+    os.environ.update(TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join((interpreter, os.environ.get("PYTHONPATH", ""))))
