@@ -1,5 +1,7 @@
 """vLLM's kernels on a CPU, with a mend for one of 0.32's: its `expand_kernel` throws its result away (issue 55005)."""
 
+import types
+
 from vllm.triton_utils.dispatcher import _registry, register_kernels
 
 EXPAND = "vllm.v1.sample.rejection_sampler.expand_kernel"
@@ -21,3 +23,11 @@ def mend():
         current_platform.register_triton_kernel_overrides()
     if _registry.get(EXPAND, (None, None))[1] is not expand:
         register_kernels({EXPAND: expand})
+
+
+def mend_interpreter():
+    """Triton's interpreter has no device libraries; V2's rejection sampler takes one function from them."""
+    from vllm.triton_utils import tl
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
+
+    rejection_sampler_utils.tldevice = types.SimpleNamespace(log1p=lambda value: tl.log(1.0 + value))

@@ -1,14 +1,12 @@
 """On recorded blocks, vLLM's own sampler behind the plugin decides as the local engine did, position by position."""
 
-from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.v1.sample import rejection_sampler as module
 
-import reprieve.engine.decoder as engine
-from reprieve.engine import SamplingParams, SpeculativeDecoder, load_pair
+from reprieve.engine import SamplingParams
 from reprieve.serving.menu import Menu
 from reprieve.serving.vllm_plugin import v1_sampler as sampler
 from reprieve.serving.vllm_plugin.rounds import WorkerRules
@@ -16,53 +14,13 @@ from reprieve.serving.vllm_plugin.v1_runner import RunnerHooks
 from reprieve.settings import BUNDLED_PAIR
 from tests.vllm import cpu_kernels
 from tests.vllm.conftest import local_decoder
+from tests.vllm.recording import RULES, Recorder, embedding
+from tests.vllm.runner import V2
+
+pytestmark = pytest.mark.skipif(V2, reason="of the V1 runner")
 
 NUM_ANSWERS = 5
 NUM_ROUNDS = 6
-RULES = [
-    "judge:path=reprieve/arithmetic-judge,threshold=0.15",
-    "pivot:path=reprieve/arithmetic-pivot,threshold=0.6",
-    "lts:theta=0.5",
-    "margin:delta=3",
-    "top_k:k=6",
-    "typical:epsilon=0.02",
-    "lenience:lenience=0.05",
-    "fuzzy:threshold=0.35",
-    "random:rate=0.7",
-    "asd:regret=5,budget=9",
-    "fly:theta=0.1,window=2",
-    "cascade:kind=opt,alpha=0.6",
-    "cascade:kind=tok,alpha=0.99",
-]
-
-
-class Recorder:
-    """The local engine's rounds: what the rule saw, and what it decided."""
-
-    def __init__(self, monkeypatch):
-        self.rounds = []
-        self.blocks = []
-        evidence_of, accept = SpeculativeDecoder._evidence, engine.accept
-        monkeypatch.setattr(SpeculativeDecoder, "_evidence", self.evidence(evidence_of))
-        monkeypatch.setattr(engine, "accept", self.accept(accept))
-
-    def evidence(self, original):
-        def wrapped(decoder, answer, block, verification):
-            made = original(decoder, answer, block, verification)
-            self.blocks.append((answer, verification))
-            return made
-
-        return wrapped
-
-    def accept(self, original):
-        def wrapped(rule, block, evidence, checked, **more):
-            outcome = original(rule, block, evidence, checked, **more)
-            answer, verification = self.blocks[-1]
-            context = answer.context_ids(torch.device("cpu"))
-            self.rounds[-1].append((block, evidence, verification, outcome, context))
-            return outcome
-
-        return wrapped
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -100,11 +58,6 @@ def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypa
     rules.take_counts()
     assert rules.failures == 0 and rules.num_rescued == rescued
     assert rescued > 0 and decided > 100
-
-
-@cache
-def embedding():
-    return load_pair().target.get_input_embeddings()
 
 
 def verify(rules, batch, temperature, monkeypatch):

@@ -1,0 +1,62 @@
+"""The local engine's rounds, recorded: what the rule saw, and what it decided."""
+
+from functools import cache
+
+import torch
+
+import reprieve.engine.decoder as engine
+from reprieve.engine import SpeculativeDecoder, load_pair
+
+RULES = [
+    "judge:path=reprieve/arithmetic-judge,threshold=0.15",
+    "pivot:path=reprieve/arithmetic-pivot,threshold=0.6",
+    "lts:theta=0.5",
+    "margin:delta=3",
+    "top_k:k=6",
+    "typical:epsilon=0.02",
+    "lenience:lenience=0.05",
+    "fuzzy:threshold=0.35",
+    "random:rate=0.7",
+    "asd:regret=5,budget=9",
+    "fly:theta=0.1,window=2",
+    "cascade:kind=opt,alpha=0.6",
+    "cascade:kind=tok,alpha=0.99",
+]
+
+
+class Recorder:
+    """The local engine's rounds: what the rule saw, and what it decided."""
+
+    def __init__(self, monkeypatch):
+        self.rounds = []
+        self.budgets = []  # what was left of each answer's risk budget after each round
+        self.blocks = []
+        evidence_of, accept = SpeculativeDecoder._evidence, engine.accept
+        monkeypatch.setattr(SpeculativeDecoder, "_evidence", self.evidence(evidence_of))
+        monkeypatch.setattr(engine, "accept", self.accept(accept))
+
+    def evidence(self, original):
+        def wrapped(decoder, answer, block, verification):
+            made = original(decoder, answer, block, verification)
+            self.blocks.append((answer, verification))
+            return made
+
+        return wrapped
+
+    def accept(self, original):
+        def wrapped(rule, block, evidence, checked, **more):
+            outcome = original(rule, block, evidence, checked, **more)
+            answer, verification = self.blocks[-1]
+            context = answer.context_ids(torch.device("cpu"))
+            self.rounds[-1].append((block, evidence, verification, outcome, context))
+            del self.budgets[len(self.rounds) :]
+            self.budgets += [[] for _ in range(len(self.rounds) - len(self.budgets))]
+            self.budgets[-1].append(more["budget"].left if more.get("budget") else None)
+            return outcome
+
+        return wrapped
+
+
+@cache
+def embedding():
+    return load_pair().target.get_input_embeddings()

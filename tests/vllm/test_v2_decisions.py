@@ -1,0 +1,332 @@
+"""The V2 runner's processor and vLLM's own V2 rejection sampler on blocks of our own: no engine, real kernels.
+
+On recorded blocks they decide as the local engine did, position by position; sampled tokens have the right
+distribution; chunks, mixed batches and several rules change nothing.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from reprieve.engine import SamplingParams
+from reprieve.serving.menu import Menu
+from reprieve.serving.vllm_plugin.rounds import WorkerRules
+from reprieve.settings import BUNDLED_PAIR
+from tests.vllm import cpu_kernels
+from tests.vllm.conftest import local_decoder
+from tests.vllm.recording import RULES, Recorder, embedding
+from tests.vllm.runner import V2
+
+pytestmark = pytest.mark.skipif(not V2, reason="of the V2 runner: RUNNER=v2")
+
+NUM_ANSWERS = 4
+NUM_ROUNDS = 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels():
+    cpu_kernels.mend_interpreter()
+
+
+def hooks_of(rules, *, contexts=(), draft_logits=None, slots=64):
+    """The hooks on a runner that is nothing but its requests; slots are the requests' places."""
+    from reprieve.serving.vllm_plugin.v2_processor import RuleProcessor
+
+    longest = max([len(context) for context in contexts], default=1)
+    texts = torch.zeros(slots, longest, dtype=torch.long)
+    lengths = torch.zeros(slots, dtype=torch.long)
+    for slot, context in enumerate(contexts):
+        texts[slot, : len(context)] = context
+        lengths[slot] = len(context)
+    states = SimpleNamespace(
+        index_to_req_id={slot: f"request {slot}" for slot in range(slots)},
+        all_token_ids=SimpleNamespace(gpu=texts),
+        total_len=SimpleNamespace(gpu=lengths),
+    )
+    model = SimpleNamespace(embed_input_ids=lambda ids: embedding()(ids))
+    return RuleProcessor(rules, SimpleNamespace(req_states=states, model=model))
+
+
+def params_of(temperature=0.0, asked=None, **more):
+    from vllm import SamplingParams as Params
+
+    return Params(temperature=temperature, extra_args=asked, **more)
+
+
+class Batch:
+    """A batch as vLLM lays it out: K + 1 rows a request, one after another."""
+
+    def __init__(self, blocks, logits, *, seeds=None):
+        self.blocks = blocks
+        self.logits = torch.cat(logits).float()  # [rows, V]
+        counts = [len(block) + 1 for block in blocks]
+        self.num_rows = np.array(counts)
+        self.ends = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+        self.slots = torch.arange(len(blocks), dtype=torch.int32)
+        self.row_slots = self.slots.repeat_interleave(torch.tensor(counts))
+        self.places = torch.cat([torch.arange(count, dtype=torch.int32) for count in counts])
+        self.fed = torch.cat([torch.tensor([0, *block], dtype=torch.int32) for block in blocks])
+        self.positions = 100 + self.places.long()
+        self.seeds = torch.arange(len(blocks)) * 7 + 1 if seeds is None else seeds
+
+    def context(self, requests=slice(None)):
+        from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
+
+        numbers = range(len(self.blocks))[requests]
+        rows = slice(int(self.ends[numbers[0]]), int(self.ends[numbers[-1] + 1]))
+        return rows, LogitsContext(
+            expanded_idx_mapping=self.row_slots[rows],
+            idx_mapping=self.slots[requests],
+            idx_mapping_np=self.slots[requests].numpy(),
+            expanded_local_pos=self.places[rows],
+            input_ids=self.fed[rows],
+            pos=self.positions[rows],
+            seq_lens_upper_bound_np=np.full(len(numbers), 200),
+        )
+
+    def verify(self, processor, *, temperatures, draft_logits=None, chunks=(slice(None),), states=None, raw=None):
+        """Through the processor and vLLM's rejection sampler, chunk by chunk: tokens of each request."""
+        from vllm.v1.worker.gpu.spec_decode import rejection_sampler as module
+
+        from reprieve.serving.vllm_plugin.v2_runner import Round, patch_rejection
+
+        patch_rejection(processor)
+        names = [f"request {slot}" for slot in range(len(self.blocks))]
+        processor.round = Round(names, self.num_rows, states, draft_logits, self.seeds)
+        outputs = []
+        for requests in chunks:
+            rows, context = self.context(requests)
+            processor.round.raw_logits = (self.logits if raw is None else raw)[rows]
+            logits = processor.apply(self.logits[rows].clone(), context)
+            heat = temperatures[self.row_slots[rows].long()].unsqueeze(-1)
+            logits = logits / torch.where(heat == 0, 1.0, heat)
+            first = range(len(self.blocks))[requests][0]
+            sampled, num = module.rejection_sample(
+                logits,
+                draft_logits,
+                self.fed[rows],
+                self.ends[first : first + len(context.idx_mapping_np) + 1] - self.ends[first],
+                self.positions[rows],
+                context.idx_mapping,
+                context.expanded_idx_mapping,
+                context.expanded_local_pos,
+                temperatures,
+                self.seeds,
+                int(self.num_rows.max()) - 1,
+            )
+            outputs += [row[:count].tolist() for row, count in zip(sampled, num.tolist(), strict=True)]
+        self.decided = processor.chunk
+        processor.round = processor.chunk = None
+        return outputs
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("spec", RULES)
+def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypatch):
+    from reprieve.serving.vllm_plugin.v2_runner import Round
+
+    recorder = Recorder(monkeypatch)
+    decoder = local_decoder(spec)
+    for number, problem in enumerate(problems[:NUM_ANSWERS]):
+        recorder.rounds.append([])
+        decoder.generate(problem.prompt, SamplingParams(max_new_tokens=40, temperature=temperature, seed=number))
+    menu = Menu.load(spec, target=BUNDLED_PAIR)
+    rules = WorkerRules(menu.change(lambda policy: policy.with_rule(decoder.rule)))
+    rescued = 0
+    for number in range(NUM_ROUNDS):
+        answers = [
+            place
+            for place, rounds in enumerate(recorder.rounds)
+            if len(rounds) > number and rounds[number][0].num_tokens
+        ]
+        made = [recorder.rounds[place][number] for place in answers]
+        evidence = [item for _, item, _, _, _ in made]
+        batch = Batch([block.token_ids.tolist() for block, *_ in made], [v.logits for _, _, v, _, _ in made])
+        processor = hooks_of(rules, contexts=[context for *_, context in made])
+        draft_logits = None
+        if evidence[0].draft_scores is not None:
+            draft_logits = torch.zeros(len(made), int(batch.num_rows.max()) - 1, batch.logits.shape[-1])
+            for slot, item in enumerate(evidence):
+                draft_logits[slot, : len(item.draft_scores)] = item.draft_scores * (temperature or 1.0)
+        rules.forget([f"request {slot}" for slot in range(64)])
+        for slot in range(len(made)):
+            processor.add_request(slot, params_of(temperature))
+        if number:  # budgets go on from round to round
+            for slot, place in enumerate(answers):
+                processor._slots[slot].budget.left = recorder.budgets[place][number - 1]
+        hidden = [v.hidden for _, _, v, _, _ in made]
+        states = torch.cat([item[-1] for item in hidden]) if hidden[0] else None
+
+        def spread_rows(name, evidence=evidence, fill=0.0):
+            """One value a row: those of the drafted tokens, and one for each bonus row."""
+            return torch.cat([torch.cat([getattr(item, name).float(), torch.tensor([fill])]) for item in evidence])
+
+        if evidence[0].noise is not None:
+            monkeypatch.setattr(rules, "noise", lambda size, device: spread_rows("noise", fill=2.0))
+        if temperature:
+            monkeypatch.setattr(Round, "uniforms", lambda self, ctx: spread_rows("uniforms").double())
+        heat = torch.full((64,), temperature)
+        outputs = batch.verify(processor, temperatures=heat, draft_logits=draft_logits, states=states)
+        decisions = batch.decided.decisions
+        for slot, (output, (block, _, _, outcome, _)) in enumerate(zip(outputs, made, strict=True)):
+            rows = slice(int(batch.ends[slot]), int(batch.ends[slot + 1]) - 1)
+            if decoder.rule.traits.replaces:
+                passes = decisions.accept[rows]
+            elif decisions.scores is not None:
+                passes = None  # verified against another distribution: vLLM's kernel decides
+            else:
+                passes = decisions.accept[rows] | decisions.lossless[rows]
+            if passes is not None:
+                assert int(passes.long().cumprod(0).sum()) == len(outcome.path)
+            if temperature == 0:
+                assert output == [*block.token_ids[: len(outcome.path)].tolist(), outcome.next_token_id]
+            rescued += outcome.num_rescued
+    rules.take_counts()
+    assert rules.failures == 0 and (rescued > 0 or decoder.rule.traits.replaces)
+    if temperature == 0:
+        assert rules.num_rescued == rescued
+
+
+V = 8
+SEED = 5
+
+
+def random_batch(num, k=3, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(0, V, (num, k), generator=draw).tolist()
+    logits = [2 * torch.randn(k + 1, V, generator=draw) for _ in range(num)]
+    return Batch(blocks, logits)
+
+
+def test_several_rules_and_thresholds_in_one_batch_each_equal_their_pure_run():
+    rules = {"rules": ["margin:delta=1", "top_k:k=2", "fly:theta=0,window=1", "asd:regret=3,budget=4"]}
+    wishes = [
+        {}, {"reprieve_rule": "off"}, {"reprieve_rule": "top_k"}, {"reprieve_threshold": 4.0},
+        {"reprieve_rule": "top_k", "reprieve_threshold": 5}, {"reprieve_rule": "fly"}, {"reprieve_rule": "asd"},
+        {"reprieve_rule": "margin", "reprieve_threshold": 0.0},
+    ]  # fmt: skip
+    batch = random_batch(8)
+    processor = hooks_of(WorkerRules(Menu.load(rules)))
+    for slot, asked in enumerate(wishes):
+        processor.add_request(slot, params_of(asked=asked))
+    mixed = batch.verify(processor, temperatures=torch.zeros(8))
+    chunks = [slice(0, 3), slice(3, 4), slice(4, 8)]
+    for slot in range(8):
+        processor._slots[slot].budget.left = 4.0
+    assert batch.verify(processor, temperatures=torch.zeros(8), chunks=chunks) == mixed, "in chunks"
+    for slot, asked in enumerate(wishes):
+        alone = hooks_of(WorkerRules(Menu.load(rules)))
+        for place in range(8):
+            alone.add_request(place, params_of(asked=asked if place == slot else {"reprieve_rule": "off"}))
+        assert batch.verify(alone, temperatures=torch.zeros(8))[slot] == mixed[slot], asked
+    assert len({tuple(output) for output in mixed}) > 4 and processor.rules.failures == 0
+
+
+def test_greedy_and_sampling_requests_of_one_rule_share_a_batch():
+    batch = random_batch(6, seed=3)
+    heat = torch.tensor([0.0, 0.9, 0.0, 0.9, 0.9, 0.0])
+    processor = hooks_of(WorkerRules(Menu.load("margin:delta=1.5")))
+    for slot in range(6):
+        processor.add_request(slot, params_of(float(heat[slot]), top_k=5 if slot == 3 else 0))
+    mixed = batch.verify(processor, temperatures=heat)
+    for slot in range(6):
+        alone = hooks_of(WorkerRules(Menu.load("margin:delta=1.5")))
+        for place in range(6):
+            off = None if place == slot else {"reprieve_rule": "off"}
+            alone.add_request(place, params_of(float(heat[place]), off, top_k=5 if place == 3 else 0))
+        assert batch.verify(alone, temperatures=heat)[slot] == mixed[slot]
+
+
+def test_a_span_is_followed_on_the_device():
+    """Marker 6 opens, 7 closes: in the committed text, and inside the block."""
+    from reprieve.rules import parse_rule
+
+    class Tokens:
+        def encode(self, text, add_special_tokens=False):
+            return {"<think>": [6], "</think>": [7]}[text]
+
+    rule = parse_rule('top_k:k=8,start="<think>",end="</think>"').bind(Tokens())
+    menu = Menu.load("top_k:k=8").change(lambda policy: policy.with_rule(rule))
+    logits = torch.zeros(4, V)
+    logits[:, 0] = 1.0
+    blocks = [[3, 4, 5], [3, 4, 5], [3, 7, 5], [0, 6, 5]]
+    contexts = [torch.tensor(text) for text in ([1, 6, 2], [1, 6, 7], [6], [1, 2])]
+    processor = hooks_of(WorkerRules(menu), contexts=contexts)
+    for slot in range(4):
+        processor.add_request(slot, params_of())
+    outputs = Batch(blocks, [logits] * 4).verify(processor, temperatures=torch.zeros(4))
+    # Inside; outside; up to the end marker, which no rule may write; a match, and then a marker that is none.
+    assert outputs == [[3, 4, 5, 0], [0], [3, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("drafted", ["sampled", "certain"])
+def test_sampled_tokens_have_the_right_distribution(drafted):
+    """The first token's distribution, worked out, against 800 draws: strict, and with a rule that accepts more."""
+    num, heat = 800, 0.7
+    draw = torch.Generator().manual_seed(SEED)
+    target, draft = 1.5 * torch.randn(V, generator=draw), 1.5 * torch.randn(V, generator=draw)
+    p, q = (target / heat).softmax(-1), (draft / heat).softmax(-1)
+    ids = torch.multinomial(q, num, replacement=True, generator=draw)
+    batch = Batch(
+        [[int(token)] for token in ids], [target.expand(2, V)] * num, seeds=torch.randint(2**40, (num,), generator=draw)
+    )
+    draft_logits = draft.expand(num, 1, V).contiguous() if drafted == "sampled" else None
+    proposal = q if drafted == "sampled" else torch.ones(V)
+    for spec in ("margin:delta=0", "margin:delta=1"):
+        processor = hooks_of(WorkerRules(Menu.load(spec)), slots=num)
+        for slot in range(num):
+            processor.add_request(slot, params_of(heat))
+        outputs = batch.verify(processor, temperatures=torch.full((num,), heat), draft_logits=draft_logits)
+        scores = target / heat
+        rescued = scores.amax() - scores <= (0.0 if spec.endswith("0") else 1.0)
+        passes = torch.where(rescued, 1.0, (p / proposal).clamp_max(1.0))
+        expected = q * passes
+        for token in range(V):  # what follows a refusal of this token
+            residual = (p - q).clamp_min(0) if drafted == "sampled" else p.masked_fill(torch.arange(V) == token, 0)
+            expected = expected + q[token] * (1 - passes[token]) * residual / residual.sum().clamp_min(1e-12)
+        counts = torch.bincount(torch.tensor([output[0] for output in outputs]), minlength=V)
+        statistic = float(((counts - num * expected) ** 2 / (num * expected)).sum())
+        assert statistic < 24.3, (spec, statistic)  # chi-square, 7 degrees of freedom: p = 0.001
+
+
+def test_a_masked_or_padded_token_is_never_accepted():
+    logits = torch.zeros(4, V)
+    logits[:, 0] = 1.0
+    logits[1, 4] = -torch.inf
+    batch = Batch([[3, 4, 5], [3, -1, 5]], [logits, logits.clamp_min(-9)])
+    processor = hooks_of(WorkerRules(Menu.load("top_k:k=8")))
+    for slot in range(2):
+        processor.add_request(slot, params_of())
+    assert batch.verify(processor, temperatures=torch.zeros(2)) == [[3, 0], [3, 0]]
+
+
+def test_a_rule_that_raises_leaves_the_lossless_answer(monkeypatch):
+    batch = random_batch(3)
+    rules = WorkerRules(Menu.load("margin:delta=9"))
+    monkeypatch.setattr(type(rules.menu.rules[0]), "risk", lambda rule, evidence: 1 / 0)
+    made = []
+    for asked in (None, {"reprieve_rule": "off"}):
+        processor = hooks_of(rules)
+        rules.forget([f"request {slot}" for slot in range(64)])
+        for slot in range(3):
+            processor.add_request(slot, params_of(asked=asked))
+        made.append(batch.verify(processor, temperatures=torch.zeros(3)))
+    assert made[0] == made[1] and rules.failures == 1
+
+
+def test_leniency_follows_the_load():
+    """Four requests that ask for nothing and one that names a threshold; the table changes with the batch's size."""
+    logits = torch.zeros(2, V)
+    logits[:, 0], logits[:, 1] = 2.0, 0.5
+    rules = WorkerRules(Menu.load({"rule": "margin:delta=1", "by_load": {"3": 2.0}}))
+    for num, expected in ((2, [0]), (3, [1, 0])):
+        processor = hooks_of(rules)
+        rules.forget([f"request {slot}" for slot in range(64)])
+        for slot in range(num):
+            processor.add_request(slot, params_of(asked={"reprieve_threshold": 1.0} if slot == 1 else None))
+        outputs = Batch([[1]] * num, [logits] * num).verify(processor, temperatures=torch.zeros(num))
+        assert outputs[0] == expected and outputs[1] == [0]
+    labels = {counts.rule for counts in rules.take_counts().values()}
+    assert labels == {"margin@1", "margin@2"}
