@@ -8,7 +8,9 @@ import math
 import pytest
 import torch
 
+from reprieve.errors import SpecError
 from reprieve.rules import RULES, accepts, all_of, parse_rule
+from reprieve.rules.compose import SPANS
 from reprieve.rules.lossless import greedy_accepts, sampling_accepts
 from reprieve.types import Evidence
 from tests.kit.tiny import NumberTokenizer, with_heads
@@ -263,8 +265,26 @@ def test_span_holds_between_its_markers_and_never_closes_itself():
     assert torch.isfinite(rule.risk(inside)).tolist() == [True, False, False, False]
     outside = dataclasses.replace(inside, context_ids=torch.tensor([1, 2, 3]))
     assert torch.isinf(rule.risk(outside)).all()
+    reverse = dataclasses.replace(rule, outside=True)
+    assert torch.isinf(reverse.risk(inside)).tolist() == [True, True, False, False]
+    assert torch.isfinite(reverse.risk(outside)).any()
+    assert parse_rule(reverse.spec).outside
     reopened = dataclasses.replace(outside, token_ids=torch.tensor([1, 2, 5, 5]))
     assert torch.isfinite(rule.risk(reopened)).tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek-r1", "gpt-oss"])
+def test_thinking_spans_have_names(family):
+    rule = parse_rule(f"margin:delta=1,span={family}")
+    assert parse_rule(rule.spec) == rule and (rule.start, rule.end) == SPANS[family]
+    for bad in (
+        "margin:span=llama",
+        f"margin:span={family},start=a",
+        "margin:outside=true",
+        "margin:start=a,end=b,outside=1",
+    ):
+        with pytest.raises(SpecError):
+            parse_rule(bad)
 
 
 def test_composition_needs_both_or_either():

@@ -25,7 +25,7 @@ def make_llm(source=None, *, engine=None, **speculative):
         "method": "draft_model",
         "model": str(bundled_folder("draft")),
         "num_speculative_tokens": K,
-        **({"draft_sample_method": "probabilistic"} if V2 and "method" not in speculative else {}),
+        **({"draft_sample_method": "probabilistic"} if V2 and "ngram" not in str(speculative.get("method")) else {}),
         **speculative,
     }
     settings = {

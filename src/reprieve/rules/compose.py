@@ -165,12 +165,20 @@ def inside_span(tokens: Sequence[int], start_ids: Sequence[int], end_ids: Sequen
     return last_occurrence(tokens, start_ids) > last_occurrence(tokens, end_ids)
 
 
+# Where models think, by family: the markers of their chat templates.
+SPANS = {
+    "qwen3": ("<think>", "</think>"),
+    "deepseek-r1": ("<think>", "</think>"),
+    "gpt-oss": ("<|channel|>analysis<|message|>", "<|end|>"),
+}
+
+
 @dataclass(frozen=True)
 class InsideSpan(_Wrapper):
-    """A rescuing rule that holds only between two markers (thinking tokens, say); strict outside.
+    """A rescuing rule that holds only between two markers (thinking tokens, say); strict outside. Or the reverse.
 
-    A token is judged by the text before it, the drafted tokens it follows included; the first token of the end
-    marker is itself never rescued, so that relaxing cannot close the span.
+    A token is judged by the text before it, the drafted tokens it follows included; the first token of the marker that
+    would end its hold is itself never rescued, so that relaxing cannot move the span.
     """
 
     name = "inside_span"
@@ -178,6 +186,7 @@ class InsideSpan(_Wrapper):
     rule: Rule
     start: str
     end: str
+    outside: bool = False  # the reverse: strict between the markers
     start_ids: tuple[int, ...] | None = field(default=None, compare=False)
     end_ids: tuple[int, ...] | None = field(default=None, compare=False)
 
@@ -211,15 +220,16 @@ class InsideSpan(_Wrapper):
 
     @property
     def params(self) -> dict[str, Any]:
-        return {**self.rule.params, "start": self.start, "end": self.end}
+        return {**self.rule.params, "start": self.start, "end": self.end, "outside": self.outside}
 
     @property
     def spec(self) -> str:
         joint = "," if ":" in self.rule.spec else ":"
-        return f"{self.rule.spec}{joint}start={quoted(self.start)},end={quoted(self.end)}"
+        reverse = ",outside=true" if self.outside else ""
+        return f"{self.rule.spec}{joint}start={quoted(self.start)},end={quoted(self.end)}{reverse}"
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """The inner rule's risk; infinite outside the span."""
+        """The inner rule's risk; infinite where the rule does not hold."""
         assert self.start_ids is not None and self.end_ids is not None, "bind the rule to a tokenizer first"
         assert evidence.context_ids is not None, "a span needs the text before the block: Need.CONTEXT"
         parents = range(-1, len(evidence.token_ids) - 1) if evidence.parents is None else evidence.parents
@@ -231,7 +241,8 @@ class InsideSpan(_Wrapper):
         inside = []
         for node, parent in enumerate(parents):
             tail, is_open = states[parent]
-            inside.append(is_open and drafted[node] != self.end_ids[0])
+            leaves_by = self.start_ids[0] if self.outside else self.end_ids[0]
+            inside.append(is_open is not self.outside and drafted[node] != leaves_by)
             tail = [*tail, drafted[node]][-longest:]
             opened = last_occurrence(tail, self.start_ids) == len(tail)
             closed = last_occurrence(tail, self.end_ids) == len(tail)

@@ -1,14 +1,15 @@
 """From the text of the command line to a rule: `fuzzy:divergence=js,threshold=0.3`, `top_k:k=4&floor:min_prob=0.01`.
 
 Grammar: `name:parameter=value,...`; `a&b` rescues what both rescue, `a|b` what either does (`&` binds tighter). Any
-rule that rescues takes `start=` and `end=` and then holds only between these two markers in the text.
+rule that rescues takes `start=` and `end=`, or `span=` with the name of a model family that thinks, and then holds only
+between these two markers in the text; with `outside=true` everywhere else.
 """
 
 from __future__ import annotations
 
-from reprieve.errors import SpecError
+from reprieve.errors import SpecError, require_choice
 from reprieve.rules.base import RULES, Rule
-from reprieve.rules.compose import AllOf, AnyOf, InsideSpan
+from reprieve.rules.compose import SPANS, AllOf, AnyOf, InsideSpan
 from reprieve.specs import construct, parse_spec, split
 
 
@@ -34,8 +35,16 @@ def _parse_all(spec: str) -> Rule:
 
 def _parse_one(spec: str) -> Rule:
     name, given = parse_spec(spec, what="rule")
-    start, end = given.pop("start", None), given.pop("end", None)
+    start, end, span = (given.pop(key, None) for key in ("start", "end", "span"))
+    outside = given.pop("outside", None)
     rule: Rule = construct(RULES.get(name), given, where=f"rule {name}")
-    if start is None and end is None:
+    if outside not in (None, "true", "false"):
+        raise SpecError(f"outside must be true or false, got {outside!r}")
+    if span is not None:
+        require_choice("span", span, tuple(SPANS))
+        if start is not None or end is not None:
+            raise SpecError("give span, or start and end, not both")
+        start, end = SPANS[span]
+    if start is None and end is None and outside is None:
         return rule
-    return InsideSpan(rule, start=start or "", end=end or "")
+    return InsideSpan(rule, start=start or "", end=end or "", outside=outside == "true")

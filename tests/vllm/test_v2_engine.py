@@ -1,0 +1,202 @@
+"""Whole engines on the V2 model runner, under Triton's interpreter: few tokens, each case one that could go wrong."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.vllm import cpu_kernels
+from tests.vllm.conftest import local_decoder, make_llm, rules_of, texts, use_rule, worker_of
+from tests.vllm.runner import V2
+
+pytestmark = pytest.mark.skipif(not V2, reason="of the V2 runner: RUNNER=v2")
+
+JUDGE = "judge:path=reprieve/arithmetic-judge,threshold=0.1"
+SEVERAL = {"rules": ["margin:delta=3", "top_k:k=4", JUDGE, "fuzzy:threshold=0.4", "asd:regret=4,budget=8"]}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    cpu_kernels.mend_interpreter()
+    return make_llm(SEVERAL)
+
+
+@pytest.fixture
+def everything(llm):
+    """A rule that accepts all that may be accepted."""
+    before = rules_of(llm)
+    yield use_rule(llm, "top_k:k=714")
+    worker_of(llm).model_runner.reprieve.rules = before
+
+
+def generate(llm, prompts, params=None, **settings):
+    params = params or SamplingParams(**{"temperature": 0, "max_tokens": 32, **settings})
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def prompts_of(problems, num):
+    return [problem.prompt for problem in problems[:num]]
+
+
+def test_eight_requests_of_different_rules_each_equal_their_pure_run(llm, problems):
+    wishes = [
+        {}, {"reprieve_rule": "off"}, {"reprieve_rule": "top_k"}, {"reprieve_threshold": 0.5},
+        {"reprieve_rule": "judge", "reprieve_threshold": 0.4}, {"reprieve_rule": "fuzzy"},
+        {"reprieve_rule": "asd"}, {"reprieve_rule": "top_k", "reprieve_threshold": 20},
+    ]  # fmt: skip
+    prompt = problems[1].prompt
+    params = [SamplingParams(temperature=0, max_tokens=32, extra_args=asked or None) for asked in wishes]
+    mixed = generate(llm, [prompt] * 8, params)
+    for place in range(8):
+        assert texts(generate(llm, [prompt], params[place])) == texts(mixed[place : place + 1]), wishes[place]
+    assert len(set(texts(mixed))) > 3 and rules_of(llm).failures == 0
+
+
+def test_strict_requests_get_the_local_engines_lossless_answer(llm, problems):
+    served = generate(llm, prompts_of(problems, 2), extra_args={"reprieve_rule": "off"})
+    from reprieve.engine import SamplingParams as Params
+
+    decoder = local_decoder("lossless")
+    for output, problem in zip(served, problems[:2], strict=True):
+        made = decoder.generate(problem.prompt, Params(max_new_tokens=32))
+        assert list(output.outputs[0].token_ids) == made.token_ids
+
+
+def test_a_response_and_the_counters_say_what_the_rule_did(llm, problems):
+    before = rules_of(llm).num_rescued
+    output = generate(llm, prompts_of(problems, 1), extra_args={"reprieve_rule": "top_k"})[0].outputs[0]
+    summary = output.spec_decode_metrics.to_dict()
+    assert summary["reprieve_rule"] == "top_k@4"
+    assert summary["num_rescued_tokens"] == rules_of(llm).num_rescued - before > 0
+    places = {
+        (metric.labels["outcome"], metric.labels["position"]): metric.value
+        for metric in llm.get_metrics()
+        if metric.name == "vllm:reprieve_tokens_per_position" and metric.labels["rule"] == "top_k@4"
+    }
+    assert places["drafted", "0"] >= places.get(("matched", "0"), 0) + places.get(("rescued", "0"), 0) > 0
+
+
+def test_what_must_not_be_said_is_not_said(everything, llm, problems):
+    from vllm.sampling_params import StructuredOutputsParams
+
+    prompt = problems[0].prompt
+    allowed = sorted(range(30, 300))
+    output = generate(llm, [prompt], allowed_token_ids=allowed, ignore_eos=True, max_tokens=16)[0].outputs[0]
+    assert set(output.token_ids) <= set(allowed)
+    eos = llm.get_tokenizer().eos_token_id
+    assert eos not in generate(llm, [prompt], min_tokens=30, max_tokens=30)[0].outputs[0].token_ids
+    comma = llm.get_tokenizer().encode(",", add_special_tokens=False)[0]
+    assert comma in generate(llm, [prompt])[0].outputs[0].token_ids
+    assert comma not in generate(llm, [prompt], bad_words=[","])[0].outputs[0].token_ids
+    made = generate(llm, [prompt], structured_outputs=StructuredOutputsParams(regex=" [0-9]{5}"))
+    assert made[0].outputs[0].text.strip().isdigit()
+    assert "." not in generate(llm, [prompt], stop=["."])[0].outputs[0].text
+
+
+def test_logprobs_are_the_targets_own(everything, llm, problems):
+    output = generate(llm, prompts_of(problems, 1), logprobs=1, max_tokens=24)[0].outputs[0]
+    chosen = [entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
+    assert all(value <= 1e-6 for value in chosen) and min(chosen) < -0.7
+
+
+@pytest.mark.parametrize(
+    "settings", [{"repetition_penalty": 1.4}, {"temperature": 0.8, "seed": 3, "top_p": 0.9, "top_k": 20}]
+)
+def test_a_rule_that_accepts_nothing_changes_nothing(llm, problems, settings):
+    """Penalties, temperature, top-k and top-p, and vLLM's own draws."""
+    made = {}
+    before = rules_of(llm)
+    for spec in ("lossless", "ratio:ratio=1"):
+        rules = use_rule(llm, spec)
+        made[spec] = texts(generate(llm, prompts_of(problems, 2), max_tokens=20, **settings))
+    worker_of(llm).model_runner.reprieve.rules = before
+    assert made["lossless"] == made["ratio:ratio=1"]
+    assert rules.num_rounds > 0 and rules.failures == 0
+
+
+def test_seeded_draws_do_not_depend_on_company(llm, problems):
+    params = [
+        SamplingParams(temperature=0.9 * (place % 2), top_p=0.95, seed=place, max_tokens=20) for place in range(4)
+    ]
+    mixed = texts(generate(llm, prompts_of(problems, 4), params))
+    for place in (1, 2):
+        assert mixed[place] == texts(generate(llm, [problems[place].prompt], params[place]))[0]
+
+
+def test_cached_prefixes_pieces_and_preemption_change_nothing(llm, problems):
+    """Prompts in pieces, prefixes from the cache, and so few blocks that requests are put off and resumed."""
+    prompts = ["".join(problem.prompt + " 5.\n\n" for problem in problems[:2]) + item.prompt for item in problems[3:6]]
+    plain = texts(generate(llm, prompts))
+    crowded = make_llm(
+        SEVERAL,
+        engine={
+            "enable_prefix_caching": True,
+            "max_num_batched_tokens": 64,
+            "max_num_seqs": 4,
+            "block_size": 16,
+            "num_gpu_blocks_override": 24,
+        },
+    )
+    for _ in range(2):
+        assert texts(generate(crowded, prompts)) == plain
+    assert rules_of(crowded).num_rescued > 0 and rules_of(crowded).failures == 0
+    preempted = next(metric.value for metric in crowded.get_metrics() if metric.name == "vllm:num_preemptions")
+    assert preempted > 0
+
+
+def test_spans_work_under_asynchronous_scheduling(problems):
+    spec = 'top_k:k=8,start=".",end=","'
+    llm = make_llm(spec, engine={"async_scheduling": True})
+    assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+    from reprieve.engine import SamplingParams as Params
+
+    decoder = local_decoder(spec)
+    for output in generate(llm, prompts_of(problems, 2)):
+        start = [*output.prompt_token_ids, output.outputs[0].token_ids[0]]
+        made = decoder.generate(start, Params(max_new_tokens=48))
+        assert list(output.outputs[0].token_ids[1:]) == made.token_ids[:31]
+    assert rules_of(llm).num_rescued > 0 and rules_of(llm).failures == 0
+
+
+def test_n_grams_serve_rules_that_need_no_draft(problems):
+    llm = make_llm("margin:delta=3", method="ngram_gpu", model=None, prompt_lookup_max=3, prompt_lookup_min=1)
+    generate(llm, prompts_of(problems, 2), max_tokens=60)
+    status = rules_of(llm).status
+    assert status["failures"] == 0 and status["num_rounds"] > 0 and status["num_rescued"] > 0
+
+
+@pytest.mark.parametrize("broken", ["the processor is lost", "the edit is lost", "everybody is edited"])
+def test_the_self_test_fails_where_a_hook_is_broken(llm, broken, monkeypatch):
+    from reprieve.errors import ReprieveError
+    from reprieve.serving.vllm_plugin import v2_processor
+    from reprieve.serving.vllm_plugin.selftest import require_works
+
+    hooks = worker_of(llm).model_runner.reprieve
+    require_works(hooks, "v2")
+    if broken == "the processor is lost":
+        processors = worker_of(llm).model_runner.sampler.logits_processors
+        monkeypatch.setattr(worker_of(llm).model_runner.sampler, "logits_processors", processors[:-1])
+    elif broken == "the edit is lost":
+        monkeypatch.setattr(v2_processor, "_raise", lambda *args: None)
+    else:
+        two = torch.tensor([2])
+        monkeypatch.setattr(type(hooks.processor), "apply", lambda self, logits, ctx: logits.index_fill_(1, two, 9.0))
+    with pytest.raises(ReprieveError, match=r"self-test failed in worker 0: a .* was (rejected|changed)"):
+        require_works(hooks, "v2")
+
+
+def test_installed_but_not_configured_nothing_is_patched():
+    code = (
+        "from tests.vllm.conftest import make_llm, worker_of\n"
+        "from vllm.v1.worker.gpu.spec_decode import rejection_sampler as module\n"
+        "llm = make_llm(None)\n"
+        "runner = worker_of(llm).model_runner\n"
+        "assert not hasattr(module.rejection_sample, '__wrapped__')\n"
+        "assert not {'sample', 'sample_tokens', 'finish_requests', 'load_model', 'reprieve'} & vars(runner).keys()\n"
+        "assert all(type(item).__module__.startswith('vllm') for item in runner.sampler.logits_processors)\n"
+        "print('untouched')\n"
+    )
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=200)
+    assert "untouched" in made.stdout, made.stderr[-2000:]
