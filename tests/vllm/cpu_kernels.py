@@ -26,8 +26,12 @@ def mend():
 
 
 def mend_interpreter():
-    """Triton's interpreter has no device libraries; V2's rejection sampler takes one function from them."""
+    """Triton's interpreter has no device libraries, from which V2's rejection sampler takes one function, and cannot run
+    vLLM's kernel for top-k and top-p, which has a twin in torch.
+    """
     from vllm.triton_utils import tl
+    from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
 
     rejection_sampler_utils.tldevice = types.SimpleNamespace(log1p=lambda value: tl.log(1.0 + value))
+    topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch

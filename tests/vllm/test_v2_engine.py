@@ -127,16 +127,17 @@ def test_seeded_draws_do_not_depend_on_company(llm, problems):
 
 def test_cached_prefixes_pieces_and_preemption_change_nothing(llm, problems):
     """Prompts in pieces, prefixes from the cache, and so few blocks that requests are put off and resumed."""
-    prompts = ["".join(problem.prompt + " 5.\n\n" for problem in problems[:2]) + item.prompt for item in problems[3:6]]
+    prompts = prompts_of(problems[2:], 4)
     plain = texts(generate(llm, prompts))
     crowded = make_llm(
         SEVERAL,
         engine={
             "enable_prefix_caching": True,
-            "max_num_batched_tokens": 64,
+            "max_model_len": 128,
+            "max_num_batched_tokens": 32,
             "max_num_seqs": 4,
-            "block_size": 16,
-            "num_gpu_blocks_override": 24,
+            "block_size": 32,
+            "num_gpu_blocks_override": 8,
         },
     )
     for _ in range(2):
@@ -146,7 +147,18 @@ def test_cached_prefixes_pieces_and_preemption_change_nothing(llm, problems):
     assert preempted > 0
 
 
-def test_spans_work_under_asynchronous_scheduling(problems):
+def test_spans_work_under_asynchronous_scheduling(problems, monkeypatch):
+    """On a CPU vLLM switches it off without a word; here it stays on, with all that hangs on it."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    adapt = CpuPlatform.check_and_update_config
+
+    def adapt_but_that(vllm_config):
+        asked = vllm_config.scheduler_config.async_scheduling
+        adapt(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = asked
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(adapt_but_that))
     spec = 'top_k:k=8,start=".",end=","'
     llm = make_llm(spec, engine={"async_scheduling": True})
     assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
