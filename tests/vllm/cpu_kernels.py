@@ -26,8 +26,8 @@ def mend():
 
 
 def mend_interpreter():
-    """Triton's interpreter has no device libraries, from which V2's rejection sampler takes one function, and cannot run
-    vLLM's kernel for top-k and top-p, which has a twin in torch.
+    """Triton's interpreter has no device libraries, of which V2's rejection sampler needs one; nor can it run
+    the kernel for top-k and top-p, which has a twin in torch.
     """
     from vllm.triton_utils import tl
     from vllm.v1.sample.ops import topk_topp_sampler

@@ -19,7 +19,7 @@ from reprieve.serving.menu import Menu
 VARIABLE = "REPRIEVE_VLLM"
 KEY = "reprieve"
 # What was run, with which model runner; other versions are warned about, and judged by their parts (see `probing`).
-TESTED = {"0.32": ("v1", "v2")}
+TESTED = {"0.31": ("v1", "v2"), "0.32": ("v1", "v2")}
 
 
 def source_of(additional_config: Any) -> Any:

@@ -1,0 +1,70 @@
+"""Which vLLM fits, by its parts: the installed one, others as source, and changes that must be refused."""
+
+import re
+
+import pytest
+
+from reprieve.errors import ReprieveError
+from reprieve.serving.vllm_plugin import probing
+
+
+@pytest.mark.parametrize("kind", ["v1", "v2"])
+def test_the_installed_vllm_fits_live_and_as_source(kind):
+    from pathlib import Path
+
+    import vllm
+
+    probing.require_parts(kind, probing.live)
+    probing.require_parts(kind, probing.in_source(Path(vllm.__file__).parents[1]))
+
+
+SOURCE = """
+class Sampler:
+    def apply_sampling_params({}):
+        pass
+
+def rejection_sample({}):
+    pass
+"""
+GOOD = ("self, logits, other=None, *, more=1", "target, drafts, *rest, fly_window=3, **kwargs")
+PARTS = (
+    probing.Part("some.module", "Sampler.apply_sampling_params", ("self", "logits"), called=True),
+    probing.Part("some.module", "rejection_sample", ("target", "drafts")),
+)
+
+
+def probe(tmp_path, monkeypatch, *parameters):
+    (tmp_path / "some").mkdir(exist_ok=True)
+    (tmp_path / "some" / "module.py").write_text(SOURCE.format(*parameters))
+    monkeypatch.setitem(probing.PARTS, "v2", PARTS)
+    probing.require_parts("v2", probing.in_source(tmp_path))
+
+
+def test_unknown_optional_parameters_are_let_be(tmp_path, monkeypatch):
+    probe(tmp_path, monkeypatch, *GOOD)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        (("self, scores", GOOD[1]), "Sampler.apply_sampling_params takes (self, scores), the plugin needs"),
+        (("self, logits, seed", GOOD[1]), "takes (self, logits, seed), the plugin needs (self, logits) alone"),
+        ((GOOD[0], "drafts, target"), "rejection_sample takes (drafts, target)"),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path, monkeypatch, parameters, said):
+    with pytest.raises(ReprieveError, match=re.escape(said)):
+        probe(tmp_path, monkeypatch, *parameters)
+
+
+def test_a_part_that_is_gone_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(probing.PARTS, "v2", (probing.Part("some.module", "gone", ()),))
+    with pytest.raises(ReprieveError, match=r"some\.module\.gone is not there"):
+        probing.require_parts("v2", probing.in_source(tmp_path))
+    with pytest.raises(ReprieveError, match="is not there"):
+        probing.require_parts("v2", probing.live)
+
+
+def test_another_runner_is_refused():
+    with pytest.raises(ReprieveError, match="V1 and V2 model runners, this is object"):
+        probing.runner_kind(object())
