@@ -181,3 +181,50 @@ def test_every_rule_has_a_slider_from_strict_to_lenient(name):
 def test_looseness_orders_the_budget_rules_by_their_budget():
     small, large = (parse_rule(f"asd:budget={value}").looseness for value in (1, 9))
     assert small < large
+
+
+def test_one_configuration_holds_several_rules():
+    menu = Menu.load({"rules": ["margin:delta=2", {"rule": "top_k:k=3", "max_threshold": 5}]})
+    assert menu.choose(None).rule.spec == "margin:delta=2"
+    assert menu.choose({"reprieve_rule": "top_k", "reprieve_threshold": 5}).rule.spec == "top_k:k=5"
+    assert menu.choose({"reprieve_rule": "off"}).strict
+    with pytest.raises(RequestError, match="must be one of on, off, margin, top_k, got 'fly'"):
+        menu.choose({"reprieve_rule": "fly"})
+    with pytest.raises(RequestError, match="no more lenient than k=5"):
+        menu.choose({"reprieve_rule": "top_k", "reprieve_threshold": 6})
+    for bad in ({"rules": []}, {"rules": "margin"}, {"rules": ["margin"], "fast": 1}):
+        with pytest.raises(SpecError, match="rules must stand alone and be a list"):
+            Menu.load(bad)
+
+
+def test_leniency_by_load_is_for_requests_that_ask_for_nothing():
+    menu = Menu.load({"rule": "margin:delta=1", "by_load": {"4": 2, "16": 3.5}, "fast": 4})
+    for running, delta in ((1, 1), (3, 1), (4, 2), (15, 2), (16, 3.5), (400, 3.5)):
+        for silent in (None, {}, {"reprieve_rule": "on"}):
+            choice = menu.choose(silent, num_running=running)
+            assert choice.rule.dial_value == delta and choice.follows_load
+    asked = menu.choose({"reprieve_threshold": 0.5}, num_running=400)
+    assert asked.rule.dial_value == 0.5 and not asked.follows_load
+    assert menu.choose({"reprieve_leniency": "strict"}, num_running=400).strict
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"by_load": {"8": 2}, "max_threshold": 1.5}, "by_load at 8 requests must be no more lenient than delta=1.5"),
+        ({"by_load": {"0": 2}}, "rising numbers of requests, 1 or more"),
+        ({"by_load": {"many": 2}}, "must map numbers of running requests"),
+        ({"by_load": [2]}, "must map numbers of running requests"),
+        ({"by_load": {"8": "2"}}, "by_load must be a number"),
+        ({"by_load": {"8": -2}}, "delta"),
+    ],
+)
+def test_a_table_of_loads_that_cannot_work_is_refused(settings, said):
+    with pytest.raises(SpecError, match=said):
+        Policy.load({"rule": "margin:delta=1", **settings})
+
+
+def test_a_certificate_caps_what_a_load_may_ask_for():
+    assert Policy.load({"rule": JUDGE, "by_load": {"8": 0.04}}).at_load(8).threshold == 0.04
+    with pytest.raises(SpecError, match=r"no more lenient than the certificate allows \(0.04\), got 0.1"):
+        Policy.load({"rule": JUDGE, "by_load": {"8": 0.1}})

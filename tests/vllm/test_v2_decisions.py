@@ -330,3 +330,30 @@ def test_leniency_follows_the_load():
         assert outputs[0] == expected and outputs[1] == [0]
     labels = {counts.rule for counts in rules.take_counts().values()}
     assert labels == {"margin@1", "margin@2"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "most"),
+    [("margin:delta=3", 0), ("top_k:k=3", 0), ("typical", 0), ("fuzzy:threshold=0.4", 0), ("asd:regret=4", 12)],
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_round_waits_for_the_device_only_along_blocks(spec, most, temperature):
+    """From the processor to the counts on their way: rules that judge token by token never wait."""
+    from reprieve.serving.vllm_plugin.v2_runner import Round
+    from tests.kit.waits import HostWaits
+
+    batch = random_batch(4)
+    processor = hooks_of(WorkerRules(Menu.load(spec)))
+    for slot in range(4):
+        processor.add_request(slot, params_of(temperature))
+    draft_logits = torch.randn(64, 3, V)
+    uniforms = torch.rand(16)
+    for _ in range(2):  # the first round uploads what requests asked for
+        processor.round = Round([str(slot) for slot in range(4)], batch.num_rows, None, draft_logits, batch.seeds)
+        processor.round.uniforms = lambda ctx: uniforms  # a kernel of vLLM's, which the interpreter reads on the host
+        _, context = batch.context()
+        logits = batch.logits.clone()
+        with HostWaits() as waits:
+            processor.apply(logits, context)
+    assert processor.rules.failures == 0
+    assert waits.num <= most, waits.where
