@@ -154,7 +154,7 @@ def test_without_a_round_the_wrapped_sampler_only_passes_on(llm):
     ("source", "speculative", "told"),
     [
         ("fuzzy:threshold=0.1", {"method": "ngram", "model": None, "prompt_lookup_max": 3}, "draft probabilities"),
-        ("lossless:verification=block", {}, "its own lossless check"),
+        ("lossless:verification=block", {}, "cannot be offered"),
         ("margin:delta=2", {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0}, "standard"),
         ("margin:delta=-2", {}, "delta"),
         ("/nowhere/policy.json", {}, "cannot be read"),

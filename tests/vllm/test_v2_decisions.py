@@ -90,7 +90,8 @@ class Batch:
         """Through the processor and vLLM's rejection sampler, chunk by chunk: tokens of each request."""
         from vllm.v1.worker.gpu.spec_decode import rejection_sampler as module
 
-        from reprieve.serving.vllm_plugin.v2_runner import Round, patch_rejection
+        from reprieve.serving.vllm_plugin.v2_round import Round
+        from reprieve.serving.vllm_plugin.v2_runner import patch_rejection
 
         patch_rejection(processor)
         names = [f"request {slot}" for slot in range(len(self.blocks))]
@@ -125,7 +126,7 @@ class Batch:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("spec", RULES)
 def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypatch):
-    from reprieve.serving.vllm_plugin.v2_runner import Round
+    from reprieve.serving.vllm_plugin.v2_round import Round
 
     recorder = Recorder(monkeypatch)
     decoder = local_decoder(spec)
@@ -339,7 +340,7 @@ def test_leniency_follows_the_load():
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_round_waits_for_the_device_only_along_blocks(spec, most, temperature):
     """From the processor to the counts on their way: rules that judge token by token never wait."""
-    from reprieve.serving.vllm_plugin.v2_runner import Round
+    from reprieve.serving.vllm_plugin.v2_round import Round
     from tests.kit.waits import HostWaits
 
     batch = random_batch(4)

@@ -93,7 +93,7 @@ def _v2(hooks: Any, size: int) -> tuple[int, int]:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
-    from reprieve.serving.vllm_plugin.v2_runner import Round
+    from reprieve.serving.vllm_plugin.v2_round import Round
 
     sampler, device = hooks.runner.sampler, hooks.runner.device
     for slot, asked in enumerate(_ASKED):

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,11 +31,9 @@ from reprieve.serving.vllm_plugin.batch import (
     decide_together,
 )
 from reprieve.serving.vllm_plugin.rounds import RequestRules, WorkerRules
+from reprieve.serving.vllm_plugin.v2_round import Round
 from reprieve.transfers import spread
 from reprieve.types import HiddenStates, gather_token
-
-if TYPE_CHECKING:
-    from reprieve.serving.vllm_plugin.v2_runner import Round
 
 # How far an accepted token is raised above the best: enough at any temperature up to 100, and finite at any above 0.
 LIFT = 1e4

@@ -9,62 +9,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 
 from reprieve.errors import ReprieveError
 from reprieve.needs import Need
 from reprieve.serving.vllm_plugin import numbers
 from reprieve.serving.vllm_plugin.rounds import WorkerRules
 from reprieve.serving.vllm_plugin.v2_processor import Chunk, RuleProcessor
-from reprieve.serving.vllm_plugin.v2_uniforms import uniforms_of
-
-
-@dataclass
-class Round:
-    """One batch that is being verified; vLLM may cut it into chunks of whole requests."""
-
-    request_ids: list[str]
-    num_rows: np.ndarray  # [B], logits rows of each request
-    states: Tensor | None  # [rows, D], the target's hidden states
-    draft_logits: Tensor | None  # [slots, K, V], before temperature
-    seeds: Tensor  # [slots]
-    raw_logits: Tensor | None = field(default=None, init=False)  # [N, V] of the chunk, before any processor
-    _next_request: int = field(default=0, init=False)
-    _next_row: int = field(default=0, init=False)
-
-    @property
-    def num_requests(self) -> int:
-        return len(self.request_ids)
-
-    def take(self, ctx: LogitsContext) -> tuple[int, slice]:
-        """The next chunk: its first request, and its rows."""
-        first, start = self._next_request, self._next_row
-        self._next_request += len(ctx.idx_mapping_np)
-        self._next_row += len(ctx.expanded_idx_mapping)
-        return first, slice(start, self._next_row)
-
-    def hidden(self, rows: slice, *, ahead: int = 0) -> Tensor:
-        """The states at these rows, or so many rows ahead of them: [N, D]. Behind the last row it is repeated."""
-        assert self.states is not None
-        places = torch.arange(rows.start + ahead, rows.stop + ahead, device=self.states.device)
-        return self.states[places.clamp_max(len(self.states) - 1)]
-
-    def draft_scores(self, ctx: LogitsContext) -> Tensor | None:
-        """The logits that each row's drafted token was drawn from, [N, V]; None where the drafter keeps none."""
-        if self.draft_logits is None:
-            return None
-        steps = ctx.expanded_local_pos.long().clamp_max(self.draft_logits.shape[1] - 1)
-        return self.draft_logits[ctx.expanded_idx_mapping.long(), steps].float()
-
-    def uniforms(self, ctx: LogitsContext) -> Tensor:
-        """The draws that vLLM's rejection sampler will use, [N]."""
-        return uniforms_of(self.seeds, ctx.expanded_idx_mapping, ctx.pos)
+from reprieve.serving.vllm_plugin.v2_round import Round
 
 
 class RunnerHooks:
