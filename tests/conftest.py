@@ -26,3 +26,19 @@ def bundled_pair():
     from reprieve.engine import load_pair
 
     return load_pair(dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def target():
+    """A tiny random model; files that need another one have their own."""
+    from tests.kit.tiny import tiny_model
+
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    """One that agrees with it most of the time."""
+    from tests.kit.tiny import perturbed
+
+    return perturbed(target, noise=0.03)

@@ -17,17 +17,7 @@ from reprieve.rules import accepts, parse_rule
 from reprieve.rules.arbiter import ArbiterRule
 from reprieve.types import Evidence, Provenance
 from tests.kit.arbiters import CPU, PROMPT, arbiter_of, decoder_with, trained
-from tests.kit.tiny import IDENTITY, NumberTokenizer, perturbed, random_eagle, tiny_model, with_heads
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def draft(target):
-    return perturbed(target, noise=0.03)
+from tests.kit.tiny import IDENTITY, NumberTokenizer, random_eagle, with_heads
 
 
 def test_the_rule_by_hand():

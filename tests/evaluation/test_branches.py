@@ -11,17 +11,7 @@ from reprieve.metrics import BranchChoices
 from reprieve.rules.arbiter import ArbiterRule
 from tests.kit.arbiters import PROMPT, arbiter_of, decoder_with, trained
 from tests.kit.mining import LastWordTask, problem
-from tests.kit.tiny import NumberTokenizer, perturbed, tiny_model
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def draft(target):
-    return perturbed(target, noise=0.03)
+from tests.kit.tiny import NumberTokenizer
 
 
 def test_choices_are_counted_by_category():

@@ -14,17 +14,7 @@ from reprieve.heads.settings import ArbiterShape
 from reprieve.models.arbiter import ArbiterModel, ArbitrationRound, CachedArbiter, Layout, hybrid_mask
 from reprieve.rules import parse_rule
 from tests.kit.arbiters import PROMPT, arbiter_of, trained
-from tests.kit.tiny import ARCHITECTURES, IDENTITY, perturbed, tiny_model
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def draft(target):
-    return perturbed(target, noise=0.03)
+from tests.kit.tiny import ARCHITECTURES, IDENTITY, tiny_model
 
 
 def test_the_mask_by_hand():

@@ -9,17 +9,6 @@ from reprieve.rules import accepts
 from reprieve.training.rollouts import SampledArbiterRule, rollout_of
 from reprieve.types import Evidence
 from tests.kit.arbiters import PROMPT, decoder_with, trained
-from tests.kit.tiny import perturbed, tiny_model
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def draft(target):
-    return perturbed(target, noise=0.03)
 
 
 def test_sampled_decisions_follow_the_policy():
