@@ -165,7 +165,7 @@ def test_counts_are_rescued_tokens_that_were_kept():
     output = torch.tensor([[4, 5, 6, -1], [7, -1, -1, -1], [8, -1, -1, -1]])
     rules.count(requests, rows, made, output)
     counts = rules.take_counts()
-    assert {name: item.num_rescued for name, item in counts.items()} == {"a": 1, "b": 0}
+    assert {key: item.num_rescued for key, item in counts.items()} == {("a", "margin@9"): 1, ("b", "margin@9"): 0}
     assert rules.num_rescued == 1 and rules.take_counts() == {}
 
 
@@ -177,6 +177,8 @@ GOOD = dict(
     runner="v1",
     batch_sharded=False,
     processed_logprobs=False,
+    adaptive_verification=False,
+    sampling_mask=False,
     async_scheduling=False,
     hidden_size=256,
 )
@@ -188,7 +190,9 @@ SPAN = 'margin:delta=2,start="<think>",end="</think>"'
     [
         ("margin", {"runner": "v2", "processed_logprobs": True}, "--logprobs-mode raw_logprobs"),
         ("fuzzy", {"runner": "v2", "has_draft_logits": False}, '"draft_sample_method": "probabilistic"'),
-        ("judge:path=reprieve/arithmetic-judge", {"batch_sharded": True}, "switch batch-sharded sampling off"),
+        ("margin", {"batch_sharded": True}, "--no-enable-batch-sharded-sampling"),
+        ("margin", {"adaptive_verification": True}, '"enable_adaptive_verification": false'),
+        ("margin", {"sampling_mask": True}, "return_sampling_mask"),
         ("margin", {"method": None}, "speculative-config"),
         ("margin", {"rejection_sample_method": "block"}, "rejection_sample_method must be one of standard"),
         ("fuzzy", {"method": "ngram", "has_draft_logits": False}, "draft probabilities, which method 'ngram'"),

@@ -29,6 +29,7 @@ def mend_interpreter():
     """Triton's interpreter has no device libraries, of which V2's rejection sampler needs one; nor can it run
     the kernel for top-k and top-p, which has a twin in torch.
     """
+    import vllm.v1.worker.cpu.shm  # noqa: F401  # vLLM's own stand-in for pinned memory, which its CPU worker imports
     from vllm.triton_utils import tl
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils

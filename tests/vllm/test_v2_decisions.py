@@ -30,10 +30,13 @@ def _kernels():
     cpu_kernels.mend_interpreter()
 
 
-def hooks_of(rules, *, contexts=(), draft_logits=None, slots=64):
+def hooks_of(rules, *, contexts=(), slots=64, size=None):
     """The hooks on a runner that is nothing but its requests; slots are the requests' places."""
+    from vllm.v1.worker.gpu.sample.states import SamplingStates
+
     from reprieve.serving.vllm_plugin.v2_processor import RuleProcessor
 
+    size = size or V
     longest = max([len(context) for context in contexts], default=1)
     texts = torch.zeros(slots, longest, dtype=torch.long)
     lengths = torch.zeros(slots, dtype=torch.long)
@@ -46,7 +49,16 @@ def hooks_of(rules, *, contexts=(), draft_logits=None, slots=64):
         total_len=SimpleNamespace(gpu=lengths),
     )
     model = SimpleNamespace(embed_input_ids=lambda ids: embedding()(ids))
-    return RuleProcessor(rules, SimpleNamespace(req_states=states, model=model))
+    sampler = SimpleNamespace(sampling_states=SamplingStates(slots, size))
+    return RuleProcessor(rules, SimpleNamespace(req_states=states, model=model, sampler=sampler))
+
+
+def admit(processor, slot, params):
+    """As vLLM's sampler does it: whether the rule may touch the request."""
+    states = processor.runner.sampler.sampling_states
+    states.add_request(slot, params)
+    states.apply_staged_writes()
+    return processor.add_request(slot, params)
 
 
 def params_of(temperature=0.0, asked=None, **more):
@@ -99,8 +111,11 @@ class Batch:
         outputs = []
         for requests in chunks:
             rows, context = self.context(requests)
-            processor.round.raw_logits = (self.logits if raw is None else raw)[rows]
-            logits = processor.apply(self.logits[rows].clone(), context)
+            processor.begin_chunk((self.logits if raw is None else raw)[rows], len(context.idx_mapping_np))
+            logits = self.logits[rows].clone()
+            slots = context.idx_mapping_np.tolist()
+            if any(slot in processor._slots and not processor._slots[slot].strict for slot in slots):
+                logits = processor.apply(logits, context)  # else vLLM does not call it
             heat = temperatures[self.row_slots[rows].long()].unsqueeze(-1)
             logits = logits / torch.where(heat == 0, 1.0, heat)
             first = range(len(self.blocks))[requests][0]
@@ -145,7 +160,8 @@ def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypa
         made = [recorder.rounds[place][number] for place in answers]
         evidence = [item for _, item, _, _, _ in made]
         batch = Batch([block.token_ids.tolist() for block, *_ in made], [v.logits for _, _, v, _, _ in made])
-        processor = hooks_of(rules, contexts=[context for *_, context in made])
+        size = batch.logits.shape[-1]
+        processor = hooks_of(rules, contexts=[context for *_, context in made], size=size)
         draft_logits = None
         if evidence[0].draft_scores is not None:
             draft_logits = torch.zeros(len(made), int(batch.num_rows.max()) - 1, batch.logits.shape[-1])
@@ -153,7 +169,7 @@ def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypa
                 draft_logits[slot, : len(item.draft_scores)] = item.draft_scores * (temperature or 1.0)
         rules.forget([f"request {slot}" for slot in range(64)])
         for slot in range(len(made)):
-            processor.add_request(slot, params_of(temperature))
+            admit(processor, slot, params_of(temperature))
         if number:  # budgets go on from round to round
             for slot, place in enumerate(answers):
                 processor._slots[slot].budget.left = recorder.budgets[place][number - 1]
@@ -211,7 +227,7 @@ def test_several_rules_and_thresholds_in_one_batch_each_equal_their_pure_run():
     batch = random_batch(8)
     processor = hooks_of(WorkerRules(Menu.load(rules)))
     for slot, asked in enumerate(wishes):
-        processor.add_request(slot, params_of(asked=asked))
+        admit(processor, slot, params_of(asked=asked))
     mixed = batch.verify(processor, temperatures=torch.zeros(8))
     chunks = [slice(0, 3), slice(3, 4), slice(4, 8)]
     for slot in range(8):
@@ -220,7 +236,7 @@ def test_several_rules_and_thresholds_in_one_batch_each_equal_their_pure_run():
     for slot, asked in enumerate(wishes):
         alone = hooks_of(WorkerRules(Menu.load(rules)))
         for place in range(8):
-            alone.add_request(place, params_of(asked=asked if place == slot else {"reprieve_rule": "off"}))
+            admit(alone, place, params_of(asked=asked if place == slot else {"reprieve_rule": "off"}))
         assert batch.verify(alone, temperatures=torch.zeros(8))[slot] == mixed[slot], asked
     assert len({tuple(output) for output in mixed}) > 4 and processor.rules.failures == 0
 
@@ -230,13 +246,13 @@ def test_greedy_and_sampling_requests_of_one_rule_share_a_batch():
     heat = torch.tensor([0.0, 0.9, 0.0, 0.9, 0.9, 0.0])
     processor = hooks_of(WorkerRules(Menu.load("margin:delta=1.5")))
     for slot in range(6):
-        processor.add_request(slot, params_of(float(heat[slot]), top_k=5 if slot == 3 else 0))
+        admit(processor, slot, params_of(float(heat[slot]), top_k=5 if slot == 3 else 0))
     mixed = batch.verify(processor, temperatures=heat)
     for slot in range(6):
         alone = hooks_of(WorkerRules(Menu.load("margin:delta=1.5")))
         for place in range(6):
             off = None if place == slot else {"reprieve_rule": "off"}
-            alone.add_request(place, params_of(float(heat[place]), off, top_k=5 if place == 3 else 0))
+            admit(alone, place, params_of(float(heat[place]), off, top_k=5 if place == 3 else 0))
         assert batch.verify(alone, temperatures=heat)[slot] == mixed[slot]
 
 
@@ -256,7 +272,7 @@ def test_a_span_is_followed_on_the_device():
     contexts = [torch.tensor(text) for text in ([1, 6, 2], [1, 6, 7], [6], [1, 2])]
     processor = hooks_of(WorkerRules(menu), contexts=contexts)
     for slot in range(4):
-        processor.add_request(slot, params_of())
+        admit(processor, slot, params_of())
     outputs = Batch(blocks, [logits] * 4).verify(processor, temperatures=torch.zeros(4))
     # Inside; outside; up to the end marker, which no rule may write; a match, and then a marker that is none.
     assert outputs == [[3, 4, 5, 0], [0], [3, 0], [0, 0]]
@@ -278,7 +294,7 @@ def test_sampled_tokens_have_the_right_distribution(drafted):
     for spec in ("margin:delta=0", "margin:delta=1"):
         processor = hooks_of(WorkerRules(Menu.load(spec)), slots=num)
         for slot in range(num):
-            processor.add_request(slot, params_of(heat))
+            admit(processor, slot, params_of(heat))
         outputs = batch.verify(processor, temperatures=torch.full((num,), heat), draft_logits=draft_logits)
         scores = target / heat
         rescued = scores.amax() - scores <= (0.0 if spec.endswith("0") else 1.0)
@@ -299,7 +315,7 @@ def test_a_masked_or_padded_token_is_never_accepted():
     batch = Batch([[3, 4, 5], [3, -1, 5]], [logits, logits.clamp_min(-9)])
     processor = hooks_of(WorkerRules(Menu.load("top_k:k=8")))
     for slot in range(2):
-        processor.add_request(slot, params_of())
+        admit(processor, slot, params_of())
     assert batch.verify(processor, temperatures=torch.zeros(2)) == [[3, 0], [3, 0]]
 
 
@@ -312,7 +328,7 @@ def test_a_rule_that_raises_leaves_the_lossless_answer(monkeypatch):
         processor = hooks_of(rules)
         rules.forget([f"request {slot}" for slot in range(64)])
         for slot in range(3):
-            processor.add_request(slot, params_of(asked=asked))
+            admit(processor, slot, params_of(asked=asked))
         made.append(batch.verify(processor, temperatures=torch.zeros(3)))
     assert made[0] == made[1] and rules.failures == 1
 
@@ -326,10 +342,10 @@ def test_leniency_follows_the_load():
         processor = hooks_of(rules)
         rules.forget([f"request {slot}" for slot in range(64)])
         for slot in range(num):
-            processor.add_request(slot, params_of(asked={"reprieve_threshold": 1.0} if slot == 1 else None))
+            admit(processor, slot, params_of(asked={"reprieve_threshold": 1.0} if slot == 1 else None))
         outputs = Batch([[1]] * num, [logits] * num).verify(processor, temperatures=torch.zeros(num))
         assert outputs[0] == expected and outputs[1] == [0]
-    labels = {counts.rule for counts in rules.take_counts().values()}
+    labels = {label for _, label in rules.take_counts()}
     assert labels == {"margin@1", "margin@2"}
 
 
@@ -346,7 +362,7 @@ def test_a_round_waits_for_the_device_only_along_blocks(spec, most, temperature)
     batch = random_batch(4)
     processor = hooks_of(WorkerRules(Menu.load(spec)))
     for slot in range(4):
-        processor.add_request(slot, params_of(temperature))
+        admit(processor, slot, params_of(temperature))
     draft_logits = torch.randn(64, 3, V)
     uniforms = torch.rand(16)
     for _ in range(2):  # the first round uploads what requests asked for
@@ -354,7 +370,51 @@ def test_a_round_waits_for_the_device_only_along_blocks(spec, most, temperature)
         processor.round.uniforms = lambda ctx: uniforms  # a kernel of vLLM's, which the interpreter reads on the host
         _, context = batch.context()
         logits = batch.logits.clone()
+        processor.begin_chunk(batch.logits, 4)
         with HostWaits() as waits:
             processor.apply(logits, context)
     assert processor.rules.failures == 0
     assert waits.num <= most, waits.where
+
+
+def test_chunks_without_any_rule_neither_shift_nor_stain_the_next():
+    """vLLM passes over the processor where no request of a chunk wants its logits processed."""
+    batch = random_batch(5, seed=2)
+    processor = hooks_of(WorkerRules(Menu.load({"rules": ["margin:delta=2", "fuzzy:threshold=0.5"]})))
+    wishes = [{"reprieve_rule": "fuzzy"}, {"reprieve_rule": "off"}, None, {"reprieve_rule": "off"}, None]
+    for slot, asked in enumerate(wishes):
+        admit(processor, slot, params_of(asked=asked))
+    draft_logits = torch.randn(64, 3, V, generator=torch.Generator().manual_seed(1))
+    whole = batch.verify(processor, temperatures=torch.zeros(5), draft_logits=draft_logits)
+    counts = {key: made.num_rounds for key, made in processor.rules.take_counts().items()}
+    each = [slice(slot, slot + 1) for slot in range(5)]
+    assert batch.verify(processor, temperatures=torch.zeros(5), draft_logits=draft_logits, chunks=each) == whole
+    assert {key: made.num_rounds for key, made in processor.rules.take_counts().items()} == counts
+    assert set(counts) == {("request 0", "fuzzy@0.5"), ("request 2", "margin@2"), ("request 4", "margin@2")}
+    assert processor.rules.failures == 0
+
+
+def test_a_rule_with_a_distribution_of_its_own_leaves_the_others_alone():
+    batch = random_batch(3, seed=4)
+    heat = torch.tensor([0.0, 0.9, 0.0])
+    draft_logits = torch.randn(64, 3, V, generator=torch.Generator().manual_seed(1))
+    made = []
+    for second in ("cascade", "off"):
+        processor = hooks_of(WorkerRules(Menu.load({"rules": ["margin:delta=2", "cascade:kind=tok,alpha=0.9"]})))
+        for slot, asked in enumerate((None, {"reprieve_rule": second}, {"reprieve_threshold": 9.0})):
+            admit(processor, slot, params_of(float(heat[slot]), asked))
+        made.append(batch.verify(processor, temperatures=heat, draft_logits=draft_logits))
+        assert processor.rules.failures == 0
+    assert made[0][0] == made[1][0] and made[0][2] == made[1][2] and len(made[0][2]) == 4
+
+
+def test_strict_by_default_and_lenient_under_load():
+    logits = torch.zeros(2, V)
+    logits[:, 0], logits[:, 1] = 2.0, 0.5
+    rules = WorkerRules(Menu.load({"rule": "margin:delta=1", "default": "strict", "by_load": {"3": 2.0}}))
+    for num, expected in ((2, [0]), (3, [1, 0])):
+        processor = hooks_of(rules)
+        for slot in range(num):
+            assert admit(processor, slot, params_of())
+        outputs = Batch([[1]] * num, [logits] * num).verify(processor, temperatures=torch.zeros(num))
+        assert outputs == [expected] * num

@@ -160,7 +160,7 @@ def test_spans_work_under_asynchronous_scheduling(problems, monkeypatch):
 
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(adapt_but_that))
     spec = 'top_k:k=8,start=".",end=","'
-    llm = make_llm(spec, engine={"async_scheduling": True})
+    llm = make_llm(spec, engine={"async_scheduling": True, "max_num_seqs": 1})
     assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
     from reprieve.engine import SamplingParams as Params
 

@@ -111,12 +111,13 @@ class Decisions:
     accept: Tensor  # [N], bool
     refuse: Tensor  # [N], bool
     lossless: Tensor  # [N], bool: what the lossless check alone would accept, of tokens that a rule was asked about
-    scores: Tensor | None = None  # [N, V]: to be verified against instead of the target's; None for the target's
+    relaxed: Tensor  # [N], bool: tokens verified against `scores`
+    scores: Tensor | None = None  # [N, V]: to be verified against instead of the target's, where `relaxed`
 
     @classmethod
     def none(cls, batch: Batch) -> Decisions:
         """The engine's own check, everywhere."""
-        return cls(*(torch.zeros_like(batch.token_ids, dtype=torch.bool) for _ in range(3)))
+        return cls(*(torch.zeros_like(batch.token_ids, dtype=torch.bool) for _ in range(4)))
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,7 @@ def decide_each(name: str, rows: Sequence[Row], batch: Batch, decisions: Decisio
             if decisions.scores is None:
                 decisions.scores = batch.scores.clone()
             decisions.scores[real] = relaxed.log()
+            decisions.relaxed[real] = True
             continue
         outcome = accept(
             row.rule,

@@ -71,6 +71,8 @@ class Setup:
     heterogeneous_vocab: bool
     runner: str  # v1 or v2
     batch_sharded: bool  # ranks sample different requests (V2)
+    adaptive_verification: bool  # blocks are cut before they are verified (V2)
+    sampling_mask: bool  # the support of each draw is handed out (V2)
     processed_logprobs: bool  # log-probabilities are read from logits that the rules have changed (V2)
     async_scheduling: bool
     hidden_size: int
@@ -89,6 +91,18 @@ class Setup:
                 "on the V2 model runner rules change the logits that processed log-probabilities are read from: set "
                 "--logprobs-mode raw_logprobs"
             )
+        if self.sampling_mask:
+            raise ReprieveError("return_sampling_mask would show the rules' edits: do not ask vLLM for it")
+        if self.batch_sharded:
+            raise ReprieveError(
+                "with batch-sharded sampling ranks sample different requests, which rules cannot follow: start vLLM "
+                "with --no-enable-batch-sharded-sampling"
+            )
+        if self.adaptive_verification:
+            raise ReprieveError(
+                "adaptive verification cuts blocks unseen by rules: give --speculative-config "
+                '"enable_adaptive_verification": false'
+            )
         for rule in menu.rules:
             self._require_inputs(rule)
 
@@ -98,16 +112,16 @@ class Setup:
             if need in needs:
                 raise SpecError(f"rule {rule.spec} needs {words}, which vLLM does not hand out; use the local engine")
         if other := set(rule.traits.target_layers) - {-1}:
-            raise SpecError(f"rule {rule.spec} reads layer {min(other)}; vLLM hands out the last one (-1) only")
-        if Need.DRAFT_PROBS in needs and not self.has_draft_logits:
-            hint = (
-                ' (on the V2 model runner: add "draft_sample_method": "probabilistic")' if self.runner == "v2" else ""
+            raise SpecError(
+                f"rule {rule.spec} reads layer {min(other)}; vLLM hands out the last one (-1) only: train a "
+                "head on that one, or use the local engine"
             )
+        if Need.DRAFT_PROBS in needs and not self.has_draft_logits:
+            could = self.runner == "v2" and "ngram" not in str(self.method)
+            hint = ' (on the V2 model runner: add "draft_sample_method": "probabilistic")' if could else ""
             raise SpecError(
                 f"rule {rule.spec} needs draft probabilities, which method {self.method!r} does not keep{hint}"
             )
-        if {Need.NODE_HIDDEN, Need.PARENT_HIDDEN} & needs and self.batch_sharded:
-            raise SpecError(f"rule {rule.spec} needs hidden states: switch batch-sharded sampling off")
         if Need.DRAFT_PROBS in needs and self.heterogeneous_vocab:
             raise SpecError(
                 f"rule {rule.spec} needs draft probabilities over the target's vocabulary: unset "

@@ -12,7 +12,7 @@ from typing import Any
 
 from reprieve.serving.vllm_plugin.rounds import WorkerRules
 
-ATTRIBUTE = "reprieve_counts"  # on a ModelRunnerOutput: {request id: (rule, rounds, drafted, matched, rescued)}
+ATTRIBUTE = "reprieve_counts"  # on a ModelRunnerOutput: {request id: [(rule, rounds, drafted, matched, rescued)]}
 _RESCUED = "vllm:reprieve_rescued_tokens"
 _ROUNDS = "vllm:reprieve_relaxed_rounds"
 _PLACES = "vllm:reprieve_tokens_per_position"
@@ -25,9 +25,13 @@ _COUNTERS = {
 
 def attach(output: Any, rules: WorkerRules) -> None:
     """Send a worker's counts along with its output, to the scheduler."""
-    if counts := rules.take_counts():
-        made = {key: (c.rule, c.num_rounds, c.drafted, c.matched, c.rescued) for key, c in counts.items()}
-        setattr(output, ATTRIBUTE, made)
+    with rules.guarded("counting failed"):
+        by_request: dict[str, list[tuple[Any, ...]]] = {}
+        for (request_id, rule), made in rules.take_counts().items():
+            numbers = (rule, made.num_rounds, made.drafted, made.matched, made.rescued)
+            by_request.setdefault(request_id, []).append(numbers)
+        if by_request:
+            setattr(output, ATTRIBUTE, by_request)
 
 
 def extend() -> None:
@@ -65,21 +69,25 @@ def _fill(scheduler: Any) -> None:
 
     @functools.wraps(update)
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        self._reprieve_counts = getattr(model_runner_output, ATTRIBUTE, {})
+        # What nothing was drafted for in this step is claimed in a later one, while the request lives.
+        left = {key: counts for key, counts in getattr(self, "_reprieve_counts", {}).items() if key in self.requests}
+        for key, counts in getattr(model_runner_output, ATTRIBUTE, {}).items():
+            left.setdefault(key, []).extend(counts)
+        self._reprieve_counts = left
         return update(self, scheduler_output, model_runner_output)
 
     @functools.wraps(make)
     def make_spec_decoding_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
         stats = make(self, *args, **kwargs)
         request_id = kwargs.get("request_id", args[-1] if args else None)
-        counts = self._reprieve_counts.pop(request_id, None)
-        if counts is not None and stats is not None:
-            stats.reprieve.append(counts)
+        counts = self._reprieve_counts.pop(request_id, [])
+        if stats is not None:
+            stats.reprieve.extend(counts)
         request = self.requests.get(request_id)
-        if counts is not None and request is not None and request.spec_decode_metrics is not None:
-            rule, _, _, _, rescued = counts
-            request.spec_decode_metrics.num_rescued_tokens += sum(rescued)
-            request.spec_decode_metrics.reprieve_rule = rule
+        if request is not None and request.spec_decode_metrics is not None:
+            for rule, _, _, _, rescued in counts:
+                request.spec_decode_metrics.num_rescued_tokens += sum(rescued)
+                request.spec_decode_metrics.reprieve_rule = rule
         return stats
 
     scheduler.update_from_output, scheduler.make_spec_decoding_stats = update_from_output, make_spec_decoding_stats

@@ -6,6 +6,7 @@ Knows vLLM's tensors and request ids, none of its classes: those are the runners
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,7 +35,8 @@ class RequestRules:
 
     @property
     def strict(self) -> bool:
-        return self.choice.strict
+        """Whether no rule will ever touch it."""
+        return self.choice.strict and not self.choice.follows_load
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ class WorkerRules:
     _known: dict[str, RequestRules] = field(default_factory=dict)
     _drafted: dict[str, bool] = field(default_factory=dict)
     _draft_probs: dict[str, Tensor] = field(default_factory=dict)
-    _pending: list[_Pending] = field(default_factory=list)
+    # Ranks that give no output never take their counts: the oldest are dropped. Appended and taken by two threads.
+    _pending: deque[_Pending] = field(default_factory=lambda: deque(maxlen=256))
 
     def __post_init__(self) -> None:
         self._noise = torch.Generator().manual_seed(self.seed)
@@ -167,14 +170,19 @@ class WorkerRules:
     def known(self, request_id: str, asked: Callable[[], Mapping[str, Any] | None]) -> RequestRules:
         """What a request chose, resolved at its first round."""
         known = self._known.get(request_id)
-        if known is None:
-            try:
-                choice = self.menu.choose(asked())
-            except ReprieveError as error:  # the front end refuses such requests; a worker must not fall over one
-                logger.error("request %s is served losslessly: %s", request_id, error)
-                choice = Choice("", STRICT)
-            known = self._known[request_id] = RequestRules(choice, RiskBudget.of(choice.rule))
-        return known
+        return self.admit(request_id, asked) if known is None else known
+
+    def admit(self, request_id: str, asked: Callable[[], Mapping[str, Any] | None]) -> RequestRules:
+        """A request that enters the batch, or comes again: its budget goes on where its choice is the same."""
+        try:
+            choice = self.menu.choose(asked())
+        except ReprieveError as error:  # the front end refuses such requests; a worker must not fall over one
+            logger.error("request %s is served losslessly: %s", request_id, error)
+            choice = Choice("", STRICT)
+        before = self._known.get(request_id)
+        if before is None or before.choice != choice:
+            self._known[request_id] = RequestRules(choice, RiskBudget.of(choice.rule))
+        return self._known[request_id]
 
     def rule_of(self, choice: Choice, num_running: int) -> Rule:
         """The rule in force for a request in this round."""
@@ -261,21 +269,20 @@ class WorkerRules:
             ready.record()
         self._pending.append(_Pending(request_ids, labels, num_drafted, kept, ready))
 
-    def take_counts(self) -> dict[str, Counts]:
-        """Counts that have arrived since the last call, by request."""
-        counts: dict[str, Counts] = {}
-        waiting = []
-        for pending in self._pending:
+    def take_counts(self) -> dict[tuple[str, str], Counts]:
+        """Counts that have arrived since the last call, by request and label."""
+        counts: dict[tuple[str, str], Counts] = {}
+        while self._pending:
+            pending = self._pending.popleft()
             if pending.ready is not None and not pending.ready.query():
-                waiting.append(pending)
-                continue
+                self._pending.appendleft(pending)
+                break
             for request_id, rule, num_drafted, (num_accepted, *rescued) in zip(
                 pending.request_ids, pending.rules, pending.num_drafted, pending.kept.tolist(), strict=True
             ):
-                if rule:
-                    made = counts.setdefault(request_id, Counts(rule))
+                if rule and num_drafted:
+                    made = counts.setdefault((request_id, rule), Counts(rule))
                     made.add(num_drafted, num_accepted, [bool(flag) for flag in rescued])
                     self.num_rounds += 1
                     self.num_rescued += sum(rescued[:num_accepted])
-        self._pending = waiting
         return counts

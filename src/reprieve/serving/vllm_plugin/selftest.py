@@ -31,18 +31,18 @@ def require_works(hooks: Any, kind: str) -> None:
     Raises:
         ReprieveError: the hooks do not do what they must, in this vLLM.
     """
-    if kind == "v2" and hooks.processor is None:
-        return  # not the last stage of a pipeline
+    if getattr(hooks.runner, "rejection_sampler", None) is None:
+        return  # not the last stage of a pipeline: nothing is sampled here
     rules, size = hooks.rules, int(hooks.runner.model_config.get_vocab_size())
     hooks.rules = WorkerRules(Menu([Policy(parse_rule(f"top_k:k={size}"))]), rank=rules.rank)
     try:
-        relaxed, untouched = (_v1 if kind == "v1" else _v2)(hooks, size)
-        if hooks.rules.failures:
-            raise ReprieveError("the rule raised an error, see the log")
-        if relaxed != DRAFTED:
-            raise ReprieveError(f"a drafted token that the rule accepts was rejected (got {relaxed})")
-        if untouched != OWN:
-            raise ReprieveError(f"a request with the rule switched off was changed (got {untouched})")
+        for relaxed, untouched in [_v1(hooks, size)] if kind == "v1" else _v2(hooks, size):
+            if hooks.rules.failures:
+                raise ReprieveError("the rule raised an error, see the log")
+            if relaxed != DRAFTED:
+                raise ReprieveError(f"a drafted token that the rule accepts was rejected (got {relaxed})")
+            if untouched != OWN:
+                raise ReprieveError(f"a request with the rule switched off was changed (got {untouched})")
     except ReprieveError as error:
         raise ReprieveError(f"Reprieve's self-test failed in worker {rules.rank}: {error}") from None
     except Exception as error:  # another vLLM may fail in any way
@@ -53,7 +53,7 @@ def require_works(hooks: Any, kind: str) -> None:
 
 def _logits(num_rows: int, size: int, device: torch.device) -> Tensor:
     logits = torch.zeros(num_rows, size, device=device)
-    logits[:, OWN] = 1.0
+    logits[:, OWN] = 30.0  # certain, sampled or not
     return logits
 
 
@@ -89,50 +89,50 @@ def _v1(hooks: Any, size: int) -> tuple[int, int]:
     return int(output[0, 0]), int(output[1, 0])
 
 
-def _v2(hooks: Any, size: int) -> tuple[int, int]:
+def _v2(hooks: Any, size: int) -> list[tuple[int, int]]:
+    """Greedy and sampled, one request after the other: a server may have a single slot."""
+    try:
+        return [
+            (_v2_token(hooks, size, _ASKED[0], temperature), _v2_token(hooks, size, _ASKED[1], temperature))
+            for temperature in (0.0, 0.7)
+        ]
+    finally:
+        hooks.processor.round = hooks.processor.chunk = None
+        hooks.processor.forget_slots()
+
+
+def _v2_token(hooks: Any, size: int, asked: dict[str, str], temperature: float) -> int:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
     from reprieve.serving.vllm_plugin.v2_round import Round
 
     sampler, device = hooks.runner.sampler, hooks.runner.device
-    for slot, asked in enumerate(_ASKED):
-        sampler.add_request(slot, SamplingParams(temperature=0.0, extra_args=dict(asked)))
+    sampler.add_request(0, SamplingParams(temperature=temperature, seed=0, extra_args=dict(asked)))
     sampler.apply_staged_writes()
 
     def rows(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
-    ends, slots, places = rows([0, 2, 4]), rows([0, 1]), rows([0, 1, 0, 1])
-    row_slots, positions = rows([0, 0, 1, 1]), rows([5, 6, 5, 6], torch.int64)
-    fed = rows([OWN, DRAFTED, OWN, DRAFTED])
-    seeds = sampler.sampling_states.seeds.gpu
-    hooks.processor.round = Round(["0", "1"], np.array([2, 2]), None, None, seeds)
-    try:
-        processed = sampler.apply_sampling_params(
-            _logits(4, size, device),
-            row_slots,
-            slots,
-            np.array([0, 1]),
-            positions,
-            fed,
-            places,
-            np.array([7, 7]),
-        )
-        sampled, _ = rejection_sampler.rejection_sample(
-            processed,
-            None,
-            fed,
-            ends,
-            positions,
-            slots,
-            row_slots,
-            places,
-            sampler.sampling_states.temperature.gpu,
-            seeds,
-            hooks.runner.num_speculative_steps,
-        )
-    finally:
-        hooks.processor.round = hooks.processor.chunk = None
-        hooks.processor.forget_slots()
-    return int(sampled[0, 0]), int(sampled[1, 0])
+    slots, row_slots, places = rows([0]), rows([0, 0]), rows([0, 1])
+    positions, fed = rows([5, 6], torch.int64), rows([OWN, DRAFTED])
+    states = sampler.sampling_states
+    hooks.processor.round = Round(["self-test"], np.array([2]), None, None, states.seeds.gpu)
+    hosts = np.array([0])
+    processed = sampler.apply_sampling_params(
+        _logits(2, size, device), row_slots, slots, hosts, positions, fed, places, np.array([7])
+    )
+    sampled, _ = rejection_sampler.rejection_sample(
+        processed,
+        None,
+        fed,
+        rows([0, 2]),
+        positions,
+        slots,
+        row_slots,
+        places,
+        states.temperature.gpu,
+        states.seeds.gpu,
+        hooks.runner.num_speculative_steps,
+    )
+    return int(sampled[0, 0])

@@ -88,9 +88,11 @@ def _setup(vllm_config: Any) -> configuration.Setup:
         rejection_sample_method="standard" if spec is None else spec.rejection_sample_method,
         has_draft_logits=method in ("draft_model", "eagle", "eagle3", "mtp")
         if runner == "v1"
-        else spec is not None and spec.draft_sample_method == "probabilistic",
+        else spec is not None and spec.draft_sample_method == "probabilistic" and "ngram" not in str(method),
         heterogeneous_vocab=bool(spec is not None and spec.use_heterogeneous_vocab),
         batch_sharded=bool(getattr(vllm_config.parallel_config, "enable_batch_sharded_sampling", False)),
+        adaptive_verification=bool(getattr(spec, "enable_adaptive_verification", False)),
+        sampling_mask=bool(getattr(vllm_config.model_config, "return_sampling_mask", False)),
         processed_logprobs=str(vllm_config.model_config.logprobs_mode).startswith("processed"),
         async_scheduling=bool(vllm_config.scheduler_config.async_scheduling),
         hidden_size=vllm_config.model_config.get_hidden_size(),

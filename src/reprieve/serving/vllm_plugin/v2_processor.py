@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
 
 from reprieve.needs import Need
-from reprieve.rules import Rule
+from reprieve.rules import LosslessRule, RiskBudget, Rule
+from reprieve.serving.policy import STRICT
 from reprieve.serving.vllm_plugin.batch import (
     Asked,
     Batch,
@@ -33,24 +33,10 @@ from reprieve.serving.vllm_plugin.batch import (
 from reprieve.serving.vllm_plugin.rounds import RequestRules, WorkerRules
 from reprieve.serving.vllm_plugin.v2_round import Round
 from reprieve.transfers import spread
-from reprieve.types import HiddenStates, gather_token
+from reprieve.types import gather_token
 
 # How far an accepted token is raised above the best: enough at any temperature up to 100, and finite at any above 0.
 LIFT = 1e4
-
-
-@dataclass
-class Sampling:
-    """How the request in a slot samples."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
 
 
 @dataclass
@@ -58,7 +44,7 @@ class Chunk:
     """The N rows of logits that vLLM verifies at once, bonus rows included, and what was decided about them."""
 
     context: LogitsContext
-    token_ids: Tensor  # [N], the drafted token that each row judges; -1 for none
+    draft_token_ids: Tensor  # [N], the drafted token that each row judges; -1 for none
     decisions: Decisions
     first_request: int  # of the round's requests
     labels: list[str]  # of the counters, by request
@@ -78,63 +64,70 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
         self.round: Round | None = None  # set while a batch with drafts is sampled
         self.chunk: Chunk | None = None  # what was decided last
         self._slots: dict[int, RequestRules] = {}
-        self._sampling: dict[int, Sampling] = {}
         self._tables: dict[tuple[str, int], Asked] = {}
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         """A request enters a slot; whether a rule may touch it."""
-        request_id = self.runner.req_states.index_to_req_id.get(req_idx, f"slot {req_idx}")
-        known = self.rules.known(request_id, lambda: sampling_params.extra_args)
-        self._slots[req_idx] = known
-        greedy = sampling_params.temperature < 1e-5  # as vLLM itself draws the line
-        self._sampling[req_idx] = Sampling(
-            temperature=0.0 if greedy else sampling_params.temperature,
-            top_k=max(sampling_params.top_k, 0),
-            top_p=sampling_params.top_p,
-            min_p=sampling_params.min_p,
-        )
+        request_id = self.runner.req_states.index_to_req_id.get(req_idx)
+        if request_id is None:  # vLLM tries its sampler out
+            request_id = f"slot {req_idx}"
+            self.rules.forget([request_id])
+        self._slots[req_idx] = known = self.rules.admit(request_id, lambda: sampling_params.extra_args)
         self._tables.clear()
         return not known.strict
 
+    @property
+    def _states(self) -> Any:
+        """vLLM's own table of how each slot samples, on the host and on the device."""
+        return self.runner.sampler.sampling_states
+
+    def _greedy(self, slot: int) -> bool:
+        return bool(self._states.temperature.np[slot] == 0.0)
+
     def forget_slots(self) -> None:
         """As before the first request."""
-        for kept in (self._slots, self._sampling, self._tables):
-            kept.clear()
+        self._slots.clear()
+        self._tables.clear()
+
+    def begin_chunk(self, raw_logits: Tensor, num_requests: int) -> None:
+        """vLLM turns to the next requests; `apply` follows only if one of them wants its logits processed."""
+        self.chunk = None
+        if self.round is not None:
+            self.round.begin_chunk(raw_logits, num_requests)
 
     def apply(self, logits: Tensor, ctx: LogitsContext) -> Tensor:
         """Raise the drafted tokens that a rule accepts."""
-        self.chunk = None
         if self.round is None:
             return logits
-        chunk = self.round.take(ctx)
         with self.rules.guarded("the rule failed; its requests are served losslessly"):
-            self.chunk = self._decided(logits, ctx, chunk)
+            self.chunk = self._decided(logits, ctx, self.round)
             if self.chunk is not None:
-                _raise(logits, self.chunk.token_ids, self.chunk.decisions.accept)
+                _raise(logits, self.chunk.draft_token_ids, self.chunk.decisions.accept)
         return logits
 
-    def _decided(self, logits: Tensor, ctx: LogitsContext, chunk: tuple[int, slice]) -> Chunk | None:
-        assert self.round is not None
-        first_request, rows = chunk
+    def _decided(self, logits: Tensor, ctx: LogitsContext, current: Round) -> Chunk | None:
         slots = [int(slot) for slot in ctx.idx_mapping_np]
         in_force = [self._in_force(slot) for slot in slots]
         if all(rule is None for rule in in_force):
             return None
-        token_ids = judged_ids(ctx)
-        batch = self._batch(logits, ctx, token_ids, slots, rows)
+        draft_token_ids = judged_ids(ctx)
+        batch = self._batch(logits, ctx, draft_token_ids, slots, current)
         decisions = Decisions.none(batch)
-        names = [self._slots[slot].choice.name for slot in slots]
+        names = [
+            "" if rule is None else self._slots[slot].choice.name for slot, rule in zip(slots, in_force, strict=True)
+        ]
         rules = {name: rule for name, rule in zip(names, in_force, strict=True) if rule is not None}
         for name, rule in rules.items():
             if by_request(rule):
-                decide_each(name, self._rows(slots, in_force, first_request), batch, decisions)
+                decide_each(name, self._rows(names, slots, in_force, current), batch, decisions)
             else:
-                decide_together(rule, self._asked(name, slots, ctx), batch, decisions)
+                mine = [slot for slot, other in zip(slots, names, strict=True) if other == name]
+                decide_together(rule, self._asked(name, mine, ctx), batch, decisions)
         decisions.accept &= batch.real
         labels = [
             "" if rule is None else self.rules.label(name, rule) for name, rule in zip(names, in_force, strict=True)
         ]
-        return Chunk(ctx, token_ids, decisions, first_request, labels)
+        return Chunk(ctx, draft_token_ids, decisions, current.first_request, labels)
 
     def _in_force(self, slot: int) -> Rule | None:
         """The rule of the request in a slot, in this round; None for the lossless check."""
@@ -142,7 +135,8 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
         if known is None or known.strict:
             return None
         assert self.round is not None
-        return self.rules.rule_of(known.choice, self.round.num_requests)
+        rule = self.rules.rule_of(known.choice, self.round.num_requests)
+        return None if isinstance(rule, LosslessRule) else rule
 
     def _asked(self, name: str, slots: Sequence[int], ctx: LogitsContext) -> Asked:
         """What each row's request asked of a rule, gathered from a table by slot that changes with requests only."""
@@ -153,12 +147,11 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
             self._tables = {key: kept for key, kept in self._tables.items() if key[0] != name}
             table = self._tables[name, load] = self._table(name, ctx.expanded_idx_mapping.device)
         rows = ctx.expanded_idx_mapping.long()
-        mine = [slot for slot in slots if self._slots[slot].choice.name == name and not self._slots[slot].strict]
         return Asked(
             limits=table.limits[rows],
             relaxed=table.relaxed[rows],
             greedy=table.greedy[rows],
-            kinds=tuple({self._sampling[slot].greedy for slot in mine}),
+            kinds=tuple({self._greedy(slot) for slot in slots}),
         )
 
     def _table(self, name: str, device: torch.device) -> Asked:
@@ -168,7 +161,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
             rule = self._in_force(slot)
             if rule is not None and known.choice.name == name:
                 limits[slot], relaxed[slot] = rule.threshold, True
-            greedy[slot] = self._sampling[slot].greedy
+            greedy[slot] = self._greedy(slot)
         return Asked(
             spread(limits, torch.float64, device),
             spread(relaxed, torch.bool, device),
@@ -176,23 +169,23 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
             (),
         )
 
-    def _rows(self, slots: Sequence[int], in_force: Sequence[Rule | None], first_request: int) -> list[Row]:
+    def _rows(
+        self, names: Sequence[str], slots: Sequence[int], in_force: Sequence[Rule | None], current: Round
+    ) -> list[Row]:
         """The chunk's requests for rules that are asked one by one; a bonus row ends each block as padding does."""
-        assert self.round is not None
-        num_rows = self.round.num_rows[first_request : first_request + len(slots)]
+        num_rows = current.num_rows[current.first_request : current.first_request + len(slots)]
+        nothing = RiskBudget.of(STRICT)
         return [
             Row(
-                known.choice.name,
-                rule or known.choice.rule,
+                name,
+                rule or STRICT,
                 int(num),
-                self._sampling[slot].greedy,
+                self._greedy(slot),
                 rule is not None,
-                known.budget,
+                nothing if rule is None else self._slots[slot].budget,
                 functools.partial(self._text, slot),
             )
-            for slot, rule, num, known in zip(
-                slots, in_force, num_rows, (self._slots[slot] for slot in slots), strict=True
-            )
+            for name, slot, rule, num in zip(names, slots, in_force, num_rows, strict=True)
         ]
 
     def _text(self, slot: int) -> Tensor:
@@ -202,65 +195,54 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
         committed: Tensor = states.all_token_ids.gpu[slot, :length]
         return committed
 
-    def _batch(self, logits: Tensor, ctx: LogitsContext, token_ids: Tensor, slots: Sequence[int], rows: slice) -> Batch:
+    def _batch(
+        self, logits: Tensor, ctx: LogitsContext, draft_token_ids: Tensor, slots: Sequence[int], current: Round
+    ) -> Batch:
         """The chunk's tensors, as far as the rules read them; vLLM's row r judges the token that row r + 1 was fed."""
-        assert self.round is not None
         needs = self.rules.menu.needs
-        real_ids = token_ids.clamp_min(0)
-        sampling = [slot for slot in slots if not self._sampling[slot].greedy]
+        token_ids = draft_token_ids.clamp_min(0)
+        sampling = not all(self._greedy(slot) for slot in slots)
         given: dict[str, Any] = {}
         scores = logits
         if sampling:
             scores = self._shaped(logits, ctx)
-            given["uniforms"] = self.round.uniforms(ctx)
-        draft = self.round.draft_scores(ctx)
-        if draft is not None and (sampling or Need.DRAFT_PROBS in needs):
-            draft = self._shaped(draft, ctx) if Need.DRAFT_PROBS in needs else draft / self._per_row(ctx)[0]
-            given["draft_scores"] = draft
-            if sampling:
-                given["proposal_probs"] = gather_token(draft.softmax(-1), real_ids)
+            given["uniforms"] = current.uniforms(ctx)
+        if sampling or Need.DRAFT_PROBS in needs:
+            given |= self._draft(ctx, current, token_ids, sampling=sampling)
         if Need.NODE_HIDDEN in needs:
-            given["node_hidden"] = _hidden(self.round.hidden(rows, ahead=1))
+            given["node_hidden"] = {-1: current.hidden(ahead=1)}
         if Need.PARENT_HIDDEN in needs:
-            given["parent_hidden"] = _hidden(self.round.hidden(rows))
+            given["parent_hidden"] = {-1: current.hidden()}
         if Need.EMBEDDINGS in needs:
             embed = self.runner.model.embed_input_ids
-            given |= {"token_embeddings": embed(real_ids), "top_embeddings": embed(logits.argmax(-1))}
-        raw = self.round.raw_logits
+            given |= {"token_embeddings": embed(token_ids), "top_embeddings": embed(logits.argmax(-1))}
+        raw = current.raw_logits if self.rules.menu.reads_raw_logits else None
         return Batch(
-            token_ids=token_ids,
+            token_ids=draft_token_ids,
             scores=scores,
             logits=scores if raw is None else raw.float(),
-            possible=gather_token(logits, real_ids) > -math.inf,
+            possible=gather_token(logits, token_ids) > -math.inf,
             noise=self.rules.noise(len(token_ids), token_ids.device),
             **given,
         )
 
-    def _per_row(self, ctx: LogitsContext) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Temperature [N, 1] (1 where greedy), top-k [N], top-p [N] and min-p [N, 1] of each row's request."""
-        size = max(self._sampling) + 1
-        kinds = [self._sampling.get(slot, Sampling()) for slot in range(size)]
-        rows, device = ctx.expanded_idx_mapping.long(), ctx.expanded_idx_mapping.device
-        temperature = spread([kind.temperature or 1.0 for kind in kinds], torch.float32, device)[rows]
-        top_k = spread([kind.top_k or np.iinfo(np.int32).max for kind in kinds], torch.int32, device)[rows]
-        top_p = spread([kind.top_p for kind in kinds], torch.float32, device)[rows]
-        min_p = spread([kind.min_p for kind in kinds], torch.float32, device)[rows]
-        return temperature.unsqueeze(-1), top_k, top_p, min_p.unsqueeze(-1)
+    def _draft(self, ctx: LogitsContext, current: Round, token_ids: Tensor, *, sampling: bool) -> dict[str, Tensor]:
+        """What the drafter's distributions say of the drafted tokens; nothing where it keeps none."""
+        draft = current.draft_scores(ctx)
+        if draft is None:
+            return {}
+        shaped = self._shaped(draft, ctx, truncated=Need.DRAFT_PROBS in self.rules.menu.needs)
+        given = {"draft_scores": shaped}
+        if sampling:
+            given["proposal_probs"] = (gather_token(shaped, token_ids) - shaped.logsumexp(-1)).exp()
+        return given
 
-    def _shaped(self, logits: Tensor, ctx: LogitsContext) -> Tensor:
-        """A copy under each request's temperature, min-p, top-k and top-p, as vLLM will draw from it; raw if greedy."""
-        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-
-        temperature, top_k, top_p, min_p = self._per_row(ctx)
-        scores = logits / temperature
-        kinds = [self._sampling[int(slot)] for slot in ctx.idx_mapping_np]
-        if any(kind.min_p for kind in kinds):
-            scores = scores.masked_fill(scores < scores.amax(-1, keepdim=True) + min_p.log(), -math.inf)
-        limited_k = any(kind.top_k for kind in kinds)
-        limited_p = any(kind.top_p < 1 for kind in kinds)
-        if limited_k or limited_p:
-            top_k = top_k.clamp_max(logits.shape[-1])
-            scores = apply_top_k_top_p(scores, top_k if limited_k else None, top_p if limited_p else None)
+    def _shaped(self, logits: Tensor, ctx: LogitsContext, *, truncated: bool = True) -> Tensor:
+        """A copy under each request's temperature, top-k and top-p, as vLLM will draw from it; raw where greedy."""
+        scores = logits.float().clone()
+        self._states.apply_temperature(scores, ctx.expanded_idx_mapping, ctx.idx_mapping_np)
+        if truncated:
+            scores = self._states.apply_top_k_top_p(scores, ctx.expanded_idx_mapping, ctx.idx_mapping_np)
         return scores
 
 
@@ -276,7 +258,3 @@ def _raise(logits: Tensor, token_ids: Tensor, accept: Tensor) -> None:
     columns = token_ids.clamp_min(0).unsqueeze(-1)
     lifted = logits.amax(-1, keepdim=True) + LIFT
     logits.scatter_(-1, columns, torch.where(accept.unsqueeze(-1), lifted, logits.gather(-1, columns)))
-
-
-def _hidden(states: Tensor) -> HiddenStates:
-    return {-1: states}

@@ -22,24 +22,25 @@ class Round:
     draft_logits: Tensor | None  # [slots, K, V], before temperature
     seeds: Tensor  # [slots]
     raw_logits: Tensor | None = field(default=None, init=False)  # [N, V] of the chunk, before any processor
+    first_request: int = field(default=0, init=False)  # of the chunk
+    rows: slice = field(default_factory=lambda: slice(0, 0), init=False)  # of the chunk
     _next_request: int = field(default=0, init=False)
-    _next_row: int = field(default=0, init=False)
 
     @property
     def num_requests(self) -> int:
         return len(self.request_ids)
 
-    def take(self, ctx: LogitsContext) -> tuple[int, slice]:
-        """The next chunk: its first request, and its rows."""
-        first, start = self._next_request, self._next_row
-        self._next_request += len(ctx.idx_mapping_np)
-        self._next_row += len(ctx.expanded_idx_mapping)
-        return first, slice(start, self._next_row)
+    def begin_chunk(self, raw_logits: Tensor, num_requests: int) -> None:
+        """vLLM turns to the next requests, whether or not any of them asked for a rule."""
+        self.raw_logits = raw_logits
+        self.first_request = self._next_request
+        self._next_request += num_requests
+        self.rows = slice(self.rows.stop, self.rows.stop + len(raw_logits))
 
-    def hidden(self, rows: slice, *, ahead: int = 0) -> Tensor:
-        """The states at these rows, or so many rows ahead of them: [N, D]. Behind the last row it is repeated."""
+    def hidden(self, *, ahead: int = 0) -> Tensor:
+        """The states at the chunk's rows, or so many rows ahead of them: [N, D]. Behind the last row it is repeated."""
         assert self.states is not None
-        places = torch.arange(rows.start + ahead, rows.stop + ahead, device=self.states.device)
+        places = torch.arange(self.rows.start + ahead, self.rows.stop + ahead, device=self.states.device)
         return self.states[places.clamp_max(len(self.states) - 1)]
 
     def draft_scores(self, ctx: LogitsContext) -> Tensor | None:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reprieve.errors import ReprieveError
 from reprieve.needs import Need
 from reprieve.serving.vllm_plugin import numbers
 from reprieve.serving.vllm_plugin.rounds import WorkerRules
@@ -46,8 +45,6 @@ class RunnerHooks:
         runner = self.runner
         if getattr(runner, "rejection_sampler", None) is None:
             return  # not the last stage of a pipeline: nothing is sampled here
-        if getattr(runner.rejection_sampler, "enable_adaptive_verification", False):
-            raise ReprieveError("adaptive verification moves drafted tokens about unseen: switch it off")
         self.processor = RuleProcessor(self.rules, runner)
         runner.sampler.logits_processors.append(self.processor)
         sample, sample_tokens, finish = runner.sample, runner.sample_tokens, runner.finish_requests
@@ -69,7 +66,7 @@ class RunnerHooks:
             return finish(scheduler_output)
 
         runner.sample, runner.sample_tokens, runner.finish_requests = sample_round, sample_and_count, finish_requests
-        self._keep_raw_logits(runner.sampler)
+        self._watch_chunks(runner.sampler)
         patch_rejection(self.processor)
 
     def _begin(self, hidden_states: Tensor, input_batch: Any) -> None:
@@ -91,19 +88,25 @@ class RunnerHooks:
         assert self.processor is not None
         self.processor.round = self.processor.chunk = None
 
-    def _keep_raw_logits(self, sampler: Any) -> None:
-        """Where a head reads the model's own distribution: the logits before penalties and masks of requests."""
+    def _watch_chunks(self, sampler: Any) -> None:
+        """Learn of each chunk that vLLM verifies, and of the logits before penalties and masks of requests."""
         apply = sampler.apply_sampling_params
 
         @functools.wraps(apply)
-        def keep(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            processor = self.processor
-            if processor is not None and processor.round is not None and self.rules.menu.reads_raw_logits:
-                processor.round.raw_logits = logits
-            made: Tensor = apply(logits, *args, **kwargs)
-            return made
+        def watched(
+            logits: Tensor,
+            expanded_idx_mapping: Tensor,
+            idx_mapping: Tensor,
+            idx_mapping_np: Any,
+            *rest: Any,
+            **more: Any,
+        ) -> Tensor:
+            if self.processor is not None:
+                self.processor.begin_chunk(logits, len(idx_mapping_np))
+            output: Tensor = apply(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *rest, **more)
+            return output
 
-        sampler.apply_sampling_params = keep
+        sampler.apply_sampling_params = watched
 
 
 def _when_ready(output: Any, then: Callable[[Any], None]) -> None:
@@ -139,11 +142,8 @@ def patch_rejection(processor: RuleProcessor) -> None:
         if chunk is None:
             plain: tuple[Tensor, Tensor] = original(target_logits, draft_logits, draft_sampled, *rest, **more)
             return plain
-        if chunk.decisions.scores is not None:
-            target_logits = chunk.decisions.scores
-        refused = chunk.decisions.refuse
-        draft_sampled = draft_sampled.clone()
-        draft_sampled[1:] = torch.where(refused[:-1], -1, draft_sampled[1:])  # row r judges what row r + 1 was fed
+        with current[0].rules.guarded("the rule failed; its requests are served losslessly"):
+            target_logits, draft_sampled = _refused(chunk, target_logits, draft_sampled)
         sampled, num_sampled = original(target_logits, draft_logits, draft_sampled, *rest, **more)
         with current[0].rules.guarded("counting failed"):
             _note(current[0], chunk, num_sampled, sampled.shape[-1])
@@ -151,6 +151,16 @@ def patch_rejection(processor: RuleProcessor) -> None:
 
     rejection_sample.reprieve = current  # type: ignore[attr-defined]
     module.rejection_sample = rejection_sample
+
+
+def _refused(chunk: Chunk, target_logits: Tensor, draft_sampled: Tensor) -> tuple[Tensor, Tensor]:
+    """What vLLM verifies, changed where a rule refuses a token or verifies against another distribution."""
+    decisions = chunk.decisions
+    if decisions.scores is not None:
+        target_logits = torch.where(decisions.relaxed.unsqueeze(-1), decisions.scores, target_logits)
+    refused = torch.zeros_like(decisions.refuse)
+    refused[1:] = decisions.refuse[:-1]  # row r judges what row r + 1 was fed
+    return target_logits, draft_sampled.masked_fill(refused, -1)
 
 
 def _note(processor: RuleProcessor, chunk: Chunk, num_sampled: Tensor, width: int) -> None:
@@ -163,7 +173,7 @@ def _note(processor: RuleProcessor, chunk: Chunk, num_sampled: Tensor, width: in
     places[ctx.idx_mapping.long()] = torch.arange(num, device=device)
     against = torch.zeros(num, width, dtype=torch.bool, device=device)
     rows = places[ctx.expanded_idx_mapping.long()]
-    against[rows, ctx.expanded_local_pos.long()] = chunk.decisions.accept & ~chunk.decisions.lossless
+    against[rows, ctx.expanded_local_pos.long()] = ~chunk.decisions.lossless
     requests = slice(chunk.first_request, chunk.first_request + num)
     processor.rules.note(
         current.request_ids[requests],
