@@ -179,6 +179,8 @@ class SpeculativeDecoder:
         prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not prompt_ids:
             raise SpecError("prompt must hold at least one token, got none")
+        if isinstance(prompt, str):
+            return prompt_ids
         highest = self.target.model.config.get_text_config().vocab_size - 1
         for token_id in prompt_ids:
             require_whole("a token id of the prompt", token_id, 0, highest)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from reprieve.drafters import DRAFTERS, DrafterSettings
 from reprieve.engine.advisors import make_advisor
-from reprieve.engine.decoder import MAX_DRAFT_TOKENS, Advisor, SpeculativeDecoder
-from reprieve.errors import SpecError, require_whole
+from reprieve.engine.decoder import Advisor, SpeculativeDecoder
+from reprieve.errors import SpecError
 from reprieve.heads.certificates import Conditions
 from reprieve.heads.folds import fold_of
 from reprieve.heads.loading import attach_heads, require_heads_fit, split_folds
@@ -54,11 +54,10 @@ class Pair(ModelPair):
         """
         if not isinstance(rule, str | Rule):
             raise SpecError(f"rule must be a specification such as margin:delta=3, or a Rule, got {rule!r}")
-        require_whole("num_draft_tokens", num_draft_tokens, 1, MAX_DRAFT_TOKENS)
         settings = DRAFTERS.make(drafter) if isinstance(drafter, str) else drafter
         if rule in (TARGET_ONLY, DRAFT_ONLY):
             model = self.cached_target() if rule == TARGET_ONLY else self.cached_draft()
-            return SpeculativeDecoder(model, None, self.tokenizer)
+            return SpeculativeDecoder(model, None, self.tokenizer, num_draft_tokens=num_draft_tokens)
         ready = attach_heads(parse_rule(rule) if isinstance(rule, str) else rule, self.target_name)
         if ready.heads:
             require_heads_fit(ready, self.identity, task, here=conditions)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from reprieve.errors import SpecError
@@ -83,7 +83,7 @@ class Menu:
             return cls([Policy.load(settings, target=target)])
         offered = settings["rules"]
         if len(settings) > 1 or not isinstance(offered, list) or not offered:
-            raise SpecError(f"rules must stand alone and be a list of rules, got {json.dumps(settings)}")
+            raise SpecError(f"rules must stand alone and be a list of rules, got {settings!r}")
         return cls([Policy.load(item, target=target) for item in offered])
 
     def change(self, change: Callable[[Policy], Policy]) -> Menu:
@@ -97,12 +97,12 @@ class Menu:
         """The operator's rules, as they stand."""
         return [policy.rule for policy in self.policies.values()]
 
-    @property
+    @cached_property
     def needs(self) -> frozenset[Need]:
         """What at least one of the rules reads."""
         return frozenset().union(*(rule.traits.needs for rule in self.rules))
 
-    @property
+    @cached_property
     def reads_raw_logits(self) -> bool:
         """Whether a rule reads the model's own distribution, as heads do, beside the one that tokens are drawn from."""
         states = {Need.NODE_HIDDEN, Need.PARENT_HIDDEN}

@@ -84,10 +84,10 @@ class Policy:
         counts = [count for count, _ in self.by_load]
         if counts != sorted(set(counts)) or any(count < 1 for count in counts):
             raise SpecError(f"by_load must name rising numbers of requests, 1 or more, got {counts}")
+        certified = self.certificate and self.rule.with_dial(self.certificate.threshold)
         for count, value in self.by_load:
             rule = self.rule.with_dial(value)
             self._within_cap(rule, f"by_load at {count} requests")
-            certified = self.certificate and self.rule.with_dial(self.certificate.threshold)
             if certified and rule.looseness > certified.looseness:
                 raise SpecError(
                     f"by_load at {count} requests must be no more lenient than the certificate allows "
@@ -169,8 +169,17 @@ class Policy:
 
     def at_load(self, num_running: int) -> Rule:
         """The rule of a request that asks for nothing, while so many are running."""
-        values = [value for count, value in self.by_load if num_running >= count]
-        return self.rule.with_dial(values[-1]) if values else self.standard
+        rules = [rule for count, rule in self._rules_by_load if num_running >= count]
+        return rules[-1] if rules else self.standard
+
+    @cached_property
+    def _rules_by_load(self) -> list[tuple[int, Rule]]:
+        return [(count, self.rule.with_dial(value)) for count, value in self.by_load]
+
+    @cached_property
+    def named_values(self) -> frozenset[float | None]:
+        """Values of the dial that the operator set: the rule's own, those of the levels and of the loads."""
+        return frozenset((self.rule.dial_value, *self.levels.values(), *(value for _, value in self.by_load)))
 
     def resolve(self, fields: Mapping[str, Any] | None) -> Rule:
         """The rule a request gets, from its fields (`FIELDS`); others are ignored.

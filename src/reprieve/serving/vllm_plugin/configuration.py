@@ -30,24 +30,31 @@ def source_of(additional_config: Any) -> Any:
     return os.environ.get(VARIABLE) or None
 
 
-def load_menu(source: Any, target: str) -> Menu:
+def load_menu(source: Any, target: str, **conditions: Any) -> Menu:
     """The operator's rules, read once a process.
 
     Args:
         target: name or folder of the model that is served.
+        conditions: that hold in this server (`Policy.under`).
 
     Raises:
         ReprieveError: see `Menu.load`.
     """
     try:
-        return _load(json.dumps(source, sort_keys=True), target)
+        text = json.dumps(source, sort_keys=True)
     except TypeError:
         raise SpecError(f"the configuration must be what JSON can hold, got {source!r}") from None
+    return _load_under(text, target, **conditions) if conditions else _load(text, target)
 
 
 @lru_cache
 def _load(source: str, target: str) -> Menu:
     return Menu.load(json.loads(source), target=target)
+
+
+@lru_cache
+def _load_under(source: str, target: str, **conditions: Any) -> Menu:
+    return _load(source, target).change(lambda policy: policy.under(**conditions))
 
 
 def version_warning(version: str, runner: str) -> str:

@@ -247,10 +247,10 @@ class WorkerRules:
 
     def label(self, name: str, rule: Rule) -> str:
         """What counters call a rule in force: its name and, where the operator set it, the value of its dial."""
-        policy = self.menu.policies[name]
         value = rule.dial_value
-        own = {policy.rule.dial_value, *policy.levels.values(), *(value for _, value in policy.by_load)}
-        return name if value is None else f"{name}@{value:g}" if value in own else f"{name}@asked"
+        if value is None:
+            return name
+        return f"{name}@{value:g}" if value in self.menu.policies[name].named_values else f"{name}@asked"
 
     def note(
         self,

@@ -54,13 +54,12 @@ def _menu(vllm_config: Any) -> Menu | None:
     if source is None:
         return None
     spec = vllm_config.speculative_config
-    menu = configuration.load_menu(source, vllm_config.model_config.model)
-    return menu.change(
-        lambda policy: policy.under(
-            num_draft_tokens=None if spec is None else spec.num_speculative_tokens,
-            drafter=None if spec is None else {"draft_model": "draft"}.get(spec.method, spec.method),
-            dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
-        )
+    return configuration.load_menu(
+        source,
+        vllm_config.model_config.model,
+        num_draft_tokens=None if spec is None else spec.num_speculative_tokens,
+        drafter=None if spec is None else {"draft_model": "draft"}.get(spec.method, spec.method),
+        dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
     )
 
 

@@ -64,7 +64,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
         self.round: Round | None = None  # set while a batch with drafts is sampled
         self.chunk: Chunk | None = None  # what was decided last
         self._slots: dict[int, RequestRules] = {}
-        self._tables: dict[tuple[str, int], Asked] = {}
+        self._tables: dict[tuple[str, float | None], Asked] = {}
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         """A request enters a slot; whether a rule may touch it."""
@@ -141,11 +141,12 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
     def _asked(self, name: str, slots: Sequence[int], ctx: LogitsContext) -> Asked:
         """What each row's request asked of a rule, gathered from a table by slot that changes with requests only."""
         assert self.round is not None
-        load = self.round.num_requests if self.rules.menu.policies[name].by_load else 0
-        table = self._tables.get((name, load))
+        policy = self.rules.menu.policies[name]
+        at_load = policy.at_load(self.round.num_requests).dial_value if policy.by_load else None
+        table = self._tables.get((name, at_load))
         if table is None:
             self._tables = {key: kept for key, kept in self._tables.items() if key[0] != name}
-            table = self._tables[name, load] = self._table(name, ctx.expanded_idx_mapping.device)
+            table = self._tables[name, at_load] = self._table(name, ctx.expanded_idx_mapping.device)
         rows = ctx.expanded_idx_mapping.long()
         return Asked(
             limits=table.limits[rows],

@@ -1,8 +1,8 @@
 """The hooks on a V2 model runner of vLLM: what a round holds beside logits, and what goes back with its output.
 
 The rules themselves sit in `RuleProcessor`. Around it: `runner.sample`, for the batch and the hidden states;
-`sampler.apply_sampling_params`, for raw logits where a head reads them; `rejection_sample`, for what a processor cannot
-say (a token that must be refused although the target would have chosen it) and for counts.
+`sampler.apply_sampling_params`, for each chunk that is verified and its raw logits; `rejection_sample`, for what a
+processor cannot say (a token that must be refused although the target would have chosen it) and for counts.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ class RunnerHooks:
 
     def _begin(self, hidden_states: Tensor, input_batch: Any) -> None:
         assert self.processor is not None
-        self.processor.chunk = None
         if input_batch.num_draft_tokens == 0 or input_batch.num_reqs == 0:
             return
         needs = self.rules.menu.needs
