@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 VLLM := .venv-vllm
-V2_TESTS := $(addprefix tests/vllm/test_,v2_decisions.py v2_engine.py v2_ranks.py parity.py eagle3.py)
+V2_TESTS := $(addprefix tests/vllm/test_,v2_decisions.py v2_engine.py v2_ranks.py parity.py drafters.py)
 V1_TESTS := $(filter-out $(wildcard tests/vllm/test_v2_*.py),$(wildcard tests/vllm/test_*.py))
 # Trains EAGLE-3 heads; its own dependencies (torchvision, torchaudio) are of no use here.
 EAGLE := speculators hs-connectors loguru

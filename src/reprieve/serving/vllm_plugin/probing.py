@@ -129,12 +129,12 @@ def require_parts(kind: str, parameters_of: Callable[[Part], Sequence[Parameter]
 def live(part: Part) -> list[Parameter] | None:
     """The parameters of a part of the vLLM that is installed; None where it is not there."""
     try:
-        found: Any = importlib.import_module(part.module)
+        function: Any = importlib.import_module(part.module)
         for name in part.name.split("."):
-            found = getattr(found, name)
+            function = getattr(function, name)
     except (ImportError, AttributeError):
         return None
-    function = inspect.unwrap(getattr(found, "fn", found))  # a Triton kernel holds its function
+    function = inspect.unwrap(getattr(function, "fn", function))  # a Triton kernel holds its function
     free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [
         Parameter(name, item.default is inspect.Parameter.empty)

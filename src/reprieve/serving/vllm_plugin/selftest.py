@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reprieve.errors import ReprieveError
+from reprieve.errors import ReprieveError, SpecError
+from reprieve.needs import Need
 from reprieve.rules import parse_rule
 from reprieve.serving.menu import Menu
 from reprieve.serving.policy import SWITCH, Policy
@@ -31,8 +32,6 @@ def require_works(hooks: Any, kind: str) -> None:
     Raises:
         ReprieveError: the hooks do not do what they must, in this vLLM.
     """
-    if getattr(hooks.runner, "rejection_sampler", None) is None:
-        return  # not the last stage of a pipeline: nothing is sampled here
     rules, size = hooks.rules, int(hooks.runner.model_config.get_vocab_size())
     hooks.rules = WorkerRules(Menu([Policy(parse_rule(f"top_k:k={size}"))]), rank=rules.rank)
     try:
@@ -49,6 +48,27 @@ def require_works(hooks: Any, kind: str) -> None:
         raise ReprieveError(f"Reprieve's self-test failed in worker {rules.rank}: {error!r}") from error
     finally:
         hooks.rules = rules
+
+
+def require_last_states(runner: Any, menu: Menu) -> None:
+    """Refuse heads where the model hands out states before its last norm: they were trained on those behind it.
+
+    Some models of vLLM (MiMo) take the norm when they compute logits, which twice the state then leaves as they are.
+
+    Raises:
+        SpecError: names the model.
+    """
+    if not {Need.NODE_HIDDEN, Need.PARENT_HIDDEN} & menu.needs:
+        return
+    model, config = runner.get_model(), runner.model_config
+    draw = torch.Generator().manual_seed(0)
+    states = torch.randn(1, config.get_hidden_size(), generator=draw).to(runner.device, config.dtype)
+    once, twice = model.compute_logits(states), model.compute_logits(2 * states)
+    if once is not None and torch.allclose(once.float(), twice.float(), rtol=0.02, atol=1e-3):
+        raise SpecError(
+            f"{type(model).__name__} hands out its hidden states before the last norm, and heads read those behind it: "
+            "serve a rule without heads"
+        )
 
 
 def _logits(num_rows: int, size: int, device: torch.device) -> Tensor:

@@ -16,7 +16,7 @@ from reprieve.serving.policy import PREFIX, Policy, RequestError
 from reprieve.serving.vllm_plugin import configuration, numbers, probing
 from reprieve.serving.vllm_plugin.health import require_healthy
 from reprieve.serving.vllm_plugin.rounds import WorkerRules
-from reprieve.serving.vllm_plugin.selftest import require_works
+from reprieve.serving.vllm_plugin.selftest import require_last_states, require_works
 
 logger = logging.getLogger("vllm.reprieve")
 
@@ -150,7 +150,7 @@ def _status(worker: Any) -> dict[str, Any]:
 
 
 def _install(worker: Any) -> None:
-    """In a worker, once its runner exists: V1's has its sampler then, V2's gets it with the model."""
+    """In a worker, once its runner exists: refuse what cannot work, and go on once the model is there."""
     menu = _menu(worker.vllm_config)
     if menu is None:
         return
@@ -158,29 +158,31 @@ def _install(worker: Any) -> None:
     runner = worker.model_runner
     kind = probing.runner_kind(runner)
     probing.require_parts(kind, probing.live)
-    if kind == "v1":
-        from reprieve.serving.vllm_plugin.v1_runner import RunnerHooks as V1Hooks
-
-        runner.reprieve = V1Hooks(worker_rules(menu, worker), runner)
-        _activate(runner, kind)
-        return
-    from reprieve.serving.vllm_plugin.v2_runner import RunnerHooks as V2Hooks
-
-    runner.reprieve = V2Hooks(worker_rules(menu, worker), runner)
+    rules = worker_rules(menu, worker)
     load_model = runner.load_model
 
     @functools.wraps(load_model)
     def load_and_activate(*args: Any, **kwargs: Any) -> Any:
+        runner.load_model = load_model
         made = load_model(*args, **kwargs)
-        _activate(runner, kind)
+        runner.reprieve = _hooks(kind)(rules, runner)
+        if getattr(runner, "rejection_sampler", None) is not None:  # else not the last stage: nothing is sampled here
+            runner.reprieve.install()
+            require_works(runner.reprieve, kind)
+            require_last_states(runner, rules.menu)
         return made
 
     runner.load_model = load_and_activate
 
 
-def _activate(runner: Any, kind: str) -> None:
-    runner.reprieve.install()
-    require_works(runner.reprieve, kind)
+def _hooks(kind: str) -> Any:
+    if kind == "v1":
+        from reprieve.serving.vllm_plugin.v1_runner import RunnerHooks as V1Hooks
+
+        return V1Hooks
+    from reprieve.serving.vllm_plugin.v2_runner import RunnerHooks as V2Hooks
+
+    return V2Hooks
 
 
 def worker_rules(menu: Menu, worker: Any) -> WorkerRules:

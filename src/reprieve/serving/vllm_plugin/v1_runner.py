@@ -31,8 +31,6 @@ class RunnerHooks:
     def install(self) -> None:
         """Wrap this runner's methods, its drafter's, and the sampler's functions."""
         runner = self.runner
-        if getattr(runner, "rejection_sampler", None) is None:
-            return  # not the last stage of a pipeline: nothing is sampled here
         patch_sampler()
         sample_tokens, propose = runner.sample_tokens, runner.propose_draft_token_ids
         copy_drafts = runner._copy_draft_token_ids_to_cpu

@@ -46,7 +46,8 @@ class Chunk:
     context: LogitsContext
     draft_token_ids: Tensor  # [N], the drafted token that each row judges; -1 for none
     decisions: Decisions
-    first_request: int  # of the round's requests
+    request_ids: list[str]
+    num_drafted: list[int]  # by request
     labels: list[str]  # of the counters, by request
 
 
@@ -127,7 +128,9 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
         labels = [
             "" if rule is None else self.rules.label(name, rule) for name, rule in zip(names, in_force, strict=True)
         ]
-        return Chunk(ctx, draft_token_ids, decisions, current.first_request, labels)
+        requests = current.requests
+        num_drafted = [int(count) - 1 for count in current.num_rows[requests]]
+        return Chunk(ctx, draft_token_ids, decisions, current.request_ids[requests], num_drafted, labels)
 
     def _in_force(self, slot: int) -> Rule | None:
         """The rule of the request in a slot, in this round; None for the lossless check."""
@@ -174,7 +177,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
         self, names: Sequence[str], slots: Sequence[int], in_force: Sequence[Rule | None], current: Round
     ) -> list[Row]:
         """The chunk's requests for rules that are asked one by one; a bonus row ends each block as padding does."""
-        num_rows = current.num_rows[current.first_request : current.first_request + len(slots)]
+        num_rows = current.num_rows[current.requests]
         nothing = RiskBudget.of(STRICT)
         return [
             Row(

@@ -22,9 +22,8 @@ class Round:
     draft_logits: Tensor | None  # [slots, K, V], before temperature
     seeds: Tensor  # [slots]
     raw_logits: Tensor | None = field(default=None, init=False)  # [N, V] of the chunk, before any processor
-    first_request: int = field(default=0, init=False)  # of the chunk
+    requests: slice = field(default_factory=lambda: slice(0, 0), init=False)  # of the chunk
     rows: slice = field(default_factory=lambda: slice(0, 0), init=False)  # of the chunk
-    _next_request: int = field(default=0, init=False)
 
     @property
     def num_requests(self) -> int:
@@ -33,8 +32,7 @@ class Round:
     def begin_chunk(self, raw_logits: Tensor, num_requests: int) -> None:
         """vLLM turns to the next requests, whether or not any of them asked for a rule."""
         self.raw_logits = raw_logits
-        self.first_request = self._next_request
-        self._next_request += num_requests
+        self.requests = slice(self.requests.stop, self.requests.stop + num_requests)
         self.rows = slice(self.rows.stop, self.rows.stop + len(raw_logits))
 
     def hidden(self, *, ahead: int = 0) -> Tensor:

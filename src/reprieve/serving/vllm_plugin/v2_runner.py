@@ -27,25 +27,19 @@ class RunnerHooks:
 
     def __init__(self, rules: WorkerRules, runner: Any) -> None:
         self.runner = runner
-        self.processor: RuleProcessor | None = None
-        self._rules = rules
+        self.processor = RuleProcessor(rules, runner)
 
     @property
     def rules(self) -> WorkerRules:
-        return self._rules
+        return self.processor.rules
 
     @rules.setter
     def rules(self, rules: WorkerRules) -> None:
-        self._rules = rules
-        if self.processor is not None:
-            self.processor.rules = rules
+        self.processor.rules = rules
 
     def install(self) -> None:
         """Give the runner's sampler the processor, and wrap what brings it the rest."""
         runner = self.runner
-        if getattr(runner, "rejection_sampler", None) is None:
-            return  # not the last stage of a pipeline: nothing is sampled here
-        self.processor = RuleProcessor(self.rules, runner)
         runner.sampler.logits_processors.append(self.processor)
         sample, sample_tokens, finish = runner.sample, runner.sample_tokens, runner.finish_requests
 
@@ -70,7 +64,6 @@ class RunnerHooks:
         patch_rejection(self.processor)
 
     def _begin(self, hidden_states: Tensor, input_batch: Any) -> None:
-        assert self.processor is not None
         if input_batch.num_draft_tokens == 0 or input_batch.num_reqs == 0:
             return
         needs = self.rules.menu.needs
@@ -84,7 +77,6 @@ class RunnerHooks:
         )
 
     def _end(self) -> None:
-        assert self.processor is not None
         self.processor.round = self.processor.chunk = None
 
     def _watch_chunks(self, sampler: Any) -> None:
@@ -100,8 +92,7 @@ class RunnerHooks:
             *rest: Any,
             **more: Any,
         ) -> Tensor:
-            if self.processor is not None:
-                self.processor.begin_chunk(logits, len(idx_mapping_np))
+            self.processor.begin_chunk(logits, len(idx_mapping_np))
             output: Tensor = apply(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *rest, **more)
             return output
 
@@ -145,7 +136,7 @@ def patch_rejection(processor: RuleProcessor) -> None:
             target_logits, draft_sampled = _refused(chunk, target_logits, draft_sampled)
         sampled, num_sampled = original(target_logits, draft_logits, draft_sampled, *rest, **more)
         with current[0].rules.guarded("counting failed"):
-            _note(current[0], chunk, num_sampled, sampled.shape[-1])
+            _note(current[0].rules, chunk, num_sampled, sampled.shape[-1])
         return sampled, num_sampled
 
     rejection_sample.reprieve = current  # type: ignore[attr-defined]
@@ -162,22 +153,14 @@ def _refused(chunk: Chunk, target_logits: Tensor, draft_sampled: Tensor) -> tupl
     return target_logits, draft_sampled.masked_fill(refused, -1)
 
 
-def _note(processor: RuleProcessor, chunk: Chunk, num_sampled: Tensor, width: int) -> None:
+def _note(rules: WorkerRules, chunk: Chunk, num_sampled: Tensor, width: int) -> None:
     """Send the chunk's counts on their way; nothing waits for the device."""
-    current, ctx = processor.round, chunk.context
-    if current is None:
-        return
+    ctx = chunk.context
     num, device = len(ctx.idx_mapping_np), num_sampled.device
     places = torch.zeros(int(ctx.idx_mapping_np.max()) + 1, dtype=torch.long, device=device)
     places[ctx.idx_mapping.long()] = torch.arange(num, device=device)
     against = torch.zeros(num, width, dtype=torch.bool, device=device)
     rows = places[ctx.expanded_idx_mapping.long()]
     against[rows, ctx.expanded_local_pos.long()] = ~chunk.decisions.lossless
-    requests = slice(chunk.first_request, chunk.first_request + num)
-    processor.rules.note(
-        current.request_ids[requests],
-        chunk.labels,
-        [int(count) - 1 for count in current.num_rows[requests]],
-        num_sampled.long() - 1,  # the last is vLLM's own token
-        against,
-    )
+    num_accepted = num_sampled.long() - 1  # the last is vLLM's own token
+    rules.note(chunk.request_ids, chunk.labels, chunk.num_drafted, num_accepted, against)
