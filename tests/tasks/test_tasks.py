@@ -41,8 +41,8 @@ def test_gsm8k_reads_files_by_split_and_shows_worked_examples(folder):
     ("text", "answer"),
     [
         ("So 3+2=5.\nThe final answer is 5.", "5"),
-        ("The final answer is: $1,000", "$1,000"),
-        ("the Final Answer is 3. No: the final answer is \\frac{3}{2}.", "\\frac{3}{2}"),
+        ("The final answer is: $1,000", "1000"),
+        ("the Final Answer is 3. No: the final answer is \\frac{3}{2}.", "1.5"),
         ("I do not know", None),
         ("The final answer is .", None),
     ],

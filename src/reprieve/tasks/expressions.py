@@ -7,31 +7,50 @@ import re
 from typing import Any
 
 from reprieve.errors import import_extra
+from reprieve.tasks.numbers import number_in, same_number, whole_number
 
 _LONGEST = 200  # characters
 _HUGE_EXPONENT = re.compile(r"(\^|\*\*)\s*[({]?\s*-?\d{3,}")
-_PLAIN = re.compile(r"-?\d+(\.\d+)?")
-_DRESSING = re.compile(r"^\$(?=[-\d])|(?<=\d),(?=\d{3})")  # a currency sign in front, commas between thousands
+_WORDS = re.compile(r"[A-Za-z][A-Za-z'-]+(?:\s+[A-Za-z'-]+)*")
+_TEXT = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\s*\{([^{}]*)\}")
+_SENTENCE = re.compile(r"=|(?<![\\\\A-Za-z])[A-Za-z]{2,}(?:[\s,.]|$)")  # an equation, or words
+_CHOICE = re.compile(r"\(\s*([A-Za-z])\s*\)")
 
 
 def same_expression(answer: str, other: str) -> bool:
-    """Whether two answers are equivalent: `1.5` and `3/2`, `\\frac{1}{2}` and `0.5`, `$1,000` and `1000`.
+    """Whether two answers are equivalent: `1.5` and `3/2`, `\\frac{1}{2}` and `0.5`, `\\$1,000` and `1000 dollars`.
 
-    Answers that could take for ever to evaluate are equal only where they are written alike.
+    Words are compared as words. Answers that could take for ever to evaluate are equal only where they are written
+    alike.
 
     Raises:
         ReprieveError: math-verify is needed and missing.
     """
-    left, right = (_DRESSING.sub("", text.strip()).strip() for text in (answer, other))
+    left, right = (_bare(text) for text in (answer, other))
     if left == right:
         return bool(left)
-    if _PLAIN.fullmatch(left) and _PLAIN.fullmatch(right):
-        return float(left) == float(right)
+    one, two = whole_number(left), whole_number(right)
+    if one and two:
+        return same_number(one, two)
+    if (one or two) and any(_SENTENCE.search(text) for text in (left, right)):
+        one, two = one or number_in(left), two or number_in(right)
+        return one is not None and two is not None and same_number(one, two)
+    words = [_TEXT.sub(r"\1", text).strip() for text in (left, right)]
+    if any(_WORDS.fullmatch(text) for text in words):  # mathematics would take letters for factors, in any order
+        return words[0].casefold() == words[1].casefold()
     if _too_hard(left) or _too_hard(right):
         return False
     math_verify = import_extra("math_verify", "tasks")
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns of the missing time limit at every call
     return bool(math_verify.verify(_parse(math_verify, left), _parse(math_verify, right), timeout_seconds=None))
+
+
+def _bare(text: str) -> str:
+    """Without delimiters around it, and without what only typesets it."""
+    bare = text.strip().removeprefix("$").removesuffix("$").strip().rstrip(".").strip()
+    if choice := _CHOICE.fullmatch(bare):
+        return choice[1]
+    return bare.replace("\\left", "").replace("\\right", "").replace("\\!", "").replace("{,}", ",")
 
 
 def _too_hard(text: str) -> bool:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from reprieve.registry import Registry
+from reprieve.tasks.answers import final_answer
 from reprieve.tasks.expressions import same_expression
-
-_PHRASE = re.compile(r"final answer is:?", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"\.(\s|$)|\n")
-_NUMBER = re.compile(r"final answer is\s+(-?\d[\d,]*)")
+from reprieve.tasks.numbers import number_in, same_number, written
 
 
 class Grader(Protocol):
@@ -49,28 +46,31 @@ class ExactGrader(Grader):
 @register_grader
 @dataclass(frozen=True)
 class NumberGrader(Grader):
-    """The whole number after the last "final answer is"."""
+    """The number that the final answer states, whatever its currency, unit or notation; see `answers` and `numbers`."""
 
     name: ClassVar[str] = "number"
 
     def extract(self, text: str) -> str | None:
-        numbers = _NUMBER.findall(text)
-        return numbers[-1].replace(",", "") if numbers else None
+        answer = final_answer(text)
+        number = None if answer is None else number_in(answer)
+        return None if number is None else written(number)
 
     def equivalent(self, answer: str | None, other: str | None) -> bool:
-        return answer is not None and other is not None and int(answer) == int(other)
+        if answer is None or other is None:
+            return False
+        left, right = number_in(answer), number_in(other)
+        return left is not None and right is not None and same_number(left, right)
 
 
 @register_grader
 @dataclass(frozen=True)
 class MathGrader(Grader):
-    """What follows the last "final answer is", compared as mathematical expressions."""
+    """The final answer as a mathematical expression, or as words."""
 
     name: ClassVar[str] = "math"
 
     def extract(self, text: str) -> str | None:
-        after = _PHRASE.split(text)[1:]
-        return _SENTENCE_END.split(after[-1].strip())[0].strip(" *") or None if after else None
+        return final_answer(text)
 
     def equivalent(self, answer: str | None, other: str | None) -> bool:
         return answer is not None and other is not None and same_expression(answer, other)

@@ -11,7 +11,7 @@ from typing import Any
 
 from reprieve.errors import ReprieveError, SpecError, import_extra, require_choice
 from reprieve.tasks.base import Task, TaskProblem, register_task
-from reprieve.tasks.graders import Grader, MathGrader
+from reprieve.tasks.graders import Grader, NumberGrader
 from reprieve.tasks.jsonl import read_jsonl
 
 _SPLITS = ("train", "test")
@@ -40,7 +40,7 @@ class Gsm8kTask(Task):
     splits: tuple[str, ...] = field(default=_SPLITS, init=False)
     max_new_tokens: int = field(default=512, init=False)
     stop: tuple[str, ...] = field(default=("\nProblem:",), init=False)
-    grader: Grader = field(default=MathGrader(), init=False, repr=False)
+    grader: Grader = field(default=NumberGrader(), init=False, repr=False)
     _loaded: dict[str, list[tuple[str, str]]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:

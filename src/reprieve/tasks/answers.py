@@ -1,0 +1,116 @@
+"""Where a response says its final answer: `\\boxed{}`, `####`, or a phrase, as instruct models write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+# Version of the reader; labels made by another one may say something else.
+ANSWERS_VERSION = 2
+
+THINKING_ENDS = ("</think>", "</thinking>", "</thought>", "<channel|>", "assistantfinal")
+_THINKING_BEGINS = ("<think>", "<thinking>", "<thought>")
+
+_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped one is none
+_HASHES = re.compile(r"^\s*#{4}(?!#)[ \t]*", re.MULTILINE)
+# "The final answer is:", "**Final Answer:**", and a heading of its own line.
+_FINAL = re.compile(
+    r"\b(?:final|correct)\s+answer(?:\s+to\s+[^.:\n]{1,60}?)?[\s*_]*(?:is|would\s+be|=|:)[*_]*[\s:]*(?:that\b|simply\b)?"
+    r"|^[\s#*_]*final\s+answer[ \t*_]*$",
+    re.IGNORECASE | re.MULTILINE,
+)
+_ANSWER = re.compile(
+    r"\banswer[*_ \t]*(?:is|would\s+be|=|:)[*_]*[\s:]*(?:that\b|simply\b)?|答案[是为:：]", re.IGNORECASE
+)
+_SENTENCE_END = re.compile(r"[.!?。](?=\s|$|\*|\\\)|\$(?!\d))|\n\s*\n")
+# What stands around an answer and says nothing: mathematics' delimiters, Markdown, quotation marks.
+_DELIMITERS = re.compile(r"\$\$|\\\[|\\\]|\\\(|\\\)|`+|\*\*+|__+|~~")
+_BOLD = re.compile(r"\s*\*\*([^*\n]*\w[^*\n]*)\*\*")
+_STRUCK = re.compile(r"~~[^~\n]*~~")
+_QUOTES = "\"'“”‘’«»"
+
+
+@dataclass(frozen=True, order=True)
+class _Place:
+    """A place in a response that names an answer."""
+
+    start: int
+    answer: str
+    boxed: bool = False
+    final: bool = True  # else by words that are used in passing, too
+
+    @property
+    def firm(self) -> bool:
+        return self.boxed or any(character.isdigit() for character in self.answer)
+
+
+def final_answer(text: str) -> str | None:
+    """The answer that a response ends with, without what stands around it; None where it gives none.
+
+    The last place counts that names one: `\\boxed{}`, a line that begins with `####`, or a phrase such as "the final
+    answer is", whose answer may follow on the next line. A phrase followed by words alone ("I hope the answer is
+    clear") counts only where nothing else does. What a thinking model writes before it answers is not read.
+    """
+    said = after_thinking(text)
+    if said is None:
+        return None
+    finals, others = _FINAL.finditer(said), _ANSWER.finditer(said)
+    places = [
+        *(_Place(start, answer, boxed=True) for start, answer in _boxed(said)),
+        *(_Place(match.start(), _first_line(said[match.end() :])) for match in _HASHES.finditer(said)),
+        *(_Place(match.end(), _first_sentence(said[match.end() :])) for match in finals),
+        *(_Place(match.end(), _first_sentence(said[match.end() :]), final=False) for match in others),
+    ]
+    places = sorted(place for place in places if place.answer)
+    for counts in (lambda place: place.firm, lambda place: place.final, lambda place: True):
+        if chosen := [place for place in places if counts(place)]:
+            return chosen[-1].answer
+    return None
+
+
+def after_thinking(text: str) -> str | None:
+    """What follows a response's thinking; None where the thinking was cut off."""
+    end = max((text.rfind(mark) + len(mark) for mark in THINKING_ENDS if mark in text), default=0)
+    rest = text[end:]
+    return None if any(mark in rest for mark in _THINKING_BEGINS) else rest
+
+
+def _boxed(text: str) -> Iterator[tuple[int, str]]:
+    """Where boxes begin, and what is in them; one that is never closed is none."""
+    begins = {match.end() - 1: match.start() for match in _BOXED.finditer(text)}
+    if not begins:
+        return
+    open_braces: list[int] = []
+    for match in _BRACE.finditer(text):
+        if match[0] == "{":
+            open_braces.append(match.start())
+        elif match[0] == "}" and open_braces:
+            opening = open_braces.pop()
+            if opening in begins:
+                yield begins[opening], _cleaned(text[opening + 1 : match.start()])
+
+
+def _first_line(text: str) -> str:
+    return _cleaned(text.split("\n", 1)[0])
+
+
+def _first_sentence(text: str) -> str:
+    """Up to the end of the sentence or line; delimiters and empty lines before it are passed over."""
+    bold = _BOLD.match(text)
+    opened = _DELIMITERS.sub(" ", bold[1] if bold else _STRUCK.sub(" ", text)).strip()
+    sentence = _SENTENCE_END.split(opened, maxsplit=1)[0].split("\n", 1)[0]
+    return "" if _BOXED.search(sentence) else _cleaned(sentence)  # a box is a place of its own
+
+
+def _cleaned(answer: str) -> str:
+    """Without delimiters, quotation marks and a full stop; empty where no letter or digit is left."""
+    bare = _DELIMITERS.sub(" ", answer).strip().strip(_QUOTES).strip()
+    bare = bare.rstrip(".,;:!").strip(" *_" + _QUOTES)
+    if bare.count("$") == 2 and bare.startswith("$") and bare.endswith("$"):
+        bare = bare.strip("$").strip().rstrip(".").strip()
+    elif bare.endswith("$") and not bare.endswith("\\$"):
+        bare = bare.rstrip("$").strip()
+    without_commands = re.sub(r"\\(?:text|mathrm|mathbf|left|right|quad|,|!|;|boxed)\b", "", bare)
+    return bare if any(character.isalnum() for character in without_commands) else ""

@@ -1,0 +1,142 @@
+"""Numbers as people write them: currency, units, thousands, percentages, fractions."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+_SYMBOLS = {
+    "−": "-", "–": "-", "\u00a0": " ", "\u202f": " ",
+    "½": " 1/2", "¼": " 1/4", "¾": " 3/4", "⅓": " 1/3", "⅔": " 2/3",
+}  # fmt: skip
+_LATEX = (
+    (re.compile(r"\\(?:text|mathrm|mathbf|textbf|operatorname|mbox|textit)\s*\{([^{}]*)\}"), r" \1 "),
+    (re.compile(r"\\[dt]?frac\s*\{\s*(-?[\d.,]+)\s*\}\s*\{\s*([\d.,]+)\s*\}"), r" \1/\2 "),
+    (re.compile(r"\\[dt]?frac\s*(\d)\s*(\d)"), r" \1/\2 "),
+    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"\\,(?=\d{3})|\\!"), ""),
+    (re.compile(r"\\[,;:!]|\\quad|\\qquad|~|\\left|\\right"), " "),
+    (re.compile(r"\\%"), "%"),
+    (re.compile(r"\\(?:\$|pounds|euro)"), "$"),
+    (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree|°"), " degrees "),
+    (re.compile(r"\\approx|\\sim|≈"), " "),
+    (re.compile(r"\b(?:minus|negative)\s+(?=\d)", re.IGNORECASE), "-"),
+)  # fmt: skip
+_CURRENCY = "$€£¥₹"
+_DIGITS = r"(?:\d{1,3}(?:[, ]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_MAGNITUDES = {
+    "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
+}  # fmt: skip
+_NUMBER = re.compile(
+    rf"""(?=\S)(?P<sign>[-+]?)\s*[{_CURRENCY}]?\s*(?P<sign_behind>-?)\s*
+    (?:(?P<whole>\d+)\s*(?:\s|-|and\s)\s*(?P<top>\d+)\s*/\s*(?P<bottom>\d+)   # 2 1/2
+      |(?P<over>{_DIGITS})\s*/\s*(?P<under>{_DIGITS})                         # 3/4
+      |(?P<plain>{_DIGITS}))
+    (?P<times>\s*(?:hundred|thousand|million|billion|trillion|dozen)\b)?
+    (?P<percent>\s*(?:%|percent\b|per\s+cent\b))?""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_CENTS = re.compile(r"^\s*(?:dollars?|euros?|pounds?)\s*,?\s*(?:and\s+)(\d{1,2})\s*(?:cents?|pence)\b", re.IGNORECASE)
+_VARIABLE = r"[a-zA-Z](?<![mgshLCFVWJN])(?=\s*(?:$|[-+*/^=)(]))"  # and not a unit
+_GOES_ON = re.compile(
+    rf"^\s*(?:[:^]|[-*/+x×·]\s*[\d({_CURRENCY}]|\\(?:times|cdot|pm|div|sqrt|pi)|\*\*|(?:to|or|and)\s+[{_CURRENCY}]?\d"
+    rf"|,\s*(?:and\s+|or\s+)?[{_CURRENCY}]?\d|[A-Za-z]+(?:\s*,\s*(?:and|or)?|\s+(?:and|or|to))\s*[{_CURRENCY}]?\d"
+    rf"|[eE][-+]?\d|!|{_VARIABLE})",
+)
+_BEFORE = re.compile(r"[\w.)}\]/^:\\]$|\d\s*[-+*/×^]$|(?:sqrt|log|pi)\s*[({]?\s*$")
+_UNIT = re.compile(r"^\s*(?:[A-Za-z%][A-Za-z'.-]*\s*(?:\^\s*\{?[23]\}?|[²³])?\s*/?\s*){0,4}$")
+
+
+class Number(NamedTuple):
+    """A number, and whether it is written as a percentage."""
+
+    value: Fraction
+    percent: bool = False
+
+
+def number_in(text: str) -> Number | None:
+    """The one number a short answer states; None where there is none, or several.
+
+    An equation states what stands behind its last `=`; words before and after the number are passed over. A range, a
+    time of day, or two quantities ("5 hours and 30 minutes") are not one number, but dollars and cents are.
+    """
+    for side in reversed(_plain(text).split("=")):
+        if any(character.isdigit() for character in side) and (found := _first_number(side)):
+            return found
+    return None
+
+
+def _first_number(text: str) -> Number | None:
+    match = _NUMBER.search(text)
+    if match is None or _BEFORE.search(text[: match.start()]):
+        return None
+    rest, value = text[match.end() :], _value(match)
+    if value is not None and (cents := _CENTS.match(rest)):
+        return Number(value + Fraction(int(cents[1]), 100))
+    return None if value is None or _GOES_ON.match(rest) else Number(value, bool(match["percent"]))
+
+
+def whole_number(text: str) -> Number | None:
+    """The number that a text is, with its name and unit at most; None where it says more than that."""
+    plain = _plain(text).strip()
+    name, equals, right = plain.rpartition("=")
+    if equals and re.fullmatch(r"\s*[A-Za-z](?:_\w+)?\s*", name):
+        plain = right.strip()
+    match = _NUMBER.match(plain)
+    rest = "" if match is None else plain[match.end() :]
+    if match is None or not _UNIT.match(rest) or _GOES_ON.match(rest):
+        return None
+    value = _value(match)
+    return None if value is None else Number(value, bool(match["percent"]))
+
+
+def same_number(left: Number, right: Number) -> bool:
+    """Whether two are equal; `50%` is 50 as well as 0.5."""
+    if left.value == right.value:
+        return True
+    one, other = (number.value / 100 if number.percent else number.value for number in (left, right))
+    return left.percent != right.percent and one == other
+
+
+def written(number: Number) -> str:
+    """As text: 72, 1.5, 2/3 or 50%."""
+    value, percent = number
+    sign = "%" if percent else ""
+    if value.denominator == 1:
+        return f"{value.numerator}{sign}"
+    bottom = value.denominator
+    while bottom % 2 == 0 or bottom % 5 == 0:
+        bottom //= 2 if bottom % 2 == 0 else 5
+    if bottom != 1:
+        return f"{value.numerator}/{value.denominator}{sign}"
+    places = next(places for places in range(1, 2000) if (value * 10**places).denominator == 1)
+    digits = str(abs(value.numerator * 10**places // value.denominator)).rjust(places + 1, "0")
+    return f"{'-' if value < 0 else ''}{digits[:-places]}.{digits[-places:]}{sign}"
+
+
+def _plain(text: str) -> str:
+    for symbol, replacement in _SYMBOLS.items():
+        text = text.replace(symbol, replacement)
+    for pattern, replacement in _LATEX:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    def part(name: str) -> Fraction:
+        return Fraction(re.sub("[, ]", "", match[name]))
+
+    if match["whole"]:
+        top, bottom = part("top"), part("bottom")
+        value = None if not bottom else part("whole") + top / bottom
+    elif match["over"]:
+        bottom = part("under")
+        value = None if not bottom else part("over") / bottom
+    else:
+        value = part("plain")
+    if value is None:
+        return None
+    if match["times"]:
+        value *= _MAGNITUDES[match["times"].strip().lower()]
+    return -value if "-" in (match["sign"], match["sign_behind"]) else value
