@@ -6,10 +6,11 @@ No module that holds settings imports torch, so that `--help` answers at once. S
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from reprieve.errors import SpecError, require_range, require_whole
+from reprieve.errors import SpecError, require_choice, require_range, require_whole
 
 BUNDLED_PAIR = "reprieve/arithmetic-pair"
 
@@ -37,6 +38,48 @@ class PairSettings:
 
 
 @dataclass(frozen=True)
+class PromptSettings:
+    """How problems are put to the model.
+
+    Args:
+        chat_template: Wrap prompts in the tokenizer's chat template.
+        system_prompt: System message before them; needs the chat template.
+        thinking: on or off, for templates that know enable_thinking. Default: the template's own.
+        max_new_tokens: Largest answer, in tokens, thinking included. Default: the task's.
+    """
+
+    chat_template: bool = False
+    system_prompt: str | None = None
+    thinking: str | None = None
+    max_new_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.thinking is not None:
+            require_choice("thinking", self.thinking, ("on", "off"))
+        for name in ("system_prompt", "thinking"):
+            if getattr(self, name) is not None and not self.chat_template:
+                raise SpecError(
+                    f"{name} needs the chat template (--chat-template), got {getattr(self, name)!r} without"
+                )
+        if self.max_new_tokens is not None:
+            require_whole("max_new_tokens", self.max_new_tokens, 1)
+
+    @property
+    def format(self) -> dict[str, Any]:
+        """What decides the tokens that the model reads, and nothing that is as it is by default."""
+        given = {"chat_template": self.chat_template, "system_prompt": self.system_prompt, "thinking": self.thinking}
+        return {name: value for name, value in given.items() if value}
+
+
+def describe_format(given: Mapping[str, Any]) -> str:
+    """`PromptSettings.format`, in words."""
+    if not given.get("chat_template"):
+        return "raw prompts"
+    words = [f"{name.replace('_', ' ')} {given[name]!r}" for name in ("system_prompt", "thinking") if given.get(name)]
+    return ", ".join(["the chat template", *words])
+
+
+@dataclass(frozen=True)
 class ProblemSettings:
     """Which problems.
 
@@ -51,6 +94,7 @@ class ProblemSettings:
     split: str = "test"
     limit: int = 200
     offset: int = 0
+    prompt: PromptSettings = field(default_factory=PromptSettings)
 
     def __post_init__(self) -> None:
         for name, least in (("limit", 1), ("offset", 0)):

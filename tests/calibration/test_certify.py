@@ -229,12 +229,18 @@ def test_what_is_no_certificate_is_refused(tmp_path, content):
         (dict(num_draft_tokens=8), "num_draft_tokens 8 "),
         (dict(dtype="bfloat16"), "dtype bfloat16"),
         (dict(drafter="ngram"), "drafter ngram"),
-        (dict(chat_template=True), "chat_template True"),
+        (dict(max_new_tokens=64), "max_new_tokens 64 "),
     ],
 )
 def test_other_conditions_are_warned_of_and_named(change, told):
     with pytest.warns(UserWarning, match=f"does not hold here: .*{told}"):
         certificate(MarginRule()).check(dataclasses.replace(HERE, **change), where="of margin")
+
+
+def test_another_prompt_format_is_refused():
+    for change in (dict(chat_template=True), dict(chat_template=True, thinking="off")):
+        with pytest.raises(SpecError, match=r"made with raw prompts, here it is the chat template"):
+            certificate(MarginRule()).check(dataclasses.replace(HERE, **change), where="of margin")
 
 
 def test_the_same_conditions_are_silent_and_another_pair_is_refused():

@@ -7,12 +7,12 @@ import pytest
 from reprieve.errors import SpecError
 from reprieve.evaluation.arms import make_arms
 from reprieve.evaluation.config import RunConfig
-from reprieve.evaluation.conversation import Conversation
 from reprieve.evaluation.energy import EnergyMeter
 from reprieve.evaluation.provenance import provenance_spans
 from reprieve.evaluation.results import summarise
 from reprieve.evaluation.runner import run_arms
-from reprieve.settings import SamplingParams
+from reprieve.settings import PromptSettings, SamplingParams
+from reprieve.tasks.asking import Conversation, PromptFormat
 from reprieve.types import Provenance, Token
 from tests.evaluation.toys import TwoTurns, run, settings
 from tests.kit.tiny import NumberTokenizer
@@ -31,14 +31,14 @@ class Template:
 
 
 def test_conversations_follow_the_template_or_go_on_as_text():
-    talk = Conversation(Template(), "Hi", chat_template=True)
+    talk = Conversation(PromptFormat(Template(), PromptSettings(chat_template=True)), "Hi")
     talk.add("Yes?", "More")
     assert "".join(map(chr, talk.prompt())) == "<user>Hi<assistant>Yes?<user>More<assistant>"
-    plain = Conversation(NumberTokenizer(), "1 2", chat_template=False)
+    plain = Conversation(PromptFormat(NumberTokenizer()), "1 2")
     plain.add("3", "4")
-    assert plain.prompt() == "1 2\n\n3\n\n4"
+    assert plain.prompt() == [1, 2, 3, 4]
     with pytest.raises(SpecError, match="chat template"):
-        Conversation(NumberTokenizer(), "1", chat_template=True)
+        PromptFormat(NumberTokenizer(), PromptSettings(chat_template=True))
 
 
 def test_later_turns_read_earlier_answers_and_count(pair, tmp_path):

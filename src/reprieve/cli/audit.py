@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.errors import SpecError, require_whole
-from reprieve.settings import PairSettings, SamplingParams, SamplingSettings
+from reprieve.settings import PairSettings, PromptSettings, SamplingParams, SamplingSettings
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,6 +49,7 @@ class Audit(Command):
     active: int = 10
     seed: int = 0
     sampling: SamplingSettings = field(default_factory=lambda: SamplingSettings(temperature=1.0))
+    prompt: PromptSettings = field(default_factory=PromptSettings)
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path | None = None
 
@@ -65,7 +66,7 @@ class Audit(Command):
         DRAFTERS.make(self.drafter)
         arms = rule_arms(self.rules, self.num_draft_tokens, target=self.pair.target)
         given = None if self.calibration is None else LtsCalibration.from_pretrained(self.calibration)
-        pair, task = screen.load_pair_and_task(self.pair, self.task)
+        pair, task = screen.load_pair_and_task(self.pair, self.task, self.prompt)
         split = screen.split_of(task, self.split, "test")
         problems = task.problems(split, self.limit, offset=self.offset)
         params = _params(self.sampling, task, self.seed)
@@ -112,6 +113,7 @@ class AuditArbitration(Command):
     offset: int = 0
     seed: int = 0
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    prompt: PromptSettings = field(default_factory=PromptSettings)
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path | None = None
 
@@ -124,7 +126,7 @@ class AuditArbitration(Command):
         screen.require_file(self.out)
         rule = attach_heads(ArbiterRule(path=self.arbiter, lambda_=self.lambda_), self.pair.target)
         assert isinstance(rule, ArbiterRule)
-        pair, task = screen.load_pair_and_task(self.pair, self.task)
+        pair, task = screen.load_pair_and_task(self.pair, self.task, self.prompt)
         if not task.graded:
             raise SpecError(f"task {self.task} has no right answers: branches cannot be compared on it")
         split = screen.split_of(task, self.split, "test")

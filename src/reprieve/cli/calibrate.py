@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reprieve.calibration.settings import LtsRecipe
 from reprieve.cli import screen
 from reprieve.cli.command import Command
-from reprieve.settings import PairSettings, SamplingParams, SamplingSettings
+from reprieve.settings import PairSettings, PromptSettings, SamplingParams, SamplingSettings
 
 if TYPE_CHECKING:
     from reprieve.heads.lts import LtsCalibration
@@ -36,6 +36,7 @@ class CalibrateLts(Command):
     offset: int = 0
     settings: LtsRecipe = field(default_factory=LtsRecipe)
     sampling: SamplingSettings = field(default_factory=lambda: SamplingSettings(temperature=1.0))
+    prompt: PromptSettings = field(default_factory=PromptSettings)
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("heads/lts")
 
@@ -46,7 +47,7 @@ class CalibrateLts(Command):
 
         screen.require_problems(self.limit, self.offset)
         recipe = self.settings
-        pair, task = screen.load_pair_and_task(self.pair, self.task)
+        pair, task = screen.load_pair_and_task(self.pair, self.task, self.prompt)
         claim_head(self.out, "lts")
         split = screen.split_of(task, self.split, "validation")
         params = SamplingParams(**vars(self.sampling), max_new_tokens=task.max_new_tokens, seed=recipe.seed)
@@ -74,6 +75,8 @@ class CalibrateLts(Command):
             offset=self.offset,
             sampling=sampling,
         )
+        digests = tuple(sorted({problem.digest for problem in problems}))
+        made = replace(made, prompt=self.prompt.format, problems=digests)
         made.save_pretrained(self.out)
         self.keep_config(self.out)
         bound, tolerance = bounds_of(made, swaps)

@@ -31,7 +31,7 @@ class Certify(Command):
         from reprieve.evaluation.certifying import Plan, certify
 
         plan = Plan.of(self.settings, target=self.pair.target)
-        pair, task = screen.load_pair_and_task(self.pair, self.settings.run.task)
+        pair, task = screen.load_pair_and_task(self.pair, self.settings.run.task, self.settings.run.prompt)
         with screen.progress_bar("answers") as bar:
             made = certify(
                 plan,

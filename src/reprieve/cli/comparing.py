@@ -31,7 +31,7 @@ def compare(
     from reprieve.evaluation.results import summarise, write_results
     from reprieve.evaluation.runner import run_arms
 
-    loaded, task = screen.load_pair_and_task(pair, settings.task)
+    loaded, task = screen.load_pair_and_task(pair, settings.task, settings.prompt)
     arms = without_missing_draft(arms, loaded)
     config = RunConfig.of(loaded, arms, settings, command=screen.command_line())
     with screen.progress_bar(f"{len(arms)} arms") as bar:

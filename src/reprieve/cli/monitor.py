@@ -38,7 +38,7 @@ class Monitor(Command):
         if relaxed.rule is None or relaxed.rule.dial is None:
             raise SpecError(f"--rule must be a relaxed rule: there is nothing to watch in {self.rule!r}")
         asked = self.problems
-        pair, task = screen.load_pair_and_task(self.pair, asked.task)
+        pair, task = screen.load_pair_and_task(self.pair, asked.task, asked.prompt)
         here = RunConfig.of(pair, [relaxed], asked, command=screen.command_line()).conditions(pair, relaxed)
         if relaxed.certificate is not None:
             relaxed.certificate.check(here, where=f"of {relaxed.label}")

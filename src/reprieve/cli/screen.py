@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.settings import PairSettings
+from reprieve.settings import PairSettings, PromptSettings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from reprieve.engine import Pair
     from reprieve.tasks import Task
+    from reprieve.tasks.asking import AskedTask
 
 
 def console(*, stderr: bool = False, color: bool | None = None, width: int | None = None) -> Console:
@@ -121,12 +122,14 @@ def reporter(bar: Progress, what: str = "answers") -> Callable[[int, int], None]
     return report
 
 
-def load_pair_and_task(pair: PairSettings, task: str) -> tuple[Pair, Task]:
-    """Both, the task first: a misspelt one fails before a large model is read."""
+def load_pair_and_task(pair: PairSettings, task: str, prompt: PromptSettings | None = None) -> tuple[Pair, AskedTask]:
+    """Both, the task first: a misspelt one fails before a large model is read; its problems are put to the target."""
     from reprieve.tasks import load_task
+    from reprieve.tasks.asking import ask
 
-    loaded = load_task(task)
-    return load(pair), loaded
+    plain = load_task(task)
+    loaded = load(pair)
+    return loaded, ask(plain, loaded.tokenizer, prompt)
 
 
 def load(pair: PairSettings) -> Pair:
@@ -159,7 +162,7 @@ def results_table(document: dict[str, Any], *, width: int) -> Table:
         box=box.SIMPLE_HEAD,
     )
     cells = [_row(arm) for arm in document["arms"]]
-    essential = ("arm", "solved, %", "tokens/round", "speedup vs target")
+    essential = ("arm", "solved, %", "cut off", "tokens/round", "speedup vs target")
     names = [name for name in cells[0] if width >= _WIDE or name in essential]
     for name in names:
         table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=name != "arm", overflow="fold")
@@ -169,12 +172,18 @@ def results_table(document: dict[str, Any], *, width: int) -> Table:
 
 
 _WIDE = 150
+MOST_CUT_OFF = 0.05  # of the answers; more is said loudly
 
 
 def show_results(document: dict[str, Any]) -> None:
     """Print the table of a results document, as wide as there is room."""
     width = table_width(console())
     console(width=width).print(results_table(document, width=width))
+    answers = document["num_problems"] * document.get("num_trials", 1)
+    cut = {arm["spec"]: arm["num_truncated"] / answers for arm in document["arms"] if answers}
+    if loud := {name: share for name, share in cut.items() if share > MOST_CUT_OFF}:
+        shares = ", ".join(f"{share:.0%} of {name}" for name, share in loud.items())
+        warn(f"ANSWERS CUT OFF: {shares}. What was cut off counts as wrong: raise --max-new-tokens")
 
 
 def table_width(terminal: Console) -> int:

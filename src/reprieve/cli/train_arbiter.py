@@ -106,7 +106,7 @@ class TrainArbiterRl(Command):
 
         rollouts = self.rollouts
         first = None if self.start == "none" else Arbiter.from_pretrained(self.start)
-        pair, task = screen.load_pair_and_task(rollouts.pair, rollouts.task)
+        pair, task = screen.load_pair_and_task(rollouts.pair, rollouts.task, rollouts.prompt)
         if not task.graded:
             raise SpecError(f"task {rollouts.task} has no right answers: rollouts cannot be rewarded on it")
         pair.cached_draft()  # refuses a pair without a draft

@@ -8,7 +8,7 @@ from pathlib import Path
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.errors import import_extra
-from reprieve.settings import PairSettings, SamplingParams
+from reprieve.settings import PairSettings, PromptSettings, SamplingParams
 from reprieve.training.settings import EagleTraining
 
 
@@ -31,6 +31,7 @@ class TrainEagle(Command):
     limit: int = 4000
     offset: int = 0
     settings: EagleTraining = field(default_factory=EagleTraining)
+    prompt: PromptSettings = field(default_factory=PromptSettings)
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("runs/eagle3")
 
@@ -41,7 +42,7 @@ class TrainEagle(Command):
         from reprieve.training.own_text import own_text_path, write_own_texts
 
         screen.require_problems(self.limit, self.offset)
-        pair, task = screen.load_pair_and_task(self.pair, self.task)
+        pair, task = screen.load_pair_and_task(self.pair, self.task, self.prompt)
         self.settings.layers_of(pair.target.config.get_text_config().num_hidden_layers)
         claim_head(self.out)
         claim_head(self.out / "head", "eagle3")

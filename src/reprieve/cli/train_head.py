@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reprieve.cli import screen
 from reprieve.cli.command import Command
@@ -54,21 +56,21 @@ class TrainHead(Command):
         pair = screen.load(self.pair)
         store.require_pair(pair.identity)
         claim_head(self.out)
-        problems, task = store.problems(), store.manifest["task"]
+        problems = store.problems()
         if self.folds is not None:
             require_folds(self.folds)
             for fold in range(self.folds):
                 kept = [problem for problem in problems if fold_of(problem.problem_id, self.folds) != fold]
-                self._fit_one(pair, kept, task, fold_folder(self.out, fold))
+                self._fit_one(pair, kept, store.manifest, fold_folder(self.out, fold))
             write_folds(self.out, self.folds)
             screen.say(f"out-of-fold heads: {self.out}   each problem is answered with the head that never saw it")
         else:
-            head = self._fit_one(pair, problems, task, self.out)
+            head = self._fit_one(pair, problems, store.manifest, self.out)
             screen.say(f"head: {self.out}   use it: reprieve bench --arm {head.kind}:path={self.out}")
         self.keep_config(self.out)
         return 0
 
-    def _fit_one(self, pair: Pair, problems: list[ProblemLabels], task: str, out: Path) -> Head:
+    def _fit_one(self, pair: Pair, problems: list[ProblemLabels], manifest: Mapping[str, Any], out: Path) -> Head:
         """Recompute the features of some labels, fit a head, save it and say how good it is."""
         from reprieve.heads.files import claim_head
         from reprieve.training.features import collect
@@ -84,7 +86,9 @@ class TrainHead(Command):
                 progress=screen.reporter(bar, "problems"),
             )
         with screen.progress_bar("fitting") as bar:
-            head = self.fit(tokens, pair, task, out / _WORK, screen.reporter(bar, "steps"))
+            head = self.fit(tokens, pair, manifest["task"], out / _WORK, screen.reporter(bar, "steps"))
+        digests = sorted({problem.digest for problem in problems} - {""})
+        head = dataclasses.replace(head, prompt=manifest["prompt"], problems=tuple(digests))
         head.save_pretrained(out)
         shutil.rmtree(out / _WORK, ignore_errors=True)
         made = head.training

@@ -39,7 +39,7 @@ class TuneK(Command):
         from reprieve.files import replace_file
 
         arms = make_arms(self.arm, self.num_draft_tokens, target=self.pair.target)
-        pair, task = screen.load_pair_and_task(self.pair, self.settings.task)
+        pair, task = screen.load_pair_and_task(self.pair, self.settings.task, self.settings.prompt)
         arms = without_missing_draft(arms, pair)
         config = RunConfig.of(pair, arms, self.settings, command=screen.command_line())
         with screen.progress_bar(f"{len(arms)} arms") as bar:
@@ -87,7 +87,7 @@ class TuneThresholds(Command):
         from reprieve.evaluation.tuning import FsdProtocol
 
         protocol = FsdProtocol(self.settings, command=screen.command_line())
-        pair, task = screen.load_pair_and_task(self.pair, self.settings.run.task)
+        pair, task = screen.load_pair_and_task(self.pair, self.settings.run.task, self.settings.run.prompt)
         self.keep_config(self.out)
         with screen.progress_bar("answers") as bar:
             document = protocol.run(pair, task, self.out, announce=screen.say, progress=screen.reporter(bar))

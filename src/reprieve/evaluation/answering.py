@@ -9,11 +9,12 @@ from reprieve.engine import DRAFT_ONLY, FoldedDecoder, Pair, SamplingParams, Spe
 from reprieve.engine.text_stream import Decodes
 from reprieve.evaluation.arms import Arm
 from reprieve.evaluation.config import RunConfig
-from reprieve.evaluation.conversation import Conversation
 from reprieve.evaluation.energy import EnergyMeter
 from reprieve.evaluation.provenance import provenance_spans
 from reprieve.evaluation.records import ProblemRecord
+from reprieve.settings import PromptSettings
 from reprieve.tasks import Task, TaskProblem
+from reprieve.tasks.asking import Conversation, PromptFormat, prompt_of
 from reprieve.types import PARTS, Generation
 
 WARM_UP_TOKENS = 24
@@ -27,6 +28,7 @@ class Answerer:
         self.pair = pair
         self.task = task
         self.meter = EnergyMeter(str(pair.device))
+        self._format = PromptFormat(pair.tokenizer, PromptSettings(**config.prompt))
         self._decoders: dict[str, FoldedDecoder] = {}
         self._params = SamplingParams(
             max_new_tokens=task.max_new_tokens, seed=config.seed, stop=tuple(task.stop), **config.sampling
@@ -80,8 +82,10 @@ class Answerer:
 
     def _converse(self, decoder: SpeculativeDecoder, problem: TaskProblem, params: SamplingParams) -> list[Generation]:
         """The answers of all turns; most problems have one."""
-        talk = Conversation(self.pair.tokenizer, problem.prompt, chat_template=self.config.chat_template)
-        made = [decoder.generate(talk.prompt(), params, timed=True)]
+        made = [decoder.generate(prompt_of(problem), params, timed=True)]
+        if not problem.follow_ups:
+            return made
+        talk = Conversation(self._format, problem.prompt)
         for message in problem.follow_ups:
             talk.add(made[-1].text, message)
             made.append(decoder.generate(talk.prompt(), params, timed=True))

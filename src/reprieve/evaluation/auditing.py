@@ -20,6 +20,7 @@ from reprieve.heads.lts import LtsCalibration
 from reprieve.metrics import wilson_interval
 from reprieve.models.sampling import Sampler
 from reprieve.settings import SamplingParams
+from reprieve.tasks.asking import prompt_of
 from reprieve.tasks.base import Task, TaskProblem
 from reprieve.types import Provenance
 
@@ -97,7 +98,7 @@ def audit(
     num_correct = 0
     for number, problem in enumerate(problems):
         own = dataclasses.replace(params, seed=params.seed * 1_000_003 + number)
-        made = decoder.generate(problem.prompt, own)
+        made = decoder.generate(prompt_of(problem), own)
         num_correct += task.equivalent(task.extract_answer(made.text), problem.reference)
         places = [place for place, token in enumerate(made.tokens) if token.provenance is not Provenance.TARGET]
         ids = [made.tokens[place].token_id for place in places]

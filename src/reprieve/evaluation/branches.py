@@ -18,6 +18,7 @@ from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.labelling.responses import ResponseFormat
 from reprieve.metrics import BranchChoices, bootstrap_interval
 from reprieve.models.cached_model import eos_token_ids
+from reprieve.tasks.asking import prompt_of
 from reprieve.tasks.base import Task, TaskProblem
 from reprieve.types import Generation, RoundTrace
 
@@ -104,7 +105,7 @@ class _Branches:
         self.responses = responses
         self.problem = problem
         self.params = params
-        self.made = decoder.generate(problem.prompt, params, trace=True)
+        self.made = decoder.generate(prompt_of(problem), params, trace=True)
         self.correct = self._is_correct(self.made.token_ids)
 
     def choices(self) -> BranchChoices:

@@ -23,6 +23,7 @@ from reprieve.files import replace_file
 from reprieve.heads.certificates import Certificate, portable_spec
 from reprieve.heads.files import BUNDLED, CERTIFICATES
 from reprieve.heads.loading import attach_heads
+from reprieve.heads.origin import name_problems, seen_problems
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.learned import LearnedRule
 from reprieve.tasks import Task
@@ -118,8 +119,8 @@ def certify(
     is written.
 
     Raises:
-        SpecError: a plan that cannot be read, a task without right answers, or thresholds of this rule that these
-            problems were not asked about first.
+        SpecError: a plan that cannot be read, a task without right answers, problems that one of the rule's heads was
+            made from or that both sets hold, or thresholds of this rule that these problems were not asked about first.
         ReprieveError: the folder holds another run, or answers failed.
     """
     if not getattr(task, "graded", True):
@@ -138,6 +139,7 @@ def certify(
             raise KeyboardInterrupt
         return _outcomes(run, strict, arm)
 
+    digests = _require_unseen(plan, task)
     calibration = runner(plan.settings.run, [strict, *arms.values()], "calibration")
     _require_first_walk(plan.rule, calibration, {arm.label for arm in arms.values()})
     try:
@@ -161,11 +163,39 @@ def certify(
         contradiction = f"the held-out problems contradict it: observed {look.evidence.observed:.4f}"
         return Certification(steps, look.evidence, None, contradiction)
     certificate = _certificate(plan, best, steps, look, calibration.config, held.config, pair)
+    certificate = dataclasses.replace(
+        certificate,
+        calibration={**certificate.calibration, "problems": digests[0]},
+        held_out={**certificate.held_out, "problems": digests[1]},
+    )
     path = folder / f"{best.rule_name}-{plan.promise.loss}-{plan.promise.max_drop:g}.json"
     replace_file(path, certificate.to_json())
     assert best.rule is not None
     _file_beside_heads(certificate, best.rule)
     return Certification(steps, look.evidence, certificate, path=path)
+
+
+def _require_unseen(plan: Plan, task: Task) -> tuple[list[str], list[str]]:
+    """Digests of the calibration and the held-out problems, which nothing else may have been made from.
+
+    Raises:
+        SpecError: names the problems that a head was made from, or that stand in both sets.
+    """
+    settings = (plan.settings.run, plan.held_out)
+    both = [task.problems(part.split, part.limit, offset=part.offset) for part in settings]
+    for name, problems in zip(("calibration", "held-out"), both, strict=True):
+        if seen := seen_problems(plan.rule, problems):
+            raise SpecError(
+                f"{len(seen)} of the {name} problems are among those that a head of {plan.rule.spec} was made from "
+                f"({name_problems(seen)}): certify on others (--split, --offset)"
+            )
+    calibration, held_out = ([problem.digest for problem in problems] for problems in both)
+    if twice := [problem for problem in both[1] if problem.digest in set(calibration)]:
+        raise SpecError(
+            f"{len(twice)} of the held-out problems stand among the calibration problems too ({name_problems(twice)}): "
+            "choose others (--offset, --held-out-split)"
+        )
+    return calibration, held_out
 
 
 def _require_first_walk(rule: Rule, calibration: Runner, labels: set[str]) -> None:

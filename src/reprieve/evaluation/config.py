@@ -34,7 +34,7 @@ class RunConfig:
     heads: dict[str, str] = field(default_factory=dict)  # fingerprints, by name
     offset: int = 0
     num_trials: int = 1
-    chat_template: bool = False
+    prompt: dict[str, Any] = field(default_factory=dict)  # how problems are put to the model
 
     @classmethod
     def of(cls, pair: Pair, arms: Sequence[Arm], settings: RunSettings, *, command: str = "") -> RunConfig:
@@ -50,7 +50,7 @@ class RunConfig:
             num_draft_tokens=ks,
             arms=[arm.label for arm in arms],
             heads=_fingerprints(pair, arms, settings.drafter),
-            **{**vars(settings), "sampling": asdict(settings.sampling)},
+            **{**vars(settings), "sampling": asdict(settings.sampling), "prompt": asdict(settings.prompt)},
         )
 
     def conditions(self, pair: Pair, arm: Arm) -> Conditions:
@@ -62,7 +62,7 @@ class RunConfig:
             num_draft_tokens=arm.num_draft_tokens,
             drafter=arm.drafter or self.drafter,
             dtype=self.dtype,
-            chat_template=self.chat_template,
+            **self.prompt,
         )
 
 

@@ -18,7 +18,9 @@ from reprieve.evaluation.results import summarise, write_results
 from reprieve.evaluation.runner import Run, environment
 from reprieve.evaluation.settings import HarnessSettings, RunSettings
 from reprieve.files import replace_file
+from reprieve.settings import PromptSettings
 from reprieve.specs import parse_parameters
+from reprieve.tasks.answers import THINKING_ENDS
 
 _GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}  # unless a task says otherwise
 
@@ -56,10 +58,16 @@ class HarnessRun:
     def generation(self) -> dict[str, Any] | None:
         text = self.settings.gen_kwargs
         try:
-            asked = {name: float(value) for name, value in parse_parameters(text, where="--gen-kwargs").items()}
+            asked: dict[str, Any] = {
+                name: float(value) for name, value in parse_parameters(text, where="--gen-kwargs").items()
+            }
         except ValueError:
             raise SpecError(f"--gen-kwargs must be numbers by name, got {text!r}") from None
-        return {**asked, "do_sample": asked.get("temperature", 0) > 0} if asked else None
+        if asked:
+            asked["do_sample"] = asked.get("temperature", 0) > 0
+        if self.settings.prompt.max_new_tokens is not None:
+            asked["max_gen_toks"] = self.settings.prompt.max_new_tokens
+        return asked or None
 
     def evaluate(self, lm_eval: Any, model: Any, manager: Any) -> dict[str, Any]:
         """The harness's own results, samples included.
@@ -76,7 +84,8 @@ class HarnessRun:
                 limit=settings.limit,
                 bootstrap_iters=0,
                 log_samples=True,
-                apply_chat_template=settings.chat_template,
+                apply_chat_template=settings.prompt.chat_template,
+                system_instruction=settings.prompt.system_prompt,
                 gen_kwargs=self.generation,
                 task_manager=manager,
                 random_seed=settings.seed,
@@ -118,7 +127,7 @@ def evaluate_arms(
             task=",".join(run.tasks),
             limit=settings.limit or 10**9,
             drafter=settings.drafter,
-            chat_template=settings.chat_template,
+            prompt=settings.prompt,
             seed=settings.seed,
         ),
         command=command,
@@ -137,6 +146,7 @@ def evaluate_arms(
             drafter=settings.drafter,
             seed=settings.seed,
             records=answers,
+            **_thinking(settings.prompt),
         )
         evaluated = run.evaluate(lm_eval, model, manager)
         metrics[arm.label] = evaluated["results"]
@@ -155,6 +165,13 @@ def evaluate_arms(
         if not any(known.startswith(name) for known in documents):
             documents[name] = {"metrics": {arm: by_task[name] for arm, by_task in metrics.items()}}
     return documents
+
+
+def _thinking(prompt: PromptSettings) -> dict[str, Any]:
+    """Arguments of the harness's own model: what thinking it asks for, and cuts from answers."""
+    if not prompt.chat_template or prompt.thinking is None:
+        return {}
+    return {"enable_thinking": prompt.thinking == "on", "think_end_token": THINKING_ENDS[0]}
 
 
 def _graded(

@@ -56,7 +56,7 @@ async def judge_answer(
         points = []
         for number in range(num_votes):
             for first, second, sign in ((*texts, 1), (*texts[::-1], -1)):
-                vote = await ask_verdict(chat, problem.prompt, first, second, number=number)
+                vote = await ask_verdict(chat, problem.asked, first, second, number=number)
                 votes.append(vote or "none")
                 if vote:
                     points.append(sign * ((vote in SECOND_BETTER) - (vote in FIRST_BETTER)))
@@ -79,7 +79,7 @@ def conversation(problem: TaskProblem, record: ProblemRecord) -> str:
     """All turns, or just the answer where there is one."""
     if not problem.follow_ups:
         return record.text
-    said = zip((problem.prompt, *problem.follow_ups), record.turns or [record.text], strict=False)
+    said = zip((problem.asked, *problem.follow_ups), record.turns or [record.text], strict=False)
     return "\n\n".join(f"User: {message}\n\nAssistant: {answer}" for message, answer in said)
 
 

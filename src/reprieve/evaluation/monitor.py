@@ -18,6 +18,7 @@ from reprieve.calibration.sequence import ConfidenceSequence
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.errors import require_range, require_whole
 from reprieve.tasks import Task, TaskProblem
+from reprieve.tasks.asking import prompt_of
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class LosslessCheck:
     task: Task
 
     def __call__(self, served: Served) -> float:
-        prompt = served.problem.prompt if served.prompt_ids is None else served.prompt_ids
+        prompt = prompt_of(served.problem) if served.prompt_ids is None else served.prompt_ids
         strict = self.decoder.generate(prompt, served.params)
         answers = [self.task.extract_answer(text) for text in (strict.text, served.text)]
         if served.problem.reference:
@@ -189,7 +190,7 @@ def watch(
     params = SamplingParams(max_new_tokens=task.max_new_tokens, stop=tuple(task.stop), **sampling)
     try:
         for problem in problems:
-            monitor.observe(Served(problem, params, decoder.generate(problem.prompt, params).text))
+            monitor.observe(Served(problem, params, decoder.generate(prompt_of(problem), params).text))
             on_answer(monitor.status)
     finally:
         final = monitor.close()

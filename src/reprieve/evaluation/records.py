@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -10,6 +11,7 @@ from typing import Any
 
 from reprieve.errors import ReprieveError
 from reprieve.files import replace_file, whole_lines
+from reprieve.settings import PromptSettings
 from reprieve.types import PARTS
 
 
@@ -80,6 +82,8 @@ def read_run(folder: Path) -> dict[str, Any]:
         raise ReprieveError(f"{str(path)!r} cannot be read: {error}") from None
     if not isinstance(document, dict):
         raise ReprieveError(f"{str(path)!r} must hold an object, got {type(document).__name__}")
+    if "chat_template" in document:  # as it was written before version 0.3
+        document["prompt"] = dataclasses.asdict(PromptSettings(chat_template=document.pop("chat_template")))
     return document
 
 

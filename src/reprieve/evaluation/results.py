@@ -53,7 +53,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "num_trials": run.config.num_trials,
         "num_draft_tokens": run.config.num_draft_tokens[0],
         "sampling": run.config.sampling,
-        "chat_template": run.config.chat_template,
+        "prompt": run.config.prompt,
         "graded": run.graded,
         "arms": [_summarise_arm(arm, rows, run.arms) for arm in run.arms] if num_problems else [],
     }

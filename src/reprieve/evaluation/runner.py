@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.environment import commit, machine, versions
 from reprieve.evaluation.records import ProblemRecord, RecordFile, claim_run
 from reprieve.evaluation.workers import Job, answer_in_processes
+from reprieve.heads.origin import name_problems, seen_problems
 from reprieve.tasks import Task
 
 Progress = Callable[[int, int], None]  # finished and all (problem, trial, arm) triples
@@ -72,6 +74,12 @@ class Runner:
         self.num_workers = num_workers
         self.answerer = Answerer(config, pair, task)
         for arm in self.arms:
+            if arm.rule is not None and (seen := seen_problems(arm.rule, self.problems)):
+                warnings.warn(
+                    f"{arm.label}: its head was made from {len(seen)} of these {len(self.problems)} problems "
+                    f"({name_problems(seen)}): what is measured on them says little of others",
+                    stacklevel=2,
+                )
             if arm.certificate is not None:
                 arm.certificate.check(config.conditions(pair, arm), where=f"of {arm.label}")
         self.file: RecordFile = claim_run(

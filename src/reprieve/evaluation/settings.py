@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from reprieve.calibration.settings import Promise
 from reprieve.errors import SpecError, require_range, require_whole
-from reprieve.settings import ProblemSettings, SamplingSettings
+from reprieve.settings import ProblemSettings, PromptSettings, SamplingSettings
 
 
 @dataclass(frozen=True)
@@ -16,13 +16,11 @@ class RunSettings(ProblemSettings):
     Args:
         num_trials: Answers per problem and arm, each with draws of its own.
         drafter: draft, ngram:max_ngram=3, or eagle3:path=FOLDER,depth=6,top_k=8,total_tokens=32.
-        chat_template: Wrap prompts in the tokenizer's chat template.
         seed: Same seed, same answers.
     """
 
     num_trials: int = 1
     drafter: str = "draft"
-    chat_template: bool = False
     seed: int = 0
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
 
@@ -118,7 +116,6 @@ class HarnessSettings:
         num_fewshot: Worked examples. Default: the task's.
         drafter: draft, ngram, or eagle3:path=FOLDER.
         gen_kwargs: Generation arguments that overrule the tasks', such as temperature=0.6,top_p=0.95.
-        chat_template: Wrap prompts in the tokenizer's chat template.
         include_path: Folder of task definitions of your own.
         confirm_run_unsafe_code: Let the harness's code tasks run what models write, without isolation.
             `reprieve bench --task humaneval:path=...` has a sandbox.
@@ -131,7 +128,7 @@ class HarnessSettings:
     num_fewshot: int | None = None
     drafter: str = "draft"
     gen_kwargs: str = ""
-    chat_template: bool = False
     include_path: str | None = None
     confirm_run_unsafe_code: bool = False
     seed: int = 0
+    prompt: PromptSettings = field(default_factory=PromptSettings)

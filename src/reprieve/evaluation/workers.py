@@ -52,10 +52,12 @@ class _Worker:
 
     def __init__(self, config: RunConfig, arms: Sequence[Arm]) -> None:
         from reprieve.engine import load_pair
+        from reprieve.settings import PromptSettings
         from reprieve.tasks import load_task
+        from reprieve.tasks.asking import ask
 
         pair = load_pair(config.target, config.draft, dtype=config.dtype, device=config.device)
-        task = load_task(config.task)
+        task = ask(load_task(config.task), pair.tokenizer, PromptSettings(**config.prompt))
         self.problems = task.problems(config.split, config.limit, offset=config.offset)
         self.answerer = Answerer(config, pair, task)
         self.arms = {arm.label: arm for arm in arms}

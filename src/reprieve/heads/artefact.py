@@ -18,6 +18,7 @@ from reprieve.heads.files import fingerprint_of, read_head, write_head
 from reprieve.heads.model_card import model_card
 from reprieve.registry import Registry
 
+_ORIGIN = frozenset({"prompt", "problems"})  # heads made before version 0.3 do not say
 _TENSORS = "tensors"  # a field that holds all weights by name; else each is a field of its own
 
 
@@ -29,6 +30,9 @@ class Artefact(ModelHubMixin):
     `push_to_hub` is huggingface_hub's own.
 
     Args:
+        prompt: how the problems it was made from were put to the model (`PromptSettings.format`); None where it is not
+            known.
+        problems: digests of those problems (`TaskProblem.digest`); empty where they are not known.
         certificates: texts of the certificates that lie beside it, by file; they travel with it.
     """
 
@@ -37,6 +41,8 @@ class Artefact(ModelHubMixin):
 
     pair: PairIdentity = field(kw_only=True)
     task: str = field(kw_only=True)
+    prompt: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    problems: tuple[str, ...] = field(default=(), repr=False, kw_only=True)
     certificates: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False, kw_only=True)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -91,6 +97,7 @@ class Artefact(ModelHubMixin):
             ReprieveError: the folder cannot be written, or holds something else.
         """
         config = {name: _plain(getattr(self, name)) for name in _config_keys(type(self))}
+        config = {name: value for name, value in config.items() if value or name not in _ORIGIN or value == {}}
         others = {"README.md": self.card(), **self.certificates}
         write_head(Path(save_directory), self.kind, config, self.weights, others)
 
@@ -128,7 +135,7 @@ class Artefact(ModelHubMixin):
             "force_download": force_download,
             "local_files_only": local_files_only,
         }
-        config, tensors, certificates = read_head(source, cls.kind, _config_keys(cls), **download)
+        config, tensors, certificates = read_head(source, cls.kind, _config_keys(cls), optional=_ORIGIN, **download)
         try:
             values = {name: _typed(hint, config[name]) for name, hint in _fields(cls).items() if name in config}
             parts = {_TENSORS: tensors} if _TENSORS in _fields(cls) else tensors
@@ -188,4 +195,4 @@ def _typed(hint: Any, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, (int, float) if hint is float else hint):
             raise TypeError(f"a {hint.__name__} is wanted, got {value!r}")
         return hint(value)
-    return value
+    return tuple(value) if typing.get_origin(hint) is tuple and isinstance(value, list) else value

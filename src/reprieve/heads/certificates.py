@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reprieve.errors import PairError, ReprieveError
+from reprieve.errors import PairError, ReprieveError, SpecError
 from reprieve.heads.binding import PairIdentity
 from reprieve.heads.files import CERTIFICATES
 from reprieve.rules import Rule
 from reprieve.rules.learned import HeadRule
+from reprieve.settings import PromptSettings, describe_format
 
 SCHEMA = 1
 _KIND = "reprieve certificate"
@@ -35,6 +36,14 @@ class Conditions:
     drafter: str
     dtype: str
     chat_template: bool = False
+    system_prompt: str | None = None
+    thinking: str | None = None
+    max_new_tokens: int | None = None  # None for the task's
+
+    @property
+    def format(self) -> dict[str, Any]:
+        """How problems were put to the model."""
+        return PromptSettings(self.chat_template, self.system_prompt, self.thinking).format
 
     def differences(self, other: Conditions) -> list[str]:
         """How `other` differs, one short text each; the weights are compared by fingerprint, tasks by name."""
@@ -44,9 +53,11 @@ class Conditions:
                 differing.append(f"{part} {getattr(other.pair, part)} (certified: {getattr(self.pair, part)})")
         if self.task.partition(":")[0] != other.task.partition(":")[0]:
             differing.append(f"task {other.task} (certified: {self.task})")
-        for name in ("num_draft_tokens", "drafter", "dtype", "chat_template"):
+        for name in ("num_draft_tokens", "drafter", "dtype", "max_new_tokens"):
             if getattr(self, name) != getattr(other, name):
                 differing.append(f"{name} {getattr(other, name)} (certified: {getattr(self, name)})")
+        if self.format != other.format:
+            differing.append(f"{describe_format(other.format)} (certified: {describe_format(self.format)})")
         for name in sorted(self.sampling.keys() | other.sampling.keys()):
             ours, theirs = self.sampling.get(name), other.sampling.get(name)
             if ours != theirs:
@@ -102,12 +113,18 @@ class Certificate:
             raise ReprieveError(f"certificate {str(path)!r} cannot be read: {error}") from None
 
     def check(self, here: Conditions, *, where: str) -> None:
-        """Warn where a promise made elsewhere says nothing, and refuse another pair.
+        """Warn where a promise made elsewhere says nothing, and refuse another pair and another prompt format.
 
         Raises:
             PairError: other weights or another tokenizer.
+            SpecError: problems are put to the model in another way.
         """
         self.conditions.pair.require_matches(here.pair, f"the certificate {where}", reads_draft=True)
+        if self.conditions.format != here.format:
+            raise SpecError(
+                f"the certificate {where} was made with {describe_format(self.conditions.format)}, here it is "
+                f"{describe_format(here.format)}: its promise is about other texts"
+            )
         if differing := self.conditions.differences(here):
             warnings.warn(
                 f"the certificate {where} does not hold here: {'; '.join(differing)}; certify anew, or use its "
@@ -148,5 +165,5 @@ def warn_of_certificates(rule: Rule, folders: Mapping[str, Path], here: Conditio
         return
     try:
         matching[0].check(here, where=f"of {rule.spec}")
-    except PairError as error:
+    except (PairError, SpecError) as error:
         warnings.warn(str(error), stacklevel=2)

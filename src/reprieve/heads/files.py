@@ -100,13 +100,14 @@ def claim_head(folder: Path, kind: str | None = None) -> None:
 
 
 def read_head(
-    source: str | Path, kind: str, keys: frozenset[str], **download: Any
+    source: str | Path, kind: str, keys: frozenset[str], *, optional: frozenset[str] = frozenset(), **download: Any
 ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, str]]:
     """Configuration, tensors and certificates of a head, from a folder or a hub id.
 
     Args:
         kind: of head that is wanted.
         keys: what the configuration holds beside schema, kind and digest; more or less is an error.
+        optional: those of them that may be missing.
         download: arguments of `huggingface_hub.snapshot_download`.
 
     Raises:
@@ -128,7 +129,7 @@ def read_head(
     if _digest(config, content) != wanted:
         raise ReprieveError(f"head {str(source)!r}: {_CONFIG} or {_WEIGHTS} was changed after they were saved together")
     del config["kind"], config["schema"]
-    if config.keys() != keys:
+    if not keys - optional <= config.keys() <= keys:
         odd = ", ".join(sorted(config.keys() ^ keys))
         raise ReprieveError(f"head {str(source)!r}: {_CONFIG} must hold {', '.join(sorted(keys))}; check {odd}")
     try:

@@ -14,6 +14,7 @@ from reprieve.heads.binding import PairIdentity, warn_of_transfer
 from reprieve.heads.certificates import Conditions, warn_of_certificates
 from reprieve.heads.files import BUNDLED, find_head, is_bundled, kind_of
 from reprieve.heads.folds import FoldedHead, fold_folder, read_folds
+from reprieve.heads.origin import warn_of_format
 from reprieve.rules import Rule
 from reprieve.rules.learned import HeadRule
 
@@ -94,5 +95,7 @@ def require_heads_fit(rule: Rule, pair: PairIdentity, task: str | None, *, here:
         head.require_pair(pair, name)
         if task is not None:
             warn_of_transfer(f"head {name!r}", head.task, task)
+        if here is not None:
+            warn_of_format(name, head, here.format)
     if here is not None and rule.heads:
         warn_of_certificates(rule, head_folders(rule), here)

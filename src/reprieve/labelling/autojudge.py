@@ -105,7 +105,7 @@ class _Search:
     def __init__(self, miner: AutoJudgeMiner, problem: TaskProblem) -> None:
         self.miner = miner
         self.problem = problem
-        self.prompt_ids = miner.responses.encode_prompt(problem.prompt)
+        self.prompt_ids = miner.responses.encode_prompt(problem)
         noise = miner.noise(problem) if miner.noise else None
         self.draw: Draw | None = noise.draw if noise else None
         self.draft = miner.make_draft(noise)

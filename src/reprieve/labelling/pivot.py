@@ -136,7 +136,7 @@ class _Walk:
         self.problem = problem
         self.seed = miner.make_seed(problem)
         self.source = miner.make_source(self.seed)
-        self.prompt_ids = miner.responses.encode_prompt(problem.prompt)
+        self.prompt_ids = miner.responses.encode_prompt(problem)
         self.response_ids: list[int] = []
         self.mismatches: list[Mismatch] = []
         self.session = Session()
@@ -194,7 +194,7 @@ class _Walk:
     async def _ask(self, response_ids: list[int]) -> str:
         assert self.miner.soundness is not None
         text = self.miner.responses.text(response_ids)
-        return await self.miner.soundness.judge(self.problem.prompt, self.problem.reference, text)
+        return await self.miner.soundness.judge(self.problem.asked, self.problem.reference, text)
 
 
 def median_length(responses: list[list[int]]) -> list[int]:

@@ -27,6 +27,8 @@ from reprieve.models.cached_model import eos_token_ids
 from reprieve.models.sampling import GumbelNoise, Sampler
 from reprieve.specs import parse_spec
 from reprieve.tasks import TaskProblem, load_task
+from reprieve.tasks.answers import ANSWERS_VERSION
+from reprieve.tasks.asking import ask
 
 
 @dataclass(frozen=True)
@@ -45,20 +47,21 @@ def build(settings: MiningSettings) -> Workbench:
         SpecError: a setting out of range.
         ReprieveError: a model or task that cannot be loaded.
     """
-    task = load_task(settings.task)
-    if not task.graded and not settings.asks_a_judge:
-        raise SpecError(f"task {task.name} has no answers to compare; mine autojudge or arbitration with --judge")
+    plain = load_task(settings.task)
+    if not plain.graded and not settings.asks_a_judge:
+        raise SpecError(f"task {plain.name} has no answers to compare; mine autojudge or arbitration with --judge")
+    pair = _load(settings)
+    task = ask(plain, pair.tokenizer, settings.prompt)
     problems = task.problems(settings.split, settings.limit, offset=settings.offset)
     if not problems:
         raise SpecError(
             f"offset must be below the number of problems of split {settings.split!r}, got {settings.offset}"
         )
-    pair = _load(settings)
     responses = ResponseFormat(
         tokenizer=pair.tokenizer,
         task=task,
         eos_ids=eos_token_ids(pair.target, pair.tokenizer),
-        max_new_tokens=task.max_new_tokens if settings.max_new_tokens is None else settings.max_new_tokens,
+        max_new_tokens=task.max_new_tokens,
     )
     return Workbench(
         miner=_miner(settings, pair, responses),
@@ -208,6 +211,8 @@ def _manifest(settings: MiningSettings, pair: Pair, responses: ResponseFormat) -
         "split": settings.split,
         **dataclasses.asdict(settings.sampling),
         "seed": settings.seed,
+        "prompt": settings.prompt.format,
+        "answers": ANSWERS_VERSION,
         "max_new_tokens": responses.max_new_tokens,
     }
 

@@ -66,6 +66,7 @@ class ProblemLabels:
     num_generated: int = 0  # tokens the target generated for it
     source: str = field(default="")  # the miner's name
     rounds: tuple[TracedRound, ...] = ()  # of the response, where the miner keeps them
+    digest: str = ""  # of the problem's question; empty in stores made before version 0.3
 
     def labelled(self) -> list[Mismatch]:
         """The mismatches that got a label."""
@@ -85,5 +86,6 @@ class ProblemLabels:
             Mismatch(**{**mismatch, "continuation_ids": tuple(mismatch["continuation_ids"])})
             for mismatch in values["mismatches"]
         )
+        values["digest"] = values.get("digest") or ""
         values["rounds"] = tuple(map(TracedRound.from_row, values.get("rounds") or ()))
         return cls(**values)

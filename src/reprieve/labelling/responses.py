@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from reprieve.tasks import Task
+from reprieve.tasks import Task, TaskProblem
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class ResponseFormat:
     eos_ids: frozenset[int]
     max_new_tokens: int
 
-    def encode_prompt(self, prompt: str) -> list[int]:
-        return list(self.tokenizer.encode(prompt))
+    def encode_prompt(self, problem: TaskProblem) -> list[int]:
+        return list(problem.prompt_ids) or list(self.tokenizer.encode(problem.prompt))
 
     def text(self, response_ids: list[int]) -> str:
         """The response up to its first stop text, without special tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -110,6 +111,6 @@ async def _mine_one(miner: Miner, problem: TaskProblem, store: LabelStore, repor
             report.errors[problem.problem_id] = f"{type(error).__name__}: {error}"
             print(f"{problem.problem_id}: {report.errors[problem.problem_id]}", file=sys.stderr)
             return True
-        store.append(labels)
+        store.append(dataclasses.replace(labels, digest=problem.digest))
         report.num_mined += 1
         return True

@@ -15,7 +15,6 @@ class MiningSettings(ProblemSettings):
 
     Args:
         seed: Same seed, same labels.
-        max_new_tokens: Largest whole response. Default: the task's.
         num_in_flight: Problems under way at once.
     """
 
@@ -24,15 +23,12 @@ class MiningSettings(ProblemSettings):
     split: str = "train"
     limit: int = 100
     seed: int = 0
-    max_new_tokens: int | None = None
     num_in_flight: int = 16
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     pair: PairSettings = field(default_factory=PairSettings)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_new_tokens is not None:
-            require_whole("max_new_tokens", self.max_new_tokens, 1)
         require_whole("num_in_flight", self.num_in_flight, 1)
 
     @property

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,12 @@ from typing import Any
 from reprieve.errors import ReprieveError, import_extra
 from reprieve.heads.binding import PairIdentity
 from reprieve.labelling.records import ProblemLabels
+from reprieve.tasks.answers import ANSWERS_VERSION
 
 SCHEMA = 1
 _MANIFEST = "manifest.json"
+# Tasks whose answers all versions of the reader read alike.
+_READ_ALIKE = ("arithmetic", "humaneval", "livecodebench", "prompts")
 API_WEIGHTS = "api:"  # begins the target's fingerprint where its weights were never seen
 
 
@@ -48,8 +52,14 @@ class LabelStore:
             if not path.exists():
                 raise ReprieveError(f"{str(folder)!r} is not a label store: it has no {_MANIFEST}")
             self.manifest = _read_manifest(path)
+            if (version := self.manifest["answers"]) != ANSWERS_VERSION:
+                warnings.warn(
+                    f"label store {str(folder)!r} was made by version {version} of the answer reader, this is version "
+                    f"{ANSWERS_VERSION}: it may have taken different answers for equal ones; mine it anew",
+                    stacklevel=2,
+                )
             return
-        self.manifest = {"schema": SCHEMA, **json.loads(json.dumps(manifest))}
+        self.manifest = _complete({"schema": SCHEMA, **json.loads(json.dumps(manifest))})
         try:
             (folder / "shards").mkdir(parents=True, exist_ok=True)
             (folder / "claims").mkdir(exist_ok=True)
@@ -212,6 +222,7 @@ def _schema() -> Any:
             ("num_generated", pa.int64()),
             ("source", pa.string()),
             ("rounds", pa.list_(traced_round)),
+            ("digest", pa.string()),
         ]
     )
 
@@ -223,7 +234,13 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise ReprieveError(f"{str(path)!r} is not a label store's manifest: {error}") from None
     if not isinstance(manifest, dict) or not {"schema", "task", "target_weights", "tokenizer"} <= manifest.keys():
         raise ReprieveError(f"{str(path)!r} is not a label store's manifest: it must name schema, pair and task")
-    return manifest
+    return _complete(manifest)
+
+
+def _complete(manifest: dict[str, Any]) -> dict[str, Any]:
+    """With what stores made before version 0.3 do not say."""
+    known = str(manifest.get("task")).partition(":")[0] in _READ_ALIKE
+    return {"prompt": {}, "answers": ANSWERS_VERSION if known else 1, **manifest}
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:

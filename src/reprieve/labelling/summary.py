@@ -22,6 +22,7 @@ class LabelSummary:
     num_important: int
     num_unlabelled: int
     num_generated: int
+    num_cut_off: int = 0  # responses of the largest length
 
     @property
     def share_important(self) -> float | None:
@@ -39,8 +40,13 @@ class LabelSummary:
         )
 
 
-def summarise(problems: Sequence[ProblemLabels]) -> LabelSummary:
-    """Counts of problems and labels."""
+def summarise(problems: Sequence[ProblemLabels], max_new_tokens: int | None = None) -> LabelSummary:
+    """Counts of problems and labels.
+
+    Args:
+        max_new_tokens: of a response; one as long as that was cut off. None where it is not known.
+    """
+    lengths = [len(problem.target_ids or problem.response_ids) for problem in problems]
     labels = Counter(mismatch.important for problem in problems for mismatch in problem.mismatches)
     return LabelSummary(
         num_problems=len(problems),
@@ -49,6 +55,7 @@ def summarise(problems: Sequence[ProblemLabels]) -> LabelSummary:
         num_important=labels[True],
         num_unlabelled=labels[None],
         num_generated=sum(problem.num_generated for problem in problems),
+        num_cut_off=sum(length >= max_new_tokens for length in lengths) if max_new_tokens else 0,
     )
 
 

@@ -130,7 +130,7 @@ class ArbitrationMiner:
             seed=self.make_seed(problem),
             stop=tuple(self.responses.task.stop),
         )
-        prompt_ids = self.responses.encode_prompt(problem.prompt)
+        prompt_ids = self.responses.encode_prompt(problem)
         made = self._decoder.generate(prompt_ids, params, trace=True)
         branches = _Branches(self, problem, prompt_ids, made)
         rounds = await gather_all(branches.label(start, traced) for start, traced in _rounds(made))
@@ -229,7 +229,7 @@ class _Branches:
         written = self.miner.responses.text(self._text(start, traced.draft_ids[:place]))
         decode = self.miner.responses.tokenizer.decode
         candidates = (decode([ids[place]]) for ids in (traced.draft_ids, traced.target_ids))
-        return await self.miner.scorer.score(self.problem.prompt, written, *candidates)
+        return await self.miner.scorer.score(self.problem.asked, written, *candidates)
 
     async def _utility(self, text: list[int], place: int, side: int) -> float:
         """The share of right answers among the texts that follow from one."""

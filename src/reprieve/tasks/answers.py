@@ -10,7 +10,7 @@ from dataclasses import dataclass
 ANSWERS_VERSION = 2
 
 THINKING_ENDS = ("</think>", "</thinking>", "</thought>", "<channel|>", "assistantfinal")
-_THINKING_BEGINS = ("<think>", "<thinking>", "<thought>")
+THINKING_BEGINS = ("<think>", "<thinking>", "<thought>")
 
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped one is none
@@ -74,7 +74,7 @@ def after_thinking(text: str) -> str | None:
     """What follows a response's thinking; None where the thinking was cut off."""
     end = max((text.rfind(mark) + len(mark) for mark in THINKING_ENDS if mark in text), default=0)
     rest = text[end:]
-    return None if any(mark in rest for mark in _THINKING_BEGINS) else rest
+    return None if any(mark in rest for mark in THINKING_BEGINS) else rest
 
 
 def _boxed(text: str) -> Iterator[tuple[int, str]]:

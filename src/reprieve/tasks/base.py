@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,13 +12,38 @@ from reprieve.tasks.graders import Grader
 
 @dataclass(frozen=True)
 class TaskProblem:
-    """One problem: the exact prompt, the reference answer graders compare with, and what is said after the answer."""
+    """One problem.
+
+    Args:
+        prompt: the first message to the model, as text.
+        reference: the answer that graders compare with.
+        follow_ups: the user's later turns.
+        question: what is asked, without instructions and worked examples; empty where the prompt is just that.
+        prompt_ids: the tokens that the model reads, once the problem is put to one (`reprieve.tasks.asking`).
+    """
 
     problem_id: str
     prompt: str
     reference: str
-    follow_ups: tuple[str, ...] = ()  # the user's later turns
+    follow_ups: tuple[str, ...] = ()
     category: str = ""
+    question: str = ""
+    prompt_ids: tuple[int, ...] = ()
+
+    @property
+    def asked(self) -> str:
+        """The question alone, for judges and for telling problems apart."""
+        return self.question or self.prompt
+
+    @property
+    def digest(self) -> str:
+        """Identifies the problem by its question, whatever its number and its place in a file."""
+        return problem_digest(self.asked)
+
+
+def problem_digest(question: str) -> str:
+    """16 hexadecimal digits of a question; white space at its ends and in a row does not count."""
+    return hashlib.blake2b(" ".join(question.split()).encode(), digest_size=8).hexdigest()
 
 
 class Task(Protocol):
@@ -26,8 +52,12 @@ class Task(Protocol):
     name: str
     graded: bool  # whether answers can be compared; else only a judge tells responses apart
     splits: tuple[str, ...]
-    stop: tuple[str, ...]
-    grader: Grader
+    stop: tuple[str, ...]  # texts that end an answer to a raw prompt; a chat's are in `chat_stop`, if there are any
+
+    @property
+    def grader(self) -> Grader:
+        """What reads and compares answers, where the task does not do so itself."""
+        ...
 
     @property
     def max_new_tokens(self) -> int:

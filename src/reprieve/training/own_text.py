@@ -52,7 +52,9 @@ def write_own_texts(
     Raises:
         ReprieveError: a file that holds something else.
     """
-    prompts = {problem.problem_id: pair.tokenizer.encode(problem.prompt) for problem in problems}
+    prompts = {
+        problem.problem_id: list(problem.prompt_ids) or pair.tokenizer.encode(problem.prompt) for problem in problems
+    }
     read = _read(path, pair.vocab_size)
     texts = {name: text for name, text in read.items() if prompts.get(name) == text.prompt_ids}  # not of an edited task
     path.parent.mkdir(parents=True, exist_ok=True)

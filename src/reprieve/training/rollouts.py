@@ -26,6 +26,7 @@ from reprieve.needs import Need
 from reprieve.rules import Rule, Traits
 from reprieve.rules.arbiter import ArbiterRule
 from reprieve.tasks import Task, TaskProblem, load_task
+from reprieve.tasks.asking import ask, prompt_of
 from reprieve.training.rewards import Decision, Rollout, RolloutRound
 from reprieve.training.settings import RolloutSettings
 from reprieve.types import Evidence, Generation
@@ -133,7 +134,7 @@ class RolloutMaker:
         )
         if job.threshold not in self._decoders:
             self._decoders[job.threshold] = self._decoder(job.threshold)
-        made = self._decoders[job.threshold].generate(problem.prompt, params, trace=sampled)
+        made = self._decoders[job.threshold].generate(prompt_of(problem), params, trace=sampled)
         correct = self.task.equivalent(self.task.extract_answer(made.text), problem.reference)
         return rollout_of(made, correct=correct) if sampled else Validated(correct, len(made.tokens), made.num_rounds)
 
@@ -201,7 +202,9 @@ def _start(settings: RolloutSettings, shape: ArbiterShape) -> None:
     """Load the pair once a process."""
     global _MAKER
     start_worker()
-    _MAKER = RolloutMaker(settings, shape, load_pair(**vars(settings.pair)), load_task(settings.task))
+    pair = load_pair(**vars(settings.pair))
+    task = ask(load_task(settings.task), pair.tokenizer, settings.prompt)
+    _MAKER = RolloutMaker(settings, shape, pair, task)
 
 
 def _make(jobs: Sequence[RolloutJob], weights: bytes) -> list[Rollout | Validated]:

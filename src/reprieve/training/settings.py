@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from reprieve.errors import SpecError, require_range, require_whole
 from reprieve.heads.settings import ArbiterShape, FeatureRecipe, default_layers
-from reprieve.settings import PairSettings
+from reprieve.settings import PairSettings, PromptSettings
 
 
 def _require_counts(record: object, *names: str) -> None:
@@ -293,6 +293,7 @@ class RolloutSettings:
     temperature: float = 1.0
     validation_temperature: float = 0.0
     draft_temperature: float | None = None
+    prompt: PromptSettings = field(default_factory=PromptSettings)
     pair: PairSettings = field(default_factory=PairSettings)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,65 @@
+"""What a head was made from: how problems were put to the model, and which ones; so that no promise rests on them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from reprieve.heads.artefact import Artefact
+from reprieve.heads.folds import FoldedHead, fold_of
+from reprieve.rules import Rule
+from reprieve.settings import describe_format
+
+_SHOWN = 5
+
+
+class Problem(Protocol):
+    """What must be known of a problem: its name, and the digest of its question."""
+
+    @property
+    def problem_id(self) -> str: ...
+
+    @property
+    def digest(self) -> str: ...
+
+
+P = TypeVar("P", bound=Problem)
+
+
+def seen_problems(rule: Rule, problems: Sequence[P]) -> list[P]:
+    """The problems that one of the rule's heads was made from, by their questions.
+
+    Out-of-fold heads answer each problem with the head that never saw it. Heads made before 0.3 do not say what they
+    were made from.
+    """
+    found = []
+    for problem in problems:
+        heads = (_answering(head, problem) for _, head in rule.heads)
+        if any(problem.digest in head.problems for head in heads if head is not None):
+            found.append(problem)
+    return found
+
+
+def name_problems(problems: Sequence[Problem]) -> str:
+    """The first few by name, and how many more there are."""
+    names = ", ".join(problem.problem_id for problem in problems[:_SHOWN])
+    more = len(problems) - _SHOWN
+    return names + (f" and {more} more" if more > 0 else "")
+
+
+def warn_of_format(name: str, head: Artefact | FoldedHead, here: Mapping[str, Any]) -> None:
+    """Say that a head meets prompts put in another way than those it was made from."""
+    first = head.heads[0] if isinstance(head, FoldedHead) else head
+    if first.prompt is not None and dict(first.prompt) != dict(here):
+        warnings.warn(
+            f"head {name!r} was made with {describe_format(first.prompt)} and is used with {describe_format(here)}; "
+            "measure the price there before use",
+            stacklevel=4,
+        )
+
+
+def _answering(head: Any, problem: Problem) -> Artefact | None:
+    if isinstance(head, FoldedHead):
+        head = head.heads[fold_of(problem.problem_id, len(head.heads))]
+    return head if isinstance(head, Artefact) else None

@@ -1,0 +1,144 @@
+"""How problems are put to a model: raw, or by the tokenizer's chat template; the same for every verb.
+
+`ask` wraps a task so that its problems carry the tokens that the model reads, and its answers are read without what the
+model thought before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from reprieve.errors import SpecError
+from reprieve.settings import PromptSettings
+from reprieve.tasks.answers import THINKING_BEGINS, THINKING_ENDS, after_thinking
+from reprieve.tasks.base import Task, TaskProblem
+from reprieve.tasks.graders import Grader
+
+Message = dict[str, str]  # role and content
+
+
+class PromptFormat:
+    """Turns messages into what a model reads, and its response into what it says.
+
+    Args:
+        tokenizer: the target's.
+        settings: raw, or the chat template with its system prompt and thinking.
+
+    Raises:
+        SpecError: a chat template is wanted and the tokenizer has none, or its template fails.
+    """
+
+    def __init__(self, tokenizer: Any, settings: PromptSettings | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.settings = settings or PromptSettings()
+        if self.settings.chat_template and not getattr(tokenizer, "chat_template", None):
+            raise SpecError("chat_template needs a tokenizer with a chat template; this one has none")
+        self._thinks = False
+        if self.settings.chat_template:
+            opened = self._render([{"role": "user", "content": "?"}]).rstrip()
+            self._thinks = self.settings.thinking == "on" or opened.endswith(THINKING_BEGINS)
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens of a conversation, up to where the model's next turn begins."""
+        if not self.settings.chat_template:
+            return [int(token) for token in self.tokenizer.encode("\n\n".join(item["content"] for item in messages))]
+        text = self._render(messages)  # as text first: the template writes its own special tokens
+        return [int(token) for token in self.tokenizer.encode(text, add_special_tokens=False)]
+
+    def said(self, text: str) -> str | None:
+        """A response without its thinking; None where it never stopped thinking."""
+        if self._thinks and not any(mark in text for mark in THINKING_ENDS):
+            return None
+        return after_thinking(text)
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        asked = list(messages)
+        if self.settings.system_prompt:
+            asked.insert(0, {"role": "system", "content": self.settings.system_prompt})
+        given = {} if self.settings.thinking is None else {"enable_thinking": self.settings.thinking == "on"}
+        try:
+            return str(self.tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False, **given))
+        except Exception as error:  # templates raise whatever their author chose, often for a system message
+            raise SpecError(f"the tokenizer's chat template failed: {' '.join(str(error).split())}") from None
+
+
+class Conversation:
+    """Messages so far, and the prompt they make."""
+
+    def __init__(self, prompt_format: PromptFormat, first: str) -> None:
+        self._format = prompt_format
+        self.messages: list[Message] = [{"role": "user", "content": first}]
+
+    def add(self, answer: str, message: str) -> None:
+        """The model's answer, its thinking left out, and what the user says to it."""
+        said = self._format.said(answer)
+        self.messages += [
+            {"role": "assistant", "content": answer if said is None else said.strip()},
+            {"role": "user", "content": message},
+        ]
+
+    def prompt(self) -> list[int]:
+        """What the model reads next."""
+        return self._format.encode(self.messages)
+
+
+@dataclass
+class AskedTask:
+    """A task as it is put to one model."""
+
+    task: Task
+    format: PromptFormat
+    max_new_tokens: int
+    name: str = field(init=False)
+    graded: bool = field(init=False)
+    splits: tuple[str, ...] = field(init=False)
+    stop: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name, self.graded, self.splits = self.task.name, self.task.graded, self.task.splits
+        # Stop texts end the next worked example of a raw prompt; a chat ends by itself, and may well say them.
+        chats = self.format.settings.chat_template
+        self.stop = tuple(getattr(self.task, "chat_stop", ())) if chats else tuple(self.task.stop)
+
+    @property
+    def grader(self) -> Grader:
+        return self.task.grader
+
+    def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
+        found = self.task.problems(split, limit, offset=offset)
+        return [
+            dataclasses.replace(problem, prompt_ids=tuple(Conversation(self.format, problem.prompt).prompt()))
+            for problem in found
+        ]
+
+    def wrap(self, question: str) -> str:
+        return self.task.wrap(question)
+
+    def extract_answer(self, text: str) -> str | None:
+        said = self.format.said(text)
+        return None if said is None else self.task.extract_answer(said)
+
+    def equivalent(self, answer: str | None, other: str | None) -> bool:
+        return self.task.equivalent(answer, other)
+
+    def same(self, problem: TaskProblem, answer: str | None, other: str | None) -> bool:
+        return self.task.same(problem, answer, other)
+
+
+def ask(task: Task, tokenizer: Any, settings: PromptSettings | None = None) -> AskedTask:
+    """A task as it is put to the model of a tokenizer.
+
+    Raises:
+        SpecError: see `PromptFormat`.
+    """
+    settings = settings or PromptSettings()
+    length = task.max_new_tokens if settings.max_new_tokens is None else settings.max_new_tokens
+    return AskedTask(task, PromptFormat(tokenizer, settings), length)
+
+
+def prompt_of(problem: TaskProblem) -> str | list[int]:
+    """What a decoder is given: the problem's tokens, or its text where nobody has put it to a model yet."""
+    return list(problem.prompt_ids) if problem.prompt_ids else problem.prompt
