@@ -18,7 +18,7 @@ from reprieve.labelling.soundness import (
     ModelSoundness,
 )
 from reprieve.models.cached_model import CachedModel
-from reprieve.settings import SamplingParams
+from reprieve.settings import PromptSettings, SamplingParams
 from tests.kit.mining import EOS, problem, responses
 from tests.kit.tiny import perturbed, tiny_model
 from tests.labelling.toys import FakeChat
@@ -145,7 +145,9 @@ def test_candidates_are_what_speculative_sampling_rejects():
 
 @pytest.mark.slow
 def test_pivot_mining_is_repeatable():
-    config = PivotMining(limit=1, max_new_tokens=60, num_in_flight=1, num_rollouts=2, soundness="equations")
+    config = PivotMining(
+        limit=1, prompt=PromptSettings(max_new_tokens=60), num_in_flight=1, num_rollouts=2, soundness="equations"
+    )
     first, second = (build(config) for _ in range(2))
     one, two = (asyncio.run(bench.miner.mine(bench.problems[0])) for bench in (first, second))
     assert dataclasses.replace(one, seconds=0) == dataclasses.replace(two, seconds=0)

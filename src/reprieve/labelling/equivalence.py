@@ -59,7 +59,7 @@ class SameAnswer:
         running: list[int],
         changed: list[int],
     ) -> Comparison:
-        same = self.task.same(problem, responses.answer(changed), responses.answer(original))
+        same = await responses.grade(self.task.same, problem, responses.answer(changed), responses.answer(original))
         return Comparison(important=not same)
 
 

@@ -146,11 +146,12 @@ class _Walk:
         """Utilities on both sides, the comparison, and the soundness check."""
         with_candidate = [*self.response_ids, candidate.draft_id]
         base, tried = await gather_all([self._rollouts(self.response_ids, 0), self._rollouts(with_candidate, 1)])
-        base_utility, candidate_utility = (self._utility(rollouts) for rollouts in (base, tried))
+        right = [await gather_all([self._correct(response) for response in rollouts]) for rollouts in (base, tried)]
+        base_utility, candidate_utility = (sum(verdicts) / len(verdicts) for verdicts in right)
         important = candidate_utility < self.miner.alpha * base_utility
         reason, verdict = "", NOT_ASKED
         if not important and self.miner.soundness is not None:
-            correct = [response for response in tried if self._correct(response)]
+            correct = [response for response, is_right in zip(tried, right[1], strict=True) if is_right]
             if correct:
                 verdict = await self._ask(median_length(correct))
                 if verdict == UNSOUND:
@@ -185,11 +186,8 @@ class _Walk:
         self.num_generated += len(new)
         return [*response_ids, *new]
 
-    def _correct(self, response_ids: list[int]) -> bool:
-        return self.miner.responses.task.equivalent(self.miner.responses.answer(response_ids), self.problem.reference)
-
-    def _utility(self, rollouts: list[list[int]]) -> float:
-        return sum(map(self._correct, rollouts)) / len(rollouts)
+    async def _correct(self, response_ids: list[int]) -> bool:
+        return await self.miner.responses.correct(response_ids, self.problem.reference)
 
     async def _ask(self, response_ids: list[int]) -> str:
         assert self.miner.soundness is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +34,16 @@ class ResponseFormat:
 
     def answer(self, response_ids: list[int]) -> str | None:
         return self.task.extract_answer(self.text(response_ids))
+
+    async def grade(self, compare: Callable[..., bool], *given: Any) -> bool:
+        """What `compare` says; in another thread where that runs programs, so that other problems go on."""
+        if getattr(self.task, "runs_programs", False):
+            return await asyncio.to_thread(compare, *given)
+        return compare(*given)
+
+    async def correct(self, response_ids: list[int], reference: str) -> bool:
+        """Whether a response gives the right answer."""
+        return await self.grade(self.task.equivalent, self.answer(response_ids), reference)
 
     def num_left(self, response_ids: list[int]) -> int:
         """Tokens the response may still take; 0 once it has ended."""

@@ -234,7 +234,9 @@ class _Branches:
     async def _utility(self, text: list[int], place: int, side: int) -> float:
         """The share of right answers among the texts that follow from one."""
         responses = await gather_all(self._continued(text, place, side, n) for n in range(self.miner.num_rollouts))
-        return sum(map(self._correct, responses)) / len(responses)
+        reference = self.problem.reference
+        right = await gather_all(self.miner.responses.correct(response, reference) for response in responses)
+        return sum(right) / len(right)
 
     async def _continued(self, text: list[int], place: int, side: int, number: int) -> list[int]:
         greedy = self.miner.continues_greedily
@@ -253,7 +255,3 @@ class _Branches:
         if greedy:
             self._known.append((len(text), whole))
         return whole
-
-    def _correct(self, response_ids: list[int]) -> bool:
-        task = self.miner.responses.task
-        return task.equivalent(self.miner.responses.answer(response_ids), self.problem.reference)

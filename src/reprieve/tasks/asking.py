@@ -98,6 +98,7 @@ class AskedTask:
     stop: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.runs_programs = getattr(self.task, "runs_programs", False)
         self.name, self.graded, self.splits = self.task.name, self.task.graded, self.task.splits
         # Stop texts end the next worked example of a raw prompt; a chat ends by itself, and may well say them.
         chats = self.format.settings.chat_template

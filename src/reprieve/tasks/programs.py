@@ -6,16 +6,18 @@ import base64
 import json
 import pickletools
 import re
+import threading
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from reprieve.errors import ReprieveError, SpecError, require_choice, require_whole
-from reprieve.tasks.base import Task, TaskProblem, register_task
+from reprieve.tasks.base import Task, TaskProblem, problem_digest, register_task
 from reprieve.tasks.jsonl import read_jsonl
 from reprieve.tasks.sandbox import Finished, Limits, Sandbox, passes
 
+_MOST_KNOWN = 4096  # programs whose verdicts are kept
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 
 
@@ -37,12 +39,15 @@ class ProgramsTask(Task):
     length: int = 512
 
     graded: bool = field(default=True, init=False)
+    runs_programs: bool = field(default=True, init=False)  # grading waits for processes: others may go on meanwhile
     splits: tuple[str, ...] = field(default=("test",), init=False)
 
     def __post_init__(self) -> None:
         if not self.path:
             raise SpecError(f"task {self.name} needs path=FILE.jsonl")
         require_whole("length", self.length, 1)
+        self._known: dict[tuple[str, str], tuple[bool, ...]] = {}
+        self._lock = threading.Lock()
         self._sandbox = Sandbox(Limits(seconds=self.seconds, memory_mb=self.memory_mb), unsafe=self.unsafe)
 
     @property
@@ -61,14 +66,28 @@ class ProgramsTask(Task):
         """Whether a program passes; `other` is the problem's reference: its tests."""
         if answer is None or other is None:
             return False
-        verdicts = self.verdicts(answer, other)
+        verdicts = self.known_verdicts(answer, other)
         return bool(verdicts) and all(verdicts)
 
     def same(self, problem: TaskProblem, answer: str | None, other: str | None) -> bool:
         """Whether two programs do alike in every test (AutoJudge, section 4.2)."""
         if answer is None or other is None:
             return False
-        return answer == other or self.verdicts(answer, problem.reference) == self.verdicts(other, problem.reference)
+        ours, theirs = (self.known_verdicts(program, problem.reference) for program in (answer, other))
+        return answer == other or ours == theirs
+
+    def known_verdicts(self, answer: str, reference: str) -> tuple[bool, ...]:
+        """`verdicts`, each program run once: mining compares many with the target's own. Any thread may ask."""
+        key = (answer, problem_digest(reference))
+        with self._lock:
+            known = self._known.get(key)
+        if known is None:
+            known = tuple(self.verdicts(answer, reference))
+            with self._lock:
+                if len(self._known) >= _MOST_KNOWN:
+                    self._known.clear()
+                self._known[key] = known
+        return known
 
     def verdicts(self, answer: str, reference: str) -> list[bool]:
         """Which of the reference's tests a program passes."""
@@ -100,6 +119,34 @@ class HumanEvalTask(ProgramsTask):
     def _problem(self, row: dict[str, Any], where: str) -> TaskProblem:
         parts = {key: _text(row, key, where) for key in ("prompt", "test", "entry_point")}
         return TaskProblem(_text(row, "task_id", where), parts["prompt"], json.dumps(parts))
+
+
+@register_task
+@dataclass
+class MbppTask(ProgramsTask):
+    """Austin et al., 2021 (MBPP, and its sanitised form): a function from its description and asserts it must pass."""
+
+    name: str = field(default="mbpp", init=False)
+    stop: tuple[str, ...] = field(default=("\n[DONE]", "\n```\n"), init=False)
+
+    def extract_answer(self, text: str) -> str | None:
+        fenced = _FENCE.findall(text)
+        return fenced[-1] if fenced else text.rstrip() or None
+
+    def verdicts(self, answer: str, reference: str) -> list[bool]:
+        parts = json.loads(reference)
+        return [passes(self._sandbox, answer, f"{parts['setup']}\n{test}") for test in parts["tests"]]
+
+    def _problem(self, row: dict[str, Any], where: str) -> TaskProblem:
+        text = _text(row, "prompt" if "prompt" in row else "text", where)
+        tests = row.get("test_list")
+        if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
+            raise ReprieveError(f"task mbpp: {where}: test_list must be a list of asserts, got {tests!r}")
+        setup = "\n".join(row.get("test_imports") or ()) or str(row.get("test_setup_code") or "")
+        shown = "\n".join(tests)
+        prompt = f"{text.strip()} Your code should pass these tests:\n\n{shown}\n\nAnswer with one ```python block.\n"
+        reference = json.dumps({"tests": tests, "setup": setup})
+        return TaskProblem(f"mbpp-{row.get('task_id', where)}", prompt, reference, question=text)
 
 
 @register_task

@@ -1,0 +1,198 @@
+"""Tasks that the papers use, from local JSONL or the hub: expressions, short answers, and choices by letter."""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from reprieve.errors import ReprieveError
+from reprieve.tasks.answers import final_answer
+from reprieve.tasks.base import TaskProblem, register_task
+from reprieve.tasks.graders import Grader, MathGrader, NumberGrader, register_grader
+from reprieve.tasks.table import TableTask, text_of
+
+_BOXED = "{question}\n\nReason step by step, and put the final answer within \\boxed{{}}."
+_LETTER = "{question}\n\n{choices}\n\nAnswer with the letter of the right choice."
+_LETTERS = string.ascii_uppercase
+_CHOSEN = (
+    re.compile(r"\banswer[\s*_]*(?:is|:)[\s*_:]*\(?\s*\\?(?:boxed\{)?(?:\\text\{)?\(?([A-Z])\b", re.IGNORECASE),
+    re.compile(r"\\boxed\{\s*(?:\\text\{)?\(?([A-Z])\b"),
+    re.compile(r"^\W*([A-Z])(?:[).:,]|\s*$)"),
+    re.compile(r"\(([A-Z])\)"),
+    re.compile(r"^\W*([A-Z])[).:]?\W*$", re.MULTILINE),
+)
+
+
+@register_task
+@dataclass
+class MathTask(TableTask):
+    """Hendrycks et al., 2021 (MATH), and data in its form: `problem`, and `answer` or a boxed `solution`."""
+
+    hub: ClassVar[Any] = ("HuggingFaceH4/MATH-500", None, {"test": "test"})
+    name: str = field(default="math", init=False)
+    stop: tuple[str, ...] = field(default=(), init=False)
+    grader: Grader = field(default=MathGrader(), init=False, repr=False)
+
+    def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
+        question = text_of(row, "problem", where)
+        reference = text_of(row, "answer", where) if "answer" in row else final_answer(text_of(row, "solution", where))
+        if reference is None:
+            raise ReprieveError(f"task {self.name}: {where}: solution gives no answer in \\boxed{{}}")
+        prompt = _BOXED.format(question=question.strip())
+        category = str(row.get("subject") or row.get("type") or "")
+        return TaskProblem(self.named(question), prompt, reference, category=category, question=question)
+
+
+@register_task
+@dataclass
+class AimeTask(TableTask):
+    """The American Invitational Mathematics Examination: `problem` and a whole `answer`, in any case of letters."""
+
+    length: int = 4096
+
+    hub: ClassVar[Any] = ("math-ai/aime24", None, {"test": "test"})
+    name: str = field(default="aime", init=False)
+    stop: tuple[str, ...] = field(default=(), init=False)
+    grader: Grader = field(default=NumberGrader(), init=False, repr=False)
+
+    def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
+        fields = {key.lower(): value for key, value in row.items()}
+        question = text_of(fields, "problem", where)
+        written = text_of(fields, "answer" if "answer" in fields else "solution", where)
+        reference = self.grader.extract(f"The final answer is {written}") or self.grader.extract(written)
+        if reference is None:
+            raise ReprieveError(f"task aime: {where}: answer must be a number, got {written!r}")
+        return TaskProblem(self.named(question), _BOXED.format(question=question.strip()), reference, question=question)
+
+
+@register_grader
+@dataclass(frozen=True)
+class AliasGrader(Grader):
+    """A short answer, compared with any of several names, as TriviaQA's own evaluation does: case, articles and
+    punctuation do not count."""
+
+    name: ClassVar[str] = "alias"
+
+    def extract(self, text: str) -> str | None:
+        first = text.strip().split("\n", 1)[0]
+        return first if _normal(first) else None
+
+    def equivalent(self, answer: str | None, other: str | None) -> bool:
+        if answer is None or other is None:
+            return False
+        return bool(_names(answer) & _names(other))
+
+
+@register_task
+@dataclass
+class TriviaQaTask(TableTask):
+    """Joshi et al., 2017, closed book: `question` and `answer` with `value` and `aliases`. An answer is one line."""
+
+    length: int = 32
+
+    hub: ClassVar[Any] = ("mandarjoshi/trivia_qa", "rc.nocontext", {"train": "train", "validation": "validation"})
+    name: str = field(default="triviaqa", init=False)
+    stop: tuple[str, ...] = field(default=("\n",), init=False)
+    grader: Grader = field(default=AliasGrader(), init=False, repr=False)
+
+    def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
+        question, given = text_of(row, "question", where), row.get("answer")
+        if isinstance(given, dict):
+            names = [given.get("value"), *(given.get("aliases") or ())]
+        else:
+            names = given if isinstance(given, list) else [given]
+        texts = [str(name) for name in names if name]
+        if not texts:
+            raise ReprieveError(f"task triviaqa: {where}: answer must have a value or aliases, got {given!r}")
+        prompt = f"Answer the question in a few words.\n\nQuestion: {question.strip()}\nAnswer:"
+        return TaskProblem(self.named(question), prompt, json.dumps(texts, ensure_ascii=False), question=question)
+
+
+@register_grader
+@dataclass(frozen=True)
+class ChoiceGrader(Grader):
+    """A letter: after "answer is", in a box, at the beginning, or alone; the last one that is said so."""
+
+    name: ClassVar[str] = "choice"
+
+    def extract(self, text: str) -> str | None:
+        for pattern in _CHOSEN:
+            if found := pattern.findall(text.strip()):
+                return str(found[-1]).upper()
+        return None
+
+    def equivalent(self, answer: str | None, other: str | None) -> bool:
+        return answer is not None and answer == other
+
+
+@dataclass
+class ChoiceTask(TableTask):
+    """A question with choices; the model writes the letter."""
+
+    length: int = 256
+
+    stop: tuple[str, ...] = field(default=(), init=False)
+    grader: Grader = field(default=ChoiceGrader(), init=False, repr=False)
+
+    def _asked(self, question: str, choices: list[str], right: int | str, where: str) -> TaskProblem:
+        letter = _LETTERS[right] if isinstance(right, int) and 0 <= right < len(choices) else right
+        if not isinstance(letter, str) or letter not in _LETTERS[: len(choices)]:
+            raise ReprieveError(
+                f"task {self.name}: {where}: the right choice must be one of the {len(choices)}, got {right!r}"
+            )
+        shown = "\n".join(f"{mark}. {choice}" for mark, choice in zip(_LETTERS, choices, strict=False))
+        prompt = _LETTER.format(question=question.strip(), choices=shown)
+        whole = f"{question}\n{shown}"
+        return TaskProblem(self.named(whole), prompt, letter, question=whole)
+
+
+@register_task
+@dataclass
+class MmluTask(ChoiceTask):
+    """Hendrycks et al., 2021 (MMLU): `question`, `choices`, and `answer` as a number or letter."""
+
+    hub: ClassVar[Any] = ("cais/mmlu", "all", {"test": "test", "validation": "validation", "train": "auxiliary_train"})
+    name: str = field(default="mmlu", init=False)
+
+    def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
+        choices = row.get("choices")
+        if not isinstance(choices, list) or len(choices) < 2:
+            raise ReprieveError(f"task mmlu: {where}: choices must be a list of two or more, got {choices!r}")
+        right = row.get("answer")
+        right = int(right) if isinstance(right, str) and right.isdigit() else right
+        return self._asked(text_of(row, "question", where), [str(item) for item in choices], right, where)  # type: ignore[arg-type]
+
+
+@register_task
+@dataclass
+class CommonsenseQaTask(ChoiceTask):
+    """Talmor et al., 2019: `question`, `choices` with `label` and `text`, and `answerKey`."""
+
+    hub: ClassVar[Any] = ("tau/commonsense_qa", None, {"train": "train", "validation": "validation"})
+    name: str = field(default="commonsenseqa", init=False)
+
+    def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
+        choices = row.get("choices")
+        texts = choices.get("text") if isinstance(choices, dict) else None
+        if not isinstance(texts, list) or len(texts) < 2:
+            raise ReprieveError(f"task commonsenseqa: {where}: choices must hold two texts or more, got {choices!r}")
+        return self._asked(
+            text_of(row, "question", where), [str(item) for item in texts], str(row.get("answerKey")), where
+        )
+
+
+def _names(answer: str) -> set[str]:
+    """An answer, or the several of a reference, each as it is compared."""
+    try:
+        several = json.loads(answer) if answer.startswith("[") else [answer]
+    except json.JSONDecodeError:
+        several = [answer]
+    return {_normal(str(name)) for name in several} - {""}
+
+
+def _normal(text: str) -> str:
+    words = "".join(" " if sign in string.punctuation + "‘’´`_" else sign for sign in text.lower()).split()
+    return " ".join(word for word in words if word not in ("a", "an", "the"))

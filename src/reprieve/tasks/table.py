@@ -1,0 +1,134 @@
+"""What tasks from files and data sets have in common: rows, splits, and problems told apart by their questions."""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from reprieve.errors import ReprieveError, SpecError, import_extra, require_choice, require_whole
+from reprieve.tasks.base import Task, TaskProblem, problem_digest
+from reprieve.tasks.jsonl import read_jsonl
+
+CARVED = ("train", "validation", "test", "all")
+_SHARES = {"train": range(60), "validation": range(60, 80), "test": range(80, 100), "all": range(100)}  # per cent
+
+
+@dataclass
+class TableTask(Task):
+    """Problems from the rows of a JSONL file, or of a data set on the hub.
+
+    Where the data has no splits of its own, they are carved by a hash of the question: 60% train, 20% validation, 20%
+    test. A problem stays in its split whatever is added to the file, and copies of a question are passed over.
+
+    Args:
+        path: a JSONL file, plain or gzipped; `{split}` in it stands for the split. None for the hub's, if there is one.
+        length: largest answer, in tokens.
+    """
+
+    path: str | None = None
+    length: int = 1024
+
+    hub: ClassVar[tuple[str, str | None, dict[str, str]] | None] = None  # data set, configuration, its split by ours
+    graded: bool = field(default=True, init=False)
+    splits: tuple[str, ...] = field(default=CARVED, init=False)
+    _loaded: dict[str, list[TaskProblem]] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.path and self.hub is None:
+            raise SpecError(f"task {self.name} needs path=FILE.jsonl")
+        require_whole("length", self.length, 1)
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.length
+
+    def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
+        require_choice("split", split, self.splits)
+        return self._of_split(split)[offset : offset + limit]
+
+    def wrap(self, question: str) -> str:
+        return question
+
+    @abstractmethod
+    def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
+        """The problem of a row.
+
+        Args:
+            where: names the row in messages.
+
+        Raises:
+            ReprieveError: a field is missing, or of another type.
+        """
+
+    def _of_split(self, split: str) -> list[TaskProblem]:
+        own = self._own_split(split)
+        if own not in self._loaded:
+            self._loaded[own] = self._read(own)
+        problems = self._loaded[own]
+        if own != "":
+            return problems
+        return [problem for problem in problems if int(problem.digest, 16) % 100 in _SHARES[split]]
+
+    def _own_split(self, split: str) -> str:
+        """The split as the data itself names it; empty where it has none."""
+        if self.path:
+            return split if "{split}" in self.path else ""
+        assert self.hub is not None
+        return self.hub[2].get(split, "")
+
+    def _read(self, split: str) -> list[TaskProblem]:
+        problems: dict[str, TaskProblem] = {}
+        repeated = 0
+        for row, where in self._rows(split):
+            problem = self.problem_of(row, where)
+            repeated += problem.digest in problems
+            problems.setdefault(problem.digest, problem)
+        if not problems:
+            raise ReprieveError(f"task {self.name}: {self._source(split)} holds no problems")
+        if repeated:
+            warnings.warn(
+                f"task {self.name}: {repeated} rows of {self._source(split)} repeat a question and are left out",
+                stacklevel=5,
+            )
+        return list(problems.values())
+
+    def _rows(self, split: str) -> list[tuple[dict[str, Any], str]]:
+        source = self._source(split)
+        if self.path:
+            return [(row, f"{source}, line {line}") for line, row in read_jsonl(Path(source))]
+        assert self.hub is not None
+        name, configuration, splits = self.hub
+        datasets = import_extra("datasets", "tasks")
+        try:
+            rows = list(datasets.load_dataset(name, configuration, split=split or next(iter(splits.values()))))
+        except Exception as error:  # no network, no such data set: the hub has many ways to say it
+            raise ReprieveError(
+                f"task {self.name} could not be loaded from the hub ({error}); give a file: {self.name}:path=FILE.jsonl"
+            ) from None
+        return [(row, f"{name}, row {number}") for number, row in enumerate(rows)]
+
+    def _source(self, split: str) -> str:
+        return self.path.replace("{split}", split) if self.path else str(self.hub and self.hub[0])
+
+    def named(self, question: str) -> str:
+        """An identifier that stays with a question, whatever else is in the file."""
+        return f"{self.name}-{problem_digest(question)[:10]}"
+
+
+def text_of(row: dict[str, Any], name: str, where: str) -> str:
+    """A field of a row, as text; `a.b` is the field b of the object a.
+
+    Raises:
+        ReprieveError: it is missing or empty, or no text and no number.
+    """
+    value: Any = row
+    for part in name.split("."):
+        if not isinstance(value, dict) or part not in value:
+            raise ReprieveError(f"{where}: field {name!r} is missing; it has {', '.join(map(str, row))}")
+        value = value[part]
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
+        raise ReprieveError(f"{where}: field {name!r} must be a text or a number, got {value!r}")
+    return str(value)
