@@ -1,0 +1,126 @@
+"""One prompt format through every verb: a Qwen3 pair with its template, thinking left to it, on and off."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from reprieve.cli.main import main
+from reprieve.engine import SpeculativeDecoder
+from reprieve.heads.loading import load_head
+from reprieve.labelling.store import LabelStore
+from reprieve.models.batch_decoder import BatchDecoder
+from tests.kit.chats import save_chat_pair
+
+LENGTH = "24"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return save_chat_pair(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The beginnings of all texts that models are given."""
+    seen = []
+    generate, submit = SpeculativeDecoder.generate, BatchDecoder.submit
+
+    def spied(self, prompt, *rest, **more):
+        seen.append(self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt))
+        return generate(self, prompt, *rest, **more)
+
+    monkeypatch.setattr(SpeculativeDecoder, "generate", spied)
+    monkeypatch.setattr(
+        BatchDecoder, "submit", lambda self, given: seen.append(given.prefix_ids) or submit(self, given)
+    )
+    return seen
+
+
+@pytest.fixture
+def words(pair, tmp_path, monkeypatch):
+    """Flags of models and data; the answer is the response's last letter."""
+    path = tmp_path / "q.jsonl"
+    path.write_text("".join(json.dumps({"question": f"Say {n}!", "answer": "e"}) + "\n" for n in range(60)))
+    monkeypatch.chdir(tmp_path)
+    models = ["--target", pair[0], "--draft", pair[1], "--dtype", "float32"]
+    return [*models, "--task", f'jsonl:path={path},grader="regex:\\w"']
+
+
+FORMATS = {
+    "raw": [],
+    "template": ["--chat-template"],
+    "on": ["--chat-template", "--thinking", "on", "--system-prompt", "Be brief."],
+    "off": ["--chat-template", "--thinking", "off"],
+}
+
+
+def prompt_text(name):
+    """What the template writes around a question, without the question."""
+    if name == "raw":
+        return "Say ", "!"
+    system = "<|im_start|>system\nBe brief.<|im_end|>\n" if name == "on" else ""
+    empty = "<think>\n\n</think>\n\n" if name == "off" else ""
+    return f"{system}<|im_start|>user\nSay ", f"!<|im_end|>\n<|im_start|>assistant\n{empty}"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_verb_reads_the_same_tokens(name, pair, read, words, capsys):
+    form = [*FORMATS[name], "--max-new-tokens", LENGTH]
+    few = ["--split", "all", "--limit", "2"]
+    verbs = {
+        "mine autojudge": ["mine", "autojudge", *words, *form, *few, "--out", "labels"],
+        "mine pivot": ["mine", "pivot", *words, *form, *few, "--rollouts", "1", "--out", "pivots"],
+        "mine arbitration": ["mine", "arbitration", *words, *form, *few, "--rollouts", "1", "--out", "traces"],
+        "bench": ["bench", *words, *form, *few, "--arm", "margin:delta=1", "--num-draft-tokens", "4", "--out", "run"],
+        "sweep": ["sweep", *words, *form, *few, "--rule", "margin", "--thresholds", "1,2", "--out", "sweep"],
+        "monitor": ["monitor", *words, *form, *few, "--rule", "margin:delta=1", "--share", "1"],
+        "calibrate lts": ["calibrate", "lts", *words, *form, *few, "--delta", "0.5", "--out", "lts"],
+        "audit": ["audit", "margin:delta=1", *words, *form, *few, "--drafter", "draft"],
+    }
+    tokenizer = AutoTokenizer.from_pretrained(pair[0])
+    before, after = prompt_text(name)
+    for verb, arguments in verbs.items():
+        read.clear()
+        assert main(arguments) in (0, 1), (verb, capsys.readouterr().err)
+        assert read, verb
+        for token_ids in read:
+            text = tokenizer.decode(token_ids)
+            assert text.startswith(before) and after in text, (verb, text)
+            asked = tokenizer.encode(text.partition(after)[0] + after)
+            assert token_ids[: len(asked)] == asked, verb
+    assert LabelStore(Path("labels")).manifest["prompt"].get("chat_template", False) is (name != "raw")
+
+
+def test_a_head_knows_how_it_was_made_and_what_from(pair, read, words, capsys, recwarn):
+    form = [*FORMATS["off"], "--max-new-tokens", LENGTH]
+    models = words[:6]
+    assert main(["mine", "autojudge", *words, *form, "--split", "all", "--limit", "30", "--out", "labels"]) == 0
+    assert main(["train", "judge", *models, "--labels", "labels", "--out", "head"]) == 0
+    head = load_head("head")
+    assert head.prompt == {"chat_template": True, "thinking": "off"} and len(head.problems) == 30
+    bench = ["bench", *words, "--split", "all", "--arm", "judge:path=head", "--num-draft-tokens", "4"]
+    recwarn.clear()
+    assert main([*bench, *form, "--offset", "30", "--limit", "2", "--out", "same"]) == 0
+    assert not [str(item.message) for item in recwarn if "head" in str(item.message)]
+    assert main([*bench, "--max-new-tokens", LENGTH, "--offset", "30", "--limit", "2", "--out", "raw"]) == 0
+    told = [str(item.message) for item in recwarn]
+    assert any("was made with the chat template, thinking 'off' and is used with raw prompts" in text for text in told)
+    assert main([*bench, *form, "--offset", "29", "--limit", "2", "--out", "leak"]) == 0
+    assert any("its head was made from 1 of these 2 problems" in str(item.message) for item in recwarn)
+
+
+def test_certifying_on_what_a_head_was_made_from_is_refused_by_name(pair, words, capsys):
+    form = ["--max-new-tokens", LENGTH]
+    assert main(["mine", "autojudge", *words, *form, "--split", "all", "--limit", "30", "--out", "labels"]) == 0
+    assert main(["train", "judge", *words[:6], "--labels", "labels", "--out", "head"]) == 0
+    certify = ["certify", "--rule", "judge:path=head", "--max-drop", "0.5", *words, *form, "--split", "all"]
+    certify += ["--held-out-split", "all", "--limit", "10", "--held-out-limit", "5"]
+    capsys.readouterr()
+    assert main([*certify, "--offset", "25", "--out", "c1"]) == 2
+    error = capsys.readouterr().err
+    assert "5 of the calibration problems are among those that a head of judge:path=head" in error
+    assert error.count("jsonl-") == 5
+    assert main([*certify, "--offset", "0", "--out", "c2"]) == 2
+    assert "and 5 more" in capsys.readouterr().err
