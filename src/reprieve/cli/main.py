@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -19,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "tune k": ("tune:TuneK", "the K at which lossless and each arm are fastest"),
     "tune thresholds": ("tune:TuneThresholds", "FSD's protocol: from the threshold that accepts as lossless does"),
     "certify": ("certify:Certify", "the most lenient threshold whose loss is proved to stay below a bound"),
+    "quickstart": ("quickstart:Quickstart", "your pair and your data: mine, train, certify, report, serve"),
     "study": ("study:StudyCommand", "everything on one pair: tuned K, every rule, certificates, the report"),
     "eval": ("eval:Eval", "lm-evaluation-harness's tasks through several rules"),
     "verdicts": ("verdicts:Verdicts", "a language model compares a run's answers, where none is right by itself"),
@@ -66,6 +68,7 @@ def command_of(name: str) -> type[Command]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command; returns the exit status."""
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
         return 0 if arguments else 2

@@ -1,0 +1,286 @@
+"""`reprieve quickstart`: from a pair and a file of questions to a certified threshold, and how to serve it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reprieve.cli import screen
+from reprieve.cli.command import Command
+from reprieve.cli.stages import Stage, StageFailed, Stages, pair_flags, prompt_flags
+from reprieve.errors import SpecError, require_choice, require_range, require_whole
+from reprieve.files import replace_file
+from reprieve.settings import PairSettings, PromptSettings, describe_format
+from reprieve.specs import quoted
+
+if TYPE_CHECKING:
+    from reprieve.engine import Pair
+    from reprieve.heads.certificates import Certificate
+    from reprieve.tasks.asking import AskedTask
+
+_NUM_TRIED = 4  # problems that speeds are measured on
+_FEWEST = 60  # calibration problems: fewer cannot prove a bound of 5 points even where nothing is lost
+_THRESHOLDS = 7  # of the usual ones, walked before one cannot be proved: for the estimate
+
+
+@dataclass(frozen=True)
+class Quickstart(Command):
+    """Mine, train, certify and report on your own pair and data; prints the serving command. Resumes where it stopped.
+
+    Args:
+        data: JSONL file of questions and answers; `{split}` in it stands for train, validation and test.
+        question: Field of the question.
+        answer: Field of the right answer.
+        grader: exact, number, math, choice, regex:PATTERN, or python:FILE.py:FUNCTION.
+        prompt_template: Text file with {question} in it: the prompt. Default: the question, asked for step by step.
+        stop: Texts that end a response to a raw prompt, separated by `;`.
+        task: Another task instead of --data, such as gsm8k:path=gsm8k_{split}.jsonl.
+        template: chat, raw, or auto: the tokenizer's chat template if it has one.
+        system_prompt: System message; needs the chat template.
+        thinking: on or off, for templates that know enable_thinking. Default: the template's own.
+        max_new_tokens: Largest answer, in tokens, thinking included.
+        mine_limit: Problems to mine, from the train split.
+        certify_limit: Calibration problems from the validation split, and as many held-out ones from the test split.
+        max_drop: What the certificate promises to stay below: 0.05 is five points.
+        num_draft_tokens: K: drafted tokens a round.
+        num_workers: Processes side by side while certifying. Default: the cores, at most 4; 1 on a GPU.
+        seed: Same seed, same result.
+        look: Look at the pair and the data, say what would be done, and stop.
+        out: Folder for everything; run again with it to go on.
+    """
+
+    verb = "quickstart"
+
+    data: Path | None = None
+    question: str = "question"
+    answer: str = "answer"
+    grader: str = "math"
+    prompt_template: Path | None = None
+    stop: str = ""
+    task: str | None = None
+    template: str = "auto"
+    system_prompt: str | None = None
+    thinking: str | None = None
+    max_new_tokens: int = 1024
+    mine_limit: int = 400
+    certify_limit: int = 400
+    max_drop: float = 0.05
+    num_draft_tokens: int = 8
+    num_workers: int | None = None
+    seed: int = 0
+    look: bool = False
+    pair: PairSettings = field(default_factory=PairSettings)
+    out: Path = Path("runs/quickstart")
+
+    def __post_init__(self) -> None:
+        require_choice("template", self.template, ("auto", "chat", "raw"))
+        if (self.data is None) == (self.task is None):
+            raise SpecError("quickstart needs --data FILE.jsonl, or --task, and not both")
+        require_range("max_drop", self.max_drop, 0.0, 0.99, low_open=True)
+        for name in ("mine_limit", "certify_limit", "num_draft_tokens", "max_new_tokens"):
+            require_whole(name, getattr(self, name), 1)
+
+    def run(self) -> int:
+        prompt, num_mined, num_certified = self._look()
+        if self.look:
+            return 0
+        self.keep_config(self.out)
+        stages = Stages(self.out, "quickstart", skip_done=True)
+        pair, prompted = pair_flags(self.pair), prompt_flags(prompt)
+        shared = ["--task", self.task_spec, *pair, *prompted, "--seed", str(self.seed)]
+        labels, head, rule = str(self.out / "labels"), str(self.out / "head"), f"judge:path={self.out / 'head'}"
+        k = ["--num-draft-tokens", str(self.num_draft_tokens)]
+        limits = ["--limit", str(num_certified), "--held-out-limit", str(num_certified)]
+        promise = ["--max-drop", f"{self.max_drop:g}", "--workers", str(self._workers())]
+        mine = ["mine", "autojudge", *shared, "--split", "train", "--limit", str(num_mined), "--out", labels]
+        train = ["train", "judge", "--labels", labels, *pair, "--out", head]
+        certify = ["certify", "--rule", rule, *promise, *k, *limits, *shared, "--out", str(self.out / "certificates")]
+        try:
+            stages.run(Stage("mine", mine))
+            screen.say(_last_lines(self.out / "mine.log", "labelled mismatches"))
+            stages.run(Stage("train", train))
+            screen.say(_last_lines(self.out / "train.log", "held-out ROC AUC"))
+            if stages.run(Stage("certify", certify, passes=(0, 1))) != 0:
+                return self._without_certificate()
+            certificate = self._certificate()
+            arms = ["--arm", certificate.rule, *k, "--split", "test", "--limit", "40"]
+            stages.run(Stage("bench", ["bench", *arms, *shared, "--out", str(self.out / "bench")]))
+            folders = [str(self.out / "bench"), str(self.out / "certificates")]
+            titled = ["--title", f"{self.pair.target} on {self.data or self.task}"]
+            stages.run(Stage("report", ["report", *folders, *titled, "--out", str(self.out / "report.html")]))
+        except StageFailed as failure:
+            return stages.tell(failure)
+        except KeyboardInterrupt:
+            stages.stop()
+            raise
+        self._tell_how_to_serve(certificate)
+        return 0
+
+    @property
+    def task_spec(self) -> str:
+        """The task, as every stage is given it."""
+        if self.data is None:
+            return str(self.task)
+        given = {
+            "path": str(self.data),
+            "question": self.question,
+            "answer": self.answer,
+            "grader": self.grader,
+            "template": None if self.prompt_template is None else str(self.prompt_template),
+            "stop": self.stop,
+        }
+        return "jsonl:" + ",".join(f"{name}={quoted(value)}" for name, value in given.items() if value)
+
+    def _look(self) -> tuple[PromptSettings, int, int]:
+        """Read data and pair, say what is there and what will be done; how to ask, and how much to mine and certify."""
+        from reprieve.tasks import load_task
+        from reprieve.tasks.asking import ask
+
+        plain = load_task(self.task_spec)
+        if not plain.graded:
+            raise SpecError(f"task {plain.name} has no right answers: nothing can be certified on it")
+        everything = 10**9
+        sizes = {split: len(plain.problems(split, everything)) for split in ("train", "validation", "test")}
+        screen.say(f"data: {self.data or self.task}: " + ", ".join(f"{n} {split}" for split, n in sizes.items()))
+        num_mined = min(self.mine_limit, sizes["train"])
+        num_certified = min(self.certify_limit, sizes["validation"], sizes["test"])
+        if num_mined < 2 or num_certified < 2:
+            raise SpecError("quickstart needs two problems or more in each split: give it more data")
+        if num_certified < _FEWEST:
+            screen.warn(
+                f"{num_certified} calibration problems can hardly prove {100 * self.max_drop:g} points: add data"
+            )
+        pair = screen.load(self.pair)
+        pair.cached_draft()  # refuses a pair without a draft
+        prompt = self._prompt(pair.tokenizer)
+        task = ask(plain, pair.tokenizer, prompt)
+        screen.say(f"pair: {_about(pair)}; prompts: {describe_format(prompt.format)}")
+        self._estimate(pair, task, num_mined, num_certified)
+        del pair, task
+        gc.collect()
+        return prompt, num_mined, num_certified
+
+    def _prompt(self, tokenizer: Any) -> PromptSettings:
+        has = bool(getattr(tokenizer, "chat_template", None))
+        return PromptSettings(
+            chat_template=self.template == "chat" or (self.template == "auto" and has),
+            system_prompt=self.system_prompt,
+            thinking=self.thinking,
+            max_new_tokens=self.max_new_tokens,
+        )
+
+    def _estimate(self, pair: Pair, task: AskedTask, num_mined: int, num_certified: int) -> None:
+        """Answer a few problems, and say how fast, how well and how long all of it will take."""
+        from reprieve.settings import SamplingParams
+        from reprieve.tasks.asking import prompt_of
+
+        params = SamplingParams(max_new_tokens=task.max_new_tokens, stop=tuple(task.stop))
+        strict = pair.decoder("lossless", num_draft_tokens=self.num_draft_tokens)
+        alone = pair.decoder("target_only")
+        problems = task.problems("train", _NUM_TRIED)
+        answers = [
+            (alone.generate(prompt_of(item), params), strict.generate(prompt_of(item), params)) for item in problems
+        ]
+        times = [sum(made[side].seconds for made in answers) / len(answers) for side in (0, 1)]
+        num_tokens = sum(len(made.tokens) for made, _ in answers) / len(answers)
+        read = sum(task.extract_answer(made.text) is not None for made, _ in answers)
+        cut = sum(made.finish_reason == "length" for made, _ in answers)
+        screen.say(
+            f"speed: {num_tokens / times[0]:.0f} tokens a second alone, {num_tokens / times[1]:.0f} with lossless "
+            f"speculation at K = {self.num_draft_tokens}; answers of {num_tokens:.0f} tokens, {read} of {len(answers)} "
+            f"with an answer that could be read, {cut} cut off"
+        )
+        if not read:
+            shown = answers[0][0].text.strip()[-300:]
+            screen.warn(f"NO ANSWER COULD BE READ: check --grader and the prompt. The first response ends:\n{shown}")
+        swaps = sum(made.num_rounds for _, made in answers) / len(answers)
+        mining = num_mined * times[0] * (1 + swaps / 2) / 8  # rollouts share forwards
+        certifying = num_certified * times[1] * (1 + _THRESHOLDS + 2) / self._workers()
+        screen.say(
+            f"plan: mine {num_mined} problems (about {_minutes(mining)}), train a head, certify a loss below "
+            f"{100 * self.max_drop:g} points on {num_certified} problems and confirm it on as many others (about "
+            f"{_minutes(certifying)}), compare on 40, write the report. Everything goes to {self.out}"
+        )
+
+    def _workers(self) -> int:
+        if self.num_workers is not None:
+            return self.num_workers
+        import torch
+
+        on_gpu = torch.cuda.is_available() if self.pair.device is None else self.pair.device != "cpu"
+        return 1 if on_gpu else min(os.cpu_count() or 1, 4)
+
+    def _certificate(self) -> Certificate:
+        from reprieve.heads.certificates import Certificate
+
+        return Certificate.load(self._certificate_path())
+
+    def _certificate_path(self) -> Path:
+        return self.out / "certificates" / f"judge-net_drop-{self.max_drop:g}.json"
+
+    def _without_certificate(self) -> int:
+        screen.say(_last_lines(self.out / "certify.log", "no certificate"))
+        screen.warn(
+            "no threshold could be certified: give more problems (--certify-limit), promise less (--max-drop), or mine "
+            f"more (--mine-limit); {self.out / 'certify.log'} has every step"
+        )
+        return 1
+
+    def _tell_how_to_serve(self, certificate: Certificate) -> None:
+        policy = self.out / "policy.json"
+        about = {
+            "rule": certificate.rule,
+            "certificate": str(self._certificate_path().resolve()),
+            "default": "certified",
+        }
+        head = str(self.out / "head")
+        about["rule"] = about["rule"].replace(f"path={head}", f"path={Path(head).resolve()}")
+        replace_file(policy, json.dumps(about, indent=2) + "\n")
+        speculative = json.dumps(
+            {"method": "draft_model", "model": self.pair.draft or self.pair.target,
+             "num_speculative_tokens": certificate.conditions.num_draft_tokens}
+        )  # fmt: skip
+        plugin = json.dumps({"reprieve": str(policy.resolve())})
+        screen.say(f"\n{certificate.statement}\n")
+        screen.say(f"report: {self.out / 'report.html'}   policy: {policy}")
+        command = [
+            "vllm",
+            "serve",
+            self.pair.target,
+            "--speculative-config",
+            speculative,
+            "--additional-config",
+            plugin,
+        ]
+        local = ["reprieve", "serve", *pair_flags(self.pair), "--rule", str(policy)]
+        screen.say(f"serve it: {shlex.join(command)}\nor here:  {shlex.join(local)}")
+
+
+def _about(pair: Pair) -> str:
+    """Both models in a few words, and the memory that they take."""
+    assert pair.draft is not None
+    sizes = [sum(part.numel() for part in model.parameters()) for model in (pair.target, pair.draft)]
+    memory = sum(
+        part.numel() * part.element_size() for model in (pair.target, pair.draft) for part in model.parameters()
+    )
+    target, draft = (f"{size / 1e9:.2f} B" if size > 1e8 else f"{size / 1e6:.1f} M" for size in sizes)
+    dtype = str(pair.target.dtype).removeprefix("torch.")
+    return (
+        f"{pair.target_name} ({target} parameters) and {pair.draft_name} ({draft}), {dtype} on {pair.device}, "
+        f"{memory / 2**30:.2f} GiB of weights, one tokenizer of {len(pair.tokenizer)} tokens"
+    )
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def _last_lines(log: Path, word: str) -> str:
+    """The last line of a log that holds a word."""
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if word in line]
+    return lines[-1] if lines else ""

@@ -1,0 +1,138 @@
+"""Long work in stages: each is a command that a user could type, resumes by itself, and logs to a file of its name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reprieve.cli import screen
+from reprieve.files import replace_file
+from reprieve.settings import PairSettings, PromptSettings
+
+
+@dataclass
+class Stage:
+    """One command.
+
+    Args:
+        passes: exit statuses that are results, not failures.
+    """
+
+    name: str
+    arguments: list[str]
+    passes: tuple[int, ...] = (0,)
+    seconds: float = 0.0
+    status: int | None = None
+    process: Any = field(default=None, repr=False)
+
+    @property
+    def command(self) -> str:
+        return shlex.join(["reprieve", *self.arguments])
+
+    def log(self, out: Path) -> Path:
+        """The file with all it said."""
+        return out / f"{self.name.replace(' ', '-')}.log"
+
+    @property
+    def account(self) -> dict[str, Any]:
+        return {"name": self.name, "command": self.command, "seconds": self.seconds, "status": self.status}
+
+
+class StageFailed(Exception):
+    """A stage ended badly."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage.name)
+        self.stage = stage
+
+
+class Stages:
+    """Runs stages and keeps an account of them in a JSON file.
+
+    Args:
+        out: folder of the account and of what the stages say.
+        name: of the account, without its ending.
+        skip_done: pass over a stage that the account has with the same command and a good end.
+    """
+
+    def __init__(self, out: Path, name: str, *, skip_done: bool = False) -> None:
+        self.out = out
+        self._path = out / f"{name}.json"
+        self._stages: list[Stage] = []
+        self._done = _read_done(self._path) if skip_done else {}
+
+    def start(self, stage: Stage) -> None:
+        """Start a stage."""
+        self._stages.append(stage)
+        self.out.mkdir(parents=True, exist_ok=True)
+        screen.say(f"{stage.name}: {stage.command}")
+        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        command = [sys.executable, "-m", "reprieve.cli.main", *stage.arguments]
+        stage.seconds = -time.monotonic()
+        with stage.log(self.out).open("ab") as log:
+            stage.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+    def run(self, stage: Stage) -> int:
+        """Run a stage to its end, from where it was started; returns its exit status.
+
+        Raises:
+            StageFailed: it ended badly.
+        """
+        if (known := self._done.get(stage.command)) is not None and stage.process is None:
+            stage.seconds, stage.status = known["seconds"], known["status"]
+            self._stages.append(stage)
+            screen.say(f"{stage.name}: done before")
+            return int(known["status"])
+        if stage.process is None:
+            self.start(stage)
+        stage.status = stage.process.wait()
+        stage.seconds += time.monotonic()
+        account = [item.account for item in self._stages if item.status is not None]
+        replace_file(self._path, json.dumps({"stages": account}, indent=2) + "\n")
+        screen.say(f"{stage.name}: {stage.seconds:.0f} s, exit status {stage.status}")
+        if stage.status not in stage.passes:
+            raise StageFailed(stage)
+        return int(stage.status)
+
+    def tell(self, failure: StageFailed) -> int:
+        """Say which stage ended badly, end the others; returns the exit status of it all."""
+        self.stop()
+        failed = failure.stage
+        screen.warn(f"{failed.name} ended with status {failed.status}; see {failed.log(self.out)}; run again to go on")
+        return 130 if failed.status in (130, -2) else 1
+
+    def stop(self) -> None:
+        """End what still runs."""
+        for stage in self._stages:
+            if stage.process is not None and stage.process.poll() is None:
+                stage.process.terminate()
+
+
+def _read_done(path: Path) -> dict[str, dict[str, Any]]:
+    """Stages of an earlier run that ended well, by command."""
+    try:
+        stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
+        return {stage["command"]: stage for stage in stages if stage["status"] == 0}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def prompt_flags(prompt: PromptSettings) -> list[str]:
+    """A prompt format as flags."""
+    values = {"--system-prompt": prompt.system_prompt, "--thinking": prompt.thinking}
+    values["--max-new-tokens"] = None if prompt.max_new_tokens is None else str(prompt.max_new_tokens)
+    flags = [part for flag, value in values.items() if value is not None for part in (flag, value)]
+    return ["--chat-template", *flags] if prompt.chat_template else flags
+
+
+def pair_flags(pair: PairSettings) -> list[str]:
+    """A pair as flags."""
+    values = {"--target": pair.target, "--draft": pair.draft, "--dtype": pair.dtype, "--device": pair.device}
+    return [part for flag, value in values.items() if value is not None for part in (flag, value)]
