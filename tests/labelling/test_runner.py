@@ -11,6 +11,7 @@ from reprieve.labelling.runner import mine_problems
 from reprieve.labelling.store import LabelStore
 from reprieve.labelling.target import LocalTarget, gather_all
 from reprieve.models.batch_decoder import BatchDecoder, Session
+from reprieve.models.draws import UniformDraw
 from reprieve.settings import SamplingParams
 from tests.kit.mining import problem
 from tests.kit.tiny import tiny_model
@@ -53,11 +54,11 @@ def test_a_forward_that_fails_fails_its_problems_and_nothing_hangs():
     decoder = BatchDecoder(model, num_rows=2, params=params, eos_ids=frozenset())
     target = LocalTarget(decoder)
 
-    def fail(scores, token_ids):
+    def fail():
         raise RuntimeError("bad draw")
 
     async def ask():
-        first = target.complete(Session(), [1, 2], [], 4, fail)
+        first = target.complete(Session(), [1, 2], [], 4, UniformDraw(fail))
         with pytest.raises(RuntimeError, match="bad draw"):
             await asyncio.wait_for(first, timeout=5)
         return await asyncio.wait_for(target.complete(Session(), [1, 2], [], 4, None), timeout=5)

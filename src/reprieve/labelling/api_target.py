@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from reprieve.errors import SpecError, require_choice
-from reprieve.models.batch_decoder import Draw, Session
+from reprieve.models.batch_decoder import Session
+from reprieve.models.draws import Draw
 
 PROMPTS = ("text", "tokens")
 

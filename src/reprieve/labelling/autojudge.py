@@ -12,8 +12,8 @@ from reprieve.labelling.equivalence import Equivalence
 from reprieve.labelling.records import MINED, NO_ANSWER, Mismatch, ProblemLabels
 from reprieve.labelling.responses import ResponseFormat
 from reprieve.labelling.target import Target, gather_all
-from reprieve.models.batch_decoder import Draw, Session
-from reprieve.models.sampling import GumbelNoise
+from reprieve.models.batch_decoder import Session
+from reprieve.models.draws import Draw, GumbelNoise
 from reprieve.tasks import TaskProblem
 
 VARIANTS = ("search", "naive")
@@ -107,7 +107,7 @@ class _Search:
         self.problem = problem
         self.prompt_ids = miner.responses.encode_prompt(problem)
         noise = miner.noise(problem) if miner.noise else None
-        self.draw: Draw | None = noise.draw if noise else None
+        self.draw: Draw | None = noise
         self.draft = miner.make_draft(noise)
         self.session = Session()
         self.num_generated = 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from reprieve.models.cached_model import CachedModel, shared_length
-from reprieve.models.sampling import GumbelNoise, Sampler
+from reprieve.models.draws import GumbelNoise, gumbel_choice
+from reprieve.models.sampling import Sampler
 
 
 class DraftReader:
@@ -43,5 +44,4 @@ class DraftReader:
         scores = self.sampler.target_scores(logits)
         if self.noise is None:
             return scores.argmax(-1).tolist()
-        noise = self.noise.along(text[:-1], shared + 1, scores.shape[-1])
-        return (scores.double().cpu() + noise).argmax(-1).tolist()
+        return gumbel_choice(scores, self.noise.keys(text[:-1], shared + 1)).tolist()

@@ -14,8 +14,9 @@ from reprieve.labelling.records import MINED, Mismatch, ProblemLabels
 from reprieve.labelling.responses import ResponseFormat
 from reprieve.labelling.soundness import NOT_ASKED, UNSOUND, SoundnessJudge
 from reprieve.labelling.target import Target, gather_all
-from reprieve.models.batch_decoder import Draw, Session, inverse_cdf_draw
+from reprieve.models.batch_decoder import Session
 from reprieve.models.cached_model import CachedModel
+from reprieve.models.draws import Draw, UniformDraw
 from reprieve.models.sampling import Sampler
 from reprieve.rules.lossless import residual_probs, sampling_accepts
 from reprieve.settings import SamplingParams
@@ -204,4 +205,4 @@ def seeded_draw(*key: int) -> Draw:
     """Draws of one rollout: the same whenever it is repeated."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-    return inverse_cdf_draw(lambda: float(torch.rand((), generator=generator, dtype=torch.float64)))
+    return UniformDraw(lambda: float(torch.rand((), generator=generator, dtype=torch.float64)))

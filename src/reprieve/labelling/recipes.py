@@ -24,7 +24,8 @@ from reprieve.labelling.target import LocalTarget, Target
 from reprieve.labelling.traces import LABELS_VERSION, ArbitrationMiner, PairScorer
 from reprieve.models.batch_decoder import BatchDecoder
 from reprieve.models.cached_model import eos_token_ids
-from reprieve.models.sampling import GumbelNoise, Sampler
+from reprieve.models.draws import DRAWS_VERSION, GumbelNoise
+from reprieve.models.sampling import Sampler
 from reprieve.specs import parse_spec
 from reprieve.tasks import TaskProblem, load_task
 from reprieve.tasks.answers import ANSWERS_VERSION
@@ -212,6 +213,7 @@ def _manifest(settings: MiningSettings, pair: Pair, responses: ResponseFormat) -
         **dataclasses.asdict(settings.sampling),
         "seed": settings.seed,
         "prompt": settings.prompt.format,
+        **({"draws": DRAWS_VERSION} if isinstance(settings, AutoJudgeMining) and not settings.sampling.greedy else {}),
         "answers": ANSWERS_VERSION,
         "max_new_tokens": responses.max_new_tokens,
     }

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol, TypeVar
 
-from reprieve.models.batch_decoder import BatchDecoder, Draw, Session, TextRequest
+from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest
+from reprieve.models.draws import Draw
 
 T = TypeVar("T")
 

@@ -6,7 +6,6 @@ more than speculation would.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,11 +24,9 @@ from reprieve.models.cached_model import (
     require_positions,
     shared_length,
 )
+from reprieve.models.draws import Draw, choose
 from reprieve.models.sampling import Sampler
 from reprieve.settings import SamplingParams
-
-# The next token of a text: from its scores [V] (logits after temperature, top-k and top-p) and its tokens so far.
-Draw = Callable[[Tensor, Sequence[int]], int]
 
 _SNAPSHOTS = 2  # kept a session: the running text and the last attempt
 
@@ -185,17 +182,14 @@ class BatchDecoder:
 
     def _choose(self, logits: Tensor, active: list[int]) -> list[int]:
         """Each text's next token; [len(active), V] in."""
-        best = logits.argmax(-1).tolist()
-        if self.sampler.greedy:
-            return best
+        rows = [row for index in active if (row := self._rows[index]) is not None]
+        draws = [row.request.draw for row in rows]
+        if self.sampler.greedy or not any(draws):
+            return [int(token_id) for token_id in logits.argmax(-1).tolist()]
         scores = self.sampler.target_scores(logits)
-        chosen = []
-        for place, index in enumerate(active):
-            row = self._rows[index]
-            assert row is not None
-            draw = row.request.draw
-            chosen.append(best[place] if draw is None else draw(scores[place], row.token_ids))
-        return chosen
+        best = logits.argmax(-1).tolist()
+        drawn = choose(scores, draws, [row.token_ids for row in rows])
+        return [ours if draw else int(likely) for ours, draw, likely in zip(drawn, draws, best, strict=True)]
 
     def _take(self, index: int, token_id: int) -> None:
         row = self._rows[index]
@@ -241,15 +235,3 @@ class BatchDecoder:
             return values.masked_fill(~visible, torch.finfo(self.model.dtype).min).to(self.model.device)
 
         return masks_by_layer(mask, self._windows)
-
-
-def inverse_cdf_draw(uniforms: Callable[[], float]) -> Draw:
-    """Sampling by one uniform number a token: the first token whose cumulative probability exceeds it."""
-
-    def draw(scores: Tensor, token_ids: Sequence[int]) -> int:
-        scores = scores.cpu()
-        cumulative = scores.softmax(-1).double().cumsum(-1)
-        place = int(torch.searchsorted(cumulative, torch.tensor(uniforms() * float(cumulative[-1])), right=True))
-        return min(place, int((scores > -math.inf).nonzero()[-1]))
-
-    return draw

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -52,40 +50,6 @@ class Sampler:
     def uniforms(self, size: int) -> Tensor:
         """Draws in [0, 1), [size]."""
         return torch.rand(size, generator=self.generator, device=self.generator.device)
-
-
-class GumbelNoise:
-    """Gumbel noise keyed by (seed, prefix): sampling that is random, and yet the same wherever the prefix is the same.
-
-    The most likely token of log-probabilities plus this noise is distributed as the probabilities are. A suffix
-    regenerated after the same prefix is therefore the same, so that a changed answer is the changed token's doing
-    (AutoJudge, appendix A).
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = hashlib.blake2b(seed.to_bytes(16, "little", signed=True), digest_size=8)
-        self._generator = torch.Generator()
-
-    def after(self, prefix_ids: Sequence[int], vocab_size: int) -> Tensor:
-        """Noise for the token that follows a prefix, [V]."""
-        return self.along(prefix_ids, len(prefix_ids), vocab_size)[0]
-
-    def along(self, token_ids: Sequence[int], start: int, vocab_size: int) -> Tensor:
-        """Noise for the tokens that follow the prefixes of length `start` to `len(token_ids)`, [n, V]."""
-        state = self._seed.copy()
-        rows = []
-        for length in range(len(token_ids) + 1):
-            if length >= start:
-                key = int.from_bytes(state.digest(), "little") >> 1
-                uniforms = torch.rand(vocab_size, generator=self._generator.manual_seed(key), dtype=torch.float64)
-                rows.append(-torch.log(-torch.log(uniforms.clamp_min(1e-300))))
-            if length < len(token_ids):
-                state.update(int(token_ids[length]).to_bytes(8, "little"))
-        return torch.stack(rows)
-
-    def draw(self, scores: Tensor, prefix_ids: Sequence[int]) -> int:
-        """The token after a prefix, from its scores [V]."""
-        return int((scores.double().cpu() + self.after(prefix_ids, len(scores))).argmax())
 
 
 def _processors(params: SamplingParams, temperature: float) -> LogitsProcessorList | None:

@@ -13,8 +13,9 @@ from reprieve.engine import Pair
 from reprieve.errors import ReprieveError
 from reprieve.files import whole_lines
 from reprieve.heads.binding import digest
-from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest, inverse_cdf_draw
+from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest
 from reprieve.models.cached_model import eos_token_ids
+from reprieve.models.draws import UniformDraw
 from reprieve.settings import SamplingParams
 from reprieve.tasks.base import TaskProblem
 
@@ -100,7 +101,7 @@ def _answer(
                 session=Session(),
                 prefix_ids=prompt_ids,
                 max_new_tokens=params.max_new_tokens,
-                draw=None if params.greedy or (mixed and index % 2 == 0) else inverse_cdf_draw(uniforms),
+                draw=None if params.greedy or (mixed and index % 2 == 0) else UniformDraw(uniforms),
                 on_done=take(problem_id),
                 response_start=len(prompt_ids),
             )

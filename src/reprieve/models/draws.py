@@ -1,0 +1,147 @@
+"""How the texts of a batch draw their next tokens: each by random numbers of its own, all on the device."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DRAWS_VERSION = 2  # labels sampled with other draws are not gone on with
+_GOLDEN = -0x61C88647  # 2^32 over the golden ratio, as int32
+_MIX = ((16, -0x7A143595), (13, -0x3D4D51CB))  # MurmurHash3's, as int32
+_SPARSE = 4  # noise is made for the likely tokens alone where they are fewer than one in so many
+
+
+@dataclass(frozen=True)
+class UniformDraw:
+    """Sampling by one uniform number a token: the first token whose cumulative probability exceeds it."""
+
+    uniform: Callable[[], float]  # in [0, 1)
+
+
+class GumbelNoise:
+    """Gumbel noise keyed by (seed, prefix): sampling that is random, and yet the same wherever the prefix is the same.
+
+    The most likely token of log-probabilities plus this noise is distributed as the probabilities are. A suffix
+    regenerated after the same prefix is therefore the same, so that a changed answer is the changed token's doing
+    (AutoJudge, appendix A). The noise of a token is a hash of its key and its number: it can be had on any device, and
+    for a few tokens alone.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = hashlib.blake2b(seed.to_bytes(16, "little", signed=True), digest_size=8)
+
+    def keys(self, token_ids: Sequence[int], start: int | None = None) -> list[int]:
+        """A key for each prefix of length `start` to `len(token_ids)`; by default for the whole alone."""
+        state = self._seed.copy()
+        first = len(token_ids) if start is None else start
+        state.update(array("q", token_ids[:first]).tobytes())
+        keys = [_key(state)]
+        for token_id in token_ids[first:]:
+            state.update(array("q", [token_id]).tobytes())
+            keys.append(_key(state))
+        return keys
+
+    def after(self, prefix_ids: Sequence[int], vocab_size: int) -> Tensor:
+        """Noise for the token that follows a prefix, [V], float32."""
+        return _gumbel(torch.tensor(self.keys(prefix_ids)), torch.arange(vocab_size).unsqueeze(0))[0]
+
+
+Draw = UniformDraw | GumbelNoise
+
+
+def choose(scores: Tensor, draws: Sequence[Draw | None], texts: Sequence[Sequence[int]]) -> list[int]:
+    """The next token of each text.
+
+    Args:
+        scores: [n, V]: logits after temperature, top-k and top-p.
+        draws: how each text draws; None for its most likely token.
+        texts: the tokens of each so far.
+    """
+    chosen: list[Tensor | None] = [None] * len(draws)
+    for kind, pick in ((UniformDraw, _by_uniforms), (GumbelNoise, _by_noise), (type(None), _likeliest)):
+        rows = [place for place, draw in enumerate(draws) if isinstance(draw, kind)]
+        if rows:
+            part = scores if len(rows) == len(draws) else scores[rows]
+            picked = pick(part, [draws[place] for place in rows], [texts[place] for place in rows])
+            for place, token in zip(rows, picked, strict=True):
+                chosen[place] = token
+    return [int(token_id) for token_id in torch.stack([token for token in chosen if token is not None]).tolist()]
+
+
+def gumbel_choice(scores: Tensor, keys: Sequence[int]) -> Tensor:
+    """The most likely token of each row [n, V] under the noise of its key, [n]."""
+    return _by_rows(scores, torch.tensor(list(keys)), _under_noise)
+
+
+def _by_noise(scores: Tensor, draws: Sequence[Any], texts: Sequence[Sequence[int]]) -> Tensor:
+    return gumbel_choice(scores, [draw.keys(text)[0] for draw, text in zip(draws, texts, strict=True)])
+
+
+def _by_uniforms(scores: Tensor, draws: Sequence[Any], texts: Sequence[Sequence[int]]) -> Tensor:
+    uniforms = torch.tensor([draw.uniform() for draw in draws], dtype=torch.float64)
+    return _by_rows(scores, uniforms, _at_uniform)
+
+
+def _likeliest(scores: Tensor, draws: Sequence[Any], texts: Sequence[Sequence[int]]) -> Tensor:
+    return scores.argmax(-1)
+
+
+def _by_rows(scores: Tensor, values: Tensor, pick: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    """A token of each row, [n], from the tokens that it may draw; on a host row by row, whose caches hold one.
+
+    Args:
+        values: what each row draws by, [n].
+        pick: from scores and tokens in rising order, [n, m] each, and values: the place of the one that is drawn, [n].
+    """
+    if scores.device.type in ("cpu", "mps"):  # Apple's devices have no float64
+        chosen = []
+        for row, value in zip(scores.cpu(), values, strict=True):
+            likely = row > -math.inf
+            columns = torch.arange(len(row)) if bool(likely.all()) else likely.nonzero().squeeze(-1)
+            kept = row if len(columns) == len(row) else row[columns]
+            chosen.append(columns[pick(kept.unsqueeze(0), columns.unsqueeze(0), value.unsqueeze(0))])
+        return torch.cat(chosen)
+    num_likely = int((scores > -math.inf).sum(-1).amax())
+    columns = torch.arange(scores.shape[-1], device=scores.device).expand_as(scores)
+    if num_likely * _SPARSE < scores.shape[-1]:
+        columns = scores.topk(num_likely).indices.sort(-1).values
+        scores = scores.gather(-1, columns)
+    return columns.gather(-1, pick(scores, columns, values.to(scores.device)).unsqueeze(-1)).squeeze(-1)
+
+
+def _under_noise(scores: Tensor, columns: Tensor, keys: Tensor) -> Tensor:
+    return (scores + _gumbel(keys, columns)).argmax(-1)
+
+
+def _at_uniform(scores: Tensor, columns: Tensor, uniforms: Tensor) -> Tensor:
+    cumulative = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
+    place = torch.searchsorted(cumulative, uniforms.unsqueeze(-1) * cumulative[:, -1:], right=True).squeeze(-1)
+    places = torch.arange(scores.shape[-1], device=scores.device)
+    return torch.minimum(place, torch.where(scores > -math.inf, places, -1).amax(-1))
+
+
+def _gumbel(keys: Tensor, columns: Tensor) -> Tensor:
+    """Noise [n, m], float32, from keys [n], int64, and tokens [n, m]."""
+    low, high = (part.to(torch.int32).unsqueeze(-1) for part in (keys & 0x7FFFFFFF, keys >> 31))
+    state = _mix(_mix(columns.to(torch.int32) * _GOLDEN + low) ^ high)
+    # Of 1 - u, where float32 is exact near 0: there the noise is large.
+    rest = (state & 0x7FFFFFFF).float().mul_(2.0**-31).clamp_min_(2.0**-32)
+    return -torch.log(-torch.log1p(-rest))
+
+
+def _mix(state: Tensor) -> Tensor:
+    """MurmurHash3's finaliser, whose shifts are logical; int32 arithmetic wraps around."""
+    for bits, factor in _MIX:
+        state = (state ^ ((state >> bits) & ((1 << (32 - bits)) - 1))) * factor
+    return state ^ ((state >> 16) & 0xFFFF)
+
+
+def _key(state: hashlib.blake2b) -> int:
+    return int.from_bytes(state.digest(), "little") >> 1
