@@ -62,7 +62,7 @@ def test_rules_import_errors_and_types_only():
 def test_nothing_pickles_and_nothing_is_bound_to_a_gpu():
     for path in sorted(SOURCE.rglob("*.py")):
         text = path.read_text()
-        assert not re.search(r"\bpickle\b|torch\.load\(|joblib|cuda:0", text), path
+        assert not re.search(r"\bpickle\b|torch\.load\((?![^)]*weights_only=True)|joblib|cuda:0", text), path
 
 
 def test_package_imports_without_loading_torch():

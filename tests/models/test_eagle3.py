@@ -167,15 +167,46 @@ def test_conversion_refuses_what_is_no_head_and_folders_that_hold_something_else
     with pytest.raises(ReprieveError, match="cannot be written"):
         convert_safeailab(source, tmp_path / "file" / "below", target_name="x")
     save_file({"midlayer.x": torch.zeros(1)}, source / "model.safetensors")
-    with pytest.raises(ReprieveError, match=r"lacks fc\.weight"):
+    with pytest.raises(ReprieveError, match=r"lack fc\.weight"):
         convert_safeailab(source, tmp_path / "out", target_name="x")
 
 
-def test_pickles_are_never_read(tmp_path):
-    (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch /tmp/owned'\ntR.")
+def test_weights_in_torchs_own_format_and_in_parts_convert_alike(tmp_path):
+    source, wanted = safeailab(tmp_path), tmp_path / "wanted"
+    convert_safeailab(source, wanted, target_name="x")
+    tensors = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    torch.save(tensors, source / "pytorch_model.bin")
+    convert_safeailab(source, tmp_path / "bin", target_name="x")
+    (source / "pytorch_model.bin").unlink()
+    names = sorted(tensors)
+    halves = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for file, part in halves.items():
+        save_file({name: tensors[name] for name in part}, source / file)
+    index = {"weight_map": {name: file for file, part in halves.items() for name in part}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    convert_safeailab(source, tmp_path / "parts", target_name="x")
+    for folder in ("bin", "parts"):
+        assert (tmp_path / folder / "model.safetensors").read_bytes() == (wanted / "model.safetensors").read_bytes()
+
+
+def test_code_in_weights_is_refused_and_does_not_run(tmp_path):
+    owned = tmp_path / "owned"
+    (tmp_path / "pytorch_model.bin").write_bytes(f"cos\nsystem\n(S'touch {owned}'\ntR.".encode())
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ReprieveError, match="can run code and is never read"):
+    with pytest.raises(ReprieveError, match="holds something else than tensors"):
         convert_safeailab(tmp_path, tmp_path / "out", target_name="x")
+    assert not owned.exists()
+    (tmp_path / "pytorch_model.bin").unlink()
+    with pytest.raises(ReprieveError, match=r"neither model\.safetensors nor pytorch_model\.bin"):
+        convert_safeailab(tmp_path, tmp_path / "out", target_name="x")
+
+
+def test_rotary_frequencies_stay_in_float32(pair):
+    exact = pair.eagle_head(BUNDLED).rotary.inv_freq
+    head = load_eagle3(BUNDLED, pair.target).to(torch.bfloat16)
+    assert head.fc.weight.dtype == torch.bfloat16 and head.rotary.inv_freq.dtype == torch.float32
+    assert torch.equal(head.rotary.inv_freq, exact)
 
 
 def test_published_layers():

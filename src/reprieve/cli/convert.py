@@ -34,7 +34,7 @@ class ConvertEagle3(Command):
         from reprieve.models.eagle3_layouts import convert_safeailab
 
         config = convert_safeailab(
-            find_head(self.checkpoint),
+            find_head(self.checkpoint, also=("*.index.json", "model-*.safetensors", "pytorch_model*.bin")),
             self.out,
             target_name=self.target,
             layers=self.layers,

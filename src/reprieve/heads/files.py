@@ -148,10 +148,11 @@ def bundled_folder(role: str) -> Path:
     return Path(str(resources.files("reprieve.pair"))) / "weights" / role
 
 
-def find_head(source: str | Path, **download: Any) -> Path:
+def find_head(source: str | Path, *, also: tuple[str, ...] = (), **download: Any) -> Path:
     """The folder a name means: a bundled head's, itself, or a copy of a hub repository.
 
     Args:
+        also: patterns of further files to download.
         download: arguments of `huggingface_hub.snapshot_download`.
 
     Raises:
@@ -167,7 +168,7 @@ def find_head(source: str | Path, **download: Any) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        files = [_CONFIG, _WEIGHTS, _CARD, f"{CERTIFICATES}/*.json", "training.json"]
+        files = [_CONFIG, _WEIGHTS, _CARD, f"{CERTIFICATES}/*.json", "training.json", *also]
         return Path(snapshot_download(str(source), allow_patterns=files, **download))
     except Exception as error:  # no network, no such repository, no access: the hub has many ways to say it
         reason = " ".join(str(error).split())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors.torch import load
@@ -121,6 +121,16 @@ class EagleHead(nn.Module):
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.rotary = rotary(layer)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Moves and conversions leave the rotary frequencies in float32.
+
+        In bfloat16 they are off by up to 0.4%, which is two radians by position 1,000 at Llama 3.1's base.
+        """
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in type(self.rotary)(self.config.layer).named_buffers():
+            setattr(self.rotary, name, buffer.to(self.d2t.device))
+        return self
 
     @property
     def target_ids(self) -> Tensor:

@@ -31,8 +31,8 @@ def convert_safeailab(
     """Write a SafeAILab checkpoint in the speculators format.
 
     Args:
-        folder: holds `config.json` and `model.safetensors`. Their repositories hold `pytorch_model.bin`, which runs
-            code when it is read; turn that into safetensors first, where you trust it.
+        folder: holds `config.json` and the weights: safetensors or `pytorch_model.bin`, whole or in several files. Of
+            the latter tensors alone are read: what would run code is refused.
         target_name: the model it drafts for.
         layers: target layers it reads, where they are not the published choice.
         norm_before_residual: as the head was trained; SafeAILab's are trained without.
@@ -40,17 +40,13 @@ def convert_safeailab(
     Raises:
         ReprieveError: not such a checkpoint, or a folder that holds something else.
     """
-    if not (folder / "model.safetensors").is_file():
-        reason = "only pytorch_model.bin, which can run code and is never read here: convert it to safetensors first"
-        got = reason if (folder / "pytorch_model.bin").is_file() else "none"
-        raise ReprieveError(f"{str(folder)!r} must hold model.safetensors, got {got}")
     if out.resolve() == folder.resolve():
         raise ReprieveError(f"--out must be another folder than the checkpoint's, got {str(out)!r}")
     require_free(out, "eagle3")
     try:
         published = json.loads((folder / "config.json").read_text())
-        tensors = {new_name(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
-    except (OSError, ValueError, SafetensorError) as error:
+        tensors = {new_name(name): tensor for name, tensor in _read_tensors(folder).items()}
+    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
         raise ReprieveError(f"{str(folder)!r} cannot be read: {error}") from None
     if not isinstance(published, dict) or "speculators_model_type" in published:
         reason = (
@@ -60,7 +56,7 @@ def convert_safeailab(
         )
         raise ReprieveError(f"{str(folder)!r} {reason}")
     if lacking := [name for name in _NEEDED if name not in tensors]:
-        raise ReprieveError(f"{str(folder)!r} must hold an EAGLE-3 head; model.safetensors lacks {lacking[0]}")
+        raise ReprieveError(f"{str(folder)!r} must hold an EAGLE-3 head; its weights lack {lacking[0]}")
     document = _document(published, tensors, target_name, layers, norm_before_residual)
     try:
         config = EagleConfig.from_dict(json.loads(json.dumps(document)))
@@ -72,6 +68,38 @@ def convert_safeailab(
     except OSError as error:
         raise ReprieveError(f"{str(out)!r} cannot be written: {error.strerror}") from None
     return config
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, by name.
+
+    Raises:
+        ValueError: there are none, or a file holds more than tensors.
+    """
+    for name, read in (("model.safetensors", load_file), ("pytorch_model.bin", _read_bin)):
+        paths = [folder / name] if (folder / name).is_file() else _shards(folder, name)
+        if paths:
+            return {key: tensor for path in paths for key, tensor in read(path).items()}
+    raise ValueError("it holds neither model.safetensors nor pytorch_model.bin")
+
+
+def _shards(folder: Path, name: str) -> list[Path]:
+    """The files of a checkpoint in parts, inside its folder."""
+    index = folder / f"{name}.index.json"
+    if not index.is_file():
+        return []
+    files = json.loads(index.read_text())["weight_map"].values()
+    return [folder / Path(file).name for file in dict.fromkeys(files)]
+
+
+def _read_bin(path: Path) -> dict[str, Tensor]:
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a foreign file holds
+        raise ValueError(f"{path.name} holds something else than tensors: {str(error).splitlines()[0]}") from None
+    if not isinstance(tensors, dict) or not all(isinstance(item, Tensor) for item in tensors.values()):
+        raise ValueError(f"{path.name} must hold tensors by name")
+    return tensors
 
 
 def _document(
