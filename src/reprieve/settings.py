@@ -24,12 +24,14 @@ class PairSettings:
         draft: Draft model: hub id or folder. Default: the bundled one with the bundled target, else none.
         dtype: auto, float32, bfloat16 or float16.
         device: cpu, cuda, cuda:1 ... Default: a GPU if there is one.
+        device_map: auto, balanced ...: spread the target over several devices (accelerate's); the draft stays on one.
     """
 
     target: str = BUNDLED_PAIR
     draft: str | None = None
     dtype: str = "auto"
     device: str | None = None
+    device_map: str | None = None
 
     @property
     def bundled(self) -> bool:

@@ -168,3 +168,17 @@ def test_a_strict_score_leaves_the_targets_greedy_text_on_trees_and_chains():
             rule = LtsRule.of(made, theta=theta)
             decoder = SpeculativeDecoder(cached, drafter, NumberTokenizer(), rule=rule)
             assert (decoder.generate(PROMPT, SamplingParams(max_new_tokens=40)).token_ids == wanted) is same
+
+
+def test_candidates_as_drafted_are_the_drafts_own_where_they_differ():
+    target = tiny_model()
+    pair = Pair(target, perturbed(target, noise=0.3), NumberTokenizer(), "t", "d")
+    answer = [4, 5, 6, 7, 8, 9, 10, 11]
+    params = SamplingParams(temperature=1.0, draft_temperature=0.0)
+    meter = SwapMeter(pair.cached_target(), Sampler(params, pair.device), top_k=5)
+    places, tokens = meter.drafted_candidates(pair.cached_draft(), PROMPT, answer)
+    with torch.inference_mode():
+        both = [model(torch.tensor([[*PROMPT, *answer]])).logits[0] for model in (pair.target, pair.draft)]
+    own, drafted = (logits[len(PROMPT) - 1 : -1].argmax(-1).tolist() for logits in both)
+    wanted = [place for place in range(len(answer)) if own[place] != drafted[place]]
+    assert places == wanted and tokens == [drafted[place] for place in wanted] and wanted

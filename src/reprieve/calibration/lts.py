@@ -40,12 +40,15 @@ def collect_swaps(
     target = pair.cached_target()
     meter = SwapMeter(target, Sampler(params, pair.device), top_k=recipe.active)
     generator = torch.Generator().manual_seed(recipe.seed)
+    draft = pair.cached_draft() if recipe.candidates == "drafted" else None
     parts = []
     for number, (prompt_ids, answer_ids) in enumerate(texts):
         if answer_ids:
-            parts.append(
-                meter.measure(prompt_ids, answer_ids, *meter.draw_candidates(prompt_ids, answer_ids, generator))
-            )
+            if draft is None:
+                candidates = meter.draw_candidates(prompt_ids, answer_ids, generator)
+            else:
+                candidates = meter.drafted_candidates(draft, prompt_ids, answer_ids)
+            parts.append(meter.measure(prompt_ids, answer_ids, *candidates))
         progress(number + 1, len(texts))
     if not any(part.num for part in parts):
         raise SpecError("calibration needs positions with two tokens the target may draw, got none")

@@ -39,6 +39,7 @@ class LtsRecipe:
         delta: Share of positions the bound may miss, (0, 0.5]; the paper uses 0.05.
         active: Size of the active vocabulary, the paper's top-K: candidates are drawn from the target's k most likely
             tokens but the first, and divergences taken on both distributions' k most likely. 2 or more.
+        candidates: likely (the paper's: uniform among those), or drafted: what the draft would have put there.
         safety: alpha, the factor on the log-probability side; 1 or more.
         bucket_by: none, entropy, distance or margin.
         buckets: Number of equally filled buckets.
@@ -48,6 +49,7 @@ class LtsRecipe:
 
     delta: float = 0.05
     active: int = 10
+    candidates: str = "likely"
     safety: float = 1.0
     bucket_by: str = "none"
     buckets: int = 4
@@ -57,6 +59,7 @@ class LtsRecipe:
     def __post_init__(self) -> None:
         require_range("delta", self.delta, 0.0, 0.5, low_open=True)
         require_whole("active", self.active, 2)
+        require_choice("candidates", self.candidates, ("likely", "drafted"))
         require_range("safety", self.safety, 1.0, 1e6)
         require_choice("bucket_by", self.bucket_by, BUCKETS)
         require_whole("buckets", self.buckets, 1)

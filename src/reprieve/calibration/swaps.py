@@ -97,6 +97,25 @@ class SwapMeter:
         return places, [int(chosen[place]) for place in places]
 
     @torch.inference_mode()
+    def drafted_candidates(
+        self, draft: CachedModel, prompt_ids: Sequence[int], answer_ids: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """What the draft would have put in every place of an answer, where the target's first choice is another token.
+
+        Args:
+            draft: with a cache to use.
+        """
+        own = self.sampler.target_scores(self._judging(prompt_ids, answer_ids[:-1])).argmax(-1).tolist()
+        draft.start(list(prompt_ids[:-1]), reuse_prefix=True)
+        logits, _ = draft.forward([prompt_ids[-1], *answer_ids[:-1]])
+        if self.sampler.draft_greedy:
+            drafted = logits.argmax(-1).tolist()
+        else:
+            drafted = self.sampler.draw(self.sampler.draft_scores(logits).softmax(-1)).tolist()
+        places = [place for place, (ours, theirs) in enumerate(zip(own, drafted, strict=True)) if ours != theirs]
+        return places, [int(drafted[place]) for place in places]
+
+    @torch.inference_mode()
     def measure(
         self,
         prompt_ids: Sequence[int],

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from reprieve.tasks import Task
 
 
+_ACTIVE = 10  # the paper's K
+
+
 @dataclass(frozen=True)
 class Audit(Command):
     """Recompute the target's next step at every accepted token (ARC-Decode, Table 5).
@@ -31,7 +34,7 @@ class Audit(Command):
         split: Split. Default: test if there is one.
         limit: Number of problems.
         offset: First problem of the split.
-        active: Top-K of each distribution that divergences are taken on.
+        active: Top-K of each distribution that divergences are taken on. Default: the calibration's own, else 10.
         seed: Same seed, same answers.
         out: File for the numbers, as JSON.
     """
@@ -46,7 +49,7 @@ class Audit(Command):
     split: str | None = None
     limit: int = 200
     offset: int = 0
-    active: int = 10
+    active: int | None = None
     seed: int = 0
     sampling: SamplingSettings = field(default_factory=lambda: SamplingSettings(temperature=1.0))
     prompt: PromptSettings = field(default_factory=PromptSettings)
@@ -61,7 +64,8 @@ class Audit(Command):
         from reprieve.rules.lts import LtsRule
 
         screen.require_problems(self.limit, self.offset)
-        require_whole("--active", self.active, 2)
+        if self.active is not None:
+            require_whole("--active", self.active, 2)
         screen.require_file(self.out)
         DRAFTERS.make(self.drafter)
         arms = rule_arms(self.rules, self.num_draft_tokens, target=self.pair.target)
@@ -78,7 +82,9 @@ class Audit(Command):
             decoder = arm.decoder(pair, drafter=self.drafter, task=self.task)
             with screen.progress_bar(arm.label) as bar:
                 progress = screen.reporter(bar)
-                made = audit(arm.label, decoder, pair, task, problems, params, top_k=self.active, progress=progress)
+                own = {} if bounds is None else bounds.settings
+                top_k = self.active or int(own.get("active", _ACTIVE))
+                made = audit(arm.label, decoder, pair, task, problems, params, top_k=top_k, progress=progress)
             summaries.append({**made.summary(bounds), "calibration": None if bounds is None else bounds.fingerprint})
         if self.out is not None:
             _write(self.out, {**_flags(self), "split": split, "audits": summaries})

@@ -135,4 +135,5 @@ def prompt_flags(prompt: PromptSettings) -> list[str]:
 def pair_flags(pair: PairSettings) -> list[str]:
     """A pair as flags."""
     values = {"--target": pair.target, "--draft": pair.draft, "--dtype": pair.dtype, "--device": pair.device}
+    values["--device-map"] = pair.device_map
     return [part for flag, value in values.items() if value is not None for part in (flag, value)]

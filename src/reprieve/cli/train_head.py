@@ -83,6 +83,7 @@ class TrainHead(Command):
                 problems,
                 layers=recipe.layers,
                 draft_layers=recipe.draft_layers if recipe.reads_draft else (),
+                encodings=recipe.encodings,
                 progress=screen.reporter(bar, "problems"),
             )
         with screen.progress_bar("fitting") as bar:

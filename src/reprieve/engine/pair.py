@@ -101,6 +101,7 @@ def load_pair(
     *,
     dtype: str = "auto",
     device: str | None = None,
+    device_map: str | None = None,
 ) -> Pair:
     """Load a pair from the hub, from folders, or the bundled one.
 
@@ -109,11 +110,12 @@ def load_pair(
         draft: hub id or folder; None takes the bundled draft with the bundled target, and otherwise no draft.
         dtype: auto, float32, bfloat16 or float16.
         device: cpu, cuda, cuda:1, mps; the first GPU, or the CPU, when None.
+        device_map: auto, balanced, ...: spreads the target over several devices, by accelerate; None for one device.
 
     Raises:
         SpecError: unknown dtype.
         ReprieveError: a model that cannot be found or loaded.
         PairError: the two do not share a tokenizer.
     """
-    loaded = load_models(target, draft, dtype=dtype, device=device)
+    loaded = load_models(target, draft, dtype=dtype, device=device, device_map=device_map)
     return Pair(**{field.name: getattr(loaded, field.name) for field in dataclasses.fields(ModelPair)})

@@ -61,7 +61,7 @@ def assemble(recipe: FeatureRecipe, states: TokenStates) -> Tensor:
     Raises:
         SpecError: the states lack what the recipe reads.
     """
-    encodings = ("draft", "target") if recipe.encoding == "both" else (recipe.encoding,)
+    encodings = recipe.encodings
     parts = []
     for reads, name, layers, read in (
         (recipe.reads_target, "target", recipe.layers, states.target),

@@ -14,7 +14,7 @@ from reprieve.heads.binding import PairIdentity, warn_of_transfer
 from reprieve.heads.certificates import Conditions, warn_of_certificates
 from reprieve.heads.files import BUNDLED, find_head, is_bundled, kind_of
 from reprieve.heads.folds import FoldedHead, fold_folder, read_folds
-from reprieve.heads.origin import warn_of_format
+from reprieve.heads.origin import warn_of_format, warn_of_sampling
 from reprieve.rules import Rule
 from reprieve.rules.learned import HeadRule
 
@@ -97,5 +97,6 @@ def require_heads_fit(rule: Rule, pair: PairIdentity, task: str | None, *, here:
             warn_of_transfer(f"head {name!r}", head.task, task)
         if here is not None:
             warn_of_format(name, head, here.format)
+            warn_of_sampling(name, head, here.sampling)
     if here is not None and rule.heads:
         warn_of_certificates(rule, head_folders(rule), here)

@@ -59,6 +59,16 @@ def warn_of_format(name: str, head: Artefact | FoldedHead, here: Mapping[str, An
         )
 
 
+def warn_of_sampling(name: str, head: Artefact | FoldedHead, here: Mapping[str, Any]) -> None:
+    """Say that constants are used under other sampling than they were measured at: the margins are of other scores."""
+    made = getattr(head, "settings", {}).get("sampling") or {}
+    other = [
+        f"{key} {here[key]} (measured at {made[key]})" for key in sorted(made) if here.get(key, made[key]) != made[key]
+    ]
+    if other:
+        warnings.warn(f"{name!r} is used with {', '.join(other)}: calibrate at that sampling", stacklevel=4)
+
+
 def _answering(head: Any, problem: Problem) -> Artefact | None:
     if isinstance(head, FoldedHead):
         head = head.heads[fold_of(problem.problem_id, len(head.heads))]

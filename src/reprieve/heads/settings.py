@@ -80,6 +80,11 @@ class FeatureRecipe:
         return frozenset(needed)
 
     @property
+    def encodings(self) -> tuple[str, ...]:
+        """The tokens whose states it reads: draft, target, previous."""
+        return ("draft", "target") if self.encoding == "both" else (self.encoding,)
+
+    @property
     def num_scalars(self) -> int:
         return int(self.entropy) + int(self.probability)
 

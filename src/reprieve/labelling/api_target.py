@@ -6,7 +6,7 @@ its neighbours, and the server then continues other tokens than the ones being j
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from reprieve.errors import SpecError, require_choice
@@ -24,9 +24,10 @@ class ApiTarget:
         model: the target's name there.
         tokenizer: the draft's, which must be the target's too.
         eos_id: appended where the server says that the response stopped.
-        stops: whether a response's tokens so far end it by a stop text. The server is sent no stop texts: it would keep
-            quiet about whether one, or the end of the text, ended its completion.
-        prompts: send `text`, or `tokens` to servers that take token ids (vLLM does), where a prefix cannot be misread.
+        stops: whether a response's tokens so far end it by a stop text.
+        stop: the stop texts. Only servers that take tokens are sent them: others keep quiet about whether one, or the
+            end of the text, ended a completion, and leave it out.
+        prompts: send `text`, or `tokens` to servers that take and give token ids (vLLM does): nothing can be misread.
 
     Raises:
         SpecError: unknown `prompts`.
@@ -40,6 +41,7 @@ class ApiTarget:
         *,
         eos_id: int,
         stops: Callable[[list[int]], bool] | None = None,
+        stop: Sequence[str] = (),
         prompts: str = "text",
     ) -> None:
         require_choice("prompts", prompts, PROMPTS)
@@ -48,6 +50,7 @@ class ApiTarget:
         self.tokenizer = tokenizer
         self.eos_id = eos_id
         self.stops = stops
+        self.stop = list(stop)
         self.prompts = prompts
 
     async def complete(
@@ -69,14 +72,24 @@ class ApiTarget:
             prompt=prefix if self.prompts == "tokens" else text,
             max_tokens=max_new_tokens,
             temperature=0.0,
+            **self._asked_of_tokens(),
         )
         choice = reply.choices[0]
-        new = self._tokens(prefix, text, choice.text)
+        new = getattr(choice, "token_ids", None)  # the server's own, where it gives them
+        new = self._tokens(prefix, text, choice.text) if new is None else list(new)
         if new is None:
             return None
-        if choice.finish_reason == "stop":
+        stopped = self.stops is not None and self.stops([*response_ids, *new])
+        if choice.finish_reason == "stop" and not stopped and new[-1:] != [self.eos_id]:
             new.append(self.eos_id)
         return self._until_stop(response_ids, new[:max_new_tokens])
+
+    def _asked_of_tokens(self) -> dict[str, Any]:
+        """What servers that take tokens are asked beside: vLLM's own words."""
+        if self.prompts != "tokens":
+            return {}
+        more = {"return_token_ids": True, "include_stop_str_in_output": True}
+        return {"extra_body": more, **({"stop": self.stop} if self.stop else {})}
 
     def _until_stop(self, response_ids: list[int], new: list[int]) -> list[int]:
         if self.stops is None:

@@ -84,8 +84,9 @@ def _load(settings: MiningSettings) -> Pair:
     """The pair; where the target is behind an API, the draft stands on both sides and only its tokenizer counts."""
     names = settings.pair
     if isinstance(settings, AutoJudgeMining) and settings.api_url is not None:
-        alone = load_pair(str(names.draft), str(names.draft), dtype=names.dtype, device=names.device)
-        return dataclasses.replace(alone, target_name=names.target)
+        alone = load_pair(str(names.draft), dtype=names.dtype, device=names.device)
+        draft = alone.target if alone.draft is None else alone.draft  # the bundled pair brings its own
+        return dataclasses.replace(alone, target=draft, draft=draft, target_name=names.target, draft_name=names.draft)
     pair = load_pair(**vars(names))
     pair.cached_draft()  # refuses a pair without a draft
     return pair
@@ -181,6 +182,7 @@ def _target(settings: AutoJudgeMining, pair: Pair, responses: ResponseFormat) ->
         pair.tokenizer,
         eos_id=pair.tokenizer.eos_token_id,
         stops=responses.stops if responses.task.stop else None,
+        stop=responses.task.stop,
         prompts=settings.api_prompts,
     )
 

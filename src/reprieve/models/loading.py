@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from reprieve.errors import PairError, ReprieveError, require_choice
+from reprieve.errors import PairError, ReprieveError, import_extra, require_choice
 from reprieve.heads.binding import PairIdentity, digest, tokenizer_fingerprint
 from reprieve.heads.files import bundled_folder
 from reprieve.models.cached_model import CachedModel, HiddenLayers, execution_device
@@ -106,13 +106,14 @@ def load_models(
     *,
     dtype: str = "auto",
     device: str | None = None,
+    device_map: str | None = None,
 ) -> ModelPair:
     """What `reprieve.load_pair` loads, with its parameters and errors."""
     require_choice("dtype", dtype, tuple(DTYPES))
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if str(target) == BUNDLED_PAIR and draft is None:
         draft = BUNDLED_PAIR
-    target_model, tokenizer = _load(target, "target", dtype, device)
+    target_model, tokenizer = _load(target, "target", dtype, device, device_map)
     draft_model = None
     if draft is not None:
         draft_model, draft_tokenizer = _load(draft, "draft", dtype, device)
@@ -154,17 +155,32 @@ def load_tokenizer(name: str) -> Any:
         raise ReprieveError(f"could not load the tokenizer of {name!r}: {error}") from error
 
 
-def _load(name: str | Path, role: str, dtype: str, device: str) -> tuple[PreTrainedModel, Any]:
+def _load(
+    name: str | Path, role: str, dtype: str, device: str, device_map: str | None = None
+) -> tuple[PreTrainedModel, Any]:
     bundled = str(name) == BUNDLED_PAIR
     source = bundled_folder(role) if bundled else name
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         with _without_bars() if bundled else contextlib.nullcontext():
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
-        model.to(device)  # type: ignore[arg-type]
+            model = _load_model(source, dtype, device, device_map)
         return model.eval(), tokenizer
     except (OSError, ValueError, RuntimeError, AssertionError) as error:  # torch asserts that CUDA is there
         raise ReprieveError(f"could not load the {role} {str(name)!r} on {device}: {error}") from error
+
+
+def _load_model(source: str | Path, dtype: str, device: str, device_map: str | None) -> PreTrainedModel:
+    """The model on its device. Quantised weights are placed while they are read: they cannot be moved afterwards."""
+    if device_map is None:
+        config = AutoConfig.from_pretrained(source)
+        device_map = device if getattr(config, "quantization_config", None) else None
+    if device_map is None:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
+        model.to(device)  # type: ignore[arg-type]
+        return model
+    import_extra("accelerate", "big")
+    placed: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], device_map=device_map)
+    return placed
 
 
 @contextlib.contextmanager

@@ -55,12 +55,14 @@ def collect(
     *,
     layers: HiddenLayers = (-1,),
     draft_layers: HiddenLayers = (-1,),
+    encodings: Sequence[str] = ("draft", "target", "previous"),
     progress: Progress = lambda done, total: None,
 ) -> LabelledTokens:
     """Run target and draft over every problem.
 
     Args:
         layers: of the target; `draft_layers` of the draft, () to leave it out.
+        encodings: of which tokens states are kept (`FeatureRecipe.encodings`).
 
     Raises:
         SpecError: no labelled mismatches.
@@ -72,7 +74,7 @@ def collect(
     for number, problem in enumerate(problems):
         mismatches = problem.labelled()
         if mismatches:
-            parts.append((_read(target, problem), _read(draft, problem) if draft else None))
+            parts.append((_read(target, problem, encodings), _read(draft, problem, encodings) if draft else None))
             kept += [(problem.problem_id, mismatch) for mismatch in mismatches]
         progress(number + 1, len(problems))
     if not kept:
@@ -97,25 +99,28 @@ def collect(
 
 
 @torch.inference_mode()
-def _read(model: CachedModel, problem: ProblemLabels) -> _Forward:
+def _read(model: CachedModel, problem: ProblemLabels, encodings: Sequence[str]) -> _Forward:
     """One forward over the response and the tokens that were tried beside it."""
     mismatches = problem.labelled()
     tree = ResponseTree(problem.response_ids)
     for mismatch in mismatches:
-        for token_id in (mismatch.draft_id, mismatch.target_id):
-            tree.add(mismatch.position, token_id)
+        if "draft" in encodings:
+            tree.add(mismatch.position, mismatch.draft_id)
+        if "target" in encodings:
+            tree.add(mismatch.position, mismatch.target_id)
     logits, hidden = tree.read(model, problem.prompt_ids)
+    previous = [mismatch.position for mismatch in mismatches]  # row 0 is the prompt's last token
     rows = {
-        "draft": [tree.row(mismatch.position, mismatch.draft_id) for mismatch in mismatches],
-        "target": [tree.row(mismatch.position, mismatch.target_id) for mismatch in mismatches],
-        "previous": [mismatch.position for mismatch in mismatches],  # row 0 is the prompt's last token
+        "draft": lambda: [tree.row(mismatch.position, mismatch.draft_id) for mismatch in mismatches],
+        "target": lambda: [tree.row(mismatch.position, mismatch.target_id) for mismatch in mismatches],
+        "previous": lambda: previous,
     }
     states = {
-        encoding: {layer: values[chosen].float().cpu() for layer, values in (hidden or {}).items()}
-        for encoding, chosen in rows.items()
+        encoding: {layer: values[rows[encoding]()].float().cpu() for layer, values in (hidden or {}).items()}
+        for encoding in encodings
     }
     token_ids = torch.tensor([mismatch.draft_id for mismatch in mismatches], device=logits.device)
-    entropy, probability = distribution_scalars(logits[rows["previous"]], token_ids)
+    entropy, probability = distribution_scalars(logits[previous], token_ids)
     return _Forward(states, entropy.cpu(), probability.cpu())
 
 
