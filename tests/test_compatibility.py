@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from reprieve.cli.main import main
 from reprieve.heads.loading import load_head
@@ -55,7 +56,8 @@ def test_a_label_store_trains_and_grows(old, capsys):
     assert main(["labels", "stats", "labels"]) == 0
     assert "30 labelled mismatches, 2 important" in capsys.readouterr().out
     assert main(["train", "judge", "--labels", "labels", "--out", "trained"]) == 0
-    assert load_head("trained").weights["weight"].equal(load_head("head").weights["weight"])
+    # 0.1 read more rows in a forward than the head needs, which moves the states by rounding.
+    torch.testing.assert_close(load_head("trained").weights["weight"], load_head("head").weights["weight"])
     assert main(["mine", "autojudge", "--limit", "2", "--out", "labels"]) == 0
     assert "mined now: 0, there before: 2" in capsys.readouterr().out
 
