@@ -86,6 +86,10 @@ class Quickstart(Command):
             require_whole(name, getattr(self, name), 1)
 
     def run(self) -> int:
+        if self.pair.bundled:  # as `demo` does: so small a pair gains nothing from a second thread
+            import torch
+
+            torch.set_num_threads(1)
         prompt, num_mined, num_certified = self._look()
         if self.look:
             return 0
