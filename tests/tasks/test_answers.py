@@ -53,3 +53,19 @@ def test_solutions_in_the_styles_of_models_are_read():
     endings = ("72", "-5", "1,250,000", "2.5", "0", "10")
     solutions = [f"First {number} times 3 is 9.\nThen <<9-4=5>>5 are left.\n#### {number}" for number in endings]
     assert list(misreadings(solutions)) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\\boxed{" * 5000 + "7" + "}" * 5000,
+        "the answer is " * 5000,
+        "#### 5\n" * 5000,
+        "\\boxed{5 " + "a b/" * 20000 + "}",
+    ],
+)
+def test_long_responses_are_read_at_once(text):
+    for grader in (NUMBER, MATH):
+        answer = grader.extract(text)
+        grader.equivalent(answer, "5 " + "a" * 50000)
+        grader.equivalent("5 " + "ab " * 20000, answer)

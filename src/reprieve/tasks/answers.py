@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 # Version of the reader; labels made by another one may say something else.
 ANSWERS_VERSION = 2
+_LONGEST = 1000  # characters of an answer
 
 THINKING_ENDS = ("</think>", "</thinking>", "</thought>", "<channel|>", "assistantfinal")
 THINKING_BEGINS = ("<think>", "<thinking>", "<thought>")
@@ -59,9 +60,9 @@ def final_answer(text: str) -> str | None:
     finals, others = _FINAL.finditer(said), _ANSWER.finditer(said)
     places = [
         *(_Place(start, answer, boxed=True) for start, answer in _boxed(said)),
-        *(_Place(match.start(), _first_line(said[match.end() :])) for match in _HASHES.finditer(said)),
-        *(_Place(match.end(), _first_sentence(said[match.end() :])) for match in finals),
-        *(_Place(match.end(), _first_sentence(said[match.end() :]), final=False) for match in others),
+        *(_Place(match.start(), _first_line(_behind(said, match))) for match in _HASHES.finditer(said)),
+        *(_Place(match.end(), _first_sentence(_behind(said, match))) for match in finals),
+        *(_Place(match.end(), _first_sentence(_behind(said, match)), final=False) for match in others),
     ]
     places = sorted(place for place in places if place.answer)
     for counts in (lambda place: place.firm, lambda place: place.final, lambda place: True):
@@ -88,8 +89,13 @@ def _boxed(text: str) -> Iterator[tuple[int, str]]:
             open_braces.append(match.start())
         elif match[0] == "}" and open_braces:
             opening = open_braces.pop()
-            if opening in begins:
+            if opening in begins and match.start() - opening <= _LONGEST:
                 yield begins[opening], _cleaned(text[opening + 1 : match.start()])
+
+
+def _behind(text: str, match: re.Match[str]) -> str:
+    """What follows a phrase, as far as an answer can reach."""
+    return text[match.end() : match.end() + _LONGEST]
 
 
 def _first_line(text: str) -> str:

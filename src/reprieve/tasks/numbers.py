@@ -25,6 +25,7 @@ _LATEX = (
 )  # fmt: skip
 _CURRENCY = "$€£¥₹"
 _DIGITS = r"(?:\d{1,3}(?:[, ]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_LONGEST = 400  # characters of a number with its unit, or of the sentence that states it
 _MAGNITUDES = {
     "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
 }  # fmt: skip
@@ -61,6 +62,8 @@ def number_in(text: str) -> Number | None:
     An equation states what stands behind its last `=`; words before and after the number are passed over. A range, a
     time of day, or two quantities ("5 hours and 30 minutes") are not one number, but dollars and cents are.
     """
+    if len(text) > _LONGEST:
+        return None
     for side in reversed(_plain(text).split("=")):
         if any(character.isdigit() for character in side) and (found := _first_number(side)):
             return found
@@ -79,6 +82,8 @@ def _first_number(text: str) -> Number | None:
 
 def whole_number(text: str) -> Number | None:
     """The number that a text is, with its name and unit at most; None where it says more than that."""
+    if len(text) > _LONGEST:
+        return None
     plain = _plain(text).strip()
     name, equals, right = plain.rpartition("=")
     if equals and re.fullmatch(r"\s*[A-Za-z](?:_\w+)?\s*", name):
