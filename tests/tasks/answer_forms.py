@@ -61,7 +61,7 @@ DEEPSEEK = [
     ("</think>\n\nTo find it, add up.\n\n**Answer:** \\(\\boxed{5}\\)", ["5"], ["0"]),
     ("**Answer:** 5 apples", ["5"], ["0"]),
     ("Answer: $5.00", ["5"], ["500", "0"]),
-    ("**Answer:** €1 200", ["1200"], ["1", "200"]),
+    ("**Answer:** €1\u00a0200", ["1200"], ["1", "200"]),
     ("The correct answer is **24**.", ["24"], ["2", "4"]),
     ("The correct answer would be 24 eggs.", ["24"], ["2"]),
     ("### Final Answer: 9", ["9"], ["90"]),

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from reprieve.tasks.numbers import whole_number
+
 # Version of the reader; labels made by another one may say something else.
 ANSWERS_VERSION = 2
 _LONGEST = 1000  # characters of an answer
@@ -25,10 +27,13 @@ _FINAL = re.compile(
 _ANSWER = re.compile(
     r"\banswer[*_ \t]*(?:is|would\s+be|=|:)[*_]*[\s:]*(?:that\b|simply\b)?|答案[是为:：]", re.IGNORECASE
 )
-_SENTENCE_END = re.compile(r"[.!?。](?=\s|$|\*|\\\)|\$(?!\d))|\n\s*\n")
+_SENTENCE_END = re.compile(
+    r"(?<!\bSt)(?<!\bDr)(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bRs)(?<!\bNo)(?<!approx)[.!?。](?=\s|$|\*|\\\)|\$(?!\d))|\n\s*\n"
+)
 # What stands around an answer and says nothing: mathematics' delimiters, Markdown, quotation marks.
 _DELIMITERS = re.compile(r"\$\$|\\\[|\\\]|\\\(|\\\)|`+|\*\*+|__+|~~")
 _BOLD = re.compile(r"\s*\*\*([^*\n]*\w[^*\n]*)\*\*")
+_BOLD_INSIDE = re.compile(r"\*\*([^*\n]+)\*\*")
 _STRUCK = re.compile(r"~~[^~\n]*~~")
 _QUOTES = "\"'“”‘’«»"
 
@@ -50,9 +55,10 @@ class _Place:
 def final_answer(text: str) -> str | None:
     """The answer that a response ends with, without what stands around it; None where it gives none.
 
-    The last place counts that names one: `\\boxed{}`, a line that begins with `####`, or a phrase such as "the final
-    answer is", whose answer may follow on the next line. A phrase followed by words alone ("I hope the answer is
-    clear") counts only where nothing else does. What a thinking model writes before it answers is not read.
+    The last place counts that names one: `\\boxed{}`, a line that begins with `####`, or "the final answer is", whose
+    answer may follow on the next line. Weaker words ("the answer is") count where there is no such place, and those
+    without a digit ("the answer is clear") only where nothing else does. What a thinking model writes before it answers
+    is not read.
     """
     said = after_thinking(text)
     if said is None:
@@ -60,15 +66,14 @@ def final_answer(text: str) -> str | None:
     finals, others = _FINAL.finditer(said), _ANSWER.finditer(said)
     places = [
         *(_Place(start, answer, boxed=True) for start, answer in _boxed(said)),
-        *(_Place(match.start(), _first_line(_behind(said, match))) for match in _HASHES.finditer(said)),
+        *(_Place(match.start(), _result_line(_behind(said, match))) for match in _HASHES.finditer(said)),
         *(_Place(match.end(), _first_sentence(_behind(said, match))) for match in finals),
         *(_Place(match.end(), _first_sentence(_behind(said, match)), final=False) for match in others),
     ]
     places = sorted(place for place in places if place.answer)
-    for counts in (lambda place: place.firm, lambda place: place.final, lambda place: True):
-        if chosen := [place for place in places if counts(place)]:
-            return chosen[-1].answer
-    return None
+    ranks = [(place.final and place.firm, place.firm, place.final) for place in places]
+    best = max(range(len(places)), key=lambda number: (ranks[number], number), default=None)
+    return None if best is None else places[best].answer
 
 
 def after_thinking(text: str) -> str | None:
@@ -98,13 +103,20 @@ def _behind(text: str, match: re.Match[str]) -> str:
     return text[match.end() : match.end() + _LONGEST]
 
 
-def _first_line(text: str) -> str:
-    return _cleaned(text.split("\n", 1)[0])
+def _result_line(text: str) -> str:
+    """The line, where it is a number or the response's last: others are headings."""
+    line, _, rest = text.partition("\n")
+    answer = _cleaned(line)
+    return answer if not rest.strip() or whole_number(answer) else ""
 
 
 def _first_sentence(text: str) -> str:
     """Up to the end of the sentence or line; delimiters and empty lines before it are passed over."""
     bold = _BOLD.match(text)
+    first = _STRUCK.sub(" ", text).lstrip().split("\n", 1)[0]
+    marked = {inside for inside in _BOLD_INSIDE.findall(first) if any(character.isdigit() for character in inside)}
+    if bold is None and len(marked) == 1:  # of a sentence's numbers the one that is set off
+        return _cleaned(marked.pop())
     opened = _DELIMITERS.sub(" ", bold[1] if bold else _STRUCK.sub(" ", text)).strip()
     sentence = _SENTENCE_END.split(opened, maxsplit=1)[0].split("\n", 1)[0]
     return "" if _BOXED.search(sentence) else _cleaned(sentence)  # a box is a place of its own

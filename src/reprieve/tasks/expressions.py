@@ -10,10 +10,15 @@ from reprieve.errors import import_extra
 from reprieve.tasks.numbers import number_in, same_number, whole_number
 
 _LONGEST = 200  # characters
-_HUGE_EXPONENT = re.compile(r"(\^|\*\*)\s*[({]?\s*-?\d{3,}")
+_HUGE_EXPONENT = re.compile(r"(\^|\*\*)\s*[({]?\s*-?\d{3,}|[)}]\s*(\^|\*\*)\s*[({]?\s*\d{2,}")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z'-]+(?:\s+[A-Za-z'-]+)*")
 _TEXT = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\s*\{([^{}]*)\}")
-_SENTENCE = re.compile(r"=|(?<![\\\\A-Za-z])[A-Za-z]{2,}(?:[\s,.]|$)")  # an equation, or words
+# A sum with its result, or dollars and cents.
+_SUM = re.compile(
+    r"(?:\\(?:frac|times|cdot|div)|[\d\s+*/×÷().,$%{}-])*=[\d\s+*/×÷().,$%-]+|\d+ dollars? and \d+ cents?"
+)
+# What math-verify would pass over, though answers may differ in it.
+_NOT_READ = re.compile(r"_\s*\{?\d|[²³⁰¹⁴-⁹√]|\b(?:or|and)\b|\\pm|±|\d:\d|=.*,.*=|\d\s*[A-Za-z]{2,}")
 _CHOICE = re.compile(r"\(\s*([A-Za-z])\s*\)")
 
 
@@ -32,9 +37,11 @@ def same_expression(answer: str, other: str) -> bool:
     one, two = whole_number(left), whole_number(right)
     if one and two:
         return same_number(one, two)
-    if (one or two) and any(_SENTENCE.search(text) for text in (left, right)):
+    if (one or two) and any(_SUM.fullmatch(text) for text in (left, right)):
         one, two = one or number_in(left), two or number_in(right)
         return one is not None and two is not None and same_number(one, two)
+    if any(_NOT_READ.search(text) for text in (left, right)):  # math-verify would pass over what makes them differ
+        return left.replace(" ", "") == right.replace(" ", "")
     words = [_TEXT.sub(r"\1", text).strip() for text in (left, right)]
     if any(_WORDS.fullmatch(text) for text in words):  # mathematics would take letters for factors, in any order
         return words[0].casefold() == words[1].casefold()
@@ -55,7 +62,9 @@ def _bare(text: str) -> str:
 
 def _too_hard(text: str) -> bool:
     """Whether evaluating an answer could take for ever: factorials, towers, huge exponents; or it is no answer."""
-    return len(text) > _LONGEST or "!" in text or text.count("^") > 1 or bool(_HUGE_EXPONENT.search(text))
+    if len(text) > _LONGEST or max(map(text.count, "({[")) > 20:
+        return True
+    return "!" in text or text.count("^") > 1 or bool(_HUGE_EXPONENT.search(text))
 
 
 def _parse(math_verify: Any, text: str) -> Any:

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 _SYMBOLS = {
-    "−": "-", "–": "-", "\u00a0": " ", "\u202f": " ",
+    "−": "-", "–": "-", "\u2044": "/",
     "½": " 1/2", "¼": " 1/4", "¾": " 3/4", "⅓": " 1/3", "⅔": " 2/3",
 }  # fmt: skip
 _LATEX = (
@@ -20,12 +20,16 @@ _LATEX = (
     (re.compile(r"\\%"), "%"),
     (re.compile(r"\\(?:\$|pounds|euro)"), "$"),
     (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree|°"), " degrees "),
-    (re.compile(r"\\approx|\\sim|≈"), " "),
+    (re.compile(r"(?<=\d)[\u00a0\u202f](?=\d{3})"), ""),
+    (re.compile(r"[\u00a0\u202f]"), " "),
+    (re.compile(r"\\approx|\\sim|≈"), " = "),
     (re.compile(r"\b(?:minus|negative)\s+(?=\d)", re.IGNORECASE), "-"),
 )  # fmt: skip
 _CURRENCY = "$€£¥₹"
-_DIGITS = r"(?:\d{1,3}(?:[, ]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _LONGEST = 400  # characters of a number with its unit, or of the sentence that states it
+_MOST_DIGITS = 60
+_CURRENCIES = {"dollar": "$", "usd": "$", "euro": "€", "eur": "€", "pound": "£", "gbp": "£"}
 _MAGNITUDES = {
     "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
 }  # fmt: skip
@@ -38,15 +42,22 @@ _NUMBER = re.compile(
     (?P<percent>\s*(?:%|percent\b|per\s+cent\b))?""",
     re.VERBOSE | re.IGNORECASE,
 )
-_CENTS = re.compile(r"^\s*(?:dollars?|euros?|pounds?)\s*,?\s*(?:and\s+)(\d{1,2})\s*(?:cents?|pence)\b", re.IGNORECASE)
+_CENTS = re.compile(r"^\s*(?:dollars?|euros?|pounds?)\s*,?\s*(?:and\s+)?(\d{1,2})\s*(?:cents?|pence)\b", re.IGNORECASE)
 _VARIABLE = r"[a-zA-Z](?<![mgshLCFVWJN])(?=\s*(?:$|[-+*/^=)(]))"  # and not a unit
 _GOES_ON = re.compile(
     rf"^\s*(?:[:^]|[-*/+x×·]\s*[\d({_CURRENCY}]|\\(?:times|cdot|pm|div|sqrt|pi)|\*\*|(?:to|or|and)\s+[{_CURRENCY}]?\d"
     rf"|,\s*(?:and\s+|or\s+)?[{_CURRENCY}]?\d|[A-Za-z]+(?:\s*,\s*(?:and|or)?|\s+(?:and|or|to))\s*[{_CURRENCY}]?\d"
-    rf"|[eE][-+]?\d|!|{_VARIABLE})",
+    rf"|[A-Za-z]+\s+\d|[.'_,]\d|\.?\\[a-z]|[eE][-+]?\d|!|[π√÷²³⅛⅜⅝⅞⁰¹⁴-⁹]|{_VARIABLE})",
 )
 _BEFORE = re.compile(r"[\w.)}\]/^:\\]$|\d\s*[-+*/×^]$|(?:sqrt|log|pi)\s*[({]?\s*$")
-_UNIT = re.compile(r"^\s*(?:[A-Za-z%][A-Za-z'.-]*\s*(?:\^\s*\{?[23]\}?|[²³])?\s*/?\s*){0,4}$")
+# What is said of an answer in passing, and what an answer can follow in its sentence.
+_ASIDE = re.compile(
+    r"\((?=[^()]*[A-Za-z=])[^()]*\)|\b(?:where|when|with|since|because|using)\b.*", re.IGNORECASE | re.DOTALL
+)
+_BULLET = re.compile(r"^\s*(?:[-*•]|\d+[.)])\s+")
+_VERB = re.compile(r"\b(?:is|are|was|were|equals|be|lays?|makes?|costs?)\b", re.IGNORECASE)
+_OTHER = re.compile(r"\b(?:not|in|per|every|from|after|of)\s*$|-\s*\($", re.IGNORECASE)
+_UNIT = re.compile(r"^\s*+(?:[A-Za-z%][A-Za-z'.-]*+\s*+(?:\^\s*+\{?[23]\}?|[²³])?\s*+/?\s*+){0,4}$")
 
 
 class Number(NamedTuple):
@@ -54,6 +65,8 @@ class Number(NamedTuple):
 
     value: Fraction
     percent: bool = False
+    unit: str = ""  # its currency or the words behind it; empty where there are none
+    name: str = ""  # what it is the value of: the x of x = 3
 
 
 def number_in(text: str) -> Number | None:
@@ -64,15 +77,19 @@ def number_in(text: str) -> Number | None:
     """
     if len(text) > _LONGEST:
         return None
-    for side in reversed(_plain(text).split("=")):
-        if any(character.isdigit() for character in side) and (found := _first_number(side)):
+    plain = _ASIDE.sub(" ", _plain(_BULLET.sub("", text)))
+    for side in reversed(plain.split("=")):
+        if not any(character.isdigit() for character in side):
+            continue
+        said = _VERB.split(side)[-1]
+        if found := _first_number(said if any(character.isdigit() for character in said) else side):
             return found
     return None
 
 
 def _first_number(text: str) -> Number | None:
     match = _NUMBER.search(text)
-    if match is None or _BEFORE.search(text[: match.start()]):
+    if match is None or _BEFORE.search(text[: match.start()]) or _OTHER.search(text[: match.start()]):
         return None
     rest, value = text[match.end() :], _value(match)
     if value is not None and (cents := _CENTS.match(rest)):
@@ -85,28 +102,38 @@ def whole_number(text: str) -> Number | None:
     if len(text) > _LONGEST:
         return None
     plain = _plain(text).strip()
-    name, equals, right = plain.rpartition("=")
-    if equals and re.fullmatch(r"\s*[A-Za-z](?:_\w+)?\s*", name):
+    before, equals, right = plain.rpartition("=")
+    name = before.strip()
+    if equals:
+        if not re.fullmatch(r"[A-Za-z](?:_\w+)?", name):
+            return None
         plain = right.strip()
     match = _NUMBER.match(plain)
     rest = "" if match is None else plain[match.end() :]
-    if match is None or not _UNIT.match(rest) or _GOES_ON.match(rest):
+    if match is None or not _UNIT.match(rest) or _GOES_ON.match(rest) or re.search(r"\b(?:or|and)\b", rest):
         return None
     value = _value(match)
-    return None if value is None else Number(value, bool(match["percent"]))
+    currency = next((sign for sign in _CURRENCY if sign in match[0]), "")
+    unit = " ".join(word.rstrip("s") for word in rest.lower().split()) or currency
+    return None if value is None else Number(value, bool(match["percent"]), unit, name)
 
 
 def same_number(left: Number, right: Number) -> bool:
-    """Whether two are equal; `50%` is 50 as well as 0.5."""
+    """Whether two are equal; `50%` is 50 as well as 0.5, and 5 is 5 km, but 5 m is not."""
+    if left.name and right.name and left.name != right.name:
+        return False
+    units = {_CURRENCIES.get(number.unit, number.unit) for number in (left, right)}
+    if len(units) > 1 and "" not in units:
+        return False
     if left.value == right.value:
-        return True
+        return left.percent == right.percent or not (left.unit or right.unit)
     one, other = (number.value / 100 if number.percent else number.value for number in (left, right))
     return left.percent != right.percent and one == other
 
 
 def written(number: Number) -> str:
     """As text: 72, 1.5, 2/3 or 50%."""
-    value, percent = number
+    value, percent = number.value, number.percent
     sign = "%" if percent else ""
     if value.denominator == 1:
         return f"{value.numerator}{sign}"
@@ -129,6 +156,9 @@ def _plain(text: str) -> str:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
+    if len(match[0]) > _MOST_DIGITS:
+        return None
+
     def part(name: str) -> Fraction:
         return Fraction(re.sub("[, ]", "", match[name]))
 
