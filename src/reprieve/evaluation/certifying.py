@@ -249,6 +249,11 @@ def _outcomes(runner: Runner, strict_arm: Arm, arm: Arm) -> tuple[np.ndarray, np
             f"{failed} answers failed; a certificate needs all of them: run again to try them once more"
         )
     strict, relaxed = (column(rows[label], lambda record: record.correct) for label in labels)
+    if not strict.any():
+        raise ReprieveError(
+            "lossless decoding solved none of the problems: there is nothing to lose, and so nothing to certify; check "
+            "the task's grader and answers, and how the model is asked"
+        )
     tokens = column(rows[labels[1]], lambda record: record.num_tokens).sum()
     rounds = column(rows[labels[1]], lambda record: record.num_rounds).sum()
     return strict, relaxed, float(tokens / rounds) if rounds else None

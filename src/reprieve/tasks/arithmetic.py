@@ -25,7 +25,14 @@ class ArithmeticTask(Task):
     def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
         require_choice("split", split, SPLITS)
         drawn = (draw_problem(split, index) for index in range(offset, offset + limit))
-        return [TaskProblem(problem.problem_id, problem.prompt, str(problem.answer)) for problem in drawn]
+        return [
+            TaskProblem(item.problem_id, item.prompt, str(item.answer), question=_question(item.prompt))
+            for item in drawn
+        ]
 
     def wrap(self, question: str) -> str:
         return question if question.startswith("Question:") else f"Question: {question.strip()}\nAnswer:"
+
+
+def _question(prompt: str) -> str:
+    return prompt.removeprefix("Question:").removesuffix("Answer:").strip()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import string
 from dataclasses import dataclass, field
@@ -17,9 +16,10 @@ from reprieve.tasks.table import TableTask, text_of
 _BOXED = "{question}\n\nReason step by step, and put the final answer within \\boxed{{}}."
 _LETTER = "{question}\n\n{choices}\n\nAnswer with the letter of the right choice."
 _LETTERS = string.ascii_uppercase
+_MARK = r"[\s*_:\"“`\[(]*(?:\\boxed\{)?(?:\\(?:text|textbf|mathrm|mathbf)\{)?\(?\s*([A-Z])\b(?![\s'][a-z])"
 _CHOSEN = (
-    re.compile(r"\banswer[\s*_]*(?:is|:)[\s*_:]*\(?\s*\\?(?:boxed\{)?(?:\\text\{)?\(?([A-Z])\b", re.IGNORECASE),
-    re.compile(r"\\boxed\{\s*(?:\\text\{)?\(?([A-Z])\b"),
+    re.compile(r"\\boxed\{\s*(?:\\(?:text|textbf|mathrm|mathbf)\{)?\(?([A-Za-z])\b"),
+    re.compile(r"\b(?i:answer|option|choice)[\s*_]*(?i:is|would\s+be|:)?(?:\s+(?i:option|choice))?" + _MARK),
     re.compile(r"^\W*([A-Z])(?:[).:,]|\s*$)"),
     re.compile(r"\(([A-Z])\)"),
     re.compile(r"^\W*([A-Z])[).:]?\W*$", re.MULTILINE),
@@ -108,13 +108,15 @@ class TriviaQaTask(TableTask):
         if not texts:
             raise ReprieveError(f"task triviaqa: {where}: answer must have a value or aliases, got {given!r}")
         prompt = f"Answer the question in a few words.\n\nQuestion: {question.strip()}\nAnswer:"
-        return TaskProblem(self.named(question), prompt, json.dumps(texts, ensure_ascii=False), question=question)
+        return TaskProblem(
+            self.named(question), prompt, "\n".join(text.replace("\n", " ") for text in texts), question=question
+        )
 
 
 @register_grader
 @dataclass(frozen=True)
 class ChoiceGrader(Grader):
-    """A letter: after "answer is", in a box, at the beginning, or alone; the last one that is said so."""
+    """A letter: in a box, after "answer is", at the beginning, or alone; of each kind the last."""
 
     name: ClassVar[str] = "choice"
 
@@ -185,14 +187,12 @@ class CommonsenseQaTask(ChoiceTask):
 
 
 def _names(answer: str) -> set[str]:
-    """An answer, or the several of a reference, each as it is compared."""
-    try:
-        several = json.loads(answer) if answer.startswith("[") else [answer]
-    except json.JSONDecodeError:
-        several = [answer]
-    return {_normal(str(name)) for name in several} - {""}
+    """An answer, or the several of a reference, a line each, as they are compared."""
+    return {_normal(name) for name in answer.split("\n")} - {""}
 
 
 def _normal(text: str) -> str:
-    words = "".join(" " if sign in string.punctuation + "‘’´`_" else sign for sign in text.lower()).split()
-    return " ".join(word for word in words if word not in ("a", "an", "the"))
+    words = "".join(" " if sign in string.punctuation + "‘’´`_“”" else sign for sign in text.lower()).split()
+    kept = " ".join(word for word in words if word not in ("a", "an", "the"))
+    # Where signs are all that tells a name from another, they count: C++, -5, 5%.
+    return kept if not re.search(r"[+#%$€£-]|\d\.\d", text) else " ".join(text.lower().split())

@@ -53,7 +53,9 @@ class Gsm8kTask(Task):
         require_choice("split", split, _SPLITS)
         rows = self._rows(split)[offset : offset + limit]
         return [
-            TaskProblem(f"gsm8k-{split}-{offset + number}", self.wrap(question), _reference(solution))
+            TaskProblem(
+                f"gsm8k-{split}-{offset + number}", self.wrap(question), _reference(solution), question=question
+            )
             for number, (question, solution) in enumerate(rows)
         ]
 

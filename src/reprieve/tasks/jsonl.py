@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
         content = path.read_bytes()
         if path.suffix == ".gz":
             content = gzip.decompress(content)
-        lines = content.decode().split("\n")  # a string may hold other line separators
-    except (OSError, EOFError) as error:
+        lines = content.decode("utf-8-sig").split("\n")  # a string may hold other line separators
+    except (OSError, EOFError, zlib.error) as error:
         raise ReprieveError(f"{str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except UnicodeDecodeError as error:
         raise ReprieveError(f"{str(path)!r} must be UTF-8: {error}") from None
@@ -31,7 +32,10 @@ def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ReprieveError(f"{path}, line {number}: holds half of a surrogate pair, which is no text") from None
+        except (ValueError, RecursionError) as error:
             raise ReprieveError(f"{path}, line {number}: not JSON ({error})") from None
         if not isinstance(row, dict):
             raise ReprieveError(f"{path}, line {number}: must be an object, got {type(row).__name__}")

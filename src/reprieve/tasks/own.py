@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.errors import ReprieveError, SpecError
+from reprieve.tasks.answers import final_answer
 from reprieve.tasks.base import TaskProblem, register_task
 from reprieve.tasks.graders import GRADERS, Grader
 from reprieve.tasks.table import TableTask, text_of
@@ -58,8 +59,28 @@ class JsonlTask(TableTask):
 
     def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
         question = text_of(row, self.question, where)
-        reference = "" if self._judged else text_of(row, self.answer, where)
+        reference = "" if self._judged else self._reference(text_of(row, self.answer, where), where)
         return TaskProblem(self.named(question), self.wrap(question), reference, question=question)
+
+    def _reference(self, written: str, where: str) -> str:
+        """The right answer as the grader has it; it may be a whole solution, as GSM8K's and MATH's are.
+
+        Raises:
+            ReprieveError: the grader finds none in it: every response would be wrong.
+        """
+        grader: Any = self.grader
+        name = grader.name
+        if name in ("number", "choice"):
+            reference = grader.extract(written) or grader.extract(f"The answer is {written.strip()}")
+        elif name == "math":
+            reference = final_answer(written) or written.strip()
+        else:
+            return written.strip()
+        if not reference or not grader.equivalent(reference, reference):
+            raise ReprieveError(
+                f"{where}: grader {name} finds no answer in field {self.answer!r}, got {written[:60]!r}"
+            )
+        return str(reference)
 
     def wrap(self, question: str) -> str:
         return self._prompt.replace("{question}", question.strip())
@@ -127,12 +148,13 @@ class FunctionGrader(Grader):
     source: str  # FILE.py:FUNCTION
 
     def __post_init__(self) -> None:
-        _ = self.judges
+        if (num := _num_required(self.source)) not in (1, 2):
+            raise SpecError(f"grader {self.source} must take a response, or a response and an answer; it takes {num}")
 
     @property
     def judges(self) -> bool:
         """Whether it is asked about a response and a reference; else it gives a response's answer."""
-        return len(inspect.signature(_function(self.source)).parameters) >= 2
+        return _num_required(self.source) == 2
 
     def extract(self, text: str) -> str | None:
         if self.judges:
@@ -150,6 +172,13 @@ class FunctionGrader(Grader):
             return _function(self.source)(*given)
         except Exception as error:
             raise ReprieveError(f"grader {self.source} raised {type(error).__name__}: {error}") from error
+
+
+def _num_required(source: str) -> int:
+    """How many arguments a function must be given by place."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    given = inspect.signature(_function(source)).parameters.values()
+    return sum(item.kind in kinds and item.default is inspect.Parameter.empty for item in given)
 
 
 @lru_cache

@@ -81,16 +81,18 @@ class TableTask(Task):
 
     def _read(self, split: str) -> list[TaskProblem]:
         problems: dict[str, TaskProblem] = {}
-        repeated = 0
+        repeated = contradicted = 0
         for row, where in self._rows(split):
             problem = self.problem_of(row, where)
-            repeated += problem.digest in problems
-            problems.setdefault(problem.digest, problem)
+            first = problems.setdefault(problem.digest, problem)
+            repeated += first is not problem
+            contradicted += first.reference != problem.reference
         if not problems:
             raise ReprieveError(f"task {self.name}: {self._source(split)} holds no problems")
         if repeated:
             warnings.warn(
-                f"task {self.name}: {repeated} rows of {self._source(split)} repeat a question and are left out",
+                f"task {self.name}: {repeated} rows of {self._source(split)} repeat a question and are left out"
+                + (f"; {contradicted} of them give another answer" if contradicted else ""),
                 stacklevel=5,
             )
         return list(problems.values())
