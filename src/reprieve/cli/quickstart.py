@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import os
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.cli.stages import Stage, StageFailed, Stages, pair_flags, prompt_flags
-from reprieve.errors import SpecError, require_choice, require_range, require_whole
+from reprieve.errors import ReprieveError, SpecError, require_choice, require_range, require_whole
 from reprieve.files import replace_file
+from reprieve.heads.binding import digest
 from reprieve.settings import PairSettings, PromptSettings, describe_format
 from reprieve.specs import quoted
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 _NUM_TRIED = 4  # problems that speeds are measured on
 _FEWEST = 60  # calibration problems: fewer cannot prove a bound of 5 points even where nothing is lost
+_MOST = 10_000  # problems counted of a split
+_FREE = ("out", "look", "num_workers")  # settings that may change from run to run
 _THRESHOLDS = 7  # of the usual ones, walked before one cannot be proved: for the estimate
 
 
@@ -93,6 +97,7 @@ class Quickstart(Command):
         prompt, num_mined, num_certified = self._look()
         if self.look:
             return 0
+        self._require_same_start()
         self.keep_config(self.out)
         stages = Stages(self.out, "quickstart", skip_done=True)
         pair, prompted = pair_flags(self.pair), prompt_flags(prompt)
@@ -106,11 +111,14 @@ class Quickstart(Command):
         certify = ["certify", "--rule", rule, *promise, *k, *limits, *shared, "--out", str(self.out / "certificates")]
         try:
             stages.run(Stage("mine", mine))
-            screen.say(_last_lines(self.out / "mine.log", "labelled mismatches"))
+            screen.say(_last_line(self.out / "mine.log", "labelled mismatches"))
             stages.run(Stage("train", train))
-            screen.say(_last_lines(self.out / "train.log", "held-out ROC AUC"))
-            if stages.run(Stage("certify", certify, passes=(0, 1))) != 0:
-                return self._without_certificate()
+            screen.say(_last_line(self.out / "train.log", "held-out ROC AUC"))
+            certifying = Stage("certify", certify, passes=(0, 1))
+            if stages.run(certifying) != 0:
+                if not (reason := _last_line(certifying.log(self.out), "no certificate")):
+                    raise StageFailed(certifying)
+                return self._without_certificate(reason)
             certificate = self._certificate()
             arms = ["--arm", certificate.rule, *k, "--split", "test", "--limit", "40"]
             stages.run(Stage("bench", ["bench", *arms, *shared, "--out", str(self.out / "bench")]))
@@ -124,6 +132,26 @@ class Quickstart(Command):
             raise
         self._tell_how_to_serve(certificate)
         return 0
+
+    def _require_same_start(self) -> None:
+        """Refuse a folder whose stages stand on other data or settings.
+
+        Raises:
+            ReprieveError: names the first difference.
+        """
+        files = [self.data, self.prompt_template, Path(self.grader.removeprefix("python:").rpartition(":")[0] or "-")]
+        digests = {str(path): digest(path.read_bytes()) for path in files if path is not None and path.is_file()}
+        ours = {key: str(value) for key, value in dataclasses.asdict(self).items() if key not in _FREE} | digests
+        path = self.out / "started.json"
+        if not path.exists():
+            replace_file(path, json.dumps(ours, indent=2) + "\n")
+            return
+        before = json.loads(path.read_text(encoding="utf-8"))
+        for key in sorted(ours.keys() | before.keys()):
+            if ours.get(key) != before.get(key):
+                what = f"{key} = {before.get(key)!r} instead of {ours.get(key)!r}"
+                what = f"another content of {key}" if key in digests else what
+                raise ReprieveError(f"--out {str(self.out)!r} was begun with {what}; name another folder")
 
     @property
     def task_spec(self) -> str:
@@ -148,20 +176,20 @@ class Quickstart(Command):
         plain = load_task(self.task_spec)
         if not plain.graded:
             raise SpecError(f"task {plain.name} has no right answers: nothing can be certified on it")
-        everything = 10**9
-        sizes = {split: len(plain.problems(split, everything)) for split in ("train", "validation", "test")}
-        screen.say(f"data: {self.data or self.task}: " + ", ".join(f"{n} {split}" for split, n in sizes.items()))
+        sizes = {split: len(plain.problems(split, _MOST)) for split in ("train", "validation", "test")}
+        told = (f"{size}{' or more' if size == _MOST else ''} {split}" for split, size in sizes.items())
+        screen.say(f"data: {self.data or self.task}: {', '.join(told)}")
         num_mined = min(self.mine_limit, sizes["train"])
         num_certified = min(self.certify_limit, sizes["validation"], sizes["test"])
         if num_mined < 2 or num_certified < 2:
             raise SpecError("quickstart needs two problems or more in each split: give it more data")
         if num_certified < _FEWEST:
-            screen.warn(
-                f"{num_certified} calibration problems can hardly prove {100 * self.max_drop:g} points: add data"
-            )
+            screen.warn(f"{num_certified} calibration problems prove little: more data, or a larger --certify-limit")
         pair = screen.load(self.pair)
         pair.cached_draft()  # refuses a pair without a draft
         prompt = self._prompt(pair.tokenizer)
+        task = ask(plain, pair.tokenizer, prompt)
+        prompt = dataclasses.replace(prompt, max_new_tokens=_room(pair, task, num_mined, num_certified))
         task = ask(plain, pair.tokenizer, prompt)
         screen.say(f"pair: {_about(pair)}; prompts: {describe_format(prompt.format)}")
         self._estimate(pair, task, num_mined, num_certified)
@@ -193,12 +221,20 @@ class Quickstart(Command):
         times = [sum(made[side].seconds for made in answers) / len(answers) for side in (0, 1)]
         num_tokens = sum(len(made.tokens) for made, _ in answers) / len(answers)
         read = sum(task.extract_answer(made.text) is not None for made, _ in answers)
+        solved = sum(
+            task.equivalent(task.extract_answer(made.text), problem.reference)
+            for problem, (made, _) in zip(problems, answers, strict=True)
+        )
         cut = sum(made.finish_reason == "length" for made, _ in answers)
         screen.say(
             f"speed: {num_tokens / times[0]:.0f} tokens a second alone, {num_tokens / times[1]:.0f} with lossless "
-            f"speculation at K = {self.num_draft_tokens}; answers of {num_tokens:.0f} tokens, {read} of {len(answers)} "
-            f"with an answer that could be read, {cut} cut off"
+            f"speculation at K = {self.num_draft_tokens}; answers of {num_tokens:.0f} tokens; of {len(answers)} {read} "
+            f"could be read, {solved} were right"
         )
+        if cut:
+            screen.warn(
+                f"ANSWERS CUT OFF: {cut} of {len(answers)} at {task.max_new_tokens} tokens: raise --max-new-tokens"
+            )
         if not read:
             shown = answers[0][0].text.strip()[-300:]
             screen.warn(f"NO ANSWER COULD BE READ: check --grader and the prompt. The first response ends:\n{shown}")
@@ -227,11 +263,11 @@ class Quickstart(Command):
     def _certificate_path(self) -> Path:
         return self.out / "certificates" / f"judge-net_drop-{self.max_drop:g}.json"
 
-    def _without_certificate(self) -> int:
-        screen.say(_last_lines(self.out / "certify.log", "no certificate"))
+    def _without_certificate(self, reason: str) -> int:
+        screen.say(reason)
         screen.warn(
-            "no threshold could be certified: give more problems (--certify-limit), promise less (--max-drop), or mine "
-            f"more (--mine-limit); {self.out / 'certify.log'} has every step"
+            f"nothing was certified; {self.out / 'certify.log'} has every step. In another folder (--out): more "
+            "problems (--certify-limit), a weaker promise (--max-drop), or more labels (--mine-limit)"
         )
         return 1
 
@@ -284,7 +320,21 @@ def _minutes(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
-def _last_lines(log: Path, word: str) -> str:
-    """The last line of a log that holds a word."""
+def _room(pair: Pair, task: AskedTask, *limits: int) -> int:
+    """The largest answer that the models have room for behind the longest prompt."""
+    from reprieve.models.cached_model import max_positions
+
+    sizes = [size for model in (pair.target, pair.draft) if model is not None and (size := max_positions(model))]
+    prompts = [problem for split in ("train", "validation", "test") for problem in task.problems(split, max(limits))]
+    room = min(sizes, default=10**9) - max(len(problem.prompt_ids) for problem in prompts)
+    if room < task.max_new_tokens:
+        screen.warn(f"--max-new-tokens is {room} instead of {task.max_new_tokens}: the models read no more")
+    return min(room, task.max_new_tokens)
+
+
+def _last_line(log: Path, word: str) -> str:
+    """The last line of a log that holds a word; empty where there is none."""
+    if not log.is_file():
+        return ""
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if word in line]
     return lines[-1] if lines else ""

@@ -66,7 +66,8 @@ class Stages:
         self.out = out
         self._path = out / f"{name}.json"
         self._stages: list[Stage] = []
-        self._done = _read_done(self._path) if skip_done else {}
+        self._account = _read_account(self._path) if skip_done else {}
+        self._skip_done = skip_done
 
     def start(self, stage: Stage) -> None:
         """Start a stage."""
@@ -76,7 +77,7 @@ class Stages:
         environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         command = [sys.executable, "-m", "reprieve.cli.main", *stage.arguments]
         stage.seconds = -time.monotonic()
-        with stage.log(self.out).open("ab") as log:
+        with stage.log(self.out).open("wb") as log:
             stage.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
     def run(self, stage: Stage) -> int:
@@ -85,17 +86,22 @@ class Stages:
         Raises:
             StageFailed: it ended badly.
         """
-        if (known := self._done.get(stage.command)) is not None and stage.process is None:
-            stage.seconds, stage.status = known["seconds"], known["status"]
-            self._stages.append(stage)
+        known = self._account.get(stage.name)
+        if (
+            self._skip_done
+            and stage.process is None
+            and known
+            and known["command"] == stage.command
+            and known["status"] == 0
+        ):
             screen.say(f"{stage.name}: done before")
-            return int(known["status"])
+            return 0
         if stage.process is None:
             self.start(stage)
         stage.status = stage.process.wait()
         stage.seconds += time.monotonic()
-        account = [item.account for item in self._stages if item.status is not None]
-        replace_file(self._path, json.dumps({"stages": account}, indent=2) + "\n")
+        self._account[stage.name] = stage.account
+        replace_file(self._path, json.dumps({"stages": list(self._account.values())}, indent=2) + "\n")
         screen.say(f"{stage.name}: {stage.seconds:.0f} s, exit status {stage.status}")
         if stage.status not in stage.passes:
             raise StageFailed(stage)
@@ -115,11 +121,10 @@ class Stages:
                 stage.process.terminate()
 
 
-def _read_done(path: Path) -> dict[str, dict[str, Any]]:
-    """Stages of an earlier run that ended well, by command."""
+def _read_account(path: Path) -> dict[str, dict[str, Any]]:
+    """What an earlier run says of its stages, by name."""
     try:
-        stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
-        return {stage["command"]: stage for stage in stages if stage["status"] == 0}
+        return {stage["name"]: stage for stage in json.loads(path.read_text(encoding="utf-8"))["stages"]}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 

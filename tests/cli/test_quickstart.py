@@ -1,0 +1,70 @@
+"""quickstart: what it finds out, what it refuses, and that it goes on where it was."""
+
+import json
+
+import pytest
+
+from reprieve.cli.main import main
+from reprieve.tasks import load_task
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    problems = load_task("arithmetic").problems("train", 120)
+    rows = [{"question": problem.question, "answer": problem.reference} for problem in problems]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "t.txt").write_text("Question: {question}\nAnswer:")
+    return tmp_path / "q.jsonl"
+
+
+FLAGS = ["--grader", "number", "--prompt-template", "t.txt", "--max-new-tokens", "200"]
+
+
+def test_it_looks_first(data, capsys):
+    assert main(["quickstart", "--data", str(data), *FLAGS, "--look"]) == 0
+    said = capsys.readouterr()
+    assert "train" in said.out and "prompts: raw prompts" in said.out and "were right" in said.out
+    assert "plan: mine" in said.out and "calibration problems prove little" in said.err
+    assert main(["quickstart", "--data", str(data), "--grader", "number", "--prompt-template", "t.txt", "--look"]) == 0
+    assert "the models read no more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "needs --data FILE.jsonl, or --task"),
+        (["--data", "q.jsonl", "--task", "arithmetic"], "and not both"),
+        (["--data", "q.jsonl", "--template", "xml"], "template must be one of auto, chat, raw"),
+        (["--data", "q.jsonl", "--thinking", "on"], "needs the chat template"),
+        (["--data", "nowhere.jsonl"], "No such file"),
+        (["--task", "prompts:path=q.jsonl"], "no right answers"),
+    ],
+)
+def test_what_cannot_be_is_refused(data, capsys, given, said):
+    assert main(["quickstart", *given]) in (1, 2)
+    assert said in capsys.readouterr().err
+
+
+def test_a_field_without_an_answer_is_named(data, capsys):
+    rows = data.read_text().splitlines()
+    data.write_text("\n".join([*rows[:2], '{"question": "How many?", "answer": "some words"}']) + "\n")
+    assert main(["quickstart", "--data", str(data), *FLAGS]) == 1
+    assert "line 3: grader number finds no answer in field 'answer', got 'some words'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_it_goes_through_and_goes_on_and_refuses_other_data(data, capsys):
+    command = ["quickstart", "--data", str(data), *FLAGS, "--mine-limit", "40", "--certify-limit", "18"]
+    command += ["--max-drop", "0.5", "--out", "run", "--workers", "1"]
+    assert main(command) == 0
+    first = capsys.readouterr().out
+    assert "With 95% confidence" in first and "vllm serve" in first
+    assert json.loads((data.parent / "run" / "policy.json").read_text())["default"] == "certified"
+    assert main(command) == 0
+    assert capsys.readouterr().out.count("done before") == 5
+    assert main([*command, "--mine-limit", "41"]) == 1
+    assert "was begun with mine_limit = '40' instead of '41'" in capsys.readouterr().err
+    data.write_text(data.read_text() + '{"question": "1 + 1?", "answer": "2"}\n')
+    assert main(command) == 1
+    assert "was begun with another content of" in capsys.readouterr().err
