@@ -51,20 +51,3 @@ def test_a_field_without_an_answer_is_named(data, capsys):
     data.write_text("\n".join([*rows[:2], '{"question": "How many?", "answer": "some words"}']) + "\n")
     assert main(["quickstart", "--data", str(data), *FLAGS]) == 1
     assert "line 3: grader number finds no answer in field 'answer', got 'some words'" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_it_goes_through_and_goes_on_and_refuses_other_data(data, capsys):
-    command = ["quickstart", "--data", str(data), *FLAGS, "--mine-limit", "40", "--certify-limit", "18"]
-    command += ["--max-drop", "0.5", "--out", "run", "--workers", "1"]
-    assert main(command) == 0
-    first = capsys.readouterr().out
-    assert "With 95% confidence" in first and "vllm serve" in first
-    assert json.loads((data.parent / "run" / "policy.json").read_text())["default"] == "certified"
-    assert main(command) == 0
-    assert capsys.readouterr().out.count("done before") == 5
-    assert main([*command, "--mine-limit", "41"]) == 1
-    assert "was begun with mine_limit = '40' instead of '41'" in capsys.readouterr().err
-    data.write_text(data.read_text() + '{"question": "1 + 1?", "answer": "2"}\n')
-    assert main(command) == 1
-    assert "was begun with another content of" in capsys.readouterr().err
