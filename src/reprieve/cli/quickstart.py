@@ -220,11 +220,9 @@ class Quickstart(Command):
         ]
         times = [sum(made[side].seconds for made in answers) / len(answers) for side in (0, 1)]
         num_tokens = sum(len(made.tokens) for made, _ in answers) / len(answers)
-        read = sum(task.extract_answer(made.text) is not None for made, _ in answers)
-        solved = sum(
-            task.equivalent(task.extract_answer(made.text), problem.reference)
-            for problem, (made, _) in zip(problems, answers, strict=True)
-        )
+        said = [task.extract_answer(made.text) for made, _ in answers]
+        read = sum(answer is not None for answer in said)
+        solved = sum(task.equivalent(answer, item.reference) for answer, item in zip(said, problems, strict=True))
         cut = sum(made.finish_reason == "length" for made, _ in answers)
         screen.say(
             f"speed: {num_tokens / times[0]:.0f} tokens a second alone, {num_tokens / times[1]:.0f} with lossless "

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,14 +132,17 @@ def _read_account(path: Path) -> dict[str, dict[str, Any]]:
 
 def prompt_flags(prompt: PromptSettings) -> list[str]:
     """A prompt format as flags."""
-    values = {"--system-prompt": prompt.system_prompt, "--thinking": prompt.thinking}
-    values["--max-new-tokens"] = None if prompt.max_new_tokens is None else str(prompt.max_new_tokens)
-    flags = [part for flag, value in values.items() if value is not None for part in (flag, value)]
-    return ["--chat-template", *flags] if prompt.chat_template else flags
+    length = None if prompt.max_new_tokens is None else str(prompt.max_new_tokens)
+    given = {"--system-prompt": prompt.system_prompt, "--thinking": prompt.thinking, "--max-new-tokens": length}
+    return (["--chat-template"] if prompt.chat_template else []) + _flags(given)
 
 
 def pair_flags(pair: PairSettings) -> list[str]:
     """A pair as flags."""
-    values = {"--target": pair.target, "--draft": pair.draft, "--dtype": pair.dtype, "--device": pair.device}
-    values["--device-map"] = pair.device_map
-    return [part for flag, value in values.items() if value is not None for part in (flag, value)]
+    given = {"--target": pair.target, "--draft": pair.draft, "--dtype": pair.dtype, "--device": pair.device}
+    return _flags({**given, "--device-map": pair.device_map})
+
+
+def _flags(given: Mapping[str, str | None]) -> list[str]:
+    """Those that have a value."""
+    return [part for flag, value in given.items() if value is not None for part in (flag, value)]

@@ -139,7 +139,7 @@ def certify(
             raise KeyboardInterrupt
         return _outcomes(run, strict, arm)
 
-    digests = _require_unseen(plan, task)
+    _require_unseen(plan, task)
     calibration = runner(plan.settings.run, [strict, *arms.values()], "calibration")
     _require_first_walk(plan.rule, calibration, {arm.label for arm in arms.values()})
     try:
@@ -162,12 +162,7 @@ def certify(
     if look.evidence.observed >= plan.promise.max_drop:
         contradiction = f"the held-out problems contradict it: observed {look.evidence.observed:.4f}"
         return Certification(steps, look.evidence, None, contradiction)
-    certificate = _certificate(plan, best, steps, look, calibration.config, held.config, pair)
-    certificate = dataclasses.replace(
-        certificate,
-        calibration={**certificate.calibration, "problems": digests[0]},
-        held_out={**certificate.held_out, "problems": digests[1]},
-    )
+    certificate = _certificate(plan, best, steps, look, calibration, held, pair)
     path = folder / f"{best.rule_name}-{plan.promise.loss}-{plan.promise.max_drop:g}.json"
     replace_file(path, certificate.to_json())
     assert best.rule is not None
@@ -175,8 +170,8 @@ def certify(
     return Certification(steps, look.evidence, certificate, path=path)
 
 
-def _require_unseen(plan: Plan, task: Task) -> tuple[list[str], list[str]]:
-    """Digests of the calibration and the held-out problems, which nothing else may have been made from.
+def _require_unseen(plan: Plan, task: Task) -> None:
+    """Refuse calibration and held-out problems that something was made from, or that overlap.
 
     Raises:
         SpecError: names the problems that a head was made from, or that stand in both sets.
@@ -189,13 +184,12 @@ def _require_unseen(plan: Plan, task: Task) -> tuple[list[str], list[str]]:
                 f"{len(seen)} of the {name} problems are among those that a head of {plan.rule.spec} was made from "
                 f"({name_problems(seen)}): certify on others (--split, --offset)"
             )
-    calibration, held_out = ([problem.digest for problem in problems] for problems in both)
-    if twice := [problem for problem in both[1] if problem.digest in set(calibration)]:
+    calibration = {problem.digest for problem in both[0]}
+    if twice := [problem for problem in both[1] if problem.digest in calibration]:
         raise SpecError(
             f"{len(twice)} of the held-out problems stand among the calibration problems too ({name_problems(twice)}): "
             "choose others (--offset, --held-out-split)"
         )
-    return calibration, held_out
 
 
 def _require_first_walk(rule: Rule, calibration: Runner, labels: set[str]) -> None:
@@ -213,19 +207,19 @@ def _require_first_walk(rule: Rule, calibration: Runner, labels: set[str]) -> No
 
 
 def _certificate(
-    plan: Plan, best: Arm, steps: list[Step], look: Step, calibration: RunConfig, held: RunConfig, pair: Pair
+    plan: Plan, best: Arm, steps: list[Step], look: Step, calibration: Runner, held: Runner, pair: Pair
 ) -> Certificate:
     """The certificate of the last step that passed."""
     assert best.rule is not None
     proved = next(step for step in steps if step.threshold == look.threshold)
     return Certificate(
-        statement=_statement(plan, calibration.task, best, proved, look.evidence),
+        statement=_statement(plan, calibration.config.task, best, proved, look.evidence),
         rule=best.rule.spec,
         portable_rule=portable_spec(best.rule),
         threshold=float(look.threshold),
         promise=dataclasses.asdict(plan.promise),
         verdict="confirmed" if look.evidence.passed else "consistent",
-        conditions=calibration.conditions(pair, best),
+        conditions=calibration.config.conditions(pair, best),
         calibration={
             **_where(calibration),
             "num_thresholds_tried": len(steps),
@@ -236,7 +230,7 @@ def _certificate(
             "tokens_per_round": look.tokens_per_round,
             **dataclasses.asdict(look.evidence),
         },
-        made_with={"command": calibration.command, **environment()},
+        made_with={"command": calibration.config.command, **environment()},
     )
 
 
@@ -259,8 +253,9 @@ def _outcomes(runner: Runner, strict_arm: Arm, arm: Arm) -> tuple[np.ndarray, np
     return strict, relaxed, float(tokens / rounds) if rounds else None
 
 
-def _where(config: RunConfig) -> dict[str, Any]:
-    return {"split": config.split, "offset": config.offset, "limit": config.limit, "seed": config.seed}
+def _where(runner: Runner) -> dict[str, Any]:
+    settings = {name: getattr(runner.config, name) for name in ("split", "offset", "limit", "seed")}
+    return {**settings, "problems": [problem.digest for problem in runner.problems]}
 
 
 def _words(loss: str) -> str:

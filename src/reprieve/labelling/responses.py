@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reprieve.tasks import Task, TaskProblem
+from reprieve.tasks.asking import prompt_ids_of
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class ResponseFormat:
     max_new_tokens: int
 
     def encode_prompt(self, problem: TaskProblem) -> list[int]:
-        return list(problem.prompt_ids) or list(self.tokenizer.encode(problem.prompt))
+        return prompt_ids_of(problem, self.tokenizer)
 
     def text(self, response_ids: list[int]) -> str:
         """The response up to its first stop text, without special tokens."""

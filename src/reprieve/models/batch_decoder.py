@@ -187,9 +187,7 @@ class BatchDecoder:
         if self.sampler.greedy or not any(draws):
             return [int(token_id) for token_id in logits.argmax(-1).tolist()]
         scores = self.sampler.target_scores(logits)
-        best = logits.argmax(-1).tolist()
-        drawn = choose(scores, draws, [row.token_ids for row in rows])
-        return [ours if draw else int(likely) for ours, draw, likely in zip(drawn, draws, best, strict=True)]
+        return choose(scores, draws, [row.token_ids for row in rows])
 
     def _take(self, index: int, token_id: int) -> None:
         row = self._rows[index]

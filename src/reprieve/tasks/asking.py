@@ -140,6 +140,11 @@ def ask(task: Task, tokenizer: Any, settings: PromptSettings | None = None) -> A
     return AskedTask(task, PromptFormat(tokenizer, settings), length)
 
 
+def prompt_ids_of(problem: TaskProblem, tokenizer: Any) -> list[int]:
+    """The tokens of a problem; those of its text, raw, where nobody has put it to a model yet."""
+    return list(problem.prompt_ids) or list(tokenizer.encode(problem.prompt))
+
+
 def prompt_of(problem: TaskProblem) -> str | list[int]:
     """What a decoder is given: the problem's tokens, or its text where nobody has put it to a model yet."""
     return list(problem.prompt_ids) if problem.prompt_ids else problem.prompt

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
+from reprieve.errors import SpecError, require_whole
 from reprieve.registry import Registry
 from reprieve.tasks.graders import Grader
 
@@ -83,6 +84,33 @@ class Task(Protocol):
     def same(self, problem: TaskProblem, answer: str | None, other: str | None) -> bool:
         """Whether two answers to a problem are as good as each other, right or wrong; mining asks it."""
         return self.equivalent(answer, other)
+
+
+@dataclass
+class FileTask(Task):
+    """What tasks from a file have in common.
+
+    Args:
+        path: the JSONL file, plain or gzipped.
+        length: largest answer, in tokens.
+    """
+
+    path: str | None = None
+    length: int = 512
+
+    needs_path: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.path and self.needs_path:
+            raise SpecError(f"task {self.name} needs path=FILE.jsonl")
+        require_whole("length", self.length, 1)
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.length
+
+    def wrap(self, question: str) -> str:
+        return question
 
 
 TASKS: Registry[Task] = Registry("task", "reprieve.tasks")

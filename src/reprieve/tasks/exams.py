@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from reprieve.errors import ReprieveError
 from reprieve.tasks.answers import final_answer
 from reprieve.tasks.base import TaskProblem, register_task
-from reprieve.tasks.graders import Grader, MathGrader, NumberGrader, register_grader
+from reprieve.tasks.graders import ExactGrader, Grader, MathGrader, NumberGrader, register_grader
 from reprieve.tasks.table import TableTask, text_of
 
 _BOXED = "{question}\n\nReason step by step, and put the final answer within \\boxed{{}}."
@@ -115,7 +115,7 @@ class TriviaQaTask(TableTask):
 
 @register_grader
 @dataclass(frozen=True)
-class ChoiceGrader(Grader):
+class ChoiceGrader(ExactGrader):
     """A letter: in a box, after "answer is", at the beginning, or alone; of each kind the last."""
 
     name: ClassVar[str] = "choice"
@@ -125,9 +125,6 @@ class ChoiceGrader(Grader):
             if found := pattern.findall(text.strip()):
                 return str(found[-1]).upper()
         return None
-
-    def equivalent(self, answer: str | None, other: str | None) -> bool:
-        return answer is not None and answer == other
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Any
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.tasks.answers import final_answer
 from reprieve.tasks.base import TaskProblem, register_task
-from reprieve.tasks.graders import GRADERS, Grader
+from reprieve.tasks.graders import GRADERS, ExactGrader, Grader
 from reprieve.tasks.table import TableTask, text_of
 
 _STEPS = '{question}\n\nReason step by step. End with "The final answer is" and the answer.'
@@ -112,7 +112,7 @@ def make_grader(spec: str) -> Grader:
 
 
 @dataclass(frozen=True)
-class RegexGrader(Grader):
+class RegexGrader(ExactGrader):
     """The answer is the last match of a pattern: its first group, or all of it."""
 
     name = "regex"
@@ -134,9 +134,6 @@ class RegexGrader(Grader):
         last = matches[-1]
         found = last[1] if last.re.groups else last[0]
         return (found or "").strip() or None
-
-    def equivalent(self, answer: str | None, other: str | None) -> bool:
-        return answer is not None and answer == other
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reprieve.errors import ReprieveError, SpecError, require_choice, require_whole
-from reprieve.tasks.base import Task, TaskProblem, problem_digest, register_task
+from reprieve.errors import ReprieveError, require_choice
+from reprieve.tasks.base import FileTask, TaskProblem, problem_digest, register_task
 from reprieve.tasks.jsonl import read_jsonl
 from reprieve.tasks.sandbox import Finished, Limits, Sandbox, passes
 
@@ -22,45 +22,37 @@ _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.
 
 
 @dataclass
-class ProgramsTask(Task):
+class ProgramsTask(FileTask):
     """What programming tasks share.
 
     Args:
-        path: the JSONL file, plain or gzipped.
         seconds, memory_mb: limits of each run of a program.
         unsafe: run programs on a host that cannot isolate them.
-        length: largest answer, in tokens.
     """
 
-    path: str | None = None
     seconds: float = 10.0
     memory_mb: int = 512
     unsafe: bool = False
-    length: int = 512
 
     graded: bool = field(default=True, init=False)
     runs_programs: bool = field(default=True, init=False)  # grading waits for processes: others may go on meanwhile
     splits: tuple[str, ...] = field(default=("test",), init=False)
 
     def __post_init__(self) -> None:
-        if not self.path:
-            raise SpecError(f"task {self.name} needs path=FILE.jsonl")
-        require_whole("length", self.length, 1)
+        super().__post_init__()
         self._known: dict[tuple[str, str], tuple[bool, ...]] = {}
         self._lock = threading.Lock()
         self._sandbox = Sandbox(Limits(seconds=self.seconds, memory_mb=self.memory_mb), unsafe=self.unsafe)
-
-    @property
-    def max_new_tokens(self) -> int:
-        return self.length
 
     def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
         require_choice("split", split, self.splits)
         rows = read_jsonl(Path(str(self.path)))[offset : offset + limit]
         return [self._problem(row, f"{self.path}, line {line}") for line, row in rows]
 
-    def wrap(self, question: str) -> str:
-        return question
+    def extract_answer(self, text: str) -> str | None:
+        """The last fenced block, else all of the response."""
+        fenced = _FENCE.findall(text)
+        return fenced[-1] if fenced else text.rstrip() or None
 
     def equivalent(self, answer: str | None, other: str | None) -> bool:
         """Whether a program passes; `other` is the problem's reference: its tests."""
@@ -105,10 +97,6 @@ class HumanEvalTask(ProgramsTask):
     name: str = field(default="humaneval", init=False)
     stop: tuple[str, ...] = field(default=("\nclass ", "\ndef ", "\n#", "\nif __name__", "\nprint("), init=False)
 
-    def extract_answer(self, text: str) -> str | None:
-        fenced = _FENCE.findall(text)
-        return fenced[-1] if fenced else text.rstrip() or None
-
     def verdicts(self, answer: str, reference: str) -> list[bool]:
         parts = json.loads(reference)
         whole = f"def {parts['entry_point']}(" in answer
@@ -128,10 +116,6 @@ class MbppTask(ProgramsTask):
 
     name: str = field(default="mbpp", init=False)
     stop: tuple[str, ...] = field(default=("\n[DONE]", "\n```\n"), init=False)
-
-    def extract_answer(self, text: str) -> str | None:
-        fenced = _FENCE.findall(text)
-        return fenced[-1] if fenced else text.rstrip() or None
 
     def verdicts(self, answer: str, reference: str) -> list[bool]:
         parts = json.loads(reference)

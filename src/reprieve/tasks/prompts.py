@@ -5,25 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from reprieve.errors import ReprieveError, SpecError, require_choice, require_whole
-from reprieve.tasks.base import Task, TaskProblem, register_task
+from reprieve.errors import ReprieveError, require_choice
+from reprieve.tasks.base import FileTask, TaskProblem, register_task
 from reprieve.tasks.graders import ExactGrader, Grader
 from reprieve.tasks.jsonl import read_jsonl
 
 
 @register_task
 @dataclass
-class PromptsTask(Task):
+class PromptsTask(FileTask):
     """Prompts from a file: a `prompt` a line (or AlpacaEval's `instruction`), or `turns` (MT-Bench, Spec-Bench).
 
     Benchmarks go through all turns; mining takes the first.
-
-    Args:
-        path: the JSONL file.
-        length: largest response, in tokens.
     """
 
-    path: str | None = None
     length: int = 256
 
     name: str = field(default="prompts", init=False)
@@ -31,15 +26,6 @@ class PromptsTask(Task):
     splits: tuple[str, ...] = field(default=("all",), init=False)
     stop: tuple[str, ...] = field(default=(), init=False)
     grader: Grader = field(default=ExactGrader(), init=False, repr=False)  # of equal meaning: mining takes a judge
-
-    def __post_init__(self) -> None:
-        if not self.path:
-            raise SpecError("task prompts needs path=FILE.jsonl")
-        require_whole("length", self.length, 1)
-
-    @property
-    def max_new_tokens(self) -> int:
-        return self.length
 
     def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
         require_choice("split", split, self.splits)
@@ -54,6 +40,3 @@ class PromptsTask(Task):
             name = f"prompts-{row.get('question_id', line)}"
             problems.append(TaskProblem(name, first, "", tuple(others), category=str(row.get("category", ""))))
         return problems[offset : offset + limit]
-
-    def wrap(self, question: str) -> str:
-        return question

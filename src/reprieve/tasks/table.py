@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from reprieve.errors import ReprieveError, SpecError, import_extra, require_choice, require_whole
-from reprieve.tasks.base import Task, TaskProblem, problem_digest
+from reprieve.errors import ReprieveError, import_extra, require_choice
+from reprieve.tasks.base import FileTask, TaskProblem, problem_digest
 from reprieve.tasks.jsonl import read_jsonl
 
 CARVED = ("train", "validation", "test", "all")
@@ -17,7 +17,7 @@ _SHARES = {"train": range(60), "validation": range(60, 80), "test": range(80, 10
 
 
 @dataclass
-class TableTask(Task):
+class TableTask(FileTask):
     """Problems from the rows of a JSONL file, or of a data set on the hub.
 
     Where the data has no splits of its own, they are carved by a hash of the question: 60% train, 20% validation, 20%
@@ -28,7 +28,6 @@ class TableTask(Task):
         length: largest answer, in tokens.
     """
 
-    path: str | None = None
     length: int = 1024
 
     hub: ClassVar[tuple[str, str | None, dict[str, str]] | None] = None  # data set, configuration, its split by ours
@@ -36,21 +35,13 @@ class TableTask(Task):
     splits: tuple[str, ...] = field(default=CARVED, init=False)
     _loaded: dict[str, list[TaskProblem]] = field(default_factory=dict, init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        if not self.path and self.hub is None:
-            raise SpecError(f"task {self.name} needs path=FILE.jsonl")
-        require_whole("length", self.length, 1)
-
     @property
-    def max_new_tokens(self) -> int:
-        return self.length
+    def needs_path(self) -> bool:  # type: ignore[override]
+        return self.hub is None
 
     def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
         require_choice("split", split, self.splits)
         return self._of_split(split)[offset : offset + limit]
-
-    def wrap(self, question: str) -> str:
-        return question
 
     @abstractmethod
     def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:

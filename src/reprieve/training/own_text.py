@@ -17,6 +17,7 @@ from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest
 from reprieve.models.cached_model import eos_token_ids
 from reprieve.models.draws import UniformDraw
 from reprieve.settings import SamplingParams
+from reprieve.tasks.asking import prompt_ids_of
 from reprieve.tasks.base import TaskProblem
 
 
@@ -53,9 +54,7 @@ def write_own_texts(
     Raises:
         ReprieveError: a file that holds something else.
     """
-    prompts = {
-        problem.problem_id: list(problem.prompt_ids) or pair.tokenizer.encode(problem.prompt) for problem in problems
-    }
+    prompts = {problem.problem_id: prompt_ids_of(problem, pair.tokenizer) for problem in problems}
     read = _read(path, pair.vocab_size)
     texts = {name: text for name, text in read.items() if prompts.get(name) == text.prompt_ids}  # not of an edited task
     path.parent.mkdir(parents=True, exist_ok=True)
