@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -119,7 +120,8 @@ def _run(name: str, arguments: list[str]) -> int:
 
 
 def run() -> NoReturn:
-    """The `reprieve` script."""
+    """The `reprieve` script. SIGTERM ends it as Ctrl-C does, so that what it started ends with it."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))
 
 

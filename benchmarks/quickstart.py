@@ -1,0 +1,94 @@
+"""Whether `reprieve quickstart` keeps its word on the bundled pair, its problems taken as a person's own file.
+
+It runs whole, then again in another folder, interrupted on the way; both must mine the same labels, train the same
+head, walk the same thresholds and write the same certificate.
+
+    python benchmarks/quickstart.py --out runs/quickstart-twice
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from reprieve.files import replace_file
+from reprieve.heads.binding import digest
+from reprieve.tasks import load_task
+
+QUESTION = "Question: {question}\nAnswer:"
+
+
+def write_data(folder: Path, num_problems: int) -> list[str]:
+    """The bundled task's problems as a foreign file; the flags that tell of it."""
+    problems = load_task("arithmetic").problems("train", num_problems)
+    rows = [{"question": problem.question, "answer": problem.reference} for problem in problems]
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / "questions.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    replace_file(folder / "prompt.txt", QUESTION)
+    data = ["--data", str(folder / "questions.jsonl"), "--prompt-template", str(folder / "prompt.txt")]
+    return [*data, "--grader", "number", "--max-new-tokens", "200"]
+
+
+def run_whole(flags: Sequence[str], out: Path, interrupts: Sequence[float] = ()) -> float:
+    """Run it to its end, stopped by Ctrl-C after each of these seconds; the seconds it ran in all.
+
+    Raises:
+        SystemExit: it ended badly.
+    """
+    command = [sys.executable, "-m", "reprieve.cli.main", "quickstart", *flags, "--out", str(out)]
+    began = time.monotonic()
+    for seconds in (*interrupts, None):
+        process = subprocess.Popen(command, start_new_session=True)
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all that it started
+            if process.wait() != 130:
+                sys.exit(f"{out}: status {process.returncode} when interrupted, expected 130")
+            continue
+        if status != 0:
+            sys.exit(f"{out}: status {status}")
+        break
+    return time.monotonic() - began
+
+
+def result_of(out: Path) -> dict[str, Any]:
+    """All that must be the same each time."""
+    certificate = json.loads(next((out / "certificates").glob("judge-*.json")).read_text())
+    labels = sorted(line for path in (out / "labels").glob("*.jsonl") for line in path.read_text().splitlines())
+    weights = {path.name: digest(path.read_bytes()) for path in sorted((out / "head").glob("*.safetensors"))}
+    parts = {name: certificate[name] for name in ("threshold", "verdict", "promise", "calibration", "held_out")}
+    return {"labels": digest("\n".join(labels).encode()), "head": weights, **parts}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--problems", type=int, default=2400)
+    parser.add_argument("--interrupts", type=float, nargs="*", default=[90, 240, 200], help="seconds after each start")
+    parser.add_argument("--out", type=Path, default=Path("runs/quickstart-twice"))
+    chosen = parser.parse_args()
+    flags = write_data(chosen.out, chosen.problems)
+    seconds = [
+        run_whole(flags, chosen.out / name, stops)
+        for name, stops in (("whole", []), ("interrupted", chosen.interrupts))
+    ]
+    both = [result_of(chosen.out / name) for name in ("whole", "interrupted")]
+    other = [key for key in both[0] if both[0][key] != both[1][key]]
+    for name, time_taken in zip(("whole", f"interrupted {len(chosen.interrupts)} times"), seconds, strict=True):
+        print(f"{name}: {time_taken / 60:.1f} min")
+    stages = json.loads((chosen.out / "whole" / "quickstart.json").read_text())["stages"]
+    print("stages:", ", ".join(f"{stage['name']} {stage['seconds']:.0f} s" for stage in stages))
+    print("the same result" if not other else f"DIFFERENT: {', '.join(other)}")
+    sys.exit(1 if other else 0)
+
+
+if __name__ == "__main__":
+    main()
