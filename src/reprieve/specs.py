@@ -1,7 +1,7 @@
 """From the text of the command line to settings: `name:key=value,key=value`, one grammar for everything named so.
 
 Rules, drafters, tasks, graders and judges are written alike. A value that holds one of the signs `,|&=:` stands in
-double quotes.
+double quotes; a double quote in it is written twice.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def parse_parameters(text: str, *, where: str) -> dict[str, str]:
             raise SpecError(f"{where}: parameters are written name=value, got {part!r}")
         if key.strip() in given:
             raise SpecError(f"{where}: parameter {key.strip()} is given twice")
-        given[key.strip()] = value.strip().removeprefix('"').removesuffix('"')
+        given[key.strip()] = _unquoted(value.strip())
     return given
 
 
@@ -102,8 +102,14 @@ def format_spec(name: str, record: Any, *, always: tuple[str, ...] = ()) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text as a specification writes it: in double quotes where it holds one of the grammar's own signs."""
-    return f'"{text}"' if any(sign in text for sign in SIGNS) else text
+    """A text as a specification writes it: in double quotes where it holds a sign of the grammar, its own doubled."""
+    plain = not any(sign in text for sign in (*SIGNS, '"')) and text == text.strip()
+    return text if plain else '"' + text.replace('"', '""') + '"'
+
+
+def _unquoted(text: str) -> str:
+    """What `quoted` made of it, undone."""
+    return text[1:-1].replace('""', '"') if len(text) > 1 and text[0] == text[-1] == '"' else text
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:

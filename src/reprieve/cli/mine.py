@@ -16,7 +16,7 @@ class Mine(Command):
     """Label mismatches.
 
     Args:
-        workers: 1, or ray, or ray:N for N workers of a Ray cluster.
+        workers: Processes side by side; or ray, or ray:N for N workers of a Ray cluster.
         out: Label store; run again with it to go on.
     """
 
@@ -25,9 +25,9 @@ class Mine(Command):
     out: Path = Path("runs/labels")
 
     def run(self) -> int:
-        num_workers = _parse_workers(self.workers)
+        num_workers, on_ray = _parse_workers(self.workers)
         screen.quiet_transformers()
-        from reprieve.labelling.cluster import mine_on_ray
+        from reprieve.labelling.cluster import mine_in_processes, mine_on_ray
         from reprieve.labelling.recipes import build
         from reprieve.labelling.runner import mine_problems
         from reprieve.labelling.store import LabelStore
@@ -35,14 +35,15 @@ class Mine(Command):
 
         with screen.progress_bar("mining") as bar:
             progress = screen.reporter(bar, "problems")
-            if num_workers is None:
+            if num_workers == 1 and not on_ray:
                 bench = build(self.settings)
                 store = LabelStore(self.out, bench.manifest)
                 self.keep_config(self.out)
                 in_flight = self.settings.num_in_flight
                 report = mine_problems(bench.miner, bench.problems, store, num_in_flight=in_flight, progress=progress)
             else:
-                report = mine_on_ray(self.settings, self.out, num_workers=num_workers or None, progress=progress)
+                mine = mine_on_ray if on_ray else mine_in_processes
+                report = mine(self.settings, self.out, num_workers=num_workers, progress=progress)
                 store = LabelStore(self.out)
                 self.keep_config(self.out)
         report.require_some()
@@ -94,11 +95,11 @@ class MineArbitration(Mine):
     out: Path = Path("runs/traces")
 
 
-def _parse_workers(text: str) -> int | None:
-    """None for this process; workers of a Ray cluster otherwise, 0 for as many as it has."""
+def _parse_workers(text: str) -> tuple[int, bool]:
+    """How many, 0 for as many as there is room for, and whether on a Ray cluster."""
     name, colon, count = text.partition(":")
-    if text == "1":
-        return None
+    if text.isdigit() and int(text) > 0:
+        return int(text), False
     if name == "ray" and (not colon or (count.isdigit() and int(count) > 0)):
-        return int(count or 0)
-    raise SpecError(f"--workers must be 1, ray, or ray:N with N of 1 or more, got {text!r}")
+        return int(count or 0), True
+    raise SpecError(f"--workers must be 1 or more, ray, or ray:N with N of 1 or more, got {text!r}")

@@ -52,7 +52,7 @@ class Quickstart(Command):
         certify_limit: Calibration problems from the validation split, and as many held-out ones from the test split.
         max_drop: What the certificate promises to stay below: 0.05 is five points.
         num_draft_tokens: K: drafted tokens a round.
-        num_workers: Processes side by side while certifying. Default: the cores, at most 4; 1 on a GPU.
+        num_workers: Processes side by side while mining and certifying. Default: the cores, at most 4; 1 on a GPU.
         seed: Same seed, same result.
         look: Look at the pair and the data, say what would be done, and stop.
         out: Folder for everything; run again with it to go on.
@@ -107,6 +107,7 @@ class Quickstart(Command):
         limits = ["--limit", str(num_certified), "--held-out-limit", str(num_certified)]
         promise = ["--max-drop", f"{self.max_drop:g}", "--workers", str(self._workers())]
         mine = ["mine", "autojudge", *shared, "--split", "train", "--limit", str(num_mined), "--out", labels]
+        mine += ["--workers", str(self._workers())]
         train = ["train", "judge", "--labels", labels, *pair, "--out", head]
         certify = ["certify", "--rule", rule, *promise, *k, *limits, *shared, "--out", str(self.out / "certificates")]
         try:
@@ -237,7 +238,7 @@ class Quickstart(Command):
             shown = answers[0][0].text.strip()[-300:]
             screen.warn(f"NO ANSWER COULD BE READ: check --grader and the prompt. The first response ends:\n{shown}")
         swaps = sum(made.num_rounds for _, made in answers) / len(answers)
-        mining = num_mined * times[0] * (1 + swaps / 2) / 8  # rollouts share forwards
+        mining = num_mined * times[0] * (1 + swaps / 2) / 4 / self._workers()  # rollouts share forwards
         certifying = num_certified * times[1] * (1 + _THRESHOLDS + 2) / self._workers()
         screen.say(
             f"plan: mine {num_mined} problems (about {_minutes(mining)}), train a head, certify a loss below "

@@ -1,7 +1,9 @@
-"""The same miner over a cluster, by Ray: every worker reads the same problems and writes the same store."""
+"""The same miner in several processes or over a Ray cluster: every worker reads the same problems, writes one store."""
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.connection
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,15 +14,72 @@ from reprieve.labelling.recipes import build
 from reprieve.labelling.runner import MiningReport, mine_problems
 from reprieve.labelling.settings import MiningSettings
 from reprieve.labelling.store import LabelStore
+from reprieve.models.worker_process import start_worker
 
 _POLL_S = 0.5
+
+
+def mine_in_processes(
+    settings: MiningSettings,
+    folder: Path,
+    *,
+    num_workers: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> MiningReport:
+    """Mine in processes of this machine, each with the pair in its own memory and one thread.
+
+    Raises:
+        ReprieveError: a worker died; what was mined is kept.
+    """
+    context = multiprocessing.get_context("spawn")
+    replies, workers, total = [], [], MiningReport()
+    for number in range(num_workers):
+        reply, answers = context.Pipe(duplex=False)
+        arguments = (answers, settings, str(folder.resolve()), number, num_workers)
+        workers.append(context.Process(target=_reply, args=arguments, daemon=True))
+        workers[-1].start()
+        answers.close()  # so that the end of the worker ends the pipe
+        replies.append(reply)
+    try:
+        pending = set(replies)
+        while pending:
+            for reply in multiprocessing.connection.wait(list(pending), timeout=_POLL_S):
+                pending.discard(reply)
+                made = reply.recv()
+                if isinstance(made, Exception):
+                    raise made
+                _add(total, made)
+            _tell(folder, settings, progress)
+    except EOFError:
+        raise ReprieveError("a worker process died; what was mined is kept, run again to go on") from None
+    except KeyboardInterrupt:
+        total.interrupted = True
+    finally:
+        for worker in workers:
+            worker.terminate()
+    total.num_skipped = max(0, settings.limit - total.num_mined - len(total.errors))
+    return total
+
+
+def _reply(answers: Any, settings: MiningSettings, folder: str, number: int, num_workers: int) -> None:
+    """In a worker process: mine, and send what came of it, or the error."""
+    start_worker()
+    try:
+        answers.send(_work(settings, folder, number, num_workers))
+    except Exception as error:
+        answers.send(error if isinstance(error, ReprieveError) else ReprieveError(f"{type(error).__name__}: {error}"))
+
+
+def _tell(folder: Path, settings: MiningSettings, progress: Callable[[int, int], None]) -> None:
+    if (folder / "manifest.json").exists():
+        progress(len(LabelStore(folder).done()), settings.limit)
 
 
 def mine_on_ray(
     settings: MiningSettings,
     folder: Path,
     *,
-    num_workers: int | None = None,
+    num_workers: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> MiningReport:
     """Mine on the cluster Ray is connected to (RAY_ADDRESS), or on one started here.
@@ -29,14 +88,14 @@ def mine_on_ray(
     more, and a worker that dies gives back what it had in hand.
 
     Args:
-        num_workers: None for one a CPU of the cluster, or a GPU where the models run on one.
+        num_workers: 0 for one a CPU of the cluster, or a GPU where the models run on one.
 
     Raises:
         ReprieveError: Ray is missing, or a worker could not start.
     """
     ray = import_extra("ray", "ray")
     if not ray.is_initialized():
-        own = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": num_workers, "include_dashboard": False}
+        own = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": num_workers or None, "include_dashboard": False}
         ray.init(log_to_driver=False, **own)
     resources = ray.cluster_resources()
     on_gpu = resources.get("GPU", 0) > 0 if settings.pair.device is None else settings.pair.device.startswith("cuda")
@@ -50,8 +109,7 @@ def mine_on_ray(
             finished, pending = ray.wait(pending, timeout=_POLL_S)
             for handle in finished:
                 _add(total, ray.get(handle))
-            if (folder / "manifest.json").exists():
-                progress(len(LabelStore(folder).done()), settings.limit)
+            _tell(folder, settings, progress)
     except KeyboardInterrupt:
         total.interrupted = True
         for handle in pending:

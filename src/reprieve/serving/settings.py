@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reprieve.errors import SpecError, require_range, require_whole
+from reprieve.settings import PromptSettings
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -25,6 +26,8 @@ class ServerSettings:
         grace: Seconds left to requests when the server is told to stop.
         max_tokens: Most new tokens of one answer.
         max_body_bytes: Largest request body.
+        system_prompt: System message of chats that have none; needs a tokenizer with a chat template.
+        thinking: on or off, for templates that know enable_thinking; a chat's chat_template_kwargs come first.
         task: Task whose answers the quality checks compare.
         check_share: Share of relaxed requests to answer losslessly too.
         max_changed: Alarm once a larger share of changed answers is proved, 0.02 for 2%.
@@ -41,6 +44,8 @@ class ServerSettings:
     grace: float = 20.0
     max_tokens: int = 4096
     max_body_bytes: int = 1 << 20
+    system_prompt: str | None = None
+    thinking: str | None = None
     task: str | None = None
     check_share: float = 0.0
     max_changed: float | None = None
@@ -49,10 +54,18 @@ class ServerSettings:
         for name in ("timeout", "grace", "max_tokens", "max_body_bytes"):
             if not getattr(self, name) > 0:
                 raise SpecError(f"{name} must be above 0, got {getattr(self, name)!r}")
+        _ = self.asked
+        assert self.asked  # refuses a thinking that is neither on nor off
         if not 0 <= self.port < 65536:
             raise SpecError(f"port must be in [0, 65535], got {self.port}")
         require_whole("max_waiting", self.max_waiting, 1)
         require_range("check_share", self.check_share, 0.0, 1.0)
+
+    @property
+    def asked(self) -> PromptSettings:
+        """How chats are put to the model that do not say themselves."""
+        given = self.system_prompt is not None or self.thinking is not None
+        return PromptSettings(chat_template=given, system_prompt=self.system_prompt, thinking=self.thinking)
 
     @property
     def hosts(self) -> tuple[str, ...] | None:

@@ -99,7 +99,8 @@ class Service:
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
         messages = [(message.role, message.text) for message in body.messages]
-        prompt = await asyncio.to_thread(self.prompts.chat, messages)
+        thinking = None if body.chat_template_kwargs is None else body.chat_template_kwargs.enable_thinking
+        prompt = await asyncio.to_thread(self.prompts.chat, messages, thinking)
         wanted = (body.top_logprobs or 0) if body.logprobs else None
         if body.top_logprobs is not None and not body.logprobs:
             raise RequestError("top_logprobs", "top_logprobs needs logprobs=true")

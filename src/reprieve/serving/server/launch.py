@@ -100,7 +100,7 @@ def make_app(
         max_waiting=settings.max_waiting,
         on_answer=lambda job, finished: [tell(job, finished) for tell in watchers],  # type: ignore[arg-type]
     )
-    prompts = _prompts(pair, task, settings.num_draft_tokens)
+    prompts = _prompts(pair, task, settings)
     worker.start([None, *menu.policies])
     app = create_app(settings, worker, menu, prompts, metrics)
     app.state.worker = worker
@@ -138,7 +138,7 @@ def _fitted(policy: Policy, pair: Pair, settings: ServerSettings) -> Policy:
     return policy.under(num_draft_tokens=settings.num_draft_tokens, drafter=settings.drafter, dtype=dtype)
 
 
-def _prompts(pair: Pair, task: Task | None, num_draft_tokens: int) -> Prompts:
+def _prompts(pair: Pair, task: Task | None, settings: ServerSettings) -> Prompts:
     """The pair's text side; chats without a template are wrapped as the task wraps its problems."""
     wrap: Callable[[str], str] | None = getattr(task, "wrap", None)
     bundled = pair.target_name == BUNDLED_PAIR and task is not None
@@ -147,7 +147,8 @@ def _prompts(pair: Pair, task: Task | None, num_draft_tokens: int) -> Prompts:
         max_positions=min(_positions(pair.target), _positions(pair.draft)),
         vocab_size=pair.vocab_size,
         wrap=wrap,
-        num_draft_tokens=num_draft_tokens,
+        num_draft_tokens=settings.num_draft_tokens,
+        asked=settings.asked,
         example=task.problems("test", 7)[6].prompt if bundled and task is not None else "",  # both models solve it
     )
 

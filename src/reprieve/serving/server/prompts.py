@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from reprieve.errors import SpecError
 from reprieve.serving.policy import RequestError
+from reprieve.settings import PromptSettings
+from reprieve.tasks.asking import PromptFormat
 
 
 class Prompts:
@@ -17,6 +20,10 @@ class Prompts:
         vocab_size: token ids are below it.
         wrap: makes a prompt of a chat's last message where the tokenizer has no chat template; None refuses chats.
         num_draft_tokens, example: shown to clients.
+        asked: system prompt and thinking of chats that do not say themselves; needs a chat template.
+
+    Raises:
+        SpecError: `asked` without a chat template.
     """
 
     def __init__(
@@ -28,6 +35,7 @@ class Prompts:
         wrap: Callable[[str], str] | None,
         num_draft_tokens: int,
         example: str = "",
+        asked: PromptSettings | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.max_positions = max_positions
@@ -35,6 +43,8 @@ class Prompts:
         self.num_draft_tokens = num_draft_tokens
         self.example = example
         self._wrap = wrap
+        self._asked = asked or PromptSettings()
+        PromptFormat(tokenizer, self._asked)  # refuses what the tokenizer has no template for
 
     def plain(self, prompt: str | list[int]) -> list[int]:
         """A prompt as token ids.
@@ -50,8 +60,11 @@ class Prompts:
             raise RequestError("prompt", f"prompt: token ids must be in [0, {self.vocab_size - 1}], got {bad[0]}")
         return list(token_ids)
 
-    def chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[tuple[str, str]], thinking: bool | None = None) -> list[int]:
         """A conversation (roles and texts) as token ids: by the tokenizer's template, else by `wrap`.
+
+        Args:
+            thinking: the request's own word for the template's `enable_thinking`.
 
         Raises:
             RequestError: neither is there, or the template refuses these messages.
@@ -60,11 +73,15 @@ class Prompts:
             require_text("messages", message)
         if self.tokenizer.chat_template:
             turns = [{"role": role, "content": text} for role, text in messages]
+            asked = PromptSettings(
+                chat_template=True,
+                system_prompt=None if turns[0]["role"] == "system" else self._asked.system_prompt,
+                thinking=self._asked.thinking if thinking is None else "on" if thinking else "off",
+            )
             try:
-                text = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-            except Exception as error:  # templates raise what they like
+                return self.plain(PromptFormat(self.tokenizer, asked).encode(turns))
+            except SpecError as error:
                 raise RequestError("messages", f"messages: the chat template refuses them: {error}") from None
-            return self.plain([int(token) for token in self.tokenizer.encode(text, add_special_tokens=False)])
         if self._wrap is None:
             raise RequestError("messages", "this model has no chat template; use /v1/completions")
         if len(messages) != 1 or messages[0][0] != "user":

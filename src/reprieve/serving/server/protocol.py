@@ -125,12 +125,21 @@ class Message(BaseModel):
         return "".join(part.text for part in self.content)
 
 
+class TemplateOptions(BaseModel):
+    """What a chat template is told beside the messages."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    enable_thinking: bool | None = None
+
+
 class ChatBody(RequestBody):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
