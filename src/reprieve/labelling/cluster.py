@@ -43,7 +43,8 @@ def mine_in_processes(
     try:
         pending = set(replies)
         while pending:
-            for reply in multiprocessing.connection.wait(list(pending), timeout=_POLL_S):
+            answered = multiprocessing.connection.wait(list(pending), timeout=_POLL_S)
+            for reply in [reply for reply in pending if reply in answered]:
                 pending.discard(reply)
                 made = reply.recv()
                 if isinstance(made, Exception):
