@@ -10,6 +10,7 @@ from pathlib import Path
 from reprieve.engine import Pair
 from reprieve.evaluation.arms import Arm
 from reprieve.evaluation.config import RunConfig
+from reprieve.evaluation.engines.local import LocalEngine
 from reprieve.evaluation.runner import Run, Runner, environment
 from reprieve.evaluation.settings import RunSettings
 from reprieve.settings import SamplingSettings
@@ -30,8 +31,9 @@ def answer_test_problems(
     """Answer the first `options.limit` test problems with every arm, in `options.workers` processes."""
     sampling = SamplingSettings(temperature, draft_temperature=draft_temperature)
     settings = RunSettings(limit=options.limit, drafter=drafter, num_trials=num_trials, sampling=sampling)
-    config = RunConfig.of(pair, arms, settings, command=" ".join(sys.argv))
-    runner = Runner(config, arms, pair, load_task("arithmetic"), folder, num_workers=options.workers)
+    engine = LocalEngine(pair, num_workers=options.workers)
+    config = RunConfig.of(engine, arms, settings, command=" ".join(sys.argv))
+    runner = Runner(config, arms, engine, load_task("arithmetic"), folder)
 
     def report(done: int, total: int) -> None:
         if done % 100 == 0 or done == total:

@@ -27,6 +27,10 @@ class UnsupportedModelError(ReprieveError, ValueError):
     """A model that lacks what was asked of it, such as a cache that can be rolled back or hidden states."""
 
 
+class EngineError(ReprieveError):
+    """A server or a worker that died or does not answer; what was answered before is kept."""
+
+
 def import_extra(module: str, extra: str) -> Any:
     """A module that only some installations have.
 

@@ -8,6 +8,7 @@ from reprieve.errors import SpecError
 from reprieve.evaluation.arms import make_arms
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.energy import EnergyMeter
+from reprieve.evaluation.engines.local import LocalEngine
 from reprieve.evaluation.provenance import provenance_spans
 from reprieve.evaluation.results import summarise
 from reprieve.evaluation.runner import run_arms
@@ -43,8 +44,8 @@ def test_conversations_follow_the_template_or_go_on_as_text():
 
 def test_later_turns_read_earlier_answers_and_count(pair, tmp_path):
     arms = make_arms([], [4])
-    config = RunConfig.of(pair, arms, settings(limit=2))
-    whole = run_arms(config, arms, pair, TwoTurns(), tmp_path)
+    config = RunConfig.of(LocalEngine(pair), arms, settings(limit=2))
+    whole = run_arms(config, arms, LocalEngine(pair), TwoTurns(), tmp_path)
     record = next(r for r in whole.records if r.arm == "lossless")
     assert len(record.turns) == 2 and record.text == record.turns[1] and record.num_tokens == 24
     second = (

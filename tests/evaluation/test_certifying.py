@@ -11,6 +11,7 @@ from reprieve.errors import ReprieveError, SpecError
 from reprieve.evaluation.arms import make_arms
 from reprieve.evaluation.certifying import Plan, certify
 from reprieve.evaluation.config import RunConfig
+from reprieve.evaluation.engines.local import LocalEngine
 from reprieve.evaluation.records import claim_run
 from reprieve.evaluation.runner import Runner
 from reprieve.evaluation.settings import CertifySettings
@@ -30,7 +31,7 @@ def plan(**changes):
 
 
 def test_a_certificate_names_what_it_promises_and_can_be_used(pair, tmp_path, monkeypatch):
-    outcome = certify(plan(), pair, ToyTask(), tmp_path, command="reprieve certify")
+    outcome = certify(plan(), LocalEngine(pair), ToyTask(), tmp_path, command="reprieve certify")
     made = Certificate.load(outcome.path)
     assert made == outcome.certificate
     assert made.threshold == outcome.steps[-1].threshold == 2.0 or not outcome.steps[-1].evidence.passed
@@ -49,23 +50,23 @@ def test_a_certificate_names_what_it_promises_and_can_be_used(pair, tmp_path, mo
 
 
 def test_no_certificate_without_proof_and_the_walk_resumes(pair, tmp_path):
-    outcome = certify(plan(promise=Promise(0.01)), pair, ToyTask(), tmp_path, command="c")
+    outcome = certify(plan(promise=Promise(0.01)), LocalEngine(pair), ToyTask(), tmp_path, command="c")
     assert outcome.certificate is None and "strictest" in outcome.reason and len(outcome.steps) == 1
     lines = (tmp_path / "calibration" / "problems.jsonl").read_text().splitlines()
-    certify(plan(promise=Promise(0.01)), pair, ToyTask(), tmp_path, command="c")
+    certify(plan(promise=Promise(0.01)), LocalEngine(pair), ToyTask(), tmp_path, command="c")
     assert (tmp_path / "calibration" / "problems.jsonl").read_text().splitlines() == lines
 
 
 def test_trying_thresholds_until_one_passes_is_refused(pair, tmp_path):
-    certify(plan(thresholds=(3.0,)), pair, ToyTask(), tmp_path, command="c")
-    certify(plan(thresholds=(3.0,)), pair, ToyTask(), tmp_path, command="c")
+    certify(plan(thresholds=(3.0,)), LocalEngine(pair), ToyTask(), tmp_path, command="c")
+    certify(plan(thresholds=(3.0,)), LocalEngine(pair), ToyTask(), tmp_path, command="c")
     with pytest.raises(SpecError, match=r"first tried on these problems, margin:delta=3: .*--offset"):
-        certify(plan(thresholds=(0.5, 2.0)), pair, ToyTask(), tmp_path, command="c")
+        certify(plan(thresholds=(0.5, 2.0)), LocalEngine(pair), ToyTask(), tmp_path, command="c")
 
 
 def test_nothing_is_certified_without_right_answers_or_with_failed_ones(pair, tmp_path):
     with pytest.raises(SpecError, match="no right answers"):
-        certify(plan(), pair, TwoTurns(), tmp_path / "a", command="c")
+        certify(plan(), LocalEngine(pair), TwoTurns(), tmp_path / "a", command="c")
 
     class Breaks(ToyTask):
         def extract_answer(self, text):
@@ -81,10 +82,10 @@ def test_nothing_is_certified_without_right_answers_or_with_failed_ones(pair, tm
             return super().extract_answer(text)
 
     with pytest.raises(ReprieveError, match="every problem failed"):
-        certify(plan(), pair, Breaks(), tmp_path / "b", command="c")
+        certify(plan(), LocalEngine(pair), Breaks(), tmp_path / "b", command="c")
     with pytest.raises(ReprieveError, match="1 answers failed"):
-        certify(plan(), pair, BreaksOnce(), tmp_path / "c", command="c")
-    again = certify(plan(), pair, ToyTask(), tmp_path / "c", command="c")
+        certify(plan(), LocalEngine(pair), BreaksOnce(), tmp_path / "c", command="c")
+    again = certify(plan(), LocalEngine(pair), ToyTask(), tmp_path / "c", command="c")
     assert again is not None and again.steps, "what failed is tried once more"
 
 
@@ -102,8 +103,8 @@ def test_plans_that_cannot_be_are_refused_before_anything_is_measured(changes, m
 
 
 def test_a_second_rule_shares_the_strict_answers(pair, tmp_path):
-    certify(plan(), pair, ToyTask(), tmp_path, command="c")
-    certify(plan(rule="top_k", thresholds=(2, 3)), pair, ToyTask(), tmp_path, command="c")
+    certify(plan(), LocalEngine(pair), ToyTask(), tmp_path, command="c")
+    certify(plan(rule="top_k", thresholds=(2, 3)), LocalEngine(pair), ToyTask(), tmp_path, command="c")
     records = [json.loads(line) for line in (tmp_path / "calibration" / "problems.jsonl").read_text().splitlines()]
     assert sum(record["arm"] == "lossless" for record in records) == 12
 
@@ -129,8 +130,8 @@ def test_folders_grow_only_where_that_is_harmless(tmp_path):
 def test_several_processes_give_the_same_answers(tmp_path, bundled_pair):
     arms = make_arms(["margin:delta=2"], [4])[2:]
     task = load_task("arithmetic")
-    config = RunConfig.of(bundled_pair, arms, settings(task="arithmetic", limit=5))
-    runners = [Runner(config, arms, bundled_pair, task, tmp_path / str(n), num_workers=n) for n in (1, 2)]
+    config = RunConfig.of(LocalEngine(bundled_pair), arms, settings(task="arithmetic", limit=5))
+    runners = [Runner(config, arms, LocalEngine(bundled_pair, num_workers=n), task, tmp_path / str(n)) for n in (1, 2)]
     assert all(runner.measure() for runner in runners)
     alone, together = ({(r.arm, r.problem_id): r.text for r in runner.records} for runner in runners)
     assert alone == together and len(alone) == 10

@@ -6,6 +6,7 @@ import torch
 
 from reprieve.evaluation.arms import make_arms
 from reprieve.evaluation.config import RunConfig
+from reprieve.evaluation.engines.local import LocalEngine
 from reprieve.evaluation.runner import Runner
 from reprieve.heads.folds import FoldedHead, fold_folder, fold_of, write_folds
 from tests.evaluation.toys import settings
@@ -19,9 +20,10 @@ def test_no_problem_meets_a_head_trained_on_it(tmp_path, pair):
     write_folds(tmp_path, 3)
     arm = make_arms([f"judge:path={tmp_path},threshold=0.4"], [4])[-1]
     assert isinstance(dict(arm.rule.heads)[str(tmp_path)], FoldedHead)
-    runner = Runner(RunConfig.of(pair, [arm], settings()), [arm], pair, ToyTask(), tmp_path / "run")
+    engine = LocalEngine(pair)
+    runner = Runner(RunConfig.of(engine, [arm], settings()), [arm], engine, ToyTask(), tmp_path / "run")
     for problem in runner.problems:
-        decoder = runner.answerer._decoder(arm, problem)
+        decoder = engine._decoder(runner.config, arm).outside(problem.problem_id)
         head = dict(decoder.rule.heads)[str(fold_folder(tmp_path, 0).parent)]
         alone = random_head(size=32, seed=fold_of(problem.problem_id, 3), pair=pair.identity)
         assert torch.equal(head.tensors["weight"], alone.tensors["weight"])

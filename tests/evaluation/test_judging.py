@@ -7,6 +7,7 @@ import pytest
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.evaluation.arms import make_arms
 from reprieve.evaluation.config import RunConfig
+from reprieve.evaluation.engines.local import LocalEngine
 from reprieve.evaluation.judging import judge_run
 from reprieve.evaluation.runner import run_arms
 from tests.evaluation.toys import TwoTurns, settings
@@ -31,7 +32,7 @@ class FirstIsBetter:
 
 def test_a_judges_love_of_first_place_cancels_out(pair, tmp_path):
     arms = make_arms(["random:rate=0.9"], [4])
-    run_arms(RunConfig.of(pair, arms, settings(limit=4)), arms, pair, TwoTurns(), tmp_path)
+    run_arms(RunConfig.of(LocalEngine(pair), arms, settings(limit=4)), arms, LocalEngine(pair), TwoTurns(), tmp_path)
     problems = TwoTurns().problems("test", 4)
     chat = FirstIsBetter()
     document = judge_run(tmp_path, problems, chat)

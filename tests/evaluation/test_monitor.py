@@ -6,11 +6,13 @@ import pytest
 
 from reprieve.errors import SpecError
 from reprieve.evaluation.arms import make_arms
+from reprieve.evaluation.config import RunConfig
+from reprieve.evaluation.engines.local import LocalEngine
 from reprieve.evaluation.monitor import LosslessCheck, QualityMonitor, Served, watch
 from reprieve.evaluation.results import summarise
 from reprieve.settings import SamplingParams
 from reprieve.tasks import TaskProblem
-from tests.evaluation.toys import run
+from tests.evaluation.toys import run, settings
 from tests.kit.toys import ToyTask
 
 
@@ -58,10 +60,9 @@ def test_watching_a_task_finds_what_bench_finds(pair, tmp_path):
     arms = make_arms(["random:rate=0.9"], [4])
     whole = run(pair, arms, tmp_path, limit=15)
     row = summarise(whole)["arms"][-1]
-    final = watch(
-        arms[-1].decoder(pair), arms[2].decoder(pair), ToyTask(), ToyTask().problems("test", 15),
-        {"temperature": 0.0}, share=1.0, max_drop=None, max_waiting=100,
-    )  # fmt: skip
+    engine = LocalEngine(pair)
+    config = RunConfig.of(engine, arms, settings(limit=15))
+    final = watch(engine, config, ToyTask(), arms[-1], arms[2], share=1.0, max_drop=None, max_waiting=100)
     assert final.num_checked == 15 and abs(final.drop) <= 1
     assert final.interval[0] <= final.drop <= final.interval[1] and not final.alarm
     assert row["net_drop"] is not None

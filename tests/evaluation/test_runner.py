@@ -9,6 +9,7 @@ import pytest
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.evaluation.arms import make_arms, sweep_rules
 from reprieve.evaluation.config import RunConfig
+from reprieve.evaluation.engines.local import LocalEngine
 from reprieve.evaluation.figure import draw_frontier
 from reprieve.evaluation.records import RecordFile
 from reprieve.evaluation.results import summarise, write_results
@@ -50,7 +51,7 @@ def without_times(records):
 
 def test_results_hold_the_contract_and_the_figure_is_drawn(pair, tmp_path):
     arms = make_arms(ARMS, [4])
-    document = summarise(run_arms(config(arms), arms, pair, ToyTask(), tmp_path))
+    document = summarise(run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path))
     write_results(document, tmp_path)
     text = (tmp_path / "results.json").read_text()
     read = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
@@ -74,14 +75,14 @@ def test_results_hold_the_contract_and_the_figure_is_drawn(pair, tmp_path):
 
 def test_lossless_gives_the_targets_answers(pair, tmp_path):
     arms = make_arms([], [4])
-    run = run_arms(config(arms), arms, pair, ToyTask(), tmp_path)
+    run = run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path)
     texts = {label: [r.text for r in run.records if r.arm == label] for label in ("target_only", "lossless")}
     assert texts["target_only"] == texts["lossless"]
 
 
 def test_arms_take_turns_problem_by_problem(pair, tmp_path):
     arms = make_arms(ARMS, [4])
-    run = run_arms(config(arms), arms, pair, ToyTask(), tmp_path)
+    run = run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path)
     order = [(record.problem_id, record.arm) for record in run.records]
     assert [problem for problem, _ in order] == [f"p{i}" for i in range(6) for _ in arms]
     assert len({arm for place, (_, arm) in enumerate(order) if place % len(arms) == 0}) == len(arms)
@@ -89,30 +90,30 @@ def test_arms_take_turns_problem_by_problem(pair, tmp_path):
 
 def test_interrupted_run_keeps_what_is_done_and_resumes_to_the_same_records(pair, tmp_path):
     arms = make_arms(ARMS, [4])
-    whole = run_arms(config(arms), arms, pair, ToyTask(), tmp_path / "whole")
+    whole = run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path / "whole")
 
     def interrupt(done, total):
         if done == 11:
             raise KeyboardInterrupt
 
-    first = run_arms(config(arms), arms, pair, ToyTask(), tmp_path / "cut", progress=interrupt)
+    first = run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path / "cut", progress=interrupt)
     assert not first.complete
     assert len(first.records) == 11
     assert summarise(first)["num_problems"] == 1, "only problems every arm finished are compared"
     with (tmp_path / "cut" / "problems.jsonl").open("a") as file:
         file.write('{"arm": "half a li')  # what a kill in the middle of a write leaves
-    second = run_arms(config(arms, command="typed otherwise"), arms, pair, ToyTask(), tmp_path / "cut")
+    second = run_arms(config(arms, command="typed otherwise"), arms, LocalEngine(pair), ToyTask(), tmp_path / "cut")
     assert second.complete
     assert without_times(second.records) == without_times(whole.records)
-    third = run_arms(config(arms), arms, pair, ToyTask(), tmp_path / "cut")
+    third = run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path / "cut")
     assert len(third.records) == len(whole.records), "nothing is measured twice"
 
 
 def test_another_run_in_the_folder_is_refused_by_name(pair, tmp_path):
     arms = make_arms([], [4])
-    run_arms(config(arms), arms, pair, ToyTask(), tmp_path)
+    run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path)
     with pytest.raises(ReprieveError, match="with seed = 0 instead of 7"):
-        run_arms(config(arms, seed=7), arms, pair, ToyTask(), tmp_path)
+        run_arms(config(arms, seed=7), arms, LocalEngine(pair), ToyTask(), tmp_path)
 
 
 def test_failures_are_counted_and_never_answers(pair, tmp_path):
@@ -122,7 +123,7 @@ def test_failures_are_counted_and_never_answers(pair, tmp_path):
             return [*good[:-1], TaskProblem("long", " ".join(["3"] * 400), "1")]
 
     arms = make_arms([], [4])
-    document = summarise(run_arms(config(arms), arms, pair, TooLong(), tmp_path))
+    document = summarise(run_arms(config(arms), arms, LocalEngine(pair), TooLong(), tmp_path))
     assert [arm["num_failed"] for arm in document["arms"]] == [1, 1, 1]
     lines = [json.loads(line) for line in (tmp_path / "problems.jsonl").read_text().splitlines()]
     failed = [line for line in lines if line["error"]]

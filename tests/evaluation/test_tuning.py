@@ -6,6 +6,7 @@ import pytest
 
 from reprieve.errors import SpecError
 from reprieve.evaluation.settings import FsdSettings
+from reprieve.evaluation.engines.local import LocalEngine
 from reprieve.evaluation.tuning import FsdProtocol, best_ks
 from tests.evaluation.toys import settings
 from tests.kit.toys import ToyTask
@@ -27,7 +28,7 @@ def test_fsds_protocol_climbs_until_the_share_is_lost(pair, tmp_path):
     )
     protocol = FsdProtocol(asked)
     told = []
-    document = protocol.run(pair, ToyTask(), tmp_path, announce=told.append)
+    document = protocol.run(LocalEngine(pair), ToyTask(), tmp_path, announce=told.append)
     accuracy = {row["spec"]: row["accuracy"] for row in document["arms"]}
     floor = accuracy["target_only"] - 0.2 * (accuracy["target_only"] - accuracy["draft_only"])
     measured = [row["spec"] for row in document["arms"][3:]]

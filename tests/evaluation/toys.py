@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from reprieve.evaluation.config import RunConfig
+from reprieve.evaluation.engines.local import LocalEngine
 from reprieve.evaluation.runner import run_arms
 from reprieve.evaluation.settings import RunSettings
 from reprieve.tasks import TaskProblem
@@ -14,7 +15,8 @@ def settings(**changes):
 
 
 def run(pair, arms, folder, **changes):
-    return run_arms(RunConfig.of(pair, arms, settings(**changes)), arms, pair, ToyTask(), folder)
+    engine = LocalEngine(pair)
+    return run_arms(RunConfig.of(engine, arms, settings(**changes)), arms, engine, ToyTask(), folder)
 
 
 class TwoTurns(ToyTask):

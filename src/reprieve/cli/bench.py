@@ -8,6 +8,7 @@ from pathlib import Path
 from reprieve.cli.command import Command
 from reprieve.cli.comparing import compare
 from reprieve.evaluation.settings import RunSettings
+from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings
 
 
@@ -28,6 +29,7 @@ class Bench(Command):
     num_draft_tokens: tuple[int, ...] = (16,)
     settings: RunSettings = field(default_factory=RunSettings)
     num_workers: int = 1
+    answering: EngineSettings = field(default_factory=EngineSettings)
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("runs/bench")
 
@@ -35,4 +37,4 @@ class Bench(Command):
         from reprieve.evaluation.arms import make_arms
 
         arms = make_arms(self.arm, self.num_draft_tokens, target=self.pair.target)
-        return compare(self, arms, self.settings, self.pair, self.out, num_workers=self.num_workers)
+        return compare(self, arms, self.settings, self.answering, self.pair, self.out, num_workers=self.num_workers)

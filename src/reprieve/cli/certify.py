@@ -8,6 +8,7 @@ from pathlib import Path
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.evaluation.settings import CertifySettings
+from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings
 
 
@@ -24,6 +25,7 @@ class Certify(Command):
 
     settings: CertifySettings
     num_workers: int = 1
+    answering: EngineSettings = field(default_factory=EngineSettings)
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("runs/certify")
 
@@ -31,15 +33,17 @@ class Certify(Command):
         from reprieve.evaluation.certifying import Plan, certify
 
         plan = Plan.of(self.settings, target=self.pair.target)
-        pair, task = screen.load_pair_and_task(self.pair, self.settings.run.task, self.settings.run.prompt)
-        with screen.progress_bar("answers") as bar:
+        asked = self.settings.run
+        opened = screen.engine_and_task(
+            self.answering, self.pair, asked.task, asked.prompt, num_workers=self.num_workers
+        )
+        with opened as (engine, task), screen.progress_bar("answers") as bar:
             made = certify(
                 plan,
-                pair,
+                engine,
                 task,
                 self.out,
                 command=screen.command_line(),
-                num_workers=self.num_workers,
                 announce=screen.say,
                 progress=screen.reporter(bar),
             )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.evaluation.settings import RunSettings
+from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings
 
 if TYPE_CHECKING:
@@ -17,7 +18,14 @@ if TYPE_CHECKING:
 
 
 def compare(
-    command: Command, arms: Sequence[Arm], settings: RunSettings, pair: PairSettings, out: Path, *, num_workers: int = 1
+    command: Command,
+    arms: Sequence[Arm],
+    settings: RunSettings,
+    engine: EngineSettings,
+    pair: PairSettings,
+    out: Path,
+    *,
+    num_workers: int = 1,
 ) -> int:
     """Measure and report; returns the exit status.
 
@@ -25,26 +33,25 @@ def compare(
         command: whose flags are kept in the run's folder.
         num_workers: processes side by side.
     """
-    from reprieve.evaluation.arms import without_missing_draft
     from reprieve.evaluation.config import RunConfig
+    from reprieve.evaluation.engines.base import without_missing
     from reprieve.evaluation.figure import draw_frontier
     from reprieve.evaluation.results import summarise, write_results
     from reprieve.evaluation.runner import run_arms
 
-    loaded, task = screen.load_pair_and_task(pair, settings.task, settings.prompt)
-    arms = without_missing_draft(arms, loaded)
-    config = RunConfig.of(loaded, arms, settings, command=screen.command_line())
-    with screen.progress_bar(f"{len(arms)} arms") as bar:
-        run = run_arms(
-            config,
-            arms,
-            loaded,
-            task,
-            out,
-            num_workers=num_workers,
-            begun=lambda: command.keep_config(out),
-            progress=screen.reporter(bar),
-        )
+    with screen.engine_and_task(engine, pair, settings.task, settings.prompt, num_workers=num_workers) as (made, task):
+        arms = without_missing(arms, made, settings.drafter)
+        config = RunConfig.of(made, arms, settings, command=screen.command_line())
+        with screen.progress_bar(f"{len(arms)} arms") as bar:
+            run = run_arms(
+                config,
+                arms,
+                made,
+                task,
+                out,
+                begun=lambda: command.keep_config(out),
+                progress=screen.reporter(bar),
+            )
     document = summarise(run)
     write_results(document, out)
     if not document["arms"]:
@@ -52,7 +59,9 @@ def compare(
         return 130
     screen.show_results(document)
     screen.say(f"results: {out / 'results.json'}")
-    if num_workers > 1:
+    if not engine.local:
+        screen.warn("answers shared the servers' batches: measure speeds with --concurrency")
+    elif num_workers > 1:
         screen.warn(f"{num_workers} processes shared this machine: measure speeds with --workers 1")
     if not document["graded"]:
         screen.say(f"This task has no right answers; `reprieve verdicts {out}` has a judge compare the texts.")

@@ -10,6 +10,7 @@ from reprieve.cli.command import Command
 from reprieve.cli.comparing import compare
 from reprieve.cli.generate import Generate
 from reprieve.evaluation.settings import RunSettings
+from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings
 
 ARMS = ("judge", "margin:delta=2", "math_symbols", "fuzzy:threshold=0.4")
@@ -45,7 +46,7 @@ class Demo(Command):
         from reprieve.evaluation.arms import make_arms
 
         arms = make_arms(ARMS, [self.num_draft_tokens], target=self.pair.target)
-        status = compare(self, arms, self.settings, self.pair, self.out)
+        status = compare(self, arms, self.settings, EngineSettings(), self.pair, self.out)
         screen.say(
             f"{self.settings.limit} problems show the direction, not the decimals: --limit 500 narrows the brackets, "
             "and docs/measured/rules.md has larger runs"

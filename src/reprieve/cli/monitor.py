@@ -8,6 +8,7 @@ from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.errors import SpecError
 from reprieve.evaluation.settings import MonitorSettings, RunSettings
+from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings
 
 
@@ -26,6 +27,7 @@ class Monitor(Command):
     settings: MonitorSettings = field(default_factory=MonitorSettings)
     num_draft_tokens: int = 16
     problems: RunSettings = field(default_factory=RunSettings)
+    answering: EngineSettings = field(default_factory=EngineSettings)
     pair: PairSettings = field(default_factory=PairSettings)
 
     def run(self) -> int:
@@ -38,30 +40,30 @@ class Monitor(Command):
         if relaxed.rule is None or relaxed.rule.dial is None:
             raise SpecError(f"--rule must be a relaxed rule: there is nothing to watch in {self.rule!r}")
         asked = self.problems
-        pair, task = screen.load_pair_and_task(self.pair, asked.task, asked.prompt)
-        here = RunConfig.of(pair, [relaxed], asked, command=screen.command_line()).conditions(pair, relaxed)
-        if relaxed.certificate is not None:
-            relaxed.certificate.check(here, where=f"of {relaxed.label}")
-        problems = task.problems(asked.split, asked.limit, offset=asked.offset)
-        num_told = -1
+        with screen.engine_and_task(self.answering, self.pair, asked.task, asked.prompt) as (engine, task):
+            config = RunConfig.of(engine, [strict, relaxed], asked, command=screen.command_line())
+            if relaxed.certificate is not None:
+                relaxed.certificate.check(config.conditions(engine.facts, relaxed), where=f"of {relaxed.label}")
+            num_problems = len(task.problems(asked.split, asked.limit, offset=asked.offset))
+            num_told = -1
 
-        def on_answer(status: MonitorStatus) -> None:
-            nonlocal num_told
-            tenth = status.num_seen * 10 // len(problems) > (status.num_seen - 1) * 10 // len(problems)
-            if tenth and status.num_checked != num_told:
-                num_told = status.num_checked
-                screen.say(status.sentence())
+            def on_answer(status: MonitorStatus) -> None:
+                nonlocal num_told
+                tenth = status.num_seen * 10 // num_problems > (status.num_seen - 1) * 10 // num_problems
+                if tenth and status.num_checked != num_told:
+                    num_told = status.num_checked
+                    screen.say(status.sentence())
 
-        final = watch(
-            relaxed.decoder(pair, drafter=asked.drafter, task=asked.task, conditions=here),
-            strict.decoder(pair, drafter=asked.drafter),
-            task,
-            problems,
-            {**asdict(asked.sampling), "seed": asked.seed},
-            **asdict(self.settings),
-            seed=asked.seed,
-            on_alarm=lambda status: screen.say(f"alarm: {status.sentence()}"),
-            on_answer=on_answer,
-        )
+            final = watch(
+                engine,
+                config,
+                task,
+                relaxed,
+                strict,
+                **asdict(self.settings),
+                seed=asked.seed,
+                on_alarm=lambda status: screen.say(f"alarm: {status.sentence()}"),
+                on_answer=on_answer,
+            )
         screen.say(f"final: {final.sentence()}")
         return 1 if final.alarm else 0

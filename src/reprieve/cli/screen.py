@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from reprieve.engine import Pair
+    from reprieve.evaluation.engines.base import Engine
+    from reprieve.servers.settings import EngineSettings
     from reprieve.tasks import Task
     from reprieve.tasks.asking import AskedTask
 
@@ -112,10 +115,14 @@ def progress_bar(what: str) -> Progress:
 def reporter(bar: Progress, what: str = "answers") -> Callable[[int, int], None]:
     """Moves the bar; where there is no terminal to draw it on, prints a line every tenth of the way."""
     task = bar.add_task("", total=None)
+    told = 0
 
     def report(done: int, total: int) -> None:
+        nonlocal told
         bar.update(task, completed=done, total=total)
-        if not bar.console.is_terminal and done * 10 // total > (done - 1) * 10 // total:
+        tenth, told_before = done * 10 // total, told
+        told = tenth
+        if not bar.console.is_terminal and tenth != told_before and tenth:
             left = bar.tasks[0].time_remaining
             bar.console.print(f"{done} of {total} {what}" + (f", {left:.0f} s left" if left else ""))
 
@@ -130,6 +137,25 @@ def load_pair_and_task(pair: PairSettings, task: str, prompt: PromptSettings | N
     plain = load_task(task)
     loaded = load(pair)
     return loaded, ask(plain, loaded.tokenizer, prompt)
+
+
+@contextlib.contextmanager
+def engine_and_task(
+    engine: EngineSettings, pair: PairSettings, task: str, prompt: PromptSettings, *, num_workers: int = 1
+) -> Iterator[tuple[Engine, AskedTask]]:
+    """Both, the task first; what the engine starts is ended afterwards."""
+    from reprieve.tasks import load_task
+    from reprieve.tasks.asking import ask
+
+    plain = load_task(task)
+    quiet_transformers()
+    from reprieve.evaluation.engines.making import make_engine
+
+    made = make_engine(engine, pair, num_workers=num_workers, announce=warn)
+    try:
+        yield made, ask(plain, made.tokenizer, prompt)
+    finally:
+        made.close()
 
 
 def load(pair: PairSettings) -> Pair:

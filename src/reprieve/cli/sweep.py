@@ -8,6 +8,7 @@ from pathlib import Path
 from reprieve.cli.command import Command
 from reprieve.cli.comparing import compare
 from reprieve.evaluation.settings import RunSettings
+from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings
 
 
@@ -32,6 +33,7 @@ class Sweep(Command):
     num_draft_tokens: tuple[int, ...] = (16,)
     settings: RunSettings = field(default_factory=RunSettings)
     num_workers: int = 1
+    answering: EngineSettings = field(default_factory=EngineSettings)
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("runs/sweep")
 
@@ -40,4 +42,4 @@ class Sweep(Command):
 
         rules = sweep_rules(self.rule, self.thresholds, dial=self.dial, target=self.pair.target)
         arms = make_arms(rules, self.num_draft_tokens, target=self.pair.target)
-        return compare(self, arms, self.settings, self.pair, self.out, num_workers=self.num_workers)
+        return compare(self, arms, self.settings, self.answering, self.pair, self.out, num_workers=self.num_workers)

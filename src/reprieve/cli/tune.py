@@ -9,6 +9,7 @@ from pathlib import Path
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.evaluation.settings import FsdSettings, RunSettings
+from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings
 
 
@@ -27,31 +28,34 @@ class TuneK(Command):
     arm: tuple[str, ...] = ()
     num_draft_tokens: tuple[int, ...] = (4, 8, 12, 16, 24, 32)
     settings: RunSettings = field(default_factory=lambda: RunSettings(split="validation", limit=40))
+    answering: EngineSettings = field(default_factory=EngineSettings)
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("runs/tune")
 
     def run(self) -> int:
-        from reprieve.evaluation.arms import make_arms, without_missing_draft
+        from reprieve.evaluation.arms import make_arms
         from reprieve.evaluation.config import RunConfig
+        from reprieve.evaluation.engines.base import without_missing
         from reprieve.evaluation.results import summarise, write_results
         from reprieve.evaluation.runner import run_arms
         from reprieve.evaluation.tuning import best_ks
         from reprieve.files import replace_file
 
         arms = make_arms(self.arm, self.num_draft_tokens, target=self.pair.target)
-        pair, task = screen.load_pair_and_task(self.pair, self.settings.task, self.settings.prompt)
-        arms = without_missing_draft(arms, pair)
-        config = RunConfig.of(pair, arms, self.settings, command=screen.command_line())
-        with screen.progress_bar(f"{len(arms)} arms") as bar:
-            run = run_arms(
-                config,
-                arms,
-                pair,
-                task,
-                self.out,
-                begun=lambda: self.keep_config(self.out),
-                progress=screen.reporter(bar),
-            )
+        asked = self.settings
+        with screen.engine_and_task(self.answering, self.pair, asked.task, asked.prompt) as (engine, task):
+            arms = without_missing(arms, engine, asked.drafter)
+            config = RunConfig.of(engine, arms, asked, command=screen.command_line())
+            with screen.progress_bar(f"{len(arms)} arms") as bar:
+                run = run_arms(
+                    config,
+                    arms,
+                    engine,
+                    task,
+                    self.out,
+                    begun=lambda: self.keep_config(self.out),
+                    progress=screen.reporter(bar),
+                )
         if not run.complete:
             screen.warn("interrupted: run again to resume")
             return 130
@@ -79,6 +83,7 @@ class TuneThresholds(Command):
     verb = "tune thresholds"
 
     settings: FsdSettings = field(default_factory=FsdSettings)
+    answering: EngineSettings = field(default_factory=EngineSettings)
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("runs/thresholds")
 
@@ -87,10 +92,11 @@ class TuneThresholds(Command):
         from reprieve.evaluation.tuning import FsdProtocol
 
         protocol = FsdProtocol(self.settings, command=screen.command_line())
-        pair, task = screen.load_pair_and_task(self.pair, self.settings.run.task, self.settings.run.prompt)
-        self.keep_config(self.out)
-        with screen.progress_bar("answers") as bar:
-            document = protocol.run(pair, task, self.out, announce=screen.say, progress=screen.reporter(bar))
+        asked = self.settings.run
+        with screen.engine_and_task(self.answering, self.pair, asked.task, asked.prompt) as (engine, task):
+            self.keep_config(self.out)
+            with screen.progress_bar("answers") as bar:
+                document = protocol.run(engine, task, self.out, announce=screen.say, progress=screen.reporter(bar))
         if document is None:
             screen.warn("interrupted: run again to resume")
             return 130

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
-from reprieve.engine import DRAFT_ONLY, FoldedDecoder, Pair, SamplingParams, SpeculativeDecoder
+from reprieve.engine import DRAFT_ONLY, SamplingParams
 from reprieve.engine.text_stream import Decodes
+from reprieve.errors import EngineError, PairError
 from reprieve.evaluation.arms import Arm
 from reprieve.evaluation.config import RunConfig
-from reprieve.evaluation.energy import EnergyMeter
 from reprieve.evaluation.provenance import provenance_spans
 from reprieve.evaluation.records import ProblemRecord
 from reprieve.settings import PromptSettings
@@ -20,91 +23,122 @@ from reprieve.types import PARTS, Generation
 WARM_UP_TOKENS = 24
 
 
-class Answerer:
-    """The decoders of a run's arms, made when first needed; the models are shared."""
+@dataclass(frozen=True)
+class Reply:
+    """One turn, as an engine tells of it: counts are of tokens, and seconds wall clock."""
 
-    def __init__(self, config: RunConfig, pair: Pair, task: Task) -> None:
+    text: str
+    finish_reason: str  # eos, stop or length
+    num_tokens: int
+    num_rounds: int
+    num_drafted: int
+    num_accepted: int
+    num_rescued: int
+    seconds: float
+    num_pruned: int = 0
+    round_lengths: list[int] = field(default_factory=list)
+    spans: list[list[Any]] = field(default_factory=list)  # see `ProblemRecord`
+    seconds_by_part: dict[str, float] = field(default_factory=dict)
+    energy_j: float | None = None
+
+
+class Answerer:
+    """Puts a run's problems to an engine and grades what it says.
+
+    Args:
+        decode: one turn: the arm, the problem it belongs to, the prompt, and how tokens are drawn.
+    """
+
+    Decode: TypeAlias = Callable[[Arm, TaskProblem, str | list[int], SamplingParams], Awaitable[Reply]]
+
+    def __init__(self, config: RunConfig, task: Task, tokenizer: Any, decode: Decode) -> None:
         self.config = config
-        self.pair = pair
         self.task = task
-        self.meter = EnergyMeter(str(pair.device))
-        self._format = PromptFormat(pair.tokenizer, PromptSettings(**config.prompt))
-        self._decoders: dict[str, FoldedDecoder] = {}
+        self._decode = decode
+        self._format = PromptFormat(tokenizer, PromptSettings(**config.prompt))
         self._params = SamplingParams(
             max_new_tokens=task.max_new_tokens, seed=config.seed, stop=tuple(task.stop), **config.sampling
         )
 
-    def warm_up(self, arm: Arm, problem: TaskProblem) -> None:
+    async def warm_up(self, arm: Arm, problem: TaskProblem) -> None:
         """Answer a problem briefly and unrecorded.
 
         Raises:
             PairError: a head made for another pair.
         """
-        self._answer(arm, problem, dataclasses.replace(self._params, max_new_tokens=WARM_UP_TOKENS), 0)
+        await self._answer(arm, problem, dataclasses.replace(self._params, max_new_tokens=WARM_UP_TOKENS), 0)
 
-    def answer(self, arm: Arm, problem: TaskProblem, number: int, trial: int) -> ProblemRecord:
+    async def answer(self, arm: Arm, problem: TaskProblem, number: int, trial: int) -> ProblemRecord:
         """Answer the `number`th problem; every problem and trial has draws of its own."""
         seed = (self.config.seed + trial) * 1_000_003 + number
-        return self._answer(arm, problem, dataclasses.replace(self._params, seed=seed), trial)
+        return await self._answer(arm, problem, dataclasses.replace(self._params, seed=seed), trial)
 
-    def _decoder(self, arm: Arm, problem: TaskProblem) -> SpeculativeDecoder:
-        if arm.label not in self._decoders:
-            self._decoders[arm.label] = arm.decoders(
-                self.pair,
-                drafter=self.config.drafter,
-                task=self.config.task,
-                conditions=self.config.conditions(self.pair, arm),
-            )
-        return self._decoders[arm.label].outside(problem.problem_id)
-
-    def _answer(self, arm: Arm, problem: TaskProblem, params: SamplingParams, trial: int) -> ProblemRecord:
+    async def _answer(self, arm: Arm, problem: TaskProblem, params: SamplingParams, trial: int) -> ProblemRecord:
         """One arm on one problem. An error is recorded as an error, never as an answer."""
-        decoder = self._decoder(arm, problem)
-        before = self.meter.joules()
         try:
-            made = self._converse(decoder, problem, arm.params(params))
-            after = self.meter.joules()
-            answer = self.task.extract_answer(made[-1].text)
-            correct = self.task.equivalent(answer, problem.reference)
+            made = await self._converse(arm, problem, arm.params(params))
+            answer, correct = await self._grade(made[-1].text, problem)
+        except (EngineError, PairError):  # there is nothing to answer with
+            raise
         except Exception as error:  # whatever it is, the other problems are still worth measuring
             failure = f"{type(error).__name__}: {error}"
             return ProblemRecord(
                 arm.label, problem.problem_id, False, None, 0, 0, 0, 0, 0, 0.0, "error", "", error=failure, trial=trial
             )
-        record = record_of(arm, problem.problem_id, made, self.pair.tokenizer, params.stop)
         return dataclasses.replace(
-            record,
-            correct=correct,
-            answer=answer,
-            trial=trial,
-            energy_j=None if before is None or after is None else after - before,
+            record_of(arm, problem.problem_id, made), correct=correct, answer=answer, trial=trial
         )
 
-    def _converse(self, decoder: SpeculativeDecoder, problem: TaskProblem, params: SamplingParams) -> list[Generation]:
+    async def _grade(self, text: str, problem: TaskProblem) -> tuple[str | None, bool]:
+        answer = self.task.extract_answer(text)
+        if getattr(self.task, "runs_programs", False):  # other answers go on meanwhile
+            return answer, await asyncio.to_thread(self.task.equivalent, answer, problem.reference)
+        return answer, self.task.equivalent(answer, problem.reference)
+
+    async def _converse(self, arm: Arm, problem: TaskProblem, params: SamplingParams) -> list[Reply]:
         """The answers of all turns; most problems have one."""
-        made = [decoder.generate(prompt_of(problem), params, timed=True)]
+        made = [await self._decode(arm, problem, prompt_of(problem), params)]
         if not problem.follow_ups:
             return made
         talk = Conversation(self._format, problem.prompt)
         for message in problem.follow_ups:
             talk.add(made[-1].text, message)
-            made.append(decoder.generate(talk.prompt(), params, timed=True))
+            made.append(await self._decode(arm, problem, talk.prompt(), params))
         return made
 
 
-def record_of(
-    arm: Arm, problem_id: str, made: Sequence[Generation], tokenizer: Decodes, stop: tuple[str, ...]
-) -> ProblemRecord:
+def reply_of(
+    arm: Arm, made: Generation, tokenizer: Decodes, stop: tuple[str, ...], *, energy_j: float | None = None
+) -> Reply:
+    """What the local engine made, as every engine tells it."""
+    return Reply(
+        text=made.text,
+        finish_reason=made.finish_reason,
+        num_tokens=len(made.tokens),
+        num_rounds=0 if arm.label == DRAFT_ONLY else made.num_rounds,  # rounds are target forwards
+        num_drafted=made.num_drafted,
+        num_accepted=made.num_accepted,
+        num_rescued=made.num_rescued,
+        seconds=made.seconds,
+        num_pruned=made.num_pruned,
+        round_lengths=made.round_lengths,
+        spans=[list(span) for span in provenance_spans(made.tokens, tokenizer, stop)],
+        seconds_by_part=made.seconds_by_part,
+        energy_j=energy_j,
+    )
+
+
+def record_of(arm: Arm, problem_id: str, made: Sequence[Reply]) -> ProblemRecord:
     """What is kept of an answer of one turn or several, not graded yet."""
     last = made[-1]
+    joules = [part.energy_j for part in made if part.energy_j is not None]
     return ProblemRecord(
         arm=arm.label,
         problem_id=problem_id,
         correct=False,
         answer=None,
-        num_tokens=sum(len(part.tokens) for part in made),
-        # Rounds are target forwards.
-        num_rounds=0 if arm.label == DRAFT_ONLY else sum(part.num_rounds for part in made),
+        num_tokens=sum(part.num_tokens for part in made),
+        num_rounds=sum(part.num_rounds for part in made),
         num_drafted=sum(part.num_drafted for part in made),
         num_pruned=sum(part.num_pruned for part in made),
         num_accepted=sum(part.num_accepted for part in made),
@@ -114,6 +148,7 @@ def record_of(
         text=last.text,
         turns=[part.text for part in made] if len(made) > 1 else [],
         round_lengths=[length for part in made for length in part.round_lengths],
-        spans=[list(span) for span in provenance_spans(last.tokens, tokenizer, stop)],
+        spans=last.spans,
         seconds_by_part={part: sum(turn.seconds_by_part.get(part, 0.0) for turn in made) for part in PARTS},
+        energy_j=sum(joules) if len(joules) == len(made) else None,
     )

@@ -162,11 +162,6 @@ def _own_settings(spec: str) -> tuple[str, dict[str, str]]:
     return name, own
 
 
-def without_missing_draft(arms: Sequence[Arm], pair: Pair) -> list[Arm]:
-    """The arms that a pair can run: n-grams need no draft, and what the draft alone would do is then not known."""
-    return [arm for arm in arms if pair.draft is not None or arm.label != DRAFT_ONLY]
-
-
 def sweep_rules(
     spec: str, thresholds: Sequence[float], *, dial: str | None = None, target: str | None = None
 ) -> list[Rule]:

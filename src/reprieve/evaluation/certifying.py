@@ -12,10 +12,10 @@ import numpy as np
 
 from reprieve.calibration.certify import PairedTest, Step, paired_test, walk
 from reprieve.calibration.settings import NET_DROP, Promise
-from reprieve.engine import Pair
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.evaluation.arms import LOSSLESS, Arm
 from reprieve.evaluation.config import RunConfig
+from reprieve.evaluation.engines.base import Engine
 from reprieve.evaluation.results import column, common_rows
 from reprieve.evaluation.runner import Runner, environment
 from reprieve.evaluation.settings import CertifySettings, RunSettings
@@ -103,12 +103,11 @@ class Certification:
 
 def certify(
     plan: Plan,
-    pair: Pair,
+    engine: Engine,
     task: Task,
     folder: Path,
     *,
     command: str,
-    num_workers: int = 1,
     announce: Announce = lambda line: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Certification | None:
@@ -131,8 +130,8 @@ def certify(
     }  # by threshold, strict first
 
     def runner(settings: RunSettings, chosen: list[Arm], name: str) -> Runner:
-        config = RunConfig.of(pair, chosen, settings, command=command)
-        return Runner(config, chosen, pair, task, folder / name, num_workers=num_workers, extendable=True)
+        config = RunConfig.of(engine, chosen, settings, command=command)
+        return Runner(config, chosen, engine, task, folder / name, extendable=True)
 
     def measure(run: Runner, arm: Arm) -> tuple[np.ndarray, np.ndarray, float | None]:
         if not run.measure([strict], progress) or not run.measure([arm], progress):
@@ -162,7 +161,7 @@ def certify(
     if look.evidence.observed >= plan.promise.max_drop:
         contradiction = f"the held-out problems contradict it: observed {look.evidence.observed:.4f}"
         return Certification(steps, look.evidence, None, contradiction)
-    certificate = _certificate(plan, best, steps, look, calibration, held, pair)
+    certificate = _certificate(plan, best, steps, look, calibration, held)
     path = folder / f"{best.rule_name}-{plan.promise.loss}-{plan.promise.max_drop:g}.json"
     replace_file(path, certificate.to_json())
     assert best.rule is not None
@@ -207,7 +206,7 @@ def _require_first_walk(rule: Rule, calibration: Runner, labels: set[str]) -> No
 
 
 def _certificate(
-    plan: Plan, best: Arm, steps: list[Step], look: Step, calibration: Runner, held: Runner, pair: Pair
+    plan: Plan, best: Arm, steps: list[Step], look: Step, calibration: Runner, held: Runner
 ) -> Certificate:
     """The certificate of the last step that passed."""
     assert best.rule is not None
@@ -219,7 +218,7 @@ def _certificate(
         threshold=float(look.threshold),
         promise=dataclasses.asdict(plan.promise),
         verdict="confirmed" if look.evidence.passed else "consistent",
-        conditions=calibration.config.conditions(pair, best),
+        conditions=calibration.config.conditions(calibration.engine.facts, best),
         calibration={
             **_where(calibration),
             "num_thresholds_tried": len(steps),

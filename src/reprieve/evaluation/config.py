@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from reprieve.drafters import DRAFTERS
-from reprieve.engine import Pair
 from reprieve.evaluation.arms import Arm
+from reprieve.evaluation.engines.base import Engine, EngineFacts
 from reprieve.evaluation.settings import RunSettings
 from reprieve.heads.certificates import Conditions
 
@@ -35,42 +34,53 @@ class RunConfig:
     offset: int = 0
     num_trials: int = 1
     prompt: dict[str, Any] = field(default_factory=dict)  # how problems are put to the model
+    engine: str = "local"
+    engine_version: str | None = None
+    runner: str | None = None
 
     @classmethod
-    def of(cls, pair: Pair, arms: Sequence[Arm], settings: RunSettings, *, command: str = "") -> RunConfig:
-        """The configuration of a run of these arms on this pair."""
+    def of(cls, engine: Engine, arms: Sequence[Arm], settings: RunSettings, *, command: str = "") -> RunConfig:
+        """The configuration of a run of these arms on this engine."""
+        engine.expect(arms, settings.drafter)
+        facts = engine.facts
         ks = list(dict.fromkeys(arm.num_draft_tokens for arm in arms if arm.rule is not None))
         return cls(
             command=command,
-            target=pair.target_name,
-            draft=pair.draft_name,
-            weights=f"{pair.identity.target_weights}+{pair.identity.draft_weights}",
-            dtype=str(pair.target.dtype).removeprefix("torch."),
-            device=str(pair.device),
+            target=facts.identity.target,
+            draft=facts.identity.draft,
+            weights=f"{facts.identity.target_weights}+{facts.identity.draft_weights}",
+            dtype=facts.dtype,
+            device=facts.device,
+            engine=facts.engine,
+            engine_version=facts.engine_version,
+            runner=facts.runner,
             num_draft_tokens=ks,
             arms=[arm.label for arm in arms],
-            heads=_fingerprints(pair, arms, settings.drafter),
+            heads=_fingerprints(engine, arms, settings.drafter),
             **{**vars(settings), "sampling": asdict(settings.sampling), "prompt": asdict(settings.prompt)},
         )
 
-    def conditions(self, pair: Pair, arm: Arm) -> Conditions:
+    def conditions(self, facts: EngineFacts, arm: Arm) -> Conditions:
         """What a certificate of this arm holds for."""
         return Conditions(
-            pair=pair.identity,
+            pair=facts.identity,
             task=self.task,
             sampling=self.sampling,
             num_draft_tokens=arm.num_draft_tokens,
             drafter=arm.drafter or self.drafter,
             dtype=self.dtype,
+            engine=self.engine,
+            engine_version=self.engine_version,
+            runner=self.runner,
             **self.prompt,
         )
 
 
-def _fingerprints(pair: Pair, arms: Sequence[Arm], drafter: str) -> dict[str, str]:
+def _fingerprints(engine: Engine, arms: Sequence[Arm], drafter: str) -> dict[str, str]:
     """Of every trained part that is not the pair's own, by name."""
     by_head: dict[str, str] = {}
     for arm in arms:
         if arm.rule is not None:
             by_head |= {name: head.fingerprint for name, head in arm.rule.heads}
-            by_head |= DRAFTERS.make(arm.drafter or drafter).fingerprints(pair)
+            by_head |= engine.fingerprints(arm.drafter or drafter)
     return by_head

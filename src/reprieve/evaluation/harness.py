@@ -13,6 +13,7 @@ from reprieve.engine import DRAFT_ONLY, Pair
 from reprieve.errors import ReprieveError, SpecError, import_extra
 from reprieve.evaluation.arms import Arm
 from reprieve.evaluation.config import RunConfig
+from reprieve.evaluation.engines.local import LocalEngine
 from reprieve.evaluation.records import ProblemRecord, claim_run
 from reprieve.evaluation.results import summarise, write_results
 from reprieve.evaluation.runner import Run, environment
@@ -121,7 +122,7 @@ def evaluate_arms(
     arms = [arm for arm in arms if arm.label != DRAFT_ONLY]
     settings = run.settings
     config = RunConfig.of(
-        pair,
+        LocalEngine(pair),
         arms,
         RunSettings(
             task=",".join(run.tasks),

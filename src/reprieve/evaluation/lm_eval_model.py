@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, Pair, SamplingParams, load_pair
 from reprieve.errors import SpecError
-from reprieve.evaluation.answering import record_of
+from reprieve.evaluation.answering import record_of, reply_of
 from reprieve.evaluation.arms import LOSSLESS, Arm, make_arms
 from reprieve.evaluation.records import ProblemRecord, RecordFile
 from reprieve.heads.binding import digest
@@ -116,7 +116,7 @@ class ReprieveLM(HFLM):  # type: ignore[misc]
         """What is kept of an answer; grading comes later, by the task."""
         made = self._made
         assert made is not None
-        record = record_of(self.arm, key, [made], self.pair.tokenizer, self._stop)
+        record = record_of(self.arm, key, [reply_of(self.arm, made, self.pair.tokenizer, self._stop)])
         return dataclasses.replace(record, text=text)  # as the harness cuts it
 
 

@@ -10,13 +10,17 @@ import contextlib
 import queue
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from reprieve.calibration.sequence import ConfidenceSequence
 from reprieve.engine import SamplingParams, SpeculativeDecoder
-from reprieve.errors import require_range, require_whole
+from reprieve.errors import ReprieveError, require_range, require_whole
+from reprieve.evaluation.arms import Arm
+from reprieve.evaluation.config import RunConfig
+from reprieve.evaluation.engines.base import Engine, Job
+from reprieve.evaluation.records import ProblemRecord
 from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.asking import prompt_of
 
@@ -164,33 +168,52 @@ class LosslessCheck:
     def __call__(self, served: Served) -> float:
         prompt = prompt_of(served.problem) if served.prompt_ids is None else served.prompt_ids
         strict = self.decoder.generate(prompt, served.params)
-        answers = [self.task.extract_answer(text) for text in (strict.text, served.text)]
-        if served.problem.reference:
-            solved = [self.task.equivalent(answer, served.problem.reference) for answer in answers]
-            return float(solved[0]) - float(solved[1])
-        return 0.0 if strict.text == served.text or self.task.same(served.problem, *answers) else 1.0
+        return drop_of(self.task, served.problem, strict.text, served.text)
+
+
+def drop_of(task: Task, problem: TaskProblem, strict: str, relaxed: str) -> float:
+    """What a relaxed answer lost beside the strict one, in [-1, 1]; without a reference 1 where the two differ."""
+    answers = [task.extract_answer(text) for text in (strict, relaxed)]
+    if problem.reference:
+        solved = [task.equivalent(answer, problem.reference) for answer in answers]
+        return float(solved[0]) - float(solved[1])
+    return 0.0 if strict == relaxed or task.same(problem, *answers) else 1.0
 
 
 def watch(
-    decoder: SpeculativeDecoder,
-    strict: SpeculativeDecoder,
+    engine: Engine,
+    config: RunConfig,
     task: Task,
-    problems: list[TaskProblem],
-    sampling: dict[str, Any],
+    relaxed: Arm,
+    strict: Arm,
     *,
     on_answer: Callable[[MonitorStatus], None] = lambda status: None,
     **settings: Any,
 ) -> MonitorStatus:
-    """Serve problems with one decoder and have a `QualityMonitor` (its settings by name) check on it.
+    """Answer a run's problems with one arm and have a `QualityMonitor` (its settings by name) check with the other.
 
     Raises:
         SpecError: a setting out of range.
+        EngineError: a server died.
     """
-    monitor = QualityMonitor(LosslessCheck(strict, task), **settings)
-    params = SamplingParams(max_new_tokens=task.max_new_tokens, stop=tuple(task.stop), **sampling)
+    problems = task.problems(config.split, config.limit, offset=config.offset)
+    places = {problem.problem_id: number for number, problem in enumerate(problems)}
+
+    def answered(arm: Arm, numbers: Iterable[int]) -> Iterator[ProblemRecord]:
+        return engine.answer(config, task, [arm], problems, [Job(arm.label, number, 0) for number in numbers])
+
+    def check(served: Served) -> float:
+        [record] = answered(strict, [places[served.problem.problem_id]])
+        if record.error:
+            raise ReprieveError(record.error)
+        return drop_of(task, served.problem, record.text, served.text)
+
+    monitor = QualityMonitor(check, **settings)
+    params = SamplingParams(max_new_tokens=task.max_new_tokens, stop=tuple(task.stop), **config.sampling)
     try:
-        for problem in problems:
-            monitor.observe(Served(problem, params, decoder.generate(prompt_of(problem), params).text))
+        for record in answered(relaxed, range(len(problems))):
+            if not record.error:
+                monitor.observe(Served(problems[places[record.problem_id]], params, record.text))
             on_answer(monitor.status)
     finally:
         final = monitor.close()

@@ -41,6 +41,9 @@ class ProblemRecord:
     num_pruned: int = 0  # drafted, and cut away before verification
 
 
+_USUAL = {"engine": "local"}  # of runs made before version 0.3
+
+
 class RecordFile:
     """`problems.jsonl`: append-only. A line cut off by a kill is dropped when the file is opened again."""
 
@@ -113,7 +116,8 @@ def claim_run(folder: Path, configuration: Mapping[str, Any], *, extendable: tup
                 replace_file(path, json.dumps(before, indent=2) + "\n")
             wanted[key] = merged if known else new
         for key in sorted((wanted.keys() | before.keys()) - {"command"}):
-            if wanted.get(key) != before.get(key):
+            usual = _USUAL.get(key)
+            if wanted.get(key, usual) != before.get(key, usual):
                 raise ReprieveError(
                     f"--out {str(folder)!r} holds another run, with {key} = {before.get(key)!r} instead of "
                     f"{wanted.get(key)!r}; name another folder, or use the same settings to resume"

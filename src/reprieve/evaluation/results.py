@@ -46,6 +46,9 @@ def summarise(run: Run) -> dict[str, Any]:
         "drafter": run.config.drafter,
         "dtype": run.config.dtype,
         "device": run.config.device,
+        "engine": run.config.engine,
+        "engine_version": run.config.engine_version,
+        "runner": run.config.runner,
         "task": run.config.task,
         "split": run.config.split,
         "offset": run.config.offset,
@@ -60,7 +63,7 @@ def summarise(run: Run) -> dict[str, Any]:
     if not run.graded:
         for arm in document["arms"]:
             arm.update(dict.fromkeys(_QUALITY))
-    if num_problems and run.graded and DRAFT_ONLY in rows:
+    if num_problems and run.graded and {DRAFT_ONLY, TARGET_ONLY} <= rows.keys():
         document["random_allocation"] = _random_allocation(rows)
     return document
 

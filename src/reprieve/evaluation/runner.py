@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reprieve.engine import Pair
-from reprieve.errors import ReprieveError, SpecError, require_whole
-from reprieve.evaluation.answering import Answerer
+from reprieve.errors import EngineError, ReprieveError, SpecError
 from reprieve.evaluation.arms import Arm
 from reprieve.evaluation.config import RunConfig
+from reprieve.evaluation.engines.base import Engine, Job
 from reprieve.evaluation.environment import commit, machine, versions
 from reprieve.evaluation.records import ProblemRecord, RecordFile, claim_run
-from reprieve.evaluation.workers import Job, answer_in_processes
 from reprieve.heads.origin import name_problems, seen_problems
 from reprieve.tasks import Task
 
@@ -38,16 +36,13 @@ class Run:
 class Runner:
     """A run's folder and problems; `measure` answers what is missing.
 
-    Arms take turns problem by problem, in an order that rotates, so that a noisy machine hits all alike. Each arm
-    answers one problem unrecorded first, to warm up.
+    Arms take turns problem by problem, in an order that rotates, so that a noisy machine hits all alike.
 
     Args:
-        num_workers: processes that answer side by side. More than one is for outcomes, not for timing: processes
-            slow each other down.
-        extendable: arms may be added to a folder that has others. Again not for timing: they would not take turns.
+        extendable: arms may be added to a folder that has others. Not for timing: they would not take turns.
 
     Raises:
-        SpecError: a task without problems here, or no workers.
+        SpecError: a task without problems here, or an arm that the engine cannot decode.
         ReprieveError: the folder holds another run.
     """
 
@@ -55,14 +50,12 @@ class Runner:
         self,
         config: RunConfig,
         arms: Sequence[Arm],
-        pair: Pair,
+        engine: Engine,
         task: Task,
         folder: Path,
         *,
-        num_workers: int = 1,
         extendable: bool = False,
     ) -> None:
-        require_whole("workers", num_workers, 1)
         self.problems = task.problems(config.split, config.limit, offset=config.offset)
         if not arms or not self.problems:
             raise SpecError(
@@ -71,9 +64,11 @@ class Runner:
             )
         self.config = config
         self.arms = list(arms)
-        self.num_workers = num_workers
-        self.answerer = Answerer(config, pair, task)
+        self.engine = engine
+        self.task = task
         for arm in self.arms:
+            if reason := engine.refusal(arm, config.drafter):
+                raise SpecError(f"arm {arm.label} cannot be measured here: {reason}")
             if arm.rule is not None and (seen := seen_problems(arm.rule, self.problems)):
                 warnings.warn(
                     f"{arm.label}: its head was made from {len(seen)} of these {len(self.problems)} problems "
@@ -81,7 +76,7 @@ class Runner:
                     stacklevel=2,
                 )
             if arm.certificate is not None:
-                arm.certificate.check(config.conditions(pair, arm), where=f"of {arm.label}")
+                arm.certificate.check(config.conditions(engine.facts, arm), where=f"of {arm.label}")
         self.file: RecordFile = claim_run(
             folder, dataclasses.asdict(config), extendable=("arms", "heads") if extendable else ()
         )
@@ -95,6 +90,7 @@ class Runner:
 
         Raises:
             PairError: a head made for another pair.
+            EngineError: a process or server died; what was answered is kept.
             ReprieveError: every problem failed.
         """
         chosen = self.arms if arms is None else list(arms)
@@ -102,17 +98,14 @@ class Runner:
         try:
             jobs = self._missing(chosen)
             total = len(chosen) * len(self.problems) * self.config.num_trials
-            for arm in chosen if jobs else ():  # an arm that cannot be built fails here, not in every worker
-                self.answerer.warm_up(arm, self.problems[0])
-            if self.num_workers == 1:
-                answers = self._here(chosen, jobs)
-            else:
-                answers = answer_in_processes(self.config, chosen, jobs, num_workers=self.num_workers)
+            answers = self.engine.answer(self.config, self.task, chosen, self.problems, jobs) if jobs else iter(())
             for number, record in enumerate(answers, start=total - len(jobs) + 1):
                 self.file.append(record)
                 progress(number, total)
         except KeyboardInterrupt:
             return False
+        except EngineError as error:
+            raise EngineError(f"{error}; {len(self.records)} answers are kept, run again to go on") from None
         ours = [record for record in self.records if record.arm in labels]
         if ours and all(record.error for record in ours):
             raise ReprieveError(f"every problem failed; the first error: {ours[0].error}")
@@ -129,37 +122,30 @@ class Runner:
                     jobs.append(Job(arm.label, number, trial))
         return jobs
 
-    def _here(self, arms: list[Arm], jobs: list[Job]) -> Iterator[ProblemRecord]:
-        by_label = {arm.label: arm for arm in arms}
-        for job in jobs:
-            yield self.answerer.answer(by_label[job.arm], self.problems[job.number], job.number, job.trial)
-
 
 def run_arms(
     config: RunConfig,
     arms: Sequence[Arm],
-    pair: Pair,
+    engine: Engine,
     task: Task,
     folder: Path,
     *,
-    num_workers: int = 1,
     begun: Callable[[], None] = lambda: None,
     progress: Progress = lambda done, total: None,
 ) -> Run:
     """Measure; what is already in `folder` is not measured again. Ctrl-C ends the run with `complete=False`.
 
     Args:
-        num_workers: see `Runner`.
         begun: called once the folder is known to be this run's.
 
     Raises:
-        SpecError: a task without problems here, or no workers.
+        SpecError: a task without problems here, or an arm that the engine cannot decode.
         ReprieveError: the folder holds another run, or every problem failed.
     """
-    runner = Runner(config, arms, pair, task, folder, num_workers=num_workers)
+    runner = Runner(config, arms, engine, task, folder)
     begun()
     complete = runner.measure(progress=progress)
-    about = {**environment(), "energy": runner.answerer.meter.source, "num_workers": num_workers}
+    about = {**environment(), "energy": engine.meter, "num_workers": engine.num_parallel}
     return Run(config, list(arms), runner.records, about, complete, graded=getattr(task, "graded", True))
 
 

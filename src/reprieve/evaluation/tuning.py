@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, Pair
+from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.evaluation.arms import LOSSLESS, Arm, make_arms, sweep_rules
 from reprieve.evaluation.config import RunConfig
+from reprieve.evaluation.engines.base import Engine
 from reprieve.evaluation.results import summarise
 from reprieve.evaluation.runner import Progress, Run, Runner, environment, run_arms
 from reprieve.evaluation.settings import FsdSettings, RunSettings
@@ -71,7 +72,7 @@ class FsdProtocol:
 
     def run(
         self,
-        pair: Pair,
+        engine: Engine,
         task: Task,
         folder: Path,
         *,
@@ -83,15 +84,15 @@ class FsdProtocol:
         lossless = make_arms([LOSSLESS], asked.num_draft_tokens)[2:]
         # A summary compares with the target, so that it is among the arms wherever one is made.
         target = make_arms([], asked.num_draft_tokens)[:1]
-        chosen = self._pilot(pair, task, folder / "k", [*target, *lossless], progress)
+        chosen = self._pilot(engine, task, folder / "k", [*target, *lossless], progress)
         if chosen is None:
             return None
         best_k = best_ks(chosen)[0]
         announce(f"K' = {best_k.num_draft_tokens}: lossless is fastest there")
         k = best_k.num_draft_tokens
-        candidates = make_arms(sweep_rules(asked.rule, asked.thresholds, target=pair.target_name), [k])
+        candidates = make_arms(sweep_rules(asked.rule, asked.thresholds, target=engine.facts.identity.target), [k])
         accepted = self._pilot(
-            pair, task, folder / "acceptance", [arm for arm in candidates if arm.label != DRAFT_ONLY], progress
+            engine, task, folder / "acceptance", [arm for arm in candidates if arm.label != DRAFT_ONLY], progress
         )
         if accepted is None:
             return None
@@ -101,7 +102,7 @@ class FsdProtocol:
         announce(
             f"T_SD: {relaxed[first].label} accepts {rates[relaxed[first].label]:.1%}, lossless {rates[LOSSLESS]:.1%}"
         )
-        document = self._climb(pair, task, folder / "main", candidates[:3], relaxed[first:], announce, progress)
+        document = self._climb(engine, task, folder / "main", candidates[:3], relaxed[first:], announce, progress)
         if document is not None:
             document["protocol"] = {
                 "name": "fsd",
@@ -114,12 +115,12 @@ class FsdProtocol:
         return document
 
     def _pilot(
-        self, pair: Pair, task: Task, folder: Path, arms: list[Arm], progress: Progress
+        self, engine: Engine, task: Task, folder: Path, arms: list[Arm], progress: Progress
     ) -> dict[str, Any] | None:
         run = run_arms(
-            RunConfig.of(pair, arms, self.settings.run, command=self.command),
+            RunConfig.of(engine, arms, self.settings.run, command=self.command),
             arms,
-            pair,
+            engine,
             task,
             folder,
             progress=progress,
@@ -128,7 +129,7 @@ class FsdProtocol:
 
     def _climb(
         self,
-        pair: Pair,
+        engine: Engine,
         task: Task,
         folder: Path,
         baselines: list[Arm],
@@ -137,7 +138,7 @@ class FsdProtocol:
         progress: Progress,
     ) -> dict[str, Any] | None:
         arms = [*baselines, *relaxed]
-        runner = Runner(RunConfig.of(pair, arms, self.main, command=self.command), arms, pair, task, folder)
+        runner = Runner(RunConfig.of(engine, arms, self.main, command=self.command), arms, engine, task, folder)
         about = environment()
         measured = list(baselines)
         if not runner.measure(measured, progress):

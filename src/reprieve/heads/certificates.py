@@ -39,6 +39,9 @@ class Conditions:
     system_prompt: str | None = None
     thinking: str | None = None
     max_new_tokens: int | None = None  # None for the task's
+    engine: str = "local"
+    engine_version: str | None = None
+    runner: str | None = None  # vLLM's model runner
 
     @property
     def format(self) -> dict[str, Any]:
@@ -53,7 +56,7 @@ class Conditions:
                 differing.append(f"{part} {getattr(other.pair, part)} (certified: {getattr(self.pair, part)})")
         if self.task.partition(":")[0] != other.task.partition(":")[0]:
             differing.append(f"task {other.task} (certified: {self.task})")
-        for name in ("num_draft_tokens", "drafter", "dtype", "max_new_tokens"):
+        for name in ("num_draft_tokens", "drafter", "dtype", "max_new_tokens", "engine", "engine_version", "runner"):
             if getattr(self, name) != getattr(other, name):
                 differing.append(f"{name} {getattr(other, name)} (certified: {getattr(self, name)})")
         if self.format != other.format:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ from reprieve.models.cached_model import CachedModel, HiddenLayers, execution_de
 from reprieve.models.eagle3 import EagleHead, load_eagle3
 from reprieve.settings import BUNDLED_PAIR
 
+NUM_VALUES = 64  # of every tensor that a fingerprint looks at
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -93,10 +94,14 @@ def identify(
 
 def weights_fingerprint(model: PreTrainedModel) -> str:
     """Identifies weights by the first values of every tensor, in bfloat16 so that a model loaded in less matches."""
+    return fingerprint_of(parameter.detach().flatten() for parameter in model.parameters())
+
+
+def fingerprint_of(tensors: Iterable[torch.Tensor]) -> str:
+    """The fingerprint of flat tensors, of which the first `NUM_VALUES` values are enough."""
     content = bytearray()
-    for parameter in model.parameters():
-        values = parameter.detach().flatten()[:64].to(torch.bfloat16).view(torch.int16)
-        content += values.cpu().numpy().tobytes()
+    for values in tensors:
+        content += values[:NUM_VALUES].to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes()
     return digest(bytes(content))
 
 

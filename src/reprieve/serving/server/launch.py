@@ -135,7 +135,9 @@ def _fitted(policy: Policy, pair: Pair, settings: ServerSettings) -> Policy:
         made_for = policy.certificate.conditions.pair
         made_for.require_matches(pair.identity, f"the certificate of {policy.rule.spec}", reads_draft=True)
     dtype = str(pair.target.dtype).removeprefix("torch.")
-    return policy.under(num_draft_tokens=settings.num_draft_tokens, drafter=settings.drafter, dtype=dtype)
+    return policy.under(
+        engine="local", num_draft_tokens=settings.num_draft_tokens, drafter=settings.drafter, dtype=dtype
+    )
 
 
 def _prompts(pair: Pair, task: Task | None, settings: ServerSettings) -> Prompts:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
+from reprieve.servers.running import INFO
 from reprieve.serving.vllm_plugin.rounds import WorkerRules
 
 ATTRIBUTE = "reprieve_counts"  # on a ModelRunnerOutput: {request id: [(rule, rounds, drafted, matched, rescued)]}
@@ -34,8 +36,12 @@ def attach(output: Any, rules: WorkerRules) -> None:
             setattr(output, ATTRIBUTE, by_request)
 
 
-def extend() -> None:
-    """Widen vLLM's records and wrap what fills and reads them, once a process."""
+def extend(about: Mapping[str, str] | None = None) -> None:
+    """Widen vLLM's records and wrap what fills and reads them, once a process.
+
+    Args:
+        about: what the server is, for the metrics page: the labels of `vllm:reprieve_info`.
+    """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
     from vllm.v1.spec_decode.metrics import SpecDecodingProm, SpecDecodingStats
@@ -47,7 +53,7 @@ def extend() -> None:
     _add_field(RequestSpecDecodeMetrics, "num_rescued_tokens", "int", 0)
     _add_field(RequestSpecDecodeMetrics, "reprieve_rule", "str", "")
     _fill(Scheduler)
-    _export(SpecDecodingProm)
+    _export(SpecDecodingProm, dict(about or {}))
     _summarise(RequestSpecDecodeMetrics)
 
 
@@ -93,7 +99,9 @@ def _fill(scheduler: Any) -> None:
     scheduler.update_from_output, scheduler.make_spec_decoding_stats = update_from_output, make_spec_decoding_stats
 
 
-def _export(prom: Any) -> None:
+def _export(prom: Any, about: Mapping[str, str]) -> None:
+    from prometheus_client import Gauge
+
     start, observe = prom.__init__, prom.observe
 
     @functools.wraps(start)
@@ -107,6 +115,10 @@ def _export(prom: Any) -> None:
                 name: self._counter_cls(name=name, documentation=text, labelnames=[*labelnames, *more])
                 for name, (text, more) in _COUNTERS.items()
             }
+            if about:
+                # The last process to write it stands for all: they say the same.
+                info = Gauge(INFO, "What this server is.", labelnames=list(about), multiprocess_mode="mostrecent")
+                info.labels(**about).set(1)
 
     @functools.wraps(observe)
     def note(self: Any, spec_decoding_stats: Any, engine_idx: int = 0) -> None:

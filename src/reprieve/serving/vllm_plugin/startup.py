@@ -6,11 +6,13 @@ No kernel is replaced: see `v1_sampler` and `v2_processor`. What a version must 
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from collections.abc import Callable
 from typing import Any
 
 from reprieve.errors import ReprieveError
+from reprieve.heads.certificates import portable_spec
 from reprieve.serving.menu import Menu
 from reprieve.serving.policy import PREFIX, Policy, RequestError
 from reprieve.serving.vllm_plugin import configuration, numbers, probing
@@ -53,14 +55,32 @@ def _menu(vllm_config: Any) -> Menu | None:
     source = configuration.source_of(vllm_config.additional_config)
     if source is None:
         return None
+    return configuration.load_menu(source, vllm_config.model_config.model, **_conditions(vllm_config))
+
+
+def _conditions(vllm_config: Any) -> dict[str, Any]:
+    """What a server knows of what a certificate holds for."""
+    from vllm.version import __version__
+
     spec = vllm_config.speculative_config
-    return configuration.load_menu(
-        source,
-        vllm_config.model_config.model,
-        num_draft_tokens=None if spec is None else spec.num_speculative_tokens,
-        drafter=None if spec is None else {"draft_model": "draft"}.get(spec.method, spec.method),
-        dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
-    )
+    return {
+        "engine": "vllm",
+        "engine_version": __version__,
+        "runner": _runner(vllm_config),
+        "dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
+        "drafter": None if spec is None else {"draft_model": "draft"}.get(spec.method, spec.method),
+        "num_draft_tokens": None if spec is None else spec.num_speculative_tokens,
+    }
+
+
+def _runner(vllm_config: Any) -> str:
+    return "v2" if vllm_config.use_v2_model_runner else "v1"
+
+
+def _about(vllm_config: Any, menu: Menu) -> dict[str, str]:
+    """What the metrics page says of this server."""
+    rules = {name: portable_spec(policy.rule) for name, policy in menu.policies.items()}
+    return {**{name: str(value) for name, value in _conditions(vllm_config).items()}, "rules": json.dumps(rules)}
 
 
 def _prepare(vllm_config: Any) -> None:
@@ -74,12 +94,12 @@ def _prepare(vllm_config: Any) -> None:
     if warning := configuration.version_warning(__version__, setup.runner):
         logger.warning(warning)
     setup.require(menu)
-    numbers.extend()
+    numbers.extend(_about(vllm_config, menu))
 
 
 def _setup(vllm_config: Any) -> configuration.Setup:
     spec = vllm_config.speculative_config
-    runner = "v2" if vllm_config.use_v2_model_runner else "v1"
+    runner = _runner(vllm_config)
     method = None if spec is None else spec.method
     return configuration.Setup(
         method=method,

@@ -6,25 +6,15 @@ import multiprocessing
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 
-from reprieve.errors import ReprieveError
-from reprieve.evaluation.answering import Answerer
+from reprieve.errors import EngineError
 from reprieve.evaluation.arms import Arm
 from reprieve.evaluation.config import RunConfig
+from reprieve.evaluation.engines.base import Job
 from reprieve.evaluation.records import ProblemRecord
 from reprieve.models.worker_process import start_worker
 
 _CHUNK = 4
-
-
-@dataclass(frozen=True)
-class Job:
-    """One answer to be made: the arm's label, the problem's place in the run, and the trial."""
-
-    arm: str
-    number: int
-    trial: int
 
 
 def answer_in_processes(
@@ -33,7 +23,7 @@ def answer_in_processes(
     """Records as they come, in no particular order. Ctrl-C drops what is under way.
 
     Raises:
-        ReprieveError: a worker died.
+        EngineError: a worker died.
     """
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start, initargs=(config, list(arms)))
@@ -42,7 +32,7 @@ def answer_in_processes(
         for future in as_completed([pool.submit(_answer, chunk) for chunk in chunks]):
             yield from future.result()
     except BrokenProcessPool:
-        raise ReprieveError("a worker process died; what was answered is kept, run again to go on") from None
+        raise EngineError("a worker process died") from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -52,18 +42,19 @@ class _Worker:
 
     def __init__(self, config: RunConfig, arms: Sequence[Arm]) -> None:
         from reprieve.engine import load_pair
+        from reprieve.evaluation.engines.local import LocalEngine
         from reprieve.settings import PromptSettings
         from reprieve.tasks import load_task
         from reprieve.tasks.asking import ask
 
         pair = load_pair(config.target, config.draft, dtype=config.dtype, device=config.device)
-        task = ask(load_task(config.task), pair.tokenizer, PromptSettings(**config.prompt))
-        self.problems = task.problems(config.split, config.limit, offset=config.offset)
-        self.answerer = Answerer(config, pair, task)
-        self.arms = {arm.label: arm for arm in arms}
+        self.config, self.arms = config, arms
+        self.task = ask(load_task(config.task), pair.tokenizer, PromptSettings(**config.prompt))
+        self.problems = self.task.problems(config.split, config.limit, offset=config.offset)
+        self.engine = LocalEngine(pair)
 
-    def answer(self, job: Job) -> ProblemRecord:
-        return self.answerer.answer(self.arms[job.arm], self.problems[job.number], job.number, job.trial)
+    def answer(self, jobs: Sequence[Job]) -> list[ProblemRecord]:
+        return list(self.engine.answer(self.config, self.task, self.arms, self.problems, jobs))
 
 
 _WORKER: _Worker | None = None
@@ -78,4 +69,4 @@ def _start(config: RunConfig, arms: Sequence[Arm]) -> None:
 
 def _answer(jobs: Sequence[Job]) -> list[ProblemRecord]:
     assert _WORKER is not None
-    return [_WORKER.answer(job) for job in jobs]
+    return _WORKER.answer(jobs)

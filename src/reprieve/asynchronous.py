@@ -1,0 +1,71 @@
+"""Many coroutines at once, their results one by one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+async def results_of(items: Iterable[S], make: Callable[[S], Awaitable[T]], *, num_parallel: int) -> AsyncIterator[T]:
+    """What `make` gives for each item, as they come, so many under way at once.
+
+    The first failure ends all, once what was finished before it has been given out.
+    """
+    finished: asyncio.Queue[T] = asyncio.Queue()
+    waiting = iter(items)
+
+    async def work() -> None:
+        for item in waiting:
+            finished.put_nowait(await make(item))
+
+    workers = {asyncio.create_task(work()) for _ in range(num_parallel)}
+    everyone = asyncio.gather(*workers)
+    try:
+        while not (everyone.done() and finished.empty()):
+            if finished.empty():
+                coming = asyncio.create_task(finished.get())
+                awaited: set[asyncio.Future[Any]] = {coming, everyone}
+                await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+                if not coming.done():
+                    coming.cancel()
+                    continue
+                yield coming.result()
+            else:
+                yield finished.get_nowait()
+        await everyone
+    finally:
+        everyone.cancel()
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, everyone, return_exceptions=True)
+
+
+def iterate(loop: asyncio.Runner, results: AsyncIterator[T], *, closing: Callable[[], Awaitable[None]]) -> Iterator[T]:
+    """An asynchronous iterator as an ordinary one; its coroutines go on only while the next result is waited for.
+
+    Args:
+        closing: awaited at the end, whatever it is.
+    """
+
+    async def following() -> tuple[bool, T | None]:
+        try:
+            return True, await anext(results)
+        except StopAsyncIteration:
+            return False, None
+
+    async def close() -> None:
+        await results.aclose()  # type: ignore[attr-defined]
+        await closing()
+
+    try:
+        while True:
+            there, result = loop.run(following())
+            if not there:
+                return
+            yield result  # type: ignore[misc]
+    finally:
+        loop.run(close())

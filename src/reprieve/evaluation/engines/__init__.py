@@ -1,0 +1,1 @@
+"""What answers a run's problems: the engine on this machine, or servers."""

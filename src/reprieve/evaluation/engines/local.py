@@ -1,0 +1,88 @@
+"""The engine on this machine: one answer at a time, in this process or in several."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+from reprieve.drafters import DRAFTERS
+from reprieve.engine import DRAFT_ONLY, FoldedDecoder, Pair, SamplingParams
+from reprieve.errors import require_whole
+from reprieve.evaluation.answering import Answerer, Reply, reply_of
+from reprieve.evaluation.arms import Arm
+from reprieve.evaluation.config import RunConfig
+from reprieve.evaluation.energy import EnergyMeter
+from reprieve.evaluation.engines.base import EngineFacts, Job
+from reprieve.evaluation.engines.workers import answer_in_processes
+from reprieve.evaluation.records import ProblemRecord
+from reprieve.tasks import Task, TaskProblem
+
+
+class LocalEngine:
+    """See `Engine`.
+
+    Args:
+        num_workers: processes that answer side by side. More than one is for outcomes, not for timing: processes
+            slow each other down.
+
+    Raises:
+        SpecError: no workers.
+    """
+
+    def __init__(self, pair: Pair, *, num_workers: int = 1) -> None:
+        require_whole("workers", num_workers, 1)
+        self.pair = pair
+        self.tokenizer = pair.tokenizer
+        self.num_parallel = num_workers
+        dtype = str(pair.target.dtype).removeprefix("torch.")
+        self.facts = EngineFacts(pair.identity, dtype, str(pair.device))
+        self._meter = EnergyMeter(str(pair.device))
+        self.meter: str | None = self._meter.source
+        self._decoders: dict[str, FoldedDecoder] = {}
+        self._config: RunConfig | None = None
+
+    def fingerprints(self, drafter: str) -> dict[str, str]:
+        """See `Engine`."""
+        return DRAFTERS.make(drafter).fingerprints(self.pair)
+
+    def refusal(self, arm: Arm, drafter: str) -> str:
+        """See `Engine`."""
+        needs_draft = arm.label == DRAFT_ONLY
+        return "the pair has no draft" if needs_draft and self.pair.draft is None else ""
+
+    def expect(self, arms: Sequence[Arm], drafter: str) -> None:
+        """Every arm is decoded in its turn."""
+
+    def answer(
+        self, config: RunConfig, task: Task, arms: Sequence[Arm], problems: Sequence[TaskProblem], jobs: Sequence[Job]
+    ) -> Iterator[ProblemRecord]:
+        """See `Engine`. An arm that cannot be built fails here, not in every worker."""
+        if config != self._config:
+            self._config, self._decoders = config, {}
+        by_label = {arm.label: arm for arm in arms}
+        answerer = Answerer(config, task, self.tokenizer, self._decode)
+        for label in dict.fromkeys(job.arm for job in jobs):
+            if label not in self._decoders:
+                self._decoders[label] = self._decoder(config, by_label[label])
+                asyncio.run(answerer.warm_up(by_label[label], problems[0]))
+        if self.num_parallel > 1:
+            yield from answer_in_processes(config, arms, jobs, num_workers=self.num_parallel)
+            return
+        for job in jobs:
+            problem = problems[job.number]
+            yield asyncio.run(answerer.answer(by_label[job.arm], problem, job.number, job.trial))
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+    def _decoder(self, config: RunConfig, arm: Arm) -> FoldedDecoder:
+        conditions = config.conditions(self.facts, arm)
+        return arm.decoders(self.pair, drafter=config.drafter, task=config.task, conditions=conditions)
+
+    async def _decode(self, arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:
+        decoder = self._decoders[arm.label].outside(problem.problem_id)
+        before = self._meter.joules()
+        made = decoder.generate(prompt, params, timed=True)
+        after = self._meter.joules()
+        energy = None if before is None or after is None else after - before
+        return reply_of(arm, made, self.tokenizer, params.stop, energy_j=energy)

@@ -1,0 +1,42 @@
+"""The engine that `--engine` names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from reprieve.errors import SpecError
+from reprieve.evaluation.engines.base import Engine
+from reprieve.servers.settings import EngineSettings
+from reprieve.settings import PairSettings
+
+
+def make_engine(
+    settings: EngineSettings,
+    pair: PairSettings,
+    *,
+    num_workers: int = 1,
+    announce: Callable[[str], None] = lambda line: None,
+) -> Engine:
+    """An engine for a pair; close it when done.
+
+    Args:
+        num_workers: processes of the local engine.
+        announce: called with a line when a server is started.
+
+    Raises:
+        SpecError: several processes of a server's answers.
+        ReprieveError: a model that cannot be found, or a running server that does not answer.
+    """
+    if settings.local:
+        from reprieve.engine import load_pair
+        from reprieve.evaluation.engines.local import LocalEngine
+
+        return LocalEngine(load_pair(**vars(pair)), num_workers=num_workers)
+    if num_workers > 1:
+        raise SpecError("workers are processes of the local engine; servers take parallel= requests at once")
+    from reprieve.evaluation.engines.served import ServedEngine
+    from reprieve.models.identity import stored_identity
+    from reprieve.servers.deploying import make_deployer
+
+    identity, tokenizer, dtype = stored_identity(pair)
+    return ServedEngine(make_deployer(settings.servers, pair, dtype), tokenizer, identity, announce=announce)

@@ -1,0 +1,168 @@
+"""Servers answer: all arms and problems in one stream, in batches as the servers like."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from reprieve.asynchronous import iterate, results_of
+from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, SamplingParams
+from reprieve.errors import SpecError
+from reprieve.evaluation.answering import Answerer, Reply
+from reprieve.evaluation.arms import Arm
+from reprieve.evaluation.config import RunConfig
+from reprieve.evaluation.engines.base import EngineFacts, Job
+from reprieve.evaluation.records import ProblemRecord
+from reprieve.heads.binding import PairIdentity
+from reprieve.heads.loading import require_heads_fit
+from reprieve.servers.client import Client, Completion
+from reprieve.servers.deploying import DRAFT, PAIR, TARGET, Deployer, Slot, client_of, drafter_fingerprints, fields_of
+from reprieve.servers.running import Running
+from reprieve.tasks import Task, TaskProblem
+
+
+class ServedEngine:
+    """See `Engine`. One server is up at a time; arms of another K or drafter, or of one model alone, have their own.
+
+    Args:
+        deployer: starts servers, or knows running ones.
+        announce: called with a line when one is started.
+    """
+
+    meter: str | None = None
+
+    def __init__(
+        self, deployer: Deployer, tokenizer: Any, identity: PairIdentity, *, announce: Callable[[str], None]
+    ) -> None:
+        self.deployer = deployer
+        self.tokenizer = tokenizer
+        self.identity = identity
+        self.num_parallel = deployer.settings.parallel
+        self._announce = announce
+        self._slots: dict[tuple[str, int, str], Slot] = {}
+        self._up: tuple[Slot, Running] | None = None
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What the server says it is; one is started for that, if none is up."""
+        if self._up is None:
+            self._serve(next((slot for slot in self._slots.values() if slot.role == PAIR), Slot(TARGET)))
+        assert self._up is not None
+        told = self._up[1].facts
+        return EngineFacts(
+            self.identity,
+            dtype=told.dtype or self.deployer.dtype,
+            device="server",
+            engine="openai" if told.version is None else "vllm",
+            engine_version=told.version,
+            runner=told.runner,
+        )
+
+    def fingerprints(self, drafter: str) -> dict[str, str]:
+        """See `Engine`."""
+        return drafter_fingerprints(drafter)
+
+    def refusal(self, arm: Arm, drafter: str) -> str:
+        """See `Engine`."""
+        if arm.truncation is not None:
+            return "a server does not sample from a rule's truncation; use --engine local"
+        if arm.folded:
+            return "a server holds one head, not its folds; use --engine local"
+        return self.deployer.refusal(self._slot(arm, drafter), arm.rule)
+
+    def expect(self, arms: Sequence[Arm], drafter: str) -> None:
+        """See `Engine`."""
+        for arm in arms:
+            slot = self._slot(arm, drafter)
+            self._slots.setdefault(slot.key, slot).add(arm.rule)
+
+    def answer(
+        self, config: RunConfig, task: Task, arms: Sequence[Arm], problems: Sequence[TaskProblem], jobs: Sequence[Job]
+    ) -> Iterator[ProblemRecord]:
+        """See `Engine`."""
+        if config.sampling.get("draft_temperature") is not None:
+            raise SpecError("draft_temperature cannot be set on a server: it drafts at the request's own temperature")
+        self.expect(arms, config.drafter)
+        by_label = {arm.label: arm for arm in arms}
+        for arm in arms:
+            if arm.rule is not None and arm.rule.heads:
+                require_heads_fit(arm.rule, self.identity, config.task, here=config.conditions(self.facts, arm))
+        slots = {arm.label: self._slots[self._slot(arm, config.drafter).key] for arm in arms}
+        for slot in self._up_first({slot.key: slot for slot in slots.values()}):
+            ours = [job for job in jobs if slots[job.arm] is slot]
+            if not ours:
+                continue
+            running = self._serve(slot)
+
+            with asyncio.Runner() as loop:
+                client = client_of(running, self.deployer.settings)
+                decode = _Decoder(client, running, self.tokenizer).decode
+                answerer = Answerer(config, task, self.tokenizer, decode)
+
+                async def answer(job: Job, answerer: Answerer = answerer) -> ProblemRecord:
+                    return await answerer.answer(by_label[job.arm], problems[job.number], job.number, job.trial)
+
+                made = results_of(ours, answer, num_parallel=self.num_parallel)
+                yield from iterate(loop, made, closing=client.close)
+
+    def close(self) -> None:
+        """End the server, if it was started here."""
+        if self._up is not None:
+            self._up[1].close()
+            self._up = None
+
+    def _slot(self, arm: Arm, drafter: str) -> Slot:
+        if arm.label in (TARGET_ONLY, DRAFT_ONLY):
+            return Slot(TARGET if arm.label == TARGET_ONLY else DRAFT)
+        return Slot(PAIR, arm.num_draft_tokens, arm.drafter or drafter)
+
+    def _up_first(self, slots: Mapping[Any, Slot]) -> list[Slot]:
+        """The one that is up before the others."""
+        up = None if self._up is None else self._up[0].key
+        return sorted(slots.values(), key=lambda slot: slot.key != up)
+
+    def _serve(self, slot: Slot) -> Running:
+        """The server of a slot, in place of the one that is up where that is another."""
+        if self._up is not None:
+            up, running = self._up
+            if up.key == slot.key and all(up.offers(rule) for rule in slot.rules):
+                return running
+            self.close()
+        running = self.deployer.start(slot, self._announce)
+        self._up = (dataclasses.replace(slot, rules=list(slot.rules)), running)
+        return running
+
+
+class _Decoder:
+    """Turns of conversations as requests to a server."""
+
+    def __init__(self, client: Client, running: Running, tokenizer: Any) -> None:
+        self._client = client
+        self._offered = running.facts.rules
+        self._tokenizer = tokenizer
+
+    async def decode(self, arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:
+        """See `Answerer.Decode`."""
+        prompt_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        fields = fields_of(arm.rule, self._offered)
+        if fields is None:
+            raise SpecError(f"the server does not offer {arm.label}; it has {', '.join(self._offered.values())}")
+        [made] = await self._client.complete(prompt_ids, params, extra=fields)
+        return reply_of_server(made)
+
+
+def reply_of_server(made: Completion) -> Reply:
+    """A completion, as every engine tells of it. A block's length is known as a histogram only."""
+    numbers = made.speculation
+    return Reply(
+        text=made.text,
+        finish_reason=made.finish_reason,
+        num_tokens=len(made.token_ids),
+        num_rounds=made.num_steps,
+        num_drafted=int(numbers.get("num_draft_tokens", 0)),
+        num_accepted=int(numbers.get("num_accepted_draft_tokens", 0)),
+        num_rescued=int(numbers.get("num_rescued_tokens", 0)),
+        seconds=made.seconds,
+    )

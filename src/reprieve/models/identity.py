@@ -1,0 +1,100 @@
+"""Which pair it is, from its files alone: for engines that hold the models themselves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from reprieve.errors import ReprieveError
+from reprieve.heads.binding import PairIdentity, tokenizer_fingerprint
+from reprieve.heads.files import bundled_folder
+from reprieve.models.loading import NUM_VALUES, fingerprint_of, load_tokenizer, require_same_tokenizer
+from reprieve.settings import BUNDLED_PAIR, PairSettings
+
+_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+
+
+def model_folder(name: str, role: str) -> Path:
+    """Where a model's files lie; those on the hub are fetched first.
+
+    Raises:
+        ReprieveError: not found.
+    """
+    if name == BUNDLED_PAIR:
+        return bundled_folder(role)
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(snapshot_download(name, allow_patterns=_FILES))
+    except Exception as error:  # the hub raises what it likes
+        raise ReprieveError(f"could not find the {role} {name!r}: {error}") from error
+
+
+def stored_identity(settings: PairSettings) -> tuple[PairIdentity, Any, str]:
+    """Names and fingerprints of a pair, its tokenizer, and the name of its dtype; no model is loaded.
+
+    Raises:
+        ReprieveError: a model that cannot be found or read.
+        PairError: the two do not share a tokenizer.
+    """
+    draft = BUNDLED_PAIR if settings.target == BUNDLED_PAIR and settings.draft is None else settings.draft
+    folder = model_folder(settings.target, "target")
+    tokenizer = load_tokenizer(settings.target)
+    draft_weights = None
+    if draft is not None:
+        draft_folder = model_folder(draft, "draft")
+        require_same_tokenizer(tokenizer, load_tokenizer(str(draft_folder)), settings.target, draft)
+        draft_weights = stored_fingerprint(draft_folder)
+    identity = PairIdentity(
+        target=settings.target,
+        draft=draft,
+        target_weights=stored_fingerprint(folder),
+        draft_weights=draft_weights,
+        tokenizer=tokenizer_fingerprint(tokenizer.get_vocab()),
+    )
+    return identity, tokenizer, settings.dtype if settings.dtype != "auto" else _dtype_of(folder)
+
+
+def stored_fingerprint(folder: Path) -> str:
+    """What `weights_fingerprint` says of the model in a folder, read from its safetensors files.
+
+    Raises:
+        ReprieveError: no such files, or they lack a weight.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            names = [name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()]
+        return fingerprint_of(_read_first(folder, names))
+    except (OSError, ValueError, KeyError) as error:
+        raise ReprieveError(f"the weights in {str(folder)!r} cannot be read: {error}") from None
+
+
+def _read_first(folder: Path, names: list[str]) -> Iterator[torch.Tensor]:
+    """The first values of these weights, flat."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    else:
+        files = dict.fromkeys(names, "model.safetensors")
+    for name in names:
+        with safe_open(folder / files[name], framework="pt") as opened:
+            part = opened.get_slice(name)
+            shape = part.get_shape()
+            if len(shape) == 2:  # the rows that hold them, not all of a large matrix
+                yield part[: -(-NUM_VALUES // max(1, shape[1]))].flatten()
+            else:
+                yield opened.get_tensor(name).flatten()
+
+
+def _dtype_of(folder: Path) -> str:
+    """The dtype that transformers' `auto` takes."""
+    config = AutoConfig.from_pretrained(folder)
+    return str(getattr(config.get_text_config(), "dtype", None) or torch.float32).removeprefix("torch.")

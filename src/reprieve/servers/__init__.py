@@ -1,0 +1,1 @@
+"""OpenAI-compatible servers that hold the target: running ones, and vLLM started here."""

@@ -1,0 +1,256 @@
+"""What servers are asked to hold, and who starts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from reprieve.drafters import DRAFTERS
+from reprieve.errors import ReprieveError, SpecError
+from reprieve.heads.binding import digest
+from reprieve.heads.certificates import portable_spec
+from reprieve.heads.files import find_head
+from reprieve.models.identity import model_folder
+from reprieve.needs import Need
+from reprieve.rules import LosslessRule, Rule, parse_rule
+from reprieve.servers.client import Client
+from reprieve.servers.running import Running, ServerFacts, facts_of, only_model
+from reprieve.servers.settings import OpenAISettings, RaySettings, ServerSettings, VllmSettings
+from reprieve.servers.vllm import Deployment, start_vllm
+from reprieve.serving.policy import SWITCH, THRESHOLD
+from reprieve.settings import PairSettings
+
+Announce = Callable[[str], None]
+TARGET, DRAFT, PAIR = "target", "draft", "pair"
+
+
+@dataclass
+class Slot:
+    """What a server is asked for: a model alone, or the pair with rules.
+
+    Args:
+        role: target, draft or pair.
+        num_draft_tokens, drafter, rules: of a pair.
+    """
+
+    role: str
+    num_draft_tokens: int = 0
+    drafter: str = ""
+    rules: list[Rule] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        """What cannot be changed from request to request."""
+        return self.role, self.num_draft_tokens, self.drafter
+
+    def add(self, rule: Rule | None) -> None:
+        """Have it offered, unless requests can ask for it already."""
+        if rule is not None and not self.offers(rule):
+            self.rules.append(rule)
+
+    def offers(self, rule: Rule) -> bool:
+        """Whether requests can ask for this rule."""
+        if isinstance(rule, LosslessRule):
+            return True
+        return fields_of(rule, {str(number): portable_spec(one) for number, one in enumerate(self.rules)}) is not None
+
+
+def fields_of(rule: Rule | None, offered: Mapping[str, str]) -> dict[str, Any] | None:
+    """What a request says to get a rule from a server that offers these (portable specifications by name).
+
+    Returns:
+        Nothing for no rule, or where the server has none; None where it does not offer this one.
+    """
+    if rule is None or (isinstance(rule, LosslessRule) and not offered):
+        return {}
+    if isinstance(rule, LosslessRule):
+        return {SWITCH: "off"}
+    wanted = parse_rule(portable_spec(rule))
+    for name, spec in offered.items():
+        fields = _dial_of(parse_rule(spec), wanted)
+        if fields is not None:
+            return {SWITCH: name, **fields}
+    return None
+
+
+def _dial_of(offered: Rule, wanted: Rule) -> dict[str, Any] | None:
+    """The value of its dial that makes one rule of another; None where it is another rule."""
+    value = wanted.dial_value
+    if offered.spec == wanted.spec:
+        return {} if value is None else {THRESHOLD: value}
+    if offered.dial is None or offered.dial != wanted.dial or value is None:
+        return None
+    try:
+        return {THRESHOLD: value} if offered.with_dial(value).spec == wanted.spec else None
+    except SpecError:
+        return None
+
+
+class Deployer(Protocol):
+    """Brings servers up."""
+
+    @property
+    def settings(self) -> ServerSettings:
+        """As `--engine` names them."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """Of target and draft, by name."""
+        ...
+
+    def start(self, slot: Slot, announce: Announce) -> Running:
+        """A server that holds what the slot names.
+
+        Raises:
+            ReprieveError: it does not come up, or cannot be what is asked.
+        """
+        ...
+
+    def refusal(self, slot: Slot, rule: Rule | None) -> str:
+        """Why there can be no server for this; empty where there can."""
+        ...
+
+
+@dataclass(frozen=True)
+class VllmDeployer:
+    """vLLM with the plugin, on this machine.
+
+    Args:
+        dtype: of target and draft, by name.
+    """
+
+    settings: VllmSettings
+    pair: PairSettings
+    dtype: str
+
+    def start(self, slot: Slot, announce: Announce) -> Running:
+        """See `Deployer`."""
+        announce(f"starting vLLM: {self._words(slot)}")
+        return start_vllm(self.deployment(slot), self.settings)
+
+    def deployment(self, slot: Slot) -> Deployment:
+        """What vLLM is told.
+
+        Raises:
+            ReprieveError: a model that cannot be found.
+        """
+        if slot.role != PAIR:
+            name = self.pair.target if slot.role == TARGET else self._draft
+            return Deployment(str(model_folder(str(name), slot.role)), self.dtype)
+        speculation = {**self._speculation(slot.drafter), "num_speculative_tokens": slot.num_draft_tokens}
+        if any(Need.DRAFT_PROBS in rule.traits.needs for rule in slot.rules):
+            speculation["draft_sample_method"] = "probabilistic"
+        rules = [rule.spec for rule in slot.rules]
+        return Deployment(str(model_folder(self.pair.target, TARGET)), self.dtype, speculation, rules)
+
+    def refusal(self, slot: Slot, rule: Rule | None) -> str:
+        """See `Deployer`."""
+        if slot.role == DRAFT and self._draft is None:
+            return "the pair has no draft"
+        if slot.role == PAIR:
+            try:
+                self._speculation(slot.drafter)
+            except SpecError as error:
+                return str(error)
+        return ""
+
+    @property
+    def _draft(self) -> str | None:
+        return self.pair.target if self.pair.bundled and self.pair.draft is None else self.pair.draft
+
+    def _speculation(self, drafter: str) -> dict[str, Any]:
+        """A drafter in vLLM's words.
+
+        Raises:
+            SpecError: vLLM has no such drafter.
+        """
+        settings: Any = DRAFTERS.make(drafter)
+        if settings.name == "draft":
+            if self._draft is None:
+                raise SpecError("the pair has no draft; name one with --draft")
+            return {"method": "draft_model", "model": str(model_folder(self._draft, DRAFT))}
+        if settings.name == "ngram":
+            bounds = {"prompt_lookup_max": settings.max_ngram, "prompt_lookup_min": settings.min_ngram}
+            return {"method": "ngram", **bounds}
+        if settings.name == "eagle3" and settings.top_k == 1 and settings.prune is None:
+            return {"method": "eagle3", "model": str(find_head(settings.path))}
+        raise SpecError(
+            f"vLLM drafts with draft, ngram, or eagle3:path=...,top_k=1 (chains, no trees), got {drafter!r}"
+        )
+
+    def _words(self, slot: Slot) -> str:
+        if slot.role != PAIR:
+            return f"the {slot.role} alone"
+        rules = f", {len(slot.rules)} rules" if slot.rules else ""
+        return f"{self.pair.target} with drafter {slot.drafter}, K = {slot.num_draft_tokens}{rules}"
+
+
+class RunningServers:
+    """Servers that somebody else has started.
+
+    Raises:
+        EngineError: one of them does not answer.
+    """
+
+    def __init__(self, settings: OpenAISettings, dtype: str) -> None:
+        self.settings = settings
+        facts = facts_of(settings.urls)
+        self.dtype = facts.dtype or dtype
+        self._running = Running(settings.urls, settings.model or only_model(settings.urls[0]), facts)
+
+    def start(self, slot: Slot, announce: Announce) -> Running:
+        """See `Deployer`; they are up already."""
+        return self._running
+
+    def refusal(self, slot: Slot, rule: Rule | None) -> str:
+        """See `Deployer`."""
+        facts: ServerFacts = self._running.facts
+        if slot.role == DRAFT or (slot.role == TARGET and facts.num_draft_tokens is not None):
+            return f"the servers do not hold the {slot.role} alone"
+        if slot.role == TARGET:
+            return ""
+        if facts.num_draft_tokens is not None and facts.num_draft_tokens != slot.num_draft_tokens:
+            return f"the servers draft K = {facts.num_draft_tokens} tokens, not {slot.num_draft_tokens}"
+        if facts.drafter is not None and facts.drafter != slot.drafter.partition(":")[0]:
+            return f"the servers draft with {facts.drafter}, not with {slot.drafter}"
+        if fields_of(rule, facts.rules) is None:
+            offered = ", ".join(facts.rules.values()) or "no rules: they run without the plugin, or without its policy"
+            return f"the servers offer {offered}"
+        return ""
+
+
+def make_deployer(settings: ServerSettings, pair: PairSettings, dtype: str) -> Deployer:
+    """Who starts the servers that `--engine` names.
+
+    Raises:
+        EngineError: running servers that do not answer.
+    """
+    if isinstance(settings, OpenAISettings):
+        return RunningServers(settings, dtype)
+    if isinstance(settings, RaySettings):
+        from reprieve.servers.ray import RayDeployer
+
+        deployer: Deployer = RayDeployer(settings, pair, dtype)
+        return deployer
+    assert isinstance(settings, VllmSettings)
+    return VllmDeployer(settings, pair, dtype)
+
+
+def client_of(running: Running, settings: ServerSettings) -> Client:
+    """A client of running servers."""
+    return Client(running.urls, running.model, timeout=settings.timeout, why=running.why)
+
+
+def drafter_fingerprints(drafter: str) -> dict[str, str]:
+    """What identifies the weights that a drafter brings with it, from its files alone."""
+    settings: Any = DRAFTERS.make(drafter)
+    path = getattr(settings, "path", None)
+    if path is None:
+        return {}
+    files = sorted(Path(find_head(path)).glob("*.safetensors"))
+    if not files:
+        raise ReprieveError(f"drafter {drafter!r} has no safetensors files")
+    return {path: digest(b"".join(file.read_bytes() for file in files))}

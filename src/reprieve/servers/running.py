@@ -1,0 +1,115 @@
+"""Servers that run: where they listen, and what they say of themselves."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from reprieve.errors import EngineError, ReprieveError
+
+INFO = "vllm:reprieve_info"  # a metric of the plugin's whose labels say what a server is
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What a server says it is; None for what it does not say."""
+
+    version: str | None = None
+    runner: str | None = None
+    dtype: str | None = None
+    drafter: str | None = None
+    num_draft_tokens: int | None = None
+    rules: dict[str, str] = field(default_factory=dict)  # specifications by the names that requests use
+
+
+@dataclass(frozen=True)
+class Running:
+    """Servers that hold one model.
+
+    Args:
+        close: ends them, where they were started here.
+        why: why one may have died: the end of its log.
+    """
+
+    urls: tuple[str, ...]
+    model: str
+    facts: ServerFacts
+    close: Callable[[], None] = lambda: None
+    why: Callable[[], str] = lambda: ""
+
+
+def facts_of(urls: Sequence[str]) -> ServerFacts:
+    """What all of these servers say of themselves.
+
+    Raises:
+        EngineError: one of them does not answer.
+        ReprieveError: they are not alike.
+    """
+    told = {url: _facts(url) for url in urls}
+    first = next(iter(told.values()))
+    for url, facts in told.items():
+        if facts != first:
+            raise ReprieveError(f"{url} and {next(iter(told))} are not the same server: {facts} and {first}")
+    return first
+
+
+def only_model(url: str) -> str:
+    """The name of the model that a server holds.
+
+    Raises:
+        EngineError: it does not answer.
+        ReprieveError: it holds several.
+    """
+    try:
+        names = [str(model["id"]) for model in json.loads(_get(f"{url}/v1/models"))["data"]]
+    except (ValueError, KeyError, TypeError):
+        raise ReprieveError(f"{url}/v1/models is not what an OpenAI-compatible server says") from None
+    if len(names) != 1:
+        raise ReprieveError(f"{url} holds several models: name one with model=, one of {', '.join(names)}")
+    return names[0]
+
+
+def answers(url: str) -> bool:
+    """Whether a server is up and well."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=_SECONDS) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def _facts(url: str) -> ServerFacts:
+    try:
+        version = str(json.loads(_get(f"{url}/version"))["version"])
+    except (EngineError, ValueError, KeyError, TypeError):
+        version = None
+    try:
+        page = _get(f"{url}/metrics")
+    except EngineError:
+        page = ""
+    line = next((line for line in page.splitlines() if line.startswith(INFO + "{")), None)
+    if line is None:
+        return ServerFacts(version)
+    labels = {name: value.replace('\\"', '"').replace("\\\\", "\\") for name, value in _LABEL.findall(line)}
+    return ServerFacts(
+        version,
+        runner=labels.get("runner") or None,
+        dtype=labels.get("dtype") or None,
+        drafter=labels.get("drafter") or None,
+        num_draft_tokens=int(labels["num_draft_tokens"]) if labels.get("num_draft_tokens", "").isdigit() else None,
+        rules=json.loads(labels.get("rules") or "{}"),
+    )
+
+
+def _get(address: str) -> str:
+    try:
+        with urllib.request.urlopen(address, timeout=_SECONDS) as response:
+            return str(response.read().decode())
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise EngineError(f"{address} does not answer ({error})") from None

@@ -1,0 +1,38 @@
+"""A pair known by its files alone is the pair that was loaded."""
+
+import pytest
+
+from reprieve.engine import load_pair
+from reprieve.errors import PairError, ReprieveError
+from reprieve.models.identity import stored_fingerprint, stored_identity
+from reprieve.models.loading import weights_fingerprint
+from reprieve.settings import PairSettings
+from tests.kit.chats import save_chat_pair
+
+
+def test_the_bundled_pair_is_known_by_its_files(bundled_pair):
+    identity, tokenizer, dtype = stored_identity(PairSettings())
+    assert identity == bundled_pair.identity
+    assert len(tokenizer) == len(bundled_pair.tokenizer) and dtype == "float32"
+
+
+def test_a_saved_pair_is_known_whole_and_in_shards(tmp_path):
+    target, draft = save_chat_pair(tmp_path)
+    pair = load_pair(target, draft)
+    assert stored_identity(PairSettings(target, draft))[0] == pair.identity
+    pair.target.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    assert stored_fingerprint(tmp_path / "shards") == weights_fingerprint(pair.target)
+    half = pair.target.bfloat16()
+    half.save_pretrained(tmp_path / "half")
+    assert stored_fingerprint(tmp_path / "half") == pair.identity.target_weights
+    assert stored_identity(PairSettings(str(tmp_path / "target")))[0].draft_weights is None
+
+
+def test_missing_weights_are_named(tmp_path):
+    target, _ = save_chat_pair(tmp_path)
+    (tmp_path / "target" / "model.safetensors").unlink()
+    with pytest.raises(ReprieveError, match=r"weights in .*target"):
+        stored_identity(PairSettings(target))
+    with pytest.raises(PairError, match="different tokenizers"):
+        stored_identity(PairSettings(str(tmp_path / "draft"), "reprieve/arithmetic-pair"))
