@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from reprieve.errors import SpecError
-from reprieve.evaluation.settings import FsdSettings
 from reprieve.evaluation.engines.local import LocalEngine
+from reprieve.evaluation.settings import FsdSettings
 from reprieve.evaluation.tuning import FsdProtocol, best_ks
 from tests.evaluation.toys import settings
 from tests.kit.toys import ToyTask

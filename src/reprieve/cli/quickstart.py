@@ -29,7 +29,8 @@ _NUM_TRIED = 4  # problems that speeds are measured on
 _FEWEST = 60  # calibration problems: fewer cannot prove a bound of 5 points even where nothing is lost
 _MOST = 10_000  # problems counted of a split
 _FREE = ("out", "look", "num_workers")  # settings that may change from run to run
-_THRESHOLDS = 7  # of the usual ones, walked before one cannot be proved: for the estimate
+_THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.4)  # coarser than usual: each is measured in full
+_WALKED = 4  # of them, before one cannot be proved: for the estimate
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ class Quickstart(Command):
         mine = ["mine", "autojudge", *shared, "--split", "train", "--limit", str(num_mined), "--out", labels]
         mine += ["--workers", str(self._workers())]
         train = ["train", "judge", "--labels", labels, *pair, "--out", head]
+        promise += ["--thresholds", ",".join(f"{value:g}" for value in _THRESHOLDS)]
         certify = ["certify", "--rule", rule, *promise, *k, *limits, *shared, "--out", str(self.out / "certificates")]
         try:
             stages.run(Stage("mine", mine))
@@ -239,7 +241,7 @@ class Quickstart(Command):
             screen.warn(f"NO ANSWER COULD BE READ: check --grader and the prompt. The first response ends:\n{shown}")
         swaps = sum(made.num_rounds for _, made in answers) / len(answers)
         mining = num_mined * times[0] * (1 + swaps / 2) / 4 / self._workers()  # rollouts share forwards
-        certifying = num_certified * times[1] * (1 + _THRESHOLDS + 2) / self._workers()
+        certifying = num_certified * times[1] * (1 + _WALKED + 2) / self._workers()
         screen.say(
             f"plan: mine {num_mined} problems (about {_minutes(mining)}), train a head, certify a loss below "
             f"{100 * self.max_drop:g} points on {num_certified} problems and confirm it on as many others (about "

@@ -224,13 +224,15 @@ def _row(arm: dict[str, Any]) -> dict[str, str]:
         "tokens/round": _number(arm["tokens_per_round"], ".2f"),
         "accepted": _number(arm["acceptance_rate"], ".0%"),
         "rescued": str(arm["num_rescued"]),
-        "speedup vs target": f"{_number(arm['speedup_vs_target'], '.2f')}x "
-        f"{_interval(arm['speedup_vs_target_ci95'], 1, 2)}",
-        "vs lossless ": f"{_number(arm['speedup_vs_lossless'], '.2f')}x "
-        f"{_interval(arm['speedup_vs_lossless_ci95'], 1, 2)}",
+        "speedup vs target": _speedup(arm, "speedup_vs_target"),
+        "vs lossless ": _speedup(arm, "speedup_vs_lossless"),
         "tokens/answer": _number(arm["tokens_per_answer"], ".0f"),
         "cut off": str(arm["num_truncated"]),
     }
+
+
+def _speedup(arm: dict[str, Any], name: str) -> str:
+    return "-" if arm[name] is None else f"{arm[name]:.2f}x {_interval(arm[f'{name}_ci95'], 1, 2)}"
 
 
 def _quality(arm: dict[str, Any]) -> dict[str, str]:

@@ -26,6 +26,11 @@ _QUALITY = (
     "accuracy", "accuracy_ci95", "accuracy_vs_target", "accuracy_vs_lossless", "accuracy_vs_lossless_p", "net_drop",
     "regression_rate", "regression_rate_ci95", "improvement_rate", "seconds_per_solved", "joules_per_solved",
 )  # fmt: skip
+# What answers that shared a server's batches cannot say; `throughput.json` has it.
+_SPEED = (
+    "tokens_per_second", "speedup_vs_target", "speedup_vs_target_ci95", "speedup_vs_lossless",
+    "speedup_vs_lossless_ci95", "seconds_per_solved",
+)  # fmt: skip
 
 
 def summarise(run: Run) -> dict[str, Any]:
@@ -60,10 +65,12 @@ def summarise(run: Run) -> dict[str, Any]:
         "graded": run.graded,
         "arms": [_summarise_arm(arm, rows, run.arms) for arm in run.arms] if num_problems else [],
     }
-    if not run.graded:
-        for arm in document["arms"]:
+    for arm in document["arms"]:
+        if not run.graded:
             arm.update(dict.fromkeys(_QUALITY))
-    if num_problems and run.graded and {DRAFT_ONLY, TARGET_ONLY} <= rows.keys():
+        if run.config.engine != "local":
+            arm.update(dict.fromkeys(_SPEED))
+    if num_problems and run.graded and run.config.engine == "local" and {DRAFT_ONLY, TARGET_ONLY} <= rows.keys():
         document["random_allocation"] = _random_allocation(rows)
     return document
 

@@ -13,7 +13,7 @@ from reprieve.evaluation.arms import Arm
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.energy import EnergyMeter
 from reprieve.evaluation.engines.base import EngineFacts, Job
-from reprieve.evaluation.engines.workers import answer_in_processes
+from reprieve.evaluation.engines.workers import WorkerPool
 from reprieve.evaluation.records import ProblemRecord
 from reprieve.tasks import Task, TaskProblem
 
@@ -40,6 +40,8 @@ class LocalEngine:
         self.meter: str | None = self._meter.source
         self._decoders: dict[str, FoldedDecoder] = {}
         self._config: RunConfig | None = None
+        self._arms: dict[str, Arm] = {}
+        self._pool: WorkerPool | None = None
 
     def fingerprints(self, drafter: str) -> dict[str, str]:
         """See `Engine`."""
@@ -51,7 +53,8 @@ class LocalEngine:
         return "the pair has no draft" if needs_draft and self.pair.draft is None else ""
 
     def expect(self, arms: Sequence[Arm], drafter: str) -> None:
-        """Every arm is decoded in its turn."""
+        """See `Engine`."""
+        self._arms |= {arm.label: arm for arm in arms}
 
     def answer(
         self, config: RunConfig, task: Task, arms: Sequence[Arm], problems: Sequence[TaskProblem], jobs: Sequence[Job]
@@ -66,14 +69,26 @@ class LocalEngine:
                 self._decoders[label] = self._decoder(config, by_label[label])
                 asyncio.run(answerer.warm_up(by_label[label], problems[0]))
         if self.num_parallel > 1:
-            yield from answer_in_processes(config, arms, jobs, num_workers=self.num_parallel)
+            yield from self._workers(config, arms).answer(jobs)
             return
         for job in jobs:
             problem = problems[job.number]
             yield asyncio.run(answerer.answer(by_label[job.arm], problem, job.number, job.trial))
 
     def close(self) -> None:
-        """Nothing was started."""
+        """End worker processes."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def _workers(self, config: RunConfig, arms: Sequence[Arm]) -> WorkerPool:
+        """Processes that know this run and these arms."""
+        self.expect(arms, config.drafter)
+        labels = {arm.label for arm in arms}
+        if self._pool is None or self._pool.config != config or not labels <= self._pool.labels:
+            self.close()
+            self._pool = WorkerPool(config, list(self._arms.values()), num_workers=self.num_parallel)
+        return self._pool
 
     def _decoder(self, config: RunConfig, arm: Arm) -> FoldedDecoder:
         conditions = config.conditions(self.facts, arm)

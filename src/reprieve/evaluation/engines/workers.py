@@ -17,24 +17,39 @@ from reprieve.models.worker_process import start_worker
 _CHUNK = 4
 
 
-def answer_in_processes(
-    config: RunConfig, arms: Sequence[Arm], jobs: Sequence[Job], *, num_workers: int
-) -> Iterator[ProblemRecord]:
-    """Records as they come, in no particular order. Ctrl-C drops what is under way.
+class WorkerPool:
+    """Processes for one run; they stay until it is closed, so that a second call finds them ready.
 
-    Raises:
-        EngineError: a worker died.
+    Args:
+        arms: those that may be asked for.
     """
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_workers, context, initializer=_start, initargs=(config, list(arms)))
-    try:
+
+    def __init__(self, config: RunConfig, arms: Sequence[Arm], *, num_workers: int) -> None:
+        self.config = config
+        self.labels = {arm.label for arm in arms}
+        context = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(num_workers, context, initializer=_start, initargs=(config, list(arms)))
+
+    def answer(self, jobs: Sequence[Job]) -> Iterator[ProblemRecord]:
+        """Records as they come, in no particular order. Ctrl-C drops what is under way.
+
+        Raises:
+            EngineError: a worker died.
+        """
         chunks = [jobs[at : at + _CHUNK] for at in range(0, len(jobs), _CHUNK)]
-        for future in as_completed([pool.submit(_answer, chunk) for chunk in chunks]):
-            yield from future.result()
-    except BrokenProcessPool:
-        raise EngineError("a worker process died") from None
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        waiting = [self._pool.submit(_answer, chunk) for chunk in chunks]
+        try:
+            for future in as_completed(waiting):
+                yield from future.result()
+        except BrokenProcessPool:
+            raise EngineError("a worker process died") from None
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    def close(self) -> None:
+        """End the processes, once they are done with what is in their hands."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class _Worker:
