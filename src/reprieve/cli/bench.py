@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reprieve.cli.command import Command
-from reprieve.cli.comparing import compare
-from reprieve.evaluation.settings import RunSettings
+from reprieve.cli.comparing import compare, require_servers
+from reprieve.evaluation.settings import RunSettings, SpeedSettings
 from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings
 
@@ -28,6 +28,7 @@ class Bench(Command):
     arm: tuple[str, ...] = ()
     num_draft_tokens: tuple[int, ...] = (16,)
     settings: RunSettings = field(default_factory=RunSettings)
+    speed: SpeedSettings = field(default_factory=SpeedSettings)
     num_workers: int = 1
     answering: EngineSettings = field(default_factory=EngineSettings)
     pair: PairSettings = field(default_factory=PairSettings)
@@ -37,4 +38,14 @@ class Bench(Command):
         from reprieve.evaluation.arms import make_arms
 
         arms = make_arms(self.arm, self.num_draft_tokens, target=self.pair.target)
-        return compare(self, arms, self.settings, self.answering, self.pair, self.out, num_workers=self.num_workers)
+        require_servers(self.speed, self.answering)
+        return compare(
+            self,
+            arms,
+            self.settings,
+            self.answering,
+            self.pair,
+            self.out,
+            num_workers=self.num_workers,
+            speed=self.speed,
+        )

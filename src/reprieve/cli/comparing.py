@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reprieve.cli import screen
 from reprieve.cli.command import Command
-from reprieve.evaluation.settings import RunSettings
+from reprieve.errors import SpecError
+from reprieve.evaluation.settings import RunSettings, SpeedSettings
 from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings
 
 if TYPE_CHECKING:
     from reprieve.evaluation.arms import Arm
+    from reprieve.evaluation.engines.base import Engine
+    from reprieve.evaluation.runner import Run
+    from reprieve.tasks import Task
 
 
 def compare(
@@ -26,12 +30,14 @@ def compare(
     out: Path,
     *,
     num_workers: int = 1,
+    speed: SpeedSettings | None = None,
 ) -> int:
     """Measure and report; returns the exit status.
 
     Args:
         command: whose flags are kept in the run's folder.
         num_workers: processes side by side.
+        speed: how speed under load is measured too, on servers.
     """
     from reprieve.evaluation.config import RunConfig
     from reprieve.evaluation.engines.base import without_missing
@@ -52,16 +58,19 @@ def compare(
                 begun=lambda: command.keep_config(out),
                 progress=screen.reporter(bar),
             )
-    document = summarise(run)
+        document = summarise(run)
+        if speed is not None and speed.concurrency and run.complete:
+            document["throughput"] = under_load(made, run, task, speed, out)
     write_results(document, out)
     if not document["arms"]:
         screen.warn(f"interrupted before every arm had answered a problem; records kept in {out}")
         return 130
     screen.show_results(document)
+    screen.show_throughput(document)
     screen.say(f"results: {out / 'results.json'}")
-    if not engine.local:
+    if not engine.local and "throughput" not in document:
         screen.warn("answers shared the servers' batches: measure speeds with --concurrency")
-    elif num_workers > 1:
+    if num_workers > 1:
         screen.warn(f"{num_workers} processes shared this machine: measure speeds with --workers 1")
     if not document["graded"]:
         screen.say(f"This task has no right answers; `reprieve verdicts {out}` has a judge compare the texts.")
@@ -73,3 +82,24 @@ def compare(
         screen.warn("interrupted: the table holds what was finished; run again to resume")
         return 130
     return 1 if any(arm["num_failed"] for arm in document["arms"]) else 0
+
+
+def require_servers(speed: SpeedSettings, engine: EngineSettings) -> None:
+    """Refuse, before any work, speed under load on the local engine.
+
+    Raises:
+        SpecError: the engine is not a server.
+    """
+    if speed.concurrency and engine.local:
+        raise SpecError("concurrency is of servers (--engine vllm): the local engine answers one request at a time")
+
+
+def under_load(engine: Engine, run: Run, task: Task, speed: SpeedSettings, out: Path) -> list[dict[str, Any]]:
+    """Tokens a second of a run's arms at each concurrency."""
+    from reprieve.evaluation.engines.served import ServedEngine
+    from reprieve.evaluation.throughput import measure_throughput
+
+    assert isinstance(engine, ServedEngine)
+    with screen.progress_bar("turns") as bar:
+        progress = screen.reporter(bar, "turns")
+        return measure_throughput(engine, run.config, task, run.arms, speed, out, progress=progress)

@@ -212,6 +212,30 @@ def show_results(document: dict[str, Any]) -> None:
         warn(f"ANSWERS CUT OFF: {shares}. What was cut off counts as wrong: raise --max-new-tokens")
 
 
+def show_throughput(document: dict[str, Any]) -> None:
+    """Print speeds under load, where they were measured."""
+    if not (rows := document.get("throughput")):
+        return
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title="under load; medians over turns", title_justify="left", box=box.SIMPLE_HEAD)
+    names = ("arm", "at once", "tokens/s", "over lossless", "tokens/step", "first token, ms", "per token, ms")
+    for name in names:
+        table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=name != "arm")
+    for row in rows:
+        ratio = "-" if row["vs_lossless"] is None else f"{row['vs_lossless']:.2f}x"
+        table.add_row(
+            row["arm"],
+            str(row["concurrency"]),
+            f"{row['tokens_per_second']:.0f}",
+            f"{ratio} {_interval(row['vs_lossless_ci95'], 1, 2)}",
+            f"{row['tokens_per_step']:.2f}",
+            *(f"{1000 * row[name][0]:.0f} (p95 {1000 * row[name][1]:.0f})" for name in ("first_s", "per_token_s")),
+        )
+    console(width=table_width(console())).print(table)
+
+
 def table_width(terminal: Console) -> int:
     """A terminal's own width; wide enough for every column in a file or a pipe."""
     return terminal.width if terminal.is_terminal else 170

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from reprieve.cli import screen
 from reprieve.cli.command import Command
-from reprieve.evaluation.settings import FsdSettings, RunSettings
+from reprieve.cli.comparing import require_servers, under_load
+from reprieve.evaluation.settings import FsdSettings, RunSettings, SpeedSettings
 from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings
 
@@ -16,6 +18,8 @@ from reprieve.settings import PairSettings
 @dataclass(frozen=True)
 class TuneK(Command):
     """Find K for lossless and each arm separately, by tokens a second (AutoJudge, appendix G).
+
+    On servers that is under load: at the first --concurrency, 1 unless given.
 
     Args:
         arm: A rule, such as top_k:k=4. Repeatable.
@@ -28,6 +32,7 @@ class TuneK(Command):
     arm: tuple[str, ...] = ()
     num_draft_tokens: tuple[int, ...] = (4, 8, 12, 16, 24, 32)
     settings: RunSettings = field(default_factory=lambda: RunSettings(split="validation", limit=40))
+    speed: SpeedSettings = field(default_factory=SpeedSettings)
     answering: EngineSettings = field(default_factory=EngineSettings)
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("runs/tune")
@@ -42,6 +47,7 @@ class TuneK(Command):
         from reprieve.files import replace_file
 
         arms = make_arms(self.arm, self.num_draft_tokens, target=self.pair.target)
+        require_servers(self.speed, self.answering)
         asked = self.settings
         with screen.engine_and_task(self.answering, self.pair, asked.task, asked.prompt) as (engine, task):
             arms = without_missing(arms, engine, asked.drafter)
@@ -56,10 +62,14 @@ class TuneK(Command):
                     begun=lambda: self.keep_config(self.out),
                     progress=screen.reporter(bar),
                 )
-        if not run.complete:
-            screen.warn("interrupted: run again to resume")
-            return 130
-        document = summarise(run)
+            if not run.complete:
+                screen.warn("interrupted: run again to resume")
+                return 130
+            document = summarise(run)
+            if not self.answering.local:
+                levels = self.speed.concurrency or (1,)
+                speed = dataclasses.replace(self.speed, concurrency=levels[:1])
+                document["throughput"] = under_load(engine, run, task, speed, self.out)
         write_results(document, self.out)
         chosen = best_ks(document)
         replace_file(self.out / "tuned.json", json.dumps({"arms": [asdict(best) for best in chosen]}, indent=2) + "\n")

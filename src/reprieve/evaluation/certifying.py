@@ -13,7 +13,7 @@ import numpy as np
 from reprieve.calibration.certify import PairedTest, Step, paired_test, walk
 from reprieve.calibration.settings import NET_DROP, Promise
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.evaluation.arms import LOSSLESS, Arm
+from reprieve.evaluation.arms import LOSSLESS, RERUN, Arm, rule_arms
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.engines.base import Engine
 from reprieve.evaluation.results import column, common_rows
@@ -24,13 +24,16 @@ from reprieve.heads.certificates import Certificate, portable_spec
 from reprieve.heads.files import BUNDLED, CERTIFICATES
 from reprieve.heads.loading import attach_heads
 from reprieve.heads.origin import name_problems, seen_problems
+from reprieve.metrics import paired_difference
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.learned import LearnedRule
+from reprieve.servers.settings import LOCAL
 from reprieve.tasks import Task
 
 # Where a rule has a probability for a dial, these are tried unless others are named.
 PROBABILITIES = (0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3, 0.5)
 Announce = Callable[[str], None]
+Noise = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -139,9 +142,16 @@ def certify(
         return _outcomes(run, strict, arm)
 
     _require_unseen(plan, task)
-    calibration = runner(plan.settings.run, [strict, *arms.values()], "calibration")
+    [again] = rule_arms([RERUN], plan.num_draft_tokens)
+    served = engine.facts.engine != LOCAL  # batches of a server do not repeat greedy answers bit for bit
+    calibration = runner(plan.settings.run, [strict, *([again] if served else []), *arms.values()], "calibration")
     _require_first_walk(plan.rule, calibration, {arm.label for arm in arms.values()})
+    noise = None
     try:
+        if served:
+            measure(calibration, again)
+            noise = _noise_floor(calibration, strict, again)
+            announce(_noise_line(noise))
         steps = walk(
             list(arms),
             plan.promise,
@@ -161,7 +171,7 @@ def certify(
     if look.evidence.observed >= plan.promise.max_drop:
         contradiction = f"the held-out problems contradict it: observed {look.evidence.observed:.4f}"
         return Certification(steps, look.evidence, None, contradiction)
-    certificate = _certificate(plan, best, steps, look, calibration, held)
+    certificate = _certificate(plan, best, steps, look, calibration, held, noise)
     path = folder / f"{best.rule_name}-{plan.promise.loss}-{plan.promise.max_drop:g}.json"
     replace_file(path, certificate.to_json())
     assert best.rule is not None
@@ -197,7 +207,7 @@ def _require_first_walk(rule: Rule, calibration: Runner, labels: set[str]) -> No
     Raises:
         SpecError: names the earlier thresholds.
     """
-    earlier = {record.arm for record in calibration.records} - labels - {LOSSLESS}
+    earlier = {record.arm for record in calibration.records} - labels - {LOSSLESS, RERUN}
     if same := sorted(label for label in earlier if parse_rule(label).name == rule.name):
         raise SpecError(
             f"thresholds must be those first tried on these problems, {', '.join(same)}: choosing others after looking "
@@ -206,13 +216,13 @@ def _require_first_walk(rule: Rule, calibration: Runner, labels: set[str]) -> No
 
 
 def _certificate(
-    plan: Plan, best: Arm, steps: list[Step], look: Step, calibration: Runner, held: Runner
+    plan: Plan, best: Arm, steps: list[Step], look: Step, calibration: Runner, held: Runner, noise: Noise | None
 ) -> Certificate:
     """The certificate of the last step that passed."""
     assert best.rule is not None
     proved = next(step for step in steps if step.threshold == look.threshold)
     return Certificate(
-        statement=_statement(plan, calibration.config.task, best, proved, look.evidence),
+        statement=_statement(plan, calibration.config.task, best, proved, look.evidence, calibration, noise),
         rule=best.rule.spec,
         portable_rule=portable_spec(best.rule),
         threshold=float(look.threshold),
@@ -223,6 +233,7 @@ def _certificate(
             **_where(calibration),
             "num_thresholds_tried": len(steps),
             "steps": [dataclasses.asdict(step) for step in steps],
+            **({} if noise is None else {"noise_floor": noise}),
         },
         held_out={
             **_where(held),
@@ -261,16 +272,42 @@ def _words(loss: str) -> str:
     return "loses less than" if loss == NET_DROP else "spoils fewer than"
 
 
-def _statement(plan: Plan, task: str, arm: Arm, step: Step, held: PairedTest) -> str:
-    promise = plan.promise
+def _statement(
+    plan: Plan, task: str, arm: Arm, step: Step, held: PairedTest, calibration: Runner, noise: Noise | None
+) -> str:
+    promise, facts = plan.promise, calibration.engine.facts
+    where = "" if noise is None else f" on {facts.engine} {facts.engine_version or ''} ({facts.runner or 'its runner'})"
     return (
         f"With {100 * promise.confidence:g}% confidence, {arm.label} {_words(promise.loss)} "
         f"{100 * promise.max_drop:g} points of problems solved against lossless decoding on task {task} at "
-        f"K = {arm.num_draft_tokens}, where lossless solves {100 * step.evidence.accuracy_strict:.1f}%. Calibrated on "
-        f"{step.evidence.num_problems} problems (observed {100 * step.evidence.observed:+.2f} points, at most "
-        f"{100 * step.evidence.upper_bound:.2f}); on "
-        f"{held.num_problems} held-out problems it lost {100 * held.observed:+.2f} points (at most "
-        f"{100 * held.upper_bound:.2f})."
+        f"K = {arm.num_draft_tokens}{where}, where lossless solves {100 * step.evidence.accuracy_strict:.1f}%. "
+        f"Calibrated on {step.evidence.num_problems} problems (observed {100 * step.evidence.observed:+.2f} points, at "
+        f"most {100 * step.evidence.upper_bound:.2f}); on {held.num_problems} held-out problems it lost "
+        f"{100 * held.observed:+.2f} points (at most {100 * held.upper_bound:.2f})."
+        + ("" if noise is None else f" {_noise_line(noise)}")
+    )
+
+
+def _noise_floor(runner: Runner, strict: Arm, again: Arm) -> Noise:
+    """Strict answers beside strict answers of the same server: what no rule is to blame for."""
+    rows = common_rows([strict.label, again.label], runner.records, runner.config.num_trials)
+    solved = [column(rows[arm.label], lambda record: record.correct) for arm in (strict, again)]
+    texts = [[record.text for trials in rows[arm.label] for record in trials] for arm in (strict, again)]
+    low, high = paired_difference(*solved)[1:]
+    return {
+        "num_problems": len(rows[strict.label]),
+        "same_answers": float(np.mean([ours == theirs for ours, theirs in zip(*texts, strict=True)])),
+        "difference": float(solved[0].mean() - solved[1].mean()),
+        "difference_ci95": [low, high],
+    }
+
+
+def _noise_line(noise: Noise) -> str:
+    low, high = noise["difference_ci95"]
+    return (
+        f"Noise floor: asked twice without any rule, the server gave the same answer to "
+        f"{100 * noise['same_answers']:.1f}% of {noise['num_problems']} problems, and solved "
+        f"{100 * noise['difference']:+.2f} points [{100 * low:.2f}, {100 * high:.2f}] more the first time."
     )
 
 
@@ -286,7 +323,9 @@ def _line(plan: Plan, step: Step, where: str = "calibration") -> str:
 
 def _file_beside_heads(certificate: Certificate, rule: Rule) -> None:
     """A copy in the folder of each head the rule has, where that is a folder of the user's."""
-    name = f"{certificate.promise['loss']}-{certificate.promise['max_drop']:g}-{certificate.threshold:g}.json"
+    parts = [certificate.promise["loss"], f"{certificate.promise['max_drop']:g}", f"{certificate.threshold:g}"]
+    engine = certificate.conditions.engine
+    name = "-".join(parts + ([] if engine == LOCAL else [engine])) + ".json"
     for path, _ in rule.heads:
         if path not in BUNDLED and Path(path).is_dir():
             replace_file(Path(path) / CERTIFICATES / name, certificate.to_json())

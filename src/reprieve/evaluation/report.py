@@ -101,6 +101,8 @@ def _run_view(document: dict[str, Any], records: list[ProblemRecord], num_exampl
         "graded": graded,
         "frontier": _frontier(document, arms, colours, "speedup_vs_target", "speed, times the target alone"),
         "by_rounds": _frontier(document, arms, colours, "tokens_per_round", "tokens per target forward"),
+        "throughput": document.get("throughput", []),
+        "load": _load(document.get("throughput", [])),
         "lengths": _lengths(arms, rows, colours),
         "times": Markup(_times(arms, document["num_problems"] * document.get("num_trials", 1))),
         "time_parts": list(zip(PARTS, COLOURS, strict=False)),
@@ -145,6 +147,29 @@ def _frontier(
         line_label="sending problems to the draft at random",
     )
     return Markup(chart)
+
+
+def _load(rows: list[dict[str, Any]]) -> Markup | None:
+    """Tokens a second against concurrency, an arm a line."""
+    names = list(dict.fromkeys(short_name(row["arm"]) for row in rows))
+    if not names:
+        return None
+    points = [
+        Point(
+            group=short_name(row["arm"]),
+            x=row["concurrency"],
+            y=row["tokens_per_second"],
+            x_low=row["concurrency"],
+            x_high=row["concurrency"],
+            y_low=row["tokens_per_second_range"][0],
+            y_high=row["tokens_per_second_range"][1],
+            note=f"{short_name(row['arm'])}: {row['tokens_per_second']:.0f} tokens a second with {row['concurrency']} "
+            f"requests at once, {row['num_turns']} turns of {row['num_requests']}",
+        )
+        for row in rows
+    ]
+    colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
+    return Markup(scatter(points, colours, x_label="requests at once", y_label="tokens a second"))
 
 
 def _arm_summary(arm: dict[str, Any]) -> str:

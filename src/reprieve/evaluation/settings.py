@@ -56,6 +56,28 @@ class CertifySettings:
 
 
 @dataclass(frozen=True)
+class SpeedSettings:
+    """How speed under load is measured, beside the answers: on servers only.
+
+    Args:
+        concurrency: Requests under way at once, such as 1,8,32.
+        turns: Turns of every arm at every concurrency.
+        num_requests: Requests of a turn. Default: twice the concurrency, at least 16.
+    """
+
+    concurrency: tuple[int, ...] = ()
+    turns: int = 3
+    num_requests: int | None = None
+
+    def __post_init__(self) -> None:
+        for level in self.concurrency:
+            require_whole("concurrency", level, 1)
+        require_whole("turns", self.turns, 1)
+        if self.num_requests is not None:
+            require_whole("num_requests", self.num_requests, 1)
+
+
+@dataclass(frozen=True)
 class FsdSettings:
     """How FSD's authors chose thresholds (section 5.1 and appendix D): a small run chooses, a larger one measures.
 

@@ -39,10 +39,12 @@ class BestK:
 def best_ks(document: dict[str, Any]) -> list[BestK]:
     """The fastest K of every rule in a results document that has several."""
     speeds: dict[str, dict[int, float]] = {}
+    loaded = {row["arm"]: row["tokens_per_second"] for row in document.get("throughput", ())}
     for arm in document["arms"]:
-        if arm["num_draft_tokens"] is not None and arm["tokens_per_second"]:
+        speed = loaded.get(arm["spec"], arm["tokens_per_second"])
+        if arm["num_draft_tokens"] is not None and speed:
             spec = arm["spec"].partition("@K=")[0]
-            speeds.setdefault(spec, {})[arm["num_draft_tokens"]] = arm["tokens_per_second"]
+            speeds.setdefault(spec, {})[arm["num_draft_tokens"]] = speed
     fastest = []
     for spec, by_k in speeds.items():
         best = max(by_k, key=by_k.__getitem__)

@@ -31,6 +31,14 @@ class Completion:
         """Target forwards: the prompt's, which gives the first token, and one for each block."""
         return int(self.speculation.get("num_spec_steps", -1)) + 1 or len(self.token_ids)
 
+    @property
+    def step_lengths(self) -> list[int]:
+        """Tokens of each forward, in no order: a server tells how many blocks of each length there were."""
+        counts = self.speculation.get("acceptance_histogram")
+        if not counts:
+            return [1] * len(self.token_ids)
+        return [1, *(length for length, count in enumerate(counts, start=1) for _ in range(count))]
+
 
 class Client:
     """Asks servers that all hold the same model; each request goes where the fewest are under way.

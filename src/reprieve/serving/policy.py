@@ -46,6 +46,7 @@ class Policy:
         default: level of requests that ask for nothing; None for the rule as it stands.
         max_threshold: most lenient value of the dial a request may ask for; None for no cap.
         certificate: what was promised of the `certified` level; None where nothing was.
+        other_certificates: of the same rule, made under other conditions or of stricter thresholds.
         by_load: for requests that ask for nothing: from how many running requests on, which value of the dial; the
             last that fits is in force, and below the first the default is.
         set_aside: why a certificate that was found does not hold here; empty where none was set aside.
@@ -59,6 +60,7 @@ class Policy:
     default: str | None = None
     max_threshold: float | None = None
     certificate: Certificate | None = None
+    other_certificates: tuple[Certificate, ...] = ()
     by_load: tuple[tuple[int, float], ...] = ()
     set_aside: str = ""
 
@@ -117,7 +119,8 @@ class Policy:
                 raise SpecError(f"{key} must be a text, got {settings[key]!r}")
         rule = attach_heads(parse_rule(settings["rule"]), target)
         levels = {level: _number(level, settings[level]) for level in LEVELS[1:] if level in settings}
-        certificate = _certificate(rule, settings.get("certificate"), levels.get("certified"))
+        certificates = _certificates(rule, settings.get("certificate"), levels.get("certified"))
+        certificate = next(iter(certificates), None)
         if certificate is not None:
             levels.setdefault("certified", certificate.threshold)
         cap = settings.get("max_threshold")
@@ -127,6 +130,7 @@ class Policy:
             default=settings.get("default"),
             max_threshold=None if cap is None else _number("max_threshold", cap),
             certificate=certificate,
+            other_certificates=tuple(certificates[1:]),
             by_load=_loads(settings.get("by_load")),
         )
 
@@ -137,30 +141,29 @@ class Policy:
     def under(self, **conditions: Any) -> Policy:
         """The policy where these conditions hold, as far as they are known (not None): fields of a certificate's.
 
-        A certificate made under others is set aside, and the `certified` level it gave with it.
+        Of several certificates the most lenient that holds here is taken. Where none does, what there was is set aside,
+        and the `certified` level it gave with it.
 
         Raises:
             SpecError: `certified` is the default, and nothing is left that it could mean.
         """
         if self.certificate is None:
             return self
-        made = self.certificate.conditions
-        differences = [
-            f"{name} {value} (certified: {getattr(made, name)})"
-            for name, value in conditions.items()
-            if value is not None and value != getattr(made, name)
-        ]
-        if not differences:
+        known = (self.certificate, *self.other_certificates)
+        holding = [one for one in known if not _differences(one, conditions)]
+        if len(holding) == len(known):
             return self
-        reasons = "; ".join(differences)
-        levels = {
-            level: value
-            for level, value in self.levels.items()
-            if level != "certified" or value != self.certificate.threshold
-        }
+        ours = self.levels.get("certified") != self.certificate.threshold
+        levels = {level: value for level, value in self.levels.items() if level != "certified" or ours}
+        if holding:
+            best = max(holding, key=lambda one: self.rule.with_dial(one.threshold).looseness)
+            others = tuple(one for one in holding if one is not best)
+            levels.setdefault("certified", best.threshold)
+            return dataclasses.replace(self, levels=levels, certificate=best, other_certificates=others)
+        reasons = "; ".join(_differences(self.certificate, conditions))
         if self.default is not None and self.default not in ("strict", *levels):
             raise SpecError(f"default {self.default}: the certificate does not hold here: {reasons}")
-        return dataclasses.replace(self, levels=levels, certificate=None, set_aside=reasons)
+        return dataclasses.replace(self, levels=levels, certificate=None, other_certificates=(), set_aside=reasons)
 
     @cached_property
     def standard(self) -> Rule:
@@ -289,13 +292,23 @@ def _loads(given: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted((int(count), _number("by_load", value)) for count, value in given.items()))
 
 
-def _certificate(rule: Rule, path: str | None, threshold: float | None) -> Certificate | None:
-    """The one named; else the most lenient of those beside the rule's heads, or the one of the threshold given."""
+def _differences(certificate: Certificate, conditions: Mapping[str, Any]) -> list[str]:
+    """What is known to be otherwise than where a certificate was made."""
+    made = certificate.conditions
+    return [
+        f"{name} {value} (certified: {getattr(made, name)})"
+        for name, value in conditions.items()
+        if value is not None and value != getattr(made, name)
+    ]
+
+
+def _certificates(rule: Rule, path: str | None, threshold: float | None) -> list[Certificate]:
+    """The one named; else those beside the rule's heads, the most lenient first, or those of the threshold given."""
     if path is not None:
         named = Certificate.load(path)
         if portable_spec(rule.with_dial(named.threshold)) != named.portable_rule:
             raise SpecError(f"certificate {path!r} is about {named.rule}, not about {rule.spec}")
-        return named
+        return [named]
     certificates = [item for folder in head_folders(rule).values() for item in read_certificates(folder)]
     fitting = [
         item
@@ -303,4 +316,4 @@ def _certificate(rule: Rule, path: str | None, threshold: float | None) -> Certi
         if portable_spec(rule.with_dial(item.threshold)) == item.portable_rule
         and (threshold is None or item.threshold == threshold)
     ]
-    return max(fitting, key=lambda item: rule.with_dial(item.threshold).looseness, default=None)
+    return sorted(fitting, key=lambda item: -rule.with_dial(item.threshold).looseness)

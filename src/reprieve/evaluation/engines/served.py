@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from reprieve.servers.client import Client, Completion
 from reprieve.servers.deploying import DRAFT, PAIR, TARGET, Deployer, Slot, client_of, drafter_fingerprints, fields_of
 from reprieve.servers.running import Running
 from reprieve.tasks import Task, TaskProblem
+from reprieve.tasks.asking import prompt_of
 
 
 class ServedEngine:
@@ -98,8 +100,7 @@ class ServedEngine:
 
             with asyncio.Runner() as loop:
                 client = client_of(running, self.deployer.settings)
-                decode = _Decoder(client, running, self.tokenizer).decode
-                answerer = Answerer(config, task, self.tokenizer, decode)
+                answerer = Answerer(config, task, self.tokenizer, self._decoder(client, running))
 
                 async def answer(job: Job, answerer: Answerer = answerer) -> ProblemRecord:
                     return await answerer.answer(by_label[job.arm], problems[job.number], job.number, job.trial)
@@ -107,11 +108,85 @@ class ServedEngine:
                 made = results_of(ours, answer, num_parallel=self.num_parallel)
                 yield from iterate(loop, made, closing=client.close)
 
+    def grouped(self, arms: Sequence[Arm], drafter: str) -> list[list[Arm]]:
+        """The arms by the server that they need."""
+        self.expect(arms, drafter)
+        groups: dict[tuple[str, int, str], list[Arm]] = {}
+        for arm in arms:
+            groups.setdefault(self._slot(arm, drafter).key, []).append(arm)
+        return list(groups.values())
+
+    def timed(
+        self,
+        config: RunConfig,
+        task: Task,
+        arm: Arm,
+        problems: Sequence[TaskProblem],
+        *,
+        concurrency: int,
+        num_warm: int,
+    ) -> tuple[list[Completion], float]:
+        """Streams of one arm, so many at once, and the seconds from the first request to the last token.
+
+        Args:
+            num_warm: requests before them that do not count.
+
+        Raises:
+            EngineError: the server died.
+        """
+        running = self._serve(self._slots[self._slot(arm, config.drafter).key])
+        fields = self._fields(arm, running)
+        params = arm.params(
+            SamplingParams(max_new_tokens=task.max_new_tokens, stop=tuple(task.stop), **config.sampling)
+        )
+
+        async def all_of(client: Client) -> tuple[list[Completion], float]:
+            async def ask(numbered: tuple[int, TaskProblem]) -> Completion:
+                number, problem = numbered
+                seeded = dataclasses.replace(params, seed=params.seed + number)
+                prompt_ids = self._encode(prompt_of(problem))
+                return (await client.complete(prompt_ids, seeded, extra=fields, stream=True))[0]
+
+            try:
+                warm = enumerate(problems[:num_warm])
+                _ = [one async for one in results_of(warm, ask, num_parallel=concurrency)]
+                began = time.perf_counter()
+                made = [one async for one in results_of(enumerate(problems), ask, num_parallel=concurrency)]
+                return made, time.perf_counter() - began
+            finally:
+                await client.close()
+
+        return asyncio.run(all_of(client_of(running, self.deployer.settings)))
+
     def close(self) -> None:
         """End the server, if it was started here."""
         if self._up is not None:
             self._up[1].close()
             self._up = None
+
+    def _decoder(self, client: Client, running: Running) -> Answerer.Decode:
+        """Turns of conversations as requests to a server."""
+
+        async def decode(arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:
+            [made] = await client.complete(self._encode(prompt), params, extra=self._fields(arm, running))
+            return reply_of_server(made)
+
+        return decode
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        return list(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+
+    def _fields(self, arm: Arm, running: Running) -> dict[str, Any]:
+        """What a request says to get this arm.
+
+        Raises:
+            SpecError: the server does not offer it.
+        """
+        offered = running.facts.rules
+        fields = fields_of(arm.rule, offered)
+        if fields is None:
+            raise SpecError(f"the server does not offer {arm.label}; it has {', '.join(offered.values())}")
+        return fields
 
     def _slot(self, arm: Arm, drafter: str) -> Slot:
         if arm.label in (TARGET_ONLY, DRAFT_ONLY):
@@ -135,32 +210,15 @@ class ServedEngine:
         return running
 
 
-class _Decoder:
-    """Turns of conversations as requests to a server."""
-
-    def __init__(self, client: Client, running: Running, tokenizer: Any) -> None:
-        self._client = client
-        self._offered = running.facts.rules
-        self._tokenizer = tokenizer
-
-    async def decode(self, arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:
-        """See `Answerer.Decode`."""
-        prompt_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        fields = fields_of(arm.rule, self._offered)
-        if fields is None:
-            raise SpecError(f"the server does not offer {arm.label}; it has {', '.join(self._offered.values())}")
-        [made] = await self._client.complete(prompt_ids, params, extra=fields)
-        return reply_of_server(made)
-
-
 def reply_of_server(made: Completion) -> Reply:
-    """A completion, as every engine tells of it. A block's length is known as a histogram only."""
+    """A completion, as every engine tells of it."""
     numbers = made.speculation
     return Reply(
         text=made.text,
         finish_reason=made.finish_reason,
         num_tokens=len(made.token_ids),
         num_rounds=made.num_steps,
+        round_lengths=made.step_lengths,
         num_drafted=int(numbers.get("num_draft_tokens", 0)),
         num_accepted=int(numbers.get("num_accepted_draft_tokens", 0)),
         num_rescued=int(numbers.get("num_rescued_tokens", 0)),

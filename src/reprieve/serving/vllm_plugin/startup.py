@@ -147,6 +147,11 @@ def _require_workers(engine: Any, vllm_config: Any) -> None:
     require_healthy(statuses)
     described = "; ".join(policy.describe() for policy in menu.policies.values())
     logger.info("Reprieve is active in %d worker(s): %s", len(statuses), described)
+    if any(policy.certificate is not None for policy in menu.policies.values()):
+        logger.info(
+            "Of a certificate a server can check engine, version, runner, dtype, drafter and K; task, prompt format "
+            "and sampling are the clients', weights the operator's"
+        )
 
 
 async def _check_health(engine: Any) -> None:
