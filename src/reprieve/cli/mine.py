@@ -26,6 +26,10 @@ class Mine(Command):
 
     def run(self) -> int:
         num_workers, on_ray = _parse_workers(self.workers)
+        if not self.settings.answering.local and (num_workers != 1 or on_ray):
+            raise SpecError(
+                "workers are of the local engine; on servers --in-flight says how many problems are under way"
+            )
         screen.quiet_transformers()
         from reprieve.labelling.cluster import mine_in_processes, mine_on_ray
         from reprieve.labelling.recipes import build
@@ -36,11 +40,16 @@ class Mine(Command):
         with screen.progress_bar("mining") as bar:
             progress = screen.reporter(bar, "problems")
             if num_workers == 1 and not on_ray:
-                bench = build(self.settings)
-                store = LabelStore(self.out, bench.manifest)
-                self.keep_config(self.out)
-                in_flight = self.settings.num_in_flight
-                report = mine_problems(bench.miner, bench.problems, store, num_in_flight=in_flight, progress=progress)
+                bench = build(self.settings, announce=screen.warn)
+                try:
+                    store = LabelStore(self.out, bench.manifest)
+                    self.keep_config(self.out)
+                    in_flight = self.settings.in_flight
+                    report = mine_problems(
+                        bench.miner, bench.problems, store, num_in_flight=in_flight, progress=progress
+                    )
+                finally:
+                    bench.close()
             else:
                 mine = mine_on_ray if on_ray else mine_in_processes
                 report = mine(self.settings, self.out, num_workers=num_workers, progress=progress)

@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from reprieve.errors import SpecError, require_choice
+from reprieve.labelling.target import Target
 from reprieve.models.batch_decoder import Session
 from reprieve.models.draws import Draw
 
 PROMPTS = ("text", "tokens")
 
 
-class ApiTarget:
+class ApiTarget(Target):
     """Continues texts by requests; greedy.
 
     Args:

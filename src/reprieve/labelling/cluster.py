@@ -132,7 +132,7 @@ def _work(settings: MiningSettings, folder: str, number: int, num_workers: int) 
     start = number * len(bench.problems) // num_workers
     problems = bench.problems[start:] + bench.problems[:start]
     store = LabelStore(Path(folder), bench.manifest)
-    return mine_problems(bench.miner, problems, store, num_in_flight=settings.num_in_flight)
+    return mine_problems(bench.miner, problems, store, num_in_flight=settings.in_flight)
 
 
 def _add(total: MiningReport, part: Any) -> None:

@@ -176,16 +176,12 @@ class _Walk:
         num_left = self.miner.responses.num_left(response_ids)
         if num_left < 1:
             return [list(response_ids)] * self.miner.num_rollouts
-        numbers = range(self.miner.num_rollouts)
-        return await gather_all(self._rollout(response_ids, num_left, side, number) for number in numbers)
-
-    async def _rollout(self, response_ids: list[int], num_left: int, side: int, number: int) -> list[int]:
-        draw = seeded_draw(self.seed, len(response_ids), side, number)
-        new = await self.miner.target.complete(self.session, self.prompt_ids, response_ids, num_left, draw)
-        if new is None:
+        draws = [seeded_draw(self.seed, len(response_ids), side, number) for number in range(self.miner.num_rollouts)]
+        made = await self.miner.target.complete_all(self.session, self.prompt_ids, response_ids, num_left, draws)
+        if made is None:
             raise SpecError("rollouts need a target that reads tokens; a text API would read others")
-        self.num_generated += len(new)
-        return [*response_ids, *new]
+        self.num_generated += sum(map(len, made))
+        return [[*response_ids, *new] for new in made]
 
     async def _correct(self, response_ids: list[int]) -> bool:
         return await self.miner.responses.correct(response_ids, self.problem.reference)
@@ -204,5 +200,6 @@ def median_length(responses: list[list[int]]) -> list[int]:
 def seeded_draw(*key: int) -> Draw:
     """Draws of one rollout: the same whenever it is repeated."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=7).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-    return UniformDraw(lambda: float(torch.rand((), generator=generator, dtype=torch.float64)))
+    seed = int.from_bytes(digest, "little")
+    generator = torch.Generator().manual_seed(seed)
+    return UniformDraw(lambda: float(torch.rand((), generator=generator, dtype=torch.float64)), seed)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from reprieve.engine import Pair, load_pair
 from reprieve.errors import SpecError
+from reprieve.heads.binding import PairIdentity
 from reprieve.labelling.api_target import ApiTarget
 from reprieve.labelling.autojudge import AutoJudgeMiner
 from reprieve.labelling.chat import Chat, OpenAIChat, openai_client
@@ -17,6 +19,7 @@ from reprieve.labelling.equivalence import NotWorse, SameAnswer
 from reprieve.labelling.pivot import CandidateSource, PivotMiner
 from reprieve.labelling.responses import ResponseFormat
 from reprieve.labelling.runner import Miner
+from reprieve.labelling.served_target import ServedTarget
 from reprieve.labelling.settings import AutoJudgeMining, MiningSettings, PivotMining, TraceMining
 from reprieve.labelling.soundness import EquationSoundness, ModelSoundness, SoundnessJudge
 from reprieve.labelling.store import API_WEIGHTS
@@ -25,9 +28,12 @@ from reprieve.labelling.traces import LABELS_VERSION, ArbitrationMiner, PairScor
 from reprieve.models.batch_decoder import BatchDecoder
 from reprieve.models.cached_model import eos_token_ids
 from reprieve.models.draws import DRAWS_VERSION, GumbelNoise
+from reprieve.models.identity import stored_identity
 from reprieve.models.sampling import Sampler
+from reprieve.servers.deploying import TARGET, Deployer, Slot, client_of, make_deployer
+from reprieve.servers.running import Running
 from reprieve.specs import parse_spec
-from reprieve.tasks import TaskProblem, load_task
+from reprieve.tasks import Task, TaskProblem, load_task
 from reprieve.tasks.answers import ANSWERS_VERSION
 from reprieve.tasks.asking import ask
 
@@ -39,10 +45,14 @@ class Workbench:
     miner: Miner
     problems: list[TaskProblem]
     manifest: dict[str, Any]  # of the store its labels go to
+    close: Callable[[], None] = lambda: None  # ends the server that was started for it
 
 
-def build(settings: MiningSettings) -> Workbench:
-    """Load the pair and the task and make the miner.
+def build(settings: MiningSettings, *, announce: Callable[[str], None] = lambda line: None) -> Workbench:
+    """Load the pair and the task and make the miner; close it when done.
+
+    Args:
+        announce: called with a line when a server is started.
 
     Raises:
         SpecError: a setting out of range.
@@ -51,7 +61,17 @@ def build(settings: MiningSettings) -> Workbench:
     plain = load_task(settings.task)
     if not plain.graded and not settings.asks_a_judge:
         raise SpecError(f"task {plain.name} has no answers to compare; mine autojudge or arbitration with --judge")
-    pair = _load(settings)
+    served = None if settings.answering.local else Served.of(settings, announce)
+    try:
+        return _build(settings, plain, served)
+    except BaseException:
+        if served is not None:
+            served.running.close()
+        raise
+
+
+def _build(settings: MiningSettings, plain: Task, served: Served | None) -> Workbench:
+    pair = _load(settings, served)
     task = ask(plain, pair.tokenizer, settings.prompt)
     problems = task.problems(settings.split, settings.limit, offset=settings.offset)
     if not problems:
@@ -65,25 +85,52 @@ def build(settings: MiningSettings) -> Workbench:
         max_new_tokens=task.max_new_tokens,
     )
     return Workbench(
-        miner=_miner(settings, pair, responses),
+        miner=_miner(settings, pair, responses, served),
         problems=problems,
-        manifest=_manifest(settings, pair, responses),
+        manifest=_manifest(settings, pair, responses, served),
+        close=(lambda: None) if served is None else served.running.close,
     )
 
 
-def _miner(settings: MiningSettings, pair: Pair, responses: ResponseFormat) -> Miner:
+@dataclass(frozen=True)
+class Served:
+    """The target on servers."""
+
+    running: Running
+    deployer: Deployer
+    identity: PairIdentity
+
+    @classmethod
+    def of(cls, settings: MiningSettings, announce: Callable[[str], None]) -> Served:
+        """Servers that hold the target alone, or running ones."""
+        identity, _, dtype = stored_identity(settings.pair)
+        deployer = make_deployer(settings.answering.servers, settings.pair, dtype)
+        return cls(deployer.start(Slot(TARGET), announce), deployer, identity)
+
+    def target(self, settings: MiningSettings, responses: ResponseFormat) -> ServedTarget:
+        """What miners ask."""
+        return ServedTarget(
+            lambda: client_of(self.running, self.deployer.settings),
+            settings.params,
+            eos_ids=sorted(responses.eos_ids),
+            stop=responses.task.stop,
+            stops=responses.stops if responses.task.stop else None,
+        )
+
+
+def _miner(settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: Served | None) -> Miner:
     if isinstance(settings, AutoJudgeMining):
-        return _autojudge(settings, pair, responses)
+        return _autojudge(settings, pair, responses, served)
     if isinstance(settings, PivotMining):
-        return _pivot(settings, pair, responses)
+        return _pivot(settings, pair, responses, served)
     assert isinstance(settings, TraceMining)
-    return _traces(settings, pair, responses)
+    return _traces(settings, pair, responses, served)
 
 
-def _load(settings: MiningSettings) -> Pair:
-    """The pair; where the target is behind an API, the draft stands on both sides and only its tokenizer counts."""
+def _load(settings: MiningSettings, served: Served | None) -> Pair:
+    """The pair; the draft stands on both sides where only servers have the target: then its tokenizer alone counts."""
     names = settings.pair
-    if isinstance(settings, AutoJudgeMining) and settings.api_url is not None:
+    if isinstance(settings, AutoJudgeMining) and (settings.api_url is not None or served is not None):
         alone = load_pair(str(names.draft), dtype=names.dtype, device=names.device)
         draft = alone.target if alone.draft is None else alone.draft  # the bundled pair brings its own
         return dataclasses.replace(alone, target=draft, draft=draft, target_name=names.target, draft_name=names.draft)
@@ -92,14 +139,16 @@ def _load(settings: MiningSettings) -> Pair:
     return pair
 
 
-def _autojudge(settings: AutoJudgeMining, pair: Pair, responses: ResponseFormat) -> AutoJudgeMiner:
+def _autojudge(
+    settings: AutoJudgeMining, pair: Pair, responses: ResponseFormat, served: Served | None
+) -> AutoJudgeMiner:
     params = settings.params
 
     def make_draft(noise: GumbelNoise | None) -> DraftReader:
         return DraftReader(pair.cached_draft(), Sampler(params, pair.draft.device), noise)  # type: ignore[union-attr]
 
     return AutoJudgeMiner(
-        target=_target(settings, pair, responses),
+        target=_target(settings, pair, responses, served),
         make_draft=make_draft,
         responses=responses,
         equivalence=NotWorse(make_chat(settings.judge)) if settings.judge else SameAnswer(responses.task),
@@ -108,14 +157,16 @@ def _autojudge(settings: AutoJudgeMining, pair: Pair, responses: ResponseFormat)
     )
 
 
-def _pivot(settings: PivotMining, pair: Pair, responses: ResponseFormat) -> PivotMiner:
+def _pivot(settings: PivotMining, pair: Pair, responses: ResponseFormat, served: Served | None) -> PivotMiner:
     def make_source(seed: int) -> CandidateSource:
         params = dataclasses.replace(settings.params, seed=seed)
         return CandidateSource(pair.cached_target(), pair.cached_draft(), params)
 
     return PivotMiner(
         # Half of what it asks for: rows stay full.
-        target=_local_target(settings, pair, responses, rows=settings.num_rollouts),
+        target=_local_target(settings, pair, responses, rows=settings.num_rollouts)
+        if served is None
+        else served.target(settings, responses),
         make_source=make_source,
         responses=responses,
         make_seed=lambda problem: problem_seed(settings.seed, problem),
@@ -125,9 +176,12 @@ def _pivot(settings: PivotMining, pair: Pair, responses: ResponseFormat) -> Pivo
     )
 
 
-def _traces(settings: TraceMining, pair: Pair, responses: ResponseFormat) -> ArbitrationMiner:
+def _traces(settings: TraceMining, pair: Pair, responses: ResponseFormat, served: Served | None) -> ArbitrationMiner:
     return ArbitrationMiner(
-        target=_local_target(settings, pair, responses, rows=2),  # a problem's branches that are under way at once
+        # Two rows: a problem's branches that are under way at once.
+        target=_local_target(settings, pair, responses, rows=2)
+        if served is None
+        else served.target(settings, responses),
         responses=responses,
         params=settings.params,
         make_decoder=lambda num_draft_tokens: pair.decoder(
@@ -173,7 +227,9 @@ def make_chat(spec: str) -> Chat:
     return OpenAIChat(given["model"], url=given.get("url"), temperature=temperature)
 
 
-def _target(settings: AutoJudgeMining, pair: Pair, responses: ResponseFormat) -> Target:
+def _target(settings: AutoJudgeMining, pair: Pair, responses: ResponseFormat, served: Served | None) -> Target:
+    if served is not None:
+        return served.target(settings, responses)
     if settings.api_url is None:
         return _local_target(settings, pair, responses)
     return ApiTarget(
@@ -190,7 +246,7 @@ def _target(settings: AutoJudgeMining, pair: Pair, responses: ResponseFormat) ->
 def _local_target(settings: MiningSettings, pair: Pair, responses: ResponseFormat, *, rows: int = 1) -> LocalTarget:
     decoder = BatchDecoder(
         pair.target,
-        num_rows=settings.num_in_flight * rows,
+        num_rows=settings.in_flight * rows,
         params=settings.params,
         eos_ids=responses.eos_ids,
         stops=responses.stops if responses.task.stop else None,
@@ -198,9 +254,12 @@ def _local_target(settings: MiningSettings, pair: Pair, responses: ResponseForma
     return LocalTarget(decoder)
 
 
-def _manifest(settings: MiningSettings, pair: Pair, responses: ResponseFormat) -> dict[str, Any]:
+def _manifest(settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: Served | None) -> dict[str, Any]:
     """What labels must have in common to lie in one store; how fast they were made is left out."""
-    identity = dataclasses.asdict(pair.identity)
+    identity = dataclasses.asdict(pair.identity if served is None else served.identity)
+    if served is not None:
+        told = served.running.facts
+        identity["engine"] = f"vllm {told.version}" if told.version else "openai"
     if isinstance(settings, AutoJudgeMining) and settings.api_url is not None:
         identity["target_weights"] = f"{API_WEIGHTS}{settings.pair.target}"
         identity["api_prompts"] = settings.api_prompts
@@ -209,7 +268,7 @@ def _manifest(settings: MiningSettings, pair: Pair, responses: ResponseFormat) -
         "labels_version": LABELS_VERSION if isinstance(settings, TraceMining) else None,
         **{name: value for name, value in settings.options.items() if value is not None},
         **identity,
-        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "dtype": str(pair.target.dtype).removeprefix("torch.") if served is None else served.deployer.dtype,
         "task": settings.task,
         "split": settings.split,
         **dataclasses.asdict(settings.sampling),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from reprieve.errors import ReprieveError, require_whole
+from reprieve.errors import EngineError, ReprieveError, require_whole
 from reprieve.labelling.records import ProblemLabels
 from reprieve.labelling.store import LabelStore
 from reprieve.tasks import TaskProblem
@@ -57,6 +57,7 @@ def mine_problems(
 
     Raises:
         SpecError: fewer than 1 problem in flight.
+        EngineError: a server died.
         ReprieveError: the store cannot be read or written.
     """
     require_whole("num_in_flight", num_in_flight, 1)
@@ -65,6 +66,9 @@ def mine_problems(
         asyncio.run(_mine_all(miner, list(problems), store, num_in_flight, progress, report))
     except KeyboardInterrupt:
         report.interrupted = True
+    except EngineError as error:
+        store.fold()
+        raise EngineError(f"{error}; {len(store.done())} labelled problems are kept, run again to go on") from None
     except OSError as error:
         raise ReprieveError(f"label store {str(store.folder)!r} cannot be written: {error.strerror}") from error
     store.fold()
@@ -107,6 +111,8 @@ async def _mine_one(miner: Miner, problem: TaskProblem, store: LabelStore, repor
             return False
         try:
             labels = await miner.mine(problem)
+        except EngineError:  # there is nothing to mine with
+            raise
         except Exception as error:  # whatever it is, the other problems are still worth mining
             report.errors[problem.problem_id] = f"{type(error).__name__}: {error}"
             print(f"{problem.problem_id}: {report.errors[problem.problem_id]}", file=sys.stderr)

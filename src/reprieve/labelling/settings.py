@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from reprieve.errors import SpecError, require_choice, require_range, require_whole
+from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings, ProblemSettings, SamplingParams, SamplingSettings
+
+_ON_SERVERS = 256
 
 
 @dataclass(frozen=True)
@@ -15,21 +18,29 @@ class MiningSettings(ProblemSettings):
 
     Args:
         seed: Same seed, same labels.
-        num_in_flight: Problems under way at once.
+        num_in_flight: Problems under way at once. Default: 16 (pivot 4), or 256 on servers.
     """
 
     miner: ClassVar[str]
+    usual_in_flight: ClassVar[int] = 16
 
     split: str = "train"
     limit: int = 100
     seed: int = 0
-    num_in_flight: int = 16
+    num_in_flight: int | None = None
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    answering: EngineSettings = field(default_factory=EngineSettings)
     pair: PairSettings = field(default_factory=PairSettings)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_whole("num_in_flight", self.num_in_flight, 1)
+        if self.num_in_flight is not None:
+            require_whole("num_in_flight", self.num_in_flight, 1)
+
+    @property
+    def in_flight(self) -> int:
+        """Problems under way at once."""
+        return self.num_in_flight or (self.usual_in_flight if self.answering.local else _ON_SERVERS)
 
     @property
     def params(self) -> SamplingParams:
@@ -70,6 +81,13 @@ class AutoJudgeMining(MiningSettings):
         require_choice("variant", self.variant, ("search", "naive"))
         if self.api_url is not None and (not self.sampling.greedy or self.pair.draft is None):
             raise SpecError("a target behind an API needs temperature 0, and a draft by name")
+        if self.api_url is not None and not self.answering.local:
+            raise SpecError("api_url and engine both say where the target is: give one of them")
+        if not self.answering.local and not self.sampling.greedy:
+            raise SpecError(
+                "temperature must be 0 on servers: sampled AutoJudge keys its draws by the prefix, which a server's "
+                f"cannot be; use --engine local, got {self.sampling.temperature:g}"
+            )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -91,8 +109,8 @@ class PivotMining(MiningSettings):
     """
 
     miner: ClassVar[str] = "pivot"
+    usual_in_flight: ClassVar[int] = 4
 
-    num_in_flight: int = 4
     sampling: SamplingSettings = field(default_factory=lambda: SamplingSettings(temperature=0.6, top_p=0.95, top_k=20))
     num_rollouts: int = 8
     alpha: float = 0.8

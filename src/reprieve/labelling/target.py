@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest
@@ -28,8 +28,23 @@ class Target(Protocol):
         """
         ...
 
+    async def complete_all(
+        self,
+        session: Session,
+        prompt_ids: list[int],
+        response_ids: list[int],
+        max_new_tokens: int,
+        draws: Sequence[Draw | None],
+    ) -> list[list[int]] | None:
+        """The same with several draws."""
+        made = await gather_all(
+            self.complete(session, prompt_ids, response_ids, max_new_tokens, draw) for draw in draws
+        )
+        whole = [new for new in made if new is not None]
+        return whole if len(whole) == len(made) else None
 
-class LocalTarget:
+
+class LocalTarget(Target):
     """A target on this machine: the requests of all problems in flight share forwards."""
 
     def __init__(self, decoder: BatchDecoder) -> None:

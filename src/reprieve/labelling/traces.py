@@ -233,25 +233,26 @@ class _Branches:
 
     async def _utility(self, text: list[int], place: int, side: int) -> float:
         """The share of right answers among the texts that follow from one."""
-        responses = await gather_all(self._continued(text, place, side, n) for n in range(self.miner.num_rollouts))
+        responses = await self._continued(text, place, side)
         reference = self.problem.reference
         right = await gather_all(self.miner.responses.correct(response, reference) for response in responses)
         return sum(right) / len(right)
 
-    async def _continued(self, text: list[int], place: int, side: int, number: int) -> list[int]:
-        greedy = self.miner.continues_greedily
+    async def _continued(self, text: list[int], place: int, side: int) -> list[list[int]]:
+        """All rollouts from a text."""
+        num, greedy = self.miner.num_rollouts, self.miner.continues_greedily
         if greedy:
             for greedy_from, known in self._known:
                 if greedy_from <= len(text) and known[: len(text)] == text:
-                    return known
+                    return [known] * num
         if (num_left := self.miner.responses.num_left(text)) < 1:
-            return text
-        draw = None if greedy else seeded_draw(self.seed, len(text), place, side, number)
-        new = await self.miner.target.complete(self.session, self.prompt_ids, text, num_left, draw)
-        if new is None:
+            return [text] * num
+        draws = [None if greedy else seeded_draw(self.seed, len(text), place, side, number) for number in range(num)]
+        made = await self.miner.target.complete_all(self.session, self.prompt_ids, text, num_left, draws)
+        if made is None:
             raise SpecError("rollouts need a target that reads tokens; a text API would read others")
-        self.num_generated += len(new)
-        whole = [*text, *new]
+        self.num_generated += sum(map(len, made))
+        whole = [[*text, *new] for new in made]
         if greedy:
-            self._known.append((len(text), whole))
+            self._known.append((len(text), whole[0]))
         return whole

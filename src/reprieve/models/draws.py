@@ -23,6 +23,7 @@ class UniformDraw:
     """Sampling by one uniform number a token: the first token whose cumulative probability exceeds it."""
 
     uniform: Callable[[], float]  # in [0, 1)
+    seed: int = 0  # for servers, which make numbers of their own
 
 
 class GumbelNoise:

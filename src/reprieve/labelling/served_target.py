@@ -1,0 +1,88 @@
+"""A target behind servers that take and give token ids: the problems in flight share the servers' batches."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from reprieve.errors import SpecError
+from reprieve.models.batch_decoder import Session
+from reprieve.models.draws import Draw, UniformDraw
+from reprieve.servers.client import Client
+from reprieve.settings import SamplingParams
+
+
+class ServedTarget:
+    """Continues texts by requests; the servers' prefix caches hold what a problem's texts have in common.
+
+    Args:
+        make_client: a client, made once in the event loop that uses it.
+        params: how rollouts are sampled.
+        eos_ids: tokens that end a response.
+        stop: stop texts.
+        stops: whether a response's tokens so far end it by one of them.
+    """
+
+    def __init__(
+        self,
+        make_client: Callable[[], Client],
+        params: SamplingParams,
+        *,
+        eos_ids: Sequence[int],
+        stop: Sequence[str],
+        stops: Callable[[list[int]], bool] | None,
+    ) -> None:
+        self._make_client = make_client
+        self._params = params
+        self._eos_ids = tuple(eos_ids)
+        self._stop = tuple(stop)
+        self._stops = stops
+        self._client: tuple[asyncio.AbstractEventLoop, Client] | None = None
+
+    async def complete(
+        self, session: Session, prompt_ids: list[int], response_ids: list[int], max_new_tokens: int, draw: Draw | None
+    ) -> list[int]:
+        """See `Target`.
+
+        Raises:
+            SpecError: draws that are keyed by the prefix, which a server cannot make.
+            EngineError: no server answers.
+        """
+        return (await self.complete_all(session, prompt_ids, response_ids, max_new_tokens, [draw]))[0]
+
+    async def complete_all(
+        self,
+        session: Session,
+        prompt_ids: list[int],
+        response_ids: list[int],
+        max_new_tokens: int,
+        draws: Sequence[Draw | None],
+    ) -> list[list[int]]:
+        """See `Target`: one request for all of them."""
+        first = draws[0]
+        params = dataclasses.replace(
+            self._params, max_new_tokens=max_new_tokens, stop=self._stop, eos_token_ids=self._eos_ids
+        )
+        if first is None:
+            params = dataclasses.replace(params, temperature=0.0, top_p=1.0, top_k=0)
+        elif isinstance(first, UniformDraw):
+            params = dataclasses.replace(params, seed=first.seed)
+        else:
+            raise SpecError("a server's draws cannot be keyed by the prefix: mine at temperature 0, or locally")
+        text = [*prompt_ids, *response_ids]
+        made = await self._in_this_loop().complete(text, params, num=len(draws), keep_stop=True)
+        return [self._until_stop(response_ids, one.token_ids) for one in made]
+
+    def _until_stop(self, response_ids: list[int], new: list[int]) -> list[int]:
+        """A stop text may end in the middle of what a server's block brought."""
+        if self._stops is None:
+            return new
+        sizes = range(1, len(new) + 1)
+        return new[: next((size for size in sizes if self._stops([*response_ids, *new[:size]])), len(new))]
+
+    def _in_this_loop(self) -> Client:
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._client[0] is not loop:
+            self._client = loop, self._make_client()
+        return self._client[1]
