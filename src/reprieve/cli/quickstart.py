@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from reprieve.cli import screen
 from reprieve.cli.command import Command
-from reprieve.cli.stages import Stage, StageFailed, Stages, pair_flags, prompt_flags
+from reprieve.cli.stages import Stage, StageFailed, Stages, engine_flags, pair_flags, prompt_flags
 from reprieve.errors import ReprieveError, SpecError, require_choice, require_range, require_whole
 from reprieve.files import replace_file
 from reprieve.heads.binding import digest
+from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings, PromptSettings, describe_format
 from reprieve.specs import quoted
 
 if TYPE_CHECKING:
-    from reprieve.engine import Pair
+    from reprieve.evaluation.engines.base import Engine
     from reprieve.heads.certificates import Certificate
     from reprieve.tasks.asking import AskedTask
 
@@ -30,6 +31,7 @@ _FEWEST = 60  # calibration problems: fewer cannot prove a bound of 5 points eve
 _MOST = 10_000  # problems counted of a split
 _FREE = ("out", "look", "num_workers")  # settings that may change from run to run
 _THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.4)  # coarser than usual: each is measured in full
+_SHARED = 16  # answers that a server makes in the time of one: a guess, and a low one on a GPU
 _WALKED = 4  # of them, before one cannot be proved: for the estimate
 
 
@@ -79,6 +81,7 @@ class Quickstart(Command):
     num_workers: int | None = None
     seed: int = 0
     look: bool = False
+    answering: EngineSettings = field(default_factory=EngineSettings)
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("runs/quickstart")
 
@@ -102,7 +105,7 @@ class Quickstart(Command):
         self.keep_config(self.out)
         stages = Stages(self.out, "quickstart", skip_done=True)
         pair, prompted = pair_flags(self.pair), prompt_flags(prompt)
-        shared = ["--task", self.task_spec, *pair, *prompted, "--seed", str(self.seed)]
+        shared = ["--task", self.task_spec, *pair, *prompted, "--seed", str(self.seed), *engine_flags(self.answering)]
         labels, head, rule = str(self.out / "labels"), str(self.out / "head"), f"judge:path={self.out / 'head'}"
         k = ["--num-draft-tokens", str(self.num_draft_tokens)]
         limits = ["--limit", str(num_certified), "--held-out-limit", str(num_certified)]
@@ -188,17 +191,34 @@ class Quickstart(Command):
             raise SpecError("quickstart needs two problems or more in each split: give it more data")
         if num_certified < _FEWEST:
             screen.warn(f"{num_certified} calibration problems prove little: more data, or a larger --certify-limit")
-        pair = screen.load(self.pair)
-        pair.cached_draft()  # refuses a pair without a draft
-        prompt = self._prompt(pair.tokenizer)
-        task = ask(plain, pair.tokenizer, prompt)
-        prompt = dataclasses.replace(prompt, max_new_tokens=_room(pair, task, num_mined, num_certified))
-        task = ask(plain, pair.tokenizer, prompt)
-        screen.say(f"pair: {_about(pair)}; prompts: {describe_format(prompt.format)}")
-        self._estimate(pair, task, num_mined, num_certified)
-        del pair, task
+        from reprieve.evaluation.engines.making import make_engine
+
+        screen.quiet_transformers()
+        engine = make_engine(self.answering, self.pair, announce=screen.warn)
+        try:
+            prompt = self._prompt(engine.tokenizer)
+            task = ask(plain, engine.tokenizer, prompt)
+            prompt = dataclasses.replace(prompt, max_new_tokens=self._room(task, num_mined, num_certified))
+            task = ask(plain, engine.tokenizer, prompt)
+            screen.say(f"pair: {_about(engine)}; prompts: {describe_format(prompt.format)}")
+            self._estimate(engine, task, num_mined, num_certified)
+        finally:
+            engine.close()
+        del engine, task
         gc.collect()
         return prompt, num_mined, num_certified
+
+    def _room(self, task: AskedTask, *limits: int) -> int:
+        """The largest answer that the models have room for behind the longest prompt."""
+        from reprieve.models.identity import stored_positions
+
+        problems = [
+            problem for split in ("train", "validation", "test") for problem in task.problems(split, max(limits))
+        ]
+        room = stored_positions(self.pair) - max(len(problem.prompt_ids) for problem in problems)
+        if room < task.max_new_tokens:
+            screen.warn(f"--max-new-tokens is {room} instead of {task.max_new_tokens}: the models read no more")
+        return min(room, task.max_new_tokens)
 
     def _prompt(self, tokenizer: Any) -> PromptSettings:
         has = bool(getattr(tokenizer, "chat_template", None))
@@ -209,39 +229,44 @@ class Quickstart(Command):
             max_new_tokens=self.max_new_tokens,
         )
 
-    def _estimate(self, pair: Pair, task: AskedTask, num_mined: int, num_certified: int) -> None:
+    def _estimate(self, engine: Engine, task: AskedTask, num_mined: int, num_certified: int) -> None:
         """Answer a few problems, and say how fast, how well and how long all of it will take."""
-        from reprieve.settings import SamplingParams
-        from reprieve.tasks.asking import prompt_of
+        from reprieve.evaluation.arms import make_arms
+        from reprieve.evaluation.config import RunConfig
+        from reprieve.evaluation.engines.base import Job
+        from reprieve.evaluation.settings import RunSettings
 
-        params = SamplingParams(max_new_tokens=task.max_new_tokens, stop=tuple(task.stop))
-        strict = pair.decoder("lossless", num_draft_tokens=self.num_draft_tokens)
-        alone = pair.decoder("target_only")
+        arms = [arm for arm in make_arms([], [self.num_draft_tokens]) if arm.rule is not None]
+        settings = RunSettings(task=self.task_spec, split="train", limit=_NUM_TRIED, seed=self.seed)
+        config = RunConfig.of(engine, arms, settings)
         problems = task.problems("train", _NUM_TRIED)
-        answers = [
-            (alone.generate(prompt_of(item), params), strict.generate(prompt_of(item), params)) for item in problems
-        ]
-        times = [sum(made[side].seconds for made in answers) / len(answers) for side in (0, 1)]
-        num_tokens = sum(len(made.tokens) for made, _ in answers) / len(answers)
-        said = [task.extract_answer(made.text) for made, _ in answers]
-        read = sum(answer is not None for answer in said)
-        solved = sum(task.equivalent(answer, item.reference) for answer, item in zip(said, problems, strict=True))
-        cut = sum(made.finish_reason == "length" for made, _ in answers)
+        jobs = [Job(arms[0].label, number, 0) for number in range(len(problems))]
+        answers = list(engine.answer(config, task, arms, problems, jobs))
+        if failed := next((answer.error for answer in answers if answer.error), None):
+            raise ReprieveError(f"the pair cannot answer: {failed}")
+        num_tokens = sum(answer.num_tokens for answer in answers) / len(answers)
+        seconds = sum(answer.seconds for answer in answers) / len(answers)
+        read = sum(answer.answer is not None for answer in answers)
+        solved = sum(answer.correct for answer in answers)
+        cut = sum(answer.finish_reason == "length" for answer in answers)
         screen.say(
-            f"speed: {num_tokens / times[0]:.0f} tokens a second alone, {num_tokens / times[1]:.0f} with lossless "
-            f"speculation at K = {self.num_draft_tokens}; answers of {num_tokens:.0f} tokens; of {len(answers)} {read} "
-            f"could be read, {solved} were right"
+            f"speed: {num_tokens / seconds:.0f} tokens a second with lossless speculation at K = "
+            f"{self.num_draft_tokens}; answers of {num_tokens:.0f} tokens; of {len(answers)} {read} could be read, "
+            f"{solved} were right"
         )
         if cut:
             screen.warn(
                 f"ANSWERS CUT OFF: {cut} of {len(answers)} at {task.max_new_tokens} tokens: raise --max-new-tokens"
             )
         if not read:
-            shown = answers[0][0].text.strip()[-300:]
+            shown = answers[0].text.strip()[-300:]
             screen.warn(f"NO ANSWER COULD BE READ: check --grader and the prompt. The first response ends:\n{shown}")
-        swaps = sum(made.num_rounds for _, made in answers) / len(answers)
-        mining = num_mined * times[0] * (1 + swaps / 2) / 4 / self._workers()  # rollouts share forwards
-        certifying = num_certified * times[1] * (1 + _WALKED + 2) / self._workers()
+        # A rollout from half of the answer for every second round; rollouts and a server's answers share forwards.
+        rounds = sum(answer.num_rounds for answer in answers) / len(answers)
+        mining = num_mined * seconds * (1 + rounds / 2) / 3 / self._workers()
+        certifying = num_certified * seconds * (1 + _WALKED + 2) / self._workers()
+        if not self.answering.local:
+            mining, certifying = mining / _SHARED, certifying / _SHARED
         screen.say(
             f"plan: mine {num_mined} problems (about {_minutes(mining)}), train a head, certify a loss below "
             f"{100 * self.max_drop:g} points on {num_certified} problems and confirm it on as many others (about "
@@ -249,8 +274,8 @@ class Quickstart(Command):
         )
 
     def _workers(self) -> int:
-        if self.num_workers is not None:
-            return self.num_workers
+        if self.num_workers is not None or not self.answering.local:
+            return self.num_workers or 1
         import torch
 
         on_gpu = torch.cuda.is_available() if self.pair.device is None else self.pair.device != "cpu"
@@ -282,13 +307,26 @@ class Quickstart(Command):
         head = str(self.out / "head")
         about["rule"] = about["rule"].replace(f"path={head}", f"path={Path(head).resolve()}")
         replace_file(policy, json.dumps(about, indent=2) + "\n")
+        screen.say(f"\n{certificate.statement}\n")
+        screen.say(f"report: {self.out / 'report.html'}   policy: {policy}")
+        if self.answering.local:
+            local = [
+                "reprieve",
+                "serve",
+                *pair_flags(self.pair),
+                "--rule",
+                str(policy),
+                "--num-draft-tokens",
+                str(self.num_draft_tokens),
+            ]
+            screen.say(f"serve it: {shlex.join(local)}")
+            screen.say("for vLLM, certify on vLLM: the same command with --engine vllm and another --out")
+            return
         speculative = json.dumps(
             {"method": "draft_model", "model": self.pair.draft or self.pair.target,
              "num_speculative_tokens": certificate.conditions.num_draft_tokens}
         )  # fmt: skip
         plugin = json.dumps({"reprieve": str(policy.resolve())})
-        screen.say(f"\n{certificate.statement}\n")
-        screen.say(f"report: {self.out / 'report.html'}   policy: {policy}")
         command = [
             "vllm",
             "serve",
@@ -297,40 +335,34 @@ class Quickstart(Command):
             speculative,
             "--additional-config",
             plugin,
+            "--dtype",
+            certificate.conditions.dtype,
         ]
-        local = ["reprieve", "serve", *pair_flags(self.pair), "--rule", str(policy)]
-        screen.say(f"serve it: {shlex.join(command)}\nor here:  {shlex.join(local)}")
+        screen.say(f"serve it: {shlex.join(command)}")
 
 
-def _about(pair: Pair) -> str:
-    """Both models in a few words, and the memory that they take."""
-    assert pair.draft is not None
-    sizes = [sum(part.numel() for part in model.parameters()) for model in (pair.target, pair.draft)]
-    memory = sum(
-        part.numel() * part.element_size() for model in (pair.target, pair.draft) for part in model.parameters()
-    )
-    target, draft = (f"{size / 1e9:.2f} B" if size > 1e8 else f"{size / 1e6:.1f} M" for size in sizes)
-    dtype = str(pair.target.dtype).removeprefix("torch.")
+def _about(engine: Engine) -> str:
+    """Both models in a few words, and the memory that they take where they are loaded here."""
+    from reprieve.evaluation.engines.local import LocalEngine
+
+    identity = engine.facts.identity
+    if not isinstance(engine, LocalEngine):
+        facts = engine.facts
+        version = " ".join(filter(None, (facts.engine, facts.engine_version, facts.runner)))
+        return f"{identity.target} and {identity.draft}, {facts.dtype} on {version}"
+    pair = engine.pair
+    models = [model for model in (pair.target, pair.draft) if model is not None]
+    sizes = [sum(part.numel() for part in model.parameters()) for model in models]
+    memory = sum(part.numel() * part.element_size() for model in models for part in model.parameters())
+    words = [f"{size / 1e9:.2f} B" if size > 1e8 else f"{size / 1e6:.1f} M" for size in sizes]
     return (
-        f"{pair.target_name} ({target} parameters) and {pair.draft_name} ({draft}), {dtype} on {pair.device}, "
-        f"{memory / 2**30:.2f} GiB of weights, one tokenizer of {len(pair.tokenizer)} tokens"
+        f"{identity.target} and {identity.draft} ({' and '.join(words)} parameters), {engine.facts.dtype} on "
+        f"{pair.device}, {memory / 2**30:.2f} GiB of weights, one tokenizer of {len(pair.tokenizer)} tokens"
     )
 
 
 def _minutes(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-
-
-def _room(pair: Pair, task: AskedTask, *limits: int) -> int:
-    """The largest answer that the models have room for behind the longest prompt."""
-    from reprieve.models.cached_model import max_positions
-
-    sizes = [size for model in (pair.target, pair.draft) if model is not None and (size := max_positions(model))]
-    prompts = [problem for split in ("train", "validation", "test") for problem in task.problems(split, max(limits))]
-    room = min(sizes, default=10**9) - max(len(problem.prompt_ids) for problem in prompts)
-    if room < task.max_new_tokens:
-        screen.warn(f"--max-new-tokens is {room} instead of {task.max_new_tokens}: the models read no more")
-    return min(room, task.max_new_tokens)
 
 
 def _last_line(log: Path, word: str) -> str:

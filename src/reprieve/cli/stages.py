@@ -15,6 +15,7 @@ from typing import Any
 
 from reprieve.cli import screen
 from reprieve.files import replace_file
+from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings, PromptSettings
 
 
@@ -141,6 +142,11 @@ def pair_flags(pair: PairSettings) -> list[str]:
     """A pair as flags."""
     given = {"--target": pair.target, "--draft": pair.draft, "--dtype": pair.dtype, "--device": pair.device}
     return _flags({**given, "--device-map": pair.device_map})
+
+
+def engine_flags(engine: EngineSettings) -> list[str]:
+    """An engine as flags; none for the local one, which every verb takes by itself."""
+    return [] if engine.local else ["--engine", engine.engine]
 
 
 def _flags(given: Mapping[str, str | None]) -> list[str]:

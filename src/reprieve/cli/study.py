@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reprieve.cli.command import Command
-from reprieve.cli.stages import Stage, StageFailed, Stages, pair_flags, prompt_flags
+from reprieve.cli.stages import Stage, StageFailed, Stages, engine_flags, pair_flags, prompt_flags
+from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings, PromptSettings
 
 CONTROLS = ("direct:top_k:k=2", "direct:margin:delta=2")
@@ -47,6 +48,7 @@ class StudyCommand(Command):
     max_drop: float = 0.03
     num_workers: int | None = None
     seed: int = 0
+    answering: EngineSettings = field(default_factory=EngineSettings)
     prompt: PromptSettings = field(default_factory=PromptSettings)
     pair: PairSettings = field(default_factory=lambda: PairSettings(dtype="float32"))
     out: Path = Path("runs/study")
@@ -63,33 +65,45 @@ class StudyCommand(Command):
         return 0
 
     def _study(self) -> Study:
-        pair, bundled = self.pair, self.pair.bundled
+        pair, bundled, served = self.pair, self.pair.bundled, not self.answering.local
         shared = ["--task", self.task, "--seed", str(self.seed), *pair_flags(pair), *prompt_flags(self.prompt)]
+        shared += engine_flags(self.answering)
         limit = str(self.certify_limit)
         return Study(
-            rules={**usual_rules(bundled=bundled), **{name: (name,) for name in self.arm}},
+            rules={**usual_rules(bundled=bundled, served=served), **{name: (name,) for name in self.arm}},
             certified={**(BUNDLED_CERTIFIED if bundled else {}), **CERTIFIED},
             shared=shared,
             certify=[
                 *("--max-drop", f"{self.max_drop:g}", "--num-draft-tokens", "8", "--limit", limit),
                 *("--held-out-limit", limit, "--offset", str(BUNDLED_OFFSET if bundled else 0)),
             ],
-            num_workers=min(os.cpu_count() or 1, 4) if self.num_workers is None else self.num_workers,
+            num_workers=self._workers(),
             out=self.out,
             target=pair.target,
+            controls=() if served else CONTROLS,  # servers do not sample from a truncation
         )
 
+    def _workers(self) -> int:
+        if not self.answering.local:
+            return 1
+        return min(os.cpu_count() or 1, 4) if self.num_workers is None else self.num_workers
 
-def usual_rules(*, bundled: bool) -> dict[str, tuple[str, ...]]:
+
+def usual_rules(*, bundled: bool, served: bool = False) -> dict[str, tuple[str, ...]]:
     """What every rule says of its place in a study: the setting that chooses its K, and the settings to measure.
 
     Args:
         bundled: whether rules with a head can be among them: only the bundled pair has heads that nobody names.
+        served: whether a server is to have them, which cannot have all.
     """
+    from reprieve.needs import Need
     from reprieve.rules import RULES
     from reprieve.rules.learned import HeadRule
 
     kinds = [kind for kind in RULES if kind.about.study and (bundled or not issubclass(kind, HeadRule))]
+    if served:
+        unserved = {Need.ADVICE, Need.DRAFT_HIDDEN}
+        kinds = [kind for kind in kinds if not unserved & set(kind.own_traits.needs)]
     return {kind.about.study[0]: kind.about.study for kind in kinds}
 
 
@@ -99,6 +113,7 @@ class Study:
 
     Args:
         rules: for each rule at the setting that chooses its K, the settings to measure.
+        controls: arms that no rule stands behind.
         certified: for each rule to certify, its thresholds.
         shared: arguments of every measuring command; `certify` those of `certify`.
     """
@@ -110,6 +125,7 @@ class Study:
     num_workers: int
     out: Path
     target: str
+    controls: tuple[str, ...] = CONTROLS
 
     def __post_init__(self) -> None:
         self.stages = Stages(self.out, "study")
@@ -155,7 +171,7 @@ class Study:
 
         arms = json.loads((self.out / "tune" / "tuned.json").read_text())["arms"]
         tuned = {best["spec"]: best["num_draft_tokens"] for best in arms}
-        arms = [f"lossless@K={tuned['lossless']}", f"lossless_rerun@K={tuned['lossless']}", *CONTROLS]
+        arms = [f"lossless@K={tuned['lossless']}", f"lossless_rerun@K={tuned['lossless']}", *self.controls]
         for rule, settings in self.rules.items():
             k = tuned[attach_heads(parse_rule(rule), self.target).spec]  # which may differ from what was typed
             arms += [f"{setting}@K={k}" for setting in settings]

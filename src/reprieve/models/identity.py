@@ -18,6 +18,7 @@ from reprieve.heads.files import bundled_folder
 from reprieve.models.loading import NUM_VALUES, fingerprint_of, load_tokenizer, require_same_tokenizer
 from reprieve.settings import BUNDLED_PAIR, PairSettings
 
+_ANY = 10**9  # positions of a model that sets no limit
 _FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 
@@ -60,6 +61,19 @@ def stored_identity(settings: PairSettings) -> tuple[PairIdentity, Any, str]:
         tokenizer=tokenizer_fingerprint(tokenizer.get_vocab()),
     )
     return identity, tokenizer, settings.dtype if settings.dtype != "auto" else _dtype_of(folder)
+
+
+def stored_positions(settings: PairSettings) -> int:
+    """How many tokens both models of a pair can read.
+
+    Raises:
+        ReprieveError: a model that cannot be found.
+    """
+    folders = [model_folder(settings.target, "target")]
+    if settings.draft is not None or settings.bundled:
+        folders.append(model_folder(settings.draft or settings.target, "draft"))
+    configs = [AutoConfig.from_pretrained(folder).get_text_config() for folder in folders]
+    return min(int(getattr(config, "max_position_embeddings", None) or _ANY) for config in configs)
 
 
 def stored_fingerprint(folder: Path) -> str:

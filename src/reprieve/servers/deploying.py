@@ -20,6 +20,7 @@ from reprieve.servers.running import Running, ServerFacts, facts_of, only_model
 from reprieve.servers.settings import OpenAISettings, RaySettings, ServerSettings, VllmSettings
 from reprieve.servers.vllm import Deployment, start_vllm
 from reprieve.serving.policy import SWITCH, THRESHOLD
+from reprieve.serving.vllm_plugin.configuration import require_handed_out
 from reprieve.settings import PairSettings
 
 Announce = Callable[[str], None]
@@ -153,8 +154,12 @@ class VllmDeployer:
         if slot.role == PAIR:
             try:
                 self._speculation(slot.drafter)
+                if rule is not None:
+                    require_handed_out(rule)
             except SpecError as error:
                 return str(error)
+            if isinstance(rule, LosslessRule) and rule != LosslessRule():
+                return f"vLLM has a lossless check of its own, not {rule.spec}"
         return ""
 
     @property

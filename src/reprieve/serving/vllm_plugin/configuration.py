@@ -115,14 +115,7 @@ class Setup:
 
     def _require_inputs(self, rule: Rule) -> None:
         needs = rule.traits.needs
-        for need, words in ((Need.DRAFT_HIDDEN, "the draft's hidden states"), (Need.ADVICE, "an advisor")):
-            if need in needs:
-                raise SpecError(f"rule {rule.spec} needs {words}, which vLLM does not hand out; use the local engine")
-        if other := set(rule.traits.target_layers) - {-1}:
-            raise SpecError(
-                f"rule {rule.spec} reads layer {min(other)}; vLLM hands out the last one (-1) only: train a "
-                "head on that one, or use the local engine"
-            )
+        require_handed_out(rule)
         if Need.DRAFT_PROBS in needs and not self.has_draft_logits:
             could = self.runner == "v2" and "ngram" not in str(self.method)
             hint = ' (on the V2 model runner: add "draft_sample_method": "probabilistic")' if could else ""
@@ -140,14 +133,31 @@ class Setup:
                 "runner: start vLLM with --no-async-scheduling"
             )
         for name, head in rule.heads:
-            if isinstance(head, FoldedHead):
-                raise SpecError(f"head {name!r} is out-of-fold: serve one head, not its folds")
             wanted = head.features_of(self.hidden_size)
             if head.num_features != wanted:
                 raise SpecError(
                     f"head {name!r} reads {head.num_features} features, this target gives {wanted}: it was made for "
                     f"{head.pair.target!r}"
                 )
+
+
+def require_handed_out(rule: Rule) -> None:
+    """Refuse a rule that reads what no vLLM hands out.
+
+    Raises:
+        SpecError: names what it reads.
+    """
+    for need, words in ((Need.DRAFT_HIDDEN, "the draft's hidden states"), (Need.ADVICE, "an advisor")):
+        if need in rule.traits.needs:
+            raise SpecError(f"rule {rule.spec} needs {words}, which vLLM does not hand out; use the local engine")
+    if other := set(rule.traits.target_layers) - {-1}:
+        raise SpecError(
+            f"rule {rule.spec} reads layer {min(other)}; vLLM hands out the last one (-1) only: train a "
+            "head on that one, or use the local engine"
+        )
+    for name, head in rule.heads:
+        if isinstance(head, FoldedHead):
+            raise SpecError(f"head {name!r} is out-of-fold: serve one head, not its folds")
 
 
 def require_tokenizer(rule: Rule, tokenizer: Any) -> None:
