@@ -131,9 +131,12 @@ def _load(settings: MiningSettings, served: Served | None) -> Pair:
     """The pair; the draft stands on both sides where only servers have the target: then its tokenizer alone counts."""
     names = settings.pair
     if isinstance(settings, AutoJudgeMining) and (settings.api_url is not None or served is not None):
-        alone = load_pair(str(names.draft), dtype=names.dtype, device=names.device)
+        draft_name = names.target if names.bundled and names.draft is None else names.draft
+        if draft_name is None:
+            raise SpecError("mining needs a draft by name (--draft)")
+        alone = load_pair(draft_name, dtype=names.dtype, device=names.device)
         draft = alone.target if alone.draft is None else alone.draft  # the bundled pair brings its own
-        return dataclasses.replace(alone, target=draft, draft=draft, target_name=names.target, draft_name=names.draft)
+        return dataclasses.replace(alone, target=draft, draft=draft, target_name=names.target, draft_name=draft_name)
     pair = load_pair(**vars(names))
     pair.cached_draft()  # refuses a pair without a draft
     return pair

@@ -129,7 +129,7 @@ class VllmDeployer:
 
     def start(self, slot: Slot, announce: Announce) -> Running:
         """See `Deployer`."""
-        announce(f"starting vLLM: {self._words(slot)}")
+        announce(f"starting vLLM: {self.words(slot)}")
         return start_vllm(self.deployment(slot), self.settings)
 
     def deployment(self, slot: Slot) -> Deployment:
@@ -186,7 +186,8 @@ class VllmDeployer:
             f"vLLM drafts with draft, ngram, or eagle3:path=...,top_k=1 (chains, no trees), got {drafter!r}"
         )
 
-    def _words(self, slot: Slot) -> str:
+    def words(self, slot: Slot) -> str:
+        """What a server is to hold, for people."""
         if slot.role != PAIR:
             return f"the {slot.role} alone"
         rules = f", {len(slot.rules)} rules" if slot.rules else ""

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,7 +24,7 @@ from reprieve.servers.running import Running, ServerFacts, answers, facts_of
 from reprieve.servers.settings import VllmSettings
 
 SERVER = "vllm.entrypoints.openai.api_server"
-_NAME = "target"
+MODEL_NAME = "target"
 _GRACE_S = 30
 _POLL_S = 0.5
 _LOG_LINES = 12
@@ -48,7 +49,7 @@ class Deployment:
         """vLLM's flags; `policy` is written where there are rules."""
         given = {
             "--model": self.model,
-            "--served-model-name": _NAME,
+            "--served-model-name": MODEL_NAME,
             "--dtype": self.dtype,
             "--max-model-len": settings.max_model_len,
             "--max-num-seqs": settings.max_num_seqs,
@@ -66,8 +67,11 @@ class Deployment:
         return [*flags, *shlex.split(settings.arguments)]
 
 
-def start_vllm(deployment: Deployment, settings: VllmSettings) -> Running:
+def start_vllm(deployment: Deployment, settings: VllmSettings, *, host: str = "127.0.0.1") -> Running:
     """A server of its own, once it answers.
+
+    Args:
+        host: where it listens.
 
     Raises:
         ReprieveError: vLLM is not installed, refuses its configuration, or does not come up in time.
@@ -79,8 +83,8 @@ def start_vllm(deployment: Deployment, settings: VllmSettings) -> Running:
         )
     folder = Path(tempfile.mkdtemp(prefix="reprieve-vllm-"))
     port = _free_port()
-    url, log = f"http://127.0.0.1:{port}", folder / "vllm.log"
-    flags = [*deployment.flags(settings, folder / "policy.json"), "--host", "127.0.0.1", "--port", str(port)]
+    url, log = f"http://{host}:{port}", folder / "vllm.log"
+    flags = [*deployment.flags(settings, folder / "policy.json"), "--host", host, "--port", str(port)]
     command = [sys.executable, "-m", "reprieve.servers.child", str(os.getpid()), SERVER, *flags]
     with log.open("wb") as out:
         # A session of its own: Ctrl-C is for this process, which ends it.
@@ -99,7 +103,14 @@ def start_vllm(deployment: Deployment, settings: VllmSettings) -> Running:
     except BaseException:
         _end(process)
         raise
-    return Running((url,), _NAME, facts, close=lambda: _end(process), why=why)
+
+    def close() -> None:
+        alive = process.poll() is None
+        _end(process)
+        if alive:  # else its log says why
+            shutil.rmtree(folder, ignore_errors=True)
+
+    return Running((url,), MODEL_NAME, facts, close=close, why=why)
 
 
 def _require_told(facts: ServerFacts, deployment: Deployment) -> None:
