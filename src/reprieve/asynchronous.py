@@ -13,16 +13,22 @@ S = TypeVar("S")
 async def results_of(items: Iterable[S], make: Callable[[S], Awaitable[T]], *, num_parallel: int) -> AsyncIterator[T]:
     """What `make` gives for each item, as they come, so many under way at once.
 
-    The first failure ends all, once what was finished before it has been given out.
+    After the first failure nothing more is begun; it is raised once what was under way has ended and was given out.
     """
     finished: asyncio.Queue[T] = asyncio.Queue()
     waiting = iter(items)
+    failures: list[Exception] = []
 
     async def work() -> None:
         for item in waiting:
-            finished.put_nowait(await make(item))
+            try:
+                finished.put_nowait(await make(item))
+            except Exception as error:
+                failures.append(error)
+            if failures:
+                return
 
-    workers = {asyncio.create_task(work()) for _ in range(num_parallel)}
+    workers = [asyncio.create_task(work()) for _ in range(num_parallel)]
     everyone = asyncio.gather(*workers)
     try:
         while not (everyone.done() and finished.empty()):
@@ -36,11 +42,10 @@ async def results_of(items: Iterable[S], make: Callable[[S], Awaitable[T]], *, n
                 yield coming.result()
             else:
                 yield finished.get_nowait()
-        await everyone
+        if failures:
+            raise failures[0]
     finally:
         everyone.cancel()
-        for worker in workers:
-            worker.cancel()
         await asyncio.gather(*workers, everyone, return_exceptions=True)
 
 

@@ -143,6 +143,7 @@ def certify(
 
     _require_unseen(plan, task)
     [again] = rule_arms([RERUN], plan.num_draft_tokens)
+    engine.expect([strict, again, *arms.values()], plan.settings.run.drafter)
     served = engine.facts.engine != LOCAL  # batches of a server do not repeat greedy answers bit for bit
     calibration = runner(plan.settings.run, [strict, *([again] if served else []), *arms.values()], "calibration")
     _require_first_walk(plan.rule, calibration, {arm.label for arm in arms.values()})

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from reprieve.evaluation.arms import Arm
-from reprieve.evaluation.engines.base import Engine, EngineFacts
+from reprieve.evaluation.engines.facts import Described, EngineFacts
 from reprieve.evaluation.settings import RunSettings
 from reprieve.heads.certificates import Conditions
 
@@ -39,7 +39,7 @@ class RunConfig:
     runner: str | None = None
 
     @classmethod
-    def of(cls, engine: Engine, arms: Sequence[Arm], settings: RunSettings, *, command: str = "") -> RunConfig:
+    def of(cls, engine: Described, arms: Sequence[Arm], settings: RunSettings, *, command: str = "") -> RunConfig:
         """The configuration of a run of these arms on this engine."""
         engine.expect(arms, settings.drafter)
         facts = engine.facts
@@ -76,7 +76,7 @@ class RunConfig:
         )
 
 
-def _fingerprints(engine: Engine, arms: Sequence[Arm], drafter: str) -> dict[str, str]:
+def _fingerprints(engine: Described, arms: Sequence[Arm], drafter: str) -> dict[str, str]:
     """Of every trained part that is not the pair's own, by name."""
     by_head: dict[str, str] = {}
     for arm in arms:

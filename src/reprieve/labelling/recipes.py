@@ -30,7 +30,8 @@ from reprieve.models.cached_model import eos_token_ids
 from reprieve.models.draws import DRAWS_VERSION, GumbelNoise
 from reprieve.models.identity import stored_identity
 from reprieve.models.sampling import Sampler
-from reprieve.servers.deploying import TARGET, Deployer, Slot, client_of, make_deployer
+from reprieve.servers.deploying import TARGET, Deployer, Slot, client_of
+from reprieve.servers.making import make_deployer
 from reprieve.servers.running import Running
 from reprieve.specs import parse_spec
 from reprieve.tasks import Task, TaskProblem, load_task

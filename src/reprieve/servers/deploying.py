@@ -17,7 +17,7 @@ from reprieve.needs import Need
 from reprieve.rules import LosslessRule, Rule, parse_rule
 from reprieve.servers.client import Client
 from reprieve.servers.running import Running, ServerFacts, facts_of, only_model
-from reprieve.servers.settings import OpenAISettings, RaySettings, ServerSettings, VllmSettings
+from reprieve.servers.settings import OpenAISettings, ServerSettings, VllmSettings
 from reprieve.servers.vllm import Deployment, start_vllm
 from reprieve.serving.policy import SWITCH, THRESHOLD
 from reprieve.serving.vllm_plugin.configuration import require_handed_out
@@ -226,23 +226,6 @@ class RunningServers:
             offered = ", ".join(facts.rules.values()) or "no rules: they run without the plugin, or without its policy"
             return f"the servers offer {offered}"
         return ""
-
-
-def make_deployer(settings: ServerSettings, pair: PairSettings, dtype: str) -> Deployer:
-    """Who starts the servers that `--engine` names.
-
-    Raises:
-        EngineError: running servers that do not answer.
-    """
-    if isinstance(settings, OpenAISettings):
-        return RunningServers(settings, dtype)
-    if isinstance(settings, RaySettings):
-        from reprieve.servers.ray import RayDeployer
-
-        deployer: Deployer = RayDeployer(settings, pair, dtype)
-        return deployer
-    assert isinstance(settings, VllmSettings)
-    return VllmDeployer(settings, pair, dtype)
 
 
 def client_of(running: Running, settings: ServerSettings) -> Client:

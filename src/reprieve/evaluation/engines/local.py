@@ -6,16 +6,20 @@ import asyncio
 from collections.abc import Iterator, Sequence
 
 from reprieve.drafters import DRAFTERS
-from reprieve.engine import DRAFT_ONLY, FoldedDecoder, Pair, SamplingParams
+from reprieve.engine import DRAFT_ONLY, FoldedDecoder, Pair, SamplingParams, load_pair
 from reprieve.errors import require_whole
 from reprieve.evaluation.answering import Answerer, Reply, reply_of
 from reprieve.evaluation.arms import Arm
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.energy import EnergyMeter
-from reprieve.evaluation.engines.base import EngineFacts, Job
+from reprieve.evaluation.engines.base import Job
+from reprieve.evaluation.engines.facts import EngineFacts
 from reprieve.evaluation.engines.workers import WorkerPool
 from reprieve.evaluation.records import ProblemRecord
-from reprieve.tasks import Task, TaskProblem
+from reprieve.models.worker_process import start_worker
+from reprieve.settings import PromptSettings
+from reprieve.tasks import Task, TaskProblem, load_task
+from reprieve.tasks.asking import ask
 
 
 class LocalEngine:
@@ -42,6 +46,7 @@ class LocalEngine:
         self._config: RunConfig | None = None
         self._arms: dict[str, Arm] = {}
         self._pool: WorkerPool | None = None
+        self._known: tuple[RunConfig, set[str]] | None = None  # of the pool
 
     def fingerprints(self, drafter: str) -> dict[str, str]:
         """See `Engine`."""
@@ -85,9 +90,12 @@ class LocalEngine:
         """Processes that know this run and these arms."""
         self.expect(arms, config.drafter)
         labels = {arm.label for arm in arms}
-        if self._pool is None or self._pool.config != config or not labels <= self._pool.labels:
+        known = self._known
+        if self._pool is None or known is None or known[0] != config or not labels <= known[1]:
             self.close()
-            self._pool = WorkerPool(config, list(self._arms.values()), num_workers=self.num_parallel)
+            arms = list(self._arms.values())
+            self._known = config, {arm.label for arm in arms}
+            self._pool = WorkerPool(self.num_parallel, start=_start, arguments=(config, arms), answer=_answer)
         return self._pool
 
     def _decoder(self, config: RunConfig, arm: Arm) -> FoldedDecoder:
@@ -101,3 +109,32 @@ class LocalEngine:
         after = self._meter.joules()
         energy = None if before is None or after is None else after - before
         return reply_of(arm, made, self.tokenizer, params.stop, energy_j=energy)
+
+
+class _Worker:
+    """What a worker process keeps between jobs."""
+
+    def __init__(self, config: RunConfig, arms: Sequence[Arm]) -> None:
+        pair = load_pair(config.target, config.draft, dtype=config.dtype, device=config.device)
+        self.config, self.arms = config, arms
+        self.task = ask(load_task(config.task), pair.tokenizer, PromptSettings(**config.prompt))
+        self.problems = self.task.problems(config.split, config.limit, offset=config.offset)
+        self.engine = LocalEngine(pair)
+
+    def answer(self, jobs: Sequence[Job]) -> list[ProblemRecord]:
+        return list(self.engine.answer(self.config, self.task, self.arms, self.problems, jobs))
+
+
+_WORKER: _Worker | None = None
+
+
+def _start(config: RunConfig, arms: Sequence[Arm]) -> None:
+    """Load the pair once a process."""
+    global _WORKER
+    start_worker()
+    _WORKER = _Worker(config, arms)
+
+
+def _answer(jobs: Sequence[Job]) -> list[ProblemRecord]:
+    assert _WORKER is not None
+    return _WORKER.answer(jobs)

@@ -36,7 +36,7 @@ def make_engine(
         raise SpecError("workers are processes of the local engine; servers take parallel= requests at once")
     from reprieve.evaluation.engines.served import ServedEngine
     from reprieve.models.identity import stored_identity
-    from reprieve.servers.deploying import make_deployer
+    from reprieve.servers.making import make_deployer
 
     identity, tokenizer, dtype = stored_identity(pair)
     return ServedEngine(make_deployer(settings.servers, pair, dtype), tokenizer, identity, announce=announce)

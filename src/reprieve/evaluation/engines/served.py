@@ -14,7 +14,8 @@ from reprieve.errors import SpecError
 from reprieve.evaluation.answering import Answerer, Reply
 from reprieve.evaluation.arms import Arm
 from reprieve.evaluation.config import RunConfig
-from reprieve.evaluation.engines.base import EngineFacts, Job
+from reprieve.evaluation.engines.base import Job
+from reprieve.evaluation.engines.facts import EngineFacts
 from reprieve.evaluation.records import ProblemRecord
 from reprieve.heads.binding import PairIdentity
 from reprieve.heads.loading import require_heads_fit

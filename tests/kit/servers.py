@@ -1,0 +1,140 @@
+"""A server that speaks as vLLM's with the plugin does, over the local engine: no vLLM is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from reprieve.heads.certificates import portable_spec
+from reprieve.serving.menu import Menu
+from reprieve.serving.policy import STRICT, RequestError
+from reprieve.settings import BUNDLED_PAIR, SamplingParams
+
+
+class PairServer:
+    """The pair behind a port.
+
+    Args:
+        rules: on offer; none for a server without the plugin.
+        dies_after: answers, then it does not answer any more.
+    """
+
+    def __init__(self, pair, rules=(), *, k=8, dies_after=None, version="0.32.0"):
+        self.pair, self.k, self.version = pair, k, version
+        self.menu = Menu.load({"rules": [{"rule": rule} for rule in rules]}, target=BUNDLED_PAIR) if rules else None
+        self.requests = []
+        self.dies_after = dies_after
+        self.lock = threading.Lock()
+        self._decoders = {}
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"owner": self}))
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._server.shutdown()
+        self._server.server_close()
+
+    @property
+    def metrics(self):
+        if self.menu is None:
+            return ""
+        rules = json.dumps({name: portable_spec(policy.rule) for name, policy in self.menu.policies.items()})
+        labels = {
+            "engine": "vllm", "engine_version": self.version, "runner": "v1", "dtype": "float32", "drafter": "draft",
+            "num_draft_tokens": str(self.k), "rules": rules.replace("\\", "\\\\").replace('"', '\\"'),
+        }  # fmt: skip
+        return "vllm:reprieve_info{" + ",".join(f'{name}="{value}"' for name, value in labels.items()) + "} 1.0\n"
+
+    def answer(self, asked):
+        """The completions of one request; one at a time, since decoders keep caches."""
+        params = SamplingParams(
+            max_new_tokens=asked["max_tokens"], temperature=asked["temperature"], top_p=asked["top_p"],
+            top_k=max(0, asked["top_k"]), stop=tuple(asked.get("stop") or ()),
+        )  # fmt: skip
+        rule = STRICT if self.menu is None else self.menu.choose(asked.get("vllm_xargs")).rule
+        with self.lock:
+            decoder = self._decoders.setdefault(rule.spec, self.pair.decoder(rule, num_draft_tokens=self.k))
+            return [
+                decoder.generate(
+                    asked["prompt"], SamplingParams(**{**vars(params), "seed": (asked.get("seed") or 0) + number})
+                )
+                for number in range(asked["n"])
+            ]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    owner: PairServer
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        pages = {
+            "/health": "", "/metrics": self.owner.metrics, "/version": json.dumps({"version": self.owner.version}),
+            "/v1/models": json.dumps({"data": [{"id": "the-model"}]}),
+        }  # fmt: skip
+        self._send(pages.get(self.path, ""), 200 if self.path in pages else 404)
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        owner = self.owner
+        if owner.dies_after is not None and len(owner.requests) >= owner.dies_after:
+            os.close(os.dup(self.connection.fileno()))
+            self.close_connection = True
+            self.connection.close()
+            return
+        owner.requests.append(asked)
+        try:
+            made = owner.answer(asked)
+        except RequestError as error:
+            self._send(json.dumps({"error": {"message": str(error), "param": error.parameter}}), 400)
+            return
+        choices = [_choice(number, one) for number, one in enumerate(made)]
+        reply = {"id": "x", "object": "text_completion", "created": 0, "model": asked["model"], "choices": choices}
+        if len(made) == 1:
+            reply["metrics"] = {"speculative_decoding": _numbers(made[0], owner.k)}
+        if not asked.get("stream"):
+            self._send(json.dumps(reply))
+            return
+        first = {**choices[0], "token_ids": choices[0]["token_ids"][:1], "text": "", "finish_reason": None}
+        last = {**choices[0], "token_ids": choices[0]["token_ids"][1:]}
+        parts = [{**reply, "choices": [first]}, {**reply, "choices": [last]}, {**reply, "choices": []}]
+        text = "".join(f"data: {json.dumps(part)}\n\n" for part in parts) + "data: [DONE]\n\n"
+        self._send(text, kind="text/event-stream")
+
+    def _send(self, text, status=200, kind="application/json"):
+        content = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args):
+        pass
+
+
+def _choice(number, made):
+    return {
+        "index": number,
+        "text": made.text,
+        "finish_reason": "length" if made.finish_reason == "length" else "stop",
+        "stop_reason": "text" if made.finish_reason == "stop" else None,
+        "logprobs": None,
+        "token_ids": made.token_ids,
+    }
+
+
+def _numbers(made, k):
+    accepted = [length - 1 for length in made.round_lengths]
+    return {
+        "acceptance_histogram": [accepted.count(number) for number in range(k + 1)],
+        "num_spec_steps": made.num_rounds - 1,
+        "num_accepted_draft_tokens": made.num_accepted,
+        "num_draft_tokens": made.num_drafted,
+        "num_spec_tokens": k,
+        "num_rescued_tokens": made.num_rescued,
+    }

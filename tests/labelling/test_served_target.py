@@ -1,0 +1,95 @@
+"""Mining from a target behind servers: the labels of the local engine, many rollouts by one request."""
+
+import dataclasses
+
+import pytest
+
+from reprieve.cli.main import main
+from reprieve.errors import EngineError, SpecError
+from reprieve.labelling.recipes import build
+from reprieve.labelling.runner import mine_problems
+from reprieve.labelling.settings import AutoJudgeMining, PivotMining, TraceMining
+from reprieve.labelling.store import LabelStore
+from reprieve.servers.settings import EngineSettings
+from reprieve.settings import PairSettings, SamplingSettings
+from tests.kit.servers import PairServer
+
+PAIR = PairSettings(dtype="float32")
+
+
+def mined(settings, folder):
+    bench = build(settings)
+    store = LabelStore(folder, bench.manifest)
+    report = mine_problems(bench.miner, bench.problems, store, num_in_flight=settings.in_flight)
+    assert not report.errors, report.errors
+    return bench, [dataclasses.replace(problem, seconds=0.0) for problem in store.problems()]
+
+
+def on(server):
+    return EngineSettings(f"openai:url={server.url}")
+
+
+def test_labels_are_those_of_the_local_engine(bundled_pair, tmp_path):
+    settings = AutoJudgeMining(limit=2, pair=PAIR)
+    _, ours = mined(settings, tmp_path / "local")
+    with PairServer(bundled_pair) as server:
+        bench, theirs = mined(dataclasses.replace(settings, answering=on(server)), tmp_path / "served")
+    assert theirs == ours
+    assert bench.manifest["engine"] == "vllm 0.32.0" and bench.manifest["target_weights"]
+    assert all(isinstance(request["prompt"], list) for request in server.requests)  # nothing is tokenized anew
+    assert settings.in_flight == 16 and dataclasses.replace(settings, answering=on(server)).in_flight == 256
+
+
+def test_all_rollouts_of_a_place_are_one_request(bundled_pair, tmp_path):
+    sampling = SamplingSettings(temperature=0.6, top_p=0.95, top_k=20)
+    with PairServer(bundled_pair) as server:
+        settings = PivotMining(limit=1, pair=PAIR, num_rollouts=3, sampling=sampling, answering=on(server))
+        _, [problem] = mined(settings, tmp_path)
+    assert {request["n"] for request in server.requests} == {3} and server.requests[0]["temperature"] == 0.6
+    assert problem.mismatches and all(mismatch.num_rollouts == 3 for mismatch in problem.mismatches)
+
+
+def test_traces_send_their_branches(bundled_pair, tmp_path):
+    settings = TraceMining(limit=1, pair=PAIR, num_draft_tokens=4)
+    _, ours = mined(settings, tmp_path / "local")
+    with PairServer(bundled_pair) as server:
+        _, theirs = mined(dataclasses.replace(settings, answering=on(server)), tmp_path / "served")
+    assert theirs == ours and server.requests
+
+
+def test_a_server_that_dies_loses_no_labels(bundled_pair, tmp_path, capsys):
+    mine = ["mine", "autojudge", "--limit", "3", "--in-flight", "1", "--dtype", "float32", "--out", str(tmp_path)]
+    with PairServer(bundled_pair) as server:
+        build_one = build(AutoJudgeMining(limit=1, pair=PAIR, answering=on(server)))
+        mine_problems(build_one.miner, build_one.problems, LabelStore(tmp_path, build_one.manifest))
+        per_problem = len(server.requests)
+    with PairServer(bundled_pair, dies_after=2) as server:
+        assert main([*mine, "--engine", f"openai:url={server.url}"]) == 1
+    error = capsys.readouterr().err
+    assert "does not answer" in error and "1 labelled problems are kept, run again to go on" in error
+    with PairServer(bundled_pair) as server:
+        assert main([*mine, "--engine", f"openai:url={server.url}"]) == 0
+    assert "mined now: 2, there before: 1" in capsys.readouterr().out
+    assert len(LabelStore(tmp_path).problems()) == 3 and per_problem > 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (dict(sampling=SamplingSettings(temperature=1.0)), "temperature must be 0 on servers"),
+        (dict(api_url="http://x", pair=PairSettings("a", "b")), "api_url and engine both say"),
+    ],
+)
+def test_what_a_server_cannot_do_is_refused(settings, said):
+    with pytest.raises(SpecError, match=said):
+        AutoJudgeMining(answering=EngineSettings("vllm"), **settings)
+
+
+def test_workers_are_of_the_local_engine(capsys):
+    assert main(["mine", "autojudge", "--engine", "vllm", "--workers", "2"]) == 2
+    assert "workers are of the local engine" in capsys.readouterr().err
+
+
+def test_a_dead_server_is_an_error_at_once():
+    with pytest.raises(EngineError, match="does not answer"):
+        build(AutoJudgeMining(limit=1, pair=PAIR, answering=EngineSettings("openai:url=http://127.0.0.1:9")))
