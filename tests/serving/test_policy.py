@@ -39,6 +39,16 @@ def test_a_certificate_made_under_other_conditions_is_set_aside(policy):
         Policy.load({"rule": JUDGE, "default": "certified"}).under(num_draft_tokens=4)
 
 
+def test_of_several_certificates_the_one_that_holds_here_is_taken(policy):
+    here = {"num_draft_tokens": 8, "drafter": "draft", "dtype": "float32"}
+    local = policy.under(engine="local", **here)
+    assert local.certificate.conditions.engine == "local" and local.levels["certified"] == 0.04
+    vllm = policy.under(engine="vllm", engine_version="0.32.0", runner="v1", **here)
+    assert vllm.certificate.conditions.runner == "v1" and "Noise floor" in vllm.certificate.statement
+    other = policy.under(engine="vllm", engine_version="0.33.0", runner="v2", **here)
+    assert other.certificate is None and "engine_version 0.33.0 (certified: 0.32.0)" in other.set_aside
+
+
 @pytest.mark.parametrize(
     ("asked", "threshold"),
     [
@@ -143,7 +153,7 @@ def test_a_file_holds_the_same(tmp_path):
 def test_a_certificate_of_another_rule_is_refused(tmp_path):
     from reprieve.heads.files import find_head
 
-    [certificate] = (find_head("reprieve/arithmetic-judge") / "certificates").glob("*.json")
+    certificate = next((find_head("reprieve/arithmetic-judge") / "certificates").glob("*.json"))
     with pytest.raises(SpecError, match="is about judge"):
         Policy.load({"rule": "margin:delta=2", "certificate": str(certificate)})
 
