@@ -1,10 +1,12 @@
 """quickstart: what it finds out, what it refuses, and that it goes on where it was."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from reprieve.cli.main import main
+from reprieve.cli.stages import Stages
 from reprieve.tasks import load_task
 
 
@@ -51,3 +53,38 @@ def test_a_field_without_an_answer_is_named(data, capsys):
     data.write_text("\n".join([*rows[:2], '{"question": "How many?", "answer": "some words"}']) + "\n")
     assert main(["quickstart", "--data", str(data), *FLAGS]) == 1
     assert "line 3: grader number finds no answer in field 'answer', got 'some words'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_it_goes_from_a_file_to_a_certificate_and_goes_on_where_it_was_stopped(data, monkeypatch, capsys):
+    rows = [
+        {"question": problem.question, "answer": problem.reference}
+        for problem in load_task("arithmetic").problems("train", 160)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = ["--mine-limit", "12", "--certify-limit", "20", "--max-drop", "0.6", "--workers", "1"]
+    whole = ["quickstart", "--data", str(data), *FLAGS, *small, "--out", "whole"]
+    assert main(whole) == 0
+    said = capsys.readouterr().out
+    assert "loses less than 60 points" in said and "reprieve serve" in said and "--engine vllm" in said
+
+    stages = []
+    run = Stages.run
+
+    def interrupted(self, stage):
+        status = run(self, stage)
+        stages.append(stage.name)
+        if len(stages) in (1, 2, 3):
+            raise KeyboardInterrupt
+        return status
+
+    monkeypatch.setattr(Stages, "run", interrupted)
+    stopped = [*whole[:-1], "stopped"]
+    assert [main(stopped) for _ in range(4)] == [130, 130, 130, 0]
+    paths = [next(Path(name).glob("certificates/judge-*.json")) for name in ("whole", "stopped")]
+    certificates = [json.loads(path.read_text()) for path in paths]
+    for certificate in certificates:
+        for part in ("rule", "portable_rule", "statement", "made_with"):
+            del certificate[part]
+    assert certificates[0] == certificates[1]
+    assert (Path("stopped") / "report.html").exists() and json.loads((Path("stopped") / "policy.json").read_text())

@@ -341,15 +341,13 @@ def test_a_body_that_never_comes_is_408(pair):
 
 def test_a_full_queue_is_429_and_clients_that_leave_free_it(pair, prompt):
     with serving(pair, settings={"max_waiting": 2}) as port:
-        held = [raw(port, {"prompt": prompt, "n": 16, "stream": place % 2 == 1, **LONG}) for place in range(3)]
+        held = [raw(port, {"prompt": prompt, "n": 100, "stream": place % 2 == 1, **LONG}) for place in range(3)]
         wait_for(lambda: busy(port) == (True, 2))
         status, body = post(port, {"prompt": prompt, "max_tokens": 2})
         assert status == 429 and "waiting" in body["error"]["message"]
-        started = time.monotonic()
         for connection in held:
             connection.close()
-        wait_for(lambda: busy(port) == (False, 0))
-        assert time.monotonic() - started < 10
+        wait_for(lambda: busy(port) == (False, 0), 90)  # in full they take several minutes
         assert post(port, {"prompt": prompt, "max_tokens": 2})[0] == 200
 
 

@@ -1,6 +1,5 @@
-"""`--engine vllm` and `ray` as a person types them: servers of their own, ended with the command."""
+"""`--engine vllm` and `ray`: servers of their own, ended with the run; killed ones lose nothing."""
 
-import json
 import os
 import signal
 import subprocess
@@ -9,103 +8,136 @@ import time
 
 import pytest
 
+from reprieve.errors import EngineError
+from reprieve.evaluation.arms import make_arms
+from reprieve.evaluation.config import RunConfig
+from reprieve.evaluation.engines.making import make_engine
 from reprieve.evaluation.records import RecordFile
+from reprieve.evaluation.results import summarise
+from reprieve.evaluation.runner import run_arms
+from reprieve.evaluation.settings import RunSettings, SpeedSettings
+from reprieve.evaluation.throughput import measure_throughput
+from reprieve.heads.certificates import Certificate
+from reprieve.heads.files import find_head
+from reprieve.labelling.recipes import build
+from reprieve.labelling.runner import mine_problems
+from reprieve.labelling.settings import AutoJudgeMining
 from reprieve.labelling.store import LabelStore
+from reprieve.servers.settings import EngineSettings
+from reprieve.settings import PairSettings
+from reprieve.tasks import load_task
+from reprieve.tasks.asking import ask
 from tests.vllm.runner import V2
 
 pytestmark = pytest.mark.skipif(V2, reason="these start servers; V2's interpreter is too slow for whole runs")
 SMALL = "max_model_len=512,max_num_seqs=16"
-MODE = {"env": {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1"}}
+PAIR = PairSettings(dtype="float32")
+VLLM = EngineSettings(f"vllm:{SMALL}")
 
 
-def command(*arguments, engine=f"vllm:{SMALL}"):
-    return [sys.executable, "-m", "reprieve.cli.main", *arguments, "--engine", engine, "--dtype", "float32"]
-
-
-def run(*arguments, **more):
-    made = subprocess.run(command(*arguments, **more), capture_output=True, text=True, check=False, **MODE)
-    assert made.returncode == 0, made.stderr[-3000:]
-    return made.stdout
-
-
-def servers():
-    """Processes of servers that were started by these tests."""
-    listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-    return [int(line.split()[0]) for line in listed.splitlines() if "reprieve.servers.child" in line]
-
-
-BENCH = ("bench", "--arm", "judge:threshold=0.04", "--arm", "judge:threshold=0.2", "--num-draft-tokens", "8")
-
-
-def test_one_server_answers_every_threshold_and_the_strict_arm(tmp_path):
-    run(*BENCH, "--limit", "8", "--concurrency", "1,4", "--turns", "1", "--out", str(tmp_path / "b"))
-    document = json.loads((tmp_path / "b" / "results.json").read_text())
-    arms = {arm["rule"] + str(arm["params"].get("threshold", "")): arm for arm in document["arms"]}
-    assert (document["engine"], document["engine_version"], document["runner"]) == ("vllm", "0.32.0", "v1")
-    assert {"target_only", "draft_only", "lossless"} < arms.keys()
-    assert arms["judge0.2"]["num_rescued"] > arms["judge0.04"]["num_rescued"] > 0 == arms["lossless"]["num_rescued"]
-    assert arms["judge0.2"]["tokens_per_round"] > arms["lossless"]["tokens_per_round"] > 2
-    rows = {(row["arm"], row["concurrency"]): row for row in document["throughput"]}
-    assert len(rows) == 2 * len(document["arms"])
-    assert all(row["tokens_per_second"] > 0 and row["first_s"][0] > 0 for row in rows.values())
-    assert not servers()
-
-
-def interrupted(arguments, ready, stop):
-    """Start a command and stop its server once `ready` says so; returns what it said."""
-    process = subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True, **MODE)
-    deadline = time.monotonic() + 240
-    while not ready():
-        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()[-3000:]
-        time.sleep(0.1)
-    stop(process)
-    said = process.communicate(timeout=240)[1]
-    assert process.returncode != 0
-    return said
-
-
-def kill_server(process):
-    for pid in servers():
-        os.killpg(pid, signal.SIGKILL)
-
-
-def test_a_killed_server_in_a_sweep_loses_nothing(tmp_path):
-    sweep = ("sweep", "--rule", "judge", "--thresholds", "0.04,0.2", "--num-draft-tokens", "8", "--limit", "30")
-    out, records = tmp_path / "s", tmp_path / "s" / "problems.jsonl"
-    said = interrupted(
-        [*sweep, "--out", str(out)], lambda: records.exists() and len(records.read_text().splitlines()) > 5, kill_server
-    )
-    assert "answers are kept, run again to go on" in said
-    before = [(record.arm, record.problem_id) for record in RecordFile(records).records]
-    run(*sweep, "--out", str(out))
-    after = [(record.arm, record.problem_id) for record in RecordFile(records).records]
-    assert after[: len(before)] == before and len(after) == len(set(after)) == 5 * 30
-
-
-def test_a_killed_server_in_a_mine_loses_nothing(tmp_path):
-    mine = ("mine", "autojudge", "--limit", "6", "--in-flight", "2", "--out", str(tmp_path))
-    shards = lambda: any(path.stat().st_size for path in tmp_path.rglob("*.jsonl"))  # noqa: E731
-    said = interrupted(mine, shards, kill_server)
-    assert "labelled problems are kept, run again to go on" in said
-    before = LabelStore(tmp_path).problems()
-    run(*mine)
-    after = {problem.problem_id: problem for problem in LabelStore(tmp_path).problems()}
-    assert len(after) == 6 and all(after[problem.problem_id] == problem for problem in before)
-
-
-def test_a_command_that_is_killed_takes_its_server_along(tmp_path):
-    bench = [*BENCH, "--limit", "200", "--out", str(tmp_path / "b")]
-    records = tmp_path / "b" / "problems.jsonl"
-    interrupted(bench, records.exists, lambda process: process.kill())
+@pytest.fixture(autouse=True)
+def processes(monkeypatch):
+    """As outside of tests: other tests have vLLM's engine in their own process."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    yield
     deadline = time.monotonic() + 30
     while servers() and time.monotonic() < deadline:
         time.sleep(0.5)
     assert not servers()
 
 
+def servers():
+    """Processes of servers that were started by these tests."""
+    listed = subprocess.run(["ps", "-eo", "pid,stat,args"], capture_output=True, text=True, check=True).stdout
+    lines = [line.split() for line in listed.splitlines() if "reprieve.servers.child" in line]
+    return [int(pid) for pid, state, *_ in lines if not state.startswith("Z")]
+
+
+def kill_servers():
+    for pid in servers():
+        os.killpg(pid, signal.SIGKILL)
+
+
+def arms_of(*specs):
+    return [arm for arm in make_arms(specs, [8], target=PAIR.target) if arm.rule is not None]
+
+
+ARMS = ("judge:threshold=0.04", "judge:threshold=0.2")
+
+
+def measured(folder, limit, *, engine=VLLM, speed=None, progress=lambda done, total: None):
+    """A run, and rows of speed under load if they are asked for."""
+    arms, made = arms_of(*ARMS), make_engine(engine, PAIR)
+    try:
+        task = ask(load_task("arithmetic"), made.tokenizer)
+        config = RunConfig.of(made, arms, RunSettings(limit=limit))
+        certificate = find_head("reprieve/arithmetic-judge") / "certificates" / "net_drop-0.03-0.04-vllm.json"
+        conditions = Certificate.load(certificate).conditions
+        assert not [text for text in conditions.differences(config.conditions(made.facts, arms[1])) if text]
+        run = run_arms(config, arms, made, task, folder, progress=progress)
+        return run, measure_throughput(made, config, task, arms, speed, folder) if speed else []
+    finally:
+        made.close()
+
+
+def test_one_server_answers_every_threshold_and_the_strict_arm(tmp_path):
+    run, rows = measured(tmp_path, 8, speed=SpeedSettings(concurrency=(1, 4), turns=1, num_requests=4))
+    document = summarise(run)
+    assert (document["engine"], document["engine_version"], document["runner"]) == ("vllm", "0.32.0", "v1")
+    strict, calm, wild = document["arms"]
+    assert wild["num_rescued"] > calm["num_rescued"] > 0 == strict["num_rescued"]
+    assert wild["tokens_per_round"] > strict["tokens_per_round"] > 2
+    assert len(rows) == 6 and all(row["tokens_per_second"] > 0 and row["first_s"][0] > 0 for row in rows)
+
+
+def test_a_killed_server_in_a_run_loses_nothing(tmp_path):
+    with pytest.raises(EngineError, match="answers are kept, run again to go on"):
+        measured(tmp_path, 20, progress=lambda done, total: kill_servers() if done == 6 else None)
+    before = [(record.arm, record.problem_id) for record in RecordFile(tmp_path / "problems.jsonl").records]
+    assert 6 <= len(before) < 60
+    run, _ = measured(tmp_path, 20)
+    after = [(record.arm, record.problem_id) for record in run.records]
+    assert after[: len(before)] == before and len(after) == len(set(after)) == 60
+    assert not any(record.error for record in run.records)
+
+
+def test_a_killed_server_in_a_mine_loses_nothing(tmp_path):
+    settings = AutoJudgeMining(limit=5, num_in_flight=2, pair=PAIR, answering=VLLM)
+
+    def mined(progress=lambda done, total: None):
+        bench = build(settings)
+        try:
+            store = LabelStore(tmp_path, bench.manifest)
+            return mine_problems(bench.miner, bench.problems, store, num_in_flight=2, progress=progress)
+        finally:
+            bench.close()
+
+    with pytest.raises(EngineError, match="labelled problems are kept, run again to go on"):
+        mined(lambda done, total: kill_servers())
+    before = LabelStore(tmp_path).problems()
+    report = mined()
+    after = {problem.problem_id: problem for problem in LabelStore(tmp_path).problems()}
+    assert 1 <= len(before) < 5 == len(after) and report.num_mined == 5 - len(before)
+    assert all(after[problem.problem_id] == problem for problem in before)
+
+
+def test_a_command_that_is_killed_takes_its_server_along(tmp_path):
+    arguments = ["mine", "autojudge", "--limit", "9", "--engine", VLLM.engine, "--dtype", "float32", "--out"]
+    command = [sys.executable, "-m", "reprieve.cli.main", *arguments, str(tmp_path / "m")]
+    process = subprocess.Popen(command)
+    deadline = time.monotonic() + 240
+    while not servers():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.2)
+    time.sleep(8)  # vLLM has processes of its own by now
+    process.kill()
+    process.wait()
+
+
 def test_replicas_of_a_ray_cluster_share_the_work(tmp_path):
-    pytest.importorskip("ray")
-    run(*BENCH, "--limit", "6", "--out", str(tmp_path / "b"), engine=f"ray:replicas=2,{SMALL}")
-    document = json.loads((tmp_path / "b" / "results.json").read_text())
-    assert document["engine"] == "vllm" and len(document["arms"]) == 5
-    assert all(arm["num_failed"] == 0 for arm in document["arms"])
+    ray = pytest.importorskip("ray")
+    try:
+        run, _ = measured(tmp_path, 6, engine=EngineSettings(f"ray:replicas=2,{SMALL}"))
+    finally:
+        ray.shutdown()
+    assert len(run.records) == 18 and not any(record.error for record in run.records)
