@@ -75,7 +75,8 @@ def agree(options: argparse.Namespace) -> dict[str, Any]:
             "n": len(pairs),
             "solved": [sum(side) / len(side) for side in solved],
             "difference": paired_difference(solved[1], solved[0]),
-            "same_answers": sum(ours.text == theirs.text for ours, theirs in pairs) / len(pairs),
+            "same_answers": sum(ours.answer == theirs.answer for ours, theirs in pairs) / len(pairs),
+            "same_texts": sum(ours.text == theirs.text for ours, theirs in pairs) / len(pairs),
             "tokens_per_round": [
                 sum(pair[side].num_tokens for pair in pairs) / sum(pair[side].num_rounds for pair in pairs)
                 for side in (0, 1)

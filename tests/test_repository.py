@@ -19,8 +19,9 @@ SOURCE = ROOT / "src" / "reprieve"
 # Imports may only point up this list; modules of one floor may import each other.
 FLOORS = (
     "errors", "specs", "registry", "needs", "transfers", "types", "files", "metrics", "settings", "loop",
+    "asynchronous",
     "rules", "heads", "models", "drafters", "engine", "pair", "tasks",
-    "labelling", "training", "calibration", "evaluation", "serving", "cli",
+    "servers", "labelling", "training", "calibration", "evaluation", "serving", "cli",
 )  # fmt: skip
 
 

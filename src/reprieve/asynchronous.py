@@ -63,6 +63,10 @@ def iterate(loop: asyncio.Runner, results: AsyncIterator[T], *, closing: Callabl
             return False, None
 
     async def close() -> None:
+        left = asyncio.all_tasks() - {asyncio.current_task()}  # a signal may have come between
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
         await results.aclose()  # type: ignore[attr-defined]
         await closing()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -40,6 +39,10 @@ class PairServer:
         self._server.server_close()
 
     @property
+    def dead(self):
+        return self.dies_after is not None and len(self.requests) >= self.dies_after
+
+    @property
     def metrics(self):
         if self.menu is None:
             return ""
@@ -71,7 +74,14 @@ class _Handler(BaseHTTPRequestHandler):
     owner: PairServer
     protocol_version = "HTTP/1.1"
 
+    def _hang_up(self):
+        self.close_connection = True
+        self.connection.close()
+
     def do_GET(self):
+        if self.owner.dead:
+            self._hang_up()
+            return
         pages = {
             "/health": "", "/metrics": self.owner.metrics, "/version": json.dumps({"version": self.owner.version}),
             "/v1/models": json.dumps({"data": [{"id": "the-model"}]}),
@@ -81,10 +91,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         owner = self.owner
-        if owner.dies_after is not None and len(owner.requests) >= owner.dies_after:
-            os.close(os.dup(self.connection.fileno()))
-            self.close_connection = True
-            self.connection.close()
+        if owner.dead:
+            self._hang_up()
             return
         owner.requests.append(asked)
         try:

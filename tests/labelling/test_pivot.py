@@ -17,6 +17,7 @@ from reprieve.labelling.soundness import (
     UNSOUND,
     ModelSoundness,
 )
+from reprieve.labelling.target import Target
 from reprieve.models.cached_model import CachedModel
 from reprieve.settings import PromptSettings, SamplingParams
 from tests.kit.mining import EOS, problem, responses
@@ -37,7 +38,7 @@ class ListedSource:
         return accepted, None if draft_id is None else Candidate(draft_id, fallback_id)
 
 
-class RolloutTarget:
+class RolloutTarget(Target):
     """Ends well after a prefix as often as a table says."""
 
     def __init__(self, shares):

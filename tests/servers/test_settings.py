@@ -76,7 +76,9 @@ def test_vllm_is_told_what_the_slot_says(tmp_path):
     assert made.speculation["method"] == "draft_model" and made.speculation["num_speculative_tokens"] == 4
     assert made.speculation["draft_sample_method"] == "probabilistic"  # fuzzy reads the draft's distribution
     flags = made.flags(deployer.settings, tmp_path / "policy.json")
-    assert json.loads((tmp_path / "policy.json").read_text()) == {"rules": [{"rule": "fuzzy:threshold=0.1"}]}
+    assert list(made.rules) == ["fuzzy:threshold=0.1"]
+    assert json.loads(flags[flags.index("--additional-config") + 1]) == {"reprieve": str(tmp_path / "policy.json")}
+    assert flags[flags.index("--generation-config") + 1] == "vllm"  # else the model's own penalties would count
     assert flags[flags.index("--max-model-len") + 1] == "512" and flags[-2:] == ["--seed", "3"]
     alone = deployer.deployment(Slot(TARGET))
     assert alone.speculation is None and not alone.rules

@@ -341,13 +341,18 @@ def test_a_body_that_never_comes_is_408(pair):
 
 def test_a_full_queue_is_429_and_clients_that_leave_free_it(pair, prompt):
     with serving(pair, settings={"max_waiting": 2}) as port:
-        held = [raw(port, {"prompt": prompt, "n": 100, "stream": place % 2 == 1, **LONG}) for place in range(3)]
+        asked = {"prompt": prompt, "n": 16, **LONG}
+        held = [raw(port, asked)]
+        wait_for(lambda: busy(port) == (True, 0))  # else the third may come before the first has left the queue
+        held += [raw(port, {**asked, "stream": stream}) for stream in (True, False)]
         wait_for(lambda: busy(port) == (True, 2))
         status, body = post(port, {"prompt": prompt, "max_tokens": 2})
         assert status == 429 and "waiting" in body["error"]["message"]
         for connection in held:
             connection.close()
-        wait_for(lambda: busy(port) == (False, 0), 90)  # in full they take several minutes
+        wait_for(lambda: busy(port) == (False, 0), 120)
+        written = re.findall(r"^reprieve_tokens_total\{.*\} ([\d.e+]+)$", get(port, "/metrics")[1], re.M)
+        assert sum(map(float, written)) < 16 * LONG["max_tokens"]  # the two that waited were never begun
         assert post(port, {"prompt": prompt, "max_tokens": 2})[0] == 200
 
 

@@ -69,7 +69,7 @@ def compare(
     screen.show_throughput(document)
     screen.say(f"results: {out / 'results.json'}")
     if not engine.local and "throughput" not in document:
-        screen.warn("answers shared the servers' batches: measure speeds with --concurrency")
+        screen.warn("answers shared the servers' batches: `reprieve bench --concurrency` measures speed")
     if num_workers > 1:
         screen.warn(f"{num_workers} processes shared this machine: measure speeds with --workers 1")
     if not document["graded"]:

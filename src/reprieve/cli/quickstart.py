@@ -89,6 +89,10 @@ class Quickstart(Command):
         require_choice("template", self.template, ("auto", "chat", "raw"))
         if (self.data is None) == (self.task is None):
             raise SpecError("quickstart needs --data FILE.jsonl, or --task, and not both")
+        if self.answering.engine.startswith("openai"):
+            raise SpecError("engine must start its servers here (vllm, ray): running ones lack the head to be trained")
+        if not self.answering.local and self.num_workers not in (None, 1):
+            raise SpecError("workers are of the local engine; servers take parallel= requests at once")
         require_range("max_drop", self.max_drop, 0.0, 0.99, low_open=True)
         for name in ("mine_limit", "certify_limit", "num_draft_tokens", "max_new_tokens"):
             require_whole(name, getattr(self, name), 1)
@@ -322,23 +326,20 @@ class Quickstart(Command):
             screen.say(f"serve it: {shlex.join(local)}")
             screen.say("for vLLM, certify on vLLM: the same command with --engine vllm and another --out")
             return
-        speculative = json.dumps(
-            {"method": "draft_model", "model": self.pair.draft or self.pair.target,
-             "num_speculative_tokens": certificate.conditions.num_draft_tokens}
-        )  # fmt: skip
-        plugin = json.dumps({"reprieve": str(policy.resolve())})
-        command = [
-            "vllm",
-            "serve",
-            self.pair.target,
-            "--speculative-config",
-            speculative,
-            "--additional-config",
-            plugin,
-            "--dtype",
-            certificate.conditions.dtype,
-        ]
-        screen.say(f"serve it: {shlex.join(command)}")
+        screen.say(f"serve it: {self._vllm_command(certificate, policy)}")
+
+    def _vllm_command(self, certificate: Certificate, policy: Path) -> str:
+        """vLLM as it was measured."""
+        from reprieve.servers.deploying import PAIR, Slot, VllmDeployer
+        from reprieve.servers.settings import VllmSettings
+
+        settings = self.answering.servers
+        assert isinstance(settings, VllmSettings)
+        made = certificate.conditions
+        deployer = VllmDeployer(settings, self.pair, made.dtype)
+        deployment = deployer.deployment(Slot(PAIR, made.num_draft_tokens, made.drafter))
+        command = shlex.join(["vllm", "serve", deployment.model, *deployment.flags(settings, policy.resolve())])
+        return f"VLLM_USE_V2_MODEL_RUNNER={int(settings.runner == 'v2')} {command}" if settings.runner else command
 
 
 def _about(engine: Engine) -> str:

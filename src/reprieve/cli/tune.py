@@ -84,7 +84,7 @@ class TuneThresholds(Command):
     """Choose thresholds as FSD's authors did.
 
     K' for lossless, the threshold that accepts as much as lossless does, then upward until the loss is too large; the
-    draft is greedy, the target samples.
+    draft is greedy, the target samples: the local engine only, since servers draft at the target's temperature.
 
     Args:
         out: Folder for results; run again with it to resume.
@@ -93,7 +93,6 @@ class TuneThresholds(Command):
     verb = "tune thresholds"
 
     settings: FsdSettings = field(default_factory=FsdSettings)
-    answering: EngineSettings = field(default_factory=EngineSettings)
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("runs/thresholds")
 
@@ -103,7 +102,7 @@ class TuneThresholds(Command):
 
         protocol = FsdProtocol(self.settings, command=screen.command_line())
         asked = self.settings.run
-        with screen.engine_and_task(self.answering, self.pair, asked.task, asked.prompt) as (engine, task):
+        with screen.engine_and_task(EngineSettings(), self.pair, asked.task, asked.prompt) as (engine, task):
             self.keep_config(self.out)
             with screen.progress_bar("answers") as bar:
                 document = protocol.run(engine, task, self.out, announce=screen.say, progress=screen.reporter(bar))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from reprieve.errors import SpecError
 from reprieve.evaluation.arms import Arm
 from reprieve.evaluation.engines.facts import Described, EngineFacts
 from reprieve.evaluation.settings import RunSettings
@@ -37,10 +38,18 @@ class RunConfig:
     engine: str = "local"
     engine_version: str | None = None
     runner: str | None = None
+    engine_arguments: str = ""
 
     @classmethod
     def of(cls, engine: Described, arms: Sequence[Arm], settings: RunSettings, *, command: str = "") -> RunConfig:
-        """The configuration of a run of these arms on this engine."""
+        """The configuration of a run of these arms on this engine.
+
+        Raises:
+            SpecError: an arm that the engine cannot decode.
+        """
+        for arm in arms:
+            if reason := engine.refusal(arm, settings.drafter):
+                raise SpecError(f"arm {arm.label} cannot be measured here: {reason}")
         engine.expect(arms, settings.drafter)
         facts = engine.facts
         ks = list(dict.fromkeys(arm.num_draft_tokens for arm in arms if arm.rule is not None))
@@ -54,6 +63,7 @@ class RunConfig:
             engine=facts.engine,
             engine_version=facts.engine_version,
             runner=facts.runner,
+            engine_arguments=facts.engine_arguments,
             num_draft_tokens=ks,
             arms=[arm.label for arm in arms],
             heads=_fingerprints(engine, arms, settings.drafter),
@@ -72,6 +82,7 @@ class RunConfig:
             engine=self.engine,
             engine_version=self.engine_version,
             runner=self.runner,
+            engine_arguments=self.engine_arguments,
             **self.prompt,
         )
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from reprieve.calibration.sequence import ConfidenceSequence
 from reprieve.engine import SamplingParams, SpeculativeDecoder
-from reprieve.errors import ReprieveError, require_range, require_whole
+from reprieve.errors import EngineError, ReprieveError, require_range, require_whole
 from reprieve.evaluation.arms import Arm
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.engines.base import Engine, Job
@@ -118,9 +118,12 @@ class QualityMonitor:
         with self._lock:
             return self._status()
 
-    def close(self) -> MonitorStatus:
-        """Check what is waiting, stop, and say what was found."""
+    def close(self, *, check_waiting: bool = True) -> MonitorStatus:
+        """Check what is waiting, or let it be, stop, and say what was found."""
         if self._thread.is_alive():
+            with contextlib.suppress(queue.Empty):
+                while not check_waiting:
+                    self._waiting.get_nowait()
             self._waiting.put(None)
             self._thread.join()
         return self.status
@@ -195,6 +198,7 @@ def watch(
     Raises:
         SpecError: a setting out of range.
         EngineError: a server died.
+        ReprieveError: every problem failed.
     """
     problems = task.problems(config.split, config.limit, offset=config.offset)
     places = {problem.problem_id: number for number, problem in enumerate(problems)}
@@ -208,13 +212,23 @@ def watch(
             raise ReprieveError(record.error)
         return drop_of(task, served.problem, record.text, served.text)
 
+    if engine.num_parallel > 1:  # answers come faster than checks: none of those chosen may be skipped
+        settings = {"max_waiting": len(problems), **settings}
     monitor = QualityMonitor(check, **settings)
     params = SamplingParams(max_new_tokens=task.max_new_tokens, stop=tuple(task.stop), **config.sampling)
+    errors = []
     try:
         for record in answered(relaxed, range(len(problems))):
-            if not record.error:
+            if record.error:
+                errors.append(record.error)
+            else:
                 monitor.observe(Served(problems[places[record.problem_id]], params, record.text))
             on_answer(monitor.status)
+    except EngineError:
+        monitor.close(check_waiting=False)
+        raise
     finally:
         final = monitor.close()
+    if len(errors) == len(problems):
+        raise ReprieveError(f"every problem failed; the first error: {errors[0]}")
     return final

@@ -41,7 +41,7 @@ class ProblemRecord:
     num_pruned: int = 0  # drafted, and cut away before verification
 
 
-_USUAL = {"engine": "local"}  # of runs made before version 0.3
+_USUAL = {"engine": "local", "engine_arguments": ""}  # of runs made before version 0.3
 
 
 class RecordFile:

@@ -104,7 +104,7 @@ def column(problems: list[list[ProblemRecord]], value: Callable[[ProblemRecord],
 
 
 def _summarise_arm(arm: Arm, rows: Rows, arms: Sequence[Arm]) -> dict[str, Any]:
-    problems, lossless = rows[arm.label], rows[_lossless_for(arm, arms)]
+    problems, lossless = rows[arm.label], rows[lossless_for(arm, arms)]
     records = [record for trials in problems for record in trials]
     correct = column(problems, lambda record: record.correct)
     num_correct = int(correct.sum())
@@ -184,7 +184,7 @@ def _joules_per_solved(joules: list[float | None], num_correct: int) -> float | 
     return sum(known) / num_correct if num_correct and len(known) == len(joules) else None
 
 
-def _lossless_for(arm: Arm, arms: Sequence[Arm]) -> str:
+def lossless_for(arm: Arm, arms: Sequence[Arm]) -> str:
     """The lossless arm of the same drafter and K, or else of the same K, or else the first one."""
     strict = [other for other in arms if other.rule is not None and other.rule_name == LOSSLESS]
     same = [other for other in strict if other.drafter == arm.drafter]

@@ -67,8 +67,6 @@ class Runner:
         self.engine = engine
         self.task = task
         for arm in self.arms:
-            if reason := engine.refusal(arm, config.drafter):
-                raise SpecError(f"arm {arm.label} cannot be measured here: {reason}")
             if arm.rule is not None and (seen := seen_problems(arm.rule, self.problems)):
                 warnings.warn(
                     f"{arm.label}: its head was made from {len(seen)} of these {len(self.problems)} problems "

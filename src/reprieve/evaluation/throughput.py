@@ -15,6 +15,7 @@ from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.evaluation.arms import LOSSLESS, Arm
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.engines.served import ServedEngine
+from reprieve.evaluation.results import lossless_for
 from reprieve.evaluation.settings import SpeedSettings
 from reprieve.files import whole_lines
 from reprieve.metrics import bootstrap_interval
@@ -69,17 +70,20 @@ def measure_throughput(
     """
     problems = task.problems(config.split, config.limit, offset=config.offset)
     path = folder / FILE
-    done = {(cell.arm, cell.concurrency, cell.turn): cell for cell in _read(path)}
+    levels = list(dict.fromkeys(settings.concurrency))
+    num_requests = {level: settings.num_requests or max(2 * level, _FEWEST) for level in levels}
+    known = [cell for cell in _read(path) if cell.num_requests == num_requests.get(cell.concurrency)]
+    done = {(cell.arm, cell.concurrency, cell.turn): cell for cell in known}
     places = [
         (level, turn, arm)
         for slot in engine.grouped(arms, config.drafter)
-        for level in settings.concurrency
+        for level in levels
         for turn in range(settings.turns)
         for arm in [*slot[turn % len(slot) :], *slot[: turn % len(slot)]]
     ]
     for number, (level, turn, arm) in enumerate(places, start=1):
         if (arm.label, level, turn) not in done:
-            asked = _repeated(problems, settings.num_requests or max(2 * level, _FEWEST))
+            asked = _repeated(problems, num_requests[level])
             num_warm = level if turn == 0 else 1
             made, seconds = engine.timed(config, task, arm, asked, concurrency=level, num_warm=num_warm)
             cell = _cell(arm.label, level, turn, made, seconds)
@@ -136,9 +140,9 @@ def _read(path: Path) -> Iterator[Cell]:
 def _rows(cells: Sequence[Cell], arms: Sequence[Arm]) -> Iterator[dict[str, Any]]:
     """Medians over turns; ratios over lossless in the same turn, with the interval of their median."""
     by_place = {(cell.arm, cell.concurrency, cell.turn): cell for cell in cells}
-    strict = {arm.num_draft_tokens: arm.label for arm in arms if arm.rule is not None and arm.rule_name == LOSSLESS}
+    compared = any(arm.rule is not None and arm.rule_name == LOSSLESS for arm in arms)
     for arm in arms:
-        base = strict.get(arm.num_draft_tokens) or next(iter(strict.values()), None)
+        base = lossless_for(arm, arms) if compared else None
         for level in sorted({cell.concurrency for cell in cells}):
             ours = [cell for cell in cells if cell.arm == arm.label and cell.concurrency == level]
             if not ours:

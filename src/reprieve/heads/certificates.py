@@ -23,6 +23,7 @@ from reprieve.settings import PromptSettings, describe_format
 
 SCHEMA = 1
 _KIND = "reprieve certificate"
+_ENGINE = ("engine", "engine_version", "runner", "engine_arguments")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Conditions:
     engine: str = "local"
     engine_version: str | None = None
     runner: str | None = None  # vLLM's model runner
+    engine_arguments: str = ""  # flags of its own that a server was given
 
     @property
     def format(self) -> dict[str, Any]:
@@ -56,7 +58,7 @@ class Conditions:
                 differing.append(f"{part} {getattr(other.pair, part)} (certified: {getattr(self.pair, part)})")
         if self.task.partition(":")[0] != other.task.partition(":")[0]:
             differing.append(f"task {other.task} (certified: {self.task})")
-        for name in ("num_draft_tokens", "drafter", "dtype", "max_new_tokens", "engine", "engine_version", "runner"):
+        for name in ("num_draft_tokens", "drafter", "dtype", "max_new_tokens", *_ENGINE):
             if getattr(self, name) != getattr(other, name):
                 differing.append(f"{name} {getattr(other, name)} (certified: {getattr(self, name)})")
         if self.format != other.format:

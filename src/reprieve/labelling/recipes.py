@@ -30,7 +30,8 @@ from reprieve.models.cached_model import eos_token_ids
 from reprieve.models.draws import DRAWS_VERSION, GumbelNoise
 from reprieve.models.identity import stored_identity
 from reprieve.models.sampling import Sampler
-from reprieve.servers.deploying import TARGET, Deployer, Slot, client_of
+from reprieve.rules import LosslessRule
+from reprieve.servers.deploying import TARGET, Deployer, Slot, client_of, fields_of
 from reprieve.servers.making import make_deployer
 from reprieve.servers.running import Running
 from reprieve.specs import parse_spec
@@ -116,6 +117,7 @@ class Served:
             eos_ids=sorted(responses.eos_ids),
             stop=responses.task.stop,
             stops=responses.stops if responses.task.stop else None,
+            extra=fields_of(LosslessRule(), self.running.facts.rules),
         )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from reprieve.errors import SpecError
 from reprieve.models.batch_decoder import Session
@@ -22,6 +23,7 @@ class ServedTarget:
         eos_ids: tokens that end a response.
         stop: stop texts.
         stops: whether a response's tokens so far end it by one of them.
+        extra: what every request says to a server that has rules: to leave them off.
     """
 
     def __init__(
@@ -32,12 +34,14 @@ class ServedTarget:
         eos_ids: Sequence[int],
         stop: Sequence[str],
         stops: Callable[[list[int]], bool] | None,
+        extra: Mapping[str, Any] | None = None,
     ) -> None:
         self._make_client = make_client
         self._params = params
         self._eos_ids = tuple(eos_ids)
         self._stop = tuple(stop)
         self._stops = stops
+        self._extra = extra
         self._client: tuple[asyncio.AbstractEventLoop, Client] | None = None
 
     async def complete(
@@ -71,7 +75,7 @@ class ServedTarget:
         else:
             raise SpecError("a server's draws cannot be keyed by the prefix: mine at temperature 0, or locally")
         text = [*prompt_ids, *response_ids]
-        made = await self._in_this_loop().complete(text, params, num=len(draws), keep_stop=True)
+        made = await self._in_this_loop().complete(text, params, extra=self._extra, num=len(draws), keep_stop=True)
         return [self._until_stop(response_ids, one.token_ids) for one in made]
 
     def _until_stop(self, response_ids: list[int], new: list[int]) -> list[int]:

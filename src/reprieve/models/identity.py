@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from reprieve.errors import ReprieveError
@@ -87,8 +87,8 @@ def stored_fingerprint(folder: Path) -> str:
         with torch.device("meta"):
             names = [name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()]
         return fingerprint_of(_read_first(folder, names))
-    except (OSError, ValueError, KeyError) as error:
-        raise ReprieveError(f"the weights in {str(folder)!r} cannot be read: {error}") from None
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ReprieveError(f"the weights in {str(folder)!r} cannot be read without loading them: {error}") from None
 
 
 def _read_first(folder: Path, names: list[str]) -> Iterator[torch.Tensor]:

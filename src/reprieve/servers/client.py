@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reprieve.errors import EngineError, ReprieveError, import_extra
+from reprieve.servers.running import answers
 from reprieve.settings import SamplingParams
 
 _RETRIES = 3
@@ -48,11 +50,14 @@ class Client:
     Args:
         urls: of the servers, without /v1.
         model: its name there.
-        timeout: seconds.
+        timeout: seconds of a try, of which there are a few.
+        parallel: requests under way at once.
         why: says why a server may have died, for the message; its log, say.
     """
 
-    def __init__(self, urls: Sequence[str], model: str, *, timeout: float, why: Any = lambda: "") -> None:
+    def __init__(
+        self, urls: Sequence[str], model: str, *, timeout: float, parallel: int, why: Any = lambda: ""
+    ) -> None:
         openai = import_extra("openai", "api")
         key = os.environ.get("OPENAI_API_KEY") or "none"
         self.model = model
@@ -63,6 +68,7 @@ class Client:
         }
         self._under_way = dict.fromkeys(urls, 0)
         self._why = why
+        self._room = asyncio.Semaphore(parallel)
 
     async def complete(
         self,
@@ -85,16 +91,30 @@ class Client:
             EngineError: no server answers any more.
             ReprieveError: the servers refuse the request.
         """
+        async with self._room:
+            return await self._complete(prompt_ids, params, extra, num, keep_stop, stream)
+
+    async def _complete(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        extra: Mapping[str, Any] | None,
+        num: int,
+        keep_stop: bool,
+        stream: bool,
+    ) -> list[Completion]:
         while self._under_way:
             url = min(self._under_way, key=self._under_way.__getitem__)
             self._under_way[url] += 1
             try:
                 return await self._ask(self._clients[url], prompt_ids, params, extra, num, keep_stop, stream)
-            except (self._errors.APIConnectionError, self._errors.InternalServerError) as error:
+            except self._errors.APIError as error:
+                said = " ".join(str(error).split()) or type(error).__name__
+                status = getattr(error, "status_code", 500)
+                if status < 500 or await asyncio.to_thread(answers, url):  # it lives: this request is the matter
+                    raise ReprieveError(f"{url} refuses: {said}") from None
                 self._under_way.pop(url, None)  # the others take its share
-                told = f"{url} does not answer ({' '.join(str(error).split()) or type(error).__name__}){self._why()}"
-            except self._errors.APIStatusError as error:
-                raise ReprieveError(f"{url} refuses: {' '.join(error.message.split())}") from None
+                told = f"{url} does not answer ({said}){self._why()}"
             finally:
                 if url in self._under_way:
                     self._under_way[url] -= 1
@@ -139,7 +159,9 @@ class Client:
 
 def _extra_body(params: SamplingParams, extra: Mapping[str, Any] | None, keep_stop: bool) -> dict[str, Any]:
     """What OpenAI's API has no word for, in vLLM's words."""
-    body: dict[str, Any] = {"return_token_ids": True, "top_k": params.top_k or -1}
+    # Neutral values: else a server takes those of the model's generation_config.json.
+    neutral = {"repetition_penalty": 1.0, "min_p": 0.0}
+    body: dict[str, Any] = {"return_token_ids": True, "top_k": params.top_k or -1, **neutral}
     if extra:
         body["vllm_xargs"] = dict(extra)
     if keep_stop:
@@ -166,13 +188,24 @@ async def _read_stream(pieces: Any, began: float) -> Completion:
             token_ids += new
             last = choice if choice.finish_reason else last
         numbers = _speculation(piece) or numbers
-    seconds = time.perf_counter() - began
-    return Completion(text, token_ids, _finish_reason(last), seconds, numbers, arrivals)
+    _require_tokens(text, token_ids)
+    return Completion(text, token_ids, _finish_reason(last), time.perf_counter() - began, numbers, arrivals)
 
 
 def _completion(choice: Any, seconds: float, numbers: Mapping[str, Any]) -> Completion:
     token_ids = list(getattr(choice, "token_ids", None) or ())
+    _require_tokens(choice.text, token_ids)
     return Completion(choice.text, token_ids, _finish_reason(choice), seconds, numbers)
+
+
+def _require_tokens(text: str, token_ids: Sequence[int]) -> None:
+    """Refuse a server that does not say which tokens it made.
+
+    Raises:
+        EngineError: text without token ids.
+    """
+    if text and not token_ids:
+        raise EngineError("the server gives no token ids (return_token_ids): it has to be vLLM")
 
 
 def _finish_reason(choice: Any) -> str:

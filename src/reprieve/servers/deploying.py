@@ -16,11 +16,10 @@ from reprieve.models.identity import model_folder
 from reprieve.needs import Need
 from reprieve.rules import LosslessRule, Rule, parse_rule
 from reprieve.servers.client import Client
-from reprieve.servers.running import Running, ServerFacts, facts_of, only_model
+from reprieve.servers.running import Running, ServerFacts, facts_of, model_of
 from reprieve.servers.settings import OpenAISettings, ServerSettings, VllmSettings
 from reprieve.servers.vllm import Deployment, start_vllm
-from reprieve.serving.policy import SWITCH, THRESHOLD
-from reprieve.serving.vllm_plugin.configuration import require_handed_out
+from reprieve.servers.words import SWITCH, THRESHOLD, require_handed_out
 from reprieve.settings import PairSettings
 
 Announce = Callable[[str], None]
@@ -144,7 +143,8 @@ class VllmDeployer:
         speculation = {**self._speculation(slot.drafter), "num_speculative_tokens": slot.num_draft_tokens}
         if any(Need.DRAFT_PROBS in rule.traits.needs for rule in slot.rules):
             speculation["draft_sample_method"] = "probabilistic"
-        rules = [rule.spec for rule in slot.rules]
+        # Without rules too, so that the plugin says what the server is; top_k:k=1 rescues nothing.
+        rules = [rule.spec for rule in slot.rules] or ["top_k:k=1"]
         return Deployment(str(model_folder(self.pair.target, TARGET)), self.dtype, speculation, rules)
 
     def refusal(self, slot: Slot, rule: Rule | None) -> str:
@@ -203,9 +203,10 @@ class RunningServers:
 
     def __init__(self, settings: OpenAISettings, dtype: str) -> None:
         self.settings = settings
+        names = [model_of(url, settings.model) for url in settings.urls]
         facts = facts_of(settings.urls)
         self.dtype = facts.dtype or dtype
-        self._running = Running(settings.urls, settings.model or only_model(settings.urls[0]), facts)
+        self._running = Running(settings.urls, names[0], facts)
 
     def start(self, slot: Slot, announce: Announce) -> Running:
         """See `Deployer`; they are up already."""
@@ -230,7 +231,7 @@ class RunningServers:
 
 def client_of(running: Running, settings: ServerSettings) -> Client:
     """A client of running servers."""
-    return Client(running.urls, running.model, timeout=settings.timeout, why=running.why)
+    return Client(running.urls, running.model, timeout=settings.timeout, parallel=settings.parallel, why=running.why)
 
 
 def drafter_fingerprints(drafter: str) -> dict[str, str]:

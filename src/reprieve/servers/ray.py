@@ -6,7 +6,6 @@ the plugin works with.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +36,7 @@ class RayDeployer(VllmDeployer):
         num = self.settings.replicas
         on_gpu = ray.cluster_resources().get("GPU", 0) > 0
         needed = {"num_gpus": self.settings.tensor_parallel} if on_gpu else {"num_cpus": 1}
-        _require_room(ray, num, "GPU" if on_gpu else "CPU", num * (self.settings.tensor_parallel if on_gpu else 1))
+        _require_room(ray, num, "GPU" if on_gpu else "CPU", self.settings.tensor_parallel if on_gpu else 1)
         announce(f"starting vLLM on {num} replicas of a Ray cluster: {self.words(slot)}")
         kind = ray.remote(**needed)(_Replica)
         here = ray.util.get_node_ip_address()
@@ -45,12 +44,11 @@ class RayDeployer(VllmDeployer):
 
         def close() -> None:
             for actor in actors:
-                with contextlib.suppress(ray.exceptions.RayError):
-                    ray.get(actor.close.remote())
-                ray.kill(actor)
+                ray.kill(actor)  # its server ends with it
 
         try:
-            urls = tuple(ray.get([actor.url.remote() for actor in actors]))
+            started = [actor.url.remote() for actor in actors]
+            urls = tuple(ray.get(started, timeout=self.settings.startup))
             return Running(urls, MODEL_NAME, facts_of(urls), close=close)
         except ray.exceptions.RayError as error:
             close()
@@ -60,15 +58,15 @@ class RayDeployer(VllmDeployer):
             raise
 
 
-def _require_room(ray: Any, num: int, resource: str, needed: int) -> None:
+def _require_room(ray: Any, num: int, resource: str, each: int) -> None:
     """Refuse what would wait for ever.
 
     Raises:
-        ReprieveError: the cluster is too small.
+        ReprieveError: the cluster's nodes are too small for so many replicas.
     """
-    available = ray.cluster_resources().get(resource, 0)
-    if available < needed:
-        raise ReprieveError(f"replicas={num} needs {needed} {resource}s, the Ray cluster has {available:g}")
+    room = sum(int(node["Resources"].get(resource, 0)) // each for node in ray.nodes() if node["Alive"])
+    if room < num:
+        raise ReprieveError(f"replicas must be at most {room}, of {each} {resource} each on one node, got {num}")
 
 
 class _Replica:
@@ -82,6 +80,3 @@ class _Replica:
 
     def url(self) -> str:
         return self._running.urls[0]
-
-    def close(self) -> None:
-        self._running.close()

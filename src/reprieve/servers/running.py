@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import urllib.error
 import urllib.request
@@ -59,20 +60,25 @@ def facts_of(urls: Sequence[str]) -> ServerFacts:
     return first
 
 
-def only_model(url: str) -> str:
+def model_of(url: str, wanted: str | None) -> str:
     """The name of the model that a server holds.
+
+    Args:
+        wanted: the one to take; None for the only one.
 
     Raises:
         EngineError: it does not answer.
-        ReprieveError: it holds several.
+        ReprieveError: it does not hold that one, or holds several.
     """
     try:
         names = [str(model["id"]) for model in json.loads(_get(f"{url}/v1/models"))["data"]]
     except (ValueError, KeyError, TypeError):
         raise ReprieveError(f"{url}/v1/models is not what an OpenAI-compatible server says") from None
-    if len(names) != 1:
+    if wanted is None and len(names) != 1:
         raise ReprieveError(f"{url} holds several models: name one with model=, one of {', '.join(names)}")
-    return names[0]
+    if wanted is not None and wanted not in names:
+        raise ReprieveError(f"{url} does not hold model {wanted!r}; it has {', '.join(names)}")
+    return wanted or names[0]
 
 
 def answers(url: str) -> bool:
@@ -85,14 +91,12 @@ def answers(url: str) -> bool:
 
 
 def _facts(url: str) -> ServerFacts:
+    told = _get(f"{url}/version", missing="{}")
     try:
-        version = str(json.loads(_get(f"{url}/version"))["version"])
-    except (EngineError, ValueError, KeyError, TypeError):
+        version = str(json.loads(told)["version"])
+    except (ValueError, KeyError, TypeError):
         version = None
-    try:
-        page = _get(f"{url}/metrics")
-    except EngineError:
-        page = ""
+    page = _get(f"{url}/metrics", missing="")
     line = next((line for line in page.splitlines() if line.startswith(INFO + "{")), None)
     if line is None:
         return ServerFacts(version)
@@ -107,9 +111,23 @@ def _facts(url: str) -> ServerFacts:
     )
 
 
-def _get(address: str) -> str:
+def _get(address: str, *, missing: str | None = None) -> str:
+    """A page.
+
+    Args:
+        missing: what there is instead where the server has no such page.
+
+    Raises:
+        EngineError: the server does not answer, or refuses.
+    """
+    key = os.environ.get("OPENAI_API_KEY")
+    request = urllib.request.Request(address, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
-        with urllib.request.urlopen(address, timeout=_SECONDS) as response:
+        with urllib.request.urlopen(request, timeout=_SECONDS) as response:
             return str(response.read().decode())
-    except (urllib.error.URLError, OSError, ValueError) as error:
+    except urllib.error.HTTPError as error:
+        if error.code == 404 and missing is not None:
+            return missing
+        raise EngineError(f"{address} refuses ({error})") from None
+    except (OSError, ValueError) as error:
         raise EngineError(f"{address} does not answer ({error})") from None

@@ -39,7 +39,9 @@ class EngineSettings:
         Raises:
             SpecError: an unknown engine, or a parameter that cannot be read.
         """
-        name, _ = parse_spec(self.engine, what="engine")
+        name, given = parse_spec(self.engine, what="engine")
+        if name == LOCAL:
+            raise SpecError(f"engine local takes no parameters, got {', '.join(given) or self.engine!r}")
         if name not in SERVERS.names():
             raise SpecError(f"engine must be one of {', '.join((LOCAL, *SERVERS.names()))}, got {name!r}")
         return SERVERS.make(self.engine)

@@ -46,10 +46,9 @@ class Deployment:
     rules: Sequence[str] = field(default_factory=tuple)
 
     def flags(self, settings: VllmSettings, policy: Path) -> list[str]:
-        """vLLM's flags; `policy` is written where there are rules."""
+        """vLLM's flags but for the model itself; `policy` holds the rules."""
         given = {
-            "--model": self.model,
-            "--served-model-name": MODEL_NAME,
+            "--generation-config": "vllm",  # sampling is the requests' own, not the model's
             "--dtype": self.dtype,
             "--max-model-len": settings.max_model_len,
             "--max-num-seqs": settings.max_num_seqs,
@@ -62,7 +61,6 @@ class Deployment:
             speculation = ["--speculative-config", json.dumps(self.speculation)]
             flags += [*speculation, "--per-request-spec-decode-metrics", "summary"]
         if self.rules:
-            policy.write_text(json.dumps({"rules": [{"rule": rule} for rule in self.rules]}), encoding="utf-8")
             flags += ["--additional-config", json.dumps({"reprieve": str(policy)})]
         return [*flags, *shlex.split(settings.arguments)]
 
@@ -84,7 +82,10 @@ def start_vllm(deployment: Deployment, settings: VllmSettings, *, host: str = "1
     folder = Path(tempfile.mkdtemp(prefix="reprieve-vllm-"))
     port = _free_port()
     url, log = f"http://{host}:{port}", folder / "vllm.log"
-    flags = [*deployment.flags(settings, folder / "policy.json"), "--host", host, "--port", str(port)]
+    policy = folder / "policy.json"
+    policy.write_text(json.dumps({"rules": [{"rule": rule} for rule in deployment.rules]}), encoding="utf-8")
+    model = ["--model", deployment.model, "--served-model-name", MODEL_NAME]
+    flags = [*model, *deployment.flags(settings, policy), "--host", host, "--port", str(port)]
     command = [sys.executable, "-m", "reprieve.servers.child", str(os.getpid()), SERVER, *flags]
     with log.open("wb") as out:
         # A session of its own: Ctrl-C is for this process, which ends it.
@@ -107,7 +108,7 @@ def start_vllm(deployment: Deployment, settings: VllmSettings, *, host: str = "1
     def close() -> None:
         alive = process.poll() is None
         _end(process)
-        if alive:  # else its log says why
+        if alive and not why.told:  # else somebody was told to read its log
             shutil.rmtree(folder, ignore_errors=True)
 
     return Running((url,), MODEL_NAME, facts, close=close, why=why)
@@ -123,14 +124,16 @@ def _require_told(facts: ServerFacts, deployment: Deployment) -> None:
         raise EngineError("vLLM runs without the plugin: install Reprieve in its environment (VLLM_PLUGINS unset)")
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Why:
     """What a server that has ended said last."""
 
     process: subprocess.Popen[bytes]
     log: Path
+    told: bool = False
 
     def __call__(self) -> str:
+        self.told = True
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         errors = [line for line in lines if "Error" in line and "Traceback" not in line]
         status = self.process.poll()

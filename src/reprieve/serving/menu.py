@@ -11,7 +11,8 @@ from typing import Any
 from reprieve.errors import SpecError
 from reprieve.needs import Need
 from reprieve.rules import LosslessRule, Rule
-from reprieve.serving.policy import FIELDS, STRICT, SWITCH, Policy, RequestError, read_settings
+from reprieve.servers.words import FIELDS, SWITCH
+from reprieve.serving.policy import STRICT, Policy, RequestError, read_settings
 
 
 def stops(policy: Policy) -> list[float]:

@@ -18,10 +18,8 @@ from reprieve.errors import ReprieveError, SpecError
 from reprieve.heads.certificates import Certificate, portable_spec, read_certificates
 from reprieve.heads.loading import attach_heads, head_folders
 from reprieve.rules import LosslessRule, Rule, parse_rule
+from reprieve.servers.words import FIELDS, LEVEL, PREFIX, SWITCH, THRESHOLD
 
-THRESHOLD, SWITCH, LEVEL = "reprieve_threshold", "reprieve_rule", "reprieve_leniency"
-PREFIX = "reprieve_"
-FIELDS = (THRESHOLD, SWITCH, LEVEL)
 LEVELS = ("strict", "certified", "fast")
 STRICT = LosslessRule()
 _KEYS = ("rule", "certified", "fast", "default", "max_threshold", "certificate", "by_load")
@@ -298,8 +296,13 @@ def _differences(certificate: Certificate, conditions: Mapping[str, Any]) -> lis
     return [
         f"{name} {value} (certified: {getattr(made, name)})"
         for name, value in conditions.items()
-        if value is not None and value != getattr(made, name)
+        if value is not None and _known(name, value) != _known(name, getattr(made, name))
     ]
+
+
+def _known(name: str, value: Any) -> Any:
+    """As far as a server knows it: vLLM names a drafter's kind only."""
+    return str(value).partition(":")[0] if name == "drafter" else value
 
 
 def _certificates(rule: Rule, path: str | None, threshold: float | None) -> list[Certificate]:

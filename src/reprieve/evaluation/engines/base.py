@@ -30,10 +30,6 @@ class Engine(Described, Protocol):
     num_parallel: int  # answers under way at once; how long one takes says little where it is more than one
     meter: str | None  # what measures energy
 
-    def refusal(self, arm: Arm, drafter: str) -> str:
-        """Why it cannot decode as this arm does; empty where it can."""
-        ...
-
     def answer(
         self, config: RunConfig, task: Task, arms: Sequence[Arm], problems: Sequence[TaskProblem], jobs: Sequence[Job]
     ) -> Iterator[ProblemRecord]:

@@ -17,6 +17,7 @@ class EngineFacts:
     Args:
         engine: local or vllm; openai for a server that does not say what it is.
         engine_version, runner: a server's release and model runner; None where there is none, or it is not known.
+        engine_arguments: flags of its own that a person gave a server.
         device: where it runs, as far as is known.
     """
 
@@ -26,6 +27,7 @@ class EngineFacts:
     engine: str = "local"
     engine_version: str | None = None
     runner: str | None = None
+    engine_arguments: str = ""
 
 
 class Described(Protocol):
@@ -38,6 +40,10 @@ class Described(Protocol):
 
     def fingerprints(self, drafter: str) -> dict[str, str]:
         """Of the weights that a drafter brings with it, by name."""
+        ...
+
+    def refusal(self, arm: Arm, drafter: str) -> str:
+        """Why it cannot decode as this arm does; empty where it can."""
         ...
 
     def expect(self, arms: Sequence[Arm], drafter: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from reprieve.asynchronous import iterate, results_of
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, SamplingParams
-from reprieve.errors import SpecError
+from reprieve.errors import EngineError, SpecError
 from reprieve.evaluation.answering import Answerer, Reply
 from reprieve.evaluation.arms import Arm
 from reprieve.evaluation.config import RunConfig
@@ -24,6 +24,8 @@ from reprieve.servers.deploying import DRAFT, PAIR, TARGET, Deployer, Slot, clie
 from reprieve.servers.running import Running
 from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.asking import prompt_of
+
+_FEW = 2  # tokens of an answer for which nothing may have been drafted
 
 
 class ServedEngine:
@@ -51,7 +53,8 @@ class ServedEngine:
     def facts(self) -> EngineFacts:
         """What the server says it is; one is started for that, if none is up."""
         if self._up is None:
-            self._serve(next((slot for slot in self._slots.values() if slot.role == PAIR), Slot(TARGET)))
+            pairs = [slot for slot in self._slots.values() if slot.role == PAIR]
+            self._serve(max(pairs, key=lambda slot: len(slot.rules), default=Slot(TARGET)))
         assert self._up is not None
         told = self._up[1].facts
         return EngineFacts(
@@ -61,6 +64,7 @@ class ServedEngine:
             engine="openai" if told.version is None else "vllm",
             engine_version=told.version,
             runner=told.runner,
+            engine_arguments=getattr(self.deployer.settings, "arguments", ""),
         )
 
     def fingerprints(self, drafter: str) -> dict[str, str]:
@@ -146,7 +150,9 @@ class ServedEngine:
                 number, problem = numbered
                 seeded = dataclasses.replace(params, seed=params.seed + number)
                 prompt_ids = self._encode(prompt_of(problem))
-                return (await client.complete(prompt_ids, seeded, extra=fields, stream=True))[0]
+                [made] = await client.complete(prompt_ids, seeded, extra=fields, stream=True)
+                _require_numbers(arm, made)
+                return made
 
             try:
                 warm = enumerate(problems[:num_warm])
@@ -170,6 +176,7 @@ class ServedEngine:
 
         async def decode(arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:
             [made] = await client.complete(self._encode(prompt), params, extra=self._fields(arm, running))
+            _require_numbers(arm, made)
             return reply_of_server(made)
 
         return decode
@@ -209,6 +216,18 @@ class ServedEngine:
         running = self.deployer.start(slot, self._announce)
         self._up = (dataclasses.replace(slot, rules=list(slot.rules)), running)
         return running
+
+
+def _require_numbers(arm: Arm, made: Completion) -> None:
+    """Refuse a speculating server that tells no numbers of its requests.
+
+    Raises:
+        EngineError: says which flag it needs.
+    """
+    if arm.rule is not None and not made.speculation and len(made.token_ids) > _FEW:
+        raise EngineError(
+            "the server tells no numbers of its speculation: start it with --per-request-spec-decode-metrics summary"
+        )
 
 
 def reply_of_server(made: Completion) -> Reply:

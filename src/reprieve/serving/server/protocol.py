@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from reprieve.engine import SamplingParams
-from reprieve.serving.policy import LEVEL, SWITCH, THRESHOLD
+from reprieve.servers.words import LEVEL, SWITCH, THRESHOLD
 from reprieve.types import Generation, Token
 
 Whole = Annotated[int, Field(strict=True)]  # true is no number

@@ -11,9 +11,9 @@ from typing import Any
 
 from reprieve.errors import PairError, ReprieveError, SpecError, require_choice
 from reprieve.heads.binding import tokenizer_fingerprint
-from reprieve.heads.folds import FoldedHead
 from reprieve.needs import Need
 from reprieve.rules import Rule
+from reprieve.servers.words import require_handed_out
 from reprieve.serving.menu import Menu
 
 VARIABLE = "REPRIEVE_VLLM"
@@ -139,25 +139,6 @@ class Setup:
                     f"head {name!r} reads {head.num_features} features, this target gives {wanted}: it was made for "
                     f"{head.pair.target!r}"
                 )
-
-
-def require_handed_out(rule: Rule) -> None:
-    """Refuse a rule that reads what no vLLM hands out.
-
-    Raises:
-        SpecError: names what it reads.
-    """
-    for need, words in ((Need.DRAFT_HIDDEN, "the draft's hidden states"), (Need.ADVICE, "an advisor")):
-        if need in rule.traits.needs:
-            raise SpecError(f"rule {rule.spec} needs {words}, which vLLM does not hand out; use the local engine")
-    if other := set(rule.traits.target_layers) - {-1}:
-        raise SpecError(
-            f"rule {rule.spec} reads layer {min(other)}; vLLM hands out the last one (-1) only: train a "
-            "head on that one, or use the local engine"
-        )
-    for name, head in rule.heads:
-        if isinstance(head, FoldedHead):
-            raise SpecError(f"head {name!r} is out-of-fold: serve one head, not its folds")
 
 
 def require_tokenizer(rule: Rule, tokenizer: Any) -> None:

@@ -17,8 +17,9 @@ from torch import Tensor
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.needs import Need
 from reprieve.rules import parse_rule
+from reprieve.servers.words import SWITCH
 from reprieve.serving.menu import Menu
-from reprieve.serving.policy import SWITCH, Policy
+from reprieve.serving.policy import Policy
 from reprieve.serving.vllm_plugin.batch import Batch
 from reprieve.serving.vllm_plugin.rounds import RoundRequest, WorkerRules
 

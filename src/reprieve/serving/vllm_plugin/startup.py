@@ -13,8 +13,9 @@ from typing import Any
 
 from reprieve.errors import ReprieveError
 from reprieve.heads.certificates import portable_spec
+from reprieve.servers.words import PREFIX
 from reprieve.serving.menu import Menu
-from reprieve.serving.policy import PREFIX, Policy, RequestError
+from reprieve.serving.policy import Policy, RequestError
 from reprieve.serving.vllm_plugin import configuration, numbers, probing
 from reprieve.serving.vllm_plugin.health import require_healthy
 from reprieve.serving.vllm_plugin.rounds import WorkerRules

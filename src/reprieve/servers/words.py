@@ -1,0 +1,31 @@
+"""What requests say to a server with rules, and what no rule can have from vLLM."""
+
+from __future__ import annotations
+
+from reprieve.errors import SpecError
+from reprieve.heads.folds import FoldedHead
+from reprieve.needs import Need
+from reprieve.rules import Rule
+
+THRESHOLD, SWITCH, LEVEL = "reprieve_threshold", "reprieve_rule", "reprieve_leniency"
+PREFIX = "reprieve_"
+FIELDS = (THRESHOLD, SWITCH, LEVEL)
+
+
+def require_handed_out(rule: Rule) -> None:
+    """Refuse a rule that reads what no vLLM hands out.
+
+    Raises:
+        SpecError: names what it reads.
+    """
+    for need, words in ((Need.DRAFT_HIDDEN, "the draft's hidden states"), (Need.ADVICE, "an advisor")):
+        if need in rule.traits.needs:
+            raise SpecError(f"rule {rule.spec} needs {words}, which vLLM does not hand out; use the local engine")
+    if other := set(rule.traits.target_layers) - {-1}:
+        raise SpecError(
+            f"rule {rule.spec} reads layer {min(other)}; vLLM hands out the last one (-1) only: train a "
+            "head on that one, or use the local engine"
+        )
+    for name, head in rule.heads:
+        if isinstance(head, FoldedHead):
+            raise SpecError(f"head {name!r} is out-of-fold: serve one head, not its folds")
