@@ -62,11 +62,11 @@ def test_it_goes_from_a_file_to_a_certificate_and_goes_on_where_it_was_stopped(d
         for problem in load_task("arithmetic").problems("train", 160)
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    small = ["--mine-limit", "12", "--certify-limit", "20", "--max-drop", "0.6", "--workers", "1"]
+    small = ["--mine-limit", "10", "--certify-limit", "10", "--max-drop", "0.9", "--workers", "1"]
     whole = ["quickstart", "--data", str(data), *FLAGS, *small, "--out", "whole"]
     assert main(whole) == 0
     said = capsys.readouterr().out
-    assert "loses less than 60 points" in said and "reprieve serve" in said and "--engine vllm" in said
+    assert "loses less than 90 points" in said and "reprieve serve" in said and "--engine vllm" in said
 
     stages = []
     run = Stages.run

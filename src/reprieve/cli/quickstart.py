@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _NUM_TRIED = 4  # problems that speeds are measured on
 _FEWEST = 60  # calibration problems: fewer cannot prove a bound of 5 points even where nothing is lost
+_COMPARED = 40  # problems of the last comparison
 _MOST = 10_000  # problems counted of a split
 _FREE = ("out", "look", "num_workers")  # settings that may change from run to run
 _THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.4)  # coarser than usual: each is measured in full
@@ -130,7 +131,7 @@ class Quickstart(Command):
                     raise StageFailed(certifying)
                 return self._without_certificate(reason)
             certificate = self._certificate()
-            arms = ["--arm", certificate.rule, *k, "--split", "test", "--limit", "40"]
+            arms = ["--arm", certificate.rule, *k, "--split", "test", "--limit", str(min(_COMPARED, num_certified))]
             stages.run(Stage("bench", ["bench", *arms, *shared, "--out", str(self.out / "bench")]))
             folders = [str(self.out / "bench"), str(self.out / "certificates")]
             titled = ["--title", f"{self.pair.target} on {self.data or self.task}"]
@@ -274,7 +275,7 @@ class Quickstart(Command):
         screen.say(
             f"plan: mine {num_mined} problems (about {_minutes(mining)}), train a head, certify a loss below "
             f"{100 * self.max_drop:g} points on {num_certified} problems and confirm it on as many others (about "
-            f"{_minutes(certifying)}), compare on 40, write the report. Everything goes to {self.out}"
+            f"{_minutes(certifying)}), compare on {min(_COMPARED, num_certified)}, write the report. Everything goes to {self.out}"
         )
 
     def _workers(self) -> int:
