@@ -275,7 +275,8 @@ class Quickstart(Command):
         screen.say(
             f"plan: mine {num_mined} problems (about {_minutes(mining)}), train a head, certify a loss below "
             f"{100 * self.max_drop:g} points on {num_certified} problems and confirm it on as many others (about "
-            f"{_minutes(certifying)}), compare on {min(_COMPARED, num_certified)}, write the report. Everything goes to {self.out}"
+            f"{_minutes(certifying)}), compare on {min(_COMPARED, num_certified)}, write the report. "
+            f"Everything goes to {self.out}"
         )
 
     def _workers(self) -> int:
