@@ -4,7 +4,8 @@
 - `sweep`: all thresholds in one run beside one run each: the same answers, and the time of both;
 - `mine`: AutoJudge's labels from both, and seconds a problem; `--rollouts 8` for PAD's speed.
 
-Speed under load is `reprieve bench --engine vllm --concurrency 1,8,32`.
+- `load`: tokens a second at 1, 8 and 32 requests at once, as `reprieve bench --concurrency` has it, without the arms that
+  need servers of their own.
 
     python benchmarks/engines.py agree --limit 200 --out runs/engines
 """
@@ -15,7 +16,7 @@ import argparse
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from reprieve.evaluation.arms import Arm, make_arms
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.engines.base import Engine
 from reprieve.evaluation.engines.making import make_engine
+from reprieve.evaluation.engines.served import ServedEngine
 from reprieve.evaluation.records import ProblemRecord
 from reprieve.evaluation.runner import Runner
-from reprieve.evaluation.settings import RunSettings
+from reprieve.evaluation.settings import RunSettings, SpeedSettings
+from reprieve.evaluation.throughput import measure_throughput
 from reprieve.files import replace_file
 from reprieve.labelling.recipes import build
 from reprieve.labelling.runner import mine_problems
@@ -108,6 +111,21 @@ def _run(arms: Sequence[Arm], options: argparse.Namespace, name: str) -> dict[tu
         engine.close()
 
 
+def load(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Speed under load, arms in turns on one server."""
+    arms = arms_of("judge:threshold=0.04", "margin:delta=2", "typical")
+    engine = make_engine(EngineSettings(VLLM), PAIR)
+    try:
+        task = ask(load_task("arithmetic"), engine.tokenizer)
+        config = RunConfig.of(engine, arms, RunSettings(limit=options.limit))
+        assert isinstance(engine, ServedEngine)
+        speed = SpeedSettings(concurrency=(1, 8, 32), turns=3)
+        options.out.mkdir(parents=True, exist_ok=True)
+        return measure_throughput(engine, config, task, arms, speed, options.out)
+    finally:
+        engine.close()
+
+
 def mine(options: argparse.Namespace) -> dict[str, Any]:
     """Labels of both engines, and how long they took."""
     settings: MiningSettings = AutoJudgeMining(limit=options.limit, pair=PAIR)
@@ -142,14 +160,15 @@ def mine(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("agree", "sweep", "mine"))
+    parser.add_argument("what", choices=("agree", "sweep", "load", "mine"))
     parser.add_argument("--limit", type=int, default=200)
     parser.add_argument("--rollouts", type=int, default=0, help="mine PAD's labels with so many rollouts")
     parser.add_argument("--out", type=Path, default=Path("runs/engines"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.out = options.out / (f"{options.what}-{options.rollouts}" if options.rollouts else options.what)
-    result = {"agree": agree, "sweep": sweep, "mine": mine}[options.what](options)
+    jobs: dict[str, Callable[[argparse.Namespace], Any]] = {"agree": agree, "sweep": sweep, "load": load, "mine": mine}
+    result = jobs[options.what](options)
     text = json.dumps(result, indent=2)
     replace_file(options.out / "result.json", text + "\n")
     print(text)
