@@ -4,8 +4,8 @@
 - `sweep`: all thresholds in one run beside one run each: the same answers, and the time of both;
 - `mine`: AutoJudge's labels from both, and seconds a problem; `--rollouts 8` for PAD's speed.
 
-- `load`: tokens a second at 1, 8 and 32 requests at once, as `reprieve bench --concurrency` has it, without the arms that
-  need servers of their own.
+- `load`: tokens a second at 1, 8 and 32 requests at once, as `reprieve bench --concurrency` has it, without the arms
+  that need servers of their own.
 
     python benchmarks/engines.py agree --limit 200 --out runs/engines
 """
