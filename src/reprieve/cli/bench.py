@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reprieve.cli.command import Command
-from reprieve.cli.comparing import compare, require_servers
+from reprieve.cli.comparing import compare
 from reprieve.evaluation.settings import RunSettings, SpeedSettings
 from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings
@@ -38,7 +38,6 @@ class Bench(Command):
         from reprieve.evaluation.arms import make_arms
 
         arms = make_arms(self.arm, self.num_draft_tokens, target=self.pair.target)
-        require_servers(self.speed, self.answering)
         return compare(
             self,
             arms,

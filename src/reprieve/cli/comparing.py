@@ -39,28 +39,10 @@ def compare(
         num_workers: processes side by side.
         speed: how speed under load is measured too, on servers.
     """
-    from reprieve.evaluation.config import RunConfig
-    from reprieve.evaluation.engines.base import without_missing
     from reprieve.evaluation.figure import draw_frontier
-    from reprieve.evaluation.results import summarise, write_results
-    from reprieve.evaluation.runner import run_arms
+    from reprieve.evaluation.results import write_results
 
-    with screen.engine_and_task(engine, pair, settings.task, settings.prompt, num_workers=num_workers) as (made, task):
-        arms = without_missing(arms, made, settings.drafter)
-        config = RunConfig.of(made, arms, settings, command=screen.command_line())
-        with screen.progress_bar(f"{len(arms)} arms") as bar:
-            run = run_arms(
-                config,
-                arms,
-                made,
-                task,
-                out,
-                begun=lambda: command.keep_config(out),
-                progress=screen.reporter(bar),
-            )
-        document = summarise(run)
-        if speed is not None and speed.concurrency and run.complete:
-            document["throughput"] = under_load(made, run, task, speed, out)
+    run, document = measure(command, arms, settings, engine, pair, out, num_workers=num_workers, speed=speed)
     write_results(document, out)
     if not document["arms"]:
         screen.warn(f"interrupted before every arm had answered a problem; records kept in {out}")
@@ -84,17 +66,50 @@ def compare(
     return 1 if any(arm["num_failed"] for arm in document["arms"]) else 0
 
 
-def require_servers(speed: SpeedSettings, engine: EngineSettings) -> None:
-    """Refuse, before any work, speed under load on the local engine.
+def measure(
+    command: Command,
+    arms: Sequence[Arm],
+    settings: RunSettings,
+    engine: EngineSettings,
+    pair: PairSettings,
+    out: Path,
+    *,
+    num_workers: int = 1,
+    speed: SpeedSettings | None = None,
+) -> tuple[Run, dict[str, Any]]:
+    """A run and its results document, with speed under load where that is asked for; arguments as `compare` has them.
 
     Raises:
-        SpecError: the engine is not a server.
+        SpecError: speed under load of an engine that is not a server.
     """
-    if speed.concurrency and engine.local:
+    from reprieve.evaluation.config import RunConfig
+    from reprieve.evaluation.engines.base import without_missing
+    from reprieve.evaluation.results import summarise
+    from reprieve.evaluation.runner import run_arms
+
+    levels = speed.concurrency if speed is not None else ()
+    if levels and engine.local:
         raise SpecError("concurrency is of servers (--engine vllm): the local engine answers one request at a time")
+    with screen.engine_and_task(engine, pair, settings.task, settings.prompt, num_workers=num_workers) as (made, task):
+        arms = without_missing(arms, made, settings.drafter)
+        config = RunConfig.of(made, arms, settings, command=screen.command_line())
+        with screen.progress_bar(f"{len(arms)} arms") as bar:
+            run = run_arms(
+                config,
+                arms,
+                made,
+                task,
+                out,
+                begun=lambda: command.keep_config(out),
+                progress=screen.reporter(bar),
+            )
+        document = summarise(run)
+        if speed is not None and levels and run.complete:
+            document["throughput"] = _under_load(made, run, task, speed, out)
+    return run, document
 
 
-def under_load(engine: Engine, run: Run, task: Task, speed: SpeedSettings, out: Path) -> list[dict[str, Any]]:
+def _under_load(engine: Engine, run: Run, task: Task, speed: SpeedSettings, out: Path) -> list[dict[str, Any]]:
     """Tokens a second of a run's arms at each concurrency."""
     from reprieve.evaluation.engines.served import ServedEngine
     from reprieve.evaluation.throughput import measure_throughput

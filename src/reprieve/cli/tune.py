@@ -9,7 +9,7 @@ from pathlib import Path
 
 from reprieve.cli import screen
 from reprieve.cli.command import Command
-from reprieve.cli.comparing import require_servers, under_load
+from reprieve.cli.comparing import measure
 from reprieve.evaluation.settings import FsdSettings, RunSettings, SpeedSettings
 from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings
@@ -39,37 +39,18 @@ class TuneK(Command):
 
     def run(self) -> int:
         from reprieve.evaluation.arms import make_arms
-        from reprieve.evaluation.config import RunConfig
-        from reprieve.evaluation.engines.base import without_missing
-        from reprieve.evaluation.results import summarise, write_results
-        from reprieve.evaluation.runner import run_arms
+        from reprieve.evaluation.results import write_results
         from reprieve.evaluation.tuning import best_ks
         from reprieve.files import replace_file
 
         arms = make_arms(self.arm, self.num_draft_tokens, target=self.pair.target)
-        require_servers(self.speed, self.answering)
-        asked = self.settings
-        with screen.engine_and_task(self.answering, self.pair, asked.task, asked.prompt) as (engine, task):
-            arms = without_missing(arms, engine, asked.drafter)
-            config = RunConfig.of(engine, arms, asked, command=screen.command_line())
-            with screen.progress_bar(f"{len(arms)} arms") as bar:
-                run = run_arms(
-                    config,
-                    arms,
-                    engine,
-                    task,
-                    self.out,
-                    begun=lambda: self.keep_config(self.out),
-                    progress=screen.reporter(bar),
-                )
-            if not run.complete:
-                screen.warn("interrupted: run again to resume")
-                return 130
-            document = summarise(run)
-            if not self.answering.local:
-                levels = self.speed.concurrency or (1,)
-                speed = dataclasses.replace(self.speed, concurrency=levels[:1])
-                document["throughput"] = under_load(engine, run, task, speed, self.out)
+        speed = self.speed
+        if not self.answering.local:
+            speed = dataclasses.replace(speed, concurrency=(speed.concurrency or (1,))[:1])
+        run, document = measure(self, arms, self.settings, self.answering, self.pair, self.out, speed=speed)
+        if not run.complete:
+            screen.warn("interrupted: run again to resume")
+            return 130
         write_results(document, self.out)
         chosen = best_ks(document)
         replace_file(self.out / "tuned.json", json.dumps({"arms": [asdict(best) for best in chosen]}, indent=2) + "\n")

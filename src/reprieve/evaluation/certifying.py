@@ -223,7 +223,7 @@ def _certificate(
     assert best.rule is not None
     proved = next(step for step in steps if step.threshold == look.threshold)
     return Certificate(
-        statement=_statement(plan, calibration.config.task, best, proved, look.evidence, calibration, noise),
+        statement=_statement(plan, best, proved, look.evidence, calibration, noise),
         rule=best.rule.spec,
         portable_rule=portable_spec(best.rule),
         threshold=float(look.threshold),
@@ -273,14 +273,13 @@ def _words(loss: str) -> str:
     return "loses less than" if loss == NET_DROP else "spoils fewer than"
 
 
-def _statement(
-    plan: Plan, task: str, arm: Arm, step: Step, held: PairedTest, calibration: Runner, noise: Noise | None
-) -> str:
+def _statement(plan: Plan, arm: Arm, step: Step, held: PairedTest, calibration: Runner, noise: Noise | None) -> str:
     promise, facts = plan.promise, calibration.engine.facts
     where = "" if noise is None else f" on {facts.engine} {facts.engine_version or ''} ({facts.runner or 'its runner'})"
     return (
         f"With {100 * promise.confidence:g}% confidence, {arm.label} {_words(promise.loss)} "
-        f"{100 * promise.max_drop:g} points of problems solved against lossless decoding on task {task} at "
+        f"{100 * promise.max_drop:g} points of problems solved against lossless decoding on task "
+        f"{calibration.config.task} at "
         f"K = {arm.num_draft_tokens}{where}, where lossless solves {100 * step.evidence.accuracy_strict:.1f}%. "
         f"Calibrated on {step.evidence.num_problems} problems (observed {100 * step.evidence.observed:+.2f} points, at "
         f"most {100 * step.evidence.upper_bound:.2f}); on {held.num_problems} held-out problems it lost "

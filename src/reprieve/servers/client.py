@@ -91,23 +91,28 @@ class Client:
             EngineError: no server answers any more.
             ReprieveError: the servers refuse the request.
         """
+        asked = {
+            "model": self.model,
+            "prompt": list(prompt_ids),
+            "max_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "seed": params.seed,
+            "n": num,
+            "stop": list(params.stop) or None,
+            "extra_body": _extra_body(params, extra, keep_stop),
+            **(_STREAMED if stream else {}),
+        }
         async with self._room:
-            return await self._complete(prompt_ids, params, extra, num, keep_stop, stream)
+            return await self._somewhere(asked)
 
-    async def _complete(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        extra: Mapping[str, Any] | None,
-        num: int,
-        keep_stop: bool,
-        stream: bool,
-    ) -> list[Completion]:
+    async def _somewhere(self, asked: Mapping[str, Any]) -> list[Completion]:
+        """A request to the server with the fewest under way, and to another where that has died."""
         while self._under_way:
             url = min(self._under_way, key=self._under_way.__getitem__)
             self._under_way[url] += 1
             try:
-                return await self._ask(self._clients[url], prompt_ids, params, extra, num, keep_stop, stream)
+                return await _ask(self._clients[url], asked)
             except self._errors.APIError as error:
                 said = " ".join(str(error).split()) or type(error).__name__
                 status = getattr(error, "status_code", 500)
@@ -122,39 +127,20 @@ class Client:
                 raise EngineError(told)
         raise EngineError("no server answers any more")
 
-    async def _ask(
-        self,
-        client: Any,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        extra: Mapping[str, Any] | None,
-        num: int,
-        keep_stop: bool,
-        stream: bool,
-    ) -> list[Completion]:
-        began = time.perf_counter()
-        reply = await client.completions.create(
-            model=self.model,
-            prompt=list(prompt_ids),
-            max_tokens=params.max_new_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            seed=params.seed,
-            n=num,
-            stop=list(params.stop) or None,
-            extra_body=_extra_body(params, extra, keep_stop),
-            **(_STREAMED if stream else {}),
-        )
-        if stream:
-            return [await _read_stream(reply, began)]
-        seconds = time.perf_counter() - began
-        numbers = _speculation(reply)
-        return [_completion(choice, seconds, numbers) for choice in sorted(reply.choices, key=lambda one: one.index)]
-
     async def close(self) -> None:
         """Close all connections."""
         for client in self._clients.values():
             await client.close()
+
+
+async def _ask(client: Any, asked: Mapping[str, Any]) -> list[Completion]:
+    began = time.perf_counter()
+    reply = await client.completions.create(**asked)
+    if "stream" in asked:
+        return [await _read_stream(reply, began)]
+    seconds = time.perf_counter() - began
+    numbers = _speculation(reply)
+    return [_completion(choice, seconds, numbers) for choice in sorted(reply.choices, key=lambda one: one.index)]
 
 
 def _extra_body(params: SamplingParams, extra: Mapping[str, Any] | None, keep_stop: bool) -> dict[str, Any]:

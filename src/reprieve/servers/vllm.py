@@ -37,7 +37,7 @@ class Deployment:
     Args:
         model: folder or hub id.
         speculation: vLLM's speculative configuration; None for none, and then there is no plugin either.
-        rules: what requests may ask for; none for lossless alone.
+        rules: what requests may ask for.
     """
 
     model: str
