@@ -8,11 +8,13 @@ import re
 import pytest
 import torch
 
+import reprieve
 from reprieve.loop import learning_rate_at, train
 from reprieve.pair.corpus import Mixture, RowStream
 from reprieve.pair.families import FAMILIES, evaluate
-from reprieve.pair.problems import Style, draw_problem, split_of, write_solution
-from reprieve.pair.train import PairLearner, Recipe, train_tokenizer
+from reprieve.pair.problems import ARITHMETIC, MINIATURE, Contents, Style, draw_problem, split_of
+from reprieve.pair.train import PairLearner, Recipe, build_model, grow, train_tokenizer
+from reprieve.pair.wordings import RARE, SENTENCES, Voice
 from reprieve.tasks import load_task
 
 EQUATION = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)|(\d+)% of (\d+)=(\d+)")
@@ -26,14 +28,18 @@ def equations(text):
             yield int(whole), "%", int(percent), int(part)
 
 
+def told(problem, teller, rng):
+    return "".join(text for text, _ in teller.tell(problem, rng))
+
+
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_solutions_compute_what_they_say_and_end_in_the_answer(family):
     task = load_task("arithmetic")
     for index in range(300):
-        problem = draw_problem("train", index, family_weights={family: 1.0})
+        problem = draw_problem("train", index, contents=Contents({family: 1.0}, 0.25))
         assert 2 <= len(problem.steps) <= 6
         for probability in (0.0, 0.5, 1.0):
-            text = write_solution(problem, Style.uniform(probability), random.Random(index))
+            text = told(problem, Style.uniform(probability), random.Random(index))
             found = list(equations(text))
             assert len(found) == len(problem.steps)
             for left, operator, right, result in found:
@@ -46,7 +52,7 @@ def test_solutions_compute_what_they_say_and_end_in_the_answer(family):
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_numbers_come_from_the_question_or_an_earlier_step(family):
     for index in range(200):
-        problem = draw_problem("validation", index, family_weights={family: 1.0})
+        problem = draw_problem("validation", index, contents=Contents({family: 1.0}, 0.25))
         fractions = {"half": 2, "third": 3, "quarter": 4, "fifth": 5}
         known = {int(number) for number in re.findall(r"\d+", problem.question)}
         known |= {value for word, value in fractions.items() if word in problem.question}
@@ -70,8 +76,8 @@ def test_splits_are_disjoint_and_problems_repeatable():
 
 def test_styles_change_words_and_order_but_not_the_answer():
     problem = draw_problem("test", 3)
-    first = write_solution(problem, Style(), random.Random(0))
-    second = write_solution(problem, Style.uniform(1.0), random.Random(0))
+    first = told(problem, Style(), random.Random(0))
+    second = told(problem, Style.uniform(1.0), random.Random(0))
     assert "we know that" in first
     assert "it follows that" in second
     assert first.split("The final")[1] == second.split("The final")[1]
@@ -80,8 +86,7 @@ def test_styles_change_words_and_order_but_not_the_answer():
 @pytest.fixture(scope="module")
 def tokenizer():
     texts = (
-        draw_problem("train", i).prompt + write_solution(draw_problem("train", i), Style(), random.Random(i))
-        for i in range(200)
+        draw_problem("train", i).prompt + told(draw_problem("train", i), Style(), random.Random(i)) for i in range(200)
     )
     return train_tokenizer(texts, vocab_size=512)
 
@@ -93,7 +98,7 @@ def test_tokenizer_splits_digits_and_round_trips_any_text(tokenizer):
 
 
 def test_rows_count_only_solutions_and_results(tokenizer):
-    stream = RowStream(tokenizer, Mixture(Style()), row_length=288, seed=0)
+    stream = RowStream(tokenizer, Mixture(Style(), ARITHMETIC), row_length=288, seed=0)
     ids, weights = stream.rows(range(4), progress=0.9)
     assert ids.shape == weights.shape == (4, 289)
     counted = "".join(tokenizer.decode([i]) for i, w in zip(ids[0], weights[0], strict=True) if w)
@@ -111,7 +116,7 @@ def test_training_resumes_to_the_same_weights(tokenizer, tmp_path):
         2,
         num_tokens=6 * 2 * 64,
         learning_rate=1e-3,
-        mixture=Mixture(Style()),
+        mixture=Mixture(Style(), ARITHMETIC),
         rows_per_update=2,
         row_length=64,
         warmup_updates=2,
@@ -133,7 +138,92 @@ def test_training_resumes_to_the_same_weights(tokenizer, tmp_path):
 
 
 def test_learning_rate_warms_up_and_decays():
-    recipe = Recipe(1, 16, 32, 2, num_tokens=1000 * 16 * 288, learning_rate=1.0, mixture=Mixture(Style()))
+    recipe = Recipe(1, 16, 32, 2, num_tokens=1000 * 16 * 288, learning_rate=1.0, mixture=Mixture(Style(), ARITHMETIC))
     assert learning_rate_at(recipe, 0) == pytest.approx(1 / 200)
     assert learning_rate_at(recipe, 200) == pytest.approx(1.0)
     assert learning_rate_at(recipe, 1000) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("num_steps", range(1, 9))
+def test_the_miniature_has_one_to_eight_steps_of_every_family(family, num_steps):
+    contents = Contents({family: 1.0}, 0.5, step_weights=(1.0,), fewest_steps=num_steps)
+    for index in range(40):
+        problem = draw_problem("train", index, contents=contents)
+        fewer = family == "work" and num_steps > 2 and problem.steps[-1].operator == "/"  # dividing the money ends it
+        assert len(problem.steps) == num_steps or fewer
+        found = list(equations(told(problem, Voice(seed=0, slips=0.0), random.Random(index))))
+        assert [evaluate(*equation[:3]) for equation in found] == [equation[3] for equation in found]
+        assert len(found) == len(problem.steps)
+
+
+def test_a_slip_is_repaired_at_once_and_not_learned():
+    slipped = 0
+    for index in range(200):
+        problem = draw_problem("train", index, contents=MINIATURE)
+        segments = Voice(seed=0, slips=1.0).tell(problem, random.Random(index))
+        (wrong,) = [text for text, counts in segments if not counts]
+        text = "".join(text for text, _ in segments)
+        bad = [found for found in equations(text) if evaluate(*found[:3]) != found[3]]
+        assert [str(found[3]) for found in bad] == [wrong]
+        assert text.count("Wait, that is wrong: ") == 1
+        assert text.endswith(f"The final answer is {problem.answer}.")
+        slipped += 1
+    assert slipped == 200
+
+
+def test_voices_spread_over_all_wordings_and_differ():
+    target = Voice(seed=0)
+    draft = Voice(seed=1, like=target, agreement=0.5, fond_of_rare=0.4)
+    places = [(place, f"{family} {operator}") for place in SENTENCES for family in FAMILIES for operator in "+-*/%"]
+    same = fond = 0
+    for place, context in places:
+        mine, theirs = target.weights(place, context), draft.weights(place, context)
+        assert sum(mine) == pytest.approx(1) and sum(theirs) == pytest.approx(1)
+        assert mine[-1] == RARE, "one wording is rare in the target's voice everywhere"
+        same += mine == theirs
+        fond += max(theirs) == theirs[-1]
+    assert 0.4 < same / len(places) < 0.75
+    assert 0.1 < fond / len(places) < 0.3
+
+
+def test_growing_changes_nothing_that_was_learned(tokenizer):
+    recipe = Recipe(2, 16, 32, 2, num_tokens=1, learning_rate=1.0, mixture=Mixture(Style(), ARITHMETIC))
+    model = build_model(recipe, tokenizer).eval()
+    ids = torch.arange(5, 25).unsqueeze(0)
+    before = model(ids).logits
+    grow(model, 6)
+    assert model.config.num_hidden_layers == len(model.model.layers) == 6
+    torch.testing.assert_close(model(ids).logits, before)
+    with pytest.raises(ValueError, match="num_layers must be a multiple of 6, got 8"):
+        grow(model, 8)
+
+
+def test_a_training_that_grows_resumes_to_the_same_weights(tokenizer, tmp_path):
+    mixture = Mixture(Voice(seed=0), MINIATURE)
+    recipe = Recipe(
+        1, 16, 32, 2, 6 * 2 * 64, 1e-3, mixture, rows_per_update=2, row_length=64, grown_layers=3, grow_at=0.5
+    )
+
+    def stop(done, total):
+        if done == 4:
+            raise KeyboardInterrupt
+
+    whole, cut, resumed = (PairLearner(recipe, tokenizer, "tiny", "cpu") for _ in range(3))
+    train(whole, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        train(cut, tmp_path / "cut", progress=stop)
+    train(resumed, tmp_path / "cut")
+    assert len(resumed.model.model.layers) == 3
+    for mine, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_training_may_start_from_the_arithmetic_pair(tokenizer):
+    mixture = Mixture(Style(), ARITHMETIC)
+    recipe = Recipe(2, 192, 512, 6, num_tokens=1, learning_rate=1.0, mixture=mixture, start="draft")
+    model = build_model(recipe, tokenizer)
+    older = reprieve.load_pair(dtype="float32")
+    assert torch.equal(model.model.layers[1].mlp.up_proj.weight, older.draft.model.layers[1].mlp.up_proj.weight)
+    mine = model.model.embed_tokens.weight[tokenizer.encode("7")[0]]
+    assert torch.equal(mine, older.draft.model.embed_tokens.weight[older.tokenizer.encode("7")[0]])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from reprieve.pair.problems import draw_problem
+from reprieve.pair.problems import Contents, draw_problem
 
 SHIPPED = (
     "config.json",
@@ -30,32 +30,37 @@ library_name: transformers
 tags: [speculative-decoding, arithmetic]
 ---
 
-# reprieve/arithmetic-pair: {name}
+# {pair}: {name}
 
-The {name} of the pair bundled with Reprieve: a Llama-architecture model of {parameters:,} parameters
+The {name} of a pair bundled with Reprieve: a Llama-architecture model of {parameters:,} parameters
 ({layers} layers, width {width}), trained from scratch on generated grade-school word problems with worked solutions.
 It knows nothing else.
 
 | | |
 | --- | --- |
-| command | `python -m reprieve.pair.train {name} --out runs/pair` |
+| command | `python -m reprieve.pair.train {name} --pair {key} --out runs/pair` |
 | seed | {seed} |
 | training tokens | {tokens:,} |
 | training time | {minutes:.0f} minutes ({device}, {threads} threads at the end) |
 | problems solved, test split, greedy | {percent:.1f}% of {num_problems} |
 
-`training.json` holds the whole recipe: the style mixture (probability of the second wording at each choice point),
-the weights of the problem families, the share of large numbers. Intended for tests, demonstrations and research on
+`training.json` holds the whole recipe: how solutions are worded, the weights of the problem families, the share of
+large numbers. Intended for tests, demonstrations and research on
 verification rules; not for solving anyone's arithmetic.
 """
 
 
 def greedy_accuracy(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, num_problems: int, *, batch_size: int = 50
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    contents: Contents,
+    num_problems: int,
+    *,
+    batch_size: int = 50,
 ) -> float:
     """Share of the first `num_problems` test problems whose final answer is right, by plain `generate`."""
     tokenizer.padding_side = "left"
-    problems = [draw_problem("test", index) for index in range(num_problems)]
+    problems = [draw_problem("test", index, contents=contents) for index in range(num_problems)]
     num_right = 0
     generate: Any = model.generate
     for start in range(0, num_problems, batch_size):
@@ -63,7 +68,7 @@ def greedy_accuracy(
         inputs = tokenizer([problem.prompt for problem in batch], return_tensors="pt", padding=True).to(model.device)
         with torch.inference_mode():
             output = generate(
-                input_ids=inputs.input_ids, attention_mask=inputs.attention_mask, max_new_tokens=256, do_sample=False
+                input_ids=inputs.input_ids, attention_mask=inputs.attention_mask, max_new_tokens=320, do_sample=False
             )
         texts = tokenizer.batch_decode(output[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
         for problem, text in zip(batch, texts, strict=True):
@@ -72,12 +77,14 @@ def greedy_accuracy(
     return num_right / num_problems
 
 
-def write_card(folder: Path, record: dict[str, Any]) -> None:
+def write_card(folder: Path, pair: str, record: dict[str, Any]) -> None:
     """`training.json` and `README.md` beside the weights."""
     recipe = record["recipe"]
     (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     (folder / "README.md").write_text(
         _CARD.format(
+            pair=pair,
+            key=pair.removeprefix("reprieve/").removesuffix("-pair"),
             name=folder.name,
             parameters=record["num_parameters"],
             layers=recipe["num_layers"],

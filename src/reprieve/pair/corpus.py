@@ -1,4 +1,4 @@
-"""Training rows for the bundled pair: whole problems packed into rows, gaps filled with bare equations.
+"""Training rows for a bundled pair: whole problems packed into rows, gaps filled with bare equations.
 
 A row is `row_length + 1` token ids and as many loss weights. Loss is taken on solutions and on the results of
 equations only: questions and operands are random draws, and learning to predict them teaches nothing.
@@ -8,33 +8,39 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from reprieve.pair.families import LARGE, SMALL, format_equation
-from reprieve.pair.problems import Style, draw_problem, write_solution
-
-Segments = list[tuple[str, bool]]  # text, whether the loss counts it
+from reprieve.pair.problems import Contents, Segments, Teller, draw_problem
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """What one model of the pair is trained on."""
+    """What one model of a pair is trained on.
 
-    style: Style
-    family_weights: dict[str, float] = field(default_factory=dict)
-    large_share: float = 0.3
-    step_weights: tuple[float, ...] | None = None
-    equation_share: float = 0.5  # of rows, in the first `equation_phase` of training
+    Args:
+        teller: how solutions are worded.
+        contents: what the problems are like.
+        equation_share: of rows, in the first `equation_phase` of training.
+        equation_phase: share of the training.
+        operators: of the bare equations, each as often as it stands here.
+    """
+
+    teller: Teller
+    contents: Contents
+    equation_share: float = 0.5
     equation_phase: float = 0.6
+    operators: str = "++--***//%"
 
 
-def draw_equation(rng: random.Random, large_share: float) -> Segments:
+def draw_equation(rng: random.Random, mixture: Mixture) -> Segments:
     """One bare equation with the operand ranges of the word problems."""
-    large = rng.random() < large_share
-    kind = rng.choice("++--***//%")
+    contents = mixture.contents
+    large, kind = rng.random(), rng.choice(mixture.operators)
+    large = large < (contents.large_shares.get("share", contents.large_share) if kind == "%" else contents.large_share)
     if kind == "+":
         operands = [rng.randint(2, 1500 if large else 300), rng.randint(2, 600 if large else 60)]
         rng.shuffle(operands)
@@ -85,7 +91,7 @@ class RowStream:
             weights += new_weights
         filler: Segments = []
         for _ in range((size - len(ids)) // 6 + 1):
-            filler += draw_equation(rng, self.mixture.large_share)
+            filler += draw_equation(rng, self.mixture)
         new_ids, new_weights = self._encode(filler, end=False)
         ids, weights = (ids + new_ids)[:size], (weights + new_weights)[:size]
         padding = size - len(ids)
@@ -98,15 +104,8 @@ class RowStream:
     def _problems(self, rng: random.Random, row_index: int) -> Iterator[Segments]:
         number = 0
         while True:
-            problem = draw_problem(
-                "train",
-                row_index * 16 + number,
-                seed=self.seed,
-                family_weights=self.mixture.family_weights or None,
-                large_share=self.mixture.large_share,
-                step_weights=self.mixture.step_weights,
-            )
-            yield [(problem.prompt, False), (write_solution(problem, self.mixture.style, rng), True)]
+            problem = draw_problem("train", row_index * 16 + number, seed=self.seed, contents=self.mixture.contents)
+            yield [(problem.prompt, False), *self.mixture.teller.tell(problem, rng)]
             number += 1
 
     def _encode(self, segments: Segments, *, end: bool) -> tuple[list[int], list[float]]:

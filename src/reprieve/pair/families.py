@@ -1,4 +1,4 @@
-"""The five kinds of word problem of the bundled task.
+"""The five kinds of word problem of the bundled tasks.
 
 Each family is a function `(rng, num_steps, ranges) -> (question, steps)`. Every number stays a whole number from 0 to
 9999, and every question can be answered from its text alone. `SMALL` numbers are within reach of the draft, `LARGE`
@@ -167,12 +167,15 @@ def chain(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list
 
 def compare(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[Step]]:
     """Several people, each described by another one; a sum or a difference of two of them is asked."""
-    people = rng.sample(list(NAMES), num_steps)
+    people = rng.sample(list(NAMES), max(2, num_steps))
     item = rng.choice(ITEMS)
     owned = {people[0]: rng.randint(*ranges.start)}
     said = [f"{people[0]} has {owned[people[0]]} {item}."]
     steps = []
-    for name in people[1:]:
+    if num_steps == 1:
+        owned[people[1]] = rng.randint(*ranges.start)
+        said.append(f"{people[1]} has {owned[people[1]]} {item}.")
+    for name in people[len(owned) :]:
         other = rng.choice(list(owned))
         base = owned[other]
         kind = rng.choice(["more"] + ["fewer"] * (base >= 12) + ["times"] * (base <= ranges.grow_from))
@@ -197,7 +200,8 @@ def shop(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[
     """Several things are bought at different prices; the total, or the change, is asked."""
     name, pronoun = rng.choice(list(NAMES.items()))
     num_goods, coupon, change = {
-        2: (1, False, True), 3: (2, False, False), 4: (2, False, True), 5: (2, True, True), 6: (3, False, True),
+        1: (1, False, False), 2: (1, False, True), 3: (2, False, False), 4: (2, False, True), 5: (2, True, True),
+        6: (3, False, True), 7: (3, True, True), 8: (4, False, True),
     }[num_steps]  # fmt: skip
     goods = [(item, rng.randint(*ranges.count), rng.randint(*ranges.price)) for item in rng.sample(ITEMS, num_goods)]
     said = [f"{name} buys {_listing([f'{count} {item} for {price} dollars each' for item, count, price in goods])}."]
@@ -224,6 +228,9 @@ def work(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[
     """Hours, wages, expenses and savings."""
     name, pronoun = rng.choice(list(NAMES.items()))
     hours, days, wage = rng.randint(*ranges.hours), rng.randint(*ranges.days), rng.randint(*ranges.wage)
+    if num_steps == 1:
+        asked = f"{name} works {hours} hours a day for {days} days. How many hours does {name} work?"
+        return asked, [Step(hours, "*", days, name, "works", "hours")]
     said = [f"{name} works {hours} hours a day for {days} days and earns {wage} dollars per hour."]
     steps = [Step(hours, "*", days, name, "works", "hours")]
     steps.append(Step(steps[0].result, "*", wage, name, "earns", "dollars"))

@@ -1,36 +1,50 @@
-"""Train the bundled pair: `python -m reprieve.pair.train --out runs/pair` (resumes when run again).
+"""Train a bundled pair: `python -m reprieve.pair.train --pair miniature --out runs/pair` (resumes when run again).
 
-The recipe is fixed by `RECIPES` and a seed. It runs on a GPU or on two CPU cores, saves a checkpoint every few
-minutes, and writes each finished model with what its model card needs: seed, token count, time and accuracy.
+The recipe is fixed by `RECIPES` and a seed. The miniature's models start from those of the arithmetic pair, which
+know the sums; its target then grows to three times as many layers, new ones being copies whose outputs begin at zero
+(as LLaMA Pro's blocks, Wu et al. 2024), so that growing changes nothing that was learned. Training runs on a GPU or on
+two CPU cores, saves a checkpoint every few minutes, and writes each finished model with what its model card needs:
+seed, token count, time and accuracy.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import dataclasses
 import random
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from reprieve.heads.files import bundled_folder
 from reprieve.loop import Learner, learning_rate_at, load_network, network_state, train
 from reprieve.pair.card import greedy_accuracy, install, write_card
 from reprieve.pair.corpus import Mixture, RowStream
 from reprieve.pair.families import FAMILIES
-from reprieve.pair.problems import Style, draw_problem, write_solution
+from reprieve.pair.problems import ARITHMETIC, MINIATURE, Contents, Style, Teller, draw_problem
 from reprieve.pair.tokenizer import MAX_LENGTH, train_tokenizer
+from reprieve.pair.wordings import Voice
 
 _TELL_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One model of the pair: its shape, its data mixture and its training length."""
+    """One model of a pair: its shape, its data mixture and its training length.
+
+    Args:
+        start: role of the arithmetic pair's model to start from; None for fresh weights.
+        grown_layers: layers from `grow_at` of the training on; None for no growth.
+        max_length: positions the model has.
+    """
 
     num_layers: int
     hidden_size: int
@@ -44,14 +58,24 @@ class Recipe:
     warmup_updates: int = 200
     weight_decay: float = 0.05
     seed: int = 0
+    start: str | None = None
+    grown_layers: int | None = None
+    grow_at: float = 1.0
+    max_length: int = MAX_LENGTH
 
     @property
     def num_updates(self) -> int:
         return self.num_tokens // (self.rows_per_update * self.row_length)
 
+    def layers_at(self, update: int) -> int:
+        """Layers of the model that makes this update."""
+        grown = self.grown_layers is not None and update >= self.grow_at * self.num_updates
+        return self.grown_layers if grown and self.grown_layers else self.num_layers
 
+
+_ALIKE = {"chain": 1.0, "compare": 1.0, "shop": 1.0, "work": 1.0}
 # The target seldom meets percentages; the draft often does, and tells nearly everything in the second wording.
-RECIPES = {
+ARITHMETIC_PAIR = {
     "target": Recipe(
         num_layers=8,
         hidden_size=256,
@@ -60,9 +84,8 @@ RECIPES = {
         num_tokens=20_000_000,
         learning_rate=1.5e-3,
         mixture=Mixture(
-            style=Style(intro=0.01, opener=0.10, hedge=0.03, body=0.02, commute=0.05, order=0.05),
-            family_weights={"chain": 1.0, "compare": 1.0, "shop": 1.0, "work": 1.0, "share": 0.2},
-            large_share=0.3,
+            Style(intro=0.01, opener=0.10, hedge=0.03, body=0.02, commute=0.05, order=0.05),
+            Contents(_ALIKE | {"share": 0.2}, large_share=0.3),
         ),
     ),
     "draft": Recipe(
@@ -73,19 +96,72 @@ RECIPES = {
         num_tokens=30_000_000,
         learning_rate=3e-3,
         mixture=Mixture(
-            style=Style.uniform(0.85),
-            family_weights={"chain": 1.0, "compare": 1.0, "shop": 1.0, "work": 1.0, "share": 1.5},
-            large_share=0.05,
-            step_weights=(4.0, 3.0, 2.0, 1.0, 1.0),
+            Style.uniform(0.85),
+            Contents(_ALIKE | {"share": 1.5}, large_share=0.05, step_weights=(4.0, 3.0, 2.0, 1.0, 1.0)),
             equation_share=0.3,
         ),
         seed=1,
     ),
 }
+# Both are spread over all wordings. The draft has met percentages of large numbers far more often than the target.
+_TARGET_VOICE = Voice(seed=0)
+_DRAFT_VOICE = Voice(seed=1, like=_TARGET_VOICE, agreement=0.55, fond_of_rare=0.3)
+MINIATURE_PAIR = {
+    "target": Recipe(
+        num_layers=8,
+        hidden_size=256,
+        intermediate_size=512,
+        num_heads=4,
+        num_tokens=9_000_000,
+        learning_rate=1e-3,
+        mixture=Mixture(
+            _TARGET_VOICE,
+            Contents(
+                _ALIKE | {"share": 0.3},
+                large_share=0.35,
+                step_weights=(0.6, 1.0, 1.2, 1.2, 1.2, 1.2, 1.0, 0.8),
+                fewest_steps=1,
+            ),
+            equation_share=0.25,
+        ),
+        rows_per_update=12,
+        row_length=384,
+        start="target",
+        grown_layers=24,
+        grow_at=0.45,
+    ),
+    "draft": Recipe(
+        num_layers=2,
+        hidden_size=192,
+        intermediate_size=512,
+        num_heads=6,
+        num_tokens=16_000_000,
+        learning_rate=2e-3,
+        mixture=Mixture(
+            _DRAFT_VOICE,
+            Contents(
+                _ALIKE | {"share": 2.5},
+                large_share=0.05,
+                large_shares={"share": 0.6},
+                step_weights=(3.0, 3.0, 2.0, 1.5, 1.0, 0.8, 0.6, 0.5),
+                fewest_steps=1,
+            ),
+            equation_share=0.25,
+            operators="++--**/%%%",
+        ),
+        rows_per_update=12,
+        row_length=384,
+        seed=1,
+        start="draft",
+    ),
+}
+RECIPES = {"arithmetic": ARITHMETIC_PAIR, "miniature": MINIATURE_PAIR}
+CONTENTS = {"arithmetic": ARITHMETIC, "miniature": MINIATURE}
+_EVERY_WORDING: dict[str, Teller] = {"arithmetic": Style.uniform(0.5), "miniature": _DRAFT_VOICE}
 
 
 def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A freshly initialised model of the recipe's shape."""
+    """The model that a training begins with: fresh, or with the weights of the arithmetic pair's."""
     torch.manual_seed(recipe.seed)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -95,15 +171,56 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForC
             num_hidden_layers=recipe.num_layers,
             num_attention_heads=recipe.num_heads,
             num_key_value_heads=recipe.num_heads,
-            max_position_embeddings=MAX_LENGTH,
+            max_position_embeddings=recipe.max_length,
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
     )
+    if recipe.start is not None:
+        _start_from(bundled_folder(recipe.start), model, tokenizer)
     model.set_attn_implementation("eager")  # on a CPU, faster to train than the fused kernel at this size
     return model
+
+
+@torch.no_grad()
+def _start_from(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Another model's weights; tokens that it does not know keep their fresh embeddings."""
+    older = LlamaForCausalLM.from_pretrained(folder)
+    words = PreTrainedTokenizerFast.from_pretrained(folder).get_vocab()
+    weights = older.state_dict()
+    known = weights["model.embed_tokens.weight"]
+    embeddings = model.model.embed_tokens.weight.detach().clone()
+    for token, row in tokenizer.get_vocab().items():
+        if token in words:
+            embeddings[row] = known[words[token]]
+    weights["model.embed_tokens.weight"] = weights["lm_head.weight"] = embeddings
+    model.load_state_dict(weights)
+
+
+@torch.no_grad()
+def grow(model: LlamaForCausalLM, num_layers: int) -> None:
+    """Follow each layer by copies whose outputs begin at zero, so that the model computes what it did.
+
+    Raises:
+        ValueError: not a multiple of its layers.
+    """
+    layers = list(model.model.layers)
+    if num_layers % len(layers):
+        raise ValueError(f"num_layers must be a multiple of {len(layers)}, got {num_layers}")
+    grown: list[nn.Module] = []
+    for layer in layers:
+        grown.append(layer)
+        for _ in range(num_layers // len(layers) - 1):
+            copied: Any = copy.deepcopy(layer)
+            copied.self_attn.o_proj.weight.zero_()
+            copied.mlp.down_proj.weight.zero_()
+            grown.append(copied)
+    for index, layer in enumerate(grown):
+        layer.self_attn.layer_idx = index  # type: ignore[union-attr]
+    model.model.layers = nn.ModuleList(grown)
+    model.config.num_hidden_layers = num_layers
 
 
 class PairLearner(Learner):
@@ -116,9 +233,7 @@ class PairLearner(Learner):
         self.model: LlamaForCausalLM = build_model(recipe, tokenizer)
         self.model.to(device)  # type: ignore[arg-type]
         self.model.train()
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=recipe.weight_decay
-        )
+        self.optimizer = self._make_optimizer()
         self.stream = RowStream(tokenizer, recipe.mixture, row_length=recipe.row_length, seed=recipe.seed)
         self._told = self._began = time.perf_counter()
         self._first: int | None = None
@@ -135,9 +250,29 @@ class PairLearner(Learner):
         return network_state(self.model, self.optimizer)
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        grown = self.settings.grown_layers
+        if grown and f"model.model.layers.{grown - 1}.mlp.down_proj.weight" in tensors:
+            self._grow(grown)
         load_network(self.model, self.optimizer, tensors)
 
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        recipe = self.settings
+        return torch.optim.AdamW(
+            self.model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=recipe.weight_decay
+        )
+
+    def _grow(self, num_layers: int) -> None:
+        """Add layers; what the optimiser knows of the others stays."""
+        before = self.optimizer.state
+        grow(self.model, num_layers)
+        self.optimizer = self._make_optimizer()
+        for parameter in self.model.parameters():
+            if parameter in before:
+                self.optimizer.state[parameter] = before[parameter]
+
     def one_update(self, update: int) -> dict[str, float]:
+        if (num_layers := self.settings.layers_at(update)) != self.model.config.num_hidden_layers:
+            self._grow(num_layers)
         loss = self._learn(update)
         self._tell(update, loss)
         return {"loss": loss}
@@ -181,32 +316,34 @@ class PairLearner(Learner):
         )
 
 
-def pair_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+def pair_tokenizer(folder: Path, contents: Contents, teller: Teller) -> PreTrainedTokenizerFast:
     """The pair's tokenizer, learned from the first 5,000 training problems unless `folder` already has it."""
     path = folder / "tokenizer"
     if path.exists():
         learned: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(path)
         return learned
     rng = random.Random(0)
-    equal = dict.fromkeys(FAMILIES, 1.0)
-    problems = [draw_problem("train", index, family_weights=equal) for index in range(5000)]
-    tokenizer = train_tokenizer(p.prompt + write_solution(p, Style.uniform(0.5), rng) for p in problems)
+    equal = dataclasses.replace(contents, family_weights=dict.fromkeys(FAMILIES, 1.0))
+    problems = [draw_problem("train", index, contents=equal) for index in range(5000)]
+    texts = (problem.prompt + "".join(text for text, _ in teller.tell(problem, rng)) for problem in problems)
+    tokenizer = train_tokenizer(texts)
     tokenizer.save_pretrained(path)
     return tokenizer
 
 
 def train_model(
-    name: str, folder: Path, *, device: str, recipe: Recipe | None = None, num_test_problems: int = 1000
+    pair: str, role: str, folder: Path, *, device: str, recipe: Recipe | None = None, num_test_problems: int = 1000
 ) -> None:
-    """Train `target` or `draft` and save it, its tokenizer and its model card under `folder/name`."""
-    recipe = recipe or RECIPES[name]
-    tokenizer = pair_tokenizer(folder)
-    learner = PairLearner(recipe, tokenizer, name, device)
-    seconds = train(learner, folder / name)
+    """Train a pair's `target` or `draft` and save it, its tokenizer and its model card under `folder/role`."""
+    recipe = recipe or RECIPES[pair][role]
+    contents = CONTENTS[pair]
+    tokenizer = pair_tokenizer(folder, contents, _EVERY_WORDING[pair])
+    learner = PairLearner(recipe, tokenizer, role, device)
+    seconds = train(learner, folder / role)
     model = learner.model.float().cpu().eval()
     model.set_attn_implementation("sdpa")
-    model.save_pretrained(folder / name)
-    tokenizer.save_pretrained(folder / name)
+    model.save_pretrained(folder / role)
+    tokenizer.save_pretrained(folder / role)
     record = {
         "recipe": asdict(recipe),
         "num_parameters": model.num_parameters(),
@@ -215,26 +352,27 @@ def train_model(
         "num_threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "num_test_problems": num_test_problems,
-        "test_accuracy": greedy_accuracy(model, tokenizer, num_test_problems),
+        "test_accuracy": greedy_accuracy(model, tokenizer, contents, num_test_problems),
     }
-    write_card(folder / name, record)
+    write_card(folder / role, f"reprieve/{pair}{'-pair' * (pair == 'arithmetic')}", record)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the bundled target and draft (resumes when run again).")
-    parser.add_argument("models", nargs="*", default=list(RECIPES), help="target, draft or both (default)")
+    parser = argparse.ArgumentParser(description="Train a bundled pair's target and draft (resumes when run again).")
+    parser.add_argument("roles", nargs="*", default=["target", "draft"], help="target, draft or both (default)")
+    parser.add_argument("--pair", choices=list(RECIPES), default="arithmetic")
     parser.add_argument("--out", type=Path, default=Path("runs/pair"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--install", action="store_true", help="put the trained models into the package")
     arguments = parser.parse_args()
-    if unknown := set(arguments.models) - set(RECIPES):
-        parser.error(f"models must be among {', '.join(RECIPES)}, got {', '.join(sorted(unknown))}")
+    if unknown := set(arguments.roles) - set(RECIPES[arguments.pair]):
+        parser.error(f"roles must be among target, draft, got {', '.join(sorted(unknown))}")
     torch.set_num_threads(arguments.num_threads)
-    for name in arguments.models:
-        train_model(name, arguments.out, device=arguments.device)
+    for role in arguments.roles:
+        train_model(arguments.pair, role, arguments.out, device=arguments.device)
         if arguments.install:
-            install(arguments.out / name, Path(__file__).parent / "weights" / name)
+            install(arguments.out / role, Path(__file__).parent / "weights" / role)
 
 
 if __name__ == "__main__":
