@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--interrupts", type=float, nargs="*", default=[90, 240, 200], help="seconds after each start")
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart-twice"))
     chosen = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, and all it starts, ignores it
     flags = write_data(chosen.out, chosen.problems)
     seconds = [
         run_whole(flags, chosen.out / name, stops)

@@ -124,3 +124,17 @@ def test_certifying_on_what_a_head_was_made_from_is_refused_by_name(pair, words,
     assert error.count("jsonl-") == 5
     assert main([*certify, "--offset", "0", "--out", "c2"]) == 2
     assert "and 5 more" in capsys.readouterr().err
+
+
+def test_generate_takes_a_system_prompt_and_thinking(pair, read, capsys):
+    models = ["--target", pair[0], "--draft", pair[1], "--dtype", "float32", "--max-new-tokens", "4"]
+    tokenizer = AutoTokenizer.from_pretrained(pair[0])
+    for name, flags in (
+        ("on", ["--system-prompt", "Be brief.", "--thinking", "on"]),
+        ("off", ["--template", "chat", "--thinking", "off"]),
+    ):
+        assert main(["generate", "Say 7!", *flags, *models, "--json"]) == 0
+        before, after = prompt_text(name)
+        assert tokenizer.decode(read[-1]) == f"{before}7{after}"
+    assert main(["generate", "x", "--template", "raw", "--thinking", "on", *models]) == 2
+    assert "thinking needs the chat template" in capsys.readouterr().err

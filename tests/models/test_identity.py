@@ -1,6 +1,8 @@
 """A pair known by its files alone is the pair that was loaded."""
 
 import pytest
+import torch
+from torch import nn
 
 from reprieve.engine import load_pair
 from reprieve.errors import PairError, ReprieveError
@@ -36,3 +38,22 @@ def test_missing_weights_are_named(tmp_path):
         stored_identity(PairSettings(target))
     with pytest.raises(PairError, match="different tokenizers"):
         stored_identity(PairSettings(str(tmp_path / "draft"), "reprieve/arithmetic-pair"))
+
+
+class _Packed(torch.Tensor):
+    """As torchao's tensors are: no plain values but in full."""
+
+    def flatten(self):
+        raise NotImplementedError("flatten")
+
+    def dequantize(self):
+        return self.as_subclass(torch.Tensor) * 2
+
+
+def test_a_quantised_tensor_is_known_by_its_values():
+    plain, packed = nn.Linear(4, 3, bias=False), nn.Linear(4, 3, bias=False)
+    with torch.no_grad():
+        plain.weight.copy_(torch.arange(12.0).reshape(3, 4))
+    packed.weight = nn.Parameter((plain.weight.detach() / 2).as_subclass(_Packed), requires_grad=False)
+    assert type(packed.weight.detach()) is _Packed
+    assert weights_fingerprint(packed) == weights_fingerprint(plain)

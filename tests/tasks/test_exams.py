@@ -54,7 +54,10 @@ def test_a_row_without_its_fields_is_named(task, tmp_path):
     [
         ("B", "B"), ("(C)", "C"), ("C) blue", "C"), ("**Answer: D**", "D"), ("The correct answer is B.", "B"),
         ("\\boxed{A}", "A"), ("First A seems right.\nThe answer is C", "C"), ("I think\nB", "B"), ("blue", None),
-        ("", None),
+        ("", None), ("The answer is A because cats purr.", "A"), ("The answer is a dog", None),
+        ("The answer is A dog", None), ("the correct option is b", "B"), ("The answer is not A but C.", "C"),
+        ("So the right choice is B, not C.", "B"), ("The answer is B since it rains", "B"),
+        ("The choice I made was (D)", "D"),
     ],
 )  # fmt: skip
 def test_letters_are_read(text, letter):

@@ -13,7 +13,7 @@ from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.errors import SpecError, require_choice
 from reprieve.files import replace_file
-from reprieve.settings import PairSettings, SamplingParams, SamplingSettings
+from reprieve.settings import PairSettings, PromptSettings, SamplingParams, SamplingSettings
 
 if TYPE_CHECKING:
     from reprieve.types import Generation, Token
@@ -33,7 +33,9 @@ class Generate(Command):
         num_draft_tokens: K: drafted tokens a round.
         max_new_tokens: Exact largest number of new tokens.
         stop: A text that ends the answer. Repeatable.
-        template: auto, raw or chat: how the prompt is wrapped.
+        template: auto, raw or chat: how the prompt is wrapped; auto is chat where one of the next two is given.
+        system_prompt: System message before it, in the chat template.
+        thinking: on or off, for chat templates that know enable_thinking.
         seed: Same seed, same answer.
         color: Colours even where there is no terminal, or none on one.
         json: Print one JSON object instead.
@@ -51,6 +53,8 @@ class Generate(Command):
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
     template: str = "auto"
+    system_prompt: str | None = None
+    thinking: str | None = None
     seed: int = 0
     color: bool | None = None
     json: bool = False
@@ -63,6 +67,7 @@ class Generate(Command):
         from rich.text import Text
 
         require_choice("template", self.template, ("auto", "raw", "chat"))
+        asked = self._asked
         screen.require_file(self.out)
         params = SamplingParams(
             **vars(self.sampling), max_new_tokens=self.max_new_tokens, seed=self.seed, stop=self.stop
@@ -80,7 +85,7 @@ class Generate(Command):
             shown.print(Text(piece, style=STYLES[token.provenance.value]), end="", soft_wrap=True)
 
         made = decoder.generate(
-            self._wrapped(text, pair.tokenizer),
+            self._wrapped(text, pair.tokenizer, asked),
             params,
             dial=self.dial,
             on_token=None if self.json else show,
@@ -100,15 +105,22 @@ class Generate(Command):
         )
         return 0
 
-    def _wrapped(self, text: str, tokenizer: Any) -> Any:
-        from reprieve.tasks import load_task
+    @property
+    def _asked(self) -> PromptSettings:
+        wanted = self.template == "chat" or (
+            self.template == "auto" and (self.system_prompt is not None or self.thinking is not None)
+        )
+        return PromptSettings(chat_template=wanted, system_prompt=self.system_prompt, thinking=self.thinking)
 
-        if self.template == "chat":
+    def _wrapped(self, text: str, tokenizer: Any, asked: PromptSettings) -> str | list[int]:
+        from reprieve.tasks import load_task
+        from reprieve.tasks.asking import PromptFormat
+
+        if asked.chat_template:
             if not tokenizer.chat_template:
                 target = self.pair.target
                 raise SpecError(f"template must be auto or raw for {target!r}: its tokenizer has no chat template")
-            message = [{"role": "user", "content": text}]
-            return tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
+            return PromptFormat(tokenizer, asked).encode([{"role": "user", "content": text}])
         if self.template == "auto" and self.pair.bundled:
             return load_task("arithmetic").wrap(text)
         return text

@@ -94,7 +94,13 @@ def identify(
 
 def weights_fingerprint(model: PreTrainedModel) -> str:
     """Identifies weights by the first values of every tensor, in bfloat16 so that a model loaded in less matches."""
-    return fingerprint_of(parameter.detach().flatten() for parameter in model.parameters())
+    return fingerprint_of(_values(parameter.detach()) for parameter in model.parameters())
+
+
+def _values(weights: torch.Tensor) -> torch.Tensor:
+    """Flat values; a quantised tensor's own class (torchao's, say) has them only in full."""
+    plain = type(weights) in (torch.Tensor, torch.nn.Parameter)
+    return (weights if plain else weights.dequantize()).flatten()
 
 
 def fingerprint_of(tensors: Iterable[torch.Tensor]) -> str:

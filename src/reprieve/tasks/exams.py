@@ -16,7 +16,13 @@ from reprieve.tasks.table import TableTask, text_of
 _BOXED = "{question}\n\nReason step by step, and put the final answer within \\boxed{{}}."
 _LETTER = "{question}\n\n{choices}\n\nAnswer with the letter of the right choice."
 _LETTERS = string.ascii_uppercase
-_MARK = r"[\s*_:\"“`\[(]*(?:\\boxed\{)?(?:\\(?:text|textbf|mathrm|mathbf)\{)?\(?\s*([A-Z])\b(?![\s'][a-z])"
+_OPENING = r"[\s*_:\"“`\[(]*(?:\\boxed\{)?(?:\\(?:text|textbf|mathrm|mathbf)\{)?\(?\s*"
+# "A" and "I" are words, too, unless a reason follows; a small letter is a choice only where nothing does.
+_REASON = r"(?:because|since|as|for|which|due|and\s+not|not)\b"
+_MARK = (
+    rf"(?:\s+(?i:not)\s+\(?[A-Z]\)?,?\s+(?i:but))?{_OPENING}"
+    rf"(?:([B-HJ-Z])\b(?!')|([AI])\b(?!')(?!\s+(?!{_REASON})[a-z])|([a-z])\b(?=[\s*_).\"”`}}\]$]*(?:\n|$)))"
+)
 _CHOSEN = (
     re.compile(r"\\boxed\{\s*(?:\\(?:text|textbf|mathrm|mathbf)\{)?\(?([A-Za-z])\b"),
     re.compile(r"\b(?i:answer|option|choice)[\s*_]*(?i:is|would\s+be|:)?(?:\s+(?i:option|choice))?" + _MARK),
@@ -122,8 +128,8 @@ class ChoiceGrader(ExactGrader):
 
     def extract(self, text: str) -> str | None:
         for pattern in _CHOSEN:
-            if found := pattern.findall(text.strip()):
-                return str(found[-1]).upper()
+            if found := [match[match.lastindex or 0] for match in pattern.finditer(text.strip())]:
+                return found[-1].upper()
         return None
 
 
