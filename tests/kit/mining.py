@@ -74,7 +74,7 @@ class ScriptedDraft:
     def __init__(self, next_token: Callable[[list[int]], int]) -> None:
         self.next_token = next_token
 
-    def predict(self, prompt_ids, response_ids):
+    async def predict(self, prompt_ids, response_ids):
         return [self.next_token(response_ids[:place]) for place in range(len(response_ids))]
 
 

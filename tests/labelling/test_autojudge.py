@@ -9,7 +9,7 @@ import torch
 
 import reprieve
 from reprieve.errors import SpecError
-from reprieve.labelling.draft import DraftReader
+from reprieve.labelling.draft import BatchedDraft, DraftReader
 from reprieve.labelling.recipes import build
 from reprieve.labelling.records import MINED, NO_ANSWER
 from reprieve.labelling.settings import AutoJudgeMining, PivotMining
@@ -157,7 +157,33 @@ def test_draft_reader_equals_a_forward_over_the_whole_text():
     for response in (first, second, first, second[:4]):
         with torch.inference_mode():
             logits = model(torch.tensor([[*prompt, *response]])).logits[0]
-        assert reader.predict(prompt, response) == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        assert asyncio.run(reader.predict(prompt, response)) == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def test_texts_that_wait_together_are_read_in_one_forward(monkeypatch):
+    model = tiny_model(seed=4)
+    alone = DraftReader(CachedModel(model), Sampler(SamplingParams(), torch.device("cpu")))
+    texts = [([3, 1, 4], [1, 5, 9, 2]), ([2, 7], [1, 8, 2, 8, 1, 8]), ([5], [3]), ([6, 6], [])]
+
+    async def read(draft):
+        return await asyncio.gather(*(draft.predict(*text) for text in texts))
+
+    expected = [asyncio.run(alone.predict(*text)) for text in texts]
+    together = BatchedDraft(model, 64)
+    assert asyncio.run(read(together)) == expected
+    assert together.num_forwards == 1
+    monkeypatch.setattr("reprieve.labelling.draft._MOST_LOGITS", 64 * 8)
+    small = BatchedDraft(model, 64)
+    assert asyncio.run(read(small)) == expected
+    assert small.num_forwards == 3, "no more than fits into one forward"
+
+
+def test_a_failed_forward_fails_its_texts_and_not_the_next(monkeypatch):
+    model = tiny_model(seed=4)
+    draft = BatchedDraft(model, 64)
+    with pytest.raises(IndexError):
+        asyncio.run(draft.predict([10**6], [1, 2]))
+    assert len(asyncio.run(draft.predict([3], [1, 2]))) == 2
 
 
 def test_gumbel_noise_is_keyed_by_seed_and_prefix():

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from reprieve.errors import ReprieveError, require_choice
-from reprieve.labelling.draft import DraftReader
+from reprieve.labelling.draft import Draft
 from reprieve.labelling.equivalence import Equivalence
 from reprieve.labelling.records import MINED, NO_ANSWER, Mismatch, ProblemLabels
 from reprieve.labelling.responses import ResponseFormat
@@ -30,14 +30,14 @@ class AutoJudgeMiner:
 
     Args:
         target: continues texts.
-        make_draft: a `DraftReader` for one problem.
+        make_draft: what reads one problem as the draft does.
         responses: how responses end and read.
         equivalence: when a response is as good.
         noise: sampling: repeatable draws, shared by both models, for a problem; None when greedy.
     """
 
     target: Target
-    make_draft: Callable[[GumbelNoise | None], DraftReader]
+    make_draft: Callable[[GumbelNoise | None], Draft]
     responses: ResponseFormat
     equivalence: Equivalence
     noise: Callable[[TaskProblem], GumbelNoise] | None = None
@@ -79,7 +79,7 @@ class AutoJudgeMiner:
         """Algorithm 1, lines 6 to 20: the response after all harmless swaps, and the mismatches met."""
         running = original
         mismatches: list[Mismatch] = []
-        drafted = search.draft.predict(search.prompt_ids, running)
+        drafted = await search.draft.predict(search.prompt_ids, running)
         position = _next_mismatch(running, drafted, 0)
         while position is not None:
             mismatch, response = await search.attempt(running, drafted[position], position, original)
@@ -87,13 +87,13 @@ class AutoJudgeMiner:
             if mismatch.important is False:
                 assert response is not None
                 running = response
-                drafted = search.draft.predict(search.prompt_ids, running)
+                drafted = await search.draft.predict(search.prompt_ids, running)
             position = _next_mismatch(running, drafted, position + 1)
         return running, mismatches
 
     async def _try_each(self, search: _Search, original: list[int]) -> list[Mismatch]:
         """Every mismatch of the target's response, each alone."""
-        drafted = search.draft.predict(search.prompt_ids, original)
+        drafted = await search.draft.predict(search.prompt_ids, original)
         places = [i for i, (ours, theirs) in enumerate(zip(original, drafted, strict=True)) if ours != theirs]
         attempts = [search.attempt(original, drafted[place], place, original) for place in places]
         return [mismatch for mismatch, _ in await gather_all(attempts)]

@@ -14,7 +14,7 @@ from reprieve.heads.binding import PairIdentity
 from reprieve.labelling.api_target import ApiTarget
 from reprieve.labelling.autojudge import AutoJudgeMiner
 from reprieve.labelling.chat import Chat, OpenAIChat, openai_client
-from reprieve.labelling.draft import DraftReader
+from reprieve.labelling.draft import BatchedDraft, Draft, DraftReader
 from reprieve.labelling.equivalence import NotWorse, SameAnswer
 from reprieve.labelling.pivot import CandidateSource, PivotMiner
 from reprieve.labelling.responses import ResponseFormat
@@ -149,9 +149,12 @@ def _autojudge(
     settings: AutoJudgeMining, pair: Pair, responses: ResponseFormat, served: Served | None
 ) -> AutoJudgeMiner:
     params = settings.params
+    assert pair.draft is not None
+    sampler = Sampler(params, pair.draft.device)
+    together = None if served is None else BatchedDraft(pair.draft, pair.vocab_size)
 
-    def make_draft(noise: GumbelNoise | None) -> DraftReader:
-        return DraftReader(pair.cached_draft(), Sampler(params, pair.draft.device), noise)  # type: ignore[union-attr]
+    def make_draft(noise: GumbelNoise | None) -> Draft:
+        return together or DraftReader(pair.cached_draft(), sampler, noise)
 
     return AutoJudgeMiner(
         target=_target(settings, pair, responses, served),
