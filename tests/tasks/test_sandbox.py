@@ -6,19 +6,22 @@ import base64
 import gzip
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import zlib
+from pathlib import Path
 
 import pytest
 
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.tasks import load_task
 from reprieve.tasks import sandbox as module
-from reprieve.tasks.sandbox import Limits, Sandbox, passes
+from reprieve.tasks.sandbox import Limits, Sandbox
 
 LIMITS = Limits(seconds=2.0, memory_mb=256, disk_mb=8, num_processes=8)
 
@@ -34,7 +37,7 @@ def sandbox():
 def test_programs_read_write_and_leave_nothing(sandbox, tmp_path):
     finished = sandbox.run("open('f', 'w').write('x'); print(input()[::-1], open('f').read())", "abc\n")
     assert (finished.exit_code, finished.stdout, finished.timed_out) == (0, "cba x\n", False)
-    assert not [name for name in os.listdir("/tmp") if name.startswith(("reprieve-program-", "reprieve-writes-"))]
+    assert not [name for name in os.listdir("/tmp") if name.startswith(f"reprieve-program-{os.getpid()}-")]
 
 
 ESCAPES = {
@@ -55,6 +58,60 @@ ESCAPES = {
     "a fork bomb": "import os\nwhile True: os.fork()",
     "raising its own limits": "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (1 << 40, 1 << 40))",
     "tracing others": "import ctypes; raise SystemExit(ctypes.CDLL(None).ptrace(16, 1, 0, 0))",
+    "a mode": "import os; os.chmod('OUTSIDE', 0o777)",
+    "a mode by folder": "import os; os.chmod('OUTSIDE', 0o777, dir_fd=os.open('/usr', os.O_RDONLY))",
+    "a mode by its number": "import os; os.fchmod(os.open('/usr/bin/env', os.O_RDONLY), 0o777)",
+    "times": "import os; os.utime('OUTSIDE', (0, 0))",
+    "times by their number": "import os; os.utime(os.open('/usr/bin/env', os.O_RDONLY), (0, 0))",
+    "an owner": "import os; os.chown('OUTSIDE', 1, 1)",
+    "an owner of a link": "import os; os.lchown('OUTSIDE', 1, 1)",
+    "an owner by its number": "import os; os.fchown(os.open('/usr/bin/env', os.O_RDONLY), 1, 1)",
+    "an attribute": "import os; os.setxattr('OUTSIDE', 'user.reprieve', b'x')",
+    "removing an attribute": "import os; os.removexattr('OUTSIDE', 'user.reprieve')",
+    "the grader's files": "import os, resource as r; r.prlimit(os.getppid(), r.RLIMIT_NOFILE, (9, 9))",
+    "the grader's limits": "import os, resource as r; r.prlimit(os.getppid(), r.RLIMIT_NOFILE)",
+    "the grader's core": "import os; os.sched_setaffinity(os.getppid(), {0})",
+    "the grader's priority": "import os; os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)",
+    "everyone's priority": "import os; os.setpriority(os.PRIO_USER, os.getuid(), 19)",
+    "the grader's scheduler": "import os; os.sched_setscheduler(os.getppid(), os.SCHED_BATCH, os.sched_param(0))",
+    "the grader's disk priority": "import ctypes; raise SystemExit(-ctypes.CDLL(None).syscall(251, 1, PARENT, 0))",
+    "stopping the grader": "import os; os.kill(os.getppid(), 19)",
+    "the clock": "import time; time.clock_settime(time.CLOCK_REALTIME, 0)",
+    "the host's name": "import socket; socket.sethostname('reprieve')",
+    "the kernel's log": "import ctypes; raise SystemExit(ctypes.CDLL(None).klogctl(10, None, 0) < 0 or 0)",
+    "a netlink socket": "import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0).bind((0, 0))",
+    "a raw socket": "import socket; socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)",
+    "a packet socket": "import socket; socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 3)",
+    "a name": "import socket; socket.create_connection(('localhost', PORT), 1)",
+    "a local socket": "import socket; s = socket.socket(socket.AF_UNIX); s.connect('/run/dbus/system_bus_socket')",
+    "an abstract socket": "import socket; socket.socket(socket.AF_UNIX).connect('\\0reprieve')",
+    "the grader's memory": "open(f'/proc/{__import__(\"os\").getppid()}/mem', 'rb').read(1)",
+    "its own memory": "open('/proc/self/mem', 'rb').read(1)",
+    "the grader's files by number": "import os; print(os.listdir(f'/proc/{os.getppid()}/fd'))",
+    "reading the grader": "import ctypes; raise SystemExit(ctypes.CDLL(None).process_vm_readv(PARENT, 0, 0, 0, 0, 0))",
+    "a process's number": "import os; os.pidfd_open(os.getppid())",
+    "a new namespace": "import ctypes; raise SystemExit(ctypes.CDLL(None).unshare(0x10000000) != 0)",
+    "a new root": "import os; os.chroot('/')",
+    "unmounting": "import ctypes; raise SystemExit(ctypes.CDLL(None).umount2(b'/tmp', 0) != 0)",
+    "a device": "import os, stat; os.mknod('/tmp/reprieve-escape', 0o600 | stat.S_IFCHR, os.makedev(1, 3))",
+    "a hard link to outside": "import os; os.link('/etc/shadow', 'shadow'); print(open('shadow').read())",
+    "moving a file out": "import os; open('f', 'w').close(); os.rename('f', '/tmp/reprieve-escape')",
+    "removing a file": "import os; os.remove('OUTSIDE')",
+    "a folder outside": "import os; os.mkdir('/tmp/reprieve-escape')",
+    "cutting a file": "import os; os.truncate('OUTSIDE', 0)",
+    "the terminal": "open('/dev/tty', 'w').write('x')",
+    "kernel memory": "open('/dev/mem', 'rb').read(1)",
+    "a disk": "import os; os.open('/dev/sda', os.O_WRONLY)",
+    "the kernel's settings": "open('/proc/sys/kernel/core_pattern', 'w').write('x')",
+    "the control groups": "import os; os.mkdir('/sys/fs/cgroup/reprieve')",
+    "a filter of its own that allows all": "import os; os.chmod('OUTSIDE', 0o700)",
+    "rings": "import ctypes; raise SystemExit(ctypes.CDLL(None).syscall(425, 1, 0) < 0 or 0)",
+    "keys": "import ctypes; raise SystemExit(ctypes.CDLL(None).syscall(248, b'user', b'x', b'y', 1, -2) < 0 or 0)",
+    "a kernel program": "import ctypes; raise SystemExit(ctypes.CDLL(None).syscall(321, 0, 0, 0) < 0 or 0)",
+    "counters": "import ctypes; raise SystemExit(ctypes.CDLL(None).syscall(298, 0, 0, -1, -1, 0) < 0 or 0)",
+    "more processor time": "import resource as r; r.setrlimit(r.RLIMIT_CPU, (9999, 9999))",
+    "a core file": "import resource as r; r.setrlimit(r.RLIMIT_CORE, (1 << 20, 1 << 20))",
+    "becoming root again": "import ctypes, os; ctypes.CDLL(None).setuid(0); os.sched_setaffinity(1, {0})",
     "mounting": "import ctypes; raise SystemExit(ctypes.CDLL(None).mount(b'none', b'/tmp', b'tmpfs', 0, None))",
 }
 
@@ -70,8 +127,17 @@ def port():
 
 
 @pytest.mark.parametrize("name", ESCAPES)
-def test_escapes_are_stopped(sandbox, port, name):
-    finished = sandbox.run(ESCAPES[name].replace("PORT", str(port)))
+def test_escapes_are_stopped(sandbox, port, name, tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_text("ours")
+    before = outside.stat(), resource.getrlimit(resource.RLIMIT_NOFILE), os.sched_getaffinity(0), os.getpriority(0, 0)
+    words = {"PORT": str(port), "OUTSIDE": str(outside), "PARENT": "__import__('os').getppid()"}
+    program = ESCAPES[name]
+    for word, value in words.items():
+        program = program.replace(word, value)
+    finished = sandbox.run(program)
+    after = outside.stat(), resource.getrlimit(resource.RLIMIT_NOFILE), os.sched_getaffinity(0), os.getpriority(0, 0)
+    assert after == before and outside.read_text() == "ours"
     assert finished.exit_code != 0, f"{name} went through: {finished.stdout[:200]}"
     assert len(finished.stdout) <= LIMITS.disk_mb << 20
     for path in ("/tmp/reprieve-escape", "/root/reprieve-escape"):
@@ -119,10 +185,122 @@ def test_programs_that_replace_their_output_have_none(sandbox, program):
 
 
 def test_leaving_early_is_not_passing(sandbox):
-    assert passes(sandbox, "x = 1", "assert x == 1")
-    assert not passes(sandbox, "x = 1", "assert x == 2")
+    assert sandbox.passes("x = 1", "assert x == 1")
+    assert not sandbox.passes("x = 1", "assert x == 2")
     for early in ("raise SystemExit(0)", "import os; os._exit(0)", "print('ok'); exit()"):
-        assert not passes(sandbox, early, "assert False")
+        assert not sandbox.passes(early, "assert False")
+
+
+FORGERIES = {
+    "an equal to all": "class E:\n    def __eq__(self, other): return True\ndef f(x): return E()",
+    "an unequal to none": "class E:\n    def __ne__(self, other): return False\ndef f(x): return E()",
+    "an int that equals all": "class E(int):\n    def __eq__(self, other): return True\ndef f(x): return E(0)",
+    "a str that equals all": "class E(str):\n    def __eq__(self, other): return True\ndef f(x): return E('')",
+    "a list that equals all": "class E(list):\n    def __eq__(self, other): return True\ndef f(x): return E()",
+    "a dict that equals all": "class E(dict):\n    def __eq__(self, other): return True\ndef f(x): return E()",
+    "a tuple that equals all": "class E(tuple):\n    def __eq__(self, other): return True\ndef f(x): return E()",
+    "a float that equals all": "class E(float):\n    def __eq__(self, other): return True\ndef f(x): return E(0)",
+    "a set that equals all": "class E(set):\n    def __eq__(self, other): return True\ndef f(x): return E()",
+    "an iterator of all": "class E(list):\n    def __iter__(self): return iter([2])\ndef f(x): return E()",
+    "an index": "class E:\n    def __index__(self): return x + 1\n    __int__ = __index__\ndef f(x): return E()",
+    "a proxy of the argument": "class E:\n    def __getattr__(s, n): return lambda *a: True\ndef f(x): return E()",
+    "all patched": "import builtins; builtins.all = lambda *a: True\ndef f(x): return 0",
+    "len patched": "import builtins; builtins.len = lambda *a: 0\ndef f(x): return 0",
+    "abs patched": "import builtins; builtins.abs = lambda *a: 0\ndef f(x): return 0",
+    "print patched": "import builtins; builtins.print = lambda *a: None\ndef f(x): return 0",
+    "AssertionError patched": "import builtins; builtins.AssertionError = StopIteration\ndef f(x): return 0",
+    "isclose patched": "import math; math.isclose = lambda *a, **k: True\ndef f(x): return 0",
+    "loads patched": "import json; json.loads = lambda *a, **k: 1\ndef f(x): return 0",
+    "dumps patched": 'import json; json.dumps = lambda *a, **k: \'["int", "0x2"]\'\ndef f(x): return 0',
+    "the exit patched": "import os, sys; sys.exit = os._exit = lambda *a: None\ndef f(x): return 0",
+    "leaving": "raise SystemExit(0)",
+    "leaving at once": "import os; os._exit(0)",
+    "leaving when called": "def f(x):\n    import os; os._exit(0)",
+    "leaving by a hook": "import atexit, os; atexit.register(os._exit, 0)\ndef f(x): return 0",
+    "an excepthook": "import sys; sys.excepthook = lambda *a: sys.exit(0)\ndef f(x): return 0",
+    "a trace": "import sys; sys.settrace(lambda *a: None)\ndef f(x): return 0",
+    "globals": "print(*[v for v in globals().values()])\ndef f(x): return 0",
+    "frames": "import sys\ng = sys._getframe()\nwhile g: print(dict(g.f_locals)); g = g.f_back\ndef f(x): return 0",
+    "the garbage": "import gc\nprint([o for o in gc.get_objects() if isinstance(o, (str, dict))])\ndef f(x): return 0",
+    "its own file": "print(open('program.py').read())\ndef f(x): return 0",
+    "the input's file": "print(open('stdin').read())\ndef f(x): return 0",
+    "the input": "import os; print(os.read(0, 99))\ndef f(x): return 0",
+    "input()": "print(input())\ndef f(x): return 0",
+    "all numbers": "import os\nfor n in range(3, 64):\n    try: print(os.read(n, 99))\n    except OSError: pass\n",
+    "all numbers anew": "import os\nfor n in range(64):\n    try: os.lseek(n, 0, 0); print(os.read(n, 9))\n"
+    "    except OSError: pass\ndef f(x): return 0",
+    "the folder": "import os\nfor n in os.listdir('.'): print(open(n).read())\ndef f(x): return 0",
+    "the output": "open('stdout', 'w').write('passed')\ndef f(x): return 0",
+    "the arguments": "import sys; print(sys.argv, sys.orig_argv)\ndef f(x): return 0",
+    "the environment": "import os; print(dict(os.environ))\ndef f(x): return 0",
+    "killing the tests": "import os; os.kill(os.getppid(), 9)\ndef f(x): return 0",
+    "a trailing condition": "def f(x): return 0\nif 0:\\",
+    "an open string": 'def f(x): return 0\n"""',
+    "an open bracket": "def f(x): return 0\nx = (",
+    "a form feed": "def f(x): return 0\n\x0cif 0:\n    pass",
+    "a zero": "def f(x): return 0\n\0",
+    "a message of its own": 'import os\nfor n in range(3, 64):\n    try: os.write(n, b\'{"value": 2, "args": []}\')\n'
+    "    except OSError: pass\ndef f(x): return 0",
+    "a message without end": "import os\nfor n in range(3, 64):\n    try: os.write(n, b'[' * 60000)\n"
+    "    except OSError: pass\ndef f(x): return 0",
+    "a deep value": "def f(x):\n    y = []\n    for _ in range(10 ** 5): y = [y]\n    return y",
+    "a value without end": "def f(x):\n    import itertools; return itertools.count()",
+    "a second process": "import os\nif os.fork(): os._exit(0)\ndef f(x): return 0",
+    "a thread": "import threading, os; threading.Timer(0.2, os._exit, (0,)).start()\ndef f(x):\n"
+    "    import time; time.sleep(1)",
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_pass_cannot_be_forged(sandbox, name):
+    checks = (
+        "import math\nassert f(1) == 2 and f(2) == 4 and all(f(x) == 2 * x for x in range(5)) and math.isclose(f(3), 6)"
+    )
+    assert not sandbox.passes(FORGERIES[name], checks)
+    assert sandbox.passes("def f(x): return 2 * x", checks)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "checks"),
+    [
+        ("def f(a):\n    a.append(3)\n    return tuple(a)", "x = [1]\nassert f(x) == (1, 3) and x == [1, 3]"),
+        ("def f(d):\n    d['x'] = {1}", "x = {}\nassert f(x) is None and x == {'x': {1}}"),
+        ("def f(): raise ValueError('no')",
+         "try:\n    f()\nexcept ValueError as e:\n    assert str(e) == 'no'\nelse: assert 0"),
+        ("class P:\n    def __init__(s, a): s.a = a\ndef f(ps): return sum(p.a for p in ps)",
+         "assert f([P(1), P(2)]) == 3"),
+        ("from __future__ import annotations\ndef f(a: X): return a", "assert f(1) == 1"),
+        ("def f(): return 10 ** 5000, float('inf'), 1j, b'x', range(3), None, True, -7",
+         "x = f()\nassert x[:4] == (10 ** 5000, float('inf'), 1j, b'x') and list(x[4]) == [0, 1, 2]\n"
+         "assert x[5] is None and x[6] is True and x[7] == -7"),
+        ("from collections import *\ndef f(): return Counter('aab'), OrderedDict(a=1), deque([1])",
+         "a, b, c = f()\nassert a == {'a': 2, 'b': 1} and b == {'a': 1} and list(c) == [1]"),
+        ("def f(): yield from 'ab'", "assert list(f()) == ['a', 'b']"),
+        ("N = 3\ndef f(x, *, y=1): return x * y", "assert f(2, y=N) == 6"),
+        ("print('noise')\ndef f(): print('more'); return 1", "assert f() == 1"),
+    ],
+)  # fmt: skip
+def test_honest_values_pass(sandbox, candidate, checks):
+    assert sandbox.passes(candidate, checks)
+    assert not sandbox.passes(candidate, f"{checks}\nassert 0")
+
+
+def test_what_killed_graders_left_is_swept(sandbox):
+    process = subprocess.Popen(["true"])
+    process.wait()
+    left = Path(tempfile.gettempdir()) / f"reprieve-program-{process.pid}-x"
+    ours = Path(tempfile.gettempdir()) / f"reprieve-program-{os.getpid()}-x"
+    for folder in (left, ours):
+        folder.mkdir()
+    Sandbox(LIMITS)
+    assert not left.exists() and ours.exists()
+    ours.rmdir()
+
+
+def test_a_sandbox_in_which_nothing_starts_is_none(monkeypatch, sandbox):
+    monkeypatch.setattr(module, "_READABLE", ("/dev",))
+    with pytest.raises(ReprieveError, match=r"print\(1\), did not run"):
+        Sandbox(LIMITS)
 
 
 def test_without_isolation_nothing_runs_unless_told(monkeypatch, tmp_path):
@@ -199,6 +377,16 @@ def test_humaneval_grades_completions_and_whole_programs(sandbox, tmp_path):
     ):
         assert task.equivalent(task.extract_answer(text), problem.reference) is right, text
     assert not task.equivalent(task.extract_answer(""), problem.reference)
+    helped = 'def half(x):\n    return x / 2\n\n\ndef double(x):\n    """ Twice. """\n'
+    test = "def check(candidate):\n    assert half(candidate(3)) == 3 and candidate(2) == double(2)\n"
+    path.write_bytes(
+        gzip.compress(json.dumps({**HUMANEVAL, "prompt": helped, "entry_point": "double", "test": test}).encode())
+    )
+    reference = load_task(f"humaneval:path={path}").problems("test", 1)[0].reference
+    assert task.equivalent("    return 2 * x\n", reference) and not task.equivalent("    return x\n", reference)
+    assert not task.equivalent("    return 0\n\n\ndef half(x):\n    return 3\n", reference), (
+        "the tests' own helper counts"
+    )
     assert task.same(problem, "    return sum(numbers)", "    return sum(list(numbers))")
     assert not task.same(problem, "    return sum(numbers)", "    return 0")
 

@@ -15,7 +15,7 @@ from typing import Any
 from reprieve.errors import ReprieveError, require_choice
 from reprieve.tasks.base import FileTask, TaskProblem, problem_digest, register_task
 from reprieve.tasks.jsonl import read_jsonl
-from reprieve.tasks.sandbox import Finished, Limits, Sandbox, passes
+from reprieve.tasks.sandbox import Finished, Limits, Sandbox
 
 _MOST_KNOWN = 4096  # programs whose verdicts are kept
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
@@ -102,7 +102,11 @@ class HumanEvalTask(ProgramsTask):
         whole = f"def {parts['entry_point']}(" in answer
         # A rewritten function may rely on the imports above the given one.
         program = parts["prompt"] + ("    pass\n\n" if whole else "") + answer
-        return [passes(self._sandbox, program, f"{parts['test']}\ncheck({parts['entry_point']})")]
+        # Tests may use helpers of the given beginning: from there, not from the answer.
+        name = parts["entry_point"]
+        setup = f"{parts['prompt']}\n    pass\n{name} = __candidate__({name!r})"
+        checks = f"{parts['test']}\ncheck({name})"
+        return [self._sandbox.passes(program, checks, setup)]
 
     def _problem(self, row: dict[str, Any], where: str) -> TaskProblem:
         parts = {key: _text(row, key, where) for key in ("prompt", "test", "entry_point")}
@@ -119,7 +123,10 @@ class MbppTask(ProgramsTask):
 
     def verdicts(self, answer: str, reference: str) -> list[bool]:
         parts = json.loads(reference)
-        return [passes(self._sandbox, answer, f"{parts['setup']}\n{test}") for test in parts["tests"]]
+        return [
+            self._sandbox.passes(f"{parts['setup']}\n{answer}", test, _imports(parts["setup"]))
+            for test in parts["tests"]
+        ]
 
     def _problem(self, row: dict[str, Any], where: str) -> TaskProblem:
         text = _text(row, "prompt" if "prompt" in row else "text", where)
@@ -172,14 +179,15 @@ class LiveCodeBenchTask(ProgramsTask):
         if test["testtype"] == "stdin":
             finished = self._sandbox.run(answer, test["input"])
             return _printed(finished, test["output"])
+        call = f"getattr(Solution(), {function!r}) if 'Solution' in globals() else globals()[{function!r}]"
         checks = (
             "import json as _json\n"
             f"_arguments = [_json.loads(line) for line in {test['input']!r}.splitlines() if line.strip()]\n"
-            f"_call = getattr(Solution(), {function!r}) if 'Solution' in globals() else globals()[{function!r}]\n"
+            f"_call = __candidate__({call!r})\n"
             "_got = _call(*_arguments)\n"
             f"assert _json.loads(_json.dumps(_got)) == _json.loads({test['output']!r}), _got"
         )
-        return passes(self._sandbox, _PRELUDE + answer, checks)
+        return self._sandbox.passes(_PRELUDE + answer, checks)
 
     def _problem(self, row: dict[str, Any], where: str) -> TaskProblem:
         tests = _tests(row.get("public_test_cases", "[]"), where) + _tests(row.get("private_test_cases", "[]"), where)
@@ -207,6 +215,11 @@ _PRELUDE = (
     "from typing import *\nfrom collections import *\nfrom functools import *\nfrom itertools import *\n"
     "from heapq import *\nfrom bisect import *\nimport math, re, string, sys\n"
 )
+
+
+def _imports(setup: str) -> str:
+    """Of a setup, what the tests need, too: what it defines is the candidate's."""
+    return "\n".join(line for line in setup.splitlines() if line.startswith(("import ", "from ")))
 
 
 def _printed(finished: Finished, wanted: str) -> bool:

@@ -7,6 +7,7 @@ nothing runs, unless one says so: then processes have limits and an end, but the
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -25,19 +26,20 @@ from typing import Any
 from reprieve.errors import ReprieveError, require_range
 
 _MEGABYTE = 1 << 20
+_FOLDERS = "reprieve-program-"
 _READABLE = ("/usr", "/lib", "/lib64", "/dev", sys.prefix, sys.base_prefix)
-# Runs before the program: limits that even root's programs cannot raise again inside, output to a file.
-_BOOTSTRAP = """\
-import os, resource
-for name, value in ((resource.RLIMIT_CPU, {cpu_s}), (resource.RLIMIT_FSIZE, {file_bytes}), (resource.RLIMIT_CORE, 0)):
-    resource.setrlimit(name, (value, value))
-if {memory_bytes}:
-    resource.setrlimit(resource.RLIMIT_AS, ({memory_bytes}, {memory_bytes}))
-for number, name, flags in ((0, "stdin", os.O_RDONLY), (1, "stdout", os.O_WRONLY), (2, "stderr", os.O_WRONLY)):
-    os.dup2(os.open(name, flags), number)
-import runpy
-runpy.run_path("program.py", run_name="__main__")
-"""
+_INSIDE = Path(__file__).with_name("inside.py")
+# Landlock guards files' contents, not what is told about them; root's programs could set clocks and others' priorities.
+# More is refused by `inside`, which knows what a call is about.
+_REFUSED_CALLS = (
+    "setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr",
+    "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr", "setpriority", "ioprio_set",
+    "clock_settime", "clock_adjtime", "adjtimex", "settimeofday", "syslog", "sethostname", "setdomainname",
+    "process_vm_readv", "process_vm_writev", "kcmp", "pidfd_open", "pidfd_getfd", "pidfd_send_signal",
+    "process_madvise", "migrate_pages", "move_pages", "io_uring_setup", "userfaultfd", "perf_event_open", "bpf",
+    "keyctl", "add_key", "request_key", "quotactl", "acct", "swapon", "swapoff", "reboot", "kexec_load",
+    "open_by_handle_at", "name_to_handle_at", "unshare", "setns", "chroot", "fanotify_init",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Sandbox:
 
     def __init__(self, limits: Limits | None = None, *, unsafe: bool = False) -> None:
         self.limits = limits or Limits()
+        _sweep()
         self.isolated = self._why_not is None
         if not self.isolated and not unsafe:
             raise ReprieveError(
@@ -96,9 +99,28 @@ class Sandbox:
 
     def run(self, program: str, stdin: str = "") -> Finished:
         """Run a program to its end, or to a limit; all its processes are gone afterwards, and all its files."""
+        return self._run(program, stdin, grade=False)
+
+    def passes(self, candidate: str, checks: str, setup: str = "") -> bool:
+        """Whether `checks`, run on what a candidate's functions give, reach their end.
+
+        The candidate runs in a process of its own and sends back plain values; the checks, and a number drawn for this
+        run that must be shown at the end, are in another that it never shared.
+
+        Args:
+            candidate: a program that defines what the checks call.
+            checks: asserts. Names that neither they nor `setup` define are the candidate's.
+            setup: what the checks rely on: imports and helpers.
+        """
+        token = secrets.token_hex(16)
+        job = json.dumps({"candidate": candidate, "checks": checks, "setup": setup})
+        finished = self._run(job, token, grade=True)
+        return finished.exit_code == 0 and finished.stdout.rstrip().endswith(token)
+
+    def _run(self, program: str, stdin: str, *, grade: bool) -> Finished:
         with _folder(program, stdin) as folder:
             started = time.monotonic()
-            code, timed_out = (self._run_isolated if self.isolated else self._run_limited)(folder)
+            code, timed_out = (self._run_isolated if self.isolated else self._run_limited)(folder, grade=grade)
             seconds = time.monotonic() - started
             return Finished(code, self._read(folder / "stdout"), self._read(folder / "stderr"), timed_out, seconds)
 
@@ -115,18 +137,24 @@ class Sandbox:
         if have < need:
             return f"the kernel's Landlock has version {have}, {need} is needed"
         try:
+            with _folder("print(1)", "") as folder:
+                code, _ = self._run_isolated(folder)
+                said = self._read(folder / "stdout").strip(), self._read(folder / "stderr").strip()
+            if code != 0 or said[0] != "1":
+                why = said[1].splitlines()[-1] if said[1] else f"exit status {code}"
+                return f"a first program, print(1), did not run ({why})"
             with _folder("open('/var/tmp/reprieve-probe', 'w')", "") as folder:
                 code, _ = self._run_isolated(folder)
         except Exception as error:  # whatever the kernel refused: then there is no isolation
             return f"a first program could not be started ({error})"
-        return None if code not in (0, -1) else f"a first program was not stopped from writing (exit status {code})"
+        return None if code == 1 else f"a program was not stopped from writing (exit status {code})"
 
-    def _run_isolated(self, folder: Path) -> tuple[int, bool]:
+    def _run_isolated(self, folder: Path, *, grade: bool = False) -> tuple[int, bool]:
         from sandlock import BranchAction
         from sandlock import Sandbox as Process
 
         limits = self.limits
-        with tempfile.TemporaryDirectory(prefix="reprieve-writes-") as storage:
+        with tempfile.TemporaryDirectory(prefix=_prefix()) as storage:
             process = Process(
                 fs_readable=[*(path for path in _READABLE if os.path.isdir(path)), str(folder)],
                 workdir=str(folder),  # writes go to the storage, up to the quota, and are then moved here
@@ -138,19 +166,20 @@ class Sandbox:
                 max_memory=f"{limits.memory_mb}M",
                 max_processes=limits.num_processes,
                 max_open_files=64,
+                extra_deny_syscalls=_REFUSED_CALLS,
                 clean_env=True,
                 env=_environment(folder),
                 no_coredump=True,
             )
             started = time.monotonic()
-            result = process.run([sys.executable, "-I", "-c", self._bootstrap(0)], timeout=limits.seconds)
+            result = process.run(self._command(0, grade=grade), timeout=limits.seconds)
             late = time.monotonic() - started >= limits.seconds
         return int(result.exit_code), late
 
-    def _run_limited(self, folder: Path) -> tuple[int, bool]:
+    def _run_limited(self, folder: Path, *, grade: bool = False) -> tuple[int, bool]:
         """Limits and an end, no isolation."""
         process = subprocess.Popen(
-            [sys.executable, "-I", "-c", self._bootstrap(self.limits.memory_mb * _MEGABYTE)],
+            self._command(self.limits.memory_mb * _MEGABYTE, grade=grade),
             cwd=folder,
             env=_environment(folder),
             stdin=subprocess.DEVNULL,
@@ -167,12 +196,14 @@ class Sandbox:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def _bootstrap(self, memory_bytes: int) -> str:
-        return _BOOTSTRAP.format(
-            cpu_s=max(1, round(self.limits.seconds)),
-            file_bytes=self.limits.disk_mb * _MEGABYTE,
-            memory_bytes=memory_bytes,
-        )
+    def _command(self, memory_bytes: int, *, grade: bool) -> list[str]:
+        job = {
+            "grade": grade,
+            "cpu_s": max(1, round(self.limits.seconds)),
+            "file_bytes": self.limits.disk_mb * _MEGABYTE,
+            "memory_bytes": memory_bytes,
+        }
+        return [sys.executable, "-I", "-c", _INSIDE.read_text(encoding="utf-8"), json.dumps(job)]
 
     def _read(self, path: Path) -> str:
         """A file the program may have replaced by anything: only a plain one is read."""
@@ -187,23 +218,17 @@ class Sandbox:
             return file.read(self.limits.disk_mb * _MEGABYTE).decode(errors="replace")
 
 
-def passes(sandbox: Sandbox, program: str, checks: str) -> bool:
-    """Whether `checks`, run after `program` in one file, reach their end.
-
-    An exit status of 0 is not enough: a program may leave before it is checked, so a number drawn for this run must be
-    written at the end. That stops programs that end early; one that is out to cheat could find the number in its own
-    process.
-    """
-    token = secrets.token_hex(16)
-    whole = f"_token = input()\nimport sys as _sys\n_sys.stdin = None\ndel _sys\n{_after_future(program, checks)}"
-    finished = sandbox.run(whole + "\nprint()\nprint(_token)\n", token + "\n")
-    return finished.exit_code == 0 and finished.stdout.rstrip().endswith(token)
+def _prefix() -> str:
+    """Of folders in the temporary folder, which name the process that removes them."""
+    return f"{_FOLDERS}{os.getpid()}-"
 
 
-def _after_future(program: str, checks: str) -> str:
-    """Program and checks; `from __future__` lines, which must come first, are left out: they change no result here."""
-    lines = [line for line in program.splitlines() if not line.startswith("from __future__ ")]
-    return "\n".join(lines) + "\n" + checks
+def _sweep() -> None:
+    """Remove what processes left behind that were killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*-*"):
+        number = path.name.removeprefix(_FOLDERS).partition("-")[0]
+        if number.isdigit() and not Path(f"/proc/{number}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _environment(folder: Path) -> dict[str, Any]:
@@ -212,7 +237,7 @@ def _environment(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _folder(program: str, stdin: str) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="reprieve-program-"))
+    folder = Path(tempfile.mkdtemp(prefix=_prefix()))
     try:
         (folder / "program.py").write_text(program, encoding="utf-8", errors="replace")
         (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
