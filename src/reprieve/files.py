@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
+import stat
+import zlib
 from pathlib import Path
+from typing import Any
 
 from reprieve.errors import ReprieveError
+
+_LARGEST = 1 << 30  # bytes
 
 
 def replace_file(path: Path, content: bytes | str) -> None:
@@ -21,6 +28,55 @@ def replace_file(path: Path, content: bytes | str) -> None:
         os.replace(temporary, path)
     except OSError as error:
         raise ReprieveError(f"{str(path)!r} cannot be written: {error.strerror}") from None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a text of JSON says.
+
+    Raises:
+        ValueError: it is none, nests too deep, or holds a number of thousands of digits.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
+
+
+def read_file(path: str | Path, what: str, *, most: int = _LARGEST) -> bytes:
+    """A plain file's content; `.gz` is unpacked.
+
+    Args:
+        what: it is, for errors.
+        most: bytes, also once unpacked.
+
+    Raises:
+        ReprieveError: there is none, it is too large or damaged, or it is no plain file: a pipe would never end.
+    """
+    path = Path(path)
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ValueError("it is no plain file")
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            content = file.read(most + 1)
+        if len(content) > most:
+            raise ValueError(f"it is larger than {most} bytes")
+        return content
+    except (OSError, ValueError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ReprieveError(f"{what} {str(path)!r} cannot be read: {reason}") from None
+
+
+def read_json(path: str | Path, what: str, *, most: int = _LARGEST) -> Any:
+    """What a file of JSON says: the one way Reprieve reads such files.
+
+    Raises:
+        ReprieveError: see `read_file`; it is not UTF-8, or no JSON (`parse_json`).
+    """
+    content = read_file(path, what, most=most)
+    try:
+        return parse_json(content.decode("utf-8-sig"))
+    except ValueError as error:
+        raise ReprieveError(f"{what} {str(path)!r} cannot be read: {error}") from None
 
 
 def whole_lines(path: Path) -> list[str]:

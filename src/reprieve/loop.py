@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from reprieve.errors import ReprieveError
-from reprieve.files import replace_file, whole_lines
+from reprieve.files import parse_json, replace_file, whole_lines
 
 CHECKPOINT = "checkpoint.safetensors"
 CHECKPOINT_SECONDS = 120.0
@@ -187,7 +187,7 @@ class RunLog:
         if folder is None or self.path is None:
             return
         try:
-            kept = [line for line in whole_lines(self.path) if json.loads(line)["step"] < first_step]
+            kept = [line for line in whole_lines(self.path) if parse_json(line)["step"] < first_step]
         except (ValueError, KeyError, TypeError):
             raise ReprieveError(f"{str(self.path)!r} is damaged: move it away to go on without its lines") from None
         replace_file(self.path, "".join(f"{line}\n" for line in kept))

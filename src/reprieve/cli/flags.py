@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from reprieve.errors import ReprieveError, SpecError, require_choice
+from reprieve.files import read_file
 
 T = TypeVar("T")
 CONFIG = "config.yaml"  # in a run's folder
@@ -191,8 +192,8 @@ def _from_file(path: Path, flags: Mapping[str, Flag], command: str) -> dict[str,
     import yaml
 
     try:
-        written = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        written = yaml.safe_load(read_file(path, "--config").decode("utf-8"))
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ReprieveError(f"--config {str(path)!r} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(written, dict):
         raise SpecError(f"--config {str(path)!r} must hold flags by name, got {type(written).__name__}")
@@ -289,8 +290,8 @@ def command_in(path: Path) -> str | None:
     import yaml
 
     try:
-        written = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        written = yaml.safe_load(read_file(path, "--config").decode("utf-8"))
+    except (ReprieveError, ValueError, RecursionError, yaml.YAMLError):
         return None
     return written.get(_COMMAND) if isinstance(written, dict) else None
 

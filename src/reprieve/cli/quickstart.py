@@ -15,7 +15,7 @@ from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.cli.stages import Stage, StageFailed, Stages, engine_flags, pair_flags, prompt_flags
 from reprieve.errors import ReprieveError, SpecError, require_choice, require_range, require_whole
-from reprieve.files import replace_file
+from reprieve.files import read_json, replace_file
 from reprieve.heads.binding import digest
 from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings, PromptSettings, describe_format
@@ -157,7 +157,7 @@ class Quickstart(Command):
         if not path.exists():
             replace_file(path, json.dumps(ours, indent=2) + "\n")
             return
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = read_json(path, "the run's settings")
         for key in sorted(ours.keys() | before.keys()):
             if ours.get(key) != before.get(key):
                 what = f"{key} = {before.get(key)!r} instead of {ours.get(key)!r}"

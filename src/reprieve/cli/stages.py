@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.cli import screen
-from reprieve.files import replace_file
+from reprieve.errors import ReprieveError
+from reprieve.files import read_json, replace_file
 from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings, PromptSettings
 
@@ -126,8 +127,8 @@ class Stages:
 def _read_account(path: Path) -> dict[str, dict[str, Any]]:
     """What an earlier run says of its stages, by name."""
     try:
-        return {stage["name"]: stage for stage in json.loads(path.read_text(encoding="utf-8"))["stages"]}
-    except (OSError, ValueError, KeyError, TypeError):
+        return {stage["name"]: stage for stage in read_json(path, "the account")["stages"]}
+    except (ReprieveError, KeyError, TypeError):
         return {}
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from reprieve.cli.command import Command
 from reprieve.cli.stages import Stage, StageFailed, Stages, engine_flags, pair_flags, prompt_flags
+from reprieve.files import read_json
 from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings, PromptSettings
 
@@ -169,7 +169,7 @@ class Study:
         from reprieve.heads.loading import attach_heads
         from reprieve.rules import parse_rule
 
-        arms = json.loads((self.out / "tune" / "tuned.json").read_text())["arms"]
+        arms = read_json(self.out / "tune" / "tuned.json", "the values of K")["arms"]
         tuned = {best["spec"]: best["num_draft_tokens"] for best in arms}
         arms = [f"lossless@K={tuned['lossless']}", f"lossless_rerun@K={tuned['lossless']}", *self.controls]
         for rule, settings in self.rules.items():

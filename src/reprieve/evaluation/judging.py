@@ -14,7 +14,7 @@ import numpy as np
 
 from reprieve.errors import ReprieveError, SpecError, require_whole
 from reprieve.evaluation.records import ProblemRecord, RecordFile
-from reprieve.files import replace_file, whole_lines
+from reprieve.files import parse_json, replace_file, whole_lines
 from reprieve.labelling.chat import Chat
 from reprieve.labelling.equivalence import FIRST_BETTER, SECOND_BETTER, ask_verdict
 from reprieve.metrics import bootstrap_interval, wilson_interval
@@ -200,6 +200,6 @@ def _share_interval(successes: np.ndarray, problem_ids: list[str]) -> tuple[floa
 def _read(path: Path) -> list[Verdict]:
     """Verdicts so far."""
     try:
-        return [Verdict(**json.loads(line)) for line in whole_lines(path)]
-    except (json.JSONDecodeError, TypeError) as error:
+        return [Verdict(**parse_json(line)) for line in whole_lines(path)]
+    except (ValueError, TypeError) as error:
         raise ReprieveError(f"{str(path)!r} cannot be read: {error}") from None

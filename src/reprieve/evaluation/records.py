@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.errors import ReprieveError
-from reprieve.files import replace_file, whole_lines
+from reprieve.files import parse_json, read_json, replace_file, whole_lines
 from reprieve.settings import PromptSettings
 from reprieve.types import PARTS
 
@@ -63,7 +63,7 @@ class RecordFile:
         records = []
         for number, line in enumerate(whole_lines(self.path), start=1):
             try:
-                values = dict(json.loads(line))
+                values = dict(parse_json(line))
                 if "draft_s" in values:  # as it was written before version 0.2
                     values["seconds_by_part"] = {part: values.get(f"{part}_s", 0.0) for part in PARTS}
                 records.append(ProblemRecord(**{key: values[key] for key in values.keys() & known}))
@@ -79,10 +79,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         ReprieveError: the folder holds none, or one that cannot be read.
     """
     path = folder / "run.json"
-    try:
-        document = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ReprieveError(f"{str(path)!r} cannot be read: {error}") from None
+    document = read_json(path, "the run")
     if not isinstance(document, dict):
         raise ReprieveError(f"{str(path)!r} must hold an object, got {type(document).__name__}")
     if "chat_template" in document:  # as it was written before version 0.3

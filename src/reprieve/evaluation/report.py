@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -17,7 +16,7 @@ from reprieve.errors import ReprieveError
 from reprieve.evaluation.charts import COLOURS, Point, histogram, intervals, scatter, stacked
 from reprieve.evaluation.records import ProblemRecord, RecordFile
 from reprieve.evaluation.results import common_rows
-from reprieve.files import replace_file
+from reprieve.files import read_json, replace_file
 from reprieve.heads.certificates import Certificate
 from reprieve.types import PARTS
 
@@ -43,15 +42,15 @@ def read_sources(folders: Sequence[Path]) -> Sources:
     for folder in folders:
         before = len(gathered.runs) + len(gathered.certificates)
         if (folder / "results.json").is_file():
-            document = _json(folder / "results.json")
+            document = read_json(folder / "results.json", "the file")
             if not isinstance(document, dict) or document.get("schema") != 1 or not document.get("arms"):
                 raise ReprieveError(f"{str(folder)!r}: results.json has no arms, or is of another schema")
             gathered.runs.append((document, RecordFile(folder / "problems.jsonl").records))
         for path in sorted(folder.glob("*.json")):
-            values = _json(path)
+            values = read_json(path, "the file")
             if isinstance(values, dict) and str(values.get("kind", "")).endswith("certificate"):
                 gathered.certificates.append(Certificate.load(path))
-        gathered.judged += [_json(path) for path in sorted(folder.glob("judged-*.json"))]
+        gathered.judged += [read_json(path, "the file") for path in sorted(folder.glob("judged-*.json"))]
         if len(gathered.runs) + len(gathered.certificates) == before:
             raise ReprieveError(f"{str(folder)!r} holds neither a run (results.json) nor a certificate")
     if not gathered.runs and not gathered.certificates:
@@ -281,13 +280,6 @@ def _certificate_view(certificate: Certificate) -> dict[str, Any]:
         "name": short_name(certificate.rule),
         "steps": certificate.calibration["steps"],
     }
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ReprieveError(f"{str(path)!r} cannot be read: {error}") from None
 
 
 def _percent(value: float | None, digits: int = 1) -> str:

@@ -17,7 +17,7 @@ from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.engines.served import ServedEngine
 from reprieve.evaluation.results import lossless_for
 from reprieve.evaluation.settings import SpeedSettings
-from reprieve.files import whole_lines
+from reprieve.files import parse_json, whole_lines
 from reprieve.metrics import bootstrap_interval
 from reprieve.servers.client import Completion
 from reprieve.tasks import Task, TaskProblem
@@ -132,7 +132,7 @@ def _middle(values: Sequence[float]) -> tuple[float, float]:
 
 def _read(path: Path) -> Iterator[Cell]:
     for line in whole_lines(path):
-        values = json.loads(line)
+        values = parse_json(line)
         pairs = {name: tuple(values[name]) for name in ("first", "per_token", "pieces")}
         yield Cell(**{**values, **pairs})
 

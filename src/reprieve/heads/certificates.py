@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.errors import PairError, ReprieveError, SpecError
+from reprieve.files import read_json
 from reprieve.heads.binding import PairIdentity
 from reprieve.heads.files import CERTIFICATES
 from reprieve.rules import Rule
@@ -108,13 +109,13 @@ class Certificate:
             ReprieveError: it cannot be read, or is none.
         """
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            values = read_json(path, "certificate")
             if values.pop("kind") != _KIND or values.pop("schema") != SCHEMA:
                 raise ValueError(f"not a {_KIND} of schema {SCHEMA}")
             conditions = values.pop("conditions")
             pair = PairIdentity(**conditions.pop("pair"))
             return cls(conditions=Conditions(pair=pair, **conditions), **values)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ReprieveError(f"certificate {str(path)!r} cannot be read: {error}") from None
 
     def check(self, here: Conditions, *, where: str) -> None:

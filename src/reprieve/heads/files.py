@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from reprieve.errors import ReprieveError
-from reprieve.files import replace_file
+from reprieve.files import read_file, read_json, replace_file
 from reprieve.heads.binding import digest
 from reprieve.settings import BUNDLED_PAIR
 
@@ -115,10 +115,10 @@ def read_head(
     """
     folder = find_head(source, **download)
     try:
-        config = json.loads((folder / _CONFIG).read_text())
-        content = (folder / _WEIGHTS).read_bytes()
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ReprieveError(f"head {str(source)!r} cannot be read: {error}") from None
+        config = read_json(folder / _CONFIG, "the file")
+        content = read_file(folder / _WEIGHTS, "the file")
+    except ReprieveError as error:
+        raise ReprieveError(f"head {str(source)!r}: {error}") from None
     if not isinstance(config, dict):
         raise ReprieveError(f"head {str(source)!r}: {_CONFIG} must be an object, got {type(config).__name__}")
     if config.get("schema") != SCHEMA or config.get("kind") != kind:
@@ -195,8 +195,8 @@ def _certificates(folder: Path) -> dict[str, str]:
 
 def _kind(path: Path) -> Any:
     try:
-        config = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError):
+        config = read_json(path, "the file")
+    except ReprieveError:
         return None
     # EAGLE-3 heads are in the speculators library's format, which has a name of its own for this.
     return config.get("kind", config.get("speculators_model_type")) if isinstance(config, dict) else None

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.files import replace_file
+from reprieve.files import read_json, replace_file
 from reprieve.heads.base import Head
 from reprieve.heads.binding import PairIdentity, digest
 from reprieve.heads.settings import FeatureRecipe
@@ -61,9 +61,9 @@ def read_folds(folder: str | Path) -> int | None:
     if not path.is_file():
         return None
     try:
-        num_folds = int(json.loads(path.read_text())["num_folds"])
+        num_folds = int(read_json(path, "the folds")["num_folds"])
         require_folds(num_folds)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ReprieveError(f"{str(path)!r} cannot be read: {error}") from None
     return num_folds
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Protocol
 
+from reprieve.files import parse_json
 from reprieve.labelling.chat import Chat
 
 SOUND, UNSOUND, NO_VERDICT, NOT_ASKED = "sound", "unsound", "no_verdict", ""
@@ -68,8 +68,8 @@ def parse_verdict(reply: str) -> bool | None:
     if not braces:
         return None
     try:
-        verdict = json.loads(braces[0])
-    except json.JSONDecodeError:
+        verdict = parse_json(braces[0])
+    except ValueError:
         return None
     if not isinstance(verdict, dict) or verdict.keys() != {"analysis", "flawed"}:
         return None

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.errors import ReprieveError, import_extra
+from reprieve.files import read_json
 from reprieve.heads.binding import PairIdentity
 from reprieve.labelling.records import ProblemLabels
 from reprieve.tasks.answers import ANSWERS_VERSION
@@ -228,10 +229,7 @@ def _schema() -> Any:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
-        raise ReprieveError(f"{str(path)!r} is not a label store's manifest: {error}") from None
+    manifest = read_json(path, "the label store's manifest")
     if not isinstance(manifest, dict) or not {"schema", "task", "target_weights", "tokenizer"} <= manifest.keys():
         raise ReprieveError(f"{str(path)!r} is not a label store's manifest: it must name schema, pair and task")
     return _complete(manifest)

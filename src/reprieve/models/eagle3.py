@@ -6,7 +6,6 @@ texts. This one runs token by token, on a tree or a chain, and needs that librar
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from reprieve.errors import PairError, ReprieveError
+from reprieve.files import read_json
 from reprieve.heads.binding import PairIdentity, digest
 from reprieve.heads.files import find_head
 from reprieve.heads.settings import default_layers
@@ -191,7 +191,7 @@ def load_eagle3(source: str | Path, target: Any, *, identity: PairIdentity | Non
     text = target.config.get_text_config()
     embedding = target.get_input_embeddings().weight
     try:
-        config = EagleConfig.from_dict(json.loads((folder / "config.json").read_text()))
+        config = EagleConfig.from_dict(read_json(folder / "config.json", "the file"))
         content = (folder / "model.safetensors").read_bytes()
         tensors = {new_name(name): tensor for name, tensor in load(content).items()}
         head = EagleHead(config, num_target_layers=text.num_hidden_layers, target_size=text.hidden_size)
@@ -218,7 +218,7 @@ def new_name(name: str) -> str:
 def _made_for(folder: Path) -> PairIdentity | None:
     """The pair that our own training noted beside a head; other heads have no such note."""
     path = folder / "training.json"
-    return PairIdentity(**json.loads(path.read_text())["pair"]) if path.is_file() else None
+    return PairIdentity(**read_json(path, "the file")["pair"]) if path.is_file() else None
 
 
 def _require_fit(what: str, head: EagleHead, tensors: dict[str, Tensor], vocab_size: int, text: Any) -> None:

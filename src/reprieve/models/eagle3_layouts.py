@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from reprieve.errors import ReprieveError
-from reprieve.files import replace_file
+from reprieve.files import read_json, replace_file
 from reprieve.heads.files import require_free
 from reprieve.models.eagle3 import EagleConfig, new_name
 
@@ -44,7 +44,7 @@ def convert_safeailab(
         raise ReprieveError(f"--out must be another folder than the checkpoint's, got {str(out)!r}")
     require_free(out, "eagle3")
     try:
-        published = json.loads((folder / "config.json").read_text())
+        published = read_json(folder / "config.json", "the file")
         tensors = {new_name(name): tensor for name, tensor in _read_tensors(folder).items()}
     except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
         raise ReprieveError(f"{str(folder)!r} cannot be read: {error}") from None
@@ -88,7 +88,7 @@ def _shards(folder: Path, name: str) -> list[Path]:
     index = folder / f"{name}.index.json"
     if not index.is_file():
         return []
-    files = json.loads(index.read_text())["weight_map"].values()
+    files = read_json(index, "the index")["weight_map"].values()
     return [folder / Path(file).name for file in dict.fromkeys(files)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from reprieve.errors import ReprieveError
+from reprieve.files import read_json
 from reprieve.heads.binding import PairIdentity, tokenizer_fingerprint
 from reprieve.heads.files import bundled_folder
 from reprieve.models.loading import NUM_VALUES, fingerprint_of, load_tokenizer, require_same_tokenizer
@@ -95,7 +95,7 @@ def _read_first(folder: Path, names: list[str]) -> Iterator[torch.Tensor]:
     """The first values of these weights, flat."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files: dict[str, str] = read_json(index, "the index")["weight_map"]
     else:
         files = dict.fromkeys(names, "model.safetensors")
     for name in names:

@@ -7,14 +7,13 @@ the levels mean and how far a request may go.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from reprieve.errors import ReprieveError, SpecError
+from reprieve.files import read_json
 from reprieve.heads.certificates import Certificate, portable_spec, read_certificates
 from reprieve.heads.loading import attach_heads, head_folders
 from reprieve.rules import LosslessRule, Rule, parse_rule
@@ -263,10 +262,7 @@ def read_settings(source: Any) -> dict[str, Any]:
         raise SpecError(f"the configuration must be a rule, a file's path or an object, got {source!r}")
     if not source.endswith(".json"):
         return {"rule": source}
-    try:
-        settings = json.loads(Path(source).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ReprieveError(f"the configuration {source!r} cannot be read: {error}") from None
+    settings = read_json(source, "the configuration")
     if not isinstance(settings, dict):
         raise ReprieveError(f"the configuration {source!r} must hold a JSON object, got {type(settings).__name__}")
     return settings

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from pathlib import Path
 from typing import Any
 
 from reprieve.errors import ReprieveError
+from reprieve.files import parse_json, read_file
+
+_LARGEST = 4 << 30  # bytes
 
 
 def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -18,12 +19,8 @@ def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
         ReprieveError: the file cannot be read, or a line is no JSON object; names both.
     """
     try:
-        content = path.read_bytes()
-        if path.suffix == ".gz":
-            content = gzip.decompress(content)
+        content = read_file(path, "the file", most=_LARGEST)
         lines = content.decode("utf-8-sig").split("\n")  # a string may hold other line separators
-    except (OSError, EOFError, zlib.error) as error:
-        raise ReprieveError(f"{str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except UnicodeDecodeError as error:
         raise ReprieveError(f"{str(path)!r} must be UTF-8: {error}") from None
     rows = []
@@ -31,11 +28,11 @@ def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise ReprieveError(f"{path}, line {number}: holds half of a surrogate pair, which is no text") from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ReprieveError(f"{path}, line {number}: not JSON ({error})") from None
         if not isinstance(row, dict):
             raise ReprieveError(f"{path}, line {number}: must be an object, got {type(row).__name__}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.errors import ReprieveError, require_choice
+from reprieve.files import parse_json
 from reprieve.tasks.base import FileTask, TaskProblem, problem_digest, register_task
 from reprieve.tasks.jsonl import read_jsonl
 from reprieve.tasks.sandbox import Finished, Limits, Sandbox
@@ -195,8 +196,8 @@ class LiveCodeBenchTask(ProgramsTask):
             raise ReprieveError(f"task {self.name}: {where} has no tests")
         metadata = row.get("metadata") or {}
         try:
-            function = (json.loads(metadata) if isinstance(metadata, str) else metadata).get("func_name")
-        except json.JSONDecodeError as error:
+            function = (parse_json(metadata) if isinstance(metadata, str) else metadata).get("func_name")
+        except ValueError as error:
             raise ReprieveError(f"task {self.name}: {where}: metadata is not JSON ({error})") from None
         if function is None and any(test["testtype"] != "stdin" for test in tests):
             raise ReprieveError(f"task {self.name}: {where} has functional tests and no func_name in its metadata")
@@ -246,7 +247,7 @@ def _same_word(left: str, right: str) -> bool:
 def _tests(packed: Any, where: str) -> list[dict[str, str]]:
     """Test cases from a list, its JSON, or LiveCodeBench's packed form."""
     try:
-        cases = json.loads(_unpack(packed)) if isinstance(packed, str) else packed
+        cases = parse_json(_unpack(packed)) if isinstance(packed, str) else packed
         return [
             {"input": str(case["input"]), "output": str(case["output"]), "testtype": str(case["testtype"])}
             for case in cases

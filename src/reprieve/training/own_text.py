@@ -11,7 +11,7 @@ from typing import IO
 
 from reprieve.engine import Pair
 from reprieve.errors import ReprieveError
-from reprieve.files import whole_lines
+from reprieve.files import parse_json, whole_lines
 from reprieve.heads.binding import digest
 from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest
 from reprieve.models.cached_model import eos_token_ids
@@ -114,7 +114,7 @@ def _read(path: Path, vocab_size: int) -> dict[str, OwnText]:
     texts = {}
     try:
         for line in whole_lines(path):
-            record = json.loads(line)
+            record = parse_json(line)
             text = OwnText(record["prompt_ids"], record["answer_ids"])
             if not all(0 <= token < vocab_size for token in (*text.prompt_ids, *text.answer_ids)):
                 raise ValueError(f"a token is not in [0, {vocab_size - 1}]")
