@@ -72,7 +72,7 @@ def stored_positions(settings: PairSettings) -> int:
     folders = [model_folder(settings.target, "target")]
     if settings.draft is not None or settings.bundled:
         folders.append(model_folder(settings.draft or settings.target, "draft"))
-    configs = [AutoConfig.from_pretrained(folder).get_text_config() for folder in folders]
+    configs = [AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config() for folder in folders]
     return min(int(getattr(config, "max_position_embeddings", None) or _ANY) for config in configs)
 
 
@@ -83,7 +83,7 @@ def stored_fingerprint(folder: Path) -> str:
         ReprieveError: no such files, or they lack a weight.
     """
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             names = [name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()]
         return fingerprint_of(_read_first(folder, names))
@@ -110,5 +110,5 @@ def _read_first(folder: Path, names: list[str]) -> Iterator[torch.Tensor]:
 
 def _dtype_of(folder: Path) -> str:
     """The dtype that transformers' `auto` takes."""
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     return str(getattr(config.get_text_config(), "dtype", None) or torch.float32).removeprefix("torch.")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,8 @@ from reprieve.models.cached_model import CachedModel, HiddenLayers, execution_de
 from reprieve.models.eagle3 import EagleHead, load_eagle3
 from reprieve.settings import BUNDLED_PAIR
 
+# What text models leave aside of whole checkpoints: other senses, further heads, positions that are computed.
+_SPARE = re.compile(r"(^|\.)(vision|visual|audio|multi_modal|mm_|mtp|talker|code2wav|.*rotary_emb)")
 NUM_VALUES = 64  # of every tensor that a fingerprint looks at
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -161,7 +164,8 @@ def load_tokenizer(name: str) -> Any:
         ReprieveError: it cannot be found or read.
     """
     try:
-        return AutoTokenizer.from_pretrained(bundled_folder("target") if name == BUNDLED_PAIR else name)
+        source = bundled_folder("target") if name == BUNDLED_PAIR else name
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ReprieveError(f"could not load the tokenizer of {name!r}: {error}") from error
 
@@ -172,26 +176,53 @@ def _load(
     bundled = str(name) == BUNDLED_PAIR
     source = bundled_folder(role) if bundled else name
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         with _without_bars() if bundled else contextlib.nullcontext():
             model = _load_model(source, dtype, device, device_map)
         return model.eval(), tokenizer
-    except (OSError, ValueError, RuntimeError, AssertionError) as error:  # torch asserts that CUDA is there
+    except Exception as error:  # whatever a foreign folder holds, and whatever a device lacks
         raise ReprieveError(f"could not load the {role} {str(name)!r} on {device}: {error}") from error
 
 
 def _load_model(source: str | Path, dtype: str, device: str, device_map: str | None) -> PreTrainedModel:
-    """The model on its device. Quantised weights are placed while they are read: they cannot be moved afterwards."""
+    """The model on its device. Quantised weights are placed while they are read: they cannot be moved afterwards.
+
+    Raises:
+        ValueError: weights that are missing, left over, of another shape or not finite; code of its own.
+    """
     if device_map is None:
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         device_map = device if getattr(config, "quantization_config", None) else None
+    if device_map is not None:
+        import_extra("accelerate", "big")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        source, dtype=DTYPES[dtype], device_map=device_map, trust_remote_code=False, output_loading_info=True
+    )
+    model, found = loaded
+    _require_whole(model, found)
     if device_map is None:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
-        model.to(device)  # type: ignore[arg-type]
-        return model
-    import_extra("accelerate", "big")
-    placed: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], device_map=device_map)
-    return placed
+        model.to(device)
+    whole: PreTrainedModel = model
+    return whole
+
+
+def _require_whole(model: PreTrainedModel, found: Mapping[str, Any]) -> None:
+    """Refuse a model that transformers fills up with random weights or that lost some on the way.
+
+    Raises:
+        ValueError: names the first such weight.
+    """
+    for what in ("missing", "mismatched", "unexpected"):
+        names = [name if isinstance(name, str) else name[0] for name in found.get(f"{what}_keys") or ()]
+        if names := sorted(name for name in names if what != "unexpected" or not _SPARE.search(name)):
+            told = {"missing": "lack", "mismatched": "have another shape for", "unexpected": "have no place for"}[what]
+            raise ValueError(
+                f"its weights {told} {names[0]}" + (f" and {len(names) - 1} others" if len(names) > 1 else "")
+            )
+    for name, parameter in model.named_parameters():
+        plain = parameter.is_floating_point() and type(parameter.data) is torch.Tensor and not parameter.is_meta
+        if plain and not bool(parameter.detach().sum(dtype=torch.float32).isfinite()):
+            raise ValueError(f"its weight {name} is not finite")
 
 
 @contextlib.contextmanager
