@@ -12,6 +12,7 @@ from typing import Any
 
 from reprieve.errors import SpecError, require_choice, require_range, require_whole
 
+MAX_DRAFT_TOKENS = 512  # of a round
 BUNDLED_PAIR = "reprieve/arithmetic-pair"
 
 

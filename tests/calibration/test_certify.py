@@ -200,7 +200,7 @@ HERE = Conditions(IDENTITY, "arithmetic", {"temperature": 0.0}, 16, "draft", "fl
 
 def certificate(rule, **changes):
     values = dict(
-        statement="It holds.", rule=rule.spec, portable_rule=portable_spec(rule), threshold=0.1,
+        statement="It holds.", rule=rule.spec, portable_rule=portable_spec(rule), threshold=rule.dial_value,
         promise={"max_drop": 0.02, "confidence": 0.95, "loss": "net_drop"}, verdict="confirmed", conditions=HERE,
         calibration={"split": "validation", "steps": []}, held_out={"split": "test"},
     )  # fmt: skip

@@ -138,9 +138,6 @@ class Quickstart(Command):
             stages.run(Stage("report", ["report", *folders, *titled, "--out", str(self.out / "report.html")]))
         except StageFailed as failure:
             return stages.tell(failure)
-        except KeyboardInterrupt:
-            stages.stop()
-            raise
         self._tell_how_to_serve(certificate)
         return 0
 

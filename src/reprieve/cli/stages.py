@@ -84,7 +84,7 @@ class Stages:
             stage.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
     def run(self, stage: Stage) -> int:
-        """Run a stage to its end, from where it was started; returns its exit status.
+        """Run a stage to its end, from where it was started; returns its exit status. Ctrl-C ends all that run.
 
         Raises:
             StageFailed: it ended badly.
@@ -101,7 +101,11 @@ class Stages:
             return 0
         if stage.process is None:
             self.start(stage)
-        stage.status = stage.process.wait()
+        try:
+            stage.status = stage.process.wait()
+        except KeyboardInterrupt:
+            self.stop()
+            raise
         stage.seconds += time.monotonic()
         self._account[stage.name] = stage.account
         replace_file(self._path, json.dumps({"stages": list(self._account.values())}, indent=2) + "\n")

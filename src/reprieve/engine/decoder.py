@@ -25,7 +25,7 @@ from reprieve.needs import Need
 from reprieve.rules import LosslessRule, RiskBudget, Rule, accept
 from reprieve.rules.base import bounded_risk
 from reprieve.rules.checks import BlockCheck, Checked, ExactCheck, GreedyCheck, LosslessCheck, SampledCheck
-from reprieve.settings import SamplingParams
+from reprieve.settings import MAX_DRAFT_TOKENS, SamplingParams
 from reprieve.transfers import spread
 from reprieve.types import (
     Block,
@@ -38,8 +38,6 @@ from reprieve.types import (
     Verification,
     gather_token,
 )
-
-MAX_DRAFT_TOKENS = 512
 
 
 class Tokenizer(Protocol):

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from reprieve.errors import SpecError, require_range
+from reprieve.errors import require_range, require_whole
 from reprieve.heads.artefact import Artefact, register_head
 from reprieve.heads.settings import ArbiterShape
+from reprieve.settings import MAX_DRAFT_TOKENS
 from reprieve.types import Evidence
 
 _SMALLEST = 1e-30  # so that lambda = 1 accepts nothing, where 1 - pi rounds to 0
@@ -46,8 +47,8 @@ class Arbiter(Artefact):
 
     def __post_init__(self) -> None:
         require_range("threshold", self.threshold, 0.0, 1.0)
-        if any(not bool(tensor.isfinite().all()) for tensor in self.tensors.values()):
-            raise SpecError("the arbiter's weights must be finite")
+        require_whole("num_draft_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
+        self.require_numbers()
 
     def risk(self, evidence: Evidence) -> Tensor:
         """1 - pi(accept) of each drafted token, [...], from the advisor's forward over the round."""

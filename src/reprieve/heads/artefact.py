@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import torch
 from huggingface_hub import ModelHubMixin
 from torch import Tensor
 
-from reprieve.errors import ReprieveError
+from reprieve.errors import ReprieveError, SpecError
 from reprieve.heads.binding import PairIdentity
 from reprieve.heads.files import fingerprint_of, read_head, write_head
 from reprieve.heads.model_card import model_card
@@ -48,6 +49,19 @@ class Artefact(ModelHubMixin):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """A plain object: the mixin's own would write a configuration onto it."""
         return object.__new__(cls)
+
+    def require_numbers(self) -> None:
+        """Refuse weights that are no finite float32: of another type they would compute something else.
+
+        Raises:
+            SpecError: names the first.
+        """
+        for name, tensor in self.weights.items():
+            if tensor.dtype != torch.float32 or tensor.layout != torch.strided:
+                kind = str(tensor.dtype).removeprefix("torch.")
+                raise SpecError(f"the {self.kind} head's {name} must be float32, got {kind}")
+            if not bool(tensor.isfinite().all()):
+                raise SpecError(f"the {self.kind} head's weights must be finite; {name} is not")
 
     @property
     def reads_draft(self) -> bool:
@@ -140,7 +154,7 @@ class Artefact(ModelHubMixin):
             values = {name: _typed(hint, config[name]) for name, hint in _fields(cls).items() if name in config}
             parts = {_TENSORS: tensors} if _TENSORS in _fields(cls) else tensors
             head = cls(**values, **parts, certificates=certificates)
-        except (TypeError, ValueError, KeyError) as error:
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ReprieveError(f"{cls.kind} head {str(source)!r}: {error}") from None
         if pair is not None:
             head.require_pair(pair, str(source))

@@ -37,8 +37,7 @@ class Head(Artefact):
 
     def __post_init__(self) -> None:
         require_range("threshold", self.threshold, 0.0, 1.0)
-        if any(not bool(tensor.isfinite().all()) for tensor in self.tensors.values()):
-            raise SpecError(f"the {self.kind} head's weights must be finite")
+        self.require_numbers()
         self.check_shapes()
 
     def check_shapes(self) -> None:

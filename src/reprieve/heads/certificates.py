@@ -7,6 +7,7 @@ A certificate is a JSON file that people can read. It lies beside the head it is
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import warnings
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from reprieve.errors import PairError, ReprieveError, SpecError
 from reprieve.files import read_json
 from reprieve.heads.binding import PairIdentity
 from reprieve.heads.files import CERTIFICATES
-from reprieve.rules import Rule
+from reprieve.rules import Rule, parse_rule
 from reprieve.rules.learned import HeadRule
 from reprieve.settings import PromptSettings, describe_format
 
@@ -99,24 +100,43 @@ class Certificate:
 
     def to_json(self) -> str:
         """The file's content, the statement first."""
-        return json.dumps({"kind": _KIND, "schema": SCHEMA, **dataclasses.asdict(self)}, indent=2) + "\n"
+        values = {"kind": _KIND, "schema": SCHEMA, **dataclasses.asdict(self)}
+        return json.dumps({**values, "sha256": _digest(values)}, indent=2) + "\n"
 
     @classmethod
     def load(cls, path: str | Path) -> Certificate:
         """Read a certificate.
 
         Raises:
-            ReprieveError: it cannot be read, or is none.
+            ReprieveError: it cannot be read, is none, was changed since it was made, or contradicts itself.
         """
         try:
             values = read_json(path, "certificate")
+            if values.pop("sha256", None) != _digest(values):
+                raise ValueError("it was changed after it was made, or made before version 0.3: certify anew")
             if values.pop("kind") != _KIND or values.pop("schema") != SCHEMA:
                 raise ValueError(f"not a {_KIND} of schema {SCHEMA}")
             conditions = values.pop("conditions")
             pair = PairIdentity(**conditions.pop("pair"))
-            return cls(conditions=Conditions(pair=pair, **conditions), **values)
+            made = cls(conditions=Conditions(pair=pair, **conditions), **values)
+            made._require_agreement()
+            return made
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ReprieveError(f"certificate {str(path)!r} cannot be read: {error}") from None
+
+    def _require_agreement(self) -> None:
+        """Refuse a promise about one rule that names another.
+
+        Raises:
+            SpecError: names what differs.
+        """
+        rule, portable = parse_rule(self.rule), parse_rule(self.portable_rule)
+        if _without_paths(rule).spec != _without_paths(portable).spec:
+            raise SpecError(
+                f"rule and portable_rule must be the same but for paths, got {rule.spec} and {portable.spec}"
+            )
+        if rule.dial_value != self.threshold:
+            raise SpecError(f"threshold must be what rule {rule.spec} says, got {self.threshold!r}")
 
     def check(self, here: Conditions, *, where: str) -> None:
         """Warn where a promise made elsewhere says nothing, and refuse another pair and another prompt format.
@@ -137,6 +157,14 @@ class Certificate:
                 "conditions",
                 stacklevel=3,
             )
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _without_paths(rule: Rule) -> Rule:
+    return rule.transform(lambda part: dataclasses.replace(part, path="-") if isinstance(part, HeadRule) else part)
 
 
 def portable_spec(rule: Rule) -> str:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from reprieve.errors import SpecError, require_choice
+from reprieve.errors import SpecError, require_choice, require_range
 from reprieve.heads.artefact import Artefact, register_head
 from reprieve.heads.settings import BUCKETS
 from reprieve.rules.distributions import entropy
@@ -52,13 +52,19 @@ class LtsCalibration(Artefact):
 
     def __post_init__(self) -> None:
         require_choice("bucket_by", self.bucket_by, BUCKETS)
+        require_range("delta", self.delta, 0.0, 0.5, low_open=True)
+        self.require_numbers()
+        if self.edges.ndim != 1 or not bool((self.edges.diff() > 0).all()):
+            raise SpecError(f"edges must be rising numbers, got {self.edges.tolist()}")
+        if self.bucket_by == "none" and len(self.edges):
+            raise SpecError(f"edges must be none where bucket_by is none, got {self.edges.tolist()}")
         num = len(self.edges) + 1
         for name in ("embedding_factors", "logit_factors", "tolerances"):
             values = getattr(self, name)
-            if values.shape != (num,) or not bool((values.isfinite() & (values > 0)).all()):
+            if values.shape != (num,) or not bool((values > 0).all()):
                 raise SpecError(f"{name} must be {num} positive numbers, got {values.tolist()}")
-        if not bool(self.scale.isfinite().all()):
-            raise SpecError("scale must be finite")
+        if self.scale.ndim != 1 or not bool((self.scale >= 0).all()):
+            raise SpecError("scale must be a list of numbers of 0 or more")
 
     @property
     def num_features(self) -> int:

@@ -11,6 +11,7 @@ from reprieve.needs import Need
 
 BUCKETS = ("none", "entropy", "distance", "margin")  # what an lts calibration may be cut by
 VERSION = 1
+_MOST_RANKS, _MOST_LAYERS = 4096, 1024
 STATES = ("target", "draft", "both")
 ENCODINGS = ("draft", "target", "previous", "both")
 _AT_DECODING = ("draft", "previous")  # encodings that verification has
@@ -47,6 +48,8 @@ class FeatureRecipe:
         require_choice("version of the feature recipe", self.version, (VERSION,))
         if not self.layers or not self.draft_layers:
             raise SpecError("layers must name at least one layer, got none")
+        for layer in (*self.layers, *self.draft_layers):
+            require_whole("layers", layer, -_MOST_LAYERS, _MOST_LAYERS)
 
     @property
     def name(self) -> str:
@@ -142,7 +145,7 @@ class ArbiterShape:
     seed: int = field(default=0, metadata={"flag": False})
 
     def __post_init__(self) -> None:
-        require_whole("rank", self.rank, 1)
+        require_whole("rank", self.rank, 1, _MOST_RANKS)
         require_range("scale", self.scale, 0.0, 1e6, low_open=True)
         require_range("dropout", self.dropout, 0.0, 0.9)
 

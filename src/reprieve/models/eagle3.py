@@ -239,6 +239,11 @@ def _require_fit(what: str, head: EagleHead, tensors: dict[str, Tensor], vocab_s
         )
     if min(head.layers_read) < 0 or max(head.layers_read) > text.num_hidden_layers:
         raise PairError(f"{what} reads layers {head.layers_read}, the target has {text.num_hidden_layers}")
+    for name in wanted:
+        if name != "d2t" and not (tensors[name].is_floating_point() and bool(tensors[name].isfinite().all())):
+            raise ReprieveError(f"{what}: {name} must be finite numbers")
+    if tensors["d2t"].is_floating_point():
+        raise ReprieveError(f"{what}: d2t must be whole numbers, got {tensors['d2t'].dtype}")
     ids = torch.arange(head.config.draft_vocab_size) + tensors["d2t"]
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         raise PairError(f"{what}: d2t names tokens {int(ids.min())} to {int(ids.max())}, the target has {vocab_size}")
