@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -62,10 +63,10 @@ def test_what_is_no_store_or_no_shard_is_named(tmp_path):
         LabelStore(tmp_path / "nowhere")
     store = LabelStore(tmp_path / "s", MANIFEST)
     (tmp_path / "s" / "shards" / "one-x.parquet").write_bytes(b"PAR1 nonsense")
-    with pytest.raises(ReprieveError, match=r"one-x\.parquet cannot be read"):
+    with pytest.raises(ReprieveError, match=r"one-x\.parquet' cannot be read"):
         store.problems()
     (tmp_path / "s" / "manifest.json").write_text("{")
-    with pytest.raises(ReprieveError, match="is not a label store's manifest"):
+    with pytest.raises(ReprieveError, match=r"manifest.*cannot be read"):
         LabelStore(tmp_path / "s")
     (tmp_path / "s" / "manifest.json").write_text("[1]")
     with pytest.raises(ReprieveError, match="must name schema, pair and task"):
@@ -76,14 +77,14 @@ def test_a_reader_sees_every_problem_while_another_worker_folds(tmp_path, monkey
     writer, reader = LabelStore(tmp_path, MANIFEST), LabelStore(tmp_path)
     for number in range(5):
         writer.append(labels(f"p-{number}"))
-    listed = reader._shards
+    listed = reader._shards.names
 
     def list_then_fold():
         shards = listed()
         writer.fold()
         return shards
 
-    monkeypatch.setattr(reader, "_shards", list_then_fold)
+    monkeypatch.setattr(reader._shards, "names", list_then_fold)
     assert len(reader.problems()) == 5
     assert reader.done() == {f"p-{number}" for number in range(5)}
 
@@ -221,3 +222,101 @@ class TwoWorkers(RuleBasedStateMachine):
 
 TestTwoWorkers = TwoWorkers.TestCase
 TestTwoWorkers.settings = settings(max_examples=15, stateful_step_count=12, deadline=None)
+
+
+def stored(folder, count=4, *, fold=False):
+    store = LabelStore(folder, MANIFEST)
+    for number in range(count):
+        store.append(labels(f"p-{number}"))
+    if fold:
+        store.fold()
+    return sorted((folder / "shards").glob("*.parquet"))
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_every_flipped_bit_is_seen(tmp_path, fold):
+    shard = stored(tmp_path, fold=fold)[0]
+    content = shard.read_bytes()
+    for number in range(0, 8 * len(content), max(1, len(content) // 10)):
+        changed = bytearray(content)
+        changed[number // 8] ^= 1 << number % 8
+        shard.write_bytes(changed)
+        with pytest.raises(ReprieveError, match="was changed after it was written"):
+            LabelStore(tmp_path).problems()
+    for cut in (b"", content[:-1], content[: len(content) // 2], content + b"x"):
+        shard.write_bytes(cut)
+        with pytest.raises(ReprieveError, match="was changed after it was written"):
+            LabelStore(tmp_path).done()
+    shard.write_bytes(content)
+    assert len(LabelStore(tmp_path).problems()) == 4
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_a_deleted_shard_is_missed(tmp_path, fold):
+    shard = stored(tmp_path, fold=fold)[-1]
+    content = shard.read_bytes()
+    shard.unlink()
+    with pytest.raises(ReprieveError, match=f"has lost 1 of its shards, such as {shard.name}"):
+        LabelStore(tmp_path).problems()
+    shard.write_bytes(content)
+    assert len(LabelStore(tmp_path).problems()) == 4
+
+
+def test_a_shard_renamed_is_another(tmp_path):
+    one, two, *_ = stored(tmp_path)
+    content = one.read_bytes()
+    two.write_bytes(content)
+    with pytest.raises(ReprieveError, match="was changed"):
+        LabelStore(tmp_path).problems()
+
+
+def test_a_journal_cut_off_by_a_kill_loses_nothing(tmp_path):
+    stored(tmp_path)
+    journal = tmp_path / "journal.jsonl"
+    content = journal.read_bytes()
+    for cut in range(len(content) - 60, len(content)):
+        journal.write_bytes(content[:cut])
+        store = LabelStore(tmp_path, MANIFEST)
+        assert len(store.done()) == 4
+    store.append(labels("p-9"))
+    store.fold()
+    assert len(LabelStore(tmp_path).problems()) == 5
+
+
+def test_stores_of_another_schema_and_folders_of_runs_are_refused(tmp_path):
+    stored(tmp_path / "s")
+    path = tmp_path / "s" / "manifest.json"
+    path.write_text(path.read_text().replace('"schema": 1', '"schema": 7'))
+    for manifest in (None, MANIFEST):
+        with pytest.raises(ReprieveError, match="must be of schema 1, got 7"):
+            LabelStore(tmp_path / "s", manifest)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with pytest.raises(ReprieveError, match="holds a run's answers, no labels"):
+        LabelStore(tmp_path / "run", MANIFEST)
+
+
+def test_what_killed_workers_left_is_swept_and_told(tmp_path, capsys, monkeypatch):
+    from reprieve.cli.main import main
+
+    process = subprocess.Popen(["true"])
+    process.wait()
+    stored(tmp_path)
+    host = socket.gethostname()
+    dead, alive = (tmp_path / "shards" / f".x.{host}.{number}.tmp" for number in (process.pid, os.getpid()))
+    for path in (dead, alive):
+        path.write_bytes(b"half")
+    with LabelStore(tmp_path, MANIFEST).claim("p-77") as ours:
+        assert ours
+    assert not dead.exists() and alive.exists()
+    assert LabelStore(tmp_path).num_lost() == 1
+    monkeypatch.setattr("reprieve.cli.labels._open", lambda store: (found, None))
+    assert main(["labels", "stats", str(tmp_path), "--top", "0"]) == 0
+    assert "1 more were begun and are not here" in capsys.readouterr().out
+
+
+def test_a_store_made_before_has_neither_digests_nor_a_journal(tmp_path):
+    for number, shard in enumerate(stored(tmp_path)):
+        shard.rename(shard.with_name(f"one-p-{number}-0123abcd.parquet"))
+    (tmp_path / "journal.jsonl").unlink()
+    assert len(LabelStore(tmp_path).problems()) == 4

@@ -69,12 +69,15 @@ class LabelStats(Command):
         from rich import box
         from rich.table import Table
 
+        from reprieve.labelling.store import LabelStore
         from reprieve.labelling.summary import frequent_important, shares_by_class, summarise
         from reprieve.metrics import wilson_interval
 
         problems, tokenizer = _open(self.store)
         summary = summarise(problems)
         screen.say(summary.sentence())
+        if lost := LabelStore(self.store).num_lost():
+            screen.say(f"{lost} more were begun and are not here: their worker failed, was killed, or is at them still")
         if summary.num_problems:
             screen.say(f"{summary.num_generated / summary.num_problems:.0f} tokens generated a problem")
         table = Table("class of the target's token", "labelled", "important", "share [95%]", box=box.SIMPLE_HEAD)

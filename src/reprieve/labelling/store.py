@@ -1,4 +1,4 @@
-"""The label store: append-only Parquet shards and a manifest, in one folder.
+"""The label store: append-only Parquet shards, a journal of them, and a manifest, in one folder.
 
 Every finished problem is a shard of its own, written to a temporary name and renamed, so that a run killed at any
 moment loses only the problems in hand. A run that ends in good order folds its shards into one. Workers claim problems
@@ -11,18 +11,17 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import re
-import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from reprieve.errors import ReprieveError, import_extra
-from reprieve.files import read_json
+from reprieve.files import read_json, replace_file
 from reprieve.heads.binding import PairIdentity
 from reprieve.labelling.records import ProblemLabels
+from reprieve.labelling.shards import Shards
 from reprieve.tasks.answers import ANSWERS_VERSION
 
 SCHEMA = 1
@@ -46,6 +45,7 @@ class LabelStore:
 
     def __init__(self, folder: Path, manifest: Mapping[str, Any] | None = None) -> None:
         self.folder = folder
+        self._shards = Shards(folder)
         self._done: set[str] = set()
         self._read_shards: set[str] = set()
         path = folder / _MANIFEST
@@ -61,6 +61,8 @@ class LabelStore:
                 )
             return
         self.manifest = _complete({"schema": SCHEMA, **json.loads(json.dumps(manifest))})
+        if (folder / "run.json").exists() and not path.exists():
+            raise ReprieveError(f"{str(folder)!r} holds a run's answers, no labels: name another folder")
         try:
             (folder / "shards").mkdir(parents=True, exist_ok=True)
             (folder / "claims").mkdir(exist_ok=True)
@@ -70,7 +72,8 @@ class LabelStore:
             if path.exists():
                 self._require_same(_read_manifest(path))
             else:
-                _replace(path, lambda temporary: temporary.write_text(json.dumps(self.manifest, indent=2) + "\n"))
+                replace_file(path, json.dumps(self.manifest, indent=2) + "\n")
+            self._shards.sweep()
 
     def _require_same(self, asked: Mapping[str, Any]) -> None:
         for key in sorted(self.manifest.keys() | asked.keys()):
@@ -108,7 +111,7 @@ class LabelStore:
 
     def append(self, labels: ProblemLabels) -> None:
         """Write one problem; it outlives the process when this returns."""
-        self._write([labels], f"one-{_file_name(labels.problem_id)}-{uuid.uuid4().hex[:8]}.parquet")
+        self._write([labels], f"one-{_file_name(labels.problem_id)}")
         self._done.add(labels.problem_id)
 
     def done(self) -> set[str]:
@@ -139,41 +142,37 @@ class LabelStore:
         Raises:
             ReprieveError: a shard that cannot be read.
         """
-        pyarrow, parquet = import_extra("pyarrow", "labels"), import_extra("pyarrow.parquet", "labels")
-        while new := [shard for shard in self._shards() if shard.name not in seen]:
-            for shard in new:
+        while new := [name for name in self._shards.names() if name not in seen]:
+            for name in new:
                 try:
-                    table = parquet.read_table(shard, columns=columns)
+                    table = self._shards.read(name, columns)
                 except FileNotFoundError:
                     continue
-                except (pyarrow.ArrowException, OSError) as error:
-                    raise ReprieveError(
-                        f"label store {str(self.folder)!r}: {shard.name} cannot be read: {error}"
-                    ) from None
-                seen.add(shard.name)
+                seen.add(name)
                 yield table
+        self._shards.require_all()
+
+    def num_lost(self) -> int:
+        """Problems that a worker had in hand and that are not here: it was killed, failed, or is at them still."""
+        done = {f"{_file_name(problem_id)}.lock" for problem_id in self.done()}
+        return sum(path.name not in done for path in (self.folder / "claims").glob("[!.]*.lock"))
 
     def fold(self) -> None:
         """Fold the shards of single problems into one; a kill in between leaves duplicates, which readers drop."""
         with _file_lock(self.folder / "claims" / ".fold.lock"):
-            single = [shard for shard in self._shards() if shard.name.startswith("one-")]
+            single = [name for name in self._shards.names() if name.startswith("one-")]
             if not single:
                 return
-            read = {shard.name for shard in self._shards()} - {shard.name for shard in single}
+            read = set(self._shards.names()) - set(single)
             before = set(read)
             rows = [ProblemLabels.from_row(row) for table in self._tables(read) for row in table.to_pylist()]
-            self._write(rows, f"many-{uuid.uuid4().hex[:12]}.parquet")
-            for name in read - before:  # also what another worker has written since
-                (self.folder / "shards" / name).unlink()
+            self._write(rows, "many")
+            self._shards.remove(sorted(read - before))  # also what another worker has written since
 
-    def _shards(self) -> list[Path]:
-        return sorted((self.folder / "shards").glob("*.parquet"))
-
-    def _write(self, labels: list[ProblemLabels], name: str) -> None:
-        pyarrow, parquet = import_extra("pyarrow", "labels"), import_extra("pyarrow.parquet", "labels")
-        table = pyarrow.Table.from_pylist([problem.to_row() for problem in labels], schema=_schema())
-        _replace(
-            self.folder / "shards" / name, lambda temporary: parquet.write_table(table, temporary, compression="zstd")
+    def _write(self, labels: list[ProblemLabels], prefix: str) -> None:
+        pyarrow = import_extra("pyarrow", "labels")
+        self._shards.write(
+            pyarrow.Table.from_pylist([problem.to_row() for problem in labels], schema=_schema()), prefix
         )
 
 
@@ -232,6 +231,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     manifest = read_json(path, "the label store's manifest")
     if not isinstance(manifest, dict) or not {"schema", "task", "target_weights", "tokenizer"} <= manifest.keys():
         raise ReprieveError(f"{str(path)!r} is not a label store's manifest: it must name schema, pair and task")
+    if manifest["schema"] != SCHEMA:
+        raise ReprieveError(f"{str(path)!r} must be of schema {SCHEMA}, got {manifest['schema']!r}")
     return _complete(manifest)
 
 
@@ -239,12 +240,6 @@ def _complete(manifest: dict[str, Any]) -> dict[str, Any]:
     """With what stores made before version 0.3 do not say."""
     known = str(manifest.get("task")).partition(":")[0] in _READ_ALIKE
     return {"prompt": {}, "answers": ANSWERS_VERSION if known else 1, **manifest}
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    write(temporary)
-    os.replace(temporary, path)
 
 
 def _file_name(problem_id: str) -> str:
