@@ -12,6 +12,7 @@ from typing import Any
 
 from reprieve.errors import SpecError, require_choice, require_range, require_whole
 
+MAX_STOPS, MAX_STOP_LENGTH = 64, 1000  # texts that end an answer, and their characters
 MAX_DRAFT_TOKENS = 512  # of a round
 BUNDLED_PAIR = "reprieve/arithmetic-pair"
 
@@ -165,8 +166,12 @@ class SamplingParams(SamplingSettings):
         require_whole("seed", self.seed, 0, 2**63 - 1)
         if self.num_logprobs is not None:
             require_range("num_logprobs", self.num_logprobs, 0, 20)
-        if any(not text for text in self.stop):
-            raise SpecError("stop must hold texts of at least one character, got an empty one")
+        if len(self.stop) > MAX_STOPS:
+            raise SpecError(f"stop must hold at most {MAX_STOPS} texts, got {len(self.stop)}")
+        for text in self.stop:
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
+                got = f"one of {len(text)}" if isinstance(text, str) else repr(text)
+                raise SpecError(f"stop must hold texts of 1 to {MAX_STOP_LENGTH} characters, got {got}")
         if self.truncation is not None and not self.truncation.traits.truncates:
             raise SpecError(
                 f"truncation takes a rule that judges by the target's distribution alone, got {self.truncation.name}"

@@ -43,8 +43,10 @@ class Serve(Command):
             model_name=self.settings.model_name or self.pair.target,
             api_key=self.settings.api_key or os.environ.get(KEY) or None,
         )
+        from reprieve.serving.server.launch import make_app, require_free_port, run
+
+        require_free_port(settings)
         pair = screen.load(self.pair)
-        from reprieve.serving.server.launch import make_app, run
 
         app = make_app(
             pair,

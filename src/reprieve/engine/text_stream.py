@@ -13,6 +13,33 @@ class Decodes(Protocol):
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str: ...
 
 
+class _Stop:
+    """Looks for one text in pieces of another, in a time that grows with their length (Knuth, Morris and Pratt)."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0  # characters of it that the text so far ends with
+        self._borders = [0] * len(text)  # of each beginning: how much of it is its own end, too
+        size = 0
+        for place in range(1, len(text)):
+            size = self._next(size, text[place])
+            self._borders[place] = size
+
+    def feed(self, piece: str) -> int | None:
+        """Where it begins, from the piece's beginning on, if it ends in this piece; negative where it began before."""
+        for place, character in enumerate(piece):
+            self.matched = self._next(self.matched, character)
+            if self.matched == len(self.text):
+                self.matched = self._borders[-1]
+                return place + 1 - len(self.text)
+        return None
+
+    def _next(self, size: int, character: str) -> int:
+        while size and (size == len(self.text) or self.text[size] != character):
+            size = self._borders[size - 1]
+        return size + (self.text[size] == character)
+
+
 class TextStream:
     """Decodes incrementally; `push` returns the text that has become certain.
 
@@ -22,7 +49,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Decodes, stop: tuple[str, ...] = ()) -> None:
         self.tokenizer = tokenizer
-        self.stop = stop
+        self._stops = [_Stop(text) for text in stop]
         self.text = ""  # without the stop text
         self.stopped = False
         self._ids: list[int] = []
@@ -49,10 +76,10 @@ class TextStream:
         window = self._decode(self._ids[self._context :])
         if window.endswith(_REPLACEMENT) and not final:
             return  # half a character
-        searched = max(0, len(self.text) - max(map(len, self.stop), default=0))
-        self.text += window[len(known) :]
+        new = window[len(known) :]
         self._context, self._read = self._read, len(self._ids)
-        ends = [at for stop in self.stop if (at := self.text.find(stop, searched)) >= 0]
+        ends = [len(self.text) + at for stop in self._stops if (at := stop.feed(new)) is not None]
+        self.text += new
         if ends:
             self.text, self.stopped = self.text[: min(ends)], True
 
@@ -61,9 +88,7 @@ class TextStream:
 
     def _certain(self) -> int:
         """Length of the text that no stop text can still take back."""
-        end = len(self.text)
-        held = [size for stop in self.stop for size in range(1, len(stop)) if self.text.endswith(stop[:size])]
-        return end - max(held, default=0)
+        return len(self.text) - max((stop.matched for stop in self._stops), default=0)
 
     def _release(self, end: int) -> str:
         new = self.text[self._released : end]

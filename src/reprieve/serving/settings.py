@@ -56,6 +56,9 @@ class ServerSettings:
                 raise SpecError(f"{name} must be above 0, got {getattr(self, name)!r}")
         _ = self.asked
         assert self.asked  # refuses a thinking that is neither on nor off
+        key = self.api_key
+        if key is not None and not (key.isascii() and key.isprintable() and key.strip()):
+            raise SpecError("api_key must be of printable ASCII characters: a header can hold no others")
         if not 0 <= self.port < 65536:
             raise SpecError(f"port must be in [0, 65535], got {self.port}")
         require_whole("max_waiting", self.max_waiting, 1)

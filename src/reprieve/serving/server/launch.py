@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from reprieve.models.cached_model import max_positions
 from reprieve.serving.menu import Menu
 from reprieve.serving.policy import STRICT, Policy
 from reprieve.serving.server.app import create_app
+from reprieve.serving.server.connections import PatientProtocol
 from reprieve.serving.server.metrics import Metrics
 from reprieve.serving.server.prompts import Prompts
 from reprieve.serving.server.worker import Finished, Job, Worker
@@ -23,6 +26,9 @@ from reprieve.tasks import Task, TaskProblem, load_task
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+
+_MOST_CONNECTIONS = 16_384  # requests are limited by the queue, half-open connections by their time
 
 
 class Monitoring:
@@ -107,6 +113,22 @@ def make_app(
     return app
 
 
+def require_free_port(settings: ServerSettings) -> None:
+    """Refuse a port that cannot be had, before a large model is read.
+
+    Raises:
+        SpecError: names host, port and reason.
+    """
+    try:
+        family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind((settings.host, settings.port))
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SpecError(f"port {settings.port} of {settings.host} cannot be listened on: {reason}") from None
+
+
 def run(app: FastAPI, settings: ServerSettings) -> None:
     """Serve until told to stop; then requests have `grace` seconds to finish, from the signal on."""
     import uvicorn
@@ -118,14 +140,18 @@ def run(app: FastAPI, settings: ServerSettings) -> None:
             ).start()  # no locks in a signal handler
             super().handle_exit(sig, frame)
 
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     config = uvicorn.Config(
         app,
+        http=PatientProtocol,
         host=settings.host,
         port=settings.port,
         access_log=False,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=int(settings.grace) + 10,  # the worker ends requests before, with a word
-        limit_concurrency=max(256, 4 * settings.max_waiting),
     )
     Server(config).run()
 

@@ -11,11 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from reprieve.engine import SamplingParams
 from reprieve.servers.words import LEVEL, SWITCH, THRESHOLD
+from reprieve.settings import MAX_STOP_LENGTH
 from reprieve.types import Generation, Token
 
 Whole = Annotated[int, Field(strict=True)]  # true is no number
 TokenIds = list[Whole]
-StopText = Annotated[str, Field(min_length=1)]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 MAX_CHOICES = 128
 _GREEDY = 1e-5  # temperatures below it are 0, as in vLLM: dividing by much less overflows
 _FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -304,7 +305,7 @@ def error_body(message: str, *, kind: str, param: str | None = None, code: int |
 
 _SHAPES = {  # fields that take several shapes: the checks of each shape alone would mislead
     "prompt": f"must be a text, token ids, or up to {MAX_CHOICES} of either",
-    "stop": "must be a text of at least one character, or up to 16 of them",
+    "stop": f"must be a text of 1 to {MAX_STOP_LENGTH} characters, or up to 16 of them",
     "messages": "must be a list of messages, each with a role and a text (or text parts) as content",
 }
 

@@ -1,0 +1,52 @@
+"""Stop texts: found wherever they lie in the tokens, held back no longer than needed, in linear time."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reprieve.engine.text_stream import TextStream
+from reprieve.errors import SpecError
+from reprieve.settings import MAX_STOP_LENGTH, SamplingParams
+
+
+class Letters:
+    """A token a letter."""
+
+    def decode(self, ids, *, skip_special_tokens=False):
+        return "".join(map(chr, ids))
+
+
+@given(st.text("ab", max_size=40), st.lists(st.text("ab", min_size=1, max_size=6), max_size=4))
+def test_the_text_ends_where_the_first_stop_text_begins(text, stops):
+    stream = TextStream(Letters(), tuple(stops))
+    shown, pushed = "", ""
+    for letter in text:
+        pushed += letter
+        shown += stream.push(ord(letter))
+        found = [at for stop in stops if (at := pushed.find(stop)) >= 0]
+        if found:
+            assert stream.stopped and stream.text == pushed[: min(found)] == shown
+            break
+        held = [size for stop in stops for size in range(1, len(stop)) if pushed.endswith(stop[:size])]
+        assert shown == pushed[: len(pushed) - max(held, default=0)], "no more is held back than could be a stop text"
+    else:
+        assert not stream.stopped and shown + stream.finish() == text
+
+
+def test_long_stop_texts_take_linear_time():
+    stop = "a" * (MAX_STOP_LENGTH - 1) + "b"
+    stream = TextStream(Letters(), (stop,) * 16)
+    began = time.perf_counter()
+    for _ in range(3000):
+        stream.push(ord("a"))
+    assert time.perf_counter() - began < 5, "each letter is looked at a few times, not a thousand"
+    stream.push(ord("b"))
+    assert stream.stopped and stream.text == "a" * (3000 - MAX_STOP_LENGTH + 1)
+
+
+@pytest.mark.parametrize("stop", [("",), ("x" * (MAX_STOP_LENGTH + 1),), ("x",) * 65, (3,), (None,), (b"x",)], ids=repr)
+def test_stop_texts_are_bounded(stop):
+    with pytest.raises(SpecError, match="stop must hold"):
+        SamplingParams(stop=stop)
