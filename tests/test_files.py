@@ -7,7 +7,7 @@ import pytest
 
 from reprieve.cli.main import main
 from reprieve.errors import ReprieveError
-from reprieve.files import parse_json, read_file, read_json
+from reprieve.files import parse_json, read_file, read_json, replace_file
 
 BROKEN = {
     "nothing": (b"", "Expecting value"),
@@ -86,3 +86,51 @@ def test_the_command_line_ends_in_one_line(arguments, tmp_path, capsys, monkeypa
     status = main([item.replace("PIPE", str(tmp_path / "pipe.json")).replace("LONG", long) for item in arguments])
     error = capsys.readouterr().err
     assert status in (1, 2) and "Traceback" not in error and error.count("\n") <= 2, error
+
+
+def test_what_is_no_plain_file_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(ReprieveError, match=f"{name}' cannot be written: it is no plain file"):
+            replace_file(tmp_path / name, "x")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "pipe"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("bench --limit 1000000000000", "limit must be in [1, 10000000], got 1000000000000"),
+        ("bench --offset 1000000000000", "offset must be in [0, 10000000], got 1000000000000"),
+        ("bench --trials 1000000000", "num_trials must be in [1, 10000], got 1000000000"),
+        ("bench --seed 18446744073709551616", "seed must be in [0, 9223372036854775807], got 18446744073709551616"),
+        ("bench --seed -1", "seed must be in [0, 9223372036854775807], got -1"),
+        ("bench --temperature 1e-300", "temperature must be 0 or in [1e-06, 1e+06], got 1e-300"),
+        ("bench --temperature nan", "temperature must be"),
+        ("bench --top-k 99999999999999999999", "top_k must be in [0, 2147483647]"),
+        ("bench --max-new-tokens 99999999999999999999", "max_new_tokens must be in [1, 2147483647]"),
+        ("bench --workers 100000 --limit 2", "workers must be in [1, 1024], got 100000"),
+        ("mine autojudge --limit 1000000000000", "limit must be in [1, 10000000]"),
+        ("mine autojudge --in-flight 1000000000", "num_in_flight must be in [1, 4096], got 1000000000"),
+        ("mine pivot --rollouts 1000000000", "num_rollouts must be in [1, 4096], got 1000000000"),
+        ("generate x --device meta", "device must be one of cpu"),
+        ("generate x --device nonsense", "device must be one of cpu"),
+        ("generate x --device cpu:x", "device must be one of cpu"),
+        ("calibrate lts --limit 1000000000000", "limit must be in [1, 10000000]"),
+        ("monitor --rule margin --limit 1000000000000", "limit must be in [1, 10000000]"),
+        ("serve --max-waiting 100000000000000000000", "max_waiting must be in [1, 1000000]"),
+        ("serve --timeout nan", "timeout must be in (0, 1e+06], got nan"),
+        ("serve --grace inf", "grace must be in (0, 1e+06], got inf"),
+        (
+            "certify --rule margin --max-drop 0.03 --held-out-limit 1000000000000",
+            "held_out_limit must be in [1, 10000000]",
+        ),
+        ("generate x --out /dev/full", "'/dev/full' cannot be written: it is no plain file"),
+        ("bench --arm margin --limit 1 --out /proc/x", "--out '/proc/x' cannot be made"),
+    ],
+)
+def test_options_out_of_range_are_named_before_any_work(arguments, says, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments.split()) in (1, 2)
+    error = capsys.readouterr().err
+    assert says in error and "Traceback" not in error, error

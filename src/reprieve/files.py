@@ -23,6 +23,8 @@ def replace_file(path: Path, content: bytes | str) -> None:
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
+        if path.exists() and not path.is_file():  # a device, say: renaming would take its place
+            raise ReprieveError(f"{str(path)!r} cannot be written: it is no plain file")
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)

@@ -13,6 +13,9 @@ from typing import Any
 from reprieve.errors import SpecError, require_choice, require_range, require_whole
 
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1000  # texts that end an answer, and their characters
+MAX_PROBLEMS = 10_000_000  # of a run
+MAX_SEED = 2**63 - 1
+_MOST_TOKENS = 2**31 - 1
 MAX_DRAFT_TOKENS = 512  # of a round
 BUNDLED_PAIR = "reprieve/arithmetic-pair"
 
@@ -66,7 +69,7 @@ class PromptSettings:
                     f"{name} needs the chat template (--chat-template), got {getattr(self, name)!r} without"
                 )
         if self.max_new_tokens is not None:
-            require_whole("max_new_tokens", self.max_new_tokens, 1)
+            require_whole("max_new_tokens", self.max_new_tokens, 1, _MOST_TOKENS)
 
     @property
     def format(self) -> dict[str, Any]:
@@ -101,9 +104,8 @@ class ProblemSettings:
     prompt: PromptSettings = field(default_factory=PromptSettings)
 
     def __post_init__(self) -> None:
-        for name, least in (("limit", 1), ("offset", 0)):
-            if getattr(self, name) < least:
-                raise SpecError(f"{name} must be {least} or more, got {getattr(self, name)}")
+        require_whole("limit", self.limit, 1, MAX_PROBLEMS)
+        require_whole("offset", self.offset, 0, MAX_PROBLEMS)
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class SamplingSettings:
     def __post_init__(self) -> None:
         _require_temperature("temperature", self.temperature)
         require_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        require_whole("top_k", self.top_k, 0)
+        require_whole("top_k", self.top_k, 0, _MOST_TOKENS)
         if self.draft_temperature is not None:
             _require_temperature("draft_temperature", self.draft_temperature)
 
@@ -162,8 +164,8 @@ class SamplingParams(SamplingSettings):
         super().__post_init__()
         if isinstance(self.stop, str):
             raise SpecError(f"stop must be a tuple of texts, got the text {self.stop!r}")
-        require_whole("max_new_tokens", self.max_new_tokens, 1)
-        require_whole("seed", self.seed, 0, 2**63 - 1)
+        require_whole("max_new_tokens", self.max_new_tokens, 1, _MOST_TOKENS)
+        require_whole("seed", self.seed, 0, MAX_SEED)
         if self.num_logprobs is not None:
             require_range("num_logprobs", self.num_logprobs, 0, 20)
         if len(self.stop) > MAX_STOPS:

@@ -57,8 +57,8 @@ def test_mine_show_train_and_decode_end_to_end(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (["mine", "autojudge", "--max-new-tokens", "0"], "max_new_tokens must be 1 or more, got 0"),
-        (["mine", "pivot", "--rollouts", "0"], "num_rollouts must be 1 or more, got 0"),
+        (["mine", "autojudge", "--max-new-tokens", "0"], "max_new_tokens must be in [1, 2147483647], got 0"),
+        (["mine", "pivot", "--rollouts", "0"], "num_rollouts must be in [1, 4096], got 0"),
         (["mine", "autojudge", "--task", "prompts:path={prompts}", "--split", "all"], "no answers to compare"),
         (["mine", "pivot", "--task", "prompts:path={prompts}", "--split", "all"], "no answers to compare"),
         (["mine", "autojudge", "--task", "gsm8k:path={gsm}", "--offset", "9"], "offset must be below"),

@@ -300,7 +300,7 @@ def test_mining_configurations_out_of_range_are_refused():
     for options, says in (
         ({"variant": "magic"}, "variant must be one of search, naive"),
         ({"limit": 0}, "limit must be 1 or more"),
-        ({"num_in_flight": 0}, "num_in_flight must be 1 or more, got 0"),
+        ({"num_in_flight": 0}, r"num_in_flight must be in \[1, 4096\], got 0"),
         ({"api_url": "http://x", "sampling": SamplingSettings(1.0), "pair": PairSettings(draft="d")}, "temperature 0"),
     ):
         with pytest.raises(SpecError, match=says):

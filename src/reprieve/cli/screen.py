@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reprieve.errors import ReprieveError, SpecError
-from reprieve.settings import PairSettings, PromptSettings
+from reprieve.errors import ReprieveError, SpecError, require_whole
+from reprieve.settings import MAX_PROBLEMS, PairSettings, PromptSettings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,9 +57,8 @@ def require_problems(limit: int, offset: int) -> None:
     Raises:
         SpecError: names the flag.
     """
-    for name, value, least in (("--limit", limit, 1), ("--offset", offset, 0)):
-        if value < least:
-            raise SpecError(f"{name} must be {least} or more, got {value}")
+    require_whole("--limit", limit, 1, MAX_PROBLEMS)
+    require_whole("--offset", offset, 0, MAX_PROBLEMS)
 
 
 def require_file(path: Path | None) -> None:

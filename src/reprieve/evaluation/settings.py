@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from reprieve.calibration.settings import Promise
 from reprieve.errors import SpecError, require_range, require_whole
-from reprieve.settings import ProblemSettings, PromptSettings, SamplingSettings
+from reprieve.settings import MAX_PROBLEMS, MAX_SEED, ProblemSettings, PromptSettings, SamplingSettings
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class RunSettings(ProblemSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_whole("num_trials", self.num_trials, 1)
+        require_whole("num_trials", self.num_trials, 1, 10_000)
+        require_whole("seed", self.seed, 0, MAX_SEED)
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class CertifySettings:
     def __post_init__(self) -> None:
         if len(set(self.thresholds)) != len(self.thresholds):
             raise SpecError(f"thresholds must be different values, got {list(self.thresholds)}")
-        require_whole("held_out_limit", self.held_out_limit, 1)
+        require_whole("held_out_limit", self.held_out_limit, 1, MAX_PROBLEMS)
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,10 @@ class SpeedSettings:
 
     def __post_init__(self) -> None:
         for level in self.concurrency:
-            require_whole("concurrency", level, 1)
-        require_whole("turns", self.turns, 1)
+            require_whole("concurrency", level, 1, 65_536)
+        require_whole("turns", self.turns, 1, 10_000)
         if self.num_requests is not None:
-            require_whole("num_requests", self.num_requests, 1)
+            require_whole("num_requests", self.num_requests, 1, MAX_PROBLEMS)
 
 
 @dataclass(frozen=True)

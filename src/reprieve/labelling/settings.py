@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from reprieve.errors import SpecError, require_choice, require_range, require_whole
 from reprieve.servers.settings import EngineSettings
-from reprieve.settings import PairSettings, ProblemSettings, SamplingParams, SamplingSettings
+from reprieve.settings import MAX_SEED, PairSettings, ProblemSettings, SamplingParams, SamplingSettings
 
 _ON_SERVERS = 256
 
@@ -34,8 +34,9 @@ class MiningSettings(ProblemSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_whole("seed", self.seed, 0, MAX_SEED)
         if self.num_in_flight is not None:
-            require_whole("num_in_flight", self.num_in_flight, 1)
+            require_whole("num_in_flight", self.num_in_flight, 1, 4096)
 
     @property
     def in_flight(self) -> int:
@@ -120,7 +121,7 @@ class PivotMining(MiningSettings):
         super().__post_init__()
         if self.sampling.greedy:
             raise SpecError("temperature must be above 0 for pivot mining, which labels by rollouts, got 0")
-        require_whole("num_rollouts", self.num_rollouts, 1)
+        require_whole("num_rollouts", self.num_rollouts, 1, 4096)
         require_range("alpha", self.alpha, 0.0, 1.0)
 
     @property

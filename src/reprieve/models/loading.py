@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from reprieve.errors import PairError, ReprieveError, import_extra, require_choice
+from reprieve.errors import PairError, ReprieveError, SpecError, import_extra, require_choice
 from reprieve.heads.binding import PairIdentity, digest, tokenizer_fingerprint
 from reprieve.heads.files import bundled_folder
 from reprieve.models.cached_model import CachedModel, HiddenLayers, execution_device
@@ -124,6 +124,7 @@ def load_models(
 ) -> ModelPair:
     """What `reprieve.load_pair` loads, with its parameters and errors."""
     require_choice("dtype", dtype, tuple(DTYPES))
+    require_device(device)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if str(target) == BUNDLED_PAIR and draft is None:
         draft = BUNDLED_PAIR
@@ -138,6 +139,21 @@ def load_models(
                 f"draft {str(draft)!r} has {num_rows} token embeddings, its tokenizer {len(tokenizer)} tokens"
             )
     return ModelPair(target_model, draft_model, tokenizer, str(target), None if draft is None else str(draft))
+
+
+def require_device(name: str | None) -> None:
+    """Refuse what is no device of this machine; None stands for the usual one.
+
+    Raises:
+        SpecError: names it, and those there are.
+    """
+    kinds = ["cpu", *([] if (found := torch.accelerator.current_accelerator()) is None else [found.type])]
+    try:
+        known = name is None or torch.device(name).type in kinds
+    except RuntimeError:
+        known = False
+    if not known:
+        raise SpecError(f"device must be one of {', '.join(kinds)}, or one of them by number (cuda:1), got {name!r}")
 
 
 def require_same_tokenizer(target: Any, draft: Any, target_name: str, draft_name: str) -> None:

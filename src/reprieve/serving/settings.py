@@ -51,9 +51,8 @@ class ServerSettings:
     max_changed: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("timeout", "grace", "max_tokens", "max_body_bytes"):
-            if not getattr(self, name) > 0:
-                raise SpecError(f"{name} must be above 0, got {getattr(self, name)!r}")
+        for name, most in (("timeout", 1e6), ("grace", 1e6), ("max_tokens", 1e9), ("max_body_bytes", 1e10)):
+            require_range(name, getattr(self, name), 0, most, low_open=True)
         _ = self.asked
         assert self.asked  # refuses a thinking that is neither on nor off
         key = self.api_key
@@ -61,7 +60,7 @@ class ServerSettings:
             raise SpecError("api_key must be of printable ASCII characters: a header can hold no others")
         if not 0 <= self.port < 65536:
             raise SpecError(f"port must be in [0, 65535], got {self.port}")
-        require_whole("max_waiting", self.max_waiting, 1)
+        require_whole("max_waiting", self.max_waiting, 1, 1_000_000)
         require_range("check_share", self.check_share, 0.0, 1.0)
 
     @property

@@ -163,7 +163,7 @@ class RolloutPool:
     def __init__(
         self, settings: RolloutSettings, shape: ArbiterShape, pair: Pair, task: Task, *, num_workers: int = 1
     ) -> None:
-        require_whole("workers", num_workers, 1)
+        require_whole("workers", num_workers, 1, 1024)
         self._here = RolloutMaker(settings, shape, pair, task) if num_workers == 1 else None
         self._pool: ProcessPoolExecutor | None = None
         if num_workers > 1:

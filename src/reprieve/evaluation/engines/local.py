@@ -34,7 +34,7 @@ class LocalEngine:
     """
 
     def __init__(self, pair: Pair, *, num_workers: int = 1) -> None:
-        require_whole("workers", num_workers, 1)
+        require_whole("workers", num_workers, 1, 1024)
         self.pair = pair
         self.tokenizer = pair.tokenizer
         self.num_parallel = num_workers
