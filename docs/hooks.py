@@ -19,8 +19,8 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Fill in `<!-- readme -->`, `<!-- rules -->`, `<!-- origins -->` and `<!-- commands -->`."""
-    made = {"readme": _readme, "rules": _rules, "origins": _origins, "commands": _commands}
+    """Fill in `<!-- readme -->`, `<!-- security -->`, `<!-- rules -->`, `<!-- origins -->` and `<!-- commands -->`."""
+    made = {"readme": _readme, "security": _security, "rules": _rules, "origins": _origins, "commands": _commands}
     return re.sub(r"^<!-- (\w+) -->$", lambda found: made[found[1]](), markdown, flags=re.M)
 
 
@@ -28,7 +28,12 @@ def _readme() -> str:
     """The README, with its links as they are from the site's first page; files that are not on the site lose theirs."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     text = text.replace("](docs/", "](").replace("](CONTRIBUTING.md)", "](contributing/index.md)")
+    text = text.replace("](SECURITY.md)", "](reference/security.md)")
     return re.sub(r"\[(\w+)\]\(\1\)", r"\1", text)
+
+
+def _security() -> str:
+    return (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 
 
 def _rules() -> str:
