@@ -128,7 +128,7 @@ def read_bodies(draw: Callable[[Any], Any]) -> None:
         with contextlib.suppress(ReprieveError):
             MENU.choose(body.leniency)
     except ValidationError as error:
-        sentence, _ = field_error(error.errors())  # type: ignore[arg-type]
+        sentence, _ = field_error(error.errors())
         assert sentence
     except ValueError:
         pass  # no JSON: FastAPI says so

@@ -120,7 +120,7 @@ def kills(folder: Path, count: int, seed: int) -> dict[str, dict[str, int]]:
     shutil.rmtree(folder, ignore_errors=True)
     whole, cut = folder / "whole", folder / "cut"
     for name, arguments in JOBS.items():
-        places = {"LABELS": str(whole / "mine"), "BENCH": str(whole / "bench")}
+        places = {"LABELS": str(Path(__file__).with_name("labels") / "autojudge"), "BENCH": str(whole / "bench")}
         given = [places.get(word, word) for word in arguments]
         reference = Job(name, given, whole / name)
         seconds = reference.finish()

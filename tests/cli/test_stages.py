@@ -28,7 +28,15 @@ def sleeping(monkeypatch):
         process.kill()
 
 
-def test_an_interrupted_stage_ends_with_those_beside_it(sleeping, tmp_path):
+@pytest.fixture
+def interruptible():
+    """A shell's background job, and all it starts, ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_stage_ends_with_those_beside_it(sleeping, tmp_path, interruptible):
     stages = Stages(tmp_path, "account")
     stages.start(Stage("beside", ["x"]))
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()

@@ -299,7 +299,7 @@ def test_sampled_mining_is_repeatable_and_depends_on_the_seed():
 def test_mining_configurations_out_of_range_are_refused():
     for options, says in (
         ({"variant": "magic"}, "variant must be one of search, naive"),
-        ({"limit": 0}, "limit must be 1 or more"),
+        ({"limit": 0}, r"limit must be in \[1, 10000000\]"),
         ({"num_in_flight": 0}, r"num_in_flight must be in \[1, 4096\], got 0"),
         ({"api_url": "http://x", "sampling": SamplingSettings(1.0), "pair": PairSettings(draft="d")}, "temperature 0"),
     ):

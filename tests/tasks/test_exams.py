@@ -71,8 +71,8 @@ def test_mbpp_programs_run_once(tmp_path, monkeypatch):
     task = load_task(f"mbpp:path={path},unsafe=true")
     problem = task.problems("test", 1)[0]
     runs = []
-    run = Sandbox.run
-    monkeypatch.setattr(Sandbox, "run", lambda *given: runs.append(1) or run(*given))
+    passes = Sandbox.passes
+    monkeypatch.setattr(Sandbox, "passes", lambda *given: runs.append(1) or passes(*given))
     good = task.extract_answer("```python\ndef add(a, b):\n    return a + b\n```")
     other = task.extract_answer("```python\ndef add(a, b):\n    return b + a\n```")
     assert task.equivalent(good, problem.reference) and task.same(problem, good, other)

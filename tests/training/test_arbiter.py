@@ -151,7 +151,7 @@ def test_reinforcement_refuses_what_cannot_work(pair, tmp_path):
     rollouts = RolloutSettings("parity", 4, pair=PairSettings("tiny/target", "tiny/draft"))
     with pytest.raises(PairError, match="different draft_weights"):
         reinforce(pair, ParityTask(), foreign, rollouts, tmp_path)
-    with pytest.raises(SpecError, match="workers must be 1 or more"):
+    with pytest.raises(SpecError, match=r"workers must be in \[1, 1024\], got 0"):
         climb(pair, tmp_path, num_workers=0)
     for bad, told in (
         (dict(group_size=1), "group_size must be 2 or more"),

@@ -112,14 +112,21 @@ class Certificate:
         """
         try:
             values = read_json(path, "certificate")
-            if values.pop("sha256", None) != _digest(values):
-                raise ValueError("it was changed after it was made, or made before version 0.3: certify anew")
+            wanted = values.pop("sha256", None)
+            if wanted not in (None, _digest(values)):
+                raise ValueError("it was changed after it was made: certify anew")
             if values.pop("kind") != _KIND or values.pop("schema") != SCHEMA:
                 raise ValueError(f"not a {_KIND} of schema {SCHEMA}")
             conditions = values.pop("conditions")
             pair = PairIdentity(**conditions.pop("pair"))
             made = cls(conditions=Conditions(pair=pair, **conditions), **values)
             made._require_agreement()
+            if wanted is None:
+                warnings.warn(
+                    f"certificate {str(path)!r} was made before version 0.3 and cannot show that nobody changed it: "
+                    "certify anew",
+                    stacklevel=2,
+                )
             return made
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ReprieveError(f"certificate {str(path)!r} cannot be read: {error}") from None
