@@ -13,7 +13,9 @@ from reprieve.loop import learning_rate_at, train
 from reprieve.pair.corpus import Mixture, RowStream
 from reprieve.pair.families import FAMILIES, evaluate
 from reprieve.pair.problems import ARITHMETIC, MINIATURE, Contents, Style, draw_problem, split_of
-from reprieve.pair.train import PairLearner, Recipe, build_model, grow, train_tokenizer
+from reprieve.pair.recipes import Recipe
+from reprieve.pair.tokenizer import train_tokenizer
+from reprieve.pair.train import PairLearner, build_model, grow
 from reprieve.pair.wordings import RARE, SENTENCES, Voice
 from reprieve.tasks import load_task
 

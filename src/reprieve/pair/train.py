@@ -1,8 +1,7 @@
 """Train a bundled pair: `python -m reprieve.pair.train --pair miniature --out runs/pair` (resumes when run again).
 
-The recipe is fixed by `RECIPES` and a seed. The miniature's models start from those of the arithmetic pair, which
-know the sums; its target then grows to three times as many layers, new ones being copies whose outputs begin at zero
-(as LLaMA Pro's blocks, Wu et al. 2024), so that growing changes nothing that was learned. Training runs on a GPU or on
+The recipe is fixed by `RECIPES` and a seed. A model may grow on the way: new layers are copies whose outputs begin at
+zero (as LLaMA Pro's blocks, Wu et al. 2024), so that growing changes nothing that was learned. It runs on a GPU or on
 two CPU cores, saves a checkpoint every few minutes, and writes each finished model with what its model card needs:
 seed, token count, time and accuracy.
 """
@@ -13,9 +12,10 @@ import argparse
 import copy
 import dataclasses
 import random
+import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,137 +27,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from reprieve.heads.files import bundled_folder
 from reprieve.loop import Learner, learning_rate_at, load_network, network_state, train
 from reprieve.pair.card import greedy_accuracy, install, write_card
-from reprieve.pair.corpus import Mixture, RowStream
+from reprieve.pair.corpus import RowStream
 from reprieve.pair.families import FAMILIES
-from reprieve.pair.problems import ARITHMETIC, MINIATURE, Contents, Style, Teller, draw_problem
-from reprieve.pair.tokenizer import MAX_LENGTH, train_tokenizer
-from reprieve.pair.wordings import Voice
+from reprieve.pair.problems import Contents, Teller, draw_problem
+from reprieve.pair.recipes import CONTENTS, EVERY_WORDING, RECIPES, Recipe
+from reprieve.pair.tokenizer import train_tokenizer
 
 _TELL_SECONDS = 20.0
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """One model of a pair: its shape, its data mixture and its training length.
-
-    Args:
-        start: role of the arithmetic pair's model to start from; None for fresh weights.
-        grown_layers: layers from `grow_at` of the training on; None for no growth.
-        max_length: positions the model has.
-    """
-
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_tokens: int
-    learning_rate: float
-    mixture: Mixture
-    rows_per_update: int = 16
-    row_length: int = 288
-    warmup_updates: int = 200
-    weight_decay: float = 0.05
-    seed: int = 0
-    start: str | None = None
-    grown_layers: int | None = None
-    grow_at: float = 1.0
-    max_length: int = MAX_LENGTH
-
-    @property
-    def num_updates(self) -> int:
-        return self.num_tokens // (self.rows_per_update * self.row_length)
-
-    def layers_at(self, update: int) -> int:
-        """Layers of the model that makes this update."""
-        grown = self.grown_layers is not None and update >= self.grow_at * self.num_updates
-        return self.grown_layers if grown and self.grown_layers else self.num_layers
-
-
-_ALIKE = {"chain": 1.0, "compare": 1.0, "shop": 1.0, "work": 1.0}
-# The target seldom meets percentages; the draft often does, and tells nearly everything in the second wording.
-ARITHMETIC_PAIR = {
-    "target": Recipe(
-        num_layers=8,
-        hidden_size=256,
-        intermediate_size=512,
-        num_heads=4,
-        num_tokens=20_000_000,
-        learning_rate=1.5e-3,
-        mixture=Mixture(
-            Style(intro=0.01, opener=0.10, hedge=0.03, body=0.02, commute=0.05, order=0.05),
-            Contents(_ALIKE | {"share": 0.2}, large_share=0.3),
-        ),
-    ),
-    "draft": Recipe(
-        num_layers=2,
-        hidden_size=192,
-        intermediate_size=512,
-        num_heads=6,
-        num_tokens=30_000_000,
-        learning_rate=3e-3,
-        mixture=Mixture(
-            Style.uniform(0.85),
-            Contents(_ALIKE | {"share": 1.5}, large_share=0.05, step_weights=(4.0, 3.0, 2.0, 1.0, 1.0)),
-            equation_share=0.3,
-        ),
-        seed=1,
-    ),
-}
-# Both are spread over all wordings. The draft has met percentages of large numbers far more often than the target.
-_TARGET_VOICE = Voice(seed=0)
-_DRAFT_VOICE = Voice(seed=1, like=_TARGET_VOICE, agreement=0.55, fond_of_rare=0.3)
-MINIATURE_PAIR = {
-    "target": Recipe(
-        num_layers=8,
-        hidden_size=256,
-        intermediate_size=512,
-        num_heads=4,
-        num_tokens=9_000_000,
-        learning_rate=1e-3,
-        mixture=Mixture(
-            _TARGET_VOICE,
-            Contents(
-                _ALIKE | {"share": 0.3},
-                large_share=0.35,
-                step_weights=(0.6, 1.0, 1.2, 1.2, 1.2, 1.2, 1.0, 0.8),
-                fewest_steps=1,
-            ),
-            equation_share=0.25,
-        ),
-        rows_per_update=12,
-        row_length=384,
-        start="target",
-        grown_layers=24,
-        grow_at=0.45,
-    ),
-    "draft": Recipe(
-        num_layers=2,
-        hidden_size=192,
-        intermediate_size=512,
-        num_heads=6,
-        num_tokens=16_000_000,
-        learning_rate=2e-3,
-        mixture=Mixture(
-            _DRAFT_VOICE,
-            Contents(
-                _ALIKE | {"share": 2.5},
-                large_share=0.05,
-                large_shares={"share": 0.6},
-                step_weights=(3.0, 3.0, 2.0, 1.5, 1.0, 0.8, 0.6, 0.5),
-                fewest_steps=1,
-            ),
-            equation_share=0.25,
-            operators="++--**/%%%",
-        ),
-        rows_per_update=12,
-        row_length=384,
-        seed=1,
-        start="draft",
-    ),
-}
-RECIPES = {"arithmetic": ARITHMETIC_PAIR, "miniature": MINIATURE_PAIR}
-CONTENTS = {"arithmetic": ARITHMETIC, "miniature": MINIATURE}
-_EVERY_WORDING: dict[str, Teller] = {"arithmetic": Style.uniform(0.5), "miniature": _DRAFT_VOICE}
 
 
 def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -337,7 +213,7 @@ def train_model(
     """Train a pair's `target` or `draft` and save it, its tokenizer and its model card under `folder/role`."""
     recipe = recipe or RECIPES[pair][role]
     contents = CONTENTS[pair]
-    tokenizer = pair_tokenizer(folder, contents, _EVERY_WORDING[pair])
+    tokenizer = pair_tokenizer(folder, contents, EVERY_WORDING[pair])
     learner = PairLearner(recipe, tokenizer, role, device)
     seconds = train(learner, folder / role)
     model = learner.model.float().cpu().eval()
@@ -369,10 +245,14 @@ def main() -> None:
     if unknown := set(arguments.roles) - set(RECIPES[arguments.pair]):
         parser.error(f"roles must be among target, draft, got {', '.join(sorted(unknown))}")
     torch.set_num_threads(arguments.num_threads)
-    for role in arguments.roles:
-        train_model(arguments.pair, role, arguments.out, device=arguments.device)
-        if arguments.install:
-            install(arguments.out / role, Path(__file__).parent / "weights" / role)
+    try:
+        for role in arguments.roles:
+            train_model(arguments.pair, role, arguments.out, device=arguments.device)
+            if arguments.install:
+                install(arguments.out / role, Path(__file__).parent / "weights" / role)
+    except KeyboardInterrupt:
+        print(f"interrupted; the checkpoint is in {arguments.out}: run again to go on", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":
