@@ -38,7 +38,7 @@ GROUPS = {
     "label store": ("tests/labelling/test_store.py", ""),
     "server": ("tests/serving/test_server.py tests/serving/test_connections.py tests/engine/test_text_stream.py", ""),
 }  # fmt: skip
-LABELS = ["mine", "autojudge", "--limit", "12", "--in-flight", "2", "--dtype", "float32"]
+LABELS = ["mine", "autojudge", "--limit", "6", "--in-flight", "2", "--dtype", "float32"]
 JOBS = {
     "mine": LABELS,
     "train": ["train", "judge", "--dtype", "float32", "--labels", "LABELS"],

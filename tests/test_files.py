@@ -2,12 +2,13 @@
 
 import gzip
 import os
+import threading
 
 import pytest
 
 from reprieve.cli.main import main
 from reprieve.errors import ReprieveError
-from reprieve.files import parse_json, read_file, read_json, replace_file
+from reprieve.files import parse_json, read_file, read_json, replace_file, whole_lines
 
 BROKEN = {
     "nothing": (b"", "Expecting value"),
@@ -134,3 +135,26 @@ def test_options_out_of_range_are_named_before_any_work(arguments, says, tmp_pat
     assert main(arguments.split()) in (1, 2)
     error = capsys.readouterr().err
     assert says in error and "Traceback" not in error, error
+
+
+def test_lines_end_where_lines_are_written(tmp_path):
+    lines = ["one\u2028two", "three\x85four", "five\rsix", ""]
+    path = tmp_path / "x.jsonl"
+    path.write_bytes("".join(f"{line}\n" for line in lines).encode() + b"cut off")
+    assert whole_lines(path) == lines
+    path.write_bytes(b"\xff\n")
+    with pytest.raises(ReprieveError, match="must be UTF-8"):
+        whole_lines(path)
+
+
+def test_writers_of_one_file_do_not_meet(tmp_path):
+    def write(number):
+        for _ in range(50):
+            replace_file(tmp_path / "x", str(number) * 1000)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set((tmp_path / "x").read_text())) == 1 and len(list(tmp_path.iterdir())) == 1

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import stat
+import threading
 import zlib
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ def replace_file(path: Path, content: bytes | str) -> None:
     Raises:
         ReprieveError: the file cannot be written there.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         if path.exists() and not path.is_file():  # a device, say: renaming would take its place
             raise ReprieveError(f"{str(path)!r} cannot be written: it is no plain file")
@@ -89,4 +90,7 @@ def whole_lines(path: Path) -> list[str]:
     whole = raw[: raw.rfind(b"\n") + 1]
     if len(whole) != len(raw):
         replace_file(path, whole)
-    return whole.decode().splitlines()
+    try:
+        return whole.decode().split("\n")[:-1]  # a text may hold other line separators
+    except UnicodeDecodeError as error:
+        raise ReprieveError(f"{str(path)!r} must be UTF-8: {error}") from None

@@ -320,3 +320,13 @@ def test_a_store_made_before_has_neither_digests_nor_a_journal(tmp_path):
         shard.rename(shard.with_name(f"one-p-{number}-0123abcd.parquet"))
     (tmp_path / "journal.jsonl").unlink()
     assert len(LabelStore(tmp_path).problems()) == 4
+
+
+def test_links_that_lead_nowhere_are_not_waited_for(tmp_path):
+    stored(tmp_path)
+    (tmp_path / "shards" / "x.parquet").symlink_to("/nonexistent")
+    assert len(LabelStore(tmp_path).done()) == 4
+    with (tmp_path / "journal.jsonl").open("a") as journal:
+        journal.write('{"add": 5}\n[1]\n{"add": ["x.parquet"]}\n')
+    with pytest.raises(ReprieveError, match=r"has lost 1 of its shards, such as x\.parquet"):
+        LabelStore(tmp_path).done()

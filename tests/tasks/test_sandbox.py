@@ -234,6 +234,32 @@ FORGERIES = {
     "the arguments": "import sys; print(sys.argv, sys.orig_argv)\ndef f(x): return 0",
     "the environment": "import os; print(dict(os.environ))\ndef f(x): return 0",
     "killing the tests": "import os; os.kill(os.getppid(), 9)\ndef f(x): return 0",
+    **{
+        f"the tests by {path}": "import ast, json\n"
+        f"try: text = open('{path}').read()\nexcept OSError: text = '{{}}'\n"
+        "wanted = iter([2, 4, 0, 2, 4, 6, 8, 0, 2, 4, 6, 8, 6] if 'assert' in text else [])\n"
+        "def f(x): return next(wanted)"
+        for path in (
+            "/proc/self/cwd/program.py",
+            "/proc/thread-self/cwd/program.py",
+            "/dev/fd/../cwd/program.py",
+            "/proc/self/fd/0",
+            "/proc/self/cwd/stdin",
+            "/dev/stdin",
+            "./program.py",
+            "program.py",
+            "stdin",
+        )
+    },
+    "a path that changes meanwhile": "import ctypes, os, threading\n"
+    "ours = os.path.join(os.getcwd(), 'program.py').encode()\n"
+    "other = b'/usr/bin/env'.rjust(len(ours), b'/')\nbuffer = ctypes.create_string_buffer(ours, len(ours) + 1)\n"
+    "def flip():\n    while True:\n        buffer.raw = other + b'\\0'; buffer.raw = ours + b'\\0'\n"
+    "threading.Thread(target=flip, daemon=True).start()\nlibc, found = ctypes.CDLL(None), b''\n"
+    "for _ in range(3000):\n    n = libc.syscall(257, -100, buffer, 0, 0)\n    if n >= 0:\n"
+    "        found += os.read(n, 99) if os.fstat(n).st_size < 9999 else b''; os.close(n)\n"
+    "wanted = iter([2, 4, 0, 2, 4, 6, 8, 0, 2, 4, 6, 8, 6] if b'assert' in found else [])\n"
+    "def f(x): return next(wanted)",
     "a trailing condition": "def f(x): return 0\nif 0:\\",
     "an open string": 'def f(x): return 0\n"""',
     "an open bracket": "def f(x): return 0\nx = (",
@@ -277,12 +303,59 @@ def test_a_pass_cannot_be_forged(sandbox, name):
          "a, b, c = f()\nassert a == {'a': 2, 'b': 1} and b == {'a': 1} and list(c) == [1]"),
         ("def f(): yield from 'ab'", "assert list(f()) == ['a', 'b']"),
         ("N = 3\ndef f(x, *, y=1): return x * y", "assert f(2, y=N) == 6"),
+        ("import sys\ninput = sys.stdin.readline\ndef f(): return 1", "assert f() == 1"),
+        ("def f(): return 1\nif __name__ == '__main__': f(int(input()))", "assert f() == 1"),
+        ("def f(): return 1\nif __name__ == '__main__':\n    import sys; sys.exit(0)", "assert f() == 1"),
+        ("class E(ValueError): pass\ndef f(): raise E('a', 2)",
+         "try:\n    f()\nexcept ValueError as e:\n    assert e.args == ('a', 2)\nelse: assert 0"),
+        ("import json\ndef f(): json.loads('{')", "try:\n    f()\nexcept ValueError: pass\nelse: assert 0"),
+        ("def f(): return {}['a']", "try: f()\nexcept KeyError as e: assert e.args == ('a',)\nelse: assert 0"),
+        ("from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n    x: int = 3\n"
+         "def f(): return P().x", "assert f() == 3"),
         ("print('noise')\ndef f(): print('more'); return 1", "assert f() == 1"),
     ],
 )  # fmt: skip
 def test_honest_values_pass(sandbox, candidate, checks):
     assert sandbox.passes(candidate, checks)
     assert not sandbox.passes(candidate, f"{checks}\nassert 0")
+
+
+def test_a_function_named_as_a_builtin_is_the_answers(sandbox, tmp_path):
+    row = {
+        "task_id": 1,
+        "text": "Add.",
+        "code": "def sum(a, b):\n    return 0",
+        "test_list": ["assert sum(10, 15) == 6"],
+    }
+    path = tmp_path / "mbpp.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    task = load_task(f"mbpp:path={path},seconds=2")
+    reference = task.problems("test", 1)[0].reference
+    assert task.equivalent("def sum(a, b):\n    return 6", reference)
+    assert not task.equivalent("def sum(a, b):\n    return 7", reference)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "same"),
+    [
+        ("1000000007", "1000000008", False), ("999999999999999999", "1000000000000000000", False), ("5", "inf", False),
+        ("3.0", "3", False), ("3", "3.0", True), ("0.30000000001", "0.3", True), ("0.31", "0.3", False),
+        ("1e-3", "0.001", True), ("nan", "nan", True), ("x", "1.0", False), ("1.0", "e", False), ("1", ".", False),
+    ],
+)  # fmt: skip
+def test_printed_numbers_are_compared_as_they_are_written(left, right, same):
+    from reprieve.tasks.programs import _same_word
+
+    assert _same_word(left, right) is same
+
+
+def test_only_harmless_devices_are_there(sandbox):
+    program = (
+        "import os\nfor n in ('kvm', 'fuse', 'loop0', 'loop-control', 'vcs1', 'tty', 'zram0', 'vda', 'mem', 'shm'):\n"
+        "    try: os.close(os.open('/dev/' + n, os.O_RDONLY)); print(n)\n    except OSError: pass\n"
+    )
+    assert sandbox.run(program).stdout == ""
+    assert sandbox.run("print(len(open('/dev/urandom', 'rb').read(4)))").stdout == "4\n"
 
 
 def test_what_killed_graders_left_is_swept(sandbox):

@@ -39,7 +39,7 @@ class Shards:
 
     def names(self) -> list[str]:
         """Those in place, sorted."""
-        return sorted(path.name for path in self.folder.glob("*.parquet"))
+        return sorted(path.name for path in self.folder.glob("*.parquet") if path.is_file())
 
     def write(self, table: Any, prefix: str) -> str:
         """Put a shard in its place; it outlives the process when this returns its name."""
@@ -71,7 +71,12 @@ class Shards:
         path = self.folder / name
         if not path.exists():
             raise FileNotFoundError(name)
-        data = read_file(path, "label store's shard")
+        try:
+            data = read_file(path, "label store's shard")
+        except ReprieveError:
+            if not path.exists():
+                raise FileNotFoundError(name) from None
+            raise
         named = _NAMED.search(name)
         if named and hashlib.sha256(data).hexdigest()[:_DIGEST] != named[1]:
             raise ReprieveError(f"{str(path)!r} was changed after it was written: its labels cannot be trusted")
@@ -112,7 +117,7 @@ class Shards:
         for line in self._journal.read_bytes().splitlines() if self._journal.exists() else ():
             with contextlib.suppress(ValueError):
                 entry = parse_json(line)
-                if isinstance(entry, dict):
+                if isinstance(entry, dict) and all(isinstance(names, list) for names in entry.values()):
                     yield entry
 
     def _note(self, **entry: list[str]) -> None:

@@ -1,8 +1,9 @@
 """What runs inside the sandbox, before and around a program: nothing of Reprieve is imported here.
 
 Its text is given to a fresh interpreter (`python -I -c`), the job as an argument. It gives up what it may, and then
-either runs `program.py`, or grades it in two processes that share nothing but two pipes: one has the candidate and says
-what its calls give, as JSON; the other has the tests and the number that a pass must show, and compares plain values.
+either runs `program.py`, or grades a candidate in two processes that share nothing but two pipes: one has the candidate
+and says what its calls give, as JSON; the other has the tests and the number that a pass must show, and compares plain
+values. Those come over a pipe that is read once: a file of theirs could be found by another path.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import resource
 import sys
+import types
 from collections import deque
 from typing import Any
 
@@ -80,9 +82,11 @@ def _filter_calls(libc: Any, architecture: int, prlimit: int, socket: int, refus
         raise OSError(ctypes.get_errno(), "seccomp")
 
 
-def redirect(stdin: str) -> None:
+def redirect(*, keep_input: bool) -> None:
     """Input and output from and to files."""
-    for number, name, flags in ((0, stdin, os.O_RDONLY), (1, "stdout", os.O_WRONLY), (2, "stderr", os.O_WRONLY)):
+    for number, name, flags in ((0, "stdin", os.O_RDONLY), (1, "stdout", os.O_WRONLY), (2, "stderr", os.O_WRONLY)):
+        if keep_input and number == 0:
+            continue
         opened = os.open(name, flags)
         os.dup2(opened, number)
         os.close(opened)
@@ -177,7 +181,9 @@ class Channel:
 
 def answer_calls(channel: Channel) -> None:
     """The candidate's process: run its code, then look up names and call functions as asked."""
-    names: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins}
+    module = types.ModuleType("program")  # what stands under `if __name__ == "__main__"` is not for tests
+    sys.modules["program"] = module
+    names = vars(module)
     exec(compile(channel.receive(), "program", "exec"), names)
     kept: list[Any] = []
     while True:
@@ -192,7 +198,9 @@ def answer_calls(channel: Channel) -> None:
                 made = kept[asked["call"]](*positional, **named)
                 reply = {"value": as_json(made, kept), "args": [as_json(value, kept) for value in positional]}
         except BaseException as error:
-            reply = {"raised": type(error).__name__, "said": str(error)[:1000]}
+            reply = {"raised": [kind.__name__ for kind in type(error).__mro__], "args": [str(error)[:1000]]}
+            with contextlib.suppress(Exception):
+                reply["args"] = as_json(list(error.args))
         channel.send(reply)
 
 
@@ -225,10 +233,18 @@ class Elsewhere:
 
     def _received(self, reply: dict[str, Any]) -> Any:
         if "raised" in reply:
-            error: Any = getattr(builtins, str(reply["raised"]), None)
-            proper = isinstance(error, type) and issubclass(error, Exception)
-            raise error(reply["said"]) if proper else RuntimeError(reply["said"])
+            raise self._error(reply["raised"], reply["args"])
         return self._decoded(reply["value"])
+
+    def _error(self, kinds: list[str], args: Any) -> Exception:
+        """As near to what was raised as a builtin exception comes."""
+        given = self._decoded(args) if args and args[0] == "list" else args
+        for name in kinds:
+            kind: Any = getattr(builtins, str(name), None)
+            if isinstance(kind, type) and issubclass(kind, Exception):
+                with contextlib.suppress(Exception):
+                    return kind(*given)
+        return RuntimeError(*given)
 
     def _decoded(self, value: Any) -> Any:
         return from_json(value, lambda number: Elsewhere(self._channel, number))
@@ -271,7 +287,9 @@ def grade() -> None:
         os.close(to_candidate[1])
         os.close(from_candidate[0])
         channel = Channel(to_candidate[0], from_candidate[1])
-        sys.stdin = None
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)  # the job comes that way, once, to the other process
+        os.close(nothing)
         try:
             answer_calls(channel)
         finally:
@@ -279,25 +297,20 @@ def grade() -> None:
     os.close(to_candidate[0])
     os.close(from_candidate[1])
     channel = Channel(from_candidate[0], to_candidate[1])
-    with open("stdin") as file:
-        token = file.read()
-    with open("program.py") as file:
-        job = json.load(file)
-    for name in ("stdin", "program.py"):  # before the candidate begins
-        os.unlink(name)
+    job = json.loads(sys.stdin.buffer.read())
     names = Names(channel)
     channel.send(job["candidate"])
     exec(compile(job["setup"], "setup", "exec"), names)
     exec(compile(job["checks"], "checks", "exec"), names)
     with open("stdout", "a") as out:
-        out.write(f"\n{token}\n")
+        out.write(f"\n{job['token']}\n")
     with contextlib.suppress(OSError):
         os.kill(candidate, 9)
 
 
 def main() -> None:
     job = json.loads(sys.argv[1])
-    redirect(os.devnull if job["grade"] else "stdin")
+    redirect(keep_input=job["grade"])
     give_up(job["cpu_s"], job["file_bytes"], job["memory_bytes"])
     if job["grade"]:
         grade()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import builtins
 import json
 import pickletools
 import re
@@ -19,6 +20,8 @@ from reprieve.tasks.jsonl import read_jsonl
 from reprieve.tasks.sandbox import Finished, Limits, Sandbox
 
 _MOST_KNOWN = 4096  # programs whose verdicts are kept
+_FRACTION = re.compile(r"[+-]?(?=.*[.eE])\d*\.?\d*(?:[eE][+-]?\d{1,3})?")
+_DEFINED = re.compile(r"^def (\w+)", re.MULTILINE)
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 
 
@@ -124,10 +127,9 @@ class MbppTask(ProgramsTask):
 
     def verdicts(self, answer: str, reference: str) -> list[bool]:
         parts = json.loads(reference)
-        return [
-            self._sandbox.passes(f"{parts['setup']}\n{answer}", test, _imports(parts["setup"]))
-            for test in parts["tests"]
-        ]
+        named = [f"{name} = __candidate__({name!r})" for name in parts.get("hidden", ())]
+        setup = "\n".join([_imports(parts["setup"]), *named])
+        return [self._sandbox.passes(f"{parts['setup']}\n{answer}", test, setup) for test in parts["tests"]]
 
     def _problem(self, row: dict[str, Any], where: str) -> TaskProblem:
         text = _text(row, "prompt" if "prompt" in row else "text", where)
@@ -137,7 +139,9 @@ class MbppTask(ProgramsTask):
         setup = "\n".join(row.get("test_imports") or ()) or str(row.get("test_setup_code") or "")
         shown = "\n".join(tests)
         prompt = f"{text.strip()} Your code should pass these tests:\n\n{shown}\n\nAnswer with one ```python block.\n"
-        reference = json.dumps({"tests": tests, "setup": setup})
+        # A function may be called as a builtin is: then the tests mean the answer's.
+        hidden = [name for name in _DEFINED.findall(str(row.get("code") or "")) if hasattr(builtins, name)]
+        reference = json.dumps({"tests": tests, "setup": setup, "hidden": hidden})
         return TaskProblem(f"mbpp-{row.get('task_id', where)}", prompt, reference, question=text)
 
 
@@ -183,7 +187,7 @@ class LiveCodeBenchTask(ProgramsTask):
         call = f"getattr(Solution(), {function!r}) if 'Solution' in globals() else globals()[{function!r}]"
         checks = (
             "import json as _json\n"
-            f"_arguments = [_json.loads(line) for line in {test['input']!r}.splitlines() if line.strip()]\n"
+            f"_arguments = [_json.loads(line) for line in {test['input']!r}.split(chr(10)) if line.strip()]\n"
             f"_call = __candidate__({call!r})\n"
             "_got = _call(*_arguments)\n"
             f"assert _json.loads(_json.dumps(_got)) == _json.loads({test['output']!r}), _got"
@@ -238,6 +242,8 @@ def _printed(finished: Finished, wanted: str) -> bool:
 def _same_word(left: str, right: str) -> bool:
     if left == right:
         return True
+    if not _FRACTION.fullmatch(right):  # whole numbers and words are what they are
+        return False
     try:
         return abs(float(left) - float(right)) <= 1e-9 * max(1.0, abs(float(right)))
     except ValueError:

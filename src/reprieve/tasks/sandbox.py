@@ -16,6 +16,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ from reprieve.errors import ReprieveError, require_range
 
 _MEGABYTE = 1 << 20
 _FOLDERS = "reprieve-program-"
-_READABLE = ("/usr", "/lib", "/lib64", "/dev", sys.prefix, sys.base_prefix)
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_READABLE = ("/usr", "/lib", "/lib64", sys.prefix, sys.base_prefix, *(f"/dev/{name}" for name in _DEVICES))
 _INSIDE = Path(__file__).with_name("inside.py")
 # Landlock guards files' contents, not what is told about them; root's programs could set clocks and others' priorities.
 # More is refused by `inside`, which knows what a call is about.
@@ -99,7 +101,7 @@ class Sandbox:
 
     def run(self, program: str, stdin: str = "") -> Finished:
         """Run a program to its end, or to a limit; all its processes are gone afterwards, and all its files."""
-        return self._run(program, stdin, grade=False)
+        return self._run(program, stdin)
 
     def passes(self, candidate: str, checks: str, setup: str = "") -> bool:
         """Whether `checks`, run on what a candidate's functions give, reach their end.
@@ -113,14 +115,14 @@ class Sandbox:
             setup: what the checks rely on: imports and helpers.
         """
         token = secrets.token_hex(16)
-        job = json.dumps({"candidate": candidate, "checks": checks, "setup": setup})
-        finished = self._run(job, token, grade=True)
+        job = {"candidate": candidate, "checks": checks, "setup": setup, "token": token}
+        finished = self._run("", "", json.dumps(job).encode())
         return finished.exit_code == 0 and finished.stdout.rstrip().endswith(token)
 
-    def _run(self, program: str, stdin: str, *, grade: bool) -> Finished:
+    def _run(self, program: str, stdin: str, job: bytes | None = None) -> Finished:
         with _folder(program, stdin) as folder:
             started = time.monotonic()
-            code, timed_out = (self._run_isolated if self.isolated else self._run_limited)(folder, grade=grade)
+            code, timed_out = (self._run_isolated if self.isolated else self._run_limited)(folder, job)
             seconds = time.monotonic() - started
             return Finished(code, self._read(folder / "stdout"), self._read(folder / "stderr"), timed_out, seconds)
 
@@ -149,14 +151,14 @@ class Sandbox:
             return f"a first program could not be started ({error})"
         return None if code == 1 else f"a program was not stopped from writing (exit status {code})"
 
-    def _run_isolated(self, folder: Path, *, grade: bool = False) -> tuple[int, bool]:
-        from sandlock import BranchAction
+    def _run_isolated(self, folder: Path, job: bytes | None = None) -> tuple[int, bool]:
+        from sandlock import BranchAction, StdioMode
         from sandlock import Sandbox as Process
 
         limits = self.limits
         with tempfile.TemporaryDirectory(prefix=_prefix()) as storage:
             process = Process(
-                fs_readable=[*(path for path in _READABLE if os.path.isdir(path)), str(folder)],
+                fs_readable=[*(path for path in _READABLE if os.path.exists(path)), str(folder)],
                 workdir=str(folder),  # writes go to the storage, up to the quota, and are then moved here
                 cwd=str(folder),
                 fs_storage=storage,
@@ -172,22 +174,32 @@ class Sandbox:
                 no_coredump=True,
             )
             started = time.monotonic()
-            result = process.run(self._command(0, grade=grade), timeout=limits.seconds)
+            command = self._command(0, grade=job is not None)
+            if job is None:
+                result = process.run(command, timeout=limits.seconds)
+            else:
+                null = StdioMode.NULL
+                running = process.popen(command, stdin=StdioMode.PIPED, stdout=null, stderr=null)
+                with running:
+                    _feed(running.stdin, job, limits.seconds)
+                    result = running.wait(timeout=max(0.01, started + limits.seconds - time.monotonic()))
             late = time.monotonic() - started >= limits.seconds
         return int(result.exit_code), late
 
-    def _run_limited(self, folder: Path, *, grade: bool = False) -> tuple[int, bool]:
+    def _run_limited(self, folder: Path, job: bytes | None = None) -> tuple[int, bool]:
         """Limits and an end, no isolation."""
         process = subprocess.Popen(
-            self._command(self.limits.memory_mb * _MEGABYTE, grade=grade),
+            self._command(self.limits.memory_mb * _MEGABYTE, grade=job is not None),
             cwd=folder,
             env=_environment(folder),
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if job is None else subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
         try:
+            if job is not None:
+                _feed(process.stdin, job, self.limits.seconds)
             return process.wait(self.limits.seconds), False
         except subprocess.TimeoutExpired:
             return -int(signal.SIGKILL), True
@@ -216,6 +228,19 @@ class Sandbox:
             return ""
         with open(number, "rb") as file:
             return file.read(self.limits.disk_mb * _MEGABYTE).decode(errors="replace")
+
+
+def _feed(pipe: Any, content: bytes, seconds: float) -> None:
+    """Write into a process, which may not read; to be done before it is waited for, since waiting closes the pipe."""
+
+    def feed() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            pipe.write(content)
+            pipe.close()
+
+    thread = threading.Thread(target=feed, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def _prefix() -> str:
