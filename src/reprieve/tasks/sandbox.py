@@ -209,13 +209,9 @@ class Sandbox:
             process.wait()
 
     def _command(self, memory_bytes: int, *, grade: bool) -> list[str]:
-        job = {
-            "grade": grade,
-            "cpu_s": max(1, round(self.limits.seconds)),
-            "file_bytes": self.limits.disk_mb * _MEGABYTE,
-            "memory_bytes": memory_bytes,
-        }
-        return [sys.executable, "-I", "-c", _INSIDE.read_text(encoding="utf-8"), json.dumps(job)]
+        limits = max(1, round(self.limits.seconds)), self.limits.disk_mb * _MEGABYTE, memory_bytes
+        inside = _INSIDE.read_text(encoding="utf-8")
+        return [sys.executable, "-I", "-c", inside, *(str(int(number)) for number in (grade, *limits))]
 
     def _read(self, path: Path) -> str:
         """A file the program may have replaced by anything: only a plain one is read."""
