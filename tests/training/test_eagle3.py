@@ -113,5 +113,5 @@ def test_own_texts_are_the_targets_and_survive_a_kill(pair, tmp_path):
         b'{"problem_id": "a", "prompt_ids": [9999], "answer_ids": [1]}\n',
     ):
         path.write_bytes(damaged)
-        with pytest.raises(ReprieveError, match="cannot be read as a target's answers"):
+        with pytest.raises(ReprieveError, match=r"cannot be read as a target|must be UTF-8"):
             write_own_texts(path, pair, problems, params=params)
