@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import socket
 import stat
 import threading
 import zlib
@@ -14,6 +15,7 @@ from typing import Any
 from reprieve.errors import ReprieveError
 
 _LARGEST = 1 << 30  # bytes
+_HOST = socket.gethostname()
 
 
 def replace_file(path: Path, content: bytes | str) -> None:
@@ -22,7 +24,7 @@ def replace_file(path: Path, content: bytes | str) -> None:
     Raises:
         ReprieveError: the file cannot be written there.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    temporary = path.with_name(f".{path.name}.{_HOST}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         if path.exists() and not path.is_file():  # a device, say: renaming would take its place
             raise ReprieveError(f"{str(path)!r} cannot be written: it is no plain file")
@@ -31,6 +33,25 @@ def replace_file(path: Path, content: bytes | str) -> None:
         os.replace(temporary, path)
     except OSError as error:
         raise ReprieveError(f"{str(path)!r} cannot be written: {error.strerror}") from None
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed processes of this machine left half-written in a folder."""
+    for path in folder.glob(f".*.{_HOST}.*.tmp"):
+        number = path.name.split(".")[-2].partition("-")[0]
+        if number.isdigit() and not is_running(int(number)):
+            path.unlink(missing_ok=True)
+
+
+def is_running(process: int) -> bool:
+    """Whether a process of this machine, by its number, is alive."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # somebody else's, or no number of a process: not ours to judge
+        pass
+    return True
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -310,7 +310,7 @@ def test_what_killed_workers_left_is_swept_and_told(tmp_path, capsys, monkeypatc
         assert ours
     assert not dead.exists() and alive.exists()
     assert LabelStore(tmp_path).num_lost() == 1
-    monkeypatch.setattr("reprieve.cli.labels._open", lambda store: ([], None))
+    monkeypatch.setattr("reprieve.cli.labels._open", lambda folder: (LabelStore(folder), [], None))
     assert main(["labels", "stats", str(tmp_path), "--top", "0"]) == 0
     assert "1 more were begun and are not here" in capsys.readouterr().out
 

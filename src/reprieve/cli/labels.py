@@ -12,6 +12,7 @@ from reprieve.settings import PairSettings
 
 if TYPE_CHECKING:
     from reprieve.labelling.records import ProblemLabels
+    from reprieve.labelling.store import LabelStore
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class ShowLabels(Command):
         from reprieve.files import replace_file
         from reprieve.labelling.show import html_page, terminal_text
 
-        problems, tokenizer = _open(self.store)
+        _, problems, tokenizer = _open(self.store)
         chosen = _choose(problems, self.problem, self.limit)
         if self.html is not None:
             replace_file(self.html, html_page(chosen, tokenizer, title=f"Labels of {self.store}"))
@@ -69,14 +70,13 @@ class LabelStats(Command):
         from rich import box
         from rich.table import Table
 
-        from reprieve.labelling.store import LabelStore
         from reprieve.labelling.summary import frequent_important, shares_by_class, summarise
         from reprieve.metrics import wilson_interval
 
-        problems, tokenizer = _open(self.store)
+        store, problems, tokenizer = _open(self.store)
         summary = summarise(problems)
         screen.say(summary.sentence())
-        if lost := LabelStore(self.store).num_lost():
+        if lost := store.num_lost():
             screen.say(f"{lost} more were begun and are not here: their worker failed, was killed, or is at them still")
         if summary.num_problems:
             screen.say(f"{summary.num_generated / summary.num_problems:.0f} tokens generated a problem")
@@ -127,12 +127,12 @@ class ImportLabels(Command):
         return 0
 
 
-def _open(store: Path) -> tuple[list[ProblemLabels], Any]:
+def _open(folder: Path) -> tuple[LabelStore, list[ProblemLabels], Any]:
     from reprieve.labelling.store import LabelStore
     from reprieve.models.loading import load_tokenizer
 
-    opened = LabelStore(store)
-    return opened.problems(), load_tokenizer(opened.manifest.get("draft") or opened.manifest["target"])
+    store = LabelStore(folder)
+    return store, store.problems(), load_tokenizer(store.manifest.get("draft") or store.manifest["target"])
 
 
 def _choose(problems: list[ProblemLabels], wanted: tuple[str, ...], limit: int) -> list[ProblemLabels]:

@@ -8,22 +8,19 @@ away. Stores made before version 0.3 have neither; they are read as they are.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import json
-import os
 import re
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from reprieve.errors import ReprieveError, import_extra
-from reprieve.files import parse_json, read_file
+from reprieve.files import parse_json, read_file, replace_file
+from reprieve.heads.binding import digest
 
 _JOURNAL = "journal.jsonl"
-_DIGEST = 16  # hexadecimal digits
-_NAMED = re.compile(rf"-([0-9a-f]{{{_DIGEST}}})\.parquet$")
+_NAMED = re.compile(r"-([0-9a-f]{16})\.parquet$")
 
 
 class Shards:
@@ -39,7 +36,7 @@ class Shards:
 
     def names(self) -> list[str]:
         """Those in place, sorted."""
-        return sorted(path.name for path in self.folder.glob("*.parquet") if path.is_file())
+        return sorted(path.name for path in self.folder.glob("*.parquet"))
 
     def write(self, table: Any, prefix: str) -> str:
         """Put a shard in its place; it outlives the process when this returns its name."""
@@ -47,10 +44,8 @@ class Shards:
         content = io.BytesIO()
         parquet.write_table(table, content, compression="zstd", write_page_checksum=True)
         data = content.getvalue()
-        name = f"{prefix}-{hashlib.sha256(data).hexdigest()[:_DIGEST]}.parquet"
-        temporary = self.folder / f".{name}.{socket.gethostname()}.{os.getpid()}.tmp"
-        temporary.write_bytes(data)
-        os.replace(temporary, self.folder / name)
+        name = f"{prefix}-{digest(data)}.parquet"
+        replace_file(self.folder / name, data)
         self._note(add=[name])
         return name
 
@@ -69,8 +64,6 @@ class Shards:
         """
         pyarrow, parquet = import_extra("pyarrow", "labels"), import_extra("pyarrow.parquet", "labels")
         path = self.folder / name
-        if not path.exists():
-            raise FileNotFoundError(name)
         try:
             data = read_file(path, "label store's shard")
         except ReprieveError:
@@ -78,7 +71,7 @@ class Shards:
                 raise FileNotFoundError(name) from None
             raise
         named = _NAMED.search(name)
-        if named and hashlib.sha256(data).hexdigest()[:_DIGEST] != named[1]:
+        if named and digest(data) != named[1]:
             raise ReprieveError(f"{str(path)!r} was changed after it was written: its labels cannot be trusted")
         try:
             return parquet.read_table(io.BytesIO(data), columns=columns, page_checksum_verification=True)
@@ -91,26 +84,20 @@ class Shards:
         Raises:
             ReprieveError: names the first that is not in its place.
         """
-        known: dict[str, None] = {}
-        for entry in self._entries():
-            known |= dict.fromkeys(entry.get("add", ()))
-            for name in entry.get("remove", ()):
-                known.pop(name, None)
-        gone = known.keys() - set(self.names())
-        # Another worker may have folded them since.
-        gone -= {name for entry in self._entries() for name in entry.get("remove", ())}
-        if gone:
+        gone = {name for name in self._expected() if not (self.folder / name).exists()}
+        if gone and (gone := gone & self._expected()):  # another worker may have folded them since
             raise ReprieveError(
                 f"label store {str(self.folder.parent)!r} has lost {len(gone)} of its shards, such as "
                 f"{min(gone)}: put them back, or delete {_JOURNAL} to go on without"
             )
 
-    def sweep(self) -> None:
-        """Remove what killed workers of this machine left half-written."""
-        for path in self.folder.glob(f".*.{socket.gethostname()}.*.tmp"):
-            number = path.name.split(".")[-2]
-            if number.isdigit() and not _runs(int(number)):
-                path.unlink(missing_ok=True)
+    def _expected(self) -> set[str]:
+        """What the journal says is there."""
+        known: set[str] = set()
+        for entry in self._entries():
+            known |= set(entry.get("add", ()))
+            known -= set(entry.get("remove", ()))
+        return known
 
     def _entries(self) -> Iterator[dict[str, list[str]]]:
         """What the journal says; a line that a kill cut off says nothing, and its shard is taken as it is."""
@@ -123,14 +110,3 @@ class Shards:
     def _note(self, **entry: list[str]) -> None:
         with self._journal.open("ab", buffering=0) as file:  # one write: lines of several workers do not mix
             file.write(b"\n" + json.dumps(entry).encode() + b"\n")
-
-
-def _runs(number: int) -> bool:
-    """Whether a process is alive."""
-    try:
-        os.kill(number, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

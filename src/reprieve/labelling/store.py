@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.errors import ReprieveError, import_extra
-from reprieve.files import read_json, replace_file
+from reprieve.files import read_json, replace_file, sweep
 from reprieve.heads.binding import PairIdentity
 from reprieve.labelling.records import ProblemLabels
 from reprieve.labelling.shards import Shards
@@ -73,7 +73,7 @@ class LabelStore:
                 self._require_same(_read_manifest(path))
             else:
                 replace_file(path, json.dumps(self.manifest, indent=2) + "\n")
-            self._shards.sweep()
+            sweep(folder / "shards")
 
     def _require_same(self, asked: Mapping[str, Any]) -> None:
         for key in sorted(self.manifest.keys() | asked.keys()):
@@ -127,11 +127,14 @@ class LabelStore:
             ReprieveError: a shard that cannot be read.
         """
         by_problem: dict[str, ProblemLabels] = {}
-        for table in self._tables(set()):
+        read: set[str] = set()
+        for table in self._tables(read):
             try:
                 by_problem.update((row["problem_id"], ProblemLabels.from_row(row)) for row in table.to_pylist())
             except (KeyError, TypeError) as error:
                 raise ReprieveError(f"label store {str(self.folder)!r} holds a foreign shard: {error}") from None
+        self._done |= by_problem.keys()
+        self._read_shards |= read
         return [by_problem[key] for key in sorted(by_problem, key=_natural)]
 
     def _tables(self, seen: set[str], *, columns: list[str] | None = None) -> Iterator[Any]:
@@ -142,15 +145,18 @@ class LabelStore:
         Raises:
             ReprieveError: a shard that cannot be read.
         """
-        while new := [name for name in self._shards.names() if name not in seen]:
+        whole, gone = not seen, set[str]()
+        while new := [name for name in self._shards.names() if name not in seen | gone]:
             for name in new:
                 try:
                     table = self._shards.read(name, columns)
                 except FileNotFoundError:
+                    gone.add(name)
                     continue
                 seen.add(name)
                 yield table
-        self._shards.require_all()
+        if whole:  # else it was asked before, and only what is new since
+            self._shards.require_all()
 
     def num_lost(self) -> int:
         """Problems that a worker had in hand and that are not here: it was killed, failed, or is at them still."""

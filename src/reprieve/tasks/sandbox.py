@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.errors import ReprieveError, require_range
+from reprieve.files import is_running
 
 _MEGABYTE = 1 << 20
 _FOLDERS = "reprieve-program-"
@@ -248,7 +249,7 @@ def _sweep() -> None:
     """Remove what processes left behind that were killed."""
     for path in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*-*"):
         number = path.name.removeprefix(_FOLDERS).partition("-")[0]
-        if number.isdigit() and not Path(f"/proc/{number}").exists() and Path("/proc/self").exists():
+        if number.isdigit() and not is_running(int(number)):
             shutil.rmtree(path, ignore_errors=True)
 
 
