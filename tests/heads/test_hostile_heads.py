@@ -11,9 +11,8 @@ from safetensors.torch import load, load_file, save, save_file
 
 from reprieve import load_head
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.heads.certificates import Certificate, _digest
-from reprieve.heads.files import _digest as head_digest
-from reprieve.heads.files import find_head
+from reprieve.heads.certificates import Certificate
+from reprieve.heads.files import find_head, signature
 from reprieve.models.eagle3 import load_eagle3
 from tests.kit.tiny import random_eagle, random_head, tiny_model
 
@@ -28,7 +27,7 @@ def forged(folder, config=lambda values: None, weights=lambda tensors: None):
     weights(tensors)
     content = save(tensors)
     values.pop("sha256")
-    values["sha256"] = head_digest(values, content)
+    values["sha256"] = signature(values, content)
     (folder / "model.safetensors").write_bytes(content)
     (folder / "config.json").write_text(json.dumps(values))
     return folder
@@ -204,7 +203,7 @@ def test_an_edited_certificate_is_none(name, tmp_path):
     with pytest.raises(ReprieveError) if contradicts else pytest.warns(UserWarning, match="cannot show that nobody"):
         Certificate.load(path)
     if contradicts:  # and signed anew it still has to agree with itself
-        path.write_text(json.dumps({**values, "sha256": _digest(values)}))
+        path.write_text(json.dumps({**values, "sha256": signature(values)}))
         with pytest.raises(ReprieveError, match="cannot be read"):
             Certificate.load(path)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reprieve.cli.command import Command
-from reprieve.cli.comparing import compare
+from reprieve.cli.comparing import measure, report
 from reprieve.evaluation.settings import RunSettings, SpeedSettings
 from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings
@@ -38,7 +38,7 @@ class Bench(Command):
         from reprieve.evaluation.arms import make_arms
 
         arms = make_arms(self.arm, self.num_draft_tokens, target=self.pair.target)
-        return compare(
+        run, document = measure(
             self,
             arms,
             self.settings,
@@ -48,3 +48,4 @@ class Bench(Command):
             num_workers=self.num_workers,
             speed=self.speed,
         )
+        return report(run, document, self.answering, self.out, num_workers=self.num_workers)

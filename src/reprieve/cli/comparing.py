@@ -21,28 +21,11 @@ if TYPE_CHECKING:
     from reprieve.tasks import Task
 
 
-def compare(
-    command: Command,
-    arms: Sequence[Arm],
-    settings: RunSettings,
-    engine: EngineSettings,
-    pair: PairSettings,
-    out: Path,
-    *,
-    num_workers: int = 1,
-    speed: SpeedSettings | None = None,
-) -> int:
-    """Measure and report; returns the exit status.
-
-    Args:
-        command: whose flags are kept in the run's folder.
-        num_workers: processes side by side.
-        speed: how speed under load is measured too, on servers.
-    """
+def report(run: Run, document: dict[str, Any], engine: EngineSettings, out: Path, *, num_workers: int = 1) -> int:
+    """Write and show what was measured; returns the exit status."""
     from reprieve.evaluation.figure import draw_frontier
     from reprieve.evaluation.results import write_results
 
-    run, document = measure(command, arms, settings, engine, pair, out, num_workers=num_workers, speed=speed)
     write_results(document, out)
     if not document["arms"]:
         screen.warn(f"interrupted before every arm had answered a problem; records kept in {out}")
@@ -77,7 +60,12 @@ def measure(
     num_workers: int = 1,
     speed: SpeedSettings | None = None,
 ) -> tuple[Run, dict[str, Any]]:
-    """A run and its results document, with speed under load where that is asked for; arguments as `compare` has them.
+    """A run and its results document, with speed under load where that is asked for.
+
+    Args:
+        command: whose flags are kept in the run's folder.
+        num_workers: processes side by side.
+        speed: how speed under load is measured too, on servers.
 
     Raises:
         SpecError: speed under load of an engine that is not a server.

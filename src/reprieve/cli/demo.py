@@ -7,7 +7,7 @@ from pathlib import Path
 
 from reprieve.cli import screen
 from reprieve.cli.command import Command
-from reprieve.cli.comparing import compare
+from reprieve.cli.comparing import measure, report
 from reprieve.cli.generate import Generate
 from reprieve.evaluation.settings import RunSettings
 from reprieve.servers.settings import EngineSettings
@@ -46,7 +46,8 @@ class Demo(Command):
         from reprieve.evaluation.arms import make_arms
 
         arms = make_arms(ARMS, [self.num_draft_tokens], target=self.pair.target)
-        status = compare(self, arms, self.settings, EngineSettings(), self.pair, self.out)
+        run, document = measure(self, arms, self.settings, EngineSettings(), self.pair, self.out)
+        status = report(run, document, EngineSettings(), self.out)
         screen.say(
             f"{self.settings.limit} problems show the direction, not the decimals: --limit 500 narrows the brackets, "
             "and docs/measured/rules.md has larger runs"

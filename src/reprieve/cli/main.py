@@ -114,10 +114,10 @@ def _run(name: str, arguments: list[str]) -> int:
         kept = f"; what is done is kept in {folder}: run again to go on" if folder else ""
         print(f"reprieve {name}: interrupted{kept}", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader of a pipe has gone away
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except OSError as error:
-        if isinstance(error, BrokenPipeError):  # the reader of a pipe has gone away
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 1
         where = "" if error.filename is None else f"{str(error.filename)!r}: "
         print(f"reprieve {name}: {where}{error.strerror or error}", file=sys.stderr)
         return 1

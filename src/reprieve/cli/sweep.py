@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reprieve.cli.command import Command
-from reprieve.cli.comparing import compare
+from reprieve.cli.comparing import measure, report
 from reprieve.evaluation.settings import RunSettings
 from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings
@@ -42,4 +42,7 @@ class Sweep(Command):
 
         rules = sweep_rules(self.rule, self.thresholds, dial=self.dial, target=self.pair.target)
         arms = make_arms(rules, self.num_draft_tokens, target=self.pair.target)
-        return compare(self, arms, self.settings, self.answering, self.pair, self.out, num_workers=self.num_workers)
+        run, document = measure(
+            self, arms, self.settings, self.answering, self.pair, self.out, num_workers=self.num_workers
+        )
+        return report(run, document, self.answering, self.out, num_workers=self.num_workers)

@@ -35,7 +35,7 @@ class _Stop:
         return None
 
     def _next(self, size: int, character: str) -> int:
-        while size and (size == len(self.text) or self.text[size] != character):
+        while size and self.text[size] != character:
             size = self._borders[size - 1]
         return size + (self.text[size] == character)
 

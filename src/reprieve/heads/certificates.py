@@ -7,10 +7,9 @@ A certificate is a JSON file that people can read. It lies beside the head it is
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 from reprieve.errors import PairError, ReprieveError, SpecError
 from reprieve.files import read_json
 from reprieve.heads.binding import PairIdentity
-from reprieve.heads.files import CERTIFICATES
+from reprieve.heads.files import CERTIFICATES, signature
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.learned import HeadRule
 from reprieve.settings import PromptSettings, describe_format
@@ -101,7 +100,7 @@ class Certificate:
     def to_json(self) -> str:
         """The file's content, the statement first."""
         values = {"kind": _KIND, "schema": SCHEMA, **dataclasses.asdict(self)}
-        return json.dumps({**values, "sha256": _digest(values)}, indent=2) + "\n"
+        return json.dumps({**values, "sha256": signature(values)}, indent=2) + "\n"
 
     @classmethod
     def load(cls, path: str | Path) -> Certificate:
@@ -113,7 +112,7 @@ class Certificate:
         try:
             values = read_json(path, "certificate")
             wanted = values.pop("sha256", None)
-            if wanted not in (None, _digest(values)):
+            if wanted not in (None, signature(values)):
                 raise ValueError("it was changed after it was made: certify anew")
             if values.pop("kind") != _KIND or values.pop("schema") != SCHEMA:
                 raise ValueError(f"not a {_KIND} of schema {SCHEMA}")
@@ -138,7 +137,7 @@ class Certificate:
             SpecError: names what differs.
         """
         rule, portable = parse_rule(self.rule), parse_rule(self.portable_rule)
-        if _without_paths(rule).spec != _without_paths(portable).spec:
+        if _renamed(rule, lambda _: "-") != _renamed(portable, lambda _: "-"):
             raise SpecError(
                 f"rule and portable_rule must be the same but for paths, got {rule.spec} and {portable.spec}"
             )
@@ -166,23 +165,16 @@ class Certificate:
             )
 
 
-def _digest(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def _without_paths(rule: Rule) -> Rule:
-    return rule.transform(lambda part: dataclasses.replace(part, path="-") if isinstance(part, HeadRule) else part)
-
-
 def portable_spec(rule: Rule) -> str:
     """The rule's specification with its heads named by fingerprint instead of by folder."""
+    return _renamed(rule, lambda part: part.path if part.head is None else part.head.fingerprint)
 
-    def named(part: Rule) -> Rule:
-        if isinstance(part, HeadRule) and part.head is not None:
-            return dataclasses.replace(part, path=part.head.fingerprint)
-        return part
 
-    return rule.transform(named).spec
+def _renamed(rule: Rule, path: Callable[[HeadRule], str]) -> str:
+    """A rule's specification with other paths of its heads."""
+    return rule.transform(
+        lambda part: dataclasses.replace(part, path=path(part)) if isinstance(part, HeadRule) else part
+    ).spec
 
 
 def read_certificates(folder: Path) -> list[Certificate]:

@@ -46,7 +46,7 @@ def write_head(
     require_free(folder, kind)
     content = _bytes_of(tensors)
     document = {"schema": SCHEMA, "kind": kind, **config}
-    document["sha256"] = _digest(document, content)
+    document["sha256"] = signature(document, content)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / _WEIGHTS, content)
@@ -114,11 +114,8 @@ def read_head(
         ReprieveError: not found, another kind, unreadable, or weights that are not those it was saved with.
     """
     folder = find_head(source, **download)
-    try:
-        config = read_json(folder / _CONFIG, "the file")
-        content = read_file(folder / _WEIGHTS, "the file")
-    except ReprieveError as error:
-        raise ReprieveError(f"head {str(source)!r}: {error}") from None
+    config = read_json(folder / _CONFIG, f"head {str(source)!r}: the file")
+    content = read_file(folder / _WEIGHTS, f"head {str(source)!r}: the file")
     if not isinstance(config, dict):
         raise ReprieveError(f"head {str(source)!r}: {_CONFIG} must be an object, got {type(config).__name__}")
     if config.get("schema") != SCHEMA or config.get("kind") != kind:
@@ -126,7 +123,7 @@ def read_head(
             f"head {str(source)!r} must be of kind {kind} (schema {SCHEMA}), got {config.get('kind')!r}"
         )
     wanted = config.pop("sha256", None)
-    if _digest(config, content) != wanted:
+    if signature(config, content) != wanted:
         raise ReprieveError(f"head {str(source)!r}: {_CONFIG} or {_WEIGHTS} was changed after they were saved together")
     del config["kind"], config["schema"]
     if not keys - optional <= config.keys() <= keys:
@@ -202,7 +199,7 @@ def _kind(path: Path) -> Any:
     return config.get("kind", config.get("speculators_model_type")) if isinstance(config, dict) else None
 
 
-def _digest(config: Mapping[str, Any], content: bytes) -> str:
-    """Over configuration and weights together: neither can be changed without the other knowing."""
+def signature(config: Mapping[str, Any], content: bytes = b"") -> str:
+    """Over a document and its weights together: neither can be changed without the other knowing."""
     canonical = json.dumps(config, sort_keys=True).encode()
     return hashlib.sha256(canonical + content).hexdigest()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -214,12 +214,9 @@ def _load_model(source: str | Path, dtype: str, device: str, device_map: str | N
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         source, dtype=DTYPES[dtype], device_map=device_map, trust_remote_code=False, output_loading_info=True
     )
-    model, found = loaded
+    model, found = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
     _require_whole(model, found)
-    if device_map is None:
-        model.to(device)
-    whole: PreTrainedModel = model
-    return whole
+    return model if device_map is not None else cast(PreTrainedModel, model.to(device))  # type: ignore[arg-type]
 
 
 def _require_whole(model: PreTrainedModel, found: Mapping[str, Any]) -> None:

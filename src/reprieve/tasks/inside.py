@@ -28,19 +28,14 @@ _DEEPEST = 100  # values in values
 _ARCHITECTURES = {
     # chmod, fchmod, chown, fchown, lchown, utime, utimes, fchownat, futimesat, fchmodat, utimensat, fchmodat2
     "x86_64": (0xC000003E, 302, 41, (90, 91, 92, 93, 94, 132, 235, 260, 261, 268, 280, 452)),
-    "aarch64": (
-        0xC00000B7,
-        261,
-        198,
-        (52, 53, 54, 55, 88, 452),
-    ),  # fchmod, fchmodat, fchownat, fchown, utimensat, fchmodat2
+    # fchmod, fchmodat, fchownat, fchown, utimensat, fchmodat2
+    "aarch64": (0xC00000B7, 261, 198, (52, 53, 54, 55, 88, 452)),
 }
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000  # refuse: with EPERM
 _LOAD, _IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _NETLINK = 16
 _CAPABILITIES_VERSION, _LAST_CAPABILITY = 0x20080522, 63
 _PR_CAPBSET_DROP, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_FILTER = 24, 22, 38, 2
-_PLAIN = (bool, int, float, str, type(None))
 
 
 def give_up(cpu_s: int, file_bytes: int, memory_bytes: int) -> None:
@@ -86,10 +81,8 @@ def _filter_calls(libc: Any, architecture: int, prlimit: int, socket: int, refus
 
 def redirect(*, keep_input: bool) -> None:
     """Input and output from and to files."""
-    for number, name, flags in ((0, "stdin", os.O_RDONLY), (1, "stdout", os.O_WRONLY), (2, "stderr", os.O_WRONLY)):
-        if keep_input and number == 0:
-            continue
-        opened = os.open(name, flags)
+    for number, name in list(enumerate(("stdin", "stdout", "stderr")))[keep_input:]:
+        opened = os.open(name, os.O_WRONLY if number else os.O_RDONLY)
         os.dup2(opened, number)
         os.close(opened)
 
@@ -103,15 +96,17 @@ def as_json(value: Any, kept: list[Any] | None = None, depth: int = 0) -> Any:
     kind = type(value)
     if depth > _DEEPEST:
         raise TypeError("values too deep")
-    if kind in _PLAIN:
-        return ["float", repr(value)] if kind is float else ["int", hex(value)] if kind is int else value
+    if kind in (bool, type(None)):
+        return value
+    if kind is Elsewhere:
+        return ["kept", value._number]
     # A subclass may say that it equals everything: its value does not.
     if isinstance(value, str):
         return str.__add__(value, "")
     if isinstance(value, int):
-        return as_json(int.__add__(value, 0))
+        return ["int", hex(int.__pos__(value))]
     if isinstance(value, float):
-        return as_json(float.__add__(value, 0.0))
+        return ["float", float.__repr__(value)]
     if kind in (bytes, bytearray):
         return [kind.__name__, bytes(value).hex()]
     if kind is complex:
@@ -196,8 +191,7 @@ def answer_calls(channel: Channel) -> None:
         asked = channel.receive()
         try:
             if "look" in asked:
-                found = eval(asked["look"], names)
-                reply = {"value": as_json(found, kept), "callable": callable(found)}
+                reply = {"value": as_json(eval(asked["look"], names), kept)}
             else:
                 positional = [from_json(value, kept.__getitem__) for value in asked["args"]]
                 named = {key: from_json(value, kept.__getitem__) for key, value in asked["kwargs"].items()}
@@ -220,8 +214,8 @@ class Elsewhere:
         self._channel.send(
             {
                 "call": self._number,
-                "args": [self._sent(value) for value in args],
-                "kwargs": {key: self._sent(value) for key, value in kwargs.items()},
+                "args": [as_json(value) for value in args],
+                "kwargs": {key: as_json(value) for key, value in kwargs.items()},
             }
         )
         reply = self._channel.receive()
@@ -229,13 +223,6 @@ class Elsewhere:
         for ours, theirs in zip(args, reply["args"], strict=True):
             _change(ours, self._decoded(theirs))
         return made
-
-    def _sent(self, value: Any) -> Any:
-        if isinstance(value, Elsewhere):
-            return ["kept", value._number]
-        if isinstance(value, list | tuple) and any(isinstance(item, Elsewhere) for item in value):
-            return [type(value).__name__, [self._sent(item) for item in value]]
-        return as_json(value)
 
     def _received(self, reply: dict[str, Any]) -> Any:
         if "raised" in reply:
