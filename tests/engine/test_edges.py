@@ -172,7 +172,7 @@ def test_an_interrupted_forward_leaves_no_trace(target):
         def stop(module, arguments):
             raise KeyboardInterrupt
 
-        hook = target.model.layers[1].register_forward_pre_hook(stop)
+        hook = target.model.layers[1].mlp.down_proj.register_forward_pre_hook(stop)
         with pytest.raises(KeyboardInterrupt):
             model.forward([32, 33])
         hook.remove()

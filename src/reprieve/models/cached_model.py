@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from reprieve.errors import ContextOverflowError, UnsupportedModelError
 from reprieve.models.cache import RollbackCache
+from reprieve.models.direct import DirectCache, DirectModel, supports
 from reprieve.models.tree_attention import tree_mask
 from reprieve.transfers import spread, to_device
-from reprieve.types import Block, HiddenStates, Prefill
+from reprieve.types import Block, HiddenStates, Prefill, select_rows
 
 _UNKNOWN = -1  # a cached token that the host has not seen
 HiddenLayers = tuple[int, ...]  # indices into transformers' `hidden_states`; -1 is the last, after the final norm
@@ -29,18 +30,23 @@ class CachedModel:
         vocab_size: logits are brought to this many columns, cut or filled up with -inf: a draft's to its target's,
             since models of one family pad their vocabularies differently. None leaves them alone.
         hidden_layers: which hidden states `forward` returns; () for none.
+        direct: run families that `models.direct` knows without the library's layers around them.
 
     Raises:
         UnsupportedModelError: a model with recurrent state, which cannot be rolled back, or without the layer asked.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, vocab_size: int | None = None, hidden_layers: HiddenLayers = ()
+        self,
+        model: PreTrainedModel,
+        *,
+        vocab_size: int | None = None,
+        hidden_layers: HiddenLayers = (),
+        direct: bool = True,
     ) -> None:
         self.model = model
         self.vocab_size = vocab_size
         self.hidden_layers = hidden_layers
-        self.cache = RollbackCache()
         self.cached_ids: list[int] = []
         self._config = model.config.get_text_config()
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -52,6 +58,8 @@ class CachedModel:
                     f"hidden layer must be in [-{num_states}, {num_states - 1}] for {model.config.name_or_path!r} "
                     f"({num_states - 1} layers), got {layer}"
                 )
+        self._direct = DirectModel(model) if direct and supports(model) else None
+        self.cache: DirectCache | RollbackCache = RollbackCache() if self._direct is None else self._direct.cache
 
     @property
     def device(self) -> torch.device:
@@ -83,12 +91,11 @@ class CachedModel:
         self.keep(shared)
         if shared == len(token_ids):
             return Prefill()
-        extra: dict[str, Any] = {"logits_to_keep": 1} if self._takes_logits_to_keep else {}
-        output = self._run(list(token_ids[shared:]), output_hidden_states=bool(self.hidden_layers) or None, **extra)
-        return Prefill(output.logits[0, -1].float(), self._hidden(output))
+        logits, hidden = self._run(list(token_ids[shared:]), num_logits=1)
+        return Prefill(logits[-1].float(), hidden)
 
     def forward(
-        self, token_ids: Sequence[int] | Tensor, block: Block | None = None
+        self, token_ids: Sequence[int] | Tensor, block: Block | None = None, *, num_rows: int | None = None
     ) -> tuple[Tensor, HiddenStates | None]:
         """Append tokens and return the logits [n, V] after each and, if asked for, hidden states [n, D] by layer.
 
@@ -96,16 +103,17 @@ class CachedModel:
             token_ids: n tokens; with a tree, the last committed token and then the block's. A tensor [n] on the
                 model's device is read without waiting for it; what it holds is then unknown to `cached_ids` (-1).
             block: gives the tree's shape; None, or a chain, for plain causal attention.
+            num_rows: of the last tokens only; None for all.
         """
-        extra: dict[str, Any] = {}
-        if block is not None and not block.is_chain:
-            extra = self._tree_arguments(block)
-        output = self._run(token_ids, output_hidden_states=bool(self.hidden_layers) or None, **extra)
-        logits = output.logits[0].float()  # probabilities in half precision do not sum to 1
+        tree = None if block is None or block.is_chain else block
+        logits, hidden = self._run(token_ids, num_logits=num_rows, tree=tree)
+        if num_rows is not None:
+            hidden = select_rows(hidden, slice(len(token_ids) - num_rows, None))
+        logits = logits.float()  # probabilities in half precision do not sum to 1
         missing = 0 if self.vocab_size is None else self.vocab_size - logits.shape[-1]
         if missing:
             logits = torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
-        return logits, self._hidden(output)
+        return logits, hidden
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The input embedding of each token, [...] to [..., D]: what the model reads, tied to its output or not."""
@@ -130,20 +138,40 @@ class CachedModel:
         self.cache.keep_path(start, to_device(torch.tensor(rows), self.device))
         self.cached_ids[start:] = [self.cached_ids[start + row] for row in rows]
 
-    def _hidden(self, output: Any) -> HiddenStates | None:
-        return {layer: output.hidden_states[layer][0] for layer in self.hidden_layers} or None
-
-    def _run(self, token_ids: Sequence[int] | Tensor, **extra: Any) -> Any:
+    def _run(
+        self, token_ids: Sequence[int] | Tensor, *, num_logits: int | None, tree: Block | None = None
+    ) -> tuple[Tensor, HiddenStates | None]:
         if isinstance(token_ids, Tensor):
             input_ids, known = token_ids, [_UNKNOWN] * len(token_ids)
         else:
             input_ids, known = spread(list(token_ids), torch.long, self.device), list(token_ids)
-        output = self.model(input_ids=input_ids[None], past_key_values=self.cache, use_cache=True, **extra)
+        positions, masks = (None, None) if tree is None else self._tree_arguments(tree)
+        if self._direct is not None:
+            logits, states = self._direct(
+                input_ids, positions=positions, mask=masks, num_logits=num_logits, hidden_layers=self.hidden_layers
+            )
+        else:
+            logits, states = self._run_library(input_ids, positions, masks, num_logits)
         self.cached_ids += known  # only now: an interrupted forward must not count
-        return output
+        return logits, states or None
 
-    def _tree_arguments(self, block: Block) -> dict[str, Any]:
-        positions = spread([self.length + depth for depth in (0, *block.depths)], torch.long, self.device)[None]
+    def _run_library(
+        self, input_ids: Tensor, positions: Tensor | None, masks: Any, num_logits: int | None
+    ) -> tuple[Tensor, HiddenStates]:
+        extra: dict[str, Any] = {}
+        if num_logits is not None and self._takes_logits_to_keep:
+            extra["logits_to_keep"] = num_logits
+        if positions is not None:
+            extra |= {"attention_mask": masks, "position_ids": positions[None]}
+        if self.hidden_layers:
+            extra["output_hidden_states"] = True
+        output = self.model(input_ids=input_ids[None], past_key_values=self.cache, use_cache=True, **extra)
+        logits = output.logits[0] if num_logits is None else output.logits[0, -num_logits:]
+        return logits, {layer: output.hidden_states[layer][0] for layer in self.hidden_layers}
+
+    def _tree_arguments(self, block: Block) -> tuple[Tensor, Any]:
+        """Positions of a tree's tokens, and the mask, or one by kind of layer."""
+        positions = spread([self.length + depth for depth in (0, *block.depths)], torch.long, self.device)
         windows = layer_windows(self.model)
 
         def mask(size: int | None) -> Tensor:
@@ -151,7 +179,7 @@ class CachedModel:
                 block.parents, num_cached=self.length, dtype=self.model.dtype, device=self.device, window=size
             )
 
-        return {"attention_mask": masks_by_layer(mask, windows), "position_ids": positions}
+        return positions, masks_by_layer(mask, windows)
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

@@ -1,0 +1,221 @@
+"""A forward of the Llama family written out: the same numbers as the library's, without its layers of Python.
+
+A small model's step costs more Python than arithmetic: modules within modules, masks and positions made anew each time,
+a cache that is asked layer by layer. Here all that is the same for the whole forward is made once. Models of other
+families, with hooks, quantised weights or sliding windows run through transformers as ever.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+_FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_ROTARY = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not change with the text
+_FIRST_CAPACITY = 256
+_CHECKED: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
+
+
+def supports(model: PreTrainedModel) -> bool:
+    """Whether a model can be run directly: of a family known here, as it was loaded, and found to give the same."""
+    if model not in _CHECKED:
+        _CHECKED[model] = _is_plain(model) and _agrees(model)
+    return _CHECKED[model]
+
+
+def _is_plain(model: PreTrainedModel) -> bool:
+    config = model.config
+    if type(model).__name__ not in _FAMILIES or getattr(config, "quantization_config", None) is not None:
+        return False
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    if kinds != {"full_attention"} or (windowed and type(model).__name__ == "MistralForCausalLM"):
+        return False
+    if config.rope_parameters.get("rope_type", "default") not in _ROTARY or config.hidden_act != "silu":
+        return False
+    if "forward" in vars(model):  # somebody put something in its place
+        return False
+    for module in model.modules():
+        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
+            return False
+        if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
+            return False
+    return len({parameter.device for parameter in model.parameters()}) == 1
+
+
+@torch.inference_mode()
+def _agrees(model: PreTrainedModel) -> bool:
+    """Whether two steps give what the library gives: a family may change."""
+    size = model.config.vocab_size
+    token_ids = torch.arange(7, device=model.device) * 31 % size
+    ours = DirectModel(model)
+    steps = [ours(token_ids[:5])[0], ours(token_ids[5:])[0]]
+    theirs = model(input_ids=token_ids[None], use_cache=False).logits[0]
+    tolerance = 1e-3 if theirs.dtype == torch.float32 else 0.05
+    largest = theirs.abs().amax().item()
+    return bool((torch.cat(steps) - theirs).abs().amax() <= tolerance * max(largest, 1e-6))
+
+
+class DirectCache:
+    """Keys and values of all layers in one buffer [layers, 2, heads, capacity, head_dim] that doubles when full."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.buffer: Tensor | None = None
+
+    def keep(self, length: int) -> None:
+        """Drop everything after the first `length` tokens."""
+        self.length = min(length, self.length)
+
+    def keep_path(self, start: int, rows: Tensor) -> None:
+        """Keep the first `start` tokens and, after them, those at `start + rows`."""
+        assert self.buffer is not None
+        end = start + len(rows)
+        self.buffer[..., start:end, :] = self.buffer.index_select(-2, start + rows)
+        self.length = end
+
+    def room(self, needed: int, shape: Sequence[int], like: Tensor) -> Tensor:
+        """The buffer, with space for `needed` tokens; `shape` is (layers, heads, head_dim)."""
+        if self.buffer is None or needed > self.buffer.shape[-2]:
+            capacity = _FIRST_CAPACITY
+            while capacity < needed:
+                capacity *= 2
+            layers, heads, head_dim = shape
+            grown = torch.zeros(layers, 2, heads, capacity, head_dim, dtype=like.dtype, device=like.device)
+            if self.buffer is not None:
+                grown[..., : self.length, :] = self.buffer[..., : self.length, :]
+            self.buffer = grown
+        return self.buffer
+
+
+class DirectModel:
+    """One model and one sequence. Its weights are the model's own, not copies.
+
+    Args:
+        model: one that `supports` accepts.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.cache = DirectCache()
+        config, inner = model.config, model.model
+        self._embedding: Tensor = inner.embed_tokens.weight
+        self._rotary = inner.rotary_emb
+        self._layers = [_Layer(layer) for layer in inner.layers]
+        self._norm, self._eps = inner.norm.weight, inner.norm.variance_epsilon
+        self._head: nn.Linear = model.lm_head
+        self._num_heads = config.num_attention_heads
+        self._num_kv_heads = config.num_key_value_heads
+        self._head_dim = self._layers[0].attention.head_dim
+        self._grouped = self._num_heads != self._num_kv_heads
+        self._turns: tuple[Tensor, Tensor] | None = None  # cosines and sines of every position so far
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        *,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        num_logits: int | None = None,
+        hidden_layers: Sequence[int] = (),
+    ) -> tuple[Tensor, Mapping[int, Tensor]]:
+        """Append tokens [n]; returns logits [num_logits, V] after the last of them, and hidden states [n, D] by layer.
+
+        Args:
+            positions: of the tokens, [n]; None where they follow one another.
+            mask: additive, [1, 1, n, cached + n]; None for plain causal attention.
+            num_logits: how many rows are wanted; None for all.
+            hidden_layers: as transformers numbers them.
+        """
+        start, num = self.cache.length, len(token_ids)
+        end = start + num
+        x = F.embedding(token_ids, self._embedding)
+        buffer = self.cache.room(end, (len(self._layers), self._num_kv_heads, self._head_dim), x)
+        cos, sin = self._rotations(x, start, end) if positions is None else self._rotations_at(x, positions)
+        if mask is None and num > 1 and start:
+            mask = torch.ones(num, end, dtype=torch.bool, device=x.device).tril_(start)
+        causal = mask is None and num > 1
+        wanted = {layer % (len(self._layers) + 1) for layer in hidden_layers}
+        states: dict[int, Tensor] = {}
+        for place, layer in enumerate(self._layers):
+            if place in wanted:
+                states[place] = x
+            x = x + self._attend(layer, x, buffer[place], (start, end), (cos, sin), mask, causal)
+            y = F.rms_norm(x, self._norm.shape, layer.after.weight, self._eps)
+            x = x + layer.down(F.silu(layer.gate(y)) * layer.up(y))
+        x = F.rms_norm(x, self._norm.shape, self._norm, self._eps)
+        states[len(self._layers)] = x
+        self.cache.length = end  # only now: an interrupted forward must not count
+        rows = x if num_logits is None else x[num - num_logits :]
+        return self._head(rows), {layer: states[layer % (len(self._layers) + 1)] for layer in hidden_layers}
+
+    def _attend(
+        self,
+        layer: _Layer,
+        x: Tensor,
+        cached: Tensor,
+        span: tuple[int, int],
+        turns: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        causal: bool,
+    ) -> Tensor:
+        start, end = span
+        num = end - start
+        y = F.rms_norm(x, self._norm.shape, layer.before.weight, self._eps)
+        queries = layer.query(y).view(num, self._num_heads, self._head_dim)
+        keys = layer.key(y).view(num, self._num_kv_heads, self._head_dim)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            queries = F.rms_norm(queries, (self._head_dim,), layer.query_norm.weight, self._eps)
+            keys = F.rms_norm(keys, (self._head_dim,), layer.key_norm.weight, self._eps)
+        cached[0, :, start:end] = _turned(keys, turns).transpose(0, 1)
+        cached[1, :, start:end] = layer.value(y).view(num, self._num_kv_heads, self._head_dim).transpose(0, 1)
+        attended = F.scaled_dot_product_attention(
+            _turned(queries, turns).transpose(0, 1)[None],
+            cached[None, 0, :, :end],
+            cached[None, 1, :, :end],
+            attn_mask=mask,
+            is_causal=causal,
+            enable_gqa=self._grouped,
+        )
+        out: Tensor = layer.out(attended[0].transpose(0, 1).reshape(num, -1))
+        return out
+
+    def _rotations(self, x: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+        if self._turns is None or end > len(self._turns[0]):
+            capacity = _FIRST_CAPACITY
+            while capacity < end:
+                capacity *= 2
+            self._turns = self._rotations_at(x, torch.arange(capacity, device=x.device))
+        cos, sin = self._turns
+        return cos[start:end], sin[start:end]
+
+    def _rotations_at(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [n, 1, head_dim]; the first half of the sines with the sign that a rotation gives it."""
+        cos, sin = self._rotary(x, position_ids=positions[None])
+        sin = sin[0].clone()
+        sin[:, : self._head_dim // 2] *= -1
+        return cos[0][:, None], sin[:, None]
+
+
+class _Layer:
+    """A decoder layer's modules, by what they do."""
+
+    def __init__(self, layer: Any) -> None:
+        self.attention, mlp = layer.self_attn, layer.mlp
+        self.before, self.after = layer.input_layernorm, layer.post_attention_layernorm
+        self.query, self.key = self.attention.q_proj, self.attention.k_proj
+        self.value, self.out = self.attention.v_proj, self.attention.o_proj
+        self.query_norm = getattr(self.attention, "q_norm", None)
+        self.key_norm = getattr(self.attention, "k_norm", None)
+        self.gate, self.up, self.down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+
+def _turned(states: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary positions on [n, heads, head_dim]."""
+    cos, sin = turns
+    return states * cos + states.roll(states.shape[-1] // 2, -1) * sin

@@ -1,0 +1,117 @@
+"""The forward written out gives what the library's gives, and leaves alone what it does not know."""
+
+import pytest
+import torch
+from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from reprieve.models import CachedModel
+from reprieve.models.direct import supports
+from reprieve.types import ROOT, Block
+from tests.kit.tiny import VOCAB_SIZE, tiny_model
+
+TEXT = [(7 * place + 3) % VOCAB_SIZE for place in range(300)]
+SHAPE = dict(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=320,
+)
+YARN = dict(rope_type="yarn", factor=4.0, rope_theta=10_000.0, original_max_position_embeddings=80)
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    rope_theta=10_000.0,
+    original_max_position_embeddings=80,
+)
+MODELS = {
+    "llama": lambda: tiny_model("llama"),
+    "qwen3": lambda: tiny_model("qwen3"),
+    "qwen2, with biases": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
+    "qwen2, yarn": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, rope_parameters=YARN)),
+    "mistral, llama3": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None, rope_parameters=LLAMA3)),
+}
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    torch.manual_seed(3)
+    made = MODELS[request.param]().eval()
+    for name, parameter in made.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    return made
+
+
+def both(model, **options):
+    direct, library = CachedModel(model, **options), CachedModel(model, direct=False, **options)
+    assert direct._direct is not None and library._direct is None
+    return direct, library
+
+
+@torch.inference_mode()
+def test_steps_states_and_rollback_are_the_librarys(model):
+    num_layers = model.config.num_hidden_layers
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
+        model.to(dtype)
+        made = both(model, hidden_layers=(0, 1, -1, num_layers, -2))
+        ours, theirs = (one.start(TEXT[:260]) for one in made)  # past the first capacity
+        torch.testing.assert_close(ours.logits, theirs.logits, rtol=tolerance, atol=tolerance)
+        for tokens, keep in ((TEXT[260:261], 261), (TEXT[261:270], 264), (TEXT[264:266], 12), (TEXT[12:40], 40)):
+            (ours, our_states), (theirs, their_states) = (one.forward(tokens) for one in made)
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+            for layer, states in their_states.items():
+                torch.testing.assert_close(our_states[layer], states, rtol=tolerance, atol=tolerance)
+            for one in made:
+                one.keep(keep)
+                assert one.length == keep == one.cache.length if one is made[0] else True
+
+
+@torch.inference_mode()
+def test_trees_and_the_paths_kept_of_them_are_the_librarys(model):
+    block = Block(torch.tensor([5, 6, 7, 8, 9]), (ROOT, ROOT, 0, 1, 2))
+    answers = []
+    for one in both(model):
+        one.start(TEXT[:20])
+        logits, _ = one.forward(torch.tensor([1, 5, 6, 7, 8, 9]), block)
+        one.learn(20, [1, 5, 6, 7, 8, 9])
+        one.keep_path(20, [0, 1, 3, 5])
+        assert one.cached_ids == [*TEXT[:20], 1, 5, 7, 9]
+        answers += [(logits, one.forward([2, 3])[0])]
+    torch.testing.assert_close(answers[0], answers[1], rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_the_last_rows_alone(model):
+    for one in both(model, hidden_layers=(-1,)):
+        whole, states = one.forward(TEXT[:9])
+        one.keep(0)
+        rows, last = one.forward(TEXT[:9], num_rows=2)
+        torch.testing.assert_close(rows, whole[-2:])
+        torch.testing.assert_close(last[-1], states[-1][-2:])
+
+
+def test_what_is_not_known_runs_through_the_library():
+    windowed = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=8)).eval()
+    assert not any(supports(model) for model in (windowed, tiny_model("gemma3"), tiny_model("gpt_neox")))
+    hooked = tiny_model()
+    hooked.model.layers[0].register_forward_hook(lambda *_: None)
+    replaced = tiny_model()
+    replaced.forward = replaced.forward
+    adapted = tiny_model()
+    adapted.model.layers[1].mlp.up_proj = torch.nn.utils.parametrizations.orthogonal(
+        adapted.model.layers[1].mlp.up_proj
+    )
+    assert not any(supports(model) for model in (hooked, replaced, adapted))
+
+
+def test_a_family_that_computes_otherwise_than_is_known_here_is_found_out(monkeypatch):
+    changed = tiny_model()
+    monkeypatch.setattr(changed.config, "rms_norm_eps", 0.0)
+    for layer in changed.model.layers:
+        layer.self_attn.scaling = 1.0
+    assert not supports(changed)
