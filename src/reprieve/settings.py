@@ -7,7 +7,7 @@ No module that holds settings imports torch, so that `--help` answers at once. S
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from reprieve.errors import SpecError, require_choice, require_range, require_whole
@@ -17,7 +17,24 @@ MAX_PROBLEMS = 10_000_000  # of a run
 MAX_SEED = 2**63 - 1
 _MOST_TOKENS = 2**31 - 1
 MAX_DRAFT_TOKENS = 512  # of a round
+AUTO = "auto"
+NumDraftTokens = int | str  # K, or who decides: `auto`, `auto:path=FOLDER`
 BUNDLED_PAIR = "reprieve/arithmetic-pair"
+
+
+def require_draft_tokens(value: NumDraftTokens) -> None:
+    """Refuse what is neither K nor says who decides.
+
+    Raises:
+        SpecError: names what is allowed.
+    """
+    if isinstance(value, str):
+        if value != AUTO and not (value.startswith(f"{AUTO}:path=") and value != f"{AUTO}:path="):
+            raise SpecError(
+                f"num_draft_tokens must be in [1, {MAX_DRAFT_TOKENS}], auto, or auto:path=FOLDER, got {value!r}"
+            )
+    else:
+        require_whole("num_draft_tokens", value, 1, MAX_DRAFT_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -30,6 +47,7 @@ class PairSettings:
         dtype: auto, float32, bfloat16 or float16.
         device: cpu, cuda, cuda:1 ... Default: a GPU if there is one.
         device_map: auto, balanced ...: spread the target over several devices (accelerate's); the draft stays on one.
+        num_threads: Threads of a forward on the CPU. Default: one, or all cores where a short trial finds those faster.
     """
 
     target: str = BUNDLED_PAIR
@@ -37,6 +55,18 @@ class PairSettings:
     dtype: str = "auto"
     device: str | None = None
     device_map: str | None = None
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_threads is not None:
+            require_whole("num_threads", self.num_threads, 1, 1024)
+
+    @property
+    def models(self) -> dict[str, Any]:
+        """What `load_pair` takes."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        del given["num_threads"]
+        return given
 
     @property
     def bundled(self) -> bool:

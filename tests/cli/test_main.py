@@ -206,7 +206,8 @@ def test_calibrating_auditing_and_pruning_from_the_command_line(tmp_path, capsys
     assert top_k["rescued"]["num"] > 0 and "within_tolerance" in top_k["rescued"]
     arms = ["--arm", f"{rule}@drafter=eagle3:top_k=2,prune=entropy", "--arm", "lossless@drafter=draft"]
     run = str(tmp_path / "run")
-    assert main(["bench", "--drafter", "eagle3", *arms, "--limit", "2", "--temperature", "1", "--out", run]) == 0
+    asked = ["--limit", "2", "--temperature", "1", "--num-draft-tokens", "16", "--out", run]
+    assert main(["bench", "--drafter", "eagle3", *arms, *asked]) == 0
     document = json.loads((tmp_path / "run" / "results.json").read_text())
     by_spec = {arm["spec"]: arm for arm in document["arms"]}
     assert list(by_spec)[-1] == "lossless@drafter=draft"

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from reprieve.drafters import DRAFTERS, EagleDrafter, EagleSettings
+from reprieve.drafters.length import FixedLength
 from reprieve.drafters.pruning import Pruning
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.errors import SpecError, UnsupportedModelError
@@ -75,7 +76,7 @@ def test_the_tree_holds_the_paths_of_largest_joint_probability():
         from reprieve.models.sampling import Sampler
 
         drafter.start(prompt, Sampler(SamplingParams(), torch.device("cpu")), prefill)
-        block = drafter.propose(2)
+        block = drafter.propose(2, FixedLength(2))
         states = head.fuse(prefill.hidden)
         cache = RollbackCache()
         size = len(states)

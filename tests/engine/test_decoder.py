@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from reprieve.drafters import DraftModelDrafter, NgramDrafter, NgramSettings
+from reprieve.drafters.length import FixedLength
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.errors import ContextOverflowError, PairError, SpecError, UnsupportedModelError
 from reprieve.models import CachedModel
@@ -137,9 +138,9 @@ def test_rescued_token_survives_commit(target, draft):
 def test_ngram_drafter_proposes_what_followed_last_time():
     drafter = NgramDrafter(CPU, NgramSettings(max_ngram=2))
     drafter.start([1, 2, 3, 4, 9, 1, 2], None, Prefill())
-    assert drafter.propose(3).token_ids.tolist() == [3, 4, 9]
+    assert drafter.propose(3, FixedLength(3)).token_ids.tolist() == [3, 4, 9]
     drafter.start([5, 6, 7], None, Prefill())
-    assert drafter.propose(3).num_tokens == 0
+    assert drafter.propose(3, FixedLength(3)).num_tokens == 0
 
 
 def test_per_request_dial_changes_one_answer_only(target, draft):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,11 +11,12 @@ import torch
 from scipy.stats import chisquare
 
 from reprieve.drafters import DraftModelDrafter, EagleDrafter, EagleSettings
+from reprieve.drafters.length import LearnedLength
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.models import CachedModel
 from reprieve.rules import parse_rule
 from reprieve.types import ROOT, Block, Provenance
-from tests.kit.tiny import NumberTokenizer, ScriptedDrafter, perturbed, random_eagle, tiny_model
+from tests.kit.tiny import NumberTokenizer, ScriptedDrafter, perturbed, random_eagle, random_length, tiny_model
 
 M, R = Provenance.MATCHED, Provenance.RESCUED
 
@@ -96,6 +98,8 @@ def eagle_drafter(target, *, prune=False):
             pytest.param(name, marks=pytest.mark.slow)
             for name in ("greedy chain", "block", "exact", "tree, iid", "tree, best", "eagle3", "eagle3, pruned")
         ),
+        "learned length",
+        pytest.param("block, learned length", marks=pytest.mark.slow),
     ],
 )
 def test_sampled_lossless_leaves_the_targets_distribution(drafting):
@@ -113,19 +117,25 @@ def test_sampled_lossless_leaves_the_targets_distribution(drafting):
     elif "tree" in drafting:
         drafter = tree_of_samples(draft, iid="iid" in drafting)
     else:
-        drafter = DraftModelDrafter(CachedModel(draft), CPU)
-    rule = parse_rule(f"lossless:verification={drafting}" if drafting in ("block", "exact") else "lossless")
+        drafter = DraftModelDrafter(CachedModel(draft, hidden_layers=(-1,)), CPU, hidden_layers=())
+    verification = drafting.partition(",")[0]
+    rule = parse_rule(f"lossless:verification={verification}" if verification in ("block", "exact") else "lossless")
     cached = CachedModel(target, hidden_layers=drafter.target_layers)
     decoder = SpeculativeDecoder(cached, drafter, NumberTokenizer(size), rule=rule, num_draft_tokens=3)
-    num_rescued = 0
+    if drafting.endswith("learned length"):  # which looks at the token that was drawn
+        decoder.length = LearnedLength(random_length(32, seed=5))
+    num_rescued, lengths = 0, Counter()
 
     def decode(seed):
         nonlocal num_rescued
         made = decoder.generate(prompt, dataclasses.replace(params, seed=seed))
         num_rescued += made.num_rescued
+        lengths[made.num_drafted] += 1
         return made.token_ids
 
     counts = counts_of(decode, num_answers, size, length)
+    if drafting.endswith("learned length"):
+        assert lengths.most_common(2)[1][1] > num_answers / 10, "it must have stopped some blocks, and not others"
     assert num_rescued == 0, "lossless rescues nothing, on trees neither"
     expected = exact_probs(target, prompt, length, params) * num_answers
     assert counts[expected == 0].sum() == 0, "no text the target excludes"

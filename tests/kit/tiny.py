@@ -17,10 +17,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from reprieve.drafters.length import RoundLength
 from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.base import Head
 from reprieve.heads.binding import PairIdentity
 from reprieve.heads.judge import JudgeHead
+from reprieve.heads.length import LengthHead
 from reprieve.heads.lts import LtsCalibration
 from reprieve.heads.pivot import PivotHead
 from reprieve.heads.settings import JUDGE_TARGET, PIVOT, ArbiterShape
@@ -115,7 +117,7 @@ class ScriptedDrafter:
         self.token_ids = list(prompt_ids)
         self.sampler = sampler
 
-    def propose(self, max_depth: int) -> Block:
+    def propose(self, max_depth: int, length: RoundLength) -> Block:
         if max_depth < 1:
             return Block.empty()
         return self.script(self.token_ids, max_depth)
@@ -126,6 +128,23 @@ class ScriptedDrafter:
 
 
 IDENTITY = PairIdentity("tiny/target", "tiny/draft", "t0", "d0", "tok0")
+
+
+def random_length(hidden_size: int, *, rule: str = "lossless", price: float = 0.5, seed: int = 0) -> LengthHead:
+    """Decides by state and token, to no good end."""
+    generator = torch.Generator().manual_seed(seed)
+    scalars = torch.tensor([[1.0, 2.0, -0.5, 0.3, 0.1, 0.0], [2.0, 1.0, -1.0, 0.5, 0.0, 0.1]])
+    return LengthHead(
+        hidden_weight=torch.randn(2, hidden_size, generator=generator),
+        scalar_weight=scalars,
+        rule=rule,
+        lowest=0.0,
+        highest=0.0 if rule == "lossless" else 1.0,
+        price=price,
+        most=6,
+        pair=IDENTITY,
+        task="arithmetic",
+    )
 
 
 def random_head(

@@ -9,7 +9,7 @@ from reprieve.cli.command import Command
 from reprieve.cli.comparing import measure, report
 from reprieve.evaluation.settings import RunSettings, SpeedSettings
 from reprieve.servers.settings import EngineSettings
-from reprieve.settings import PairSettings
+from reprieve.settings import AUTO, NumDraftTokens, PairSettings
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Bench(Command):
 
     Args:
         arm: A rule, such as top_k:k=4 or judge:path=heads/j@K=24; lossless_rerun; direct:top_k:k=4. Repeatable.
-        num_draft_tokens: K: drafted tokens a round; several as 8,16.
+        num_draft_tokens: K, drafted tokens a round; several as 8,16,auto; auto for as many as pay.
         num_workers: Processes side by side: quicker, but their speeds are of a busy machine.
         out: Folder for results; run again with it to resume.
     """
@@ -26,7 +26,7 @@ class Bench(Command):
     verb = "bench"
 
     arm: tuple[str, ...] = ()
-    num_draft_tokens: tuple[int, ...] = (16,)
+    num_draft_tokens: tuple[NumDraftTokens, ...] = (AUTO,)
     settings: RunSettings = field(default_factory=RunSettings)
     speed: SpeedSettings = field(default_factory=SpeedSettings)
     num_workers: int = 1
@@ -37,7 +37,7 @@ class Bench(Command):
     def run(self) -> int:
         from reprieve.evaluation.arms import make_arms
 
-        arms = make_arms(self.arm, self.num_draft_tokens, target=self.pair.target)
+        arms = make_arms(self.arm, self.answering.draft_tokens(*self.num_draft_tokens), target=self.pair.target)
         run, document = measure(
             self,
             arms,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from reprieve.cli import screen
@@ -32,7 +32,8 @@ class Certify(Command):
     def run(self) -> int:
         from reprieve.evaluation.certifying import Plan, certify
 
-        plan = Plan.of(self.settings, target=self.pair.target)
+        [k] = self.answering.draft_tokens(self.settings.num_draft_tokens)
+        plan = Plan.of(replace(self.settings, num_draft_tokens=k), target=self.pair.target)
         asked = self.settings.run
         opened = screen.engine_and_task(
             self.answering, self.pair, asked.task, asked.prompt, num_workers=self.num_workers

@@ -11,7 +11,7 @@ from reprieve.cli.comparing import measure, report
 from reprieve.cli.generate import Generate
 from reprieve.evaluation.settings import RunSettings
 from reprieve.servers.settings import EngineSettings
-from reprieve.settings import PairSettings
+from reprieve.settings import AUTO, NumDraftTokens, PairSettings
 
 ARMS = ("judge", "margin:delta=2", "math_symbols", "fuzzy:threshold=0.4")
 QUESTION = "Anna has 23 apples. She buys 18 more apples. She gives away 9 apples. How many apples does Anna have now?"
@@ -22,23 +22,18 @@ class Demo(Command):
     """Compare a trained head and three training-free rules with lossless and target-only on generated word problems.
 
     Args:
-        num_draft_tokens: K: drafted tokens a round.
+        num_draft_tokens: K, drafted tokens a round; auto for as many as pay.
         out: Folder for results; run again with it to resume.
     """
 
     verb = "demo"
 
-    num_draft_tokens: int = 8
+    num_draft_tokens: NumDraftTokens = AUTO
     settings: RunSettings = field(default_factory=lambda: RunSettings(limit=40))
     pair: PairSettings = field(default_factory=lambda: PairSettings(dtype="float32"))
     out: Path = Path("runs/demo")
 
     def run(self) -> int:
-        if self.pair.bundled:
-            # So small a pair gains next to nothing from a second thread, and loses much where the other core is busy.
-            import torch
-
-            torch.set_num_threads(1)
         for rule in ("lossless", "judge"):
             screen.console().print(f"\n[bold]{rule}[/bold]  {QUESTION}", soft_wrap=True)
             Generate(QUESTION, rule=rule, num_draft_tokens=self.num_draft_tokens, pair=self.pair).run()

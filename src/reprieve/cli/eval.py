@@ -9,7 +9,7 @@ from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.errors import import_extra
 from reprieve.evaluation.settings import HarnessSettings
-from reprieve.settings import PairSettings
+from reprieve.settings import AUTO, NumDraftTokens, PairSettings
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Eval(Command):
 
     Args:
         arm: A rule, such as top_k:k=4. Repeatable.
-        num_draft_tokens: K: drafted tokens a round.
+        num_draft_tokens: K, drafted tokens a round; auto for as many as pay.
         out: Folder for results; run again with it to resume.
     """
 
@@ -29,7 +29,7 @@ class Eval(Command):
 
     settings: HarnessSettings
     arm: tuple[str, ...] = ()
-    num_draft_tokens: int = 16
+    num_draft_tokens: NumDraftTokens = AUTO
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("runs/eval")
 

@@ -25,7 +25,7 @@ from reprieve.files import read_file
 T = TypeVar("T")
 CONFIG = "config.yaml"  # in a run's folder
 _COMMAND = "command"  # its first key
-_KNOWN_COUNTS = ("num_draft_tokens", "num_fewshot")  # the field's own names
+_KNOWN_COUNTS = ("num_draft_tokens", "num_fewshot", "num_threads")  # the field's own names
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,34 @@ class Flag:
     @property
     def kind(self) -> Any:
         """Its type, None left out."""
-        options = typing.get_args(self.hint) if isinstance(self.hint, types.UnionType) else (self.hint,)
-        return next(option for option in options if option is not type(None))
+        options = _options(self.hint)
+        return IntOrText if set(options) == {int, str} else options[0]
 
     @property
     def items(self) -> Any:
         """The type of its items, where it is a tuple; else None."""
-        return typing.get_args(self.kind)[0] if typing.get_origin(self.kind) is tuple else None
+        if typing.get_origin(self.kind) is not tuple:
+            return None
+        item = typing.get_args(self.kind)[0]
+        return IntOrText if set(_options(item)) == {int, str} else item
 
     @property
     def repeated(self) -> bool:
         """Whether it may be given several times: tuples of texts; numbers are separated by commas."""
         return self.items in (str, Path)
+
+
+class IntOrText:
+    """A whole number where it is one, else the text."""
+
+    def __new__(cls, value: int | str) -> Any:
+        return int(value) if str(value).isdigit() else value
+
+
+def _options(hint: Any) -> list[Any]:
+    """The types that a hint allows, None left out."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return [option for option in options if option is not type(None)]
 
 
 def flags_of(kind: type, *, default: Any = dataclasses.MISSING, group: str = "") -> Iterator[Flag]:
@@ -230,7 +246,7 @@ def _checked(flag: Flag, value: Any, where: str) -> Any:
 
 
 def _scalar(kind: Any, value: Any, where: str) -> Any:
-    allowed = {float: (int, float), Path: (str,)}.get(kind, (kind,))
+    allowed = {float: (int, float), Path: (str,), IntOrText: (int, str)}.get(kind, (kind,))
     if kind is float and isinstance(value, str):  # YAML 1.1 takes 1e-3 for a text
         try:
             return float(value)
@@ -241,7 +257,14 @@ def _scalar(kind: Any, value: Any, where: str) -> Any:
     return kind(value)
 
 
-_WANTED = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", Path: "a path"}
+_WANTED = {
+    IntOrText: "a whole number, or a text",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    Path: "a path",
+}
 
 
 def _plain(value: Any) -> Any:
@@ -277,7 +300,7 @@ def _add(group: Any, flag: Flag) -> None:
     group.add_argument(flag.option, **options)
 
 
-_METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+_METAVARS = {IntOrText: "N", int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 
 def _usage(flag: Flag) -> str:

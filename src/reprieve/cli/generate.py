@@ -13,7 +13,7 @@ from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.errors import SpecError, require_choice
 from reprieve.files import replace_file
-from reprieve.settings import PairSettings, PromptSettings, SamplingParams, SamplingSettings
+from reprieve.settings import AUTO, NumDraftTokens, PairSettings, PromptSettings, SamplingParams, SamplingSettings
 
 if TYPE_CHECKING:
     from reprieve.types import Generation, Token
@@ -30,7 +30,7 @@ class Generate(Command):
         rule: The rule, such as margin:delta=2.
         dial: This request's own value of the rule's dial.
         drafter: draft, ngram:max_ngram=3, or eagle3:path=FOLDER.
-        num_draft_tokens: K: drafted tokens a round.
+        num_draft_tokens: K, drafted tokens a round; auto for as many as pay.
         max_new_tokens: Exact largest number of new tokens.
         stop: A text that ends the answer. Repeatable.
         template: auto, raw or chat: how the prompt is wrapped; auto is chat where one of the next two is given.
@@ -49,7 +49,7 @@ class Generate(Command):
     rule: str = "lossless"
     dial: float | None = None
     drafter: str = "draft"
-    num_draft_tokens: int = 16
+    num_draft_tokens: NumDraftTokens = AUTO
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
     template: str = "auto"

@@ -9,7 +9,7 @@ from reprieve.cli.command import Command
 from reprieve.errors import SpecError
 from reprieve.evaluation.settings import MonitorSettings, RunSettings
 from reprieve.servers.settings import EngineSettings
-from reprieve.settings import PairSettings
+from reprieve.settings import AUTO, NumDraftTokens, PairSettings
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,14 @@ class Monitor(Command):
 
     Args:
         rule: The rule, such as judge:path=heads/j,threshold=0.03.
-        num_draft_tokens: K: drafted tokens a round.
+        num_draft_tokens: K, drafted tokens a round; auto for as many as pay.
     """
 
     verb = "monitor"
 
     rule: str
     settings: MonitorSettings = field(default_factory=MonitorSettings)
-    num_draft_tokens: int = 16
+    num_draft_tokens: NumDraftTokens = AUTO
     problems: RunSettings = field(default_factory=RunSettings)
     answering: EngineSettings = field(default_factory=EngineSettings)
     pair: PairSettings = field(default_factory=PairSettings)
@@ -35,8 +35,9 @@ class Monitor(Command):
         from reprieve.evaluation.config import RunConfig
         from reprieve.evaluation.monitor import MonitorStatus, watch
 
-        strict = make_arms([], [self.num_draft_tokens])[-1]
-        relaxed = make_arms([self.rule], [self.num_draft_tokens], target=self.pair.target)[-1]
+        k = self.answering.draft_tokens(self.num_draft_tokens)
+        strict = make_arms([], k, target=self.pair.target)[-1]
+        relaxed = make_arms([self.rule], k, target=self.pair.target)[-1]
         if relaxed.rule is None or relaxed.rule.dial is None:
             raise SpecError(f"--rule must be a relaxed rule: there is nothing to watch in {self.rule!r}")
         asked = self.problems

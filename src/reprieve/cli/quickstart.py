@@ -18,7 +18,7 @@ from reprieve.errors import ReprieveError, SpecError, require_choice, require_ra
 from reprieve.files import read_json, replace_file
 from reprieve.heads.binding import digest
 from reprieve.servers.settings import EngineSettings
-from reprieve.settings import PairSettings, PromptSettings, describe_format
+from reprieve.settings import AUTO, NumDraftTokens, PairSettings, PromptSettings, describe_format
 from reprieve.specs import quoted
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Quickstart(Command):
         mine_limit: Problems to mine, from the train split.
         certify_limit: Calibration problems from the validation split, and as many held-out ones from the test split.
         max_drop: What the certificate promises to stay below: 0.05 is five points.
-        num_draft_tokens: K: drafted tokens a round.
+        num_draft_tokens: K, drafted tokens a round; auto for as many as pay.
         num_workers: Processes side by side while mining and certifying. Default: the cores, at most 4; 1 on a GPU.
         seed: Same seed, same result.
         look: Look at the pair and the data, say what would be done, and stop.
@@ -78,7 +78,7 @@ class Quickstart(Command):
     mine_limit: int = 400
     certify_limit: int = 400
     max_drop: float = 0.05
-    num_draft_tokens: int = 8
+    num_draft_tokens: NumDraftTokens = AUTO
     num_workers: int | None = None
     seed: int = 0
     look: bool = False
@@ -95,14 +95,10 @@ class Quickstart(Command):
         if not self.answering.local and self.num_workers not in (None, 1):
             raise SpecError("workers are of the local engine; servers take parallel= requests at once")
         require_range("max_drop", self.max_drop, 0.0, 0.99, low_open=True)
-        for name in ("mine_limit", "certify_limit", "num_draft_tokens", "max_new_tokens"):
+        for name in ("mine_limit", "certify_limit", "max_new_tokens"):
             require_whole(name, getattr(self, name), 1)
 
     def run(self) -> int:
-        if self.pair.bundled:  # as `demo` does: so small a pair gains nothing from a second thread
-            import torch
-
-            torch.set_num_threads(1)
         prompt, num_mined, num_certified = self._look()
         if self.look:
             return 0
@@ -112,7 +108,7 @@ class Quickstart(Command):
         pair, prompted = pair_flags(self.pair), prompt_flags(prompt)
         shared = ["--task", self.task_spec, *pair, *prompted, "--seed", str(self.seed), *engine_flags(self.answering)]
         labels, head, rule = str(self.out / "labels"), str(self.out / "head"), f"judge:path={self.out / 'head'}"
-        k = ["--num-draft-tokens", str(self.num_draft_tokens)]
+        k = ["--num-draft-tokens", str(self._num_draft_tokens)]
         limits = ["--limit", str(num_certified), "--held-out-limit", str(num_certified)]
         promise = ["--max-drop", f"{self.max_drop:g}", "--workers", str(self._workers())]
         mine = ["mine", "autojudge", *shared, "--split", "train", "--limit", str(num_mined), "--out", labels]
@@ -222,6 +218,10 @@ class Quickstart(Command):
             screen.warn(f"--max-new-tokens is {room} instead of {task.max_new_tokens}: the models read no more")
         return min(room, task.max_new_tokens)
 
+    @property
+    def _num_draft_tokens(self) -> NumDraftTokens:
+        return self.answering.draft_tokens(self.num_draft_tokens)[0]
+
     def _prompt(self, tokenizer: Any) -> PromptSettings:
         has = bool(getattr(tokenizer, "chat_template", None))
         return PromptSettings(
@@ -238,7 +238,7 @@ class Quickstart(Command):
         from reprieve.evaluation.engines.base import Job
         from reprieve.evaluation.settings import RunSettings
 
-        arms = [arm for arm in make_arms([], [self.num_draft_tokens]) if arm.rule is not None]
+        arms = [arm for arm in make_arms([], [self._num_draft_tokens], target=self.pair.target) if arm.rule is not None]
         settings = RunSettings(task=self.task_spec, split="train", limit=_NUM_TRIED, seed=self.seed)
         config = RunConfig.of(engine, arms, settings)
         problems = task.problems("train", _NUM_TRIED)
@@ -253,7 +253,7 @@ class Quickstart(Command):
         cut = sum(answer.finish_reason == "length" for answer in answers)
         screen.say(
             f"speed: {num_tokens / seconds:.0f} tokens a second with lossless speculation at K = "
-            f"{self.num_draft_tokens}; answers of {num_tokens:.0f} tokens; of {len(answers)} {read} could be read, "
+            f"{self._num_draft_tokens}; answers of {num_tokens:.0f} tokens; of {len(answers)} {read} could be read, "
             f"{solved} were right"
         )
         if cut:
@@ -320,7 +320,7 @@ class Quickstart(Command):
                 "--rule",
                 str(policy),
                 "--num-draft-tokens",
-                str(self.num_draft_tokens),
+                str(self._num_draft_tokens),
             ]
             screen.say(f"serve it: {shlex.join(local)}")
             screen.say("for vLLM, certify on vLLM: the same command with --engine vllm and another --out")
@@ -336,6 +336,7 @@ class Quickstart(Command):
         assert isinstance(settings, VllmSettings)
         made = certificate.conditions
         deployer = VllmDeployer(settings, self.pair, made.dtype)
+        assert isinstance(made.num_draft_tokens, int)  # servers have no other
         deployment = deployer.deployment(Slot(PAIR, made.num_draft_tokens, made.drafter))
         command = shlex.join(["vllm", "serve", deployment.model, *deployment.flags(settings, policy.resolve())])
         return f"VLLM_USE_V2_MODEL_RUNNER={int(settings.runner == 'v2')} {command}" if settings.runner else command

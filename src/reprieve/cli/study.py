@@ -10,7 +10,7 @@ from reprieve.cli.command import Command
 from reprieve.cli.stages import Stage, StageFailed, Stages, engine_flags, pair_flags, prompt_flags
 from reprieve.files import read_json
 from reprieve.servers.settings import EngineSettings
-from reprieve.settings import PairSettings, PromptSettings
+from reprieve.settings import AUTO, NumDraftTokens, PairSettings, PromptSettings
 
 CONTROLS = ("direct:top_k:k=2", "direct:margin:delta=2")
 CERTIFIED = {"margin": "2"}
@@ -43,7 +43,7 @@ class StudyCommand(Command):
     task: str = "arithmetic"
     limit: int = 60
     tune_limit: int = 12
-    num_draft_tokens: tuple[int, ...] = (4, 8, 16)
+    num_draft_tokens: tuple[NumDraftTokens, ...] = (4, 8, 16, AUTO)
     certify_limit: int = 1000
     max_drop: float = 0.03
     num_workers: int | None = None
@@ -56,7 +56,7 @@ class StudyCommand(Command):
     def run(self) -> int:
         study = self._study()
         self.keep_config(self.out)
-        ks = ",".join(map(str, self.num_draft_tokens))
+        ks = ",".join(map(str, self.answering.draft_tokens(*self.num_draft_tokens)))
         try:
             study.measure(["--num-draft-tokens", ks, "--limit", str(self.tune_limit)], ["--limit", str(self.limit)])
             study.report(f"{self.pair.target} on {self.task}")

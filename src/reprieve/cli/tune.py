@@ -12,7 +12,7 @@ from reprieve.cli.command import Command
 from reprieve.cli.comparing import measure
 from reprieve.evaluation.settings import FsdSettings, RunSettings, SpeedSettings
 from reprieve.servers.settings import EngineSettings
-from reprieve.settings import PairSettings
+from reprieve.settings import AUTO, NumDraftTokens, PairSettings
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class TuneK(Command):
     verb = "tune k"
 
     arm: tuple[str, ...] = ()
-    num_draft_tokens: tuple[int, ...] = (4, 8, 12, 16, 24, 32)
+    num_draft_tokens: tuple[NumDraftTokens, ...] = (4, 8, 12, 16, 24, 32, AUTO)
     settings: RunSettings = field(default_factory=lambda: RunSettings(split="validation", limit=40))
     speed: SpeedSettings = field(default_factory=SpeedSettings)
     answering: EngineSettings = field(default_factory=EngineSettings)
@@ -43,7 +43,7 @@ class TuneK(Command):
         from reprieve.evaluation.tuning import best_ks
         from reprieve.files import replace_file
 
-        arms = make_arms(self.arm, self.num_draft_tokens, target=self.pair.target)
+        arms = make_arms(self.arm, self.answering.draft_tokens(*self.num_draft_tokens), target=self.pair.target)
         speed = self.speed
         if not self.answering.local:
             speed = dataclasses.replace(speed, concurrency=(speed.concurrency or (1,))[:1])
@@ -55,7 +55,7 @@ class TuneK(Command):
         chosen = best_ks(document)
         replace_file(self.out / "tuned.json", json.dumps({"arms": [asdict(best) for best in chosen]}, indent=2) + "\n")
         for best in chosen:
-            speeds = ", ".join(f"{k}: {speed:.0f}" for k, speed in sorted(best.by_k.items()))
+            speeds = ", ".join(f"{k}: {speed:.0f}" for k, speed in best.by_k.items())
             screen.say(f"--arm {best.arm}   (tokens a second by K: {speeds})")
         return 0
 

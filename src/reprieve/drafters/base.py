@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
+from reprieve.drafters.length import DraftLength, RoundLength
 from reprieve.models.loading import ModelPair
 from reprieve.models.sampling import Sampler
 from reprieve.needs import Need
@@ -34,8 +35,12 @@ class Drafter(Protocol):
         """Get ready for a prompt, all but whose last token the target has read; forget the last one."""
         ...
 
-    def propose(self, max_depth: int) -> Block:
-        """A block at most `max_depth` tokens deep (0 or more); it may be empty. The host should not wait for it."""
+    def propose(self, max_depth: int, length: RoundLength) -> Block:
+        """A block at most `max_depth` tokens deep (0 or more); it may be empty.
+
+        Args:
+            length: drafters that go token by token ask it after each whether to go on.
+        """
         ...
 
     def commit(self, block: Block, outcome: Outcome, verification: Verification) -> None:
@@ -49,15 +54,24 @@ class DrafterSettings(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def build(self, pair: ModelPair, rule: Rule) -> Drafter:
+    def build(self, pair: ModelPair, rule: Rule, length: DraftLength) -> Drafter:
         """A drafter of its own for one decoder.
 
         Args:
-            rule: whose needs of the draft's states it is to meet.
+            rule, length: whose needs of the draft's states it is to meet.
 
         Raises:
             PairError: the pair lacks what it takes.
         """
+
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether its blocks may branch."""
+        return False
+
+    def cost(self, pair: ModelPair) -> float:
+        """What a drafted token, or a level, takes in target forwards: a rough guess, from sizes alone."""
+        return 0.0
 
     def fingerprints(self, pair: ModelPair) -> dict[str, str]:
         """What identifies the weights it brings with it, by name; nothing for those of the pair itself."""

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from reprieve.drafters.base import DrafterSettings, register_drafter
-from reprieve.models.cached_model import CachedModel
+from reprieve.drafters.length import DraftLength, RoundLength
+from reprieve.models.cached_model import CachedModel, HiddenLayers
 from reprieve.models.loading import ModelPair
 from reprieve.models.sampling import Sampler
 from reprieve.needs import Need
 from reprieve.rules import Rule
-from reprieve.types import Block, HiddenStates, Outcome, Prefill, Verification, select_rows
+from reprieve.types import Block, HiddenStates, Outcome, Prefill, Verification
+
+LAST = -1  # layer, after the final norm
 
 
 @register_drafter
@@ -24,8 +27,20 @@ class DraftModelSettings(DrafterSettings):
 
     name = "draft"
 
-    def build(self, pair: ModelPair, rule: Rule) -> DraftModelDrafter:
-        return DraftModelDrafter(pair.cached_draft(rule.traits.draft_layers), pair.device)
+    def build(self, pair: ModelPair, rule: Rule, length: DraftLength) -> DraftModelDrafter:
+        layers = rule.traits.draft_layers
+        read = dict.fromkeys((*layers, LAST)) if length.reads_states else layers
+        draft, wanted = pair.cached_draft(tuple(read)), Need.DRAFT_PROBS in rule.traits.needs
+        return DraftModelDrafter(draft, pair.device, hidden_layers=layers, keep_logits=wanted)
+
+    def cost(self, pair: ModelPair) -> float:
+        """A step waits for weights or, in small models, for layers to be launched."""
+        if pair.draft is None:
+            return 0.0
+        draft, target = pair.draft, pair.target
+        layers = [int(model.config.get_text_config().num_hidden_layers) for model in (draft, target)]
+        weights = [sum(tensor.numel() for tensor in model.parameters()) for model in (draft, target)]
+        return max(layers[0] / layers[1], weights[0] / weights[1])
 
 
 class DraftModelDrafter:
@@ -34,16 +49,27 @@ class DraftModelDrafter:
     Args:
         model: the draft, with its own cache.
         device: where the target wants the block.
+        hidden_layers: whose states its blocks carry; None for all that the model returns.
+        keep_logits: whether blocks carry the draft's logits also where nothing was drawn from them.
     """
 
     name = "draft"
     target_layers: tuple[int, ...] = ()
     drafts_trees = False
 
-    def __init__(self, model: CachedModel, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: CachedModel,
+        device: torch.device,
+        *,
+        hidden_layers: HiddenLayers | None = None,
+        keep_logits: bool = True,
+    ) -> None:
         self.model = model
         self.device = device
-        self.provides = frozenset({Need.DRAFT_PROBS, Need.DRAFT_HIDDEN} if model.hidden_layers else {Need.DRAFT_PROBS})
+        self.keep_logits = keep_logits
+        self.hidden_layers = model.hidden_layers if hidden_layers is None else hidden_layers
+        self.provides = frozenset({Need.DRAFT_PROBS, Need.DRAFT_HIDDEN} if self.hidden_layers else {Need.DRAFT_PROBS})
         self._unread: list[int] = []  # committed, not yet in the draft's cache
         self._base = 0
 
@@ -52,11 +78,15 @@ class DraftModelDrafter:
         self.model.require_room(
             len(prompt_ids) + sampler.params.max_new_tokens, what="prompt and new tokens, read by the draft,"
         )
-        self.model.start(prompt_ids[:-1])
-        self._unread = [prompt_ids[-1]]
+        self.model.keep(0)
+        self._unread = list(prompt_ids)
 
-    def propose(self, max_depth: int) -> Block:
-        """A chain; every token is fed on as it comes, so that the host waits for none of them."""
+    def propose(self, max_depth: int, length: RoundLength) -> Block:
+        """A chain; every token is fed on as it comes, so that the host waits for none that `length` does not look at.
+
+        A token that was drawn stays in the chain, whatever was decided after it: the check then commits the target's
+        distribution wherever the chain ends.
+        """
         if max_depth < 1:
             return Block.empty(self.device)
         token_ids: list[Tensor] = []
@@ -64,20 +94,23 @@ class DraftModelDrafter:
         hidden_rows = []
         self._base = self.model.length + len(self._unread)
         feed: Sequence[int] | Tensor = self._unread
-        for _ in range(max_depth):
-            logits, hidden = self.model.forward(feed)
-            rows.append(logits[-1:])
-            if hidden is not None and token_ids:
-                hidden_rows.append(select_rows(hidden, slice(-1, None)))
-            feed = self.sampler.draft_token(logits[-1:]).to(logits.device)
+        while len(token_ids) < max_depth:
+            logits, hidden = self.model.forward(feed, num_rows=1)
+            if self.keep_logits or not self.sampler.draft_greedy:
+                rows.append(logits)
+            if self.hidden_layers and token_ids:
+                hidden_rows.append(hidden)
+            feed = self.sampler.draft_token(logits).to(logits.device)
             token_ids.append(feed)
+            state = hidden[LAST] if hidden is not None and length.reads_states else None
+            if len(token_ids) < max_depth and not length.goes_on(state, logits, feed):
+                break
         self._unread = []
-        if self.model.hidden_layers:  # the last drafted token is encoded only where its hidden state is wanted
-            _, hidden = self.model.forward(feed)
-            hidden_rows.append(select_rows(hidden, slice(-1, None)))
+        if self.hidden_layers:  # the last drafted token is encoded only where its hidden state is wanted
+            hidden_rows.append(self.model.forward(feed)[1])
         return Block.chain(
             torch.cat(token_ids).to(self.device),
-            draft_logits=torch.cat(rows).to(self.device),
+            draft_logits=torch.cat(rows).to(self.device) if rows else None,
             draft_hidden=self._stack(hidden_rows) if hidden_rows else None,
             deterministic=self.sampler.draft_greedy,
         )
@@ -85,7 +118,7 @@ class DraftModelDrafter:
     def _stack(self, rows: list[HiddenStates | None]) -> HiddenStates:
         return {
             layer: torch.cat([row[layer] for row in rows if row is not None]).to(self.device)
-            for layer in self.model.hidden_layers
+            for layer in self.hidden_layers
         }
 
     def commit(self, block: Block, outcome: Outcome, verification: Verification) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from reprieve.drafters.base import DrafterSettings, register_drafter
+from reprieve.drafters.length import DraftLength, RoundLength, TreeLength
 from reprieve.drafters.pruning import PARAMETERS, Pruning
 from reprieve.errors import SpecError, require_choice
 from reprieve.models.cache import RollbackCache
@@ -81,8 +82,16 @@ class EagleSettings(DrafterSettings):
             raise SpecError(f"prune={self.prune} takes {', '.join(PARAMETERS[self.prune])}, not {odd[0]}")
         return Pruning(self.prune, **cuts)
 
-    def build(self, pair: ModelPair, rule: Rule) -> EagleDrafter:
-        return EagleDrafter(pair.eagle_head(self.path), vocab_size=pair.vocab_size, settings=self)
+    def build(self, pair: ModelPair, rule: Rule, length: DraftLength) -> EagleDrafter:
+        head, wanted = pair.eagle_head(self.path), Need.DRAFT_PROBS in rule.traits.needs
+        return EagleDrafter(head, vocab_size=pair.vocab_size, settings=self, keep_logits=wanted)
+
+    @property
+    def drafts_trees(self) -> bool:
+        return self.top_k > 1
+
+    def cost(self, pair: ModelPair) -> float:
+        return 1 / int(pair.target.config.get_text_config().num_hidden_layers)  # a head is one layer
 
     def fingerprints(self, pair: ModelPair) -> dict[str, str]:
         return {self.path: pair.eagle_head(self.path).fingerprint}
@@ -116,19 +125,23 @@ class EagleDrafter:
         head: on the target's device; shared among drafters.
         vocab_size: columns of the target's logits.
         settings: size of the tree, and how it is cut; its `path` is not looked at.
+        keep_logits: whether blocks carry the logits that proposed their nodes, over the whole vocabulary.
     """
 
     name = "eagle3"
     provides = frozenset({Need.DRAFT_PROBS})
 
-    def __init__(self, head: EagleHead, *, vocab_size: int, settings: EagleSettings | None = None) -> None:
+    def __init__(
+        self, head: EagleHead, *, vocab_size: int, settings: EagleSettings | None = None, keep_logits: bool = True
+    ) -> None:
         self.head = head
+        self.keep_logits = keep_logits
         self.vocab_size = vocab_size
         self.shape = settings or EagleSettings()
         self.pruning = self.shape.pruning
         self.device = head.fc.weight.device
         self.target_layers = head.layers_read
-        self.drafts_trees = self.shape.top_k > 1
+        self.drafts_trees = self.shape.drafts_trees
         self._target_ids = head.target_ids
         self._cache = RollbackCache()
         self._length = 0  # cached tokens, drafted ones left out
@@ -143,7 +156,7 @@ class EagleDrafter:
         self._states = [] if prefill.hidden is None else [self.head.fuse(prefill.hidden)]
         self._root_entropy = self._entropy(prefill.logits)
 
-    def propose(self, max_depth: int) -> Block:
+    def propose(self, max_depth: int, length: RoundLength) -> Block:
         depth = min(max_depth, self.shape.depth)
         if depth < 1 or not self._states:
             return Block.empty(self.device)
@@ -155,6 +168,8 @@ class EagleDrafter:
         parent_states = states[None]
         for level in range(1, depth):
             frontier, parent = self._frontier(tree, len(parent_states))
+            if length.trees and not length.trees.level_pays(float(tree.log_probs[-1][frontier].exp().sum())):
+                break
             own = torch.eye(len(frontier), dtype=torch.bool, device=self.device)
             ancestors = torch.cat([ancestors[parent], own], dim=1)
             predicted, parent_states = self.head(
@@ -167,7 +182,7 @@ class EagleDrafter:
             nodes = frontier + tree.num_nodes - len(tree.token_ids[-1])
             self._expand(tree, nodes, tree.log_probs[-1][frontier], predicted)
         self._cache.keep(self._length)
-        return self._block(tree)
+        return self._block(tree, length.trees)
 
     def commit(self, block: Block, outcome: Outcome, verification: Verification) -> None:
         rows = spread([0, *(node + 1 for node in outcome.path)], torch.long, self.device)
@@ -214,8 +229,8 @@ class EagleDrafter:
         frontier = best.sort().values
         return frontier, frontier // (len(log_probs) // num_parents)
 
-    def _block(self, tree: _Tree) -> Block:
-        """The candidates of largest joint probability, pruned, with the logits that proposed each."""
+    def _block(self, tree: _Tree, weighed: TreeLength | None) -> Block:
+        """The candidates of largest joint probability, weighed and pruned, with the logits that proposed each."""
         log_probs, all_parents = torch.cat(tree.log_probs), torch.cat(tree.parents)
         # A child is never likelier than its parent, and comes later: a stable sort keeps parents with their children.
         order = log_probs.sort(descending=True, stable=True).indices
@@ -225,14 +240,22 @@ class EagleDrafter:
         renumbered = torch.where(all_parents == ROOT, ROOT, places[all_parents])[chosen]
         fetched = to_host(renumbered, log_probs[chosen], self._root_entropy)  # the one time the host waits
         parents = [int(parent) for parent in fetched[0]]
-        num_pruned = 0
+        kept = list(range(len(parents)))
+        if weighed is not None:
+            least = math.log(weighed.least())
+            kept = [node for node in kept if fetched[1][node] >= least] or [0]
+            weighed.expect(sum(math.exp(fetched[1][node]) for node in kept))
         if self.pruning is not None:
-            kept = self.pruning.kept(parents, fetched[1], fetched[2][0])
-            num_pruned = len(parents) - len(kept)
+            wanted = set(self.pruning.kept(parents, fetched[1], fetched[2][0]))
+            kept = [node for node in kept if node in wanted] or [0]
+        num_pruned = len(parents) - len(kept)
+        if num_pruned:
             parents = _renumbered(parents, kept)
             chosen = chosen[spread(kept, torch.long, self.device)]
-        logits = torch.full((len(parents), self.vocab_size), -math.inf, device=self.device)
-        logits[:, self._target_ids] = torch.cat(tree.logits)[torch.cat(tree.rows)[chosen]]
+        logits = None
+        if self.keep_logits:
+            logits = torch.full((len(parents), self.vocab_size), -math.inf, device=self.device)
+            logits[:, self._target_ids] = torch.cat(tree.logits)[torch.cat(tree.rows)[chosen]]
         return Block(
             torch.cat(tree.token_ids)[chosen],
             tuple(parents),

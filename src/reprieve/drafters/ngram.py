@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from reprieve.drafters.base import DrafterSettings, register_drafter
+from reprieve.drafters.length import DraftLength, RoundLength
 from reprieve.errors import SpecError
 from reprieve.models.loading import ModelPair
 from reprieve.models.sampling import Sampler
@@ -36,7 +37,7 @@ class NgramSettings(DrafterSettings):
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise SpecError(f"min_ngram must be in [1, max_ngram = {self.max_ngram}], got {self.min_ngram}")
 
-    def build(self, pair: ModelPair, rule: Rule) -> NgramDrafter:
+    def build(self, pair: ModelPair, rule: Rule, length: DraftLength) -> NgramDrafter:
         return NgramDrafter(pair.device, self)
 
 
@@ -60,7 +61,7 @@ class NgramDrafter:
     def start(self, prompt_ids: Sequence[int], sampler: Sampler, prefill: Prefill) -> None:
         self.token_ids = list(prompt_ids)
 
-    def propose(self, max_depth: int) -> Block:
+    def propose(self, max_depth: int, length: RoundLength) -> Block:
         continuation = self._lookup(max_depth)
         if not continuation:
             return Block.empty(self.device)

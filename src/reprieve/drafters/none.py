@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from reprieve.drafters.length import RoundLength
 from reprieve.models.sampling import Sampler
 from reprieve.needs import Need
 from reprieve.types import Block, Outcome, Prefill, Verification
@@ -24,7 +25,7 @@ class NoDrafter:
 
     def start(self, prompt_ids: Sequence[int], sampler: Sampler, prefill: Prefill) -> None: ...
 
-    def propose(self, max_depth: int) -> Block:
+    def propose(self, max_depth: int, length: RoundLength) -> Block:
         return self._empty
 
     def commit(self, block: Block, outcome: Outcome, verification: Verification) -> None: ...

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from reprieve.drafters.length import RoundLength
 from reprieve.engine.stopwatch import Stopwatch
 from reprieve.engine.text_stream import TextStream
 from reprieve.models.sampling import Sampler
@@ -25,11 +26,13 @@ class Answer:
     """The state of one answer while it is being decoded."""
 
     prompt_ids: list[int]
+    unread: list[int]  # tokens, the prompt's or committed, that the target has not read
     params: SamplingParams
     sampler: Sampler
     stream: TextStream
     rule: Rule
     budget: RiskBudget
+    length: RoundLength
     eos_ids: frozenset[int]
     watch: Stopwatch
     on_token: OnToken | None
@@ -39,10 +42,6 @@ class Answer:
     num_drafted: int = 0
     num_pruned: int = 0
     finish_reason: str | None = None
-
-    @property
-    def last_id(self) -> int:
-        return self.tokens[-1].token_id if self.tokens else self.prompt_ids[-1]
 
     @property
     def num_left(self) -> int:

@@ -13,7 +13,7 @@ from reprieve.engine.pair import Pair
 from reprieve.errors import PairError, SpecError
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.learned import HeadRule
-from reprieve.settings import SamplingParams
+from reprieve.settings import AUTO, NumDraftTokens, SamplingParams
 
 
 class _IdsOnly:
@@ -64,7 +64,7 @@ def custom_generate(
     *,
     draft_model: PreTrainedModel | None = None,
     rule: str | Rule = "lossless",
-    num_draft_tokens: int = 16,
+    num_draft_tokens: NumDraftTokens = AUTO,
     generation_config: GenerationConfig | None = None,
     text_tokenizer: Any = None,
     on_token: OnToken | None = None,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from reprieve.drafters import Drafter, NoDrafter
+from reprieve.drafters.length import DraftLength, FixedLength
 from reprieve.engine.answer import Answer, OnToken, with_logprobs
 from reprieve.engine.stopwatch import Stopwatch
 from reprieve.engine.text_stream import TextStream
@@ -25,13 +26,14 @@ from reprieve.needs import Need
 from reprieve.rules import LosslessRule, RiskBudget, Rule, accept
 from reprieve.rules.base import bounded_risk
 from reprieve.rules.checks import BlockCheck, Checked, ExactCheck, GreedyCheck, LosslessCheck, SampledCheck
-from reprieve.settings import MAX_DRAFT_TOKENS, SamplingParams
+from reprieve.settings import SamplingParams
 from reprieve.transfers import spread
 from reprieve.types import (
     Block,
     Evidence,
     Generation,
     Outcome,
+    Prefill,
     Provenance,
     RoundTrace,
     Token,
@@ -79,7 +81,7 @@ class SpeculativeDecoder:
         drafter: what proposes; None decodes with the target alone.
         tokenizer: for text, stop texts and the end-of-text token.
         rule: which drafted tokens pass; None is lossless.
-        num_draft_tokens: K, the deepest block a round may draft, 1 to 512.
+        num_draft_tokens: K, the tokens that a round drafts, 1 to 512; or what decides how many.
         advisor: for a rule that needs advice.
 
     Raises:
@@ -94,15 +96,14 @@ class SpeculativeDecoder:
         tokenizer: Tokenizer,
         *,
         rule: Rule | None = None,
-        num_draft_tokens: int = 16,
+        num_draft_tokens: int | DraftLength = 16,
         advisor: Advisor | None = None,
     ) -> None:
-        require_whole("num_draft_tokens", num_draft_tokens, 1, MAX_DRAFT_TOKENS)
         self.target = target
         self.drafter = drafter or NoDrafter(target.device)
         self.tokenizer = tokenizer
         self.rule = attach_heads(rule or LosslessRule()).bind(tokenizer).to(target.device)
-        self.num_draft_tokens = num_draft_tokens
+        self.length = FixedLength(num_draft_tokens) if isinstance(num_draft_tokens, int) else num_draft_tokens
         self.advisor = advisor
         self._require_inputs()
 
@@ -199,18 +200,24 @@ class SpeculativeDecoder:
         rule = self.rule if dial is None else self.rule.with_dial(dial)
         sampler = Sampler(params, self.target.device)
         with watch.part("prefill"):
-            prefill = self.target.start(prompt_ids[:-1])
+            if self.drafter.target_layers:
+                prefill, unread = self.target.start(prompt_ids[:-1]), prompt_ids[-1:]
+            else:  # the first verification reads it too: a forward less
+                self.target.keep(0)
+                prefill, unread = Prefill(), prompt_ids
             self.drafter.start(prompt_ids, sampler, prefill)
             if self.advisor is not None:
-                self.advisor.start(prompt_ids, max_length=num_positions, num_draft_tokens=self.num_draft_tokens)
+                self.advisor.start(prompt_ids, max_length=num_positions, num_draft_tokens=self.length.most)
         eos = eos_token_ids(self.target.model, self.tokenizer) if params.eos_token_ids is None else params.eos_token_ids
         return Answer(
             prompt_ids=prompt_ids,
+            unread=unread,
             params=params,
             sampler=sampler,
             stream=TextStream(self.tokenizer, params.stop),
             rule=rule,
             budget=RiskBudget.of(rule),
+            length=self.length.start(rule.dial_value, params.temperature),
             eos_ids=frozenset() if params.ignore_eos else frozenset(eos),
             watch=watch,
             on_token=on_token,
@@ -222,11 +229,16 @@ class SpeculativeDecoder:
         watch, rule = answer.watch, answer.rule
         with watch.part("draft"):
             # The target's own token ends every round, so the last one of the budget needs no draft.
-            block = self.drafter.propose(min(self.num_draft_tokens, answer.num_left - 1))
-        base = self.target.length
-        with watch.part("verify"):
-            last = spread([answer.last_id], torch.long, self.target.device)
-            verification = Verification(*self.target.forward(torch.cat([last, block.token_ids]), block))
+            block = self.drafter.propose(min(answer.length.begin(), answer.num_left - 1), answer.length)
+        if len(answer.unread) > 1 and not block.is_chain:  # a tree's tokens do not all follow the prompt
+            with watch.part("prefill"):
+                self.target.start(answer.unread[:-1])
+            answer.unread = answer.unread[-1:]
+        base = self.target.length + len(answer.unread) - 1  # where the last committed token comes to lie
+        with watch.part("verify" if len(answer.unread) == 1 else "prefill"):
+            unread = spread(answer.unread, torch.long, self.target.device)
+            read = self.target.forward(torch.cat([unread, block.token_ids]), block, num_rows=block.num_tokens + 1)
+            verification = Verification(*read)
         with watch.part("rule"):
             check, evidence = self._evidence(answer, block, verification)
         if self.advisor is not None and block.num_tokens:
@@ -248,7 +260,8 @@ class SpeculativeDecoder:
         scores = sampler.target_scores(verification.logits)
         judged = scores[block.parent_rows]
         draft_scores = uniforms = proposal_probs = None
-        if block.draft_logits is not None and (not sampler.greedy or Need.DRAFT_PROBS in needs):
+        sampled = not (sampler.greedy or block.deterministic)
+        if block.draft_logits is not None and (sampled or Need.DRAFT_PROBS in needs):
             draft_scores = sampler.draft_scores(block.draft_logits)
         check: LosslessCheck
         if sampler.greedy:
@@ -302,8 +315,10 @@ class SpeculativeDecoder:
     ) -> None:
         """Keep the accepted path everywhere, then hand its tokens to the answer, which may end among them."""
         self.target.keep_path(base, [0, *(node + 1 for node in outcome.path)])
-        self.target.learn(base, [answer.last_id, *outcome.token_ids])
+        self.target.learn(base - len(answer.unread) + 1, [*answer.unread, *outcome.token_ids])
+        answer.unread = [outcome.next_token_id]
         self.drafter.commit(block, outcome, verification)
+        answer.length.learn(block.num_tokens, len(outcome.path))
         committed = [
             Token(token_id, provenance, None if outcome.risks is None else outcome.risks[place])
             for place, (token_id, provenance) in enumerate(zip(outcome.token_ids, outcome.provenance, strict=True))

@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reprieve.drafters import DRAFTERS, DrafterSettings
+from reprieve.drafters.length import AcceptanceLength, DraftLength, FixedLength, LearnedLength
 from reprieve.engine.advisors import make_advisor
 from reprieve.engine.decoder import Advisor, SpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.heads.certificates import Conditions
 from reprieve.heads.folds import fold_of
-from reprieve.heads.loading import attach_heads, require_heads_fit, split_folds
+from reprieve.heads.length import LengthHead
+from reprieve.heads.loading import attach_heads, attach_length, require_heads_fit, split_folds
 from reprieve.models.loading import ModelPair, load_models
 from reprieve.rules import Rule, parse_rule
-from reprieve.settings import BUNDLED_PAIR
+from reprieve.settings import AUTO, BUNDLED_PAIR, NumDraftTokens
 
 TARGET_ONLY = "target_only"
 DRAFT_ONLY = "draft_only"
@@ -30,7 +32,7 @@ class Pair(ModelPair):
         self,
         rule: str | Rule = "lossless",
         *,
-        num_draft_tokens: int = 16,
+        num_draft_tokens: NumDraftTokens | LengthHead | DraftLength = AUTO,
         drafter: str | DrafterSettings = "draft",
         task: str | None = None,
         conditions: Conditions | None = None,
@@ -41,7 +43,9 @@ class Pair(ModelPair):
         Args:
             rule: a specification such as `margin:delta=3`, or the rule itself; `target_only` and `draft_only` for one
                 model alone. A rule that names no head takes the bundled one, where this is the bundled pair.
-            num_draft_tokens: K, the deepest block a round may draft, 1 to 512.
+            num_draft_tokens: K, the tokens that a round drafts, 1 to 512; `auto` for as many as pay, by the bundled
+                head or, where there is none, by how many were accepted lately; `auto:path=FOLDER`, a head or a
+                `DraftLength`, for it.
             drafter: what proposes, such as `draft`, `ngram` or `eagle3:path=FOLDER`.
             task: what it will be used on, for a warning where a head was made on another; None to leave that out.
             conditions: all of them, for a warning where the rule's threshold was certified under others.
@@ -57,22 +61,49 @@ class Pair(ModelPair):
         settings = DRAFTERS.make(drafter) if isinstance(drafter, str) else drafter
         if rule in (TARGET_ONLY, DRAFT_ONLY):
             model = self.cached_target() if rule == TARGET_ONLY else self.cached_draft()
-            return SpeculativeDecoder(model, None, self.tokenizer, num_draft_tokens=num_draft_tokens)
+            return SpeculativeDecoder(model, None, self.tokenizer)
         ready = attach_heads(parse_rule(rule) if isinstance(rule, str) else rule, self.target_name)
         if ready.heads:
             require_heads_fit(ready, self.identity, task, here=conditions)
-        proposer = settings.build(self, ready)
+        length = self._length(num_draft_tokens, ready, settings)
+        proposer = settings.build(self, ready, length)
         layers = dict.fromkeys((*ready.traits.target_layers, *proposer.target_layers))
         return SpeculativeDecoder(
             self.cached_target(tuple(layers)),
             proposer,
             self.tokenizer,
             rule=ready,
-            num_draft_tokens=num_draft_tokens,
+            num_draft_tokens=length,
             advisor=advisor or make_advisor(ready, self.draft),
         )
 
-    def folded_decoder(self, rule: Rule, *, num_draft_tokens: int, drafter: str, task: str) -> FoldedDecoder:
+    def _length(
+        self, num_draft_tokens: NumDraftTokens | LengthHead | DraftLength, rule: Rule, drafter: DrafterSettings
+    ) -> DraftLength:
+        """What decides how many tokens a round drafts.
+
+        Raises:
+            SpecError: K out of range; a head of another rule, or beside a drafter whose states it was not trained on.
+            PairError: a head made for another pair.
+        """
+        if isinstance(num_draft_tokens, int):
+            return FixedLength(num_draft_tokens)
+        if not isinstance(num_draft_tokens, str | LengthHead):
+            return num_draft_tokens
+        if drafter.name != "draft":
+            if num_draft_tokens != AUTO:
+                raise SpecError(f"a length head reads a draft model's states; the drafter is {drafter.name}")
+            return AcceptanceLength(drafter.cost(self), drafter.drafts_trees)
+        named = num_draft_tokens
+        head = attach_length(named, rule, self.target_name) if isinstance(named, str) else named
+        if head is None:
+            return AcceptanceLength(drafter.cost(self), drafter.drafts_trees)
+        head.require_pair(self.identity, "of num_draft_tokens")
+        return LearnedLength(head.to(self.device if self.draft is None else self.draft.device))
+
+    def folded_decoder(
+        self, rule: Rule, *, num_draft_tokens: NumDraftTokens | LengthHead, drafter: str, task: str
+    ) -> FoldedDecoder:
         """A decoder for each fold of a rule whose head was trained out of fold.
 
         Raises:

@@ -12,9 +12,11 @@ from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, FoldedDecoder, Pair, Sampli
 from reprieve.errors import SpecError
 from reprieve.heads.certificates import Certificate, Conditions
 from reprieve.heads.folds import FoldedHead
-from reprieve.heads.loading import attach_heads
+from reprieve.heads.length import LengthHead
+from reprieve.heads.loading import attach_heads, attach_length
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.truncation import require_truncation
+from reprieve.settings import AUTO, NumDraftTokens, require_draft_tokens
 
 LOSSLESS = "lossless"
 RERUN = "lossless_rerun"  # lossless against lossless: the noise floor
@@ -33,11 +35,12 @@ class Arm:
 
     label: str
     rule: Rule | None  # None for target_only, draft_only and direct
-    num_draft_tokens: int
+    num_draft_tokens: NumDraftTokens
     truncation: Rule | None = None  # of a direct arm
     certificate: Certificate | None = None  # of a certified arm
     seed_shift: int = 0  # draws of its own, for a rerun
     drafter: str | None = None  # its own; None for the run's
+    length: LengthHead | None = None  # decides how long blocks are
 
     @property
     def rule_name(self) -> str:
@@ -50,6 +53,11 @@ class Arm:
         if self.truncation is None:
             return dataclasses.replace(params, seed=params.seed + self.seed_shift)
         return dataclasses.replace(params, truncation=self.truncation, temperature=params.temperature or 1.0)
+
+    @property
+    def drafts(self) -> NumDraftTokens:
+        """How many tokens a round drafts, as certificates have it: K, or `auto` and the head that decides."""
+        return self.num_draft_tokens if self.length is None else self.length.certified()
 
     @property
     def folded(self) -> bool:
@@ -65,10 +73,11 @@ class Arm:
             PairError: a head made for another pair.
         """
         rule = (DRAFT_ONLY if self.label == DRAFT_ONLY else TARGET_ONLY) if self.rule is None else self.rule
+        drafter = self.drafter or drafter
         return pair.decoder(
             rule,
-            num_draft_tokens=self.num_draft_tokens,
-            drafter=self.drafter or drafter,
+            num_draft_tokens=self._decides(drafter),
+            drafter=drafter,
             task=task,
             conditions=conditions,
         )
@@ -83,13 +92,19 @@ class Arm:
             return FoldedDecoder([self.decoder(pair, drafter=drafter, task=task, conditions=conditions)])
         assert self.rule is not None
         drafter = self.drafter or drafter
-        return pair.folded_decoder(self.rule, num_draft_tokens=self.num_draft_tokens, drafter=drafter, task=task)
+        return pair.folded_decoder(self.rule, num_draft_tokens=self._decides(drafter), drafter=drafter, task=task)
+
+    def _decides(self, drafter: str) -> NumDraftTokens | LengthHead:
+        """K, or what decides: a head reads the states of a draft model."""
+        return self.num_draft_tokens if self.length is None or drafter != "draft" else self.length
 
 
-def make_arms(specs: Sequence[str | Rule], num_draft_tokens: Sequence[int], *, target: str | None = None) -> list[Arm]:
+def make_arms(
+    specs: Sequence[str | Rule], num_draft_tokens: Sequence[NumDraftTokens], *, target: str | None = None
+) -> list[Arm]:
     """The arms of a run: target-only, draft-only and lossless first, then what was asked, at every K.
 
-    A text may end in `@K=8` or `@drafter=eagle3:top_k=4`, or both: that arm has a K or a drafter of its own.
+    A text may end in `@K=8`, `@K=auto` or `@drafter=eagle3:top_k=4`, or both: that arm has a K or a drafter of its own.
     `lossless_rerun` is lossless with other draws, and
     `direct:RULE` samples from the target, cut down to the tokens that RULE would accept. `lossless@K=8` takes the
     place of the lossless arm that is there otherwise. `certified:FILE` has rule, threshold and K of a certificate.
@@ -108,17 +123,17 @@ def make_arms(specs: Sequence[str | Rule], num_draft_tokens: Sequence[int], *, t
     for k in ks:
         for spec in specs if tuned else (LOSSLESS, *specs):
             if spec not in (TARGET_ONLY, DRAFT_ONLY):
-                arms.append(_arm_of(spec, k, suffix=f"@K={k}" if len(ks) > 1 else "", target=target))
+                arms.append(make_arm(spec, k, suffix=f"@K={k}" if len(ks) > 1 else "", target=target))
     return list({arm.label: arm for arm in arms}.values())
 
 
-def rule_arms(specs: Sequence[str], num_draft_tokens: int, *, target: str | None = None) -> list[Arm]:
+def rule_arms(specs: Sequence[str], num_draft_tokens: NumDraftTokens, *, target: str | None = None) -> list[Arm]:
     """Just the arms asked for, each with a rule.
 
     Raises:
         SpecError: none, an arm without a rule, or a specification that cannot be read.
     """
-    arms = [_arm_of(spec, num_draft_tokens, suffix="", target=target) for spec in specs]
+    arms = [make_arm(spec, num_draft_tokens, target=target) for spec in specs]
     for spec, arm in zip(specs, arms, strict=True):
         if arm.rule is None:
             raise SpecError(f"{spec!r} has no rule: nothing drafted is accepted there")
@@ -127,7 +142,16 @@ def rule_arms(specs: Sequence[str], num_draft_tokens: int, *, target: str | None
     return arms
 
 
-def _arm_of(spec: str | Rule, k: int, *, suffix: str, target: str | None) -> Arm:
+def make_arm(spec: str | Rule, k: NumDraftTokens, *, suffix: str = "", target: str | None = None) -> Arm:
+    """One arm; arguments as `make_arms` has them.
+
+    Args:
+        k: unless the specification has its own.
+        suffix: of its label.
+
+    Raises:
+        SpecError: a specification that cannot be read.
+    """
     name, own = (spec.spec, dict[str, str]()) if isinstance(spec, Rule) else _own_settings(spec)
     own_k, drafter = own.get("K"), own.get("drafter")
     if own and name.startswith((DIRECT, CERTIFIED)):
@@ -139,16 +163,28 @@ def _arm_of(spec: str | Rule, k: int, *, suffix: str, target: str | None) -> Arm
     if name.startswith(CERTIFIED):
         certificate = Certificate.load(name.removeprefix(CERTIFIED))
         rule = attach_heads(parse_rule(certificate.rule), target)
-        return Arm(rule.spec, rule, certificate.conditions.num_draft_tokens, certificate=certificate)
-    if own_k is not None and not own_k.isdigit():
-        raise SpecError(f"an arm's own K is written {name}@K=8, got {spec!r}")
+        drafts = certificate.conditions.num_draft_tokens
+        k = drafts if isinstance(drafts, int) else AUTO
+        return Arm(rule.spec, rule, k, certificate=certificate, length=attach_length(k, rule, target))
+    if own_k is not None:
+        k = _own_k(own_k, spec)
     rerun = name == RERUN
     rule = spec if isinstance(spec, Rule) else parse_rule(LOSSLESS if rerun else name)
     rule = attach_heads(rule, target)
     label, shift = (RERUN, _RERUN_SEED) if rerun else (rule.spec, 0)
     label += f"@K={own_k}" if own_k else suffix
     label += f"@drafter={drafter}" if drafter else ""
-    return Arm(label, rule, int(own_k) if own_k else k, seed_shift=shift, drafter=drafter)
+    length = attach_length(k, rule, target) if drafter in (None, "draft") else None
+    return Arm(label, rule, k, seed_shift=shift, drafter=drafter, length=length)
+
+
+def _own_k(text: str, spec: str | Rule) -> NumDraftTokens:
+    k = int(text) if text.isdigit() else text
+    try:
+        require_draft_tokens(k)
+    except SpecError:
+        raise SpecError(f"an arm's own K is written @K=8 or @K=auto, got {spec!r}") from None
+    return k
 
 
 def _own_settings(spec: str) -> tuple[str, dict[str, str]]:

@@ -13,7 +13,7 @@ import numpy as np
 from reprieve.calibration.certify import PairedTest, Step, paired_test, walk
 from reprieve.calibration.settings import NET_DROP, Promise
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.evaluation.arms import LOSSLESS, RERUN, Arm, rule_arms
+from reprieve.evaluation.arms import LOSSLESS, RERUN, Arm, make_arm
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.engines.base import Engine
 from reprieve.evaluation.results import column, common_rows
@@ -28,6 +28,7 @@ from reprieve.metrics import paired_difference
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.learned import LearnedRule
 from reprieve.servers.settings import LOCAL
+from reprieve.settings import NumDraftTokens
 from reprieve.tasks import Task
 
 # Where a rule has a probability for a dial, these are tried unless others are named.
@@ -46,6 +47,7 @@ class Plan:
 
     settings: CertifySettings
     rule: Rule
+    target: str | None = None  # the pair's
 
     @classmethod
     def of(cls, settings: CertifySettings, *, target: str | None = None) -> Plan:
@@ -60,7 +62,7 @@ class Plan:
         rule = attach_heads(parse_rule(settings.rule), target)
         if rule.dial is None:
             raise SpecError(f"rule {rule.name} loses nothing: there is nothing to certify")
-        plan = cls(settings, rule)
+        plan = cls(settings, rule, target)
         plan.candidates()
         return plan
 
@@ -69,7 +71,7 @@ class Plan:
         return self.settings.promise
 
     @property
-    def num_draft_tokens(self) -> int:
+    def num_draft_tokens(self) -> NumDraftTokens:
         return self.settings.num_draft_tokens
 
     @property
@@ -127,9 +129,10 @@ def certify(
     """
     if not getattr(task, "graded", True):
         raise SpecError(f"task {task.name} has no right answers: nothing can be certified on it")
-    strict = Arm(LOSSLESS, parse_rule(LOSSLESS), plan.num_draft_tokens)
+    strict = make_arm(LOSSLESS, plan.num_draft_tokens, target=plan.target)
     arms = {
-        float(rule.dial_value or 0): Arm(rule.spec, rule, plan.num_draft_tokens) for rule in plan.candidates()
+        float(rule.dial_value or 0): make_arm(rule, plan.num_draft_tokens, target=plan.target)
+        for rule in plan.candidates()
     }  # by threshold, strict first
 
     def runner(settings: RunSettings, chosen: list[Arm], name: str) -> Runner:
@@ -142,7 +145,7 @@ def certify(
         return _outcomes(run, strict, arm)
 
     _require_unseen(plan, task)
-    [again] = rule_arms([RERUN], plan.num_draft_tokens)
+    again = make_arm(RERUN, plan.num_draft_tokens, target=plan.target)
     engine.expect([strict, again, *arms.values()], plan.settings.run.drafter)
     served = engine.facts.engine != LOCAL  # batches of a server do not repeat greedy answers bit for bit
     calibration = runner(plan.settings.run, [strict, *([again] if served else []), *arms.values()], "calibration")

@@ -11,6 +11,7 @@ from reprieve.evaluation.arms import Arm
 from reprieve.evaluation.engines.facts import Described, EngineFacts
 from reprieve.evaluation.settings import RunSettings
 from reprieve.heads.certificates import Conditions
+from reprieve.settings import NumDraftTokens
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class RunConfig:
     limit: int
     seed: int
     sampling: dict[str, Any]
-    num_draft_tokens: list[int]
+    num_draft_tokens: list[NumDraftTokens]
     arms: list[str]
     heads: dict[str, str] = field(default_factory=dict)  # fingerprints, by name
     offset: int = 0
@@ -76,7 +77,7 @@ class RunConfig:
             pair=facts.identity,
             task=self.task,
             sampling=self.sampling,
-            num_draft_tokens=arm.num_draft_tokens,
+            num_draft_tokens=arm.drafts,
             drafter=arm.drafter or self.drafter,
             dtype=self.dtype,
             engine=self.engine,
@@ -94,4 +95,6 @@ def _fingerprints(engine: Described, arms: Sequence[Arm], drafter: str) -> dict[
         if arm.rule is not None:
             by_head |= {name: head.fingerprint for name, head in arm.rule.heads}
             by_head |= engine.fingerprints(arm.drafter or drafter)
+        if arm.length is not None:
+            by_head[f"length of {arm.label}"] = arm.length.fingerprint
     return by_head

@@ -24,6 +24,7 @@ from reprieve.evaluation.answering import record_of, reply_of
 from reprieve.evaluation.arms import LOSSLESS, Arm, make_arms
 from reprieve.evaluation.records import ProblemRecord, RecordFile
 from reprieve.heads.binding import digest
+from reprieve.settings import AUTO, NumDraftTokens
 from reprieve.types import Generation
 
 TASKS = Path(__file__).parent / "lm_eval_tasks"
@@ -54,7 +55,7 @@ class ReprieveLM(HFLM):  # type: ignore[misc]
         *,
         pretrained: str | None = None,
         rule: str = LOSSLESS,
-        num_draft_tokens: int = 16,
+        num_draft_tokens: NumDraftTokens = AUTO,
         drafter: str = "draft",
         dtype: str = "auto",
         device: str | None = None,
@@ -73,7 +74,8 @@ class ReprieveLM(HFLM):  # type: ignore[misc]
             load_pair(name, draft, dtype=dtype, device=device) if name else load_pair(dtype=dtype, device=device)
         )
         super().__init__(self.pair.target, tokenizer=self.pair.tokenizer, batch_size=1, **kwargs)
-        self.arm = _arm(rule.replace(";", ","), int(num_draft_tokens), self.pair.target_name)
+        k = int(num_draft_tokens) if str(num_draft_tokens).isdigit() else num_draft_tokens
+        self.arm = _arm(rule.replace(";", ","), k, self.pair.target_name)
         self.seed = int(seed)
         self._decoder = self.arm.decoder(self.pair, drafter=drafter)
         self._file = RecordFile(Path(records)) if records else None
@@ -125,7 +127,7 @@ def request_key(context: str, arguments: dict[str, Any], repeat: int = 0) -> str
     return digest(json.dumps([context, arguments, repeat], sort_keys=True, default=str).encode())
 
 
-def _arm(spec: str, k: int, target: str) -> Arm:
+def _arm(spec: str, k: NumDraftTokens, target: str) -> Arm:
     wanted = make_arms([spec], [k], target=target)
     if spec in (TARGET_ONLY, DRAFT_ONLY):
         return next(arm for arm in wanted if arm.label == spec)

@@ -6,7 +6,16 @@ from dataclasses import dataclass, field
 
 from reprieve.calibration.settings import Promise
 from reprieve.errors import SpecError, require_range, require_whole
-from reprieve.settings import MAX_PROBLEMS, MAX_SEED, ProblemSettings, PromptSettings, SamplingSettings
+from reprieve.settings import (
+    AUTO,
+    MAX_PROBLEMS,
+    MAX_SEED,
+    NumDraftTokens,
+    ProblemSettings,
+    PromptSettings,
+    SamplingSettings,
+    require_draft_tokens,
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,7 @@ class CertifySettings:
     Args:
         rule: The rule, such as judge:path=heads/j or margin.
         thresholds: Values of the rule's dial to try. Default: probabilities from 0.005 to 0.5, for rules with a head.
-        num_draft_tokens: K: drafted tokens a round.
+        num_draft_tokens: K, drafted tokens a round; auto for as many as pay.
         held_out_split: Split to confirm on; the same one goes on after --limit.
         held_out_limit: Number of held-out problems.
     """
@@ -45,7 +54,7 @@ class CertifySettings:
     rule: str
     promise: Promise
     thresholds: tuple[float, ...] = ()
-    num_draft_tokens: int = 16
+    num_draft_tokens: NumDraftTokens = AUTO
     held_out_split: str = "test"
     held_out_limit: int = 1000
     run: RunSettings = field(default_factory=lambda: RunSettings(split="validation", limit=1000))
@@ -53,6 +62,7 @@ class CertifySettings:
     def __post_init__(self) -> None:
         if len(set(self.thresholds)) != len(self.thresholds):
             raise SpecError(f"thresholds must be different values, got {list(self.thresholds)}")
+        require_draft_tokens(self.num_draft_tokens)
         require_whole("held_out_limit", self.held_out_limit, 1, MAX_PROBLEMS)
 
 
@@ -94,7 +104,7 @@ class FsdSettings:
 
     rule: str = "fuzzy"
     thresholds: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9)
-    num_draft_tokens: tuple[int, ...] = (4, 8, 12, 16, 24, 32)
+    num_draft_tokens: tuple[NumDraftTokens, ...] = (4, 8, 12, 16, 24, 32, AUTO)
     lost_share: float = 0.2
     main_split: str = "test"
     main_limit: int = 200

@@ -15,6 +15,7 @@ from reprieve.evaluation.engines.base import Engine
 from reprieve.evaluation.results import summarise
 from reprieve.evaluation.runner import Progress, Run, Runner, environment, run_arms
 from reprieve.evaluation.settings import FsdSettings, RunSettings
+from reprieve.settings import NumDraftTokens
 from reprieve.tasks import Task
 
 
@@ -26,9 +27,9 @@ class BestK:
     """
 
     spec: str
-    num_draft_tokens: int
+    num_draft_tokens: NumDraftTokens
     tokens_per_second: float
-    by_k: dict[int, float]  # tokens a second
+    by_k: dict[NumDraftTokens, float]  # tokens a second
 
     @property
     def arm(self) -> str:
@@ -38,7 +39,7 @@ class BestK:
 
 def best_ks(document: dict[str, Any]) -> list[BestK]:
     """The fastest K of every rule in a results document that has several."""
-    speeds: dict[str, dict[int, float]] = {}
+    speeds: dict[str, dict[NumDraftTokens, float]] = {}
     loaded = {row["arm"]: row["tokens_per_second"] for row in document.get("throughput", ())}
     for arm in document["arms"]:
         speed = loaded.get(arm["spec"], arm["tokens_per_second"])
@@ -83,7 +84,8 @@ class FsdProtocol:
     ) -> dict[str, Any] | None:
         """The results document of the measurement, with `protocol` added; None where Ctrl-C ended it."""
         asked = self.settings
-        lossless = make_arms([LOSSLESS], asked.num_draft_tokens)[2:]
+        target_name = engine.facts.identity.target
+        lossless = make_arms([LOSSLESS], asked.num_draft_tokens, target=target_name)[2:]
         # A summary compares with the target, so that it is among the arms wherever one is made.
         target = make_arms([], asked.num_draft_tokens)[:1]
         chosen = self._pilot(engine, task, folder / "k", [*target, *lossless], progress)
@@ -92,7 +94,7 @@ class FsdProtocol:
         best_k = best_ks(chosen)[0]
         announce(f"K' = {best_k.num_draft_tokens}: lossless is fastest there")
         k = best_k.num_draft_tokens
-        candidates = make_arms(sweep_rules(asked.rule, asked.thresholds, target=engine.facts.identity.target), [k])
+        candidates = make_arms(sweep_rules(asked.rule, asked.thresholds, target=target_name), [k], target=target_name)
         accepted = self._pilot(
             engine, task, folder / "acceptance", [arm for arm in candidates if arm.label != DRAFT_ONLY], progress
         )

@@ -20,7 +20,7 @@ from reprieve.heads.binding import PairIdentity
 from reprieve.heads.files import CERTIFICATES, signature
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.learned import HeadRule
-from reprieve.settings import PromptSettings, describe_format
+from reprieve.settings import NumDraftTokens, PromptSettings, describe_format
 
 SCHEMA = 1
 _KIND = "reprieve certificate"
@@ -34,7 +34,7 @@ class Conditions:
     pair: PairIdentity
     task: str
     sampling: Mapping[str, Any]
-    num_draft_tokens: int
+    num_draft_tokens: NumDraftTokens  # K, or `auto` and the fingerprint of the head that decides
     drafter: str
     dtype: str
     chat_template: bool = False

@@ -20,9 +20,11 @@ from reprieve.heads.binding import digest
 from reprieve.settings import BUNDLED_PAIR
 
 SCHEMA = 1
+# Heads of the bundled pair, by name, and their folders.
 BUNDLED = {
-    f"reprieve/arithmetic-{kind}": kind for kind in ("judge", "pivot", "lts", "eagle3", "arbiter")
-}  # heads of the bundled pair
+    f"reprieve/arithmetic-{folder}": folder
+    for folder in ("judge", "pivot", "lts", "eagle3", "arbiter", "length-lossless", "length-judge")
+}
 CERTIFICATES = "certificates"  # their folder, beside a head
 _CONFIG, _WEIGHTS, _CARD = "config.json", "model.safetensors", "README.md"
 

@@ -14,9 +14,11 @@ from reprieve.heads.binding import PairIdentity, warn_of_transfer
 from reprieve.heads.certificates import Conditions, warn_of_certificates
 from reprieve.heads.files import BUNDLED, find_head, is_bundled, kind_of
 from reprieve.heads.folds import FoldedHead, fold_folder, read_folds
+from reprieve.heads.length import LengthHead
 from reprieve.heads.origin import warn_of_format, warn_of_sampling
 from reprieve.rules import Rule
 from reprieve.rules.learned import HeadRule
+from reprieve.settings import NumDraftTokens, require_draft_tokens
 
 _DEFAULTS = {kind: name for name, kind in BUNDLED.items()}
 
@@ -25,7 +27,7 @@ def load_head(source: str | Path, *, kind: str | None = None) -> Artefact | Fold
     """A head, from a folder, a hub id, or by the name of a bundled one; a folder of folds gives them all.
 
     Args:
-        kind: judge, pivot, lts or arbiter; None for what it is.
+        kind: judge, pivot, lts, arbiter or length; None for what it is.
 
     Raises:
         SpecError: an unknown kind.
@@ -54,6 +56,30 @@ def attach_heads(rule: Rule, target: str | None = None) -> Rule:
         return part.with_head(load_head, defaults.get(part.head_kind)) if isinstance(part, HeadRule) else part
 
     return rule.transform(attach)
+
+
+def attach_length(num_draft_tokens: NumDraftTokens, rule: Rule | None, target: str | None) -> LengthHead | None:
+    """The head that decides how long blocks are, where a specification names one or the bundled pair has one.
+
+    Args:
+        rule: whose acceptance it must have been trained for; None where nothing is drafted.
+        target: name of the pair's target.
+
+    Raises:
+        SpecError: a specification that cannot be read, or a head of another rule or other thresholds.
+        ReprieveError: a head that cannot be loaded.
+    """
+    require_draft_tokens(num_draft_tokens)
+    if isinstance(num_draft_tokens, int) or rule is None:
+        return None
+    named = num_draft_tokens.partition("=")[2]
+    source = named or f"reprieve/arithmetic-length-{rule.name}"
+    if not named and (source not in BUNDLED or not is_bundled(target)):
+        return None
+    head = LengthHead.from_pretrained(source)
+    if named:
+        head.require_rule(rule, named)
+    return head if head.covers(rule) else None
 
 
 def split_folds(rule: Rule) -> list[Rule]:

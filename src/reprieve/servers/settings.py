@@ -7,9 +7,11 @@ from typing import ClassVar
 
 from reprieve.errors import SpecError, require_choice, require_range, require_whole
 from reprieve.registry import Registry
+from reprieve.settings import AUTO, NumDraftTokens
 from reprieve.specs import parse_spec
 
 LOCAL = "local"
+SERVED_DRAFT_TOKENS = 8  # what `auto` is on servers, whose runners draft as many every round
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,12 @@ class EngineSettings:
     def local(self) -> bool:
         """Whether it is the engine of this process."""
         return self.engine == LOCAL
+
+    def draft_tokens(self, *wanted: NumDraftTokens) -> tuple[NumDraftTokens, ...]:
+        """What was asked for, as this engine can have it, each once."""
+        if self.local:
+            return wanted
+        return tuple(dict.fromkeys(SERVED_DRAFT_TOKENS if k == AUTO else k for k in wanted))
 
     @property
     def servers(self) -> ServerSettings:

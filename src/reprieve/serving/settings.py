@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reprieve.errors import SpecError, require_range, require_whole
-from reprieve.settings import PromptSettings
+from reprieve.settings import AUTO, NumDraftTokens, PromptSettings
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -17,7 +17,7 @@ class ServerSettings:
     Args:
         model_name: What clients call the model. Default: the target.
         drafter: draft, ngram:max_ngram=3, or eagle3:path=FOLDER.
-        num_draft_tokens: K: drafted tokens a round.
+        num_draft_tokens: K, drafted tokens a round; auto for as many as pay.
         host: Address to listen on; anything but loopback lets others in.
         port: 0 takes a free one.
         api_key: Clients must send it. Default: $REPRIEVE_API_KEY, if it is set.
@@ -35,7 +35,7 @@ class ServerSettings:
 
     model_name: str | None = None
     drafter: str = "draft"
-    num_draft_tokens: int = 8
+    num_draft_tokens: NumDraftTokens = AUTO
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None

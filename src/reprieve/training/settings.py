@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from reprieve.errors import SpecError, require_range, require_whole
 from reprieve.heads.settings import ArbiterShape, FeatureRecipe, default_layers
-from reprieve.settings import PairSettings, PromptSettings
+from reprieve.settings import MAX_DRAFT_TOKENS, MAX_SEED, PairSettings, PromptSettings
 
 
 def _require_counts(record: object, *names: str) -> None:
@@ -91,6 +91,38 @@ class PivotTraining:
     def recipe(self) -> FeatureRecipe:
         """What the head reads."""
         return FeatureRecipe(layers=self.layers, entropy=True, probability=True)
+
+
+@dataclass(frozen=True)
+class LengthTraining:
+    """A head that says where drafting ends.
+
+    Args:
+        thresholds: Values of the rule's dial that it is to serve, in turn. Default: the rule's own.
+        temperatures: Of target and draft, in turn.
+        num_draft_tokens: K: length of the blocks it learns from, and the longest that it will draft.
+        grid: Values of C to try, scikit-learn's inverse strength of the penalty.
+        held_out: Share of the problems held out, on which C and the price are chosen.
+        seed: Of split and draws.
+    """
+
+    thresholds: tuple[float, ...] = ()
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    num_draft_tokens: int = 20
+    grid: tuple[float, ...] = (0.1, 0.01, 0.001)
+    held_out: float = 0.2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_whole("num_draft_tokens", self.num_draft_tokens, 2, MAX_DRAFT_TOKENS)
+        require_range("held_out", self.held_out, 0.0, 0.9, low_open=True)
+        require_whole("seed", self.seed, 0, MAX_SEED)
+        if not self.grid or not all(0 < c < float("inf") for c in self.grid):
+            raise SpecError(f"grid must hold finite values of C above 0, got {list(self.grid)}")
+        if not self.temperatures:
+            raise SpecError("temperatures must hold at least one value, got none")
+        for temperature in self.temperatures:
+            require_range("temperatures", temperature, 0.0, 1e6)
 
 
 @dataclass(frozen=True)

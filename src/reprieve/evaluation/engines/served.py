@@ -22,6 +22,7 @@ from reprieve.heads.loading import require_heads_fit
 from reprieve.servers.client import Client, Completion
 from reprieve.servers.deploying import DRAFT, PAIR, TARGET, Deployer, Slot, client_of, drafter_fingerprints, fields_of
 from reprieve.servers.running import Running
+from reprieve.servers.settings import SERVED_DRAFT_TOKENS
 from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.asking import prompt_of
 
@@ -77,6 +78,8 @@ class ServedEngine:
             return "a server does not sample from a rule's truncation; use --engine local"
         if arm.folded:
             return "a server holds one head, not its folds; use --engine local"
+        if isinstance(arm.num_draft_tokens, str) and arm.rule is not None:
+            return f"a server drafts as many tokens every round: give a number, as @K={SERVED_DRAFT_TOKENS}"
         return self.deployer.refusal(self._slot(arm, drafter), arm.rule)
 
     def expect(self, arms: Sequence[Arm], drafter: str) -> None:
@@ -199,6 +202,7 @@ class ServedEngine:
     def _slot(self, arm: Arm, drafter: str) -> Slot:
         if arm.label in (TARGET_ONLY, DRAFT_ONLY):
             return Slot(TARGET if arm.label == TARGET_ONLY else DRAFT)
+        assert isinstance(arm.num_draft_tokens, int)  # see `refusal`
         return Slot(PAIR, arm.num_draft_tokens, arm.drafter or drafter)
 
     def _up_first(self, slots: Mapping[Any, Slot]) -> list[Slot]:

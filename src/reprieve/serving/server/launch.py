@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from reprieve.engine import Pair, SpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.evaluation.monitor import LosslessCheck, MonitorStatus, QualityMonitor, Served
+from reprieve.heads.loading import attach_length
 from reprieve.models.cached_model import max_positions
 from reprieve.serving.menu import Menu
 from reprieve.serving.policy import STRICT, Policy
@@ -161,9 +162,9 @@ def _fitted(policy: Policy, pair: Pair, settings: ServerSettings) -> Policy:
         made_for = policy.certificate.conditions.pair
         made_for.require_matches(pair.identity, f"the certificate of {policy.rule.spec}", reads_draft=True)
     dtype = str(pair.target.dtype).removeprefix("torch.")
-    return policy.under(
-        engine="local", num_draft_tokens=settings.num_draft_tokens, drafter=settings.drafter, dtype=dtype
-    )
+    length = attach_length(settings.num_draft_tokens, policy.rule, pair.target_name)
+    drafts = settings.num_draft_tokens if length is None else length.certified()
+    return policy.under(engine="local", num_draft_tokens=drafts, drafter=settings.drafter, dtype=dtype)
 
 
 def _prompts(pair: Pair, task: Task | None, settings: ServerSettings) -> Prompts:

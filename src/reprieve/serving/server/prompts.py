@@ -7,7 +7,7 @@ from typing import Any
 
 from reprieve.errors import SpecError
 from reprieve.serving.policy import RequestError
-from reprieve.settings import PromptSettings
+from reprieve.settings import NumDraftTokens, PromptSettings
 from reprieve.tasks.asking import PromptFormat
 
 
@@ -33,7 +33,7 @@ class Prompts:
         max_positions: int,
         vocab_size: int,
         wrap: Callable[[str], str] | None,
-        num_draft_tokens: int,
+        num_draft_tokens: NumDraftTokens,
         example: str = "",
         asked: PromptSettings | None = None,
     ) -> None:

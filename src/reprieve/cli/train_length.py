@@ -1,0 +1,83 @@
+"""`reprieve train length`: a head that says where drafting ends."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from reprieve.cli import screen
+from reprieve.cli.command import Command
+from reprieve.errors import import_extra
+from reprieve.settings import PairSettings, PromptSettings
+from reprieve.training.settings import LengthTraining
+
+_WORK = "training"  # folder of what a training that was cut off goes on from
+
+
+@dataclass(frozen=True)
+class TrainLength(Command):
+    """Train a head that ends a drafted block where going on does not pay; run it again to resume.
+
+    Args:
+        rule: Whose acceptance it is to predict, such as lossless or judge:path=heads/j.
+        task: Task of the prompts.
+        split: Split the prompts come from. Default: train if there is one.
+        limit: Number of prompts.
+        offset: First prompt of the split.
+        out: Folder for the head.
+    """
+
+    verb = "train length"
+
+    rule: str = "lossless"
+    task: str = "arithmetic"
+    split: str | None = None
+    limit: int = 200
+    offset: int = 0
+    settings: LengthTraining = field(default_factory=LengthTraining)
+    prompt: PromptSettings = field(default_factory=PromptSettings)
+    pair: PairSettings = field(default_factory=PairSettings)
+    out: Path = Path("heads/length")
+
+    def run(self) -> int:
+        import_extra("sklearn", "labels")
+        from reprieve.heads.files import claim_head
+        from reprieve.heads.loading import attach_heads, require_heads_fit
+        from reprieve.rules import parse_rule
+        from reprieve.training.length import train_length
+
+        screen.require_problems(self.limit, self.offset)
+        rule = attach_heads(parse_rule(self.rule), self.pair.target)
+        pair, task = screen.load_pair_and_task(self.pair, self.task, self.prompt)
+        require_heads_fit(rule, pair.identity, self.task)
+        pair.cached_draft()
+        claim_head(self.out, "length")
+        self.keep_config(self.out)
+        split = screen.split_of(task, self.split, "train")
+        problems = task.problems(split, self.limit, offset=self.offset)
+        with screen.progress_bar("answers") as bar:
+            head = train_length(
+                pair,
+                rule,
+                self.task,
+                problems,
+                max_new_tokens=task.max_new_tokens,
+                settings=self.settings,
+                folder=self.out / _WORK,
+                progress=screen.reporter(bar, "answers"),
+            )
+        digests = tuple(sorted({problem.digest for problem in problems}))
+        replace(head, prompt=self.prompt.format, problems=digests).save_pretrained(self.out)
+        shutil.rmtree(self.out / _WORK, ignore_errors=True)
+        made = head.training
+        this, after = made["auc_held_out"]
+        screen.say(
+            f"{made['num_tokens']} drafted tokens of {made['num_problems']} answers; held-out ROC AUC {this:.3f} for a "
+            f"token, {after:.3f} for the next\n"
+            f"a further token is drafted while its chance is {head.price:g} or more: {made['accepted_share']:.0%} of "
+            f"drafted tokens accepted; by the times measured here {made['expected_over_best_constant']:.2f} of the "
+            f"speed at the best constant, K = {made['best_constant']}\n"
+            f"head: {self.out}   use it: reprieve bench --arm '{self.rule}@K=auto:path={self.out}'"
+        )
+        return 0

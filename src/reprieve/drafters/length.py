@@ -1,0 +1,254 @@
+"""How many tokens a round drafts: as many as were asked for, as recent acceptance suggests, or as a head says.
+
+What decides looks at the answer in hand only, and at no clock: the same request gives the same answer. A token once
+drawn stays in the block, so that a decision which looked at it cannot bias what a lossless check commits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from reprieve.errors import require_whole
+from reprieve.heads.length import LengthHead
+from reprieve.settings import MAX_DRAFT_TOKENS
+
+_MEMORY = 0.8  # weight of the rounds before
+_VERIFIED = 0.03  # what a further token costs a verification, in target forwards
+_MOST = 16
+
+
+class RoundLength(Protocol):
+    """Decides for the rounds of one answer."""
+
+    reads_states: bool  # whether `goes_on` wants the draft's last hidden states
+    trees: TreeLength | None  # decides about trees; None where they keep their shape
+
+    def begin(self) -> int:
+        """A round begins: the deepest block it may draft."""
+        ...
+
+    def goes_on(self, hidden: Tensor | None, logits: Tensor, token_id: Tensor) -> bool:
+        """Whether to draft another token after this one.
+
+        Args:
+            hidden: the draft's state that predicted it, [1, D]; None where `reads_states` is false.
+            logits: the draft's, that it was taken from, [1, V].
+            token_id: [1].
+        """
+        ...
+
+    def learn(self, num_drafted: int, num_accepted: int) -> None:
+        """What became of a round's block, which may have been empty."""
+        ...
+
+
+class TreeLength:
+    """Which levels and nodes of a tree pay, by the drafter's own probabilities and by how far they are borne out.
+
+    A level pays where the chance that it is reached, and a node where the chance that it is accepted, is worth more
+    than its time earns elsewhere: the tokens committed so far over the time they took, in target forwards.
+
+    Args:
+        cost: of drafting a level, in target forwards.
+    """
+
+    def __init__(self, cost: float) -> None:
+        self.cost = cost
+        self._tokens, self._time = 3.0, 2.0  # as if one round had been seen, neither good nor bad
+        self._expected, self._accepted = 2.0, 2.0
+        self._levels, self._hoped = 1, 0.0
+
+    def level_pays(self, reached: float) -> bool:
+        """Whether to draft a level that is reached with this probability."""
+        pays = self._borne_out * reached >= self._rate * self.cost
+        self._levels += pays
+        return pays
+
+    def least(self) -> float:
+        """The probability of its whole path below which a node is not worth its verification."""
+        return min(0.5, self._rate * _VERIFIED / self._borne_out)
+
+    def expect(self, num_accepted: float) -> None:
+        """How many tokens of the tree would be accepted if the drafter were right about its chances."""
+        self._hoped = num_accepted
+
+    def learn(self, num_drafted: int, num_accepted: int) -> None:
+        """See `RoundLength`; the next tree begins with one level."""
+        if num_drafted:
+            self._tokens = _MEMORY * self._tokens + num_accepted + 1
+            self._time = _MEMORY * self._time + 1 + self.cost * self._levels + _VERIFIED * num_drafted
+            self._expected = _MEMORY * self._expected + self._hoped
+            self._accepted = _MEMORY * self._accepted + num_accepted
+        self._levels, self._hoped = 1, 0.0
+
+    @property
+    def _rate(self) -> float:
+        return self._tokens / self._time
+
+    @property
+    def _borne_out(self) -> float:
+        return min(max(self._accepted / max(self._expected, 1e-6), 0.1), 2.0)
+
+
+class DraftLength(Protocol):
+    """Makes a `RoundLength` for every answer."""
+
+    reads_states: bool
+
+    @property
+    def most(self) -> int:
+        """No round drafts deeper."""
+        ...
+
+    def start(self, dial: float | None, temperature: float) -> RoundLength:
+        """For an answer with this value of the rule's dial, at this temperature of the target."""
+        ...
+
+
+class FixedLength:
+    """K tokens, always.
+
+    Raises:
+        SpecError: K is out of range.
+    """
+
+    reads_states = False
+    trees: TreeLength | None = None
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        require_whole("num_draft_tokens", num_draft_tokens, 1, MAX_DRAFT_TOKENS)
+        self.most = num_draft_tokens
+
+    def start(self, dial: float | None, temperature: float) -> RoundLength:
+        return self
+
+    def begin(self) -> int:
+        return self.most
+
+    def goes_on(self, hidden: Tensor | None, logits: Tensor, token_id: Tensor) -> bool:
+        return True
+
+    def learn(self, num_drafted: int, num_accepted: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class AcceptanceLength:
+    """The K that pays best if tokens go on being accepted as often as lately.
+
+    Expected tokens of a round and its walltime are those of Leviathan et al. (2023, Eq. 1 and Theorem 3.8).
+
+    Args:
+        cost: of a drafted token, or of a level of a tree, in target forwards.
+        drafts_trees: whether blocks branch; their levels and nodes are then weighed one by one.
+        most: longest block.
+    """
+
+    cost: float
+    drafts_trees: bool = False
+    most: int = _MOST
+    reads_states = False
+
+    def start(self, dial: float | None, temperature: float) -> RoundLength:
+        return _Acceptance(self.cost, self.most, TreeLength(self.cost) if self.drafts_trees else None)
+
+
+class _Acceptance:
+    reads_states = False
+
+    def __init__(self, cost: float, most: int, trees: TreeLength | None) -> None:
+        self.cost, self.most, self.trees = cost + _VERIFIED, most, trees
+        self._accepted, self._judged = 3.2, 4.0  # as if four tokens had been seen, most of them good
+
+    def begin(self) -> int:
+        if self.trees is not None:
+            return self.most
+        rate = min(self._accepted / self._judged, 0.999)
+        return max(range(1, self.most + 1), key=lambda k: (1 - rate ** (k + 1)) / (1 - rate) / (1 + self.cost * k))
+
+    def goes_on(self, hidden: Tensor | None, logits: Tensor, token_id: Tensor) -> bool:
+        return True
+
+    def learn(self, num_drafted: int, num_accepted: int) -> None:
+        if self.trees is not None:
+            self.trees.learn(num_drafted, num_accepted)
+        elif num_drafted:
+            self._accepted = _MEMORY * self._accepted + num_accepted
+            self._judged = _MEMORY * self._judged + min(num_drafted, num_accepted + 1)
+
+
+@dataclass(frozen=True)
+class LearnedLength:
+    """A block ends where the chance that all of it and another token are accepted is below the head's price.
+
+    That is where another token's expected gain falls below what its time earns elsewhere: the price is the tokens a
+    second of the whole, times the seconds of one more drafted and verified token.
+    """
+
+    head: LengthHead
+    reads_states = True
+
+    @property
+    def most(self) -> int:
+        return self.head.most
+
+    def start(self, dial: float | None, temperature: float) -> RoundLength:
+        dial = 0.0 if dial is None else min(max(dial, self.head.lowest), self.head.highest)
+        return _Learned(self.head, dial, temperature)
+
+
+class _Learned:
+    reads_states = True
+    trees: TreeLength | None = None
+
+    def __init__(self, head: LengthHead, dial: float, temperature: float) -> None:
+        self._head = head
+        self._weight = head.hidden_weight
+        self._scalars = head.scalar_weight.tolist()
+        self._features = [1.0, 0.0, 0.0, 0.0, dial, temperature]
+        self.recent = Recent()
+
+    def begin(self) -> int:
+        self._place, self._chance = 0, 1.0
+        return self._head.most
+
+    def goes_on(self, hidden: Tensor | None, logits: Tensor, token_id: Tensor) -> bool:
+        assert hidden is not None
+        log_prob = logits[0, token_id] - logits.logsumexp(-1)
+        this, after, self._features[1] = torch.cat([self._weight @ hidden[0].float(), log_prob]).tolist()
+        self._features[2], self._features[3] = place_feature(self._place), self.recent.share
+        self._place += 1
+        self._chance *= _sigmoid(this + _product(self._scalars[0], self._features))
+        return self._chance * _sigmoid(after + _product(self._scalars[1], self._features)) >= self._head.price
+
+    def learn(self, num_drafted: int, num_accepted: int) -> None:
+        self.recent.learn(num_drafted, num_accepted)
+
+
+class Recent:
+    """The share of an answer's lately judged tokens that were accepted; older rounds count less and less."""
+
+    def __init__(self) -> None:
+        self.share = 0.7
+
+    def learn(self, num_drafted: int, num_accepted: int) -> None:
+        """See `RoundLength`."""
+        if num_drafted:
+            self.share = _MEMORY * self.share + (1 - _MEMORY) * num_accepted / min(num_drafted, num_accepted + 1)
+
+
+def place_feature(place: int) -> float:
+    """A token's place in its block, from 0, as a head reads it."""
+    return min(place, 8) / 8
+
+
+def _product(weights: list[float], values: list[float]) -> float:
+    return sum(weight * value for weight, value in zip(weights, values, strict=True))
+
+
+def _sigmoid(value: float) -> float:
+    return 1 / (1 + math.exp(-min(max(value, -60.0), 60.0)))

@@ -1,0 +1,93 @@
+"""A head that says where drafting ends: how likely the next drafted token is to be accepted (FSD, section 7.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from reprieve.errors import SpecError, require_range, require_whole
+from reprieve.heads.artefact import Artefact, register_head
+from reprieve.rules import Rule
+from reprieve.settings import AUTO, MAX_DRAFT_TOKENS
+
+SCALARS = ("bias", "log_prob", "place", "recent", "dial", "temperature")
+
+
+@register_head
+@dataclass(frozen=True)
+class LengthHead(Artefact):
+    """Two logistic regressions on what drafting has computed anyway, and the least chance that pays for a token.
+
+    The first says how likely the token just drafted is to be accepted, the second how likely the one after it is if
+    this one is, given that all before were. FSD proposes such a head and leaves it open; here is one.
+
+    Args:
+        hidden_weight: [2, D], on the draft's last hidden state that predicted the token, after the final norm.
+        scalar_weight: [2, 6], on `SCALARS`: 1, the draft's log-probability of the token, its place in the block (from
+            0, in eighths, at most 1), the share of its recent tokens that were accepted, the rule's dial, and the
+            target's temperature. Standardisation is folded into both.
+        rule: name of the rule whose acceptance it predicts.
+        lowest, highest: dial values it was trained for; both 0 for a rule without a dial.
+        price: chance of acceptance below which another token does not pay, (0, 1].
+        most: longest block.
+        training: what it was trained on, what a forward took there, and what it reached on held-out problems.
+    """
+
+    kind: ClassVar[str] = "length"
+    purpose: ClassVar[str] = (
+        "Tells after every drafted token whether to draft another: how likely it is to be accepted, from the draft's "
+        "own hidden state (proposed in section 7.1 of FSD). Reprieve ends a block where going on does not pay."
+    )
+
+    hidden_weight: Tensor
+    scalar_weight: Tensor
+    rule: str
+    lowest: float
+    highest: float
+    price: float
+    most: int
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.require_numbers()
+        if self.hidden_weight.ndim != 2 or len(self.hidden_weight) != 2:
+            raise SpecError(f"hidden_weight must be of shape [2, D], got {list(self.hidden_weight.shape)}")
+        if self.scalar_weight.shape != (2, len(SCALARS)):
+            raise SpecError(f"scalar_weight must be of shape [2, {len(SCALARS)}], got {list(self.scalar_weight.shape)}")
+        require_range("price", self.price, 0.0, 1.0, low_open=True)
+        require_range("lowest", self.lowest, -1e9, 1e9)
+        require_range("highest", self.highest, self.lowest, 1e9)
+        require_whole("most", self.most, 1, MAX_DRAFT_TOKENS)
+
+    @property
+    def reads_draft(self) -> bool:
+        return True
+
+    @property
+    def num_features(self) -> int:
+        """D, the draft's hidden size."""
+        return int(self.hidden_weight.shape[1])
+
+    def facts(self) -> dict[str, str]:
+        dial = "" if self.lowest == self.highest == 0 else f", {self.lowest:g} to {self.highest:g}"
+        return {"rule": self.rule + dial, "price": f"{self.price:.2g}", "longest block": str(self.most)}
+
+    def covers(self, rule: Rule) -> bool:
+        """Whether it was trained for this rule, at this value of its dial."""
+        return rule.name == self.rule and (rule.dial_value is None or self.lowest <= rule.dial_value <= self.highest)
+
+    def certified(self) -> str:
+        """How a certificate names it, in place of K."""
+        return f"{AUTO}:{self.fingerprint}"
+
+    def require_rule(self, rule: Rule, name: str) -> None:
+        """Refuse another rule, or a dial that it was not trained for.
+
+        Raises:
+            SpecError: names both.
+        """
+        if not self.covers(rule):
+            raise SpecError(f"length head {name!r} was trained for {self.facts()['rule']}, not for {rule.spec}")

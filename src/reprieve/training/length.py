@@ -1,0 +1,321 @@
+"""A head that says where drafting ends (FSD, section 7.1), from blocks that were drafted to their full length."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reprieve.drafters.length import Recent, TreeLength, place_feature
+from reprieve.engine import Pair, SpeculativeDecoder
+from reprieve.errors import SpecError
+from reprieve.heads.binding import digest
+from reprieve.heads.length import SCALARS, LengthHead
+from reprieve.loop import Learner, Progress, train
+from reprieve.models.cached_model import CachedModel, eos_token_ids
+from reprieve.rules import Rule
+from reprieve.settings import SamplingParams
+from reprieve.tasks.asking import prompt_ids_of
+from reprieve.tasks.base import TaskProblem
+from reprieve.training.judge import LinearFit, fit_linear
+from reprieve.training.settings import LengthTraining
+from reprieve.training.splits import auc
+
+_PRICES = tuple(round(0.02 * step, 2) for step in range(1, 48))
+_REPEATS = 15  # of a forward that is timed
+_CACHED = 64  # tokens before it
+
+
+def train_length(
+    pair: Pair,
+    rule: Rule,
+    task: str,
+    problems: Sequence[TaskProblem],
+    *,
+    max_new_tokens: int,
+    settings: LengthTraining | None = None,
+    folder: Path | None = None,
+    progress: Progress = lambda done, total: None,
+) -> LengthHead:
+    """Decode problems with blocks of full length, and fit what says of every token whether it and the next would pass.
+
+    The price is the one that decodes most tokens a second on held-out problems, at the times measured here.
+
+    Args:
+        rule: heads attached; each problem is decoded at one of the settings' thresholds, in turn, and temperatures.
+        folder: for the checkpoint, from which a training that was cut off goes on; None keeps none.
+
+    Raises:
+        SpecError: thresholds for a rule without a dial, or tokens of one kind only.
+        ReprieveError: a checkpoint of another recipe.
+    """
+    settings = settings or LengthTraining()
+    if rule.dial is None and settings.thresholds:
+        raise SpecError(f"thresholds: rule {rule.name} has no dial, got {list(settings.thresholds)}")
+    learner = _Learner(pair, rule, task, problems, max_new_tokens, settings)
+    train(learner, folder, progress=progress)
+    return learner.head()
+
+
+class Recorder:
+    """A draft length that never stops early, and keeps what a head would have seen and what became of it.
+
+    Args:
+        most: K.
+        eos_ids: after one of them nothing drafted can be of use.
+    """
+
+    reads_states = True
+    trees: TreeLength | None = None
+
+    def __init__(self, most: int, eos_ids: frozenset[int]) -> None:
+        self.most = most
+        self.eos_ids = eos_ids
+        self.hidden: list[Tensor] = []  # [1, D] each
+        self.rows: list[list[float]] = []  # log_prob, place, recent; dial and temperature are the answer's
+        self.rounds: list[tuple[int, int]] = []  # of each: rows, accepted tokens
+
+    def start(self, dial: float | None, temperature: float) -> Recorder:
+        self.hidden, self.rows, self.rounds = [], [], []
+        self._recent = Recent()
+        return self
+
+    def begin(self) -> int:
+        self._first, self._ended = len(self.rows), False
+        return self.most
+
+    def goes_on(self, hidden: Tensor | None, logits: Tensor, token_id: Tensor) -> bool:
+        assert hidden is not None
+        if not self._ended:
+            log_prob = logits[0, token_id] - logits.logsumexp(-1)
+            self.hidden.append(hidden.float().cpu())
+            self.rows.append([float(log_prob), place_feature(len(self.rows) - self._first), self._recent.share])
+            self._ended = int(token_id) in self.eos_ids
+        return True
+
+    def learn(self, num_drafted: int, num_accepted: int) -> None:
+        num_rows = len(self.rows) - self._first
+        self.rounds.append((num_rows, min(num_accepted, num_rows) if self._ended else num_accepted))
+        self._recent.learn(num_drafted, num_accepted)
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Milliseconds."""
+
+    token: float  # drafting one
+    more: float  # verifying one more
+    round: float  # all that a round takes beside
+
+    def rate(self, rounds: Sequence[tuple[int, int]]) -> float:
+        """Tokens a millisecond of rounds that drafted and accepted so many."""
+        drafted = sum(num_drafted for num_drafted, _ in rounds)
+        committed = sum(num_accepted + 1 for _, num_accepted in rounds)
+        return committed / (drafted * (self.token + self.more) + len(rounds) * self.round)
+
+    def as_config(self) -> dict[str, float]:
+        """For the head's `training`."""
+        return {"draft_ms": self.token, "verify_more_ms": self.more, "round_ms": self.round}
+
+
+class _Learner(Learner):
+    """One update decodes one problem; the last one fits."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        rule: Rule,
+        task: str,
+        problems: Sequence[TaskProblem],
+        max_new_tokens: int,
+        settings: LengthTraining,
+    ) -> None:
+        if len(problems) < 2:
+            raise SpecError(f"limit must be at least 2, to hold a problem out, got {len(problems)}")
+        self.pair, self.rule, self.task, self.problems = pair, rule, task, problems
+        self.max_new_tokens, self.settings = max_new_tokens, settings
+        assert pair.draft is not None, "cached_draft refuses pairs without"
+        self.recorder = Recorder(settings.num_draft_tokens, eos_token_ids(pair.target, pair.tokenizer))
+        self.parts: dict[str, list[Tensor]] = {"hidden": [], "rows": [], "rounds": [], "seconds": []}
+        dials = settings.thresholds or (() if rule.dial is None else (float(rule.dial_value or 0.0),))
+        self.dials = dials
+        cases = [(dial, temperature) for dial in dials or (None,) for temperature in settings.temperatures]
+        self.cases: list[tuple[float | None, float]] = cases
+
+    @property
+    def num_updates(self) -> int:
+        return len(self.problems)
+
+    @cached_property
+    def recipe(self) -> str:
+        problems = digest(" ".join(problem.digest for problem in self.problems).encode())
+        return repr((self.settings, self.rule.spec, self.task, problems, self.pair.identity, self.max_new_tokens))
+
+    @cached_property
+    def decoder(self) -> SpeculativeDecoder:
+        return self.pair.decoder(self.rule, num_draft_tokens=self.recorder)
+
+    def one_update(self, update: int) -> dict[str, float]:
+        dial, temperature = self.cases[update % len(self.cases)]
+        problem = self.problems[update]
+        params = SamplingParams(
+            max_new_tokens=self.max_new_tokens, temperature=temperature, seed=self.settings.seed + update
+        )
+        made = self.decoder.generate(prompt_ids_of(problem, self.pair.tokenizer), params, dial=dial, timed=True)
+        seen, spent = self.recorder, made.seconds_by_part
+        about = [0.0 if dial is None else dial, temperature]
+        width = len(SCALARS) - 1
+        self.parts["hidden"].append(torch.cat(seen.hidden) if seen.hidden else torch.zeros(0, self._width))
+        self.parts["rows"].append(torch.tensor([[*row, *about] for row in seen.rows]).reshape(-1, width))
+        self.parts["rounds"].append(torch.tensor([[update, *each] for each in seen.rounds]).reshape(-1, 3))
+        others = sum(value for part, value in spent.items() if part not in ("draft", "prefill"))
+        self.parts["seconds"].append(torch.tensor([[spent["draft"], others, made.num_drafted, made.num_rounds]]))
+        return {"rounds": len(seen.rounds), "tokens_per_round": made.tokens_per_round}
+
+    @property
+    def _width(self) -> int:
+        assert self.pair.draft is not None
+        return int(self.pair.draft.config.get_text_config().hidden_size)
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: torch.cat(parts) for name, parts in self.parts.items() if parts}
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        self.parts = {name: [tensors[name]] for name in self.parts}
+
+    def head(self) -> LengthHead:
+        """Fit both regressions, choose the price.
+
+        Raises:
+            SpecError: tokens of one kind only.
+        """
+        settings, seen = self.settings, _Seen(self.state(), self.settings)
+        fits = [self._fit(seen, labels) for labels in (seen.this, seen.after)]
+        this, after = (fit.scores(seen.features) for fit in fits)
+        costs = self._costs()
+        rates = {price: costs.rate(seen.stopped(this, after, price)) for price in _PRICES}
+        price = max(rates, key=rates.__getitem__)
+        constant = {k: costs.rate(seen.cut(k)) for k in range(1, settings.num_draft_tokens + 1)}
+        best_k = max(constant, key=constant.__getitem__)
+        drafted, accepted = (sum(counts) for counts in zip(*seen.stopped(this, after, price), strict=True))
+        weights = [torch.tensor(fit.coefficients / fit.scale, dtype=torch.float32) for fit in fits]
+        biases = [torch.tensor([fit.intercept - (fit.coefficients / fit.scale) @ fit.mean]).float() for fit in fits]
+        return LengthHead(
+            hidden_weight=torch.stack([weight[: self._width] for weight in weights]),
+            scalar_weight=torch.stack(
+                [torch.cat([bias, weight[self._width :]]) for bias, weight in zip(biases, weights, strict=True)]
+            ),
+            rule=self.rule.name,
+            lowest=min(self.dials, default=0.0),
+            highest=max(self.dials, default=0.0),
+            price=price,
+            most=settings.num_draft_tokens,
+            pair=self.pair.identity,
+            task=self.task,
+            training={
+                "num_problems": len(self.problems),
+                "num_tokens": len(seen.features),
+                "thresholds": list(self.dials),
+                "temperatures": list(settings.temperatures),
+                "seed": settings.seed,
+                "auc_held_out": [
+                    auc(labels.passed[labels.judged & seen.held], scores[labels.judged & seen.held])
+                    for labels, scores in ((seen.this, this), (seen.after, after))
+                ],
+                "accepted_share": float(accepted / drafted),
+                "best_constant": best_k,
+                "expected_over_best_constant": rates[price] / constant[best_k],
+                **costs.as_config(),
+            },
+        )
+
+    def _fit(self, seen: _Seen, labels: _Labels) -> LinearFit:
+        """The regression of the penalty that predicts held-out tokens best."""
+        train, held = labels.judged & ~seen.held, labels.judged & seen.held
+        for side, name in ((train, "training"), (held, "held-out")):
+            if len(np.unique(labels.passed[side])) < 2:
+                raise SpecError(
+                    f"the {name} problems must hold accepted and rejected tokens, got {labels.passed[side].sum()} "
+                    f"accepted of {side.sum()}; raise limit"
+                )
+        fits = [fit_linear(seen.features[train], labels.passed[train], c) for c in self.settings.grid]
+        return min(fits, key=lambda fit: _log_loss(labels.passed[held], fit.scores(seen.features[held])))
+
+    def _costs(self) -> _Costs:
+        """From the answers' own times; what a longer verification takes is measured apart."""
+        most = self.settings.num_draft_tokens
+        seconds = torch.cat(self.parts["seconds"]).double().sum(0).tolist()
+        draft, others, num_drafted, num_rounds = seconds
+        target = self.pair.cached_target()
+        more = max(0.0, _forward_ms(target, most + 1) - _forward_ms(target, 1)) / most
+        return _Costs(1000 * draft / num_drafted, more, max(0.1, 1000 * others / num_rounds - more * most))
+
+
+@dataclass(frozen=True)
+class _Labels:
+    """Of every row: whether anything is known of it, and what."""
+
+    judged: np.ndarray
+    passed: np.ndarray
+
+
+class _Seen:
+    """What was recorded, as matrices with a row a drafted token."""
+
+    def __init__(self, state: Mapping[str, Tensor], settings: LengthTraining) -> None:
+        self.features = torch.cat([state["hidden"], state["rows"]], dim=1).double().numpy()
+        rounds = state["rounds"].numpy()  # problem, rows, accepted
+        problems, sizes, accepted = rounds.T
+        self.place = np.concatenate([np.arange(size) for size in sizes])
+        taken = np.repeat(accepted, sizes)
+        self.this = _Labels(judged=self.place <= taken, passed=self.place < taken)
+        self.after = _Labels(judged=self.place < taken, passed=self.place + 1 < taken)
+        order = np.random.default_rng(settings.seed).permutation(problems.max() + 1)
+        held = np.isin(problems, order[: max(1, round(settings.held_out * len(order)))])
+        self.held = np.repeat(held, sizes)
+        firsts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+        self._rounds = [
+            (int(first), int(size), int(num))
+            for first, size, num, kept in zip(firsts, sizes, accepted, held, strict=True)
+            if kept
+        ]
+
+    def cut(self, k: int) -> list[tuple[int, int]]:
+        """Drafted and accepted tokens of the held-out rounds at a constant K."""
+        return [(min(k, size + 1), min(k, num)) for _, size, num in self._rounds]
+
+    def stopped(self, this: np.ndarray, after: np.ndarray, price: float) -> list[tuple[int, int]]:
+        """The same where a block ends as `LearnedLength` ends it, at these chances of every row."""
+        ended = []
+        for first, size, num in self._rounds:
+            chances = this[first : first + size].cumprod() * after[first : first + size]
+            below = np.flatnonzero(chances < price)
+            drafted = int(below[0]) + 1 if len(below) else size + 1
+            ended.append((drafted, min(drafted, num)))
+        return ended
+
+
+def _log_loss(passed: np.ndarray, scores: np.ndarray) -> float:
+    chances = np.where(passed, scores, 1 - scores).clip(1e-12)
+    return float(-np.log(chances).mean())
+
+
+@torch.inference_mode()
+def _forward_ms(model: CachedModel, num_tokens: int) -> float:
+    """Median milliseconds of reading so many tokens."""
+    times = []
+    model.start([0] * _CACHED)
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        logits, _ = model.forward([0] * num_tokens)
+        float(logits[-1, 0])  # on a GPU, wait for it
+        times.append(time.perf_counter() - started)
+        model.keep(_CACHED)
+    return 1000 * statistics.median(times)

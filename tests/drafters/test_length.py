@@ -1,0 +1,175 @@
+"""How many tokens a round drafts: constant, by recent acceptance, or by a head."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from reprieve.drafters import DraftModelDrafter, EagleDrafter, EagleSettings, NgramDrafter
+from reprieve.drafters.length import AcceptanceLength, FixedLength, LearnedLength, TreeLength
+from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
+from reprieve.errors import PairError, SpecError
+from reprieve.heads.length import LengthHead
+from reprieve.models import CachedModel
+from reprieve.rules import parse_rule
+from reprieve.settings import require_draft_tokens
+from tests.kit.tiny import NumberTokenizer, perturbed, random_eagle, random_length, tiny_model
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+PARAMS = SamplingParams(max_new_tokens=60)
+CPU = torch.device("cpu")
+
+
+def decoder(target, draft, length, *, rule="lossless"):
+    drafter = DraftModelDrafter(CachedModel(draft, hidden_layers=(-1,)), CPU, hidden_layers=())
+    return SpeculativeDecoder(
+        CachedModel(target), drafter, NumberTokenizer(), rule=parse_rule(rule), num_draft_tokens=length
+    )
+
+
+def plain(target):
+    return SpeculativeDecoder(CachedModel(target), None, NumberTokenizer()).generate(PROMPT, PARAMS).token_ids
+
+
+def test_whatever_decides_a_greedy_lossless_answer_is_the_targets(target, draft):
+    for length in (FixedLength(5), AcceptanceLength(0.1), LearnedLength(random_length(32))):
+        made = decoder(target, draft, length).generate(PROMPT, PARAMS, trace=True)
+        assert made.token_ids == plain(target)
+        assert max(len(one.drafted_ids) for one in made.trace) <= length.most
+        again = decoder(target, draft, length).generate(PROMPT, PARAMS)
+        assert again.round_lengths == made.round_lengths, "the same request, the same rounds"
+
+
+def test_a_head_ends_blocks_where_its_price_says(target, draft):
+    drafted = {}
+    for price in (1e-300, 0.3, 0.8, 1.0):
+        made = decoder(target, draft, LearnedLength(random_length(32, price=price))).generate(
+            PROMPT, PARAMS, trace=True
+        )
+        drafted[price] = [len(one.drafted_ids) for one in made.trace[:-1]]
+    assert set(drafted[1e-300]) == {6}, "its longest block"
+    assert set(drafted[1.0]) == {1}, "a block has one token at least"
+    assert len({*drafted[0.3], *drafted[0.8]}) > 2
+    assert sum(drafted[0.8]) / len(drafted[0.8]) < sum(drafted[0.3]) / len(drafted[0.3])
+
+
+def test_a_head_computes_what_it_says():
+    head = random_length(4, price=0.5)
+    state, logits, token = torch.randn(1, 4), torch.randn(1, 9), torch.tensor([3])
+    one = LearnedLength(head).start(0.7, 1.3)
+    one.begin()
+    one.learn(4, 1)  # recent: 0.8 * 0.7 + 0.2 * 1 / 2
+    scalars = torch.tensor([1.0, logits.log_softmax(-1)[0, 3], 0.0, 0.66, 0.0, 1.3])  # lossless: no dial
+    this, after = torch.sigmoid(head.hidden_weight @ state[0] + head.scalar_weight @ scalars)
+    for price in (this * after * 0.99, this * after * 1.01):
+        asked = LearnedLength(dataclasses.replace(head, price=float(price))).start(0.7, 1.3)
+        asked.begin()
+        asked.learn(4, 1)
+        assert asked.goes_on(state, logits, token) == (price < this * after)
+    one.begin()
+    assert one.goes_on(state, logits, token) == bool(this * after >= 0.5)
+    two = scalars.clone()
+    two[2] = 1 / 8
+    then, _ = torch.sigmoid(head.hidden_weight @ state[0] + head.scalar_weight @ two)
+    one.goes_on(state, logits, token)
+    assert one._chance == pytest.approx(float(this * then), rel=1e-5), "of all tokens so far"
+
+
+def test_recent_acceptance_chooses_what_pays():
+    good, bad = AcceptanceLength(0.1).start(None, 0.0), AcceptanceLength(0.1).start(None, 0.0)
+    for _ in range(12):
+        good.learn(good.begin(), good.begin())
+        bad.learn(bad.begin(), 0)
+    assert good.begin() == 16 and bad.begin() == 1
+    bad.learn(0, 0)
+    assert bad.begin() == 1, "a round without a block says nothing"
+    dear = AcceptanceLength(2.0).start(None, 0.0)
+    assert dear.begin() == 1
+
+
+def test_trees_are_as_deep_and_wide_as_pays(target):
+    head = random_eagle(target)
+    answers = {}
+    for name, length in (("fixed", FixedLength(16)), ("auto", AcceptanceLength(0.5, drafts_trees=True))):
+        shape = EagleSettings(depth=4, top_k=4, total_tokens=20)
+        drafter = EagleDrafter(head, vocab_size=48, settings=shape, keep_logits=False)
+        cached = CachedModel(target, hidden_layers=head.layers_read)
+        one = SpeculativeDecoder(cached, drafter, NumberTokenizer(), num_draft_tokens=length)
+        answers[name] = one.generate(PROMPT, PARAMS, trace=True)
+    assert answers["auto"].token_ids == answers["fixed"].token_ids == plain(target)
+    sizes = {name: [len(one.drafted_ids) for one in made.trace] for name, made in answers.items()}
+    assert sum(sizes["auto"]) < sum(sizes["fixed"]) / 2, "an untrained head: hardly anything pays"
+    assert answers["auto"].num_pruned > 0
+
+
+def test_levels_and_nodes_of_trees():
+    trees = TreeLength(0.2)
+    assert trees.level_pays(0.9) and not trees.level_pays(0.1)
+    before = trees.least()
+    for _ in range(10):
+        trees.expect(4.0)
+        trees.learn(8, 1)
+    assert trees.least() > before, "a drafter that promises too much"
+
+
+@pytest.mark.parametrize("value", [0, -1, 513, 2.5, True, "", "Auto", "auto:", "auto:path=", "8", "auto:head=x"])
+def test_what_is_neither_k_nor_auto_is_refused(value):
+    with pytest.raises(SpecError, match="num_draft_tokens"):
+        require_draft_tokens(value)
+
+
+class TestPair:
+    @pytest.fixture(scope="class")
+    def pair(self):
+        target = tiny_model()
+        return Pair(target, perturbed(target, noise=0.03), NumberTokenizer(), "tiny/target", "tiny/draft")
+
+    def head(self, pair, **changes):
+        return dataclasses.replace(random_length(32), pair=pair.identity, **changes)
+
+    def test_auto_goes_by_acceptance_where_there_is_no_head(self, pair):
+        assert isinstance(pair.decoder().length, AcceptanceLength)
+        assert isinstance(pair.decoder(num_draft_tokens=7).length, FixedLength)
+        assert pair.decoder("lossless", drafter="ngram").length.cost == 0
+        assert isinstance(pair.decoder("lossless", drafter="ngram").drafter, NgramDrafter)
+
+    def test_a_saved_head_decides(self, pair, tmp_path):
+        self.head(pair).save_pretrained(tmp_path)
+        made = pair.decoder("lossless", num_draft_tokens=f"auto:path={tmp_path}")
+        assert isinstance(made.length, LearnedLength)
+        assert made.generate(PROMPT, PARAMS).token_ids == pair.decoder("target_only").generate(PROMPT, PARAMS).token_ids
+
+    def test_heads_of_other_rules_thresholds_drafters_and_pairs_are_refused(self, pair, tmp_path):
+        head = self.head(pair, rule="top_k", lowest=2.0, highest=4.0)
+        head.save_pretrained(tmp_path)
+        named = f"auto:path={tmp_path}"
+        assert isinstance(pair.decoder("top_k:k=3", num_draft_tokens=named).length, LearnedLength)
+        for rule in ("lossless", "top_k:k=5"):
+            with pytest.raises(SpecError, match="was trained for top_k, 2 to 4, not for"):
+                pair.decoder(rule, num_draft_tokens=named)
+        with pytest.raises(SpecError, match="the drafter is ngram"):
+            pair.decoder("top_k:k=3", num_draft_tokens=named, drafter="ngram")
+        with pytest.raises(PairError, match="was made for target"):
+            pair.decoder("lossless", num_draft_tokens=random_length(32))
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"price": 0.0},
+            {"price": float("nan")},
+            {"most": 0},
+            {"most": 513},
+            {"lowest": 2.0, "highest": 1.0},
+            {"hidden_weight": torch.zeros(3, 32)},
+            {"hidden_weight": torch.full((2, 32), float("inf"))},
+            {"scalar_weight": torch.zeros(2, 5)},
+        ],
+    )
+    def test_constants_out_of_range_are_refused(self, pair, changes):
+        with pytest.raises(SpecError):
+            self.head(pair, **changes)
+
+    def test_a_head_survives_being_saved(self, pair, tmp_path):
+        head = self.head(pair, training={"num_problems": 3})
+        head.save_pretrained(tmp_path)
+        assert LengthHead.from_pretrained(tmp_path).fingerprint == head.fingerprint

@@ -1,0 +1,79 @@
+"""A head that ends blocks, trained on a tiny pair."""
+
+import pytest
+import torch
+
+from reprieve.drafters.length import LearnedLength
+from reprieve.engine import Pair, SamplingParams
+from reprieve.errors import SpecError
+from reprieve.rules import parse_rule
+from reprieve.tasks.base import TaskProblem
+from reprieve.training.length import Recorder, train_length
+from reprieve.training.settings import LengthTraining
+from tests.kit.tiny import NumberTokenizer, perturbed, tiny_model
+
+SETTINGS = LengthTraining(num_draft_tokens=8, grid=(0.1,), held_out=0.3)
+PROBLEMS = [TaskProblem(str(n), " ".join(str((7 * n + 5 * i) % 48) for i in range(6)), "0") for n in range(24)]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = tiny_model()
+    return Pair(target, perturbed(target, noise=0.03), NumberTokenizer(), "tiny/target", "tiny/draft")
+
+
+def trained(pair, *, rule="lossless", settings=SETTINGS, **options):
+    return train_length(pair, parse_rule(rule), "toy", PROBLEMS, max_new_tokens=40, settings=settings, **options)
+
+
+def test_it_learns_something_and_spares_tokens_that_would_be_refused(pair):
+    head = trained(pair)
+    assert min(head.training["auc_held_out"]) > 0.6
+    params = SamplingParams(max_new_tokens=60)
+    made = {}
+    for name, k in (("fixed", 8), ("learned", head)):
+        decoder = pair.decoder("lossless", num_draft_tokens=k)
+        answers = [decoder.generate([n, 3, 7, 20, n + 1], params) for n in range(40, 46)]
+        made[name] = sum(a.num_accepted for a in answers) / sum(a.num_drafted for a in answers)
+    assert isinstance(pair.decoder("lossless", num_draft_tokens=head).length, LearnedLength)
+    assert made["learned"] > made["fixed"] + 0.05
+
+
+def test_thresholds_take_turns_and_bound_what_it_serves(pair):
+    settings = LengthTraining(num_draft_tokens=6, thresholds=(2.0, 5.0), grid=(0.1,), held_out=0.3)
+    head = trained(pair, rule="top_k:k=3", settings=settings)
+    assert (head.rule, head.lowest, head.highest, head.most) == ("top_k", 2.0, 5.0, 6)
+    assert head.covers(parse_rule("top_k:k=4")) and not head.covers(parse_rule("top_k:k=6"))
+    with pytest.raises(SpecError, match="rule lossless has no dial"):
+        trained(pair, settings=settings)
+
+
+def test_a_training_that_was_cut_off_ends_as_a_whole_one(pair, tmp_path):
+    def stop(done, total):
+        if done == 9:
+            raise KeyboardInterrupt
+
+    whole = trained(pair)
+    with pytest.raises(KeyboardInterrupt):
+        trained(pair, folder=tmp_path, progress=stop)
+    seen = []
+    resumed = trained(pair, folder=tmp_path, progress=lambda done, total: seen.append(done))
+    assert seen[0] == 10
+    torch.testing.assert_close(resumed.hidden_weight, whole.hidden_weight)
+    torch.testing.assert_close(resumed.scalar_weight, whole.scalar_weight)
+
+
+def test_nothing_after_the_end_of_text_counts():
+    recorder = Recorder(6, frozenset({0})).start(None, 0.0)
+    recorder.begin()
+    for token in (3, 0, 5, 7):
+        recorder.goes_on(torch.zeros(1, 4), torch.zeros(1, 9), torch.tensor([token]))
+    recorder.learn(6, 5)
+    assert recorder.rounds == [(2, 2)]
+
+
+def test_too_few_problems_and_kinds_are_told(pair):
+    with pytest.raises(SpecError, match="at least 2"):
+        train_length(pair, parse_rule("lossless"), "toy", PROBLEMS[:1], max_new_tokens=8)
+    with pytest.raises(SpecError, match="must hold accepted and rejected tokens"):
+        trained(pair, rule="top_k:k=48", settings=LengthTraining(num_draft_tokens=4, temperatures=(0.0,)))
