@@ -1,15 +1,22 @@
-"""The engine against transformers, on the bundled pair: `python benchmarks/engine.py --out runs/benchmark`.
+"""The engine against transformers as people run it: `python benchmarks/engine.py --out runs/benchmark`.
 
-Paired in one process: for every problem the four ways of decoding take turns in a rotating order, after a warm-up.
-Ratios are medians over problems of the ratio on the same problem, with a bootstrap interval.
+Paired in one process: every way of decoding answers every problem, in a rotating order, after a warm-up. Ratios are
+medians over problems of the ratio on the same problem, with a bootstrap interval. Memory and a busy neighbour are
+measured in processes of their own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import resource
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -24,124 +31,228 @@ from reprieve.models import CachedModel
 from reprieve.tasks import load_task
 from reprieve.types import PARTS
 
+KS = (4, 8, 16)
+WARM_UP = 3  # problems
+CACHED = 128  # tokens before a forward that is timed alone
+
 
 def forward_ms(model: CachedModel, num_new: int, *, repeats: int = 60) -> float:
     """Median milliseconds of one forward over `num_new` tokens after 128 cached ones."""
     times = []
     with torch.inference_mode():
-        model.start([5] * 128)
+        model.start([5] * CACHED)
         for _ in range(repeats):
             started = time.perf_counter()
             model.forward([7] * num_new)
             times.append(time.perf_counter() - started)
-            model.keep(128)
+            model.keep(CACHED)
     return 1000 * statistics.median(times)
 
 
-def transformers_decoder(pair: Pair, num_draft_tokens: int | None, max_new_tokens: int):
-    """`generate`, plain or with the draft as assistant at a constant K."""
-    extra = {}
-    if num_draft_tokens is not None:
-        config = pair.draft.generation_config
-        config.num_assistant_tokens = num_draft_tokens
-        config.num_assistant_tokens_schedule = "constant"
-        config.assistant_confidence_threshold = 0.0
-        extra = {"assistant_model": pair.draft}
+def transformers_decoder(pair: Pair, max_new_tokens: int, **options):
+    """`generate` with some options; those of the assistant go to its own generation configuration."""
+    assistant = {name: options.pop(name) for name in list(options) if name.startswith(("num_assistant", "assistant_c"))}
+    if assistant:
+        options["assistant_model"] = pair.draft
 
     def decode(prompt: str) -> list[int]:
+        for name, value in assistant.items():
+            setattr(pair.draft.generation_config, name, value)
         ids = pair.tokenizer(prompt, return_tensors="pt").input_ids.to(pair.target.device)
         with torch.inference_mode():
-            output = pair.target.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, **extra)
+            output = pair.target.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, **options)
         return output[0, ids.shape[1] :].tolist()
 
     return decode
 
 
-def measure(num_problems: int, num_draft_tokens: int, pair: Pair) -> dict:
-    """All four on the same problems at one K."""
-    task = load_task("arithmetic")
-    params = reprieve.SamplingParams(max_new_tokens=task.max_new_tokens)
-    ours = {
-        name: pair.decoder("lossless" if k else name, num_draft_tokens=k or 1)
-        for name, k in (("target_only", None), ("lossless", num_draft_tokens))
-    }
-    parts = dict.fromkeys(PARTS, 0.0)
-    counts = {"rounds": 0, "drafted": 0, "tokens": 0}
-
-    def lossless(prompt: str) -> list[int]:
-        made = ours["lossless"].generate(prompt, params, timed=True)
-        for part in parts:
-            parts[part] += made.seconds_by_part.get(part, 0.0)
-        counts["rounds"] += made.num_rounds
-        counts["drafted"] += made.num_drafted
-        counts["tokens"] += len(made.tokens)
-        return made.token_ids
-
-    decoders = {
-        "transformers generate": transformers_decoder(pair, None, task.max_new_tokens),
-        "transformers assisted": transformers_decoder(pair, num_draft_tokens, task.max_new_tokens),
-        "reprieve target_only": lambda prompt: ours["target_only"].generate(prompt, params).token_ids,
-        "reprieve lossless": lossless,
-    }
-    problems = task.problems("test", num_problems + 3)
-    seconds: dict[str, list[float]] = {name: [] for name in decoders}
-    names = list(decoders)
-    num_different = 0
-    for number, problem in enumerate(problems):
-        answers = {}
-        for name in [*names[number % 4 :], *names[: number % 4]]:
-            started = time.perf_counter()
-            answers[name] = decoders[name](problem.prompt)
-            if number >= 3:  # the first three warm up
-                seconds[name].append(time.perf_counter() - started)
-        num_different += len({tuple(answer) for answer in answers.values()}) > 1
-        if number == 2:
-            parts.update(dict.fromkeys(parts, 0.0))
-            counts.update(dict.fromkeys(counts, 0))
-    draft_ms = forward_ms(pair.cached_draft(), 1)
-    verify_ms = forward_ms(pair.cached_target(), num_draft_tokens + 1)
-    round_ms = 1000 * (sum(parts.values()) - parts["prefill"]) / counts["rounds"]
+def peers(pair: Pair, max_new_tokens: int) -> dict:
+    """transformers as it comes, and at constant numbers of assistant tokens."""
+    usual = dict(num_assistant_tokens=20, assistant_confidence_threshold=0.4)
+    constant = dict(num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0)
     return {
-        "num_draft_tokens": num_draft_tokens,
+        "transformers plain": transformers_decoder(pair, max_new_tokens),
+        "transformers assisted, as it comes": transformers_decoder(
+            pair, max_new_tokens, **usual, num_assistant_tokens_schedule="constant"
+        ),
+        "transformers assisted, heuristic": transformers_decoder(
+            pair, max_new_tokens, **usual, num_assistant_tokens_schedule="heuristic"
+        ),
+        **{
+            f"transformers assisted, K = {k}": transformers_decoder(
+                pair, max_new_tokens, num_assistant_tokens=k, **constant
+            )
+            for k in KS
+        },
+        "transformers prompt lookup": transformers_decoder(pair, max_new_tokens, prompt_lookup_num_tokens=10),
+    }
+
+
+class Ours:
+    """One of our decoders, and what it said of its rounds."""
+
+    def __init__(self, pair: Pair, rule: str, k: int | str, max_new_tokens: int) -> None:
+        self.decoder = pair.decoder(rule, num_draft_tokens=k)
+        self.params = reprieve.SamplingParams(max_new_tokens=max_new_tokens)
+        self.made: list = []
+
+    def __call__(self, prompt: str) -> list[int]:
+        self.made.append(self.decoder.generate(prompt, self.params, timed=True))
+        return self.made[-1].token_ids
+
+    def rounds(self) -> dict:
+        """Means over all rounds but those of the warm-up."""
+        made = self.made[WARM_UP:]
+        rounds, drafted = (sum(getattr(one, name) for one in made) for name in ("num_rounds", "num_drafted"))
+        parts = {part: sum(one.seconds_by_part[part] for one in made) for part in PARTS}
+        round_ms = 1000 * (sum(parts.values()) - parts["prefill"]) / max(1, rounds)
+        return {
+            "tokens_per_round": sum(len(one.tokens) for one in made) / max(1, rounds),
+            "drafted_per_round": drafted / max(1, rounds),
+            "accepted_share": sum(one.num_accepted for one in made) / max(1, drafted),
+            "round_ms": round_ms,
+            "round_ms_by_part": {part: 1000 * seconds / max(1, rounds) for part, seconds in parts.items()},
+        }
+
+
+def measure(pair: Pair, num_problems: int) -> dict:
+    """All ways on the same problems."""
+    task = load_task("arithmetic")
+    ours = {"target_only": Ours(pair, "target_only", "auto", task.max_new_tokens)}
+    for rule in ("lossless", "judge"):
+        ours |= {f"{rule}, K = {k}": Ours(pair, rule, k, task.max_new_tokens) for k in (*KS, "auto")}
+    ways = {**peers(pair, task.max_new_tokens), **ours}
+    lossless = [name for name in ways if not name.startswith("judge")]
+    speeds: dict[str, list[float]] = defaultdict(list)
+    correct: dict[str, list[bool]] = defaultdict(list)
+    num_different = 0
+    for number, problem in enumerate(task.problems("test", num_problems + WARM_UP)):
+        answers = {}
+        names = list(ways)
+        for name in [*names[number % len(names) :], *names[: number % len(names)]]:
+            started = time.perf_counter()
+            answers[name] = ways[name](problem.prompt)
+            seconds = time.perf_counter() - started
+            if number >= WARM_UP:
+                speeds[name].append(len(answers[name]) / seconds)
+                text = pair.tokenizer.decode(answers[name], skip_special_tokens=True)
+                correct[name].append(task.equivalent(task.extract_answer(text), problem.reference))
+        num_different += len({tuple(answers[name]) for name in lossless}) > 1
+        print(f"{number + 1} of {num_problems + WARM_UP} problems", file=sys.stderr, flush=True)
+    best_peer = max((name for name in ways if "assisted" in name), key=lambda name: statistics.median(speeds[name]))
+    rounds = {name: one.rounds() for name, one in ours.items() if name != "target_only"}
+    bounds = bound(pair)
+    for k in KS:
+        rounds[f"lossless, K = {k}"]["round_over_bound"] = rounds[f"lossless, K = {k}"]["round_ms"] / bounds[f"K = {k}"]
+    return {
         "num_problems": num_problems,
         "num_with_different_tokens": num_different,
-        "median_seconds": {name: statistics.median(values) for name, values in seconds.items()},
-        "target_only vs transformers generate": ratio(seconds, "transformers generate", "reprieve target_only"),
-        "lossless vs transformers assisted": ratio(seconds, "transformers assisted", "reprieve lossless"),
-        "lossless vs target_only": ratio(seconds, "reprieve target_only", "reprieve lossless"),
-        "tokens_per_round": counts["tokens"] / counts["rounds"],
-        "round_ms": round_ms,
-        "round_ms_by_part": {part: 1000 * value / counts["rounds"] for part, value in parts.items()},
-        "draft_forward_ms": draft_ms,
-        "target_forward_ms": forward_ms(pair.cached_target(), 1),
-        "verify_forward_ms": verify_ms,
-        "bound_ms": num_draft_tokens * draft_ms + verify_ms,
-        "round_over_bound": round_ms / (num_draft_tokens * draft_ms + verify_ms),
+        "over_plain": {name: ratio(speeds, name, "transformers plain") for name in ways},
+        "solved": {name: sum(values) / len(values) for name, values in correct.items()},
+        "best_peer": best_peer,
+        "lossless auto over best peer": ratio(speeds, "lossless, K = auto", best_peer),
+        "lossless auto over target_only": ratio(speeds, "lossless, K = auto", "target_only"),
+        "judge auto over lossless auto": ratio(speeds, "judge, K = auto", "lossless, K = auto"),
+        "judge auto over target_only": ratio(speeds, "judge, K = auto", "target_only"),
+        "target_only over transformers plain": ratio(speeds, "target_only", "transformers plain"),
+        "rounds": rounds,
+        "bound_ms": bounds,
+        "length_head": length_head(pair, rounds["lossless, K = auto"]),
     }
 
 
-def ratio(seconds: dict[str, list[float]], slow: str, fast: str) -> dict:
-    """How many times faster `fast` is: median over problems, with a 95% interval."""
-    ratios = np.array(seconds[slow]) / np.array(seconds[fast])
+def bound(pair: Pair) -> dict:
+    """What a round of K takes if it is nothing but its forwards, one by one and alone."""
+    draft_ms = forward_ms(pair.cached_draft(), 1)
+    verify_ms = {k: forward_ms(pair.cached_target(), k + 1) for k in KS}
+    return {
+        "draft": draft_ms,
+        "target": forward_ms(pair.cached_target(), 1),
+        "draft, through transformers": forward_ms(CachedModel(pair.draft, direct=False), 1),
+        "target, through transformers": forward_ms(CachedModel(pair.target, direct=False), 1),
+        **{f"K = {k}": k * draft_ms + verify_ms[k] for k in KS},
+    }
+
+
+def length_head(pair: Pair, rounds: dict) -> dict:
+    """What asking it takes of a round."""
+    length = pair.decoder("lossless").length.start(None, 0.0)
+    size = pair.draft.config.hidden_size
+    hidden, logits, token = torch.randn(1, size), torch.randn(1, pair.vocab_size), torch.tensor([1])
+    length.begin()
+    times = []
+    with torch.inference_mode():
+        for _ in range(2000):
+            started = time.perf_counter()
+            length.goes_on(hidden, logits, token)
+            times.append(time.perf_counter() - started)
+    one = 1000 * statistics.median(times)
+    return {"ms": one, "share_of_a_round": one * rounds["drafted_per_round"] / rounds["round_ms"]}
+
+
+def ratio(speeds: dict[str, list[float]], fast: str, slow: str) -> dict:
+    """How many times as many tokens a second: median over problems, with a 95% interval."""
+    ratios = np.array(speeds[fast]) / np.array(speeds[slow])
     interval = bootstrap_interval(lambda index: float(np.median(ratios[index])), len(ratios))
     return {"median": float(np.median(ratios)), "ci95": list(interval)}
+
+
+def peak_memory(ours: bool) -> float:
+    """MiB at most, of a process that answers twenty problems, over what it had when the models were loaded."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        return pool.apply(_peak, (ours,))
+
+
+def _peak(ours: bool) -> float:
+    pair = reprieve.load_pair(dtype="float32")
+    torch.set_num_threads(1)
+    task = load_task("arithmetic")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    usual = dict(num_assistant_tokens=20, assistant_confidence_threshold=0.4)
+    decode = (
+        Ours(pair, "lossless", "auto", task.max_new_tokens)
+        if ours
+        else transformers_decoder(pair, task.max_new_tokens, **usual)
+    )
+    for problem in task.problems("test", 20):
+        decode(problem.prompt)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+
+
+def busy_neighbour(limit: int) -> dict:
+    """Seconds of `reprieve bench`, alone and beside a process that keeps another core busy."""
+    seconds: dict[str, list[float]] = {"quiet": [], "busy": []}
+    for _ in range(2):
+        for name, measured in seconds.items():
+            neighbour = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if name == "busy" else None
+            try:
+                with tempfile.TemporaryDirectory() as folder:
+                    command = ["bench", "--limit", str(limit), "--arm", "judge", "--out", folder]
+                    started = time.perf_counter()
+                    program = [sys.executable, "-c", "from reprieve.cli.main import run; run()"]
+                    subprocess.run([*program, *command], check=True, capture_output=True)
+                    measured.append(time.perf_counter() - started)
+            finally:
+                if neighbour is not None:
+                    neighbour.kill()
+    quiet, busy = (statistics.median(values) for values in seconds.values())
+    return {"limit": limit, "quiet_s": quiet, "busy_s": busy, "ratio": busy / quiet}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark"))
     parser.add_argument("--limit", type=int, default=60)
-    parser.add_argument("--num-draft-tokens", default="4,8,16")
-    parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--num-threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.num_threads)
     pair = reprieve.load_pair(dtype="float32")
-    runs = []
-    for k in map(int, arguments.num_draft_tokens.split(",")):
-        runs.append(measure(arguments.limit, k, pair))
-        print(json.dumps(runs[-1], indent=2), flush=True)
-    document = {**environment(), "runs": runs}
+    document = {**environment(), **measure(pair, arguments.limit)}
+    document["peak_mib"] = {"transformers assisted": peak_memory(False), "reprieve": peak_memory(True)}
+    document["busy_neighbour"] = busy_neighbour(4)
     replace_file(arguments.out / "engine.json", json.dumps(document, indent=2) + "\n")
+    print(json.dumps(document, indent=2))
 
 
 if __name__ == "__main__":

@@ -160,9 +160,9 @@ def engine_and_task(
 def load(pair: PairSettings) -> Pair:
     """The pair, without transformers' own bars and warnings."""
     quiet_transformers()
-    from reprieve.engine import load_pair
+    from reprieve.engine.threads import load_asked
 
-    return load_pair(**vars(pair))
+    return load_asked(pair, warn)
 
 
 def quiet_transformers() -> None:

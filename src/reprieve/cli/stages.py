@@ -146,7 +146,8 @@ def prompt_flags(prompt: PromptSettings) -> list[str]:
 def pair_flags(pair: PairSettings) -> list[str]:
     """A pair as flags."""
     given = {"--target": pair.target, "--draft": pair.draft, "--dtype": pair.dtype, "--device": pair.device}
-    return _flags({**given, "--device-map": pair.device_map})
+    threads = None if pair.num_threads is None else str(pair.num_threads)
+    return _flags({**given, "--device-map": pair.device_map, "--num-threads": threads})
 
 
 def engine_flags(engine: EngineSettings) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reprieve.engine import Pair, load_pair
+from reprieve.engine.threads import load_asked
 from reprieve.errors import SpecError
 from reprieve.heads.binding import PairIdentity
 from reprieve.labelling.api_target import ApiTarget
@@ -140,7 +141,7 @@ def _load(settings: MiningSettings, served: Served | None) -> Pair:
         alone = load_pair(draft_name, dtype=names.dtype, device=names.device)
         draft = alone.target if alone.draft is None else alone.draft  # the bundled pair brings its own
         return dataclasses.replace(alone, target=draft, draft=draft, target_name=names.target, draft_name=draft_name)
-    pair = load_pair(**vars(names))
+    pair = load_asked(names)
     pair.cached_draft()  # refuses a pair without a draft
     return pair
 

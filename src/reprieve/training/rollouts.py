@@ -202,7 +202,7 @@ def _start(settings: RolloutSettings, shape: ArbiterShape) -> None:
     """Load the pair once a process."""
     global _MAKER
     start_worker()
-    pair = load_pair(**vars(settings.pair))
+    pair = load_pair(**settings.pair.models)
     task = ask(load_task(settings.task), pair.tokenizer, settings.prompt)
     _MAKER = RolloutMaker(settings, shape, pair, task)
 

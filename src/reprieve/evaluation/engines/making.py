@@ -28,10 +28,10 @@ def make_engine(
         ReprieveError: a model that cannot be found, or a running server that does not answer.
     """
     if settings.local:
-        from reprieve.engine import load_pair
+        from reprieve.engine.threads import load_asked
         from reprieve.evaluation.engines.local import LocalEngine
 
-        return LocalEngine(load_pair(**vars(pair)), num_workers=num_workers)
+        return LocalEngine(load_asked(pair, announce), num_workers=num_workers)
     if num_workers > 1:
         raise SpecError("workers are processes of the local engine; servers take parallel= requests at once")
     from reprieve.evaluation.engines.served import ServedEngine
