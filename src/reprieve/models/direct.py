@@ -146,9 +146,9 @@ class DirectModel:
             if place in wanted:
                 states[place] = x
             x = x + self._attend(layer, x, buffer[place], (start, end), (cos, sin), mask, causal)
-            y = F.rms_norm(x, self._norm.shape, layer.after.weight, self._eps)
+            y = _normed(x, layer.after.weight, self._eps)
             x = x + layer.down(F.silu(layer.gate(y)) * layer.up(y))
-        x = F.rms_norm(x, self._norm.shape, self._norm, self._eps)
+        x = _normed(x, self._norm, self._eps)
         states[len(self._layers)] = x
         self.cache.length = end  # only now: an interrupted forward must not count
         rows = x if num_logits is None else x[num - num_logits :]
@@ -166,12 +166,12 @@ class DirectModel:
     ) -> Tensor:
         start, end = span
         num = end - start
-        y = F.rms_norm(x, self._norm.shape, layer.before.weight, self._eps)
+        y = _normed(x, layer.before.weight, self._eps)
         queries = layer.query(y).view(num, self._num_heads, self._head_dim)
         keys = layer.key(y).view(num, self._num_kv_heads, self._head_dim)
         if layer.query_norm is not None and layer.key_norm is not None:
-            queries = F.rms_norm(queries, (self._head_dim,), layer.query_norm.weight, self._eps)
-            keys = F.rms_norm(keys, (self._head_dim,), layer.key_norm.weight, self._eps)
+            queries = _normed(queries, layer.query_norm.weight, self._eps)
+            keys = _normed(keys, layer.key_norm.weight, self._eps)
         cached[0, :, start:end] = _turned(keys, turns).transpose(0, 1)
         cached[1, :, start:end] = layer.value(y).view(num, self._num_kv_heads, self._head_dim).transpose(0, 1)
         attended = F.scaled_dot_product_attention(
@@ -213,6 +213,15 @@ class _Layer:
         self.query_norm = getattr(self.attention, "q_norm", None)
         self.key_norm = getattr(self.attention, "k_norm", None)
         self.gate, self.up, self.down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm as the library computes it; PyTorch's own is one kernel on a GPU, and ten operations on a CPU."""
+    if x.is_cuda:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    wide = x.float()
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return weight * (wide * scale).to(x.dtype)
 
 
 def _turned(states: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
