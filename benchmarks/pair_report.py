@@ -26,7 +26,7 @@ def accuracies(pair: Pair, task: Task, num_problems: int) -> dict:
     """Target, draft and the oracle union on the test split; tokens per round of lossless at K = 16."""
     solved: dict[str, list[bool]] = {"target_only": [], "draft_only": []}
     decoders = {name: pair.decoder(name) for name in solved}
-    lossless = pair.decoder("lossless")
+    lossless = pair.decoder("lossless", num_draft_tokens=16)
     params = reprieve.SamplingParams(max_new_tokens=task.max_new_tokens)
     num_tokens = num_rounds = num_different = 0
     for problem in task.problems("test", num_problems):

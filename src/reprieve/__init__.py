@@ -1,7 +1,7 @@
 """Reprieve gives rejected draft tokens a second chance: relaxed verification for speculative decoding.
 
 pair = reprieve.load_pair()
-decoder = pair.decoder("margin:delta=3", num_draft_tokens=16)
+decoder = pair.decoder("margin:delta=3")
 print(decoder.generate("...").text)
 """
 

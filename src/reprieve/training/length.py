@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,8 +28,7 @@ from reprieve.training.settings import LengthTraining
 from reprieve.training.splits import auc
 
 _PRICES = tuple(round(0.02 * step, 2) for step in range(1, 48))
-_REPEATS = 15  # of a forward that is timed
-_CACHED = 64  # tokens before it
+_CACHED = 64  # tokens before a forward that is timed
 
 
 def train_length(
@@ -159,6 +157,11 @@ class _Learner(Learner):
         return repr((self.settings, self.rule.spec, self.task, problems, self.pair.identity, self.max_new_tokens))
 
     @cached_property
+    def target(self) -> CachedModel:
+        """For forwards that are timed alone, one of each kind a problem: this machine may be busier later."""
+        return self.pair.cached_target()
+
+    @cached_property
     def decoder(self) -> SpeculativeDecoder:
         return self.pair.decoder(self.rule, num_draft_tokens=self.recorder)
 
@@ -175,8 +178,10 @@ class _Learner(Learner):
         self.parts["hidden"].append(torch.cat(seen.hidden) if seen.hidden else torch.zeros(0, self._width))
         self.parts["rows"].append(torch.tensor([[*row, *about] for row in seen.rows]).reshape(-1, width))
         self.parts["rounds"].append(torch.tensor([[update, *each] for each in seen.rounds]).reshape(-1, 3))
-        others = sum(value for part, value in spent.items() if part not in ("draft", "prefill"))
-        self.parts["seconds"].append(torch.tensor([[spent["draft"], others, made.num_drafted, made.num_rounds]]))
+        beside = sum(spent[part] for part in ("rule", "advise", "commit")) / made.num_rounds
+        one, block = (_forward_seconds(self.target, size) for size in (1, self.recorder.most + 1))
+        drafting = spent["draft"] / max(1, made.num_drafted)
+        self.parts["seconds"].append(torch.tensor([[drafting, beside, one, block]]))
         return {"rounds": len(seen.rounds), "tokens_per_round": made.tokens_per_round}
 
     @property
@@ -249,13 +254,9 @@ class _Learner(Learner):
         return min(fits, key=lambda fit: _log_loss(labels.passed[held], fit.scores(seen.features[held])))
 
     def _costs(self) -> _Costs:
-        """From the answers' own times; what a longer verification takes is measured apart."""
-        most = self.settings.num_draft_tokens
-        seconds = torch.cat(self.parts["seconds"]).double().sum(0).tolist()
-        draft, others, num_drafted, num_rounds = seconds
-        target = self.pair.cached_target()
-        more = max(0.0, _forward_ms(target, most + 1) - _forward_ms(target, 1)) / most
-        return _Costs(1000 * draft / num_drafted, more, max(0.1, 1000 * others / num_rounds - more * most))
+        """Medians over the problems."""
+        drafting, beside, one, block = (1000 * torch.cat(self.parts["seconds"]).double().quantile(0.5, dim=0)).tolist()
+        return _Costs(drafting, max(0.0, block - one) / self.settings.num_draft_tokens, one + beside)
 
 
 @dataclass(frozen=True)
@@ -308,14 +309,12 @@ def _log_loss(passed: np.ndarray, scores: np.ndarray) -> float:
 
 
 @torch.inference_mode()
-def _forward_ms(model: CachedModel, num_tokens: int) -> float:
-    """Median milliseconds of reading so many tokens."""
-    times = []
-    model.start([0] * _CACHED)
-    for _ in range(_REPEATS):
-        started = time.perf_counter()
-        logits, _ = model.forward([0] * num_tokens)
-        float(logits[-1, 0])  # on a GPU, wait for it
-        times.append(time.perf_counter() - started)
-        model.keep(_CACHED)
-    return 1000 * statistics.median(times)
+def _forward_seconds(model: CachedModel, num_tokens: int) -> float:
+    """What reading so many tokens takes, after some others."""
+    model.start([0] * _CACHED, reuse_prefix=True)
+    started = time.perf_counter()
+    logits, _ = model.forward([0] * num_tokens)
+    float(logits[-1, 0])  # on a GPU, wait for it
+    seconds = time.perf_counter() - started
+    model.keep(_CACHED)
+    return seconds
