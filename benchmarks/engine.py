@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import resource
 import statistics
 import subprocess
 import sys
@@ -36,17 +35,30 @@ WARM_UP = 3  # problems
 CACHED = 128  # tokens before a forward that is timed alone
 
 
-def forward_ms(model: CachedModel, num_new: int, *, repeats: int = 60) -> float:
-    """Median milliseconds of one forward over `num_new` tokens after 128 cached ones."""
-    times = []
-    with torch.inference_mode():
-        model.start([5] * CACHED)
-        for _ in range(repeats):
-            started = time.perf_counter()
-            model.forward([7] * num_new)
-            times.append(time.perf_counter() - started)
-            model.keep(CACHED)
-    return 1000 * statistics.median(times)
+class Forwards:
+    """Forwards alone, after 128 cached tokens; a few of each are timed beside every problem, for speeds change."""
+
+    def __init__(self, pair: Pair) -> None:
+        models = {"draft": pair.cached_draft(), "target": pair.cached_target()}
+        library = {f"{name}, through transformers": CachedModel(getattr(pair, name), direct=False) for name in models}
+        self.forwards = [(name, model, 1) for name, model in (models | library).items()]
+        self.forwards += [(f"target, {k + 1} tokens", models["target"], k + 1) for k in KS]
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+
+    @torch.inference_mode()
+    def measure(self, repeats: int = 3) -> None:
+        for name, model, num_new in self.forwards:
+            model.start([5] * CACHED, reuse_prefix=True)
+            for _ in range(repeats):
+                started = time.perf_counter()
+                model.forward([7] * num_new)
+                self.seconds[name].append(time.perf_counter() - started)
+                model.keep(CACHED)
+
+    def medians(self) -> dict:
+        """Milliseconds, and what a round of K would take if it were nothing but its forwards."""
+        ms = {name: 1000 * statistics.median(times) for name, times in self.seconds.items()}
+        return ms | {f"K = {k}": k * ms["draft"] + ms[f"target, {k + 1} tokens"] for k in KS}
 
 
 def transformers_decoder(pair: Pair, max_new_tokens: int, **options):
@@ -61,6 +73,8 @@ def transformers_decoder(pair: Pair, max_new_tokens: int, **options):
         ids = pair.tokenizer(prompt, return_tensors="pt").input_ids.to(pair.target.device)
         with torch.inference_mode():
             output = pair.target.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, **options)
+        for name in assistant:  # a schedule goes on from where the last answer left it
+            assistant[name] = getattr(pair.draft.generation_config, name)
         return output[0, ids.shape[1] :].tolist()
 
     return decode
@@ -104,14 +118,15 @@ class Ours:
         """Means over all rounds but those of the warm-up."""
         made = self.made[WARM_UP:]
         rounds, drafted = (sum(getattr(one, name) for one in made) for name in ("num_rounds", "num_drafted"))
-        parts = {part: sum(one.seconds_by_part[part] for one in made) for part in PARTS}
-        round_ms = 1000 * (sum(parts.values()) - parts["prefill"]) / max(1, rounds)
+        parts = {part: 1000 * sum(one.seconds_by_part[part] for one in made) / max(1, rounds) for part in PARTS}
+        parts["verify"] *= rounds / max(1, rounds - len(made))  # the first of an answer reads the prompt: `prefill`
+        round_ms = sum(parts.values()) - parts["prefill"]
         return {
             "tokens_per_round": sum(len(one.tokens) for one in made) / max(1, rounds),
             "drafted_per_round": drafted / max(1, rounds),
             "accepted_share": sum(one.num_accepted for one in made) / max(1, drafted),
             "round_ms": round_ms,
-            "round_ms_by_part": {part: 1000 * seconds / max(1, rounds) for part, seconds in parts.items()},
+            "round_ms_by_part": parts,
         }
 
 
@@ -125,7 +140,7 @@ def measure(pair: Pair, num_problems: int) -> dict:
     lossless = [name for name in ways if not name.startswith("judge")]
     speeds: dict[str, list[float]] = defaultdict(list)
     correct: dict[str, list[bool]] = defaultdict(list)
-    num_different = 0
+    forwards, num_different = Forwards(pair), 0
     for number, problem in enumerate(task.problems("test", num_problems + WARM_UP)):
         answers = {}
         names = list(ways)
@@ -138,10 +153,11 @@ def measure(pair: Pair, num_problems: int) -> dict:
                 text = pair.tokenizer.decode(answers[name], skip_special_tokens=True)
                 correct[name].append(task.equivalent(task.extract_answer(text), problem.reference))
         num_different += len({tuple(answers[name]) for name in lossless}) > 1
+        forwards.measure()
         print(f"{number + 1} of {num_problems + WARM_UP} problems", file=sys.stderr, flush=True)
     best_peer = max((name for name in ways if "assisted" in name), key=lambda name: statistics.median(speeds[name]))
     rounds = {name: one.rounds() for name, one in ours.items() if name != "target_only"}
-    bounds = bound(pair)
+    bounds = forwards.medians()
     for k in KS:
         rounds[f"lossless, K = {k}"]["round_over_bound"] = rounds[f"lossless, K = {k}"]["round_ms"] / bounds[f"K = {k}"]
     return {
@@ -158,19 +174,6 @@ def measure(pair: Pair, num_problems: int) -> dict:
         "rounds": rounds,
         "bound_ms": bounds,
         "length_head": length_head(pair, rounds["lossless, K = auto"]),
-    }
-
-
-def bound(pair: Pair) -> dict:
-    """What a round of K takes if it is nothing but its forwards, one by one and alone."""
-    draft_ms = forward_ms(pair.cached_draft(), 1)
-    verify_ms = {k: forward_ms(pair.cached_target(), k + 1) for k in KS}
-    return {
-        "draft": draft_ms,
-        "target": forward_ms(pair.cached_target(), 1),
-        "draft, through transformers": forward_ms(CachedModel(pair.draft, direct=False), 1),
-        "target, through transformers": forward_ms(CachedModel(pair.target, direct=False), 1),
-        **{f"K = {k}": k * draft_ms + verify_ms[k] for k in KS},
     }
 
 
@@ -198,7 +201,7 @@ def ratio(speeds: dict[str, list[float]], fast: str, slow: str) -> dict:
 
 
 def peak_memory(ours: bool) -> float:
-    """MiB at most, of a process that answers twenty problems, over what it had when the models were loaded."""
+    """MiB that answering twenty problems took at most, over what the process held with its models loaded."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
         return pool.apply(_peak, (ours,))
@@ -208,7 +211,8 @@ def _peak(ours: bool) -> float:
     pair = reprieve.load_pair(dtype="float32")
     torch.set_num_threads(1)
     task = load_task("arithmetic")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
+    before = _memory("VmRSS")
     usual = dict(num_assistant_tokens=20, assistant_confidence_threshold=0.4)
     decode = (
         Ours(pair, "lossless", "auto", task.max_new_tokens)
@@ -217,7 +221,13 @@ def _peak(ours: bool) -> float:
     )
     for problem in task.problems("test", 20):
         decode(problem.prompt)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return _memory("VmHWM") - before
+
+
+def _memory(what: str) -> float:
+    """MiB of this process, as Linux counts them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(what)).split()[1]) / 1024
 
 
 def busy_neighbour(limit: int) -> dict:

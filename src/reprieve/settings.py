@@ -18,6 +18,7 @@ MAX_SEED = 2**63 - 1
 _MOST_TOKENS = 2**31 - 1
 MAX_DRAFT_TOKENS = 512  # of a round
 AUTO = "auto"
+NAMED_LENGTH = f"{AUTO}:path="
 NumDraftTokens = int | str  # K, or who decides: `auto`, `auto:path=FOLDER`
 BUNDLED_PAIR = "reprieve/arithmetic-pair"
 
@@ -28,13 +29,17 @@ def require_draft_tokens(value: NumDraftTokens) -> None:
     Raises:
         SpecError: names what is allowed.
     """
-    if isinstance(value, str):
-        if value != AUTO and not (value.startswith(f"{AUTO}:path=") and value != f"{AUTO}:path="):
-            raise SpecError(
-                f"num_draft_tokens must be in [1, {MAX_DRAFT_TOKENS}], auto, or auto:path=FOLDER, got {value!r}"
-            )
-    else:
+    if not isinstance(value, str):
         require_whole("num_draft_tokens", value, 1, MAX_DRAFT_TOKENS)
+    elif value != AUTO and (value == NAMED_LENGTH or not value.startswith(NAMED_LENGTH)):
+        raise SpecError(
+            f"num_draft_tokens must be in [1, {MAX_DRAFT_TOKENS}], auto, or auto:path=FOLDER, got {value!r}"
+        )
+
+
+def read_draft_tokens(text: NumDraftTokens) -> NumDraftTokens:
+    """K from a text: a number where it is one."""
+    return int(text) if isinstance(text, str) and text.isdecimal() and text.isascii() else text
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from scipy.stats import chisquare
 
 from reprieve.drafters import DraftModelDrafter, EagleDrafter, EagleSettings
-from reprieve.drafters.length import LearnedLength
+from reprieve.drafters.length import AcceptanceLength, LearnedLength
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.models import CachedModel
 from reprieve.rules import parse_rule
@@ -90,13 +90,25 @@ def eagle_drafter(target, *, prune=False):
     return EagleDrafter(head, vocab_size=4, settings=EagleSettings(depth=2, top_k=2, total_tokens=5, **pruning))
 
 
+EAGLES = ("eagle3", "eagle3, pruned", "eagle3, weighed")
+
+
 @pytest.mark.parametrize(
     "drafting",
     [
         "chain",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("greedy chain", "block", "exact", "tree, iid", "tree, best", "eagle3", "eagle3, pruned")
+            for name in (
+                "greedy chain",
+                "block",
+                "exact",
+                "tree, iid",
+                "tree, best",
+                "eagle3",
+                "eagle3, pruned",
+                "eagle3, weighed",
+            )
         ),
         "learned length",
         pytest.param("block, learned length", marks=pytest.mark.slow),
@@ -122,6 +134,8 @@ def test_sampled_lossless_leaves_the_targets_distribution(drafting):
     rule = parse_rule(f"lossless:verification={verification}" if verification in ("block", "exact") else "lossless")
     cached = CachedModel(target, hidden_layers=drafter.target_layers)
     decoder = SpeculativeDecoder(cached, drafter, NumberTokenizer(size), rule=rule, num_draft_tokens=3)
+    if drafting == "eagle3, weighed":
+        decoder.length = AcceptanceLength(0.3, drafts_trees=True)
     if drafting.endswith("learned length"):  # which looks at the token that was drawn
         decoder.length = LearnedLength(random_length(32, seed=5))
     num_rescued, lengths = 0, Counter()

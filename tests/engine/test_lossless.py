@@ -100,3 +100,21 @@ def test_tree_logits_equal_separate_forwards_of_each_branch():
                 plain = target(torch.tensor([[*PROMPT, 30, *branch]])).logits[0]
                 expected = plain[-len(branch) :]
                 torch.testing.assert_close(logits[list(rows)], expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("drafting", ["nothing", "n-grams", "a draft"])
+def test_the_prompt_is_read_with_the_first_verification(drafting, target, monkeypatch):
+    forwards, run = [], CachedModel._run
+
+    def counted(self, token_ids, **options):
+        forwards.append((self, len(token_ids)))
+        return run(self, token_ids, **options)
+
+    monkeypatch.setattr(CachedModel, "_run", counted)
+    drafter = {"nothing": None, "n-grams": NgramDrafter(CPU), "a draft": DraftModelDrafter(CachedModel(target), CPU)}
+    decoder = SpeculativeDecoder(CachedModel(target), drafter[drafting], NumberTokenizer(), num_draft_tokens=3)
+    made = decoder.generate(PROMPT, SamplingParams(max_new_tokens=12))
+    read = [num for model, num in forwards if model is decoder.target]
+    assert len(read) == made.num_rounds, "a forward a round, and none before"
+    assert len(PROMPT) <= read[0] <= len(PROMPT) + 3
+    assert decoder.target.cached_ids == [*PROMPT, *made.token_ids][: decoder.target.length]

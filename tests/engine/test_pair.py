@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import reprieve
 from reprieve.drafters import DraftModelDrafter, EagleDrafter, NgramDrafter
+from reprieve.drafters.length import AcceptanceLength, LearnedLength
 from reprieve.errors import PairError, SpecError
 from reprieve.rules import parse_rule
 from tests.kit.tiny import IDENTITY, NumberTokenizer, random_head, tiny_model
@@ -45,7 +47,35 @@ def test_one_model_alone_is_that_models_own_text(bundled_pair):
 def test_lossless_is_the_default(bundled_pair):
     decoder = bundled_pair.decoder()
     assert decoder.rule.name == "lossless"
-    assert decoder.num_draft_tokens == 16
+    assert isinstance(decoder.length, LearnedLength), "as many tokens as pay, by the bundled head"
+
+
+def test_the_bundled_heads_are_for_the_bundled_pair_and_drafter_alone(bundled_pair):
+    assert isinstance(bundled_pair.decoder("judge:threshold=0.5").length, LearnedLength), "whatever the threshold"
+    assert isinstance(bundled_pair.decoder("typical").length, AcceptanceLength)
+    assert isinstance(bundled_pair.decoder(drafter="ngram").length, AcceptanceLength)
+    assert bundled_pair.decoder(drafter="eagle3").length.drafts_trees
+    other = dataclasses.replace(bundled_pair, draft=bundled_pair.target, draft_name="another")
+    assert isinstance(other.decoder().length, AcceptanceLength)
+    with pytest.raises(PairError, match="made for target"):
+        other.decoder(num_draft_tokens="auto:path=reprieve/arithmetic-length-lossless")
+
+
+@pytest.mark.parametrize("value", [0, 513, 8.0, None, "8", "atuo", "auto:path="])
+@pytest.mark.parametrize("drafter", ["draft", "ngram"])
+def test_what_is_no_k_is_refused(bundled_pair, value, drafter):
+    with pytest.raises(SpecError, match="num_draft_tokens"):
+        bundled_pair.decoder(num_draft_tokens=value, drafter=drafter)
+
+
+def test_auto_answers_as_the_target_does_and_wastes_little(bundled_pair):
+    task = reprieve.load_task("arithmetic")
+    problems = task.problems("test", 6)
+    params = reprieve.SamplingParams(max_new_tokens=task.max_new_tokens)
+    auto, plain = bundled_pair.decoder(), bundled_pair.decoder("target_only")
+    made = [auto.generate(problem.prompt, params) for problem in problems]
+    assert [one.token_ids for one in made] == [plain.generate(problem.prompt, params).token_ids for problem in problems]
+    assert sum(one.num_accepted for one in made) > 0.75 * sum(one.num_drafted for one in made)
 
 
 @pytest.mark.parametrize(

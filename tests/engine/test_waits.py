@@ -1,4 +1,4 @@
-"""A round waits for the device at most twice, whatever the rule and the drafter."""
+"""A round of constant K waits for the device at most twice, whatever the rule and the drafter."""
 
 from __future__ import annotations
 
@@ -25,6 +25,14 @@ def waits_of_rounds(decoder, monkeypatch, *, temperature):
     prompt = load_task("arithmetic").problems("test", 1)[0].prompt
     decoder.generate(prompt, SamplingParams(max_new_tokens=60, temperature=temperature))
     return rounds
+
+
+@pytest.mark.parametrize("drafter", ["draft", "eagle3"])
+def test_a_length_that_is_decided_on_the_way_waits_once_a_token_or_level_more(bundled_pair, monkeypatch, drafter):
+    decoder = bundled_pair.decoder("lossless", drafter=drafter)
+    for waits in waits_of_rounds(decoder, monkeypatch, temperature=0.0):
+        deciding = [where for where in waits if "length.py" in where or where.startswith("__float__")]
+        assert len(deciding) <= 20 and len(waits) - len(deciding) <= MOST, "\n".join(waits)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -9,12 +9,17 @@ import pytest
 import torch
 
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.evaluation.arms import make_arms
+from reprieve.evaluation.arms import make_arm, make_arms, rule_arms
+from reprieve.evaluation.config import RunConfig
+from reprieve.evaluation.engines.local import LocalEngine
 from reprieve.evaluation.results import summarise
+from reprieve.evaluation.settings import RunSettings
+from reprieve.heads.loading import load_head
 from reprieve.rules import parse_rule
 from reprieve.rules.judge import JudgeRule
 from reprieve.rules.top_k import TopKRule
 from reprieve.rules.truncation import truncated_tokens
+from reprieve.servers.settings import EngineSettings
 from reprieve.settings import SamplingParams, SamplingSettings
 from tests.evaluation.toys import run
 from tests.kit.tiny import random_head
@@ -83,3 +88,46 @@ def test_rules_for_single_tokens_only_are_refused_by_direct_arms():
     with pytest.raises(SpecError, match="distribution alone"):
         SamplingParams(truncation=JudgeRule.of(random_head()))
     assert dataclasses.replace(SamplingParams(), truncation=TopKRule()).truncation == TopKRule()
+
+
+class TestAuto:
+    JUDGE = "reprieve/arithmetic-length-judge"
+
+    def test_a_run_wide_head_serves_its_rule_and_leaves_the_others_to_auto(self):
+        judge = "judge:path=reprieve/arithmetic-judge,threshold=0.03"
+        made = {arm.label: arm for arm in make_arms([judge], [f"auto:path={self.JUDGE}"])[2:]}
+        assert made["lossless"].num_draft_tokens == "auto"
+        assert made[judge].num_draft_tokens == f"auto:path={self.JUDGE}"
+
+    def test_an_arms_own_head_stays(self, bundled_pair):
+        [arm] = rule_arms([f"lossless@K=auto:path={self.JUDGE}"], 8)
+        assert arm.num_draft_tokens == f"auto:path={self.JUDGE}"
+        with pytest.raises(SpecError, match="trained for judge"):
+            arm.decoder(bundled_pair)
+
+    @pytest.mark.parametrize("k", ["0", "atuo", "\u00b2", "auto:", "-1", "8.5"])
+    def test_other_texts_are_refused(self, k):
+        with pytest.raises(SpecError, match="own K"):
+            make_arm(f"lossless@K={k}", 8)
+
+    def test_a_certificate_names_what_decided(self, bundled_pair):
+        engine = LocalEngine(bundled_pair)
+        [arm] = rule_arms(["lossless@K=auto"], 8)
+        named = engine.draft_tokens(arm, "draft")
+        head = load_head("reprieve/arithmetic-length-lossless")
+        assert named == f"auto:{head.fingerprint}"
+        assert engine.draft_tokens(arm, "ngram") == "auto", "there no head decides"
+        assert engine.draft_tokens(dataclasses.replace(arm, num_draft_tokens=8), "draft") == 8
+        config = RunConfig.of(engine, [arm], RunSettings())
+        assert config.conditions(engine, arm).num_draft_tokens == named
+        assert named in config.heads.values()
+        assert "length of" not in str(RunConfig.of(engine, [arm], RunSettings(drafter="ngram")).heads)
+
+    def test_the_price_is_part_of_what_a_head_is(self):
+        head = load_head("reprieve/arithmetic-length-lossless")
+        assert dataclasses.replace(head, price=head.price / 2).fingerprint != head.fingerprint
+
+    def test_servers_have_a_number(self):
+        served = EngineSettings("vllm")
+        assert served.draft_tokens("auto", 4, 8) == (8, 4)
+        assert EngineSettings().draft_tokens("auto", 4) == ("auto", 4)

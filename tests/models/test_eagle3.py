@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from reprieve.drafters import DRAFTERS
+from reprieve.drafters.length import FixedLength
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.errors import PairError, ReprieveError
 from reprieve.models.cache import RollbackCache
@@ -28,7 +29,7 @@ def pair(bundled_pair):
 def test_the_bundled_head_drafts_for_the_bundled_target(pair, temperature):
     problems = load_task("arithmetic").problems("test", 6)
     plain = SpeculativeDecoder(pair.cached_target(), None, pair.tokenizer)
-    drafter = DRAFTERS.make("eagle3").build(pair, parse_rule("lossless"))
+    drafter = DRAFTERS.make("eagle3").build(pair, parse_rule("lossless"), FixedLength(16))
     decoder = SpeculativeDecoder(pair.cached_target(drafter.target_layers), drafter, pair.tokenizer)
     rounds = tokens = 0
     for number, problem in enumerate(problems):

@@ -76,6 +76,15 @@ def post(port, body, path="/v1/completions", headers=None):
     return response.status, json.loads(text) if text.startswith("{") else text
 
 
+def test_where_k_is_left_to_us_a_policy_has_that_of_its_certificate(pair):
+    told = []
+    policies = [Policy.load({"rule": JUDGE, "default": "certified"}), Policy.load("margin:delta=2")]
+    app = make_app(pair, policies, ServerSettings(), announce=told.append)
+    assert app and "; certificate: With 95% confidence" in told[0], "K = 8 there, as it was made"
+    told.clear()
+    make_app(pair, policies[1:], ServerSettings(num_draft_tokens="auto:path=reprieve/arithmetic-length-judge"))
+
+
 def get(port, path, headers=None):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET", path, headers=headers or {})

@@ -73,7 +73,7 @@ def measured(folder, limit, *, engine=VLLM, speed=None, progress=lambda done, to
         config = RunConfig.of(made, arms, RunSettings(limit=limit))
         certificate = find_head("reprieve/arithmetic-judge") / "certificates" / "net_drop-0.03-0.04-vllm.json"
         conditions = Certificate.load(certificate).conditions
-        assert not [text for text in conditions.differences(config.conditions(made.facts, arms[1])) if text]
+        assert not [text for text in conditions.differences(config.conditions(made, arms[1])) if text]
         run = run_arms(config, arms, made, task, folder, progress=progress)
         return run, measure_throughput(made, config, task, arms, speed, folder) if speed else []
     finally:

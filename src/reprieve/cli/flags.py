@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 from reprieve.errors import ReprieveError, SpecError, require_choice
 from reprieve.files import read_file
+from reprieve.settings import read_draft_tokens
 
 T = TypeVar("T")
 CONFIG = "config.yaml"  # in a run's folder
@@ -73,7 +74,7 @@ class IntOrText:
     """A whole number where it is one, else the text."""
 
     def __new__(cls, value: int | str) -> Any:
-        return int(value) if str(value).isdigit() else value
+        return read_draft_tokens(value)
 
 
 def _options(hint: Any) -> list[Any]:

@@ -13,7 +13,15 @@ from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.errors import SpecError, require_choice
 from reprieve.files import replace_file
-from reprieve.settings import AUTO, NumDraftTokens, PairSettings, PromptSettings, SamplingParams, SamplingSettings
+from reprieve.settings import (
+    AUTO,
+    NumDraftTokens,
+    PairSettings,
+    PromptSettings,
+    SamplingParams,
+    SamplingSettings,
+    require_draft_tokens,
+)
 
 if TYPE_CHECKING:
     from reprieve.types import Generation, Token
@@ -68,6 +76,7 @@ class Generate(Command):
 
         require_choice("template", self.template, ("auto", "raw", "chat"))
         asked = self._asked
+        require_draft_tokens(self.num_draft_tokens)
         screen.require_file(self.out)
         params = SamplingParams(
             **vars(self.sampling), max_new_tokens=self.max_new_tokens, seed=self.seed, stop=self.stop

@@ -44,7 +44,7 @@ class Monitor(Command):
         with screen.engine_and_task(self.answering, self.pair, asked.task, asked.prompt) as (engine, task):
             config = RunConfig.of(engine, [strict, relaxed], asked, command=screen.command_line())
             if relaxed.certificate is not None:
-                relaxed.certificate.check(config.conditions(engine.facts, relaxed), where=f"of {relaxed.label}")
+                relaxed.certificate.check(config.conditions(engine, relaxed), where=f"of {relaxed.label}")
             num_problems = len(task.problems(asked.split, asked.limit, offset=asked.offset))
             num_told = -1
 

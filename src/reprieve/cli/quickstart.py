@@ -18,7 +18,7 @@ from reprieve.errors import ReprieveError, SpecError, require_choice, require_ra
 from reprieve.files import read_json, replace_file
 from reprieve.heads.binding import digest
 from reprieve.servers.settings import EngineSettings
-from reprieve.settings import AUTO, NumDraftTokens, PairSettings, PromptSettings, describe_format
+from reprieve.settings import AUTO, NumDraftTokens, PairSettings, PromptSettings, describe_format, require_draft_tokens
 from reprieve.specs import quoted
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ class Quickstart(Command):
         if not self.answering.local and self.num_workers not in (None, 1):
             raise SpecError("workers are of the local engine; servers take parallel= requests at once")
         require_range("max_drop", self.max_drop, 0.0, 0.99, low_open=True)
+        require_draft_tokens(self.num_draft_tokens)
         for name in ("mine_limit", "certify_limit", "max_new_tokens"):
             require_whole(name, getattr(self, name), 1)
 
@@ -145,7 +146,8 @@ class Quickstart(Command):
         """
         files = [self.data, self.prompt_template, Path(self.grader.removeprefix("python:").rpartition(":")[0] or "-")]
         digests = {str(path): digest(path.read_bytes()) for path in files if path is not None and path.is_file()}
-        ours = {key: str(value) for key, value in dataclasses.asdict(self).items() if key not in _FREE} | digests
+        given = dataclasses.asdict(self) | {"pair": self.pair.models}
+        ours = {key: str(value) for key, value in given.items() if key not in _FREE} | digests
         path = self.out / "started.json"
         if not path.exists():
             replace_file(path, json.dumps(ours, indent=2) + "\n")

@@ -128,13 +128,15 @@ def reporter(bar: Progress, what: str = "answers") -> Callable[[int, int], None]
     return report
 
 
-def load_pair_and_task(pair: PairSettings, task: str, prompt: PromptSettings | None = None) -> tuple[Pair, AskedTask]:
+def load_pair_and_task(
+    pair: PairSettings, task: str, prompt: PromptSettings | None = None, *, decodes: bool = True
+) -> tuple[Pair, AskedTask]:
     """Both, the task first: a misspelt one fails before a large model is read; its problems are put to the target."""
     from reprieve.tasks import load_task
     from reprieve.tasks.asking import ask
 
     plain = load_task(task)
-    loaded = load(pair)
+    loaded = load(pair, decodes=decodes)
     return loaded, ask(plain, loaded.tokenizer, prompt)
 
 
@@ -157,12 +159,16 @@ def engine_and_task(
         made.close()
 
 
-def load(pair: PairSettings) -> Pair:
-    """The pair, without transformers' own bars and warnings."""
+def load(pair: PairSettings, *, decodes: bool = True) -> Pair:
+    """The pair, without transformers' own bars and warnings.
+
+    Args:
+        decodes: see `engine.threads.load_asked`.
+    """
     quiet_transformers()
     from reprieve.engine.threads import load_asked
 
-    return load_asked(pair, warn)
+    return load_asked(pair, warn, decodes=decodes)
 
 
 def quiet_transformers() -> None:

@@ -42,7 +42,7 @@ class TrainEagle(Command):
         from reprieve.training.own_text import own_text_path, write_own_texts
 
         screen.require_problems(self.limit, self.offset)
-        pair, task = screen.load_pair_and_task(self.pair, self.task, self.prompt)
+        pair, task = screen.load_pair_and_task(self.pair, self.task, self.prompt, decodes=False)
         self.settings.layers_of(pair.target.config.get_text_config().num_hidden_layers)
         claim_head(self.out)
         claim_head(self.out / "head", "eagle3")

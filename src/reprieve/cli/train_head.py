@@ -53,7 +53,7 @@ class TrainHead(Command):
         from reprieve.labelling.store import LabelStore
 
         store = LabelStore(self.labels)
-        pair = screen.load(self.pair)
+        pair = screen.load(self.pair, decodes=False)
         store.require_pair(pair.identity)
         claim_head(self.out)
         problems = store.problems()

@@ -238,18 +238,20 @@ class EagleDrafter:
         places = torch.full_like(all_parents, ROOT)
         places[chosen] = torch.arange(len(chosen), device=self.device)
         renumbered = torch.where(all_parents == ROOT, ROOT, places[all_parents])[chosen]
-        fetched = to_host(renumbered, log_probs[chosen], self._root_entropy)  # the one time the host waits
+        fetched = to_host(renumbered, log_probs[chosen], self._root_entropy)
         parents = [int(parent) for parent in fetched[0]]
         kept = list(range(len(parents)))
         if weighed is not None:
             least = math.log(weighed.least())
             kept = [node for node in kept if fetched[1][node] >= least] or [0]
-            weighed.expect(sum(math.exp(fetched[1][node]) for node in kept))
+        num_pruned = 0
         if self.pruning is not None:
             wanted = set(self.pruning.kept(parents, fetched[1], fetched[2][0]))
+            num_pruned = len(wanted.symmetric_difference(range(len(parents))))
             kept = [node for node in kept if node in wanted] or [0]
-        num_pruned = len(parents) - len(kept)
-        if num_pruned:
+        if weighed is not None:
+            weighed.expect(sum(math.exp(fetched[1][node]) for node in kept))
+        if len(kept) < len(parents):
             parents = _renumbered(parents, kept)
             chosen = chosen[spread(kept, torch.long, self.device)]
         logits = None

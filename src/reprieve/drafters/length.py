@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -95,6 +95,7 @@ class TreeLength:
         return min(max(self._accepted / max(self._expected, 1e-6), 0.1), 2.0)
 
 
+@runtime_checkable
 class DraftLength(Protocol):
     """Makes a `RoundLength` for every answer."""
 

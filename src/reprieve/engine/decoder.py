@@ -81,7 +81,7 @@ class SpeculativeDecoder:
         drafter: what proposes; None decodes with the target alone.
         tokenizer: for text, stop texts and the end-of-text token.
         rule: which drafted tokens pass; None is lossless.
-        num_draft_tokens: K, the tokens that a round drafts, 1 to 512; or what decides how many.
+        num_draft_tokens: K, the deepest block a round drafts, 1 to 512; or what decides how deep.
         advisor: for a rule that needs advice.
 
     Raises:
@@ -103,7 +103,8 @@ class SpeculativeDecoder:
         self.drafter = drafter or NoDrafter(target.device)
         self.tokenizer = tokenizer
         self.rule = attach_heads(rule or LosslessRule()).bind(tokenizer).to(target.device)
-        self.length = FixedLength(num_draft_tokens) if isinstance(num_draft_tokens, int) else num_draft_tokens
+        given = num_draft_tokens
+        self.length = given if isinstance(given, DraftLength) else FixedLength(given)
         self.advisor = advisor
         self._require_inputs()
 

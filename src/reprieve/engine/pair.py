@@ -15,10 +15,10 @@ from reprieve.errors import SpecError
 from reprieve.heads.certificates import Conditions
 from reprieve.heads.folds import fold_of
 from reprieve.heads.length import LengthHead
-from reprieve.heads.loading import attach_heads, attach_length, require_heads_fit, split_folds
+from reprieve.heads.loading import attach_heads, length_head, require_heads_fit, split_folds
 from reprieve.models.loading import ModelPair, load_models
 from reprieve.rules import Rule, parse_rule
-from reprieve.settings import AUTO, BUNDLED_PAIR, NumDraftTokens
+from reprieve.settings import AUTO, BUNDLED_PAIR, NumDraftTokens, require_draft_tokens
 
 TARGET_ONLY = "target_only"
 DRAFT_ONLY = "draft_only"
@@ -43,7 +43,7 @@ class Pair(ModelPair):
         Args:
             rule: a specification such as `margin:delta=3`, or the rule itself; `target_only` and `draft_only` for one
                 model alone. A rule that names no head takes the bundled one, where this is the bundled pair.
-            num_draft_tokens: K, the tokens that a round drafts, 1 to 512; `auto` for as many as pay, by the bundled
+            num_draft_tokens: K, the deepest block a round drafts, 1 to 512; `auto` for as many as pay, by the bundled
                 head or, where there is none, by how many were accepted lately; `auto:path=FOLDER`, a head or a
                 `DraftLength`, for it.
             drafter: what proposes, such as `draft`, `ngram` or `eagle3:path=FOLDER`.
@@ -80,26 +80,37 @@ class Pair(ModelPair):
     def _length(
         self, num_draft_tokens: NumDraftTokens | LengthHead | DraftLength, rule: Rule, drafter: DrafterSettings
     ) -> DraftLength:
-        """What decides how many tokens a round drafts.
-
-        Raises:
-            SpecError: K out of range; a head of another rule, or beside a drafter whose states it was not trained on.
-            PairError: a head made for another pair.
-        """
-        if isinstance(num_draft_tokens, int):
-            return FixedLength(num_draft_tokens)
-        if not isinstance(num_draft_tokens, str | LengthHead):
+        """What decides how many tokens a round drafts; raises what `length_head` does."""
+        if isinstance(num_draft_tokens, LengthHead):
+            num_draft_tokens.require_pair(self.identity, "num_draft_tokens")
+            num_draft_tokens.require_rule(rule, "num_draft_tokens")
+        elif isinstance(num_draft_tokens, DraftLength):
             return num_draft_tokens
-        if drafter.name != "draft":
-            if num_draft_tokens != AUTO:
-                raise SpecError(f"a length head reads a draft model's states; the drafter is {drafter.name}")
-            return AcceptanceLength(drafter.cost(self), drafter.drafts_trees)
-        named = num_draft_tokens
-        head = attach_length(named, rule, self.target_name) if isinstance(named, str) else named
+        elif not isinstance(num_draft_tokens, str):
+            return FixedLength(num_draft_tokens)
+        head = self.length_head(num_draft_tokens, rule, drafter)
         if head is None:
             return AcceptanceLength(drafter.cost(self), drafter.drafts_trees)
-        head.require_pair(self.identity, "of num_draft_tokens")
         return LearnedLength(head.to(self.device if self.draft is None else self.draft.device))
+
+    def length_head(
+        self, num_draft_tokens: NumDraftTokens | LengthHead, rule: Rule, drafter: DrafterSettings
+    ) -> LengthHead | None:
+        """The head that decides how many tokens a round drafts; None where none does.
+
+        Raises:
+            SpecError: K out of range; a named head of another rule, or beside a drafter whose states it does not read.
+            PairError: a named head made for another pair.
+            ReprieveError: a head that cannot be loaded.
+        """
+        head = num_draft_tokens
+        if not isinstance(head, LengthHead):
+            require_draft_tokens(head)
+            if isinstance(head, int) or (head == AUTO and drafter.name != "draft"):
+                return None
+        if drafter.name != "draft":
+            raise SpecError(f"a length head reads a draft model's states; the drafter is {drafter.name}")
+        return head if isinstance(head, LengthHead) else length_head(head, rule, self.identity)
 
     def folded_decoder(
         self, rule: Rule, *, num_draft_tokens: NumDraftTokens | LengthHead, drafter: str, task: str

@@ -12,11 +12,10 @@ from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, FoldedDecoder, Pair, Sampli
 from reprieve.errors import SpecError
 from reprieve.heads.certificates import Certificate, Conditions
 from reprieve.heads.folds import FoldedHead
-from reprieve.heads.length import LengthHead
-from reprieve.heads.loading import attach_heads, attach_length
+from reprieve.heads.loading import attach_heads, fitting_length
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.truncation import require_truncation
-from reprieve.settings import AUTO, NumDraftTokens, require_draft_tokens
+from reprieve.settings import AUTO, NumDraftTokens, read_draft_tokens, require_draft_tokens
 
 LOSSLESS = "lossless"
 RERUN = "lossless_rerun"  # lossless against lossless: the noise floor
@@ -40,7 +39,6 @@ class Arm:
     certificate: Certificate | None = None  # of a certified arm
     seed_shift: int = 0  # draws of its own, for a rerun
     drafter: str | None = None  # its own; None for the run's
-    length: LengthHead | None = None  # decides how long blocks are
 
     @property
     def rule_name(self) -> str:
@@ -53,11 +51,6 @@ class Arm:
         if self.truncation is None:
             return dataclasses.replace(params, seed=params.seed + self.seed_shift)
         return dataclasses.replace(params, truncation=self.truncation, temperature=params.temperature or 1.0)
-
-    @property
-    def drafts(self) -> NumDraftTokens:
-        """How many tokens a round drafts, as certificates have it: K, or `auto` and the head that decides."""
-        return self.num_draft_tokens if self.length is None else self.length.certified()
 
     @property
     def folded(self) -> bool:
@@ -76,7 +69,7 @@ class Arm:
         drafter = self.drafter or drafter
         return pair.decoder(
             rule,
-            num_draft_tokens=self._decides(drafter),
+            num_draft_tokens=self.num_draft_tokens,
             drafter=drafter,
             task=task,
             conditions=conditions,
@@ -92,11 +85,7 @@ class Arm:
             return FoldedDecoder([self.decoder(pair, drafter=drafter, task=task, conditions=conditions)])
         assert self.rule is not None
         drafter = self.drafter or drafter
-        return pair.folded_decoder(self.rule, num_draft_tokens=self._decides(drafter), drafter=drafter, task=task)
-
-    def _decides(self, drafter: str) -> NumDraftTokens | LengthHead:
-        """K, or what decides: a head reads the states of a draft model."""
-        return self.num_draft_tokens if self.length is None or drafter != "draft" else self.length
+        return pair.folded_decoder(self.rule, num_draft_tokens=self.num_draft_tokens, drafter=drafter, task=task)
 
 
 def make_arms(
@@ -163,23 +152,22 @@ def make_arm(spec: str | Rule, k: NumDraftTokens, *, suffix: str = "", target: s
     if name.startswith(CERTIFIED):
         certificate = Certificate.load(name.removeprefix(CERTIFIED))
         rule = attach_heads(parse_rule(certificate.rule), target)
-        drafts = certificate.conditions.num_draft_tokens
-        k = drafts if isinstance(drafts, int) else AUTO
-        return Arm(rule.spec, rule, k, certificate=certificate, length=attach_length(k, rule, target))
-    if own_k is not None:
-        k = _own_k(own_k, spec)
+        certified = certificate.conditions.num_draft_tokens
+        ours = fitting_length(k, rule) if isinstance(k, str) else AUTO
+        k = certified if isinstance(certified, int) else ours
+        return Arm(rule.spec, rule, k, certificate=certificate)
     rerun = name == RERUN
     rule = spec if isinstance(spec, Rule) else parse_rule(LOSSLESS if rerun else name)
     rule = attach_heads(rule, target)
     label, shift = (RERUN, _RERUN_SEED) if rerun else (rule.spec, 0)
     label += f"@K={own_k}" if own_k else suffix
     label += f"@drafter={drafter}" if drafter else ""
-    length = attach_length(k, rule, target) if drafter in (None, "draft") else None
-    return Arm(label, rule, k, seed_shift=shift, drafter=drafter, length=length)
+    k = fitting_length(k, rule) if own_k is None else _own_k(own_k, spec)
+    return Arm(label, rule, k, seed_shift=shift, drafter=drafter)
 
 
 def _own_k(text: str, spec: str | Rule) -> NumDraftTokens:
-    k = int(text) if text.isdigit() else text
+    k = read_draft_tokens(text)
     try:
         require_draft_tokens(k)
     except SpecError:

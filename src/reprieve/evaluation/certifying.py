@@ -232,7 +232,7 @@ def _certificate(
         threshold=float(look.threshold),
         promise=dataclasses.asdict(plan.promise),
         verdict="confirmed" if look.evidence.passed else "consistent",
-        conditions=calibration.config.conditions(calibration.engine.facts, best),
+        conditions=calibration.config.conditions(calibration.engine, best),
         calibration={
             **_where(calibration),
             "num_thresholds_tried": len(steps),

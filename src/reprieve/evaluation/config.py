@@ -8,10 +8,10 @@ from typing import Any
 
 from reprieve.errors import SpecError
 from reprieve.evaluation.arms import Arm
-from reprieve.evaluation.engines.facts import Described, EngineFacts
+from reprieve.evaluation.engines.facts import Described
 from reprieve.evaluation.settings import RunSettings
 from reprieve.heads.certificates import Conditions
-from reprieve.settings import NumDraftTokens
+from reprieve.settings import AUTO, NumDraftTokens
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ class RunConfig:
             **{**vars(settings), "sampling": asdict(settings.sampling), "prompt": asdict(settings.prompt)},
         )
 
-    def conditions(self, facts: EngineFacts, arm: Arm) -> Conditions:
+    def conditions(self, engine: Described, arm: Arm) -> Conditions:
         """What a certificate of this arm holds for."""
         return Conditions(
-            pair=facts.identity,
+            pair=engine.facts.identity,
             task=self.task,
             sampling=self.sampling,
-            num_draft_tokens=arm.drafts,
+            num_draft_tokens=engine.draft_tokens(arm, self.drafter),
             drafter=arm.drafter or self.drafter,
             dtype=self.dtype,
             engine=self.engine,
@@ -95,6 +95,6 @@ def _fingerprints(engine: Described, arms: Sequence[Arm], drafter: str) -> dict[
         if arm.rule is not None:
             by_head |= {name: head.fingerprint for name, head in arm.rule.heads}
             by_head |= engine.fingerprints(arm.drafter or drafter)
-        if arm.length is not None:
-            by_head[f"length of {arm.label}"] = arm.length.fingerprint
+            if isinstance(decides := engine.draft_tokens(arm, drafter), str) and decides != AUTO:
+                by_head[f"length of {arm.label}"] = decides
     return by_head

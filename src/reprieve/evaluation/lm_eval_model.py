@@ -24,7 +24,7 @@ from reprieve.evaluation.answering import record_of, reply_of
 from reprieve.evaluation.arms import LOSSLESS, Arm, make_arms
 from reprieve.evaluation.records import ProblemRecord, RecordFile
 from reprieve.heads.binding import digest
-from reprieve.settings import AUTO, NumDraftTokens
+from reprieve.settings import AUTO, NumDraftTokens, read_draft_tokens
 from reprieve.types import Generation
 
 TASKS = Path(__file__).parent / "lm_eval_tasks"
@@ -40,7 +40,7 @@ class ReprieveLM(HFLM):  # type: ignore[misc]
         target, draft: model names; the bundled pair by default. `pretrained` is another name for target.
         rule: an arm as `reprieve bench` takes it: target_only, lossless, or a rule; `;` may stand for `,` in it, which
             separates model arguments.
-        num_draft_tokens: K.
+        num_draft_tokens: K, or `auto`.
         records: a JSONL file of what was generated; answers found in it are not generated again.
         pair: models in memory, instead of names.
 
@@ -74,8 +74,7 @@ class ReprieveLM(HFLM):  # type: ignore[misc]
             load_pair(name, draft, dtype=dtype, device=device) if name else load_pair(dtype=dtype, device=device)
         )
         super().__init__(self.pair.target, tokenizer=self.pair.tokenizer, batch_size=1, **kwargs)
-        k = int(num_draft_tokens) if str(num_draft_tokens).isdigit() else num_draft_tokens
-        self.arm = _arm(rule.replace(";", ","), k, self.pair.target_name)
+        self.arm = _arm(rule.replace(";", ","), read_draft_tokens(num_draft_tokens), self.pair.target_name)
         self.seed = int(seed)
         self._decoder = self.arm.decoder(self.pair, drafter=drafter)
         self._file = RecordFile(Path(records)) if records else None

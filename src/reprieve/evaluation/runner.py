@@ -74,7 +74,7 @@ class Runner:
                     stacklevel=2,
                 )
             if arm.certificate is not None:
-                arm.certificate.check(config.conditions(engine.facts, arm), where=f"of {arm.label}")
+                arm.certificate.check(config.conditions(engine, arm), where=f"of {arm.label}")
         self.file: RecordFile = claim_run(
             folder, dataclasses.asdict(config), extendable=("arms", "heads") if extendable else ()
         )

@@ -39,6 +39,7 @@ class Artefact(ModelHubMixin):
 
     kind: ClassVar[str]
     purpose: ClassVar[str]  # a sentence for the model card
+    use: ClassVar[str | None] = None  # the arm that has it, THIS for its folder; None for the rule of its kind
 
     pair: PairIdentity = field(kw_only=True)
     task: str = field(kw_only=True)
@@ -169,6 +170,7 @@ class Artefact(ModelHubMixin):
             draft=self.pair.draft if self.reads_draft else None,
             facts={"task": self.task, **self.facts()},
             certificates=list(self.certificates.values()),
+            use=self.use,
         )
 
 

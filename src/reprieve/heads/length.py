@@ -10,6 +10,7 @@ from torch import Tensor
 
 from reprieve.errors import SpecError, require_range, require_whole
 from reprieve.heads.artefact import Artefact, register_head
+from reprieve.heads.binding import digest
 from reprieve.rules import Rule
 from reprieve.settings import AUTO, MAX_DRAFT_TOKENS
 
@@ -41,6 +42,8 @@ class LengthHead(Artefact):
         "Tells after every drafted token whether to draft another: how likely it is to be accepted, from the draft's "
         "own hidden state (proposed in section 7.1 of FSD). Reprieve ends a block where going on does not pay."
     )
+
+    use: ClassVar[str | None] = "'RULE@K=auto:path=THIS'"
 
     hidden_weight: Tensor
     scalar_weight: Tensor
@@ -77,7 +80,15 @@ class LengthHead(Artefact):
 
     def covers(self, rule: Rule) -> bool:
         """Whether it was trained for this rule, at this value of its dial."""
-        return rule.name == self.rule and (rule.dial_value is None or self.lowest <= rule.dial_value <= self.highest)
+        if rule.name != self.rule:
+            return False
+        return rule.dial is None or (rule.dial_value is not None and self.lowest <= rule.dial_value <= self.highest)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all that decides: the price comes from a clock, and may differ where the weights do not."""
+        decides = (self.rule, self.lowest, self.highest, self.price, self.most)
+        return digest(f"{super().fingerprint} {decides!r}".encode())
 
     def certified(self) -> str:
         """How a certificate names it, in place of K."""

@@ -18,7 +18,7 @@ from reprieve.heads.length import LengthHead
 from reprieve.heads.origin import warn_of_format, warn_of_sampling
 from reprieve.rules import Rule
 from reprieve.rules.learned import HeadRule
-from reprieve.settings import NumDraftTokens, require_draft_tokens
+from reprieve.settings import AUTO, NumDraftTokens, require_draft_tokens
 
 _DEFAULTS = {kind: name for name, kind in BUNDLED.items()}
 
@@ -58,28 +58,42 @@ def attach_heads(rule: Rule, target: str | None = None) -> Rule:
     return rule.transform(attach)
 
 
-def attach_length(num_draft_tokens: NumDraftTokens, rule: Rule | None, target: str | None) -> LengthHead | None:
-    """The head that decides how long blocks are, where a specification names one or the bundled pair has one.
+def length_head(num_draft_tokens: NumDraftTokens, rule: Rule, pair: PairIdentity) -> LengthHead | None:
+    """The head that decides how long blocks are: the one named or, for `auto`, the bundled pair's for this rule.
 
-    Args:
-        rule: whose acceptance it must have been trained for; None where nothing is drafted.
-        target: name of the pair's target.
+    A bundled one serves all thresholds: outside those it was trained for it reads the nearest.
 
     Raises:
-        SpecError: a specification that cannot be read, or a head of another rule or other thresholds.
+        SpecError: a specification that cannot be read, or a named head of another rule or other thresholds.
+        PairError: a named head made for another pair.
         ReprieveError: a head that cannot be loaded.
     """
     require_draft_tokens(num_draft_tokens)
-    if isinstance(num_draft_tokens, int) or rule is None:
+    if isinstance(num_draft_tokens, int):
         return None
-    named = num_draft_tokens.partition("=")[2]
-    source = named or f"reprieve/arithmetic-length-{rule.name}"
-    if not named and (source not in BUNDLED or not is_bundled(target)):
+    if named := num_draft_tokens.removeprefix(AUTO).removeprefix(":path="):
+        head = LengthHead.from_pretrained(named, pair=pair)
+        head.require_rule(rule, named)
+        return head
+    source = f"reprieve/arithmetic-length-{rule.name}"
+    if source not in BUNDLED:
         return None
     head = LengthHead.from_pretrained(source)
-    if named:
-        head.require_rule(rule, named)
-    return head if head.covers(rule) else None
+    weights = (pair.target_weights, pair.draft_weights, pair.tokenizer)
+    return head if (head.pair.target_weights, head.pair.draft_weights, head.pair.tokenizer) == weights else None
+
+
+def fitting_length(num_draft_tokens: NumDraftTokens, rule: Rule) -> NumDraftTokens:
+    """What several rules were given, as one of them can have it: a head of another rule's leaves it to `auto`.
+
+    Raises:
+        SpecError: a specification that cannot be read.
+        ReprieveError: a head that cannot be loaded.
+    """
+    require_draft_tokens(num_draft_tokens)
+    if isinstance(num_draft_tokens, str) and (named := num_draft_tokens.removeprefix(AUTO).removeprefix(":path=")):
+        return num_draft_tokens if LengthHead.from_pretrained(named).covers(rule) else AUTO
+    return num_draft_tokens
 
 
 def split_folds(rule: Rule) -> list[Rule]:

@@ -25,7 +25,7 @@ tags:
 
 ```
 pip install reprieve
-reprieve bench --target {target} --draft {draft_or_yours} --arm {kind}:path=THIS
+reprieve bench --target {target} --draft {draft_or_yours} --arm {use}
 ```
 
 It is refused beside other weights or another tokenizer than those it was made for; on another task, measure its price
@@ -41,6 +41,7 @@ def model_card(
     draft: str | None,
     facts: Mapping[str, str],
     certificates: Sequence[str],
+    use: str | None = None,
 ) -> str:
     """The card, Markdown.
 
@@ -48,11 +49,13 @@ def model_card(
         draft: None where its weights do not matter.
         facts: a row each.
         certificates: their files' contents.
+        use: the arm that has it; None for the rule of its kind.
     """
     rows = {"target": target, **({"draft": draft} if draft else {}), **facts}
     statements = [f"> **Certified.** {json.loads(text)['statement']}" for text in certificates]
     return _CARD.format(
         kind=kind,
+        use=use or f"{kind}:path=THIS",
         title=f"{kind} head for {target}",
         purpose=purpose,
         target=target,

@@ -18,15 +18,18 @@ from transformers import PreTrainedModel
 
 _FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _ROTARY = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not change with the text
+_CAPTURING = "transformers.utils.output_capturing"  # its own hooks, that hand out hidden states
 _FIRST_CAPACITY = 256
-_CHECKED: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
+_AGREES: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
 
 
 def supports(model: PreTrainedModel) -> bool:
     """Whether a model can be run directly: of a family known here, as it was loaded, and found to give the same."""
-    if model not in _CHECKED:
-        _CHECKED[model] = _is_plain(model) and _agrees(model)
-    return _CHECKED[model]
+    if not _is_plain(model):  # which may change: hooks and adapters come later
+        return False
+    if model not in _AGREES:
+        _AGREES[model] = _agrees(model)
+    return _AGREES[model]
 
 
 def _is_plain(model: PreTrainedModel) -> bool:
@@ -42,7 +45,8 @@ def _is_plain(model: PreTrainedModel) -> bool:
     if "forward" in vars(model):  # somebody put something in its place
         return False
     for module in model.modules():
-        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if hasattr(module, "_hf_hook") or any(getattr(hook, "__module__", None) != _CAPTURING for hook in hooks):
             return False
         if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
             return False
@@ -52,10 +56,12 @@ def _is_plain(model: PreTrainedModel) -> bool:
 @torch.inference_mode()
 def _agrees(model: PreTrainedModel) -> bool:
     """Whether two steps give what the library gives: a family may change."""
-    size = model.config.vocab_size
-    token_ids = torch.arange(7, device=model.device) * 31 % size
-    ours = DirectModel(model)
-    steps = [ours(token_ids[:5])[0], ours(token_ids[5:])[0]]
+    token_ids = torch.arange(7, device=model.device) * 31 % model.config.vocab_size
+    try:
+        ours = DirectModel(model)
+        steps = [ours(token_ids[:5])[0], ours(token_ids[5:])[0]]
+    except (AttributeError, TypeError, RuntimeError):  # a family may be built otherwise in another release
+        return False
     theirs = model(input_ids=token_ids[None], use_cache=False).logits[0]
     tolerance = 1e-3 if theirs.dtype == torch.float32 else 0.05
     largest = theirs.abs().amax().item()

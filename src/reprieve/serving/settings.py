@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reprieve.errors import SpecError, require_range, require_whole
-from reprieve.settings import AUTO, NumDraftTokens, PromptSettings
+from reprieve.settings import AUTO, NumDraftTokens, PromptSettings, require_draft_tokens
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -51,6 +51,7 @@ class ServerSettings:
     max_changed: float | None = None
 
     def __post_init__(self) -> None:
+        require_draft_tokens(self.num_draft_tokens)
         for name, most in (("timeout", 1e6), ("grace", 1e6), ("max_tokens", 1e9), ("max_body_bytes", 1e10)):
             require_range(name, getattr(self, name), 0, most, low_open=True)
         _ = self.asked

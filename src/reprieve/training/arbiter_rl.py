@@ -114,7 +114,8 @@ class _Learner(Learner):
 
     @property
     def recipe(self) -> str:
-        return repr((self.settings, self.rollouts, self.start.fingerprint, self.pair.identity))
+        rollouts = dataclasses.replace(self.rollouts, pair=dataclasses.replace(self.rollouts.pair, num_threads=None))
+        return repr((self.settings, rollouts, self.start.fingerprint, self.pair.identity))
 
     @property
     def num_updates(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +18,7 @@ from reprieve.heads.binding import digest
 from reprieve.heads.length import SCALARS, LengthHead
 from reprieve.loop import Learner, Progress, train
 from reprieve.models.cached_model import CachedModel, eos_token_ids
+from reprieve.models.timing import forward_seconds
 from reprieve.rules import Rule
 from reprieve.settings import SamplingParams
 from reprieve.tasks.asking import prompt_ids_of
@@ -28,7 +28,6 @@ from reprieve.training.settings import LengthTraining
 from reprieve.training.splits import auc
 
 _PRICES = tuple(round(0.02 * step, 2) for step in range(1, 48))
-_CACHED = 64  # tokens before a forward that is timed
 
 
 def train_length(
@@ -57,6 +56,9 @@ def train_length(
     settings = settings or LengthTraining()
     if rule.dial is None and settings.thresholds:
         raise SpecError(f"thresholds: rule {rule.name} has no dial, got {list(settings.thresholds)}")
+    if rule.dial is not None and rule.dial_value is None and not settings.thresholds:
+        lacks = f"rule {rule.spec} sets no {rule.dial.name}"
+        raise SpecError(f"thresholds: {lacks}; name the values that the head is to serve")
     learner = _Learner(pair, rule, task, problems, max_new_tokens, settings)
     train(learner, folder, progress=progress)
     return learner.head()
@@ -142,10 +144,10 @@ class _Learner(Learner):
         assert pair.draft is not None, "cached_draft refuses pairs without"
         self.recorder = Recorder(settings.num_draft_tokens, eos_token_ids(pair.target, pair.tokenizer))
         self.parts: dict[str, list[Tensor]] = {"hidden": [], "rows": [], "rounds": [], "seconds": []}
-        dials = settings.thresholds or (() if rule.dial is None else (float(rule.dial_value or 0.0),))
-        self.dials = dials
-        cases = [(dial, temperature) for dial in dials or (None,) for temperature in settings.temperatures]
-        self.cases: list[tuple[float | None, float]] = cases
+        self.dials = settings.thresholds or (() if rule.dial_value is None else (float(rule.dial_value),))
+        self.cases: list[tuple[float | None, float]] = [
+            (dial, temperature) for dial in self.dials or (None,) for temperature in settings.temperatures
+        ]
 
     @property
     def num_updates(self) -> int:
@@ -160,6 +162,11 @@ class _Learner(Learner):
     def target(self) -> CachedModel:
         """For forwards that are timed alone, one of each kind a problem: this machine may be busier later."""
         return self.pair.cached_target()
+
+    @cached_property
+    def draft(self) -> CachedModel:
+        """See `target`."""
+        return self.pair.cached_draft()
 
     @cached_property
     def decoder(self) -> SpeculativeDecoder:
@@ -179,8 +186,8 @@ class _Learner(Learner):
         self.parts["rows"].append(torch.tensor([[*row, *about] for row in seen.rows]).reshape(-1, width))
         self.parts["rounds"].append(torch.tensor([[update, *each] for each in seen.rounds]).reshape(-1, 3))
         beside = sum(spent[part] for part in ("rule", "advise", "commit")) / made.num_rounds
-        one, block = (_forward_seconds(self.target, size) for size in (1, self.recorder.most + 1))
-        drafting = spent["draft"] / max(1, made.num_drafted)
+        drafting = forward_seconds(self.draft, 1)
+        one, block = (forward_seconds(self.target, size) for size in (1, self.recorder.most + 1))
         self.parts["seconds"].append(torch.tensor([[drafting, beside, one, block]]))
         return {"rounds": len(seen.rounds), "tokens_per_round": made.tokens_per_round}
 
@@ -306,15 +313,3 @@ class _Seen:
 def _log_loss(passed: np.ndarray, scores: np.ndarray) -> float:
     chances = np.where(passed, scores, 1 - scores).clip(1e-12)
     return float(-np.log(chances).mean())
-
-
-@torch.inference_mode()
-def _forward_seconds(model: CachedModel, num_tokens: int) -> float:
-    """What reading so many tokens takes, after some others."""
-    model.start([0] * _CACHED, reuse_prefix=True)
-    started = time.perf_counter()
-    logits, _ = model.forward([0] * num_tokens)
-    float(logits[-1, 0])  # on a GPU, wait for it
-    seconds = time.perf_counter() - started
-    model.keep(_CACHED)
-    return seconds

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from reprieve.evaluation.arms import Arm
 from reprieve.heads.binding import PairIdentity
+from reprieve.settings import NumDraftTokens
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class Described(Protocol):
 
     def fingerprints(self, drafter: str) -> dict[str, str]:
         """Of the weights that a drafter brings with it, by name."""
+        ...
+
+    def draft_tokens(self, arm: Arm, drafter: str) -> NumDraftTokens:
+        """How many tokens a round of an arm drafts, as certificates have it: K, `auto`, or `auto:` and a head."""
         ...
 
     def refusal(self, arm: Arm, drafter: str) -> str:

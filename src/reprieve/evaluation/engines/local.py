@@ -17,7 +17,7 @@ from reprieve.evaluation.engines.facts import EngineFacts
 from reprieve.evaluation.engines.workers import WorkerPool
 from reprieve.evaluation.records import ProblemRecord
 from reprieve.models.worker_process import start_worker
-from reprieve.settings import PromptSettings
+from reprieve.settings import NumDraftTokens, PromptSettings
 from reprieve.tasks import Task, TaskProblem, load_task
 from reprieve.tasks.asking import ask
 
@@ -51,6 +51,13 @@ class LocalEngine:
     def fingerprints(self, drafter: str) -> dict[str, str]:
         """See `Engine`."""
         return DRAFTERS.make(drafter).fingerprints(self.pair)
+
+    def draft_tokens(self, arm: Arm, drafter: str) -> NumDraftTokens:
+        """See `Engine`."""
+        if arm.rule is None:
+            return arm.num_draft_tokens
+        head = self.pair.length_head(arm.num_draft_tokens, arm.rule, DRAFTERS.make(arm.drafter or drafter))
+        return arm.num_draft_tokens if head is None else head.certified()
 
     def refusal(self, arm: Arm, drafter: str) -> str:
         """See `Engine`."""
@@ -99,7 +106,7 @@ class LocalEngine:
         return self._pool
 
     def _decoder(self, config: RunConfig, arm: Arm) -> FoldedDecoder:
-        conditions = config.conditions(self.facts, arm)
+        conditions = config.conditions(self, arm)
         return arm.decoders(self.pair, drafter=config.drafter, task=config.task, conditions=conditions)
 
     async def _decode(self, arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:

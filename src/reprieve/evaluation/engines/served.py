@@ -23,6 +23,7 @@ from reprieve.servers.client import Client, Completion
 from reprieve.servers.deploying import DRAFT, PAIR, TARGET, Deployer, Slot, client_of, drafter_fingerprints, fields_of
 from reprieve.servers.running import Running
 from reprieve.servers.settings import SERVED_DRAFT_TOKENS
+from reprieve.settings import NumDraftTokens
 from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.asking import prompt_of
 
@@ -72,6 +73,10 @@ class ServedEngine:
         """See `Engine`."""
         return drafter_fingerprints(drafter)
 
+    def draft_tokens(self, arm: Arm, drafter: str) -> NumDraftTokens:
+        """See `Engine`."""
+        return arm.num_draft_tokens
+
     def refusal(self, arm: Arm, drafter: str) -> str:
         """See `Engine`."""
         if arm.truncation is not None:
@@ -98,7 +103,7 @@ class ServedEngine:
         by_label = {arm.label: arm for arm in arms}
         for arm in arms:
             if arm.rule is not None and arm.rule.heads:
-                require_heads_fit(arm.rule, self.identity, config.task, here=config.conditions(self.facts, arm))
+                require_heads_fit(arm.rule, self.identity, config.task, here=config.conditions(self, arm))
         slots = {arm.label: self._slots[self._slot(arm, config.drafter).key] for arm in arms}
         for slot in self._up_first({slot.key: slot for slot in slots.values()}):
             ours = [job for job in jobs if slots[job.arm] is slot]

@@ -9,10 +9,11 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from reprieve.drafters import DRAFTERS
 from reprieve.engine import Pair, SpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.evaluation.monitor import LosslessCheck, MonitorStatus, QualityMonitor, Served
-from reprieve.heads.loading import attach_length
+from reprieve.heads.loading import fitting_length
 from reprieve.models.cached_model import max_positions
 from reprieve.serving.menu import Menu
 from reprieve.serving.policy import STRICT, Policy
@@ -22,7 +23,7 @@ from reprieve.serving.server.metrics import Metrics
 from reprieve.serving.server.prompts import Prompts
 from reprieve.serving.server.worker import Finished, Job, Worker
 from reprieve.serving.settings import ServerSettings
-from reprieve.settings import BUNDLED_PAIR
+from reprieve.settings import AUTO, BUNDLED_PAIR, NumDraftTokens
 from reprieve.tasks import Task, TaskProblem, load_task
 
 if TYPE_CHECKING:
@@ -86,8 +87,11 @@ def make_app(
         announce(f"offers {policy.describe()}")
 
     def make_decoder(name: str | None) -> SpeculativeDecoder:
-        rule = STRICT if name is None else menu.policies[name].rule
-        return pair.decoder(rule, num_draft_tokens=settings.num_draft_tokens, drafter=settings.drafter)
+        if name is None:
+            k = fitting_length(settings.num_draft_tokens, STRICT)
+            return pair.decoder(STRICT, num_draft_tokens=k, drafter=settings.drafter)
+        policy = menu.policies[name]
+        return pair.decoder(policy.rule, num_draft_tokens=_num_draft_tokens(policy, settings), drafter=settings.drafter)
 
     watchers = [metrics.count_answer]
     if settings.check_share:
@@ -162,9 +166,19 @@ def _fitted(policy: Policy, pair: Pair, settings: ServerSettings) -> Policy:
         made_for = policy.certificate.conditions.pair
         made_for.require_matches(pair.identity, f"the certificate of {policy.rule.spec}", reads_draft=True)
     dtype = str(pair.target.dtype).removeprefix("torch.")
-    length = attach_length(settings.num_draft_tokens, policy.rule, pair.target_name)
-    drafts = settings.num_draft_tokens if length is None else length.certified()
+    k = _num_draft_tokens(policy, settings)
+    head = pair.length_head(k, policy.rule, DRAFTERS.make(settings.drafter))
+    drafts = k if head is None else head.certified()
     return policy.under(engine="local", num_draft_tokens=drafts, drafter=settings.drafter, dtype=dtype)
+
+
+def _num_draft_tokens(policy: Policy, settings: ServerSettings) -> NumDraftTokens:
+    """What was asked for; where that is left to us, K of the policy's certificate, which holds for no other."""
+    if settings.num_draft_tokens == AUTO and policy.certificate is not None:
+        certified = policy.certificate.conditions.num_draft_tokens
+        if isinstance(certified, int):
+            return certified
+    return fitting_length(settings.num_draft_tokens, policy.rule)
 
 
 def _prompts(pair: Pair, task: Task | None, settings: ServerSettings) -> Prompts:
@@ -176,7 +190,7 @@ def _prompts(pair: Pair, task: Task | None, settings: ServerSettings) -> Prompts
         max_positions=min(_positions(pair.target), _positions(pair.draft)),
         vocab_size=pair.vocab_size,
         wrap=wrap,
-        num_draft_tokens=settings.num_draft_tokens,
+        num_draft_tokens=AUTO if isinstance(settings.num_draft_tokens, str) else settings.num_draft_tokens,
         asked=settings.asked,
         example=task.problems("test", 7)[6].prompt if bundled and task is not None else "",  # both models solve it
     )
