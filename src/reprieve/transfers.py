@@ -1,7 +1,7 @@
 """Between host and device: copies that the host need not wait for, and one that it waits for once.
 
 A plain `tensor.tolist()` or `torch.tensor(..., device="cuda")` makes the host wait until the device has done all it was
-given. A round of constant K does so at most twice, through `to_host`; a length that is decided on the way asks more often.
+given. A round of constant K does so at most twice, through `to_host`; a length decided on the way asks more often.
 """
 
 from __future__ import annotations

@@ -68,13 +68,13 @@ class StudyCommand(Command):
         pair, bundled, served = self.pair, self.pair.bundled, not self.answering.local
         shared = ["--task", self.task, "--seed", str(self.seed), *pair_flags(pair), *prompt_flags(self.prompt)]
         shared += engine_flags(self.answering)
-        limit = str(self.certify_limit)
+        limit, [k] = str(self.certify_limit), self.answering.draft_tokens(AUTO)
         return Study(
             rules={**usual_rules(bundled=bundled, served=served), **{name: (name,) for name in self.arm}},
             certified={**(BUNDLED_CERTIFIED if bundled else {}), **CERTIFIED},
             shared=shared,
             certify=[
-                *("--max-drop", f"{self.max_drop:g}", "--num-draft-tokens", "8", "--limit", limit),
+                *("--max-drop", f"{self.max_drop:g}", "--num-draft-tokens", str(k), "--limit", limit),
                 *("--held-out-limit", limit, "--offset", str(BUNDLED_OFFSET if bundled else 0)),
             ],
             num_workers=self._workers(),
