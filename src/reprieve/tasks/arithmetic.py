@@ -1,11 +1,12 @@
-"""The bundled task: generated grade-school word problems."""
+"""The bundled tasks: generated grade-school word problems."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from reprieve.errors import require_choice
-from reprieve.pair.problems import SPLITS, draw_problem
+from reprieve.pair.problems import ARITHMETIC, MINIATURE, SPLITS, Contents, draw_problem
 from reprieve.tasks.base import Task, TaskProblem, register_task
 from reprieve.tasks.graders import Grader, NumberGrader
 
@@ -14,6 +15,8 @@ from reprieve.tasks.graders import Grader, NumberGrader
 @dataclass
 class ArithmeticTask(Task):
     """Word problems of 2 to 6 steps; the answer is the number after "The final answer is"."""
+
+    contents: ClassVar[Contents] = ARITHMETIC
 
     name: str = field(default="arithmetic", init=False)
     graded: bool = field(default=True, init=False)
@@ -24,7 +27,7 @@ class ArithmeticTask(Task):
 
     def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
         require_choice("split", split, SPLITS)
-        drawn = (draw_problem(split, index) for index in range(offset, offset + limit))
+        drawn = (draw_problem(split, index, contents=self.contents) for index in range(offset, offset + limit))
         return [
             TaskProblem(item.problem_id, item.prompt, str(item.answer), question=_question(item.prompt))
             for item in drawn
@@ -32,6 +35,17 @@ class ArithmeticTask(Task):
 
     def wrap(self, question: str) -> str:
         return question if question.startswith("Question:") else f"Question: {question.strip()}\nAnswer:"
+
+
+@register_task
+@dataclass
+class WordProblemsTask(ArithmeticTask):
+    """The miniature's: 1 to 8 steps, more percentages of large numbers."""
+
+    contents: ClassVar[Contents] = MINIATURE
+
+    name: str = field(default="word_problems", init=False)
+    max_new_tokens: int = field(default=300, init=False)
 
 
 def _question(prompt: str) -> str:
