@@ -27,6 +27,7 @@ from reprieve.metrics import wilson_interval
 from reprieve.models.timing import forward_seconds
 from reprieve.pair.problems import draw_problem
 from reprieve.tasks import Task, TaskProblem, load_task
+from reprieve.tasks.arithmetic import ArithmeticTask
 
 PROPERTIES = Path(__file__).parent / "miniature.json"
 RESULT = re.compile(r"=(\d+)")
@@ -48,6 +49,7 @@ def solved_by(pair: Pair, rule: str, task: Task, problems: list[TaskProblem]) ->
 def accuracies(pair: Pair, task: Task, num_problems: int) -> dict:
     """Target, draft and the oracle union on the test split, and on its one-step problems."""
     problems = task.problems("test", num_problems)
+    assert isinstance(task, ArithmeticTask)
     drawn = (draw_problem("test", index, contents=task.contents) for index in range(8 * num_problems))
     easy = {problem.prompt for problem in drawn if len(problem.steps) == 1}
     one_step = [problem for problem in task.problems("test", 8 * num_problems) if problem.prompt in easy]

@@ -313,6 +313,12 @@ def test_a_pass_cannot_be_forged(sandbox, name):
         ("from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n    x: int = 3\n"
          "def f(): return P().x", "assert f() == 3"),
         ("print('noise')\ndef f(): print('more'); return 1", "assert f() == 1"),
+        ("def f(*, into): into.append(1)", "x = []\nf(into=x)\nassert x == [1]"),
+        ("def f(rows): rows[0].append(9)", "row = [1]\nf([row, [2]])\nassert row == [1, 9]"),
+        ("def f(by): by['a'].append(1)", "x = []\nf({'a': x})\nassert x == [1]"),
+        ("def f(q): q.rotate(1)", "from collections import deque\nq = deque([1, 2])\nf(q)\nassert q == deque([2, 1])"),
+        ("def f(rows): rows.insert(0, [0])", "row = [1]\nrows = [row]\nf(rows)\n"
+         "assert rows == [[0], [1]] and row == [1]"),
     ],
 )  # fmt: skip
 def test_honest_values_pass(sandbox, candidate, checks):

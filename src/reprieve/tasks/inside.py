@@ -196,7 +196,9 @@ def answer_calls(channel: Channel) -> None:
                 positional = [from_json(value, kept.__getitem__) for value in asked["args"]]
                 named = {key: from_json(value, kept.__getitem__) for key, value in asked["kwargs"].items()}
                 made = kept[asked["call"]](*positional, **named)
+                left = {key: as_json(value, kept) for key, value in named.items()}
                 reply = {"value": as_json(made, kept), "args": [as_json(value, kept) for value in positional]}
+                reply["kwargs"] = left
         except BaseException as error:
             reply = {"raised": [kind.__name__ for kind in type(error).__mro__], "args": [str(error)[:1000]]}
             with contextlib.suppress(Exception):
@@ -222,6 +224,8 @@ class Elsewhere:
         made = self._received(reply)
         for ours, theirs in zip(args, reply["args"], strict=True):
             _change(ours, self._decoded(theirs))
+        for key, theirs in reply["kwargs"].items():
+            _change(kwargs[key], self._decoded(theirs))
         return made
 
     def _received(self, reply: dict[str, Any]) -> Any:
@@ -263,13 +267,24 @@ class Names(dict):  # type: ignore[type-arg]
         return Elsewhere.named(self._channel, name)
 
 
-def _change(ours: Any, theirs: Any) -> None:
-    """What a call did to its arguments."""
-    if isinstance(ours, list) and isinstance(theirs, list):
-        ours[:] = theirs
-    elif isinstance(ours, dict | set) and type(ours) is type(theirs) and ours != theirs:
+def _change(ours: Any, theirs: Any) -> Any:
+    """What a call did to an argument, seen by all who hold it; returns what stands in its place."""
+    if isinstance(ours, list | deque) and type(ours) is type(theirs):
+        if len(ours) == len(theirs):  # else one cannot tell which of the inner ones is which
+            theirs = [_change(*both) for both in zip(ours, theirs, strict=True)]
+        ours.clear()
+        ours.extend(theirs)
+        return ours
+    if isinstance(ours, dict) and type(ours) is type(theirs):
+        changed = {key: _change(ours[key], value) if key in ours else value for key, value in theirs.items()}
+        ours.clear()
+        ours.update(changed)
+        return ours
+    if isinstance(ours, set) and type(ours) is type(theirs):
         ours.clear()
         ours.update(theirs)
+        return ours
+    return theirs
 
 
 def grade() -> None:
