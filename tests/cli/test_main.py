@@ -120,7 +120,7 @@ def test_ctrl_c_keeps_what_is_done_and_exits_130(tmp_path):
         (
             ["bench", "--task", "gsm9k"],
             2,
-            "prompts, triviaqa, got 'gsm9k'",
+            "triviaqa, word_problems, got 'gsm9k'",
         ),
         (["bench", "--split", "dev"], 2, "split must be one of train, validation, test, got 'dev'"),
         (["bench", "--drafter", "oracle"], 2, "drafter must be one of draft, eagle3, ngram, got 'oracle'"),

@@ -52,7 +52,8 @@ def test_lossless_is_the_default(bundled_pair):
 
 def test_the_bundled_heads_are_for_the_bundled_pair_and_drafter_alone(bundled_pair):
     assert isinstance(bundled_pair.decoder("judge:threshold=0.5").length, LearnedLength), "whatever the threshold"
-    assert isinstance(bundled_pair.decoder("typical").length, AcceptanceLength)
+    assert bundled_pair.decoder("typical").length.head.rule == "lossless", "the next best"
+    assert bundled_pair.decoder("judge").length.head.rule == "judge"
     assert isinstance(bundled_pair.decoder(drafter="ngram").length, AcceptanceLength)
     assert bundled_pair.decoder(drafter="eagle3").length.drafts_trees
     other = dataclasses.replace(bundled_pair, draft=bundled_pair.target, draft_name="another")

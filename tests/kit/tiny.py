@@ -149,8 +149,10 @@ def random_length(hidden_size: int, *, rule: str = "lossless", price: float = 0.
 
 def random_head(
     kind: str = "judge", path: str = "", *, size: int = 6, seed: int = 0, pair=IDENTITY
-) -> Head | LtsCalibration | Arbiter:
+) -> Head | LtsCalibration | Arbiter | LengthHead:
     """A judge or pivot head with random weights, an lts calibration for embeddings, an arbiter without weights."""
+    if kind == "length":
+        return random_length(size, seed=seed)
     if kind == "arbiter":
         return Arbiter({}, ArbiterShape(), 0.6, 16, pair=pair, task="arithmetic")
     if kind == "lts":

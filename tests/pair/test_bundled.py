@@ -56,8 +56,8 @@ def test_a_lenient_rule_rescues_and_needs_fewer_rounds(pair):
 @pytest.mark.parametrize("kind", ["judge", "pivot"])
 def test_bundled_heads_fit_their_pair_and_rescue(pair, kind):
     rule = reprieve.parse_rule(f"{kind}:path=reprieve/arithmetic-{kind}")
-    lossless = pair.decoder("lossless")
-    relaxed = pair.decoder(rule, task="arithmetic")
+    lossless = pair.decoder("lossless", num_draft_tokens=16)
+    relaxed = pair.decoder(rule, num_draft_tokens=16, task="arithmetic")
     params = reprieve.SamplingParams(max_new_tokens=200)
     problems = load_task("arithmetic").problems("validation", 4)
     ours = [relaxed.generate(problem.prompt, params) for problem in problems]

@@ -13,6 +13,7 @@ from reprieve.engine.advisors import make_advisor
 from reprieve.engine.decoder import Advisor, SpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.heads.certificates import Conditions
+from reprieve.heads.files import is_bundled
 from reprieve.heads.folds import fold_of
 from reprieve.heads.length import LengthHead
 from reprieve.heads.loading import attach_heads, length_head, require_heads_fit, split_folds
@@ -106,7 +107,8 @@ class Pair(ModelPair):
         head = num_draft_tokens
         if not isinstance(head, LengthHead):
             require_draft_tokens(head)
-            if isinstance(head, int) or (head == AUTO and drafter.name != "draft"):
+            unnamed = head == AUTO and (drafter.name != "draft" or not is_bundled(self.target_name))
+            if isinstance(head, int) or unnamed:
                 return None
         if drafter.name != "draft":
             raise SpecError(f"a length head reads a draft model's states; the drafter is {drafter.name}")

@@ -14,6 +14,7 @@ from reprieve.heads.binding import digest
 from reprieve.rules import Rule
 from reprieve.settings import AUTO, MAX_DRAFT_TOKENS
 
+ANY_RULE = "lossless"
 SCALARS = ("bias", "log_prob", "place", "recent", "dial", "temperature")
 
 
@@ -79,7 +80,12 @@ class LengthHead(Artefact):
         return {"rule": self.rule + dial, "price": f"{self.price:.2g}", "longest block": str(self.most)}
 
     def covers(self, rule: Rule) -> bool:
-        """Whether it was trained for this rule, at this value of its dial."""
+        """Whether it serves this rule, at this value of its dial.
+
+        One of lossless decoding serves them all: what lossless would take, rules that rescue take too.
+        """
+        if self.rule == ANY_RULE:
+            return True
         if rule.name != self.rule:
             return False
         return rule.dial is None or (rule.dial_value is not None and self.lowest <= rule.dial_value <= self.highest)

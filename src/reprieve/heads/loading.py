@@ -14,7 +14,7 @@ from reprieve.heads.binding import PairIdentity, warn_of_transfer
 from reprieve.heads.certificates import Conditions, warn_of_certificates
 from reprieve.heads.files import BUNDLED, find_head, is_bundled, kind_of
 from reprieve.heads.folds import FoldedHead, fold_folder, read_folds
-from reprieve.heads.length import LengthHead
+from reprieve.heads.length import ANY_RULE, LengthHead
 from reprieve.heads.origin import warn_of_format, warn_of_sampling
 from reprieve.rules import Rule
 from reprieve.rules.learned import HeadRule
@@ -61,7 +61,8 @@ def attach_heads(rule: Rule, target: str | None = None) -> Rule:
 def length_head(num_draft_tokens: NumDraftTokens, rule: Rule, pair: PairIdentity) -> LengthHead | None:
     """The head that decides how long blocks are: the one named or, for `auto`, the bundled pair's for this rule.
 
-    A bundled one serves all thresholds: outside those it was trained for it reads the nearest.
+    A bundled one serves all thresholds: outside those it was trained for it reads the nearest. Rules that have none of
+    their own take that of lossless decoding.
 
     Raises:
         SpecError: a specification that cannot be read, or a named head of another rule or other thresholds.
@@ -75,9 +76,8 @@ def length_head(num_draft_tokens: NumDraftTokens, rule: Rule, pair: PairIdentity
         head = LengthHead.from_pretrained(named, pair=pair)
         head.require_rule(rule, named)
         return head
-    source = f"reprieve/arithmetic-length-{rule.name}"
-    if source not in BUNDLED:
-        return None
+    own, any_rules = (f"reprieve/arithmetic-length-{name}" for name in (rule.name, ANY_RULE))
+    source = own if own in BUNDLED else any_rules
     head = LengthHead.from_pretrained(source)
     weights = (pair.target_weights, pair.draft_weights, pair.tokenizer)
     return head if (head.pair.target_weights, head.pair.draft_weights, head.pair.tokenizer) == weights else None
