@@ -47,7 +47,7 @@ def test_a_lenient_rule_rescues_and_needs_fewer_rounds(pair):
     task = load_task("arithmetic")
     rounds = {}
     for spec in ("lossless", "margin:delta=6"):
-        decoder = pair.decoder(spec)
+        decoder = pair.decoder(spec, num_draft_tokens=16)
         made = [decoder.generate(problem.prompt) for problem in task.problems("test", 10)]
         rounds[spec] = sum(len(m.tokens) for m in made) / sum(m.num_rounds for m in made)
     assert rounds["margin:delta=6"] > 1.3 * rounds["lossless"]
