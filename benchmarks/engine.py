@@ -164,6 +164,7 @@ def measure(pair: Pair, num_problems: int) -> dict:
         "num_problems": num_problems,
         "num_with_different_tokens": num_different,
         "over_plain": {name: ratio(speeds, name, "transformers plain") for name in ways},
+        "over_target_only": {name: ratio(speeds, name, "target_only") for name in ours},
         "solved": {name: sum(values) / len(values) for name, values in correct.items()},
         "best_peer": best_peer,
         "lossless auto over best peer": ratio(speeds, "lossless, K = auto", best_peer),
@@ -250,6 +251,27 @@ def busy_neighbour(limit: int) -> dict:
     return {"limit": limit, "quiet_s": quiet, "busy_s": busy, "ratio": busy / quiet}
 
 
+def tables(document: dict) -> str:
+    """The results as Markdown, for docs/measured/speed.md."""
+
+    def shown(value: dict) -> str:
+        return f"{value['median']:.2f} [{value['ci95'][0]:.2f}, {value['ci95'][1]:.2f}]"
+
+    lines = ["| decoded by | over `generate` | over target-only here |", "| --- | --- | --- |"]
+    for name, over in document["over_plain"].items():
+        here = shown(document["over_target_only"][name]) if name in document["over_target_only"] else ""
+        lines.append(f"| {name} | {shown(over)} | {here} |")
+    lines += ["", "| arm | tokens a round | drafted | accepted | round, ms | of it drafting, verifying, rule, commit |"]
+    lines.append("| --- | --- | --- | --- | --- | --- |")
+    for name, one in document["rounds"].items():
+        parts = ", ".join(f"{one['round_ms_by_part'][part]:.2f}" for part in ("draft", "verify", "rule", "commit"))
+        lines.append(
+            f"| {name} | {one['tokens_per_round']:.2f} | {one['drafted_per_round']:.1f} | {one['accepted_share']:.0%} | "
+            f"{one['round_ms']:.1f} | {parts} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark"))
@@ -263,6 +285,7 @@ def main() -> None:
     document["busy_neighbour"] = busy_neighbour(4)
     replace_file(arguments.out / "engine.json", json.dumps(document, indent=2) + "\n")
     print(json.dumps(document, indent=2))
+    print(tables(document))
 
 
 if __name__ == "__main__":
