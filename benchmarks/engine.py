@@ -265,10 +265,8 @@ def tables(document: dict) -> str:
     lines.append("| --- | --- | --- | --- | --- | --- |")
     for name, one in document["rounds"].items():
         parts = ", ".join(f"{one['round_ms_by_part'][part]:.2f}" for part in ("draft", "verify", "rule", "commit"))
-        lines.append(
-            f"| {name} | {one['tokens_per_round']:.2f} | {one['drafted_per_round']:.1f} | {one['accepted_share']:.0%} | "
-            f"{one['round_ms']:.1f} | {parts} |"
-        )
+        counts = f"{one['tokens_per_round']:.2f} | {one['drafted_per_round']:.1f} | {one['accepted_share']:.0%}"
+        lines.append(f"| {name} | {counts} | {one['round_ms']:.1f} | {parts} |")
     return "\n".join(lines)
 
 
