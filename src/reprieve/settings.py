@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import Any
 
 from reprieve.errors import SpecError, require_choice, require_range, require_whole
@@ -29,11 +30,12 @@ def require_draft_tokens(value: NumDraftTokens) -> None:
     Raises:
         SpecError: names what is allowed.
     """
-    if not isinstance(value, str):
-        require_whole("num_draft_tokens", value, 1, MAX_DRAFT_TOKENS)
-    elif value != AUTO and (value == NAMED_LENGTH or not value.startswith(NAMED_LENGTH)):
+    whole = isinstance(value, Integral) and not isinstance(value, bool) and 1 <= value <= MAX_DRAFT_TOKENS
+    named = isinstance(value, str) and value.startswith(NAMED_LENGTH) and value != NAMED_LENGTH
+    if not whole and not named and value != AUTO:
         raise SpecError(
-            f"num_draft_tokens must be in [1, {MAX_DRAFT_TOKENS}], auto, or auto:path=FOLDER, got {value!r}"
+            f"num_draft_tokens must be a whole number in [1, {MAX_DRAFT_TOKENS}], 'auto', or 'auto:path=FOLDER', got "
+            f"{value!r}"
         )
 
 

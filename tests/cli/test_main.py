@@ -125,7 +125,11 @@ def test_ctrl_c_keeps_what_is_done_and_exits_130(tmp_path):
         (["bench", "--split", "dev"], 2, "split must be one of train, validation, test, got 'dev'"),
         (["bench", "--drafter", "oracle"], 2, "drafter must be one of draft, eagle3, ngram, got 'oracle'"),
         (["bench", "--temperature", "-1"], 2, "temperature must be in [0, 1e+06], got -1.0"),
-        (["bench", "--num-draft-tokens", "0"], 2, "num_draft_tokens must be in [1, 512], got 0"),
+        (
+            ["bench", "--num-draft-tokens", "0"],
+            2,
+            "num_draft_tokens must be a whole number in [1, 512], 'auto', or 'auto:path=FOLDER', got 0",
+        ),
         (["sweep", "--rule", "margin", "--thresholds", "a,b"], 2, "argument --thresholds: must be a number, got 'a'"),
         (["generate", "x", "--rule", "nope"], 2, "rule must be one of"),
         (["generate", "x", "--dtype", "int8"], 2, "dtype must be one of"),

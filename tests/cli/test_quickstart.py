@@ -84,7 +84,7 @@ def test_it_goes_from_a_file_to_a_certificate_and_goes_on_where_it_was_stopped(d
     paths = [next(Path(name).glob("certificates/judge-*.json")) for name in ("whole", "stopped")]
     certificates = [json.loads(path.read_text()) for path in paths]
     for certificate in certificates:
-        for part in ("rule", "portable_rule", "statement", "made_with"):
+        for part in ("rule", "portable_rule", "statement", "made_with", "sha256"):  # folders and clocks
             del certificate[part]
     assert certificates[0] == certificates[1]
     assert (Path("stopped") / "report.html").exists() and json.loads((Path("stopped") / "policy.json").read_text())

@@ -217,7 +217,7 @@ def test_prefix_reuse_reads_only_what_is_new(target):
 
 @pytest.mark.parametrize("num_draft_tokens", [0, -1, 513])
 def test_k_out_of_range_is_refused(target, draft, num_draft_tokens):
-    with pytest.raises(SpecError, match=r"num_draft_tokens must be in \[1, 512\], got"):
+    with pytest.raises(SpecError, match=r"num_draft_tokens must be a whole number in \[1, 512\]"):
         decoder(target, draft, num_draft_tokens=num_draft_tokens)
 
 

@@ -119,7 +119,7 @@ def test_a_head_of_another_pair_is_refused_and_of_another_task_is_a_warning(bund
     [
         ({"rule": "nothing"}, "rule must be one of"),
         ({"rule": "margin:delta=-1"}, r"delta must be in .* got -1"),
-        ({"num_draft_tokens": 0}, r"num_draft_tokens must be in \[1, 512\], got 0"),
+        ({"num_draft_tokens": 0}, r"num_draft_tokens must be a whole number in \[1, 512\], .*, got 0"),
         ({"drafter": "crystal_ball"}, "drafter must be one of"),
         ({"rule": "fuzzy", "drafter": "ngram"}, "needs draft probabilities, which the ngram drafter does not have"),
     ],

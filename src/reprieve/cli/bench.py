@@ -18,7 +18,7 @@ class Bench(Command):
 
     Args:
         arm: A rule, such as top_k:k=4 or judge:path=heads/j@K=24; lossless_rerun; direct:top_k:k=4. Repeatable.
-        num_draft_tokens: K, drafted tokens a round; several as 8,16,auto; auto for as many as pay.
+        num_draft_tokens: K, drafted tokens a round; several as 8,16,auto; auto for as many as pay, or auto:path=HEAD.
         num_workers: Processes side by side: quicker, but their speeds are of a busy machine.
         out: Folder for results; run again with it to resume.
     """

@@ -21,7 +21,7 @@ class Eval(Command):
 
     Args:
         arm: A rule, such as top_k:k=4. Repeatable.
-        num_draft_tokens: K, drafted tokens a round; auto for as many as pay.
+        num_draft_tokens: K, drafted tokens a round; auto for as many as pay, or auto:path=HEAD.
         out: Folder for results; run again with it to resume.
     """
 

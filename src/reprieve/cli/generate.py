@@ -38,7 +38,7 @@ class Generate(Command):
         rule: The rule, such as margin:delta=2.
         dial: This request's own value of the rule's dial.
         drafter: draft, ngram:max_ngram=3, or eagle3:path=FOLDER.
-        num_draft_tokens: K, drafted tokens a round; auto for as many as pay.
+        num_draft_tokens: K, drafted tokens a round; auto for as many as pay, or auto:path=HEAD.
         max_new_tokens: Exact largest number of new tokens.
         stop: A text that ends the answer. Repeatable.
         template: auto, raw or chat: how the prompt is wrapped; auto is chat where one of the next two is given.
@@ -82,10 +82,11 @@ class Generate(Command):
             **vars(self.sampling), max_new_tokens=self.max_new_tokens, seed=self.seed, stop=self.stop
         )
         text = sys.stdin.read() if self.prompt == "-" else self.prompt
+        from reprieve.heads.loading import fitting_length
         from reprieve.rules import parse_rule
 
-        if self.rule not in ("target_only", "draft_only"):
-            parse_rule(self.rule)  # a misspelt one fails before a large model is read
+        if self.rule not in ("target_only", "draft_only"):  # what is misspelt fails before a large model is read
+            fitting_length(self.num_draft_tokens, parse_rule(self.rule))
         pair = screen.load(self.pair)
         decoder = pair.decoder(self.rule, num_draft_tokens=self.num_draft_tokens, drafter=self.drafter)
         shown = screen.console(color=self.color)

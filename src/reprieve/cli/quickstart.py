@@ -55,7 +55,7 @@ class Quickstart(Command):
         mine_limit: Problems to mine, from the train split.
         certify_limit: Calibration problems from the validation split, and as many held-out ones from the test split.
         max_drop: What the certificate promises to stay below: 0.05 is five points.
-        num_draft_tokens: K, drafted tokens a round; auto for as many as pay.
+        num_draft_tokens: K, drafted tokens a round; auto for as many as pay, or auto:path=HEAD.
         num_workers: Processes side by side while mining and certifying. Default: the cores, at most 4; 1 on a GPU.
         seed: Same seed, same result.
         look: Look at the pair and the data, say what would be done, and stop.

@@ -20,7 +20,7 @@ class Sweep(Command):
         rule: The rule, such as fuzzy:divergence=js.
         thresholds: Values of the rule's own parameter, such as 0.1,0.2,0.4.
         dial: Which parameter to vary. Default: the rule's dial.
-        num_draft_tokens: K, drafted tokens a round; several as 8,16,auto; auto for as many as pay.
+        num_draft_tokens: K, drafted tokens a round; several as 8,16,auto; auto for as many as pay, or auto:path=HEAD.
         num_workers: Processes side by side: quicker, but their speeds are of a busy machine.
         out: Folder for results; run again with it to resume.
     """

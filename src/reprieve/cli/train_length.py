@@ -45,10 +45,11 @@ class TrainLength(Command):
         from reprieve.heads.files import claim_head
         from reprieve.heads.loading import attach_heads, require_heads_fit
         from reprieve.rules import parse_rule
-        from reprieve.training.length import train_length
+        from reprieve.training.length import require_thresholds, train_length
 
         screen.require_problems(self.limit, self.offset)
         rule = attach_heads(parse_rule(self.rule), self.pair.target)
+        require_thresholds(rule, self.settings)
         pair, task = screen.load_pair_and_task(self.pair, self.task, self.prompt)
         require_heads_fit(rule, pair.identity, self.task)
         pair.cached_draft()
@@ -72,12 +73,12 @@ class TrainLength(Command):
         shutil.rmtree(self.out / _WORK, ignore_errors=True)
         made = head.training
         this, after = made["auc_held_out"]
+        share, gain = made["accepted_share"], made["expected_over_best_constant"]
         screen.say(
-            f"{made['num_tokens']} drafted tokens of {made['num_problems']} answers; held-out ROC AUC {this:.3f} for a "
-            f"token, {after:.3f} for the next\n"
-            f"a further token is drafted while its chance is {head.price:g} or more: {made['accepted_share']:.0%} of "
-            f"drafted tokens accepted; by the times measured here {made['expected_over_best_constant']:.2f} of the "
-            f"speed at the best constant, K = {made['best_constant']}\n"
+            f"{made['num_tokens']} drafted tokens of {made['num_problems']} answers; {made['num_held_out']} held out: "
+            f"ROC AUC {this:.3f} for a token, {after:.3f} for the next\n"
+            f"price {head.price:g}: a further token is drafted while its chance is that or more; {share:.0%} of them "
+            f"accepted, estimated {gain:.2f} times as fast as K = {made['best_constant']}, the best constant\n"
             f"head: {self.out}   use it: reprieve bench --arm '{self.rule}@K=auto:path={self.out}'"
         )
         return 0

@@ -13,9 +13,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from reprieve.errors import require_whole
 from reprieve.heads.length import LengthHead
-from reprieve.settings import MAX_DRAFT_TOKENS
+from reprieve.settings import require_draft_tokens
 
 _MEMORY = 0.8  # weight of the rounds before
 _VERIFIED = 0.03  # what a further token costs a verification, in target forwards
@@ -122,7 +121,7 @@ class FixedLength:
     trees: TreeLength | None = None
 
     def __init__(self, num_draft_tokens: int) -> None:
-        require_whole("num_draft_tokens", num_draft_tokens, 1, MAX_DRAFT_TOKENS)
+        require_draft_tokens(num_draft_tokens)
         self.most = num_draft_tokens
 
     def start(self, dial: float | None, temperature: float) -> RoundLength:

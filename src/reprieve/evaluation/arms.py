@@ -15,7 +15,7 @@ from reprieve.heads.folds import FoldedHead
 from reprieve.heads.loading import attach_heads, fitting_length
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.truncation import require_truncation
-from reprieve.settings import AUTO, NumDraftTokens, read_draft_tokens, require_draft_tokens
+from reprieve.settings import AUTO, NAMED_LENGTH, NumDraftTokens, read_draft_tokens, require_draft_tokens
 
 LOSSLESS = "lossless"
 RERUN = "lossless_rerun"  # lossless against lossless: the noise floor
@@ -112,7 +112,10 @@ def make_arms(
     for k in ks:
         for spec in specs if tuned else (LOSSLESS, *specs):
             if spec not in (TARGET_ONLY, DRAFT_ONLY):
-                arms.append(make_arm(spec, k, suffix=f"@K={k}" if len(ks) > 1 else "", target=target))
+                arms.append(make_arm(spec, k, suffixed=len(ks) > 1, target=target))
+    for k in ks:
+        if isinstance(k, str) and k != AUTO and not any(arm.num_draft_tokens == k for arm in arms):
+            raise SpecError(f"num_draft_tokens {k}: the head serves none of the arms, at these thresholds")
     return list({arm.label: arm for arm in arms}.values())
 
 
@@ -131,12 +134,12 @@ def rule_arms(specs: Sequence[str], num_draft_tokens: NumDraftTokens, *, target:
     return arms
 
 
-def make_arm(spec: str | Rule, k: NumDraftTokens, *, suffix: str = "", target: str | None = None) -> Arm:
+def make_arm(spec: str | Rule, k: NumDraftTokens, *, suffixed: bool = False, target: str | None = None) -> Arm:
     """One arm; arguments as `make_arms` has them.
 
     Args:
         k: unless the specification has its own.
-        suffix: of its label.
+        suffixed: whether its label says K.
 
     Raises:
         SpecError: a specification that cannot be read.
@@ -160,9 +163,9 @@ def make_arm(spec: str | Rule, k: NumDraftTokens, *, suffix: str = "", target: s
     rule = spec if isinstance(spec, Rule) else parse_rule(LOSSLESS if rerun else name)
     rule = attach_heads(rule, target)
     label, shift = (RERUN, _RERUN_SEED) if rerun else (rule.spec, 0)
-    label += f"@K={own_k}" if own_k else suffix
-    label += f"@drafter={drafter}" if drafter else ""
     k = fitting_length(k, rule) if own_k is None else _own_k(own_k, spec)
+    label += f"@K={k}" if suffixed or own_k or str(k).startswith(NAMED_LENGTH) else ""
+    label += f"@drafter={drafter}" if drafter else ""
     return Arm(label, rule, k, seed_shift=shift, drafter=drafter)
 
 
@@ -171,7 +174,9 @@ def _own_k(text: str, spec: str | Rule) -> NumDraftTokens:
     try:
         require_draft_tokens(k)
     except SpecError:
-        raise SpecError(f"an arm's own K is written @K=8 or @K=auto, got {spec!r}") from None
+        raise SpecError(
+            f"an arm's own K is written @K=8 (1 to 512), @K=auto or @K=auto:path=FOLDER, got {spec!r}"
+        ) from None
     return k
 
 

@@ -59,7 +59,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "offset": run.config.offset,
         "num_problems": num_problems,
         "num_trials": run.config.num_trials,
-        "num_draft_tokens": run.config.num_draft_tokens[0],
+        "num_draft_tokens": run.config.num_draft_tokens[0] if len(run.config.num_draft_tokens) == 1 else "by arm",
         "sampling": run.config.sampling,
         "prompt": run.config.prompt,
         "graded": run.graded,

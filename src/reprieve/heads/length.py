@@ -76,7 +76,8 @@ class LengthHead(Artefact):
         return int(self.hidden_weight.shape[1])
 
     def facts(self) -> dict[str, str]:
-        dial = "" if self.lowest == self.highest == 0 else f", {self.lowest:g} to {self.highest:g}"
+        dial = "" if self.lowest == self.highest == 0 else f" at {self.lowest:g}"
+        dial += f" to {self.highest:g}" if self.lowest < self.highest else ""
         return {"rule": self.rule + dial, "price": f"{self.price:.2g}", "longest block": str(self.most)}
 
     def covers(self, rule: Rule) -> bool:

@@ -7,7 +7,7 @@ import functools
 from pathlib import Path
 from typing import cast
 
-from reprieve.errors import SpecError
+from reprieve.errors import ReprieveError, SpecError
 from reprieve.heads.artefact import HEADS, Artefact
 from reprieve.heads.base import Head
 from reprieve.heads.binding import PairIdentity, warn_of_transfer
@@ -73,7 +73,8 @@ def length_head(num_draft_tokens: NumDraftTokens, rule: Rule, pair: PairIdentity
     if isinstance(num_draft_tokens, int):
         return None
     if named := num_draft_tokens.removeprefix(AUTO).removeprefix(":path="):
-        head = LengthHead.from_pretrained(named, pair=pair)
+        head = _named_length(named)
+        head.require_pair(pair, named)
         head.require_rule(rule, named)
         return head
     own, any_rules = (f"reprieve/arithmetic-length-{name}" for name in (rule.name, ANY_RULE))
@@ -92,8 +93,15 @@ def fitting_length(num_draft_tokens: NumDraftTokens, rule: Rule) -> NumDraftToke
     """
     require_draft_tokens(num_draft_tokens)
     if isinstance(num_draft_tokens, str) and (named := num_draft_tokens.removeprefix(AUTO).removeprefix(":path=")):
-        return num_draft_tokens if LengthHead.from_pretrained(named).covers(rule) else AUTO
+        return num_draft_tokens if _named_length(named).covers(rule) else AUTO
     return num_draft_tokens
+
+
+def _named_length(name: str) -> LengthHead:
+    try:
+        return LengthHead.from_pretrained(name)
+    except ReprieveError as error:
+        raise ReprieveError(f"num_draft_tokens auto:path={name}: {error}") from None
 
 
 def split_folds(rule: Rule) -> list[Rule]:

@@ -54,14 +54,28 @@ def train_length(
         ReprieveError: a checkpoint of another recipe.
     """
     settings = settings or LengthTraining()
+    require_thresholds(rule, settings)
+    learner = _Learner(pair, rule, task, problems, max_new_tokens, settings)
+    train(learner, folder, progress=progress)
+    return learner.head()
+
+
+def require_thresholds(rule: Rule, settings: LengthTraining) -> None:
+    """Refuse thresholds that a rule does not have, and a rule that sets none where none are given.
+
+    Raises:
+        SpecError: names them.
+    """
     if rule.dial is None and settings.thresholds:
         raise SpecError(f"thresholds: rule {rule.name} has no dial, got {list(settings.thresholds)}")
     if rule.dial is not None and rule.dial_value is None and not settings.thresholds:
         lacks = f"rule {rule.spec} sets no {rule.dial.name}"
         raise SpecError(f"thresholds: {lacks}; name the values that the head is to serve")
-    learner = _Learner(pair, rule, task, problems, max_new_tokens, settings)
-    train(learner, folder, progress=progress)
-    return learner.head()
+    for threshold in settings.thresholds:
+        try:
+            rule.with_dial(threshold)
+        except SpecError as error:
+            raise SpecError(f"thresholds: {error}") from None
 
 
 class Recorder:
@@ -233,6 +247,7 @@ class _Learner(Learner):
             task=self.task,
             training={
                 "num_problems": len(self.problems),
+                "num_held_out": seen.num_held,
                 "num_tokens": len(seen.features),
                 "thresholds": list(self.dials),
                 "temperatures": list(settings.temperatures),
@@ -288,6 +303,7 @@ class _Seen:
         order = np.random.default_rng(settings.seed).permutation(problems.max() + 1)
         held = np.isin(problems, order[: max(1, round(settings.held_out * len(order)))])
         self.held = np.repeat(held, sizes)
+        self.num_held = len(np.unique(problems[held]))
         firsts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
         self._rounds = [
             (int(first), int(size), int(num))
