@@ -145,7 +145,7 @@ class TestPair:
         named = f"auto:path={tmp_path}"
         assert isinstance(pair.decoder("top_k:k=3", num_draft_tokens=named).length, LearnedLength)
         for rule in ("lossless", "top_k:k=5"):
-            with pytest.raises(SpecError, match="was trained for top_k, 2 to 4, not for"):
+            with pytest.raises(SpecError, match="was trained for top_k at 2 to 4, not for"):
                 pair.decoder(rule, num_draft_tokens=named)
         with pytest.raises(SpecError, match="the drafter is ngram"):
             pair.decoder("top_k:k=3", num_draft_tokens=named, drafter="ngram")

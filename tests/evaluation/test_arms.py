@@ -95,9 +95,11 @@ class TestAuto:
 
     def test_a_run_wide_head_serves_its_rule_and_leaves_the_others_to_auto(self):
         judge = "judge:path=reprieve/arithmetic-judge,threshold=0.03"
-        made = {arm.label: arm for arm in make_arms([judge], [f"auto:path={self.JUDGE}"])[2:]}
-        assert made["lossless"].num_draft_tokens == "auto"
-        assert made[judge].num_draft_tokens == f"auto:path={self.JUDGE}"
+        named = f"auto:path={self.JUDGE}"
+        made = {arm.label: arm.num_draft_tokens for arm in make_arms([judge], [named])[2:]}
+        assert made == {"lossless": "auto", f"{judge}@K={named}": named}, "a label says who has it"
+        with pytest.raises(SpecError, match="serves none of the arms"):
+            make_arms(["typical"], [named])
 
     def test_an_arms_own_head_stays(self, bundled_pair):
         [arm] = rule_arms([f"lossless@K=auto:path={self.JUDGE}"], 8)

@@ -114,7 +114,7 @@ def make_arms(
             if spec not in (TARGET_ONLY, DRAFT_ONLY):
                 arms.append(make_arm(spec, k, suffixed=len(ks) > 1, target=target))
     for k in ks:
-        if isinstance(k, str) and k != AUTO and not any(arm.num_draft_tokens == k for arm in arms):
+        if isinstance(k, str) and k != AUTO and not any(arm.rule and arm.num_draft_tokens == k for arm in arms):
             raise SpecError(f"num_draft_tokens {k}: the head serves none of the arms, at these thresholds")
     return list({arm.label: arm for arm in arms}.values())
 
