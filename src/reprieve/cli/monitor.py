@@ -31,13 +31,12 @@ class Monitor(Command):
     pair: PairSettings = field(default_factory=PairSettings)
 
     def run(self) -> int:
-        from reprieve.evaluation.arms import make_arms
+        from reprieve.evaluation.arms import LOSSLESS, make_arm
         from reprieve.evaluation.config import RunConfig
         from reprieve.evaluation.monitor import MonitorStatus, watch
 
-        k = self.answering.draft_tokens(self.num_draft_tokens)
-        strict = make_arms([], k, target=self.pair.target)[-1]
-        relaxed = make_arms([self.rule], k, target=self.pair.target)[-1]
+        [k] = self.answering.draft_tokens(self.num_draft_tokens)
+        strict, relaxed = (make_arm(rule, k, target=self.pair.target) for rule in (LOSSLESS, self.rule))
         if relaxed.rule is None or relaxed.rule.dial is None:
             raise SpecError(f"--rule must be a relaxed rule: there is nothing to watch in {self.rule!r}")
         asked = self.problems

@@ -235,12 +235,12 @@ class Quickstart(Command):
 
     def _estimate(self, engine: Engine, task: AskedTask, num_mined: int, num_certified: int) -> None:
         """Answer a few problems, and say how fast, how well and how long all of it will take."""
-        from reprieve.evaluation.arms import make_arms
+        from reprieve.evaluation.arms import LOSSLESS, make_arm
         from reprieve.evaluation.config import RunConfig
         from reprieve.evaluation.engines.base import Job
         from reprieve.evaluation.settings import RunSettings
 
-        arms = [arm for arm in make_arms([], [self._num_draft_tokens], target=self.pair.target) if arm.rule is not None]
+        arms = [make_arm(LOSSLESS, self._num_draft_tokens, target=self.pair.target)]
         settings = RunSettings(task=self.task_spec, split="train", limit=_NUM_TRIED, seed=self.seed)
         config = RunConfig.of(engine, arms, settings)
         problems = task.problems("train", _NUM_TRIED)
