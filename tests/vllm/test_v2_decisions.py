@@ -181,7 +181,7 @@ def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypa
             return torch.cat([torch.cat([getattr(item, name).float(), torch.tensor([fill])]) for item in evidence])
 
         if evidence[0].noise is not None:
-            monkeypatch.setattr(rules, "noise", lambda size, device: spread_rows("noise", fill=2.0))
+            monkeypatch.setattr(Round, "noise", lambda self, ctx: spread_rows("noise", fill=2.0))
         if temperature:
             monkeypatch.setattr(Round, "uniforms", lambda self, ctx: spread_rows("uniforms").double())
         heat = torch.full((64,), temperature)

@@ -125,6 +125,15 @@ def test_seeded_draws_do_not_depend_on_company(llm, problems):
         assert mixed[place] == texts(generate(llm, [problems[place].prompt], params[place]))[0]
 
 
+def test_a_random_rules_draws_do_not_depend_on_company_either(llm, problems, everything):
+    use_rule(llm, "random:rate=0.5")
+    params = [SamplingParams(temperature=0, seed=place % 2, max_tokens=20) for place in range(4)]
+    prompts = [problems[1].prompt] * 4
+    mixed = texts(generate(llm, prompts, params))
+    assert mixed[:2] == mixed[2:] and mixed[0] != mixed[1]
+    assert texts(generate(llm, prompts[:1], params[1])) == mixed[1:2]
+
+
 def test_cached_prefixes_pieces_and_preemption_change_nothing(llm, problems):
     """Prompts in pieces, prefixes from the cache, and so few blocks that requests are put off and resumed."""
     prompts = prompts_of(problems[2:], 4)

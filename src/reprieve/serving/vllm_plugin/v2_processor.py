@@ -226,7 +226,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
             scores=scores,
             logits=scores if raw is None else raw.float(),
             possible=gather_token(logits, token_ids) > -math.inf,
-            noise=self.rules.noise(len(token_ids), token_ids.device),
+            noise=current.noise(ctx) if Need.NOISE in needs else None,
             **given,
         )
 

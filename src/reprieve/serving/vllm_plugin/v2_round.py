@@ -11,6 +11,8 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 
 from reprieve.serving.vllm_plugin.v2_uniforms import uniforms_of
 
+NOISE_KEY = 0x5DEECE66D  # sets a request's noise apart from the draws of vLLM's own samplers
+
 
 @dataclass
 class Round:
@@ -51,3 +53,7 @@ class Round:
     def uniforms(self, ctx: LogitsContext) -> Tensor:
         """The draws that vLLM's rejection sampler will use, [N]."""
         return uniforms_of(self.seeds, ctx.expanded_idx_mapping, ctx.pos)
+
+    def noise(self, ctx: LogitsContext) -> Tensor:
+        """Draws for rules that are random themselves, [N]: by seed and position, whoever shares the batch."""
+        return uniforms_of(self.seeds ^ NOISE_KEY, ctx.expanded_idx_mapping, ctx.pos)
