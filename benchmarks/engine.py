@@ -27,6 +27,7 @@ from reprieve.evaluation.runner import environment
 from reprieve.files import replace_file
 from reprieve.metrics import bootstrap_interval
 from reprieve.models import CachedModel
+from reprieve.models.timing import forward_seconds
 from reprieve.tasks import load_task
 from reprieve.types import PARTS
 
@@ -45,15 +46,9 @@ class Forwards:
         self.forwards += [(f"target, {k + 1} tokens", models["target"], k + 1) for k in KS]
         self.seconds: dict[str, list[float]] = defaultdict(list)
 
-    @torch.inference_mode()
     def measure(self, repeats: int = 3) -> None:
         for name, model, num_new in self.forwards:
-            model.start([5] * CACHED, reuse_prefix=True)
-            for _ in range(repeats):
-                started = time.perf_counter()
-                model.forward([7] * num_new)
-                self.seconds[name].append(time.perf_counter() - started)
-                model.keep(CACHED)
+            self.seconds[name] += [forward_seconds(model, num_new, num_cached=CACHED) for _ in range(repeats)]
 
     def medians(self) -> dict:
         """Milliseconds, and what a round of K would take if it were nothing but its forwards."""

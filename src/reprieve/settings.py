@@ -19,7 +19,7 @@ MAX_SEED = 2**63 - 1
 _MOST_TOKENS = 2**31 - 1
 MAX_DRAFT_TOKENS = 512  # of a round
 AUTO = "auto"
-NAMED_LENGTH = f"{AUTO}:path="
+_NAMED = f"{AUTO}:path="
 NumDraftTokens = int | str  # K, or who decides: `auto`, `auto:path=FOLDER`
 BUNDLED_PAIR = "reprieve/arithmetic-pair"
 
@@ -31,12 +31,16 @@ def require_draft_tokens(value: NumDraftTokens) -> None:
         SpecError: names what is allowed.
     """
     whole = isinstance(value, Integral) and not isinstance(value, bool) and 1 <= value <= MAX_DRAFT_TOKENS
-    named = isinstance(value, str) and value.startswith(NAMED_LENGTH) and value != NAMED_LENGTH
-    if not whole and not named and value != AUTO:
+    if not whole and not named_length(value) and value != AUTO:
         raise SpecError(
             f"num_draft_tokens must be a whole number in [1, {MAX_DRAFT_TOKENS}], 'auto', or 'auto:path=FOLDER', got "
             f"{value!r}"
         )
+
+
+def named_length(value: NumDraftTokens) -> str:
+    """The head of `auto:path=FOLDER`; empty where none is named."""
+    return value.removeprefix(_NAMED) if isinstance(value, str) and value.startswith(_NAMED) else ""
 
 
 def read_draft_tokens(text: NumDraftTokens) -> NumDraftTokens:
@@ -62,7 +66,7 @@ class PairSettings:
     dtype: str = "auto"
     device: str | None = None
     device_map: str | None = None
-    num_threads: int | None = None
+    num_threads: int | None = field(default=None, repr=False)  # no part of what a training is
 
     def __post_init__(self) -> None:
         if self.num_threads is not None:
@@ -71,9 +75,7 @@ class PairSettings:
     @property
     def models(self) -> dict[str, Any]:
         """What `load_pair` takes."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        del given["num_threads"]
-        return given
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "num_threads"}
 
     @property
     def bundled(self) -> bool:

@@ -54,7 +54,7 @@ class Flag:
     def kind(self) -> Any:
         """Its type, None left out."""
         options = _options(self.hint)
-        return IntOrText if set(options) == {int, str} else options[0]
+        return read_draft_tokens if set(options) == {int, str} else options[0]
 
     @property
     def items(self) -> Any:
@@ -62,19 +62,12 @@ class Flag:
         if typing.get_origin(self.kind) is not tuple:
             return None
         item = typing.get_args(self.kind)[0]
-        return IntOrText if set(_options(item)) == {int, str} else item
+        return read_draft_tokens if set(_options(item)) == {int, str} else item
 
     @property
     def repeated(self) -> bool:
         """Whether it may be given several times: tuples of texts; numbers are separated by commas."""
         return self.items in (str, Path)
-
-
-class IntOrText:
-    """A whole number where it is one, else the text."""
-
-    def __new__(cls, value: int | str) -> Any:
-        return read_draft_tokens(value)
 
 
 def _options(hint: Any) -> list[Any]:
@@ -247,7 +240,7 @@ def _checked(flag: Flag, value: Any, where: str) -> Any:
 
 
 def _scalar(kind: Any, value: Any, where: str) -> Any:
-    allowed = {float: (int, float), Path: (str,), IntOrText: (int, str)}.get(kind, (kind,))
+    allowed = {float: (int, float), Path: (str,), read_draft_tokens: (int, str)}.get(kind, (kind,))
     if kind is float and isinstance(value, str):  # YAML 1.1 takes 1e-3 for a text
         try:
             return float(value)
@@ -259,7 +252,7 @@ def _scalar(kind: Any, value: Any, where: str) -> Any:
 
 
 _WANTED = {
-    IntOrText: "a whole number, or a text",
+    read_draft_tokens: "a whole number, or a text",
     int: "a whole number",
     float: "a number",
     str: "a text",
@@ -301,7 +294,7 @@ def _add(group: Any, flag: Flag) -> None:
     group.add_argument(flag.option, **options)
 
 
-_METAVARS = {IntOrText: "N", int: "N", float: "X", str: "TEXT", Path: "PATH"}
+_METAVARS = {read_draft_tokens: "N", int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 
 def _usage(flag: Flag) -> str:

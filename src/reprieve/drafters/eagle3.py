@@ -247,7 +247,7 @@ class EagleDrafter:
         num_pruned = 0
         if self.pruning is not None:
             wanted = set(self.pruning.kept(parents, fetched[1], fetched[2][0]))
-            num_pruned = len(wanted.symmetric_difference(range(len(parents))))
+            num_pruned = len(parents) - len(wanted)
             kept = [node for node in kept if node in wanted] or [0]
         if weighed is not None:
             weighed.expect(sum(math.exp(fetched[1][node]) for node in kept))

@@ -218,8 +218,8 @@ class _Learned:
 
     def goes_on(self, hidden: Tensor | None, logits: Tensor, token_id: Tensor) -> bool:
         assert hidden is not None
-        log_prob = logits[0, token_id] - logits.logsumexp(-1)
-        this, after, self._features[1] = torch.cat([self._weight @ hidden[0].float(), log_prob]).tolist()
+        read = torch.cat([self._weight @ hidden[0].float(), token_log_prob(logits, token_id)])
+        this, after, self._features[1] = read.tolist()
         self._features[2], self._features[3] = place_feature(self._place), self.recent.share
         self._place += 1
         self._chance *= _sigmoid(this + _product(self._scalars[0], self._features))
@@ -239,6 +239,11 @@ class Recent:
         """See `RoundLength`."""
         if num_drafted:
             self.share = _MEMORY * self.share + (1 - _MEMORY) * num_accepted / min(num_drafted, num_accepted + 1)
+
+
+def token_log_prob(logits: Tensor, token_id: Tensor) -> Tensor:
+    """The draft's log-probability [1] of a token [1] that was taken from its logits [1, V]."""
+    return logits[0, token_id] - logits.logsumexp(-1)
 
 
 def place_feature(place: int) -> float:

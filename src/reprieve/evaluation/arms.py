@@ -15,7 +15,7 @@ from reprieve.heads.folds import FoldedHead
 from reprieve.heads.loading import attach_heads, fitting_length
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.truncation import require_truncation
-from reprieve.settings import AUTO, NAMED_LENGTH, NumDraftTokens, read_draft_tokens, require_draft_tokens
+from reprieve.settings import AUTO, NumDraftTokens, named_length, read_draft_tokens, require_draft_tokens
 
 LOSSLESS = "lossless"
 RERUN = "lossless_rerun"  # lossless against lossless: the noise floor
@@ -114,7 +114,7 @@ def make_arms(
             if spec not in (TARGET_ONLY, DRAFT_ONLY):
                 arms.append(make_arm(spec, k, suffixed=len(ks) > 1, target=target))
     for k in ks:
-        if isinstance(k, str) and k != AUTO and not any(arm.rule and arm.num_draft_tokens == k for arm in arms):
+        if named_length(k) and not any(arm.rule and arm.num_draft_tokens == k for arm in arms):
             raise SpecError(f"num_draft_tokens {k}: the head serves none of the arms, at these thresholds")
     return list({arm.label: arm for arm in arms}.values())
 
@@ -164,7 +164,7 @@ def make_arm(spec: str | Rule, k: NumDraftTokens, *, suffixed: bool = False, tar
     rule = attach_heads(rule, target)
     label, shift = (RERUN, _RERUN_SEED) if rerun else (rule.spec, 0)
     k = fitting_length(k, rule) if own_k is None else _own_k(own_k, spec)
-    label += f"@K={k}" if suffixed or own_k or str(k).startswith(NAMED_LENGTH) else ""
+    label += f"@K={k}" if suffixed or own_k or named_length(k) else ""
     label += f"@drafter={drafter}" if drafter else ""
     return Arm(label, rule, k, seed_shift=shift, drafter=drafter)
 

@@ -21,6 +21,11 @@ class PairIdentity:
     draft_weights: str | None
     tokenizer: str
 
+    def differences(self, other: PairIdentity, *, reads_draft: bool) -> list[str]:
+        """The parts in which another pair differs; names do not count, the draft's weights only where they matter."""
+        parts = ["tokenizer", "target_weights"] + (["draft_weights"] if reads_draft else [])
+        return [part for part in parts if getattr(self, part) != getattr(other, part)]
+
     def require_matches(self, other: PairIdentity, what: str, *, reads_draft: bool) -> None:
         """Refuse another pair.
 
@@ -32,9 +37,7 @@ class PairIdentity:
         Raises:
             PairError: names both pairs and what differs.
         """
-        parts = ["tokenizer", "target_weights"] + (["draft_weights"] if reads_draft else [])
-        different = [part for part in parts if getattr(self, part) != getattr(other, part)]
-        if different:
+        if different := self.differences(other, reads_draft=reads_draft):
             raise PairError(
                 f"{what} was made for target {self.target!r} and draft {self.draft!r}, not for target "
                 f"{other.target!r} and draft {other.draft!r}: different {', '.join(different)} "

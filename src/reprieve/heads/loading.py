@@ -18,7 +18,7 @@ from reprieve.heads.length import ANY_RULE, LengthHead
 from reprieve.heads.origin import warn_of_format, warn_of_sampling
 from reprieve.rules import Rule
 from reprieve.rules.learned import HeadRule
-from reprieve.settings import AUTO, NumDraftTokens, require_draft_tokens
+from reprieve.settings import AUTO, NumDraftTokens, named_length, require_draft_tokens
 
 _DEFAULTS = {kind: name for name, kind in BUNDLED.items()}
 
@@ -72,7 +72,7 @@ def length_head(num_draft_tokens: NumDraftTokens, rule: Rule, pair: PairIdentity
     require_draft_tokens(num_draft_tokens)
     if isinstance(num_draft_tokens, int):
         return None
-    if named := num_draft_tokens.removeprefix(AUTO).removeprefix(":path="):
+    if named := named_length(num_draft_tokens):
         head = _named_length(named)
         head.require_pair(pair, named)
         head.require_rule(rule, named)
@@ -80,8 +80,7 @@ def length_head(num_draft_tokens: NumDraftTokens, rule: Rule, pair: PairIdentity
     own, any_rules = (f"reprieve/arithmetic-length-{name}" for name in (rule.name, ANY_RULE))
     source = own if own in BUNDLED else any_rules
     head = LengthHead.from_pretrained(source)
-    weights = (pair.target_weights, pair.draft_weights, pair.tokenizer)
-    return head if (head.pair.target_weights, head.pair.draft_weights, head.pair.tokenizer) == weights else None
+    return None if head.pair.differences(pair, reads_draft=True) else head
 
 
 def fitting_length(num_draft_tokens: NumDraftTokens, rule: Rule) -> NumDraftTokens:
@@ -92,7 +91,7 @@ def fitting_length(num_draft_tokens: NumDraftTokens, rule: Rule) -> NumDraftToke
         ReprieveError: a head that cannot be loaded.
     """
     require_draft_tokens(num_draft_tokens)
-    if isinstance(num_draft_tokens, str) and (named := num_draft_tokens.removeprefix(AUTO).removeprefix(":path=")):
+    if named := named_length(num_draft_tokens):
         return num_draft_tokens if _named_length(named).covers(rule) else AUTO
     return num_draft_tokens
 

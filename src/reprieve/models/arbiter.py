@@ -22,11 +22,10 @@ from reprieve.heads.settings import ArbiterShape
 from reprieve.models.cache import RollbackCache
 from reprieve.models.cached_model import (
     execution_device,
-    layer_windows,
-    masks_by_layer,
     refuse_recurrent,
     require_positions,
 )
+from reprieve.models.tree_attention import layer_windows, masks_by_layer
 from reprieve.transfers import spread, to_device
 
 _CONTEXT = -1  # the region number of context tokens

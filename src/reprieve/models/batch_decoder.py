@@ -18,14 +18,13 @@ from transformers import PreTrainedModel
 from reprieve.errors import require_whole
 from reprieve.models.batch_cache import RowCache, Snapshot
 from reprieve.models.cached_model import (
-    layer_windows,
-    masks_by_layer,
     refuse_recurrent,
     require_positions,
     shared_length,
 )
 from reprieve.models.draws import Draw, choose
 from reprieve.models.sampling import Sampler
+from reprieve.models.tree_attention import layer_windows, masks_by_layer
 from reprieve.settings import SamplingParams
 
 _SNAPSHOTS = 2  # kept a session: the running text and the last attempt

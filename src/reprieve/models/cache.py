@@ -9,6 +9,14 @@ from transformers.cache_utils import Cache, DynamicLayer
 _FIRST_CAPACITY = 256
 
 
+def capacity_for(num_tokens: int) -> int:
+    """Tokens that a buffer has space for when it must hold so many: doubled, so that it seldom grows."""
+    capacity = _FIRST_CAPACITY
+    while capacity < num_tokens:
+        capacity *= 2
+    return capacity
+
+
 class RollbackLayer(DynamicLayer):
     """One layer's keys and values, [1, heads, length, head_dim], in a buffer that doubles when full.
 
@@ -55,9 +63,7 @@ class RollbackLayer(DynamicLayer):
         self._set_length(0)
 
     def _grow(self, key_states: Tensor, value_states: Tensor, needed: int) -> None:
-        capacity = _FIRST_CAPACITY
-        while capacity < needed:
-            capacity *= 2
+        capacity = capacity_for(needed)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         buffers = []

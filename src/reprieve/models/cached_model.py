@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from reprieve.errors import ContextOverflowError, UnsupportedModelError
 from reprieve.models.cache import RollbackCache
 from reprieve.models.direct import DirectCache, DirectModel, supports
-from reprieve.models.tree_attention import tree_mask
+from reprieve.models.tree_attention import layer_windows, masks_by_layer, tree_mask
 from reprieve.transfers import spread, to_device
 from reprieve.types import Block, HiddenStates, Prefill, select_rows
 
@@ -226,24 +226,6 @@ def require_positions(model: PreTrainedModel, num_tokens: int, *, what: str) -> 
             f"{what} need {num_tokens} positions, but {model.config.name_or_path or 'the model'} "
             f"has {limit}; shorten the prompt or lower max_new_tokens"
         )
-
-
-def masks_by_layer(mask: Callable[[int | None], Tensor], windows: dict[str, int | None] | int | None) -> Any:
-    """A mask for each kind of layer, as transformers takes them, from a function of the window size."""
-    if isinstance(windows, dict):
-        return {kind: mask(window) for kind, window in windows.items()}
-    return mask(windows)
-
-
-def layer_windows(model: PreTrainedModel) -> dict[str, int | None] | int | None:
-    """Sliding-window sizes: one for all layers (None for full attention), or one for each kind of layer."""
-    config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    by_kind = {kind: window if kind == "sliding_attention" else None for kind in kinds}
-    if len(kinds) > 1:
-        return by_kind
-    return by_kind.popitem()[1] if kinds else window
 
 
 def refuse_recurrent(model: PreTrainedModel) -> None:

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from reprieve.models.cache import capacity_for
+from reprieve.models.tree_attention import layer_windows
+
 _FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _ROTARY = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not change with the text
 _CAPTURING = "transformers.utils.output_capturing"  # its own hooks, that hand out hidden states
-_FIRST_CAPACITY = 256
 _AGREES: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
 
 
@@ -36,9 +38,7 @@ def _is_plain(model: PreTrainedModel) -> bool:
     config = model.config
     if type(model).__name__ not in _FAMILIES or getattr(config, "quantization_config", None) is not None:
         return False
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-    if kinds != {"full_attention"} or (windowed and type(model).__name__ == "MistralForCausalLM"):
+    if layer_windows(model) is not None:
         return False
     if config.rope_parameters.get("rope_type", "default") not in _ROTARY or config.hidden_act != "silu":
         return False
@@ -89,11 +89,8 @@ class DirectCache:
     def room(self, needed: int, shape: Sequence[int], like: Tensor) -> Tensor:
         """The buffer, with space for `needed` tokens; `shape` is (layers, heads, head_dim)."""
         if self.buffer is None or needed > self.buffer.shape[-2]:
-            capacity = _FIRST_CAPACITY
-            while capacity < needed:
-                capacity *= 2
             layers, heads, head_dim = shape
-            grown = torch.zeros(layers, 2, heads, capacity, head_dim, dtype=like.dtype, device=like.device)
+            grown = torch.zeros(layers, 2, heads, capacity_for(needed), head_dim, dtype=like.dtype, device=like.device)
             if self.buffer is not None:
                 grown[..., : self.length, :] = self.buffer[..., : self.length, :]
             self.buffer = grown
@@ -193,10 +190,7 @@ class DirectModel:
 
     def _rotations(self, x: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
         if self._turns is None or end > len(self._turns[0]):
-            capacity = _FIRST_CAPACITY
-            while capacity < end:
-                capacity *= 2
-            self._turns = self._rotations_at(x, torch.arange(capacity, device=x.device))
+            self._turns = self._rotations_at(x, torch.arange(capacity_for(end), device=x.device))
         cos, sin = self._turns
         return cos[start:end], sin[start:end]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from reprieve.transfers import to_device
 from reprieve.types import ROOT
@@ -45,3 +47,21 @@ def tree_mask(
         visible &= query[:, None] - key[None, :] < window
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
     return to_device(mask[None, None], device)
+
+
+def masks_by_layer(mask: Callable[[int | None], Tensor], windows: dict[str, int | None] | int | None) -> Any:
+    """A mask for each kind of layer, as transformers takes them, from a function of the window size."""
+    if isinstance(windows, dict):
+        return {kind: mask(window) for kind, window in windows.items()}
+    return mask(windows)
+
+
+def layer_windows(model: PreTrainedModel) -> dict[str, int | None] | int | None:
+    """Sliding-window sizes: one for all layers (None for full attention), or one for each kind of layer."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    by_kind = {kind: window if kind == "sliding_attention" else None for kind in kinds}
+    if len(kinds) > 1:
+        return by_kind
+    return by_kind.popitem()[1] if kinds else window

@@ -6,7 +6,7 @@ times as many layers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from reprieve.pair.corpus import Mixture
 from reprieve.pair.problems import ARITHMETIC, MINIATURE, Contents, Style, Teller
@@ -47,8 +47,8 @@ class Recipe:
 
     def layers_at(self, update: int) -> int:
         """Layers of the model that makes this update."""
-        grown = self.grown_layers is not None and update >= self.grow_at * self.num_updates
-        return self.grown_layers if grown and self.grown_layers else self.num_layers
+        grown = update >= self.grow_at * self.num_updates
+        return self.grown_layers or self.num_layers if grown else self.num_layers
 
 
 _ALIKE = {"chain": 1.0, "compare": 1.0, "shop": 1.0, "work": 1.0}
@@ -85,11 +85,8 @@ ARITHMETIC_PAIR = {
 _TARGET_VOICE = Voice(seed=0)
 _DRAFT_VOICE = Voice(seed=1, like=_TARGET_VOICE, agreement=0.55, fond_of_rare=0.3)
 MINIATURE_PAIR = {
-    "target": Recipe(
-        num_layers=8,
-        hidden_size=256,
-        intermediate_size=512,
-        num_heads=4,
+    "target": replace(
+        ARITHMETIC_PAIR["target"],
         num_tokens=9_000_000,
         learning_rate=1e-3,
         mixture=Mixture(
@@ -108,11 +105,8 @@ MINIATURE_PAIR = {
         grown_layers=24,
         grow_at=0.45,
     ),
-    "draft": Recipe(
-        num_layers=2,
-        hidden_size=192,
-        intermediate_size=512,
-        num_heads=6,
+    "draft": replace(
+        ARITHMETIC_PAIR["draft"],
         num_tokens=16_000_000,
         learning_rate=2e-3,
         mixture=Mixture(
@@ -129,7 +123,6 @@ MINIATURE_PAIR = {
         ),
         rows_per_update=12,
         row_length=384,
-        seed=1,
         start="draft",
     ),
 }

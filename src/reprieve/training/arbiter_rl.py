@@ -114,8 +114,7 @@ class _Learner(Learner):
 
     @property
     def recipe(self) -> str:
-        rollouts = dataclasses.replace(self.rollouts, pair=dataclasses.replace(self.rollouts.pair, num_threads=None))
-        return repr((self.settings, rollouts, self.start.fingerprint, self.pair.identity))
+        return repr((self.settings, self.rollouts, self.start.fingerprint, self.pair.identity))
 
     @property
     def num_updates(self) -> int:

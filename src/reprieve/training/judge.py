@@ -39,6 +39,12 @@ class LinearFit:
         risks: np.ndarray = 1 / (1 + np.exp(-logits.clip(-80, 80)))
         return risks
 
+    def folded(self) -> tuple[Tensor, Tensor]:
+        """Weights [F] and bias [] for features as they are, float32."""
+        weight = self.coefficients / self.scale
+        bias = self.intercept - float(weight @ self.mean)
+        return torch.tensor(weight, dtype=torch.float32), torch.tensor(bias, dtype=torch.float32)
+
 
 def fit_linear(features: np.ndarray, important: np.ndarray, c: float) -> LinearFit:
     """Standardise and fit; C is scikit-learn's inverse strength of the L2 penalty."""
@@ -79,8 +85,7 @@ def train_judge(
     threshold, summary = summarise_held_out(
         tokens, held, best.scores(learner.features[held]), held_out=settings.held_out, seed=settings.seed
     )
-    weight = torch.tensor(best.coefficients / best.scale, dtype=torch.float32)
-    bias = torch.tensor(best.intercept - float((best.coefficients / best.scale) @ best.mean), dtype=torch.float32)
+    weight, bias = best.folded()
     return JudgeHead(
         tensors={"weight": weight, "bias": bias},
         recipe=settings.recipe,

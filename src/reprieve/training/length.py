@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reprieve.drafters.length import Recent, TreeLength, place_feature
+from reprieve.drafters.length import Recent, TreeLength, place_feature, token_log_prob
 from reprieve.engine import Pair, SpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.heads.binding import digest
@@ -108,9 +108,9 @@ class Recorder:
     def goes_on(self, hidden: Tensor | None, logits: Tensor, token_id: Tensor) -> bool:
         assert hidden is not None
         if not self._ended:
-            log_prob = logits[0, token_id] - logits.logsumexp(-1)
             self.hidden.append(hidden.float().cpu())
-            self.rows.append([float(log_prob), place_feature(len(self.rows) - self._first), self._recent.share])
+            log_prob = float(token_log_prob(logits, token_id))
+            self.rows.append([log_prob, place_feature(len(self.rows) - self._first), self._recent.share])
             self._ended = int(token_id) in self.eos_ids
         return True
 
@@ -140,7 +140,7 @@ class _Costs:
 
 
 class _Learner(Learner):
-    """One update decodes one problem; the last one fits."""
+    """One update decodes one problem; `head` fits what was seen."""
 
     def __init__(
         self,
@@ -156,6 +156,7 @@ class _Learner(Learner):
         self.pair, self.rule, self.task, self.problems = pair, rule, task, problems
         self.max_new_tokens, self.settings = max_new_tokens, settings
         assert pair.draft is not None, "cached_draft refuses pairs without"
+        self.width = int(pair.draft.config.get_text_config().hidden_size)
         self.recorder = Recorder(settings.num_draft_tokens, eos_token_ids(pair.target, pair.tokenizer))
         self.parts: dict[str, list[Tensor]] = {"hidden": [], "rows": [], "rounds": [], "seconds": []}
         self.dials = settings.thresholds or (() if rule.dial_value is None else (float(rule.dial_value),))
@@ -196,7 +197,7 @@ class _Learner(Learner):
         seen, spent = self.recorder, made.seconds_by_part
         about = [0.0 if dial is None else dial, temperature]
         width = len(SCALARS) - 1
-        self.parts["hidden"].append(torch.cat(seen.hidden) if seen.hidden else torch.zeros(0, self._width))
+        self.parts["hidden"].append(torch.cat(seen.hidden) if seen.hidden else torch.zeros(0, self.width))
         self.parts["rows"].append(torch.tensor([[*row, *about] for row in seen.rows]).reshape(-1, width))
         self.parts["rounds"].append(torch.tensor([[update, *each] for each in seen.rounds]).reshape(-1, 3))
         beside = sum(spent[part] for part in ("rule", "advise", "commit")) / made.num_rounds
@@ -204,11 +205,6 @@ class _Learner(Learner):
         one, block = (forward_seconds(self.target, size) for size in (1, self.recorder.most + 1))
         self.parts["seconds"].append(torch.tensor([[drafting, beside, one, block]]))
         return {"rounds": len(seen.rounds), "tokens_per_round": made.tokens_per_round}
-
-    @property
-    def _width(self) -> int:
-        assert self.pair.draft is not None
-        return int(self.pair.draft.config.get_text_config().hidden_size)
 
     def state(self) -> dict[str, Tensor]:
         return {name: torch.cat(parts) for name, parts in self.parts.items() if parts}
@@ -231,13 +227,10 @@ class _Learner(Learner):
         constant = {k: costs.rate(seen.cut(k)) for k in range(1, settings.num_draft_tokens + 1)}
         best_k = max(constant, key=constant.__getitem__)
         drafted, accepted = (sum(counts) for counts in zip(*seen.stopped(this, after, price), strict=True))
-        weights = [torch.tensor(fit.coefficients / fit.scale, dtype=torch.float32) for fit in fits]
-        biases = [torch.tensor([fit.intercept - (fit.coefficients / fit.scale) @ fit.mean]).float() for fit in fits]
+        folded = [fit.folded() for fit in fits]
         return LengthHead(
-            hidden_weight=torch.stack([weight[: self._width] for weight in weights]),
-            scalar_weight=torch.stack(
-                [torch.cat([bias, weight[self._width :]]) for bias, weight in zip(biases, weights, strict=True)]
-            ),
+            hidden_weight=torch.stack([weight[: self.width] for weight, _ in folded]),
+            scalar_weight=torch.stack([torch.cat([bias[None], weight[self.width :]]) for weight, bias in folded]),
             rule=self.rule.name,
             lowest=min(self.dials, default=0.0),
             highest=max(self.dials, default=0.0),
@@ -296,10 +289,10 @@ class _Seen:
         self.features = torch.cat([state["hidden"], state["rows"]], dim=1).double().numpy()
         rounds = state["rounds"].numpy()  # problem, rows, accepted
         problems, sizes, accepted = rounds.T
-        self.place = np.concatenate([np.arange(size) for size in sizes])
+        place = np.concatenate([np.arange(size) for size in sizes])
         taken = np.repeat(accepted, sizes)
-        self.this = _Labels(judged=self.place <= taken, passed=self.place < taken)
-        self.after = _Labels(judged=self.place < taken, passed=self.place + 1 < taken)
+        self.this = _Labels(judged=place <= taken, passed=place < taken)
+        self.after = _Labels(judged=place < taken, passed=place + 1 < taken)
         order = np.random.default_rng(settings.seed).permutation(problems.max() + 1)
         held = np.isin(problems, order[: max(1, round(settings.held_out * len(order)))])
         self.held = np.repeat(held, sizes)
