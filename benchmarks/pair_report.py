@@ -32,7 +32,7 @@ from reprieve.tasks.arithmetic import ArithmeticTask
 PROPERTIES = Path(__file__).parent / "miniature.json"
 RESULT = re.compile(r"=(\d+)")
 # Where a solution may be worded otherwise: its beginning, and after each sentence and opener.
-PLACES = re.compile(r"^|(?<=\.)|(?<=(?:First|Then|Next|Now),)|(?<=(?:Finally|Lastly|Initially|At last),)")
+PLACES = re.compile(r"^|\.|\b(?:First|Then|Next|Now|Finally|Lastly|Initially|At last),")
 
 
 def solved_by(pair: Pair, rule: str, task: Task, problems: list[TaskProblem]) -> list[bool]:
@@ -113,7 +113,7 @@ def wording_entropies(pair: Pair, task: Task, problems: list[TaskProblem]) -> li
     for problem in problems:
         text = decoder.generate(problem.prompt, reprieve.SamplingParams(max_new_tokens=task.max_new_tokens)).text
         coded = pair.tokenizer(problem.prompt + text, return_offsets_mapping=True)
-        begins = {start + len(problem.prompt) for start in (match.start() for match in PLACES.finditer(text))}
+        begins = {len(problem.prompt) + match.end() for match in PLACES.finditer(text)}
         log_probs = pair.target(torch.tensor([coded.input_ids])).logits[0].log_softmax(-1)
         entropies = -(log_probs.exp() * log_probs).sum(-1)
         rows = [row for row, (start, end) in enumerate(coded.offset_mapping) if start in begins and end > start and row]

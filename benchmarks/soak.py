@@ -2,9 +2,12 @@
 
     python benchmarks/soak.py --clients 64 --minutes 10
 
-Clients ask (streaming or not), leave in the middle, send malformed bodies, and choose thresholds at random. What is a
-defect: an answer to a greedy request that is not the engine's own, a response without an end, an error that is not
-JSON or not of the expected status, a server that stops answering, or one whose memory grows.
+Clients ask (streaming or not), leave in the middle, send malformed bodies, and choose thresholds at random. One in
+eight is hostile all the time: half a request and then nothing, a body a byte at a time, a body that never comes, what
+is no HTTP, half a million stop characters, answers that nobody reads. What is a defect: an answer to a greedy request
+that is not the engine's own, a response without an end, an error that is not JSON or not of the expected status, a
+hostile connection that is left open, `/health` later than ten seconds, a server that stops answering, or one whose
+memory grows.
 """
 
 from __future__ import annotations
@@ -34,7 +37,27 @@ BAD = [
     b'{"prompt": "x", "max_tokens": 99999}',
     b'{"prompt": "x", "surprise": 1}',
 ]
+# Well-formed requests that ask too much: each must be refused, at once.
+TOO_MUCH = [
+    b'{"prompt": "x", "stop": "' + b"y" * 500_000 + b'"}',
+    json.dumps({"prompt": "x", "stop": [str(number) for number in range(1000)]}).encode(),
+    b'{"prompt": "x", "max_tokens": ' + b"9" * 6000 + b"}",
+    b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b'{"prompt": "x", "n": 1e999}',
+    b'{"prompt": "' + b"x" * 3_000_000 + b'"}',
+]
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+# What is sent, and how long each byte waits: none of them is ever a whole request.
+NEVER_WHOLE = {
+    "half a head": (HEAD[:40], 0.0),
+    "a head by bytes": (HEAD, 0.5),
+    "a body that never comes": (HEAD + b"Content-Length: 100\r\n\r\n{", 0.0),
+    "a body by bytes": (HEAD + b"Content-Length: 1000\r\n\r\n" + b" " * 900, 0.05),
+    "a body of a terabyte": (HEAD + b"Content-Length: 1000000000000\r\n\r\n{", 0.0),
+    "no HTTP": (bytes(range(256)) * 8 + b"\r\n\r\n", 0.0),
+}
 THRESHOLDS = (0.0, 0.04, 0.2)
+PATIENCE_S = 60.0  # for the end of a hostile connection; the server's own is 10 s a stage
 
 
 async def ask(port, body, *, leave_after=None):
@@ -77,12 +100,14 @@ class Soak:
         self.counts = collections.Counter()
         self.defects = []
         self.seed = seed
+        self.slowest_health = 0.0  # seconds
 
     async def client(self, number, deadline):
         draw = random.Random(self.seed * 1000 + number)
+        act = self.hostile if number % 8 == 7 else self.once
         while time.monotonic() < deadline:
             try:
-                await self.once(draw)
+                await act(draw)
             except Exception as error:
                 self.defects.append(f"{type(error).__name__}: {error}")
             await asyncio.sleep(draw.random() * 0.5)
@@ -112,6 +137,49 @@ class Soak:
         good = status == 200 and text == self.expected[place, threshold]
         self.note("streamed" if stream else "whole", good, payload)
 
+    async def hostile(self, draw):
+        kind = draw.choice([*NEVER_WHOLE, "asks too much", "never reads"])
+        if kind == "asks too much":
+            status, payload = await ask(self.port, draw.choice(TOO_MUCH))
+            self.note(kind, status in (400, 413) and json.loads(payload)["error"]["message"], payload)
+        elif kind == "never reads":
+            _, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1)
+            body = json.dumps({"prompt": self.prompts[0], "max_tokens": 80, "stream": True}).encode()
+            writer.write(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            await asyncio.sleep(5)
+            writer.transport.abort()
+            self.counts[kind] += 1
+        else:
+            self.note(kind, await asyncio.wait_for(self.never_whole(*NEVER_WHOLE[kind]), PATIENCE_S), b"")
+
+    async def never_whole(self, sent, wait):
+        """Send it, a byte at a time where that takes long; whether the server brought it to an end."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            answered = asyncio.create_task(reader.read())
+            for byte in [sent] if not wait else [sent[place : place + 1] for place in range(len(sent))]:
+                if answered.done():
+                    break
+                writer.write(byte)
+                await asyncio.sleep(wait)
+            await answered
+        except ConnectionError:
+            pass  # ended from there, as it should be
+        finally:
+            writer.close()
+        return True
+
+    async def watch_health(self, deadline):
+        """Every second; the slowest answer is kept."""
+        while time.monotonic() < deadline:
+            began = time.monotonic()
+            try:
+                await asyncio.wait_for(health_of(self.port), 10)
+            except (TimeoutError, OSError, ValueError) as error:
+                self.defects.append(f"health: {type(error).__name__}")
+            self.slowest_health = max(self.slowest_health, time.monotonic() - began)
+            await asyncio.sleep(1)
+
     def note(self, kind, good, payload):
         self.counts[kind] += 1
         if not good:
@@ -124,6 +192,14 @@ def _streamed(payload):
         assert "error" in json.loads(lines[-1]), f"a stream without its end: {lines[-1]!r}"
         return None
     return "".join(choice["text"] for line in lines[:-1] for choice in json.loads(line)["choices"])
+
+
+async def health_of(port):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    health = json.loads((await reader.read()).partition(b"\r\n\r\n")[2])
+    writer.close()
+    return health
 
 
 def resident_mib(pid):
@@ -144,6 +220,7 @@ async def soak(options, port, server):
     run = Soak(port, prompts, expected, options.seed)
     deadline = time.monotonic() + 60 * options.minutes
     clients = [asyncio.create_task(run.client(number, deadline)) for number in range(options.clients)]
+    clients.append(asyncio.create_task(run.watch_health(deadline)))
     memory = []
     while time.monotonic() < deadline:
         await asyncio.sleep(min(15, max(0.1, deadline - time.monotonic())))
@@ -151,11 +228,7 @@ async def soak(options, port, server):
         print(f"{memory[-1]:.0f} MiB, {dict(run.counts)}, {len(run.defects)} defects", flush=True)
     await asyncio.gather(*clients)
     await asyncio.sleep(1)
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-    health = json.loads((await reader.read()).partition(b"\r\n\r\n")[2])
-    writer.close()
-    return run, memory, health
+    return run, memory, await health_of(port)
 
 
 def main():
@@ -186,6 +259,7 @@ def main():
         "counts": dict(run.counts),
         "defects": run.defects[:50],
         "num_defects": len(run.defects),
+        "slowest_health_s": run.slowest_health,
         "memory_mib": memory,
         "second_quarter_mib": first,
         "last_quarter_mib": last,
@@ -194,6 +268,7 @@ def main():
     }
     replace_file(options.out / "results.json", json.dumps(report, indent=2) + "\n")
     print(f"{sum(run.counts.values())} requests {dict(run.counts)}; {len(run.defects)} defects {run.defects[:3]}")
+    print(f"slowest /health: {run.slowest_health:.1f} s")
     print(f"memory: {first:.0f} MiB in the second quarter, {last:.0f} in the last; at the end {health}, exit {status}")
 
 
