@@ -16,7 +16,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +25,8 @@ from typing import Any
 
 from reprieve.errors import ReprieveError, require_range
 from reprieve.files import is_running
+from reprieve.tasks.isolation import fork_server
+from reprieve.tasks.supervisor import feed
 
 _MEGABYTE = 1 << 20
 _FOLDERS = "reprieve-program-"
@@ -153,39 +154,24 @@ class Sandbox:
         return None if code == 1 else f"a program was not stopped from writing (exit status {code})"
 
     def _run_isolated(self, folder: Path, job: bytes | None = None) -> tuple[int, bool]:
-        from sandlock import BranchAction, StdioMode
-        from sandlock import Sandbox as Process
-
         limits = self.limits
         with tempfile.TemporaryDirectory(prefix=_prefix()) as storage:
-            process = Process(
-                fs_readable=[*(path for path in _READABLE if os.path.exists(path)), str(folder)],
-                workdir=str(folder),  # writes go to the storage, up to the quota, and are then moved here
-                cwd=str(folder),
-                fs_storage=storage,
-                max_disk=f"{limits.disk_mb}M",
-                on_exit=BranchAction.COMMIT,
-                on_error=BranchAction.COMMIT,
-                max_memory=f"{limits.memory_mb}M",
-                max_processes=limits.num_processes,
-                max_open_files=64,
-                extra_deny_syscalls=_REFUSED_CALLS,
-                clean_env=True,
-                env=_environment(folder),
-                no_coredump=True,
-            )
-            started = time.monotonic()
-            command = self._command(0, grade=job is not None)
-            if job is None:
-                result = process.run(command, timeout=limits.seconds)
-            else:
-                null = StdioMode.NULL
-                running = process.popen(command, stdin=StdioMode.PIPED, stdout=null, stderr=null)
-                with running:
-                    _feed(running.stdin, job, limits.seconds)
-                    result = running.wait(timeout=max(0.01, started + limits.seconds - time.monotonic()))
-            late = time.monotonic() - started >= limits.seconds
-        return int(result.exit_code), late
+            settings = {
+                "fs_readable": [*(path for path in _READABLE if os.path.exists(path)), str(folder)],
+                "workdir": str(folder),  # writes go to the storage, up to the quota, and are then moved here
+                "cwd": str(folder),
+                "fs_storage": storage,
+                "max_disk": f"{limits.disk_mb}M",
+                "max_memory": f"{limits.memory_mb}M",
+                "max_processes": limits.num_processes,
+                "max_open_files": 64,
+                "extra_deny_syscalls": _REFUSED_CALLS,
+                "clean_env": True,
+                "env": _environment(folder),
+                "no_coredump": True,
+            }
+            found = fork_server.run(settings, self._command(0, grade=job is not None), job, limits.seconds)
+        return found["code"], found["late"]
 
     def _run_limited(self, folder: Path, job: bytes | None = None) -> tuple[int, bool]:
         """Limits and an end, no isolation."""
@@ -200,7 +186,7 @@ class Sandbox:
         )
         try:
             if job is not None:
-                _feed(process.stdin, job, self.limits.seconds)
+                feed(process.stdin, job, self.limits.seconds)
             return process.wait(self.limits.seconds), False
         except subprocess.TimeoutExpired:
             return -int(signal.SIGKILL), True
@@ -225,19 +211,6 @@ class Sandbox:
             return ""
         with open(number, "rb") as file:
             return file.read(self.limits.disk_mb * _MEGABYTE).decode(errors="replace")
-
-
-def _feed(pipe: Any, content: bytes, seconds: float) -> None:
-    """Write into a process, which may not read; to be done before it is waited for, since waiting closes the pipe."""
-
-    def feed() -> None:
-        with contextlib.suppress(OSError, ValueError):
-            pipe.write(content)
-            pipe.close()
-
-    thread = threading.Thread(target=feed, daemon=True)
-    thread.start()
-    thread.join(seconds)
 
 
 def _prefix() -> str:

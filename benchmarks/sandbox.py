@@ -1,0 +1,93 @@
+"""What a program's run costs in the sandbox, against another version's and against none.
+
+    git worktree add /tmp/before e4b6b89
+    python benchmarks/sandbox.py --before /tmp/before/src --turns 60
+
+Each version is a process of its own that runs one program when told to; versions take turns. `run` is a program that
+prints a number; `graded` a function with one test, by `Sandbox.passes` or, in versions before there was one, in one
+process with its test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from reprieve.evaluation.runner import environment
+from reprieve.files import replace_file
+from reprieve.metrics import bootstrap_interval
+
+WORKER = """
+import sys, time
+from reprieve.tasks.sandbox import Sandbox
+sandbox = Sandbox()
+sandbox.isolated = sys.argv[1] == "isolated"
+function, check = "def f(x):\\n    return x + 1\\n", "assert f(1) == 2\\n"
+print("ready", flush=True)
+for line in sys.stdin:
+    began = time.perf_counter()
+    if line.strip() == "run":
+        good = sandbox.run("print(1)").stdout == "1\\n"
+    elif hasattr(sandbox, "passes"):
+        good = sandbox.passes(function, check)
+    else:
+        good = sandbox.run(function + check + "print('end')").stdout == "end\\n"
+    print(time.perf_counter() - began if good else "failed", flush=True)
+"""
+
+
+class Version:
+    """One version's process."""
+
+    def __init__(self, source: Path, mode: str) -> None:
+        command = [sys.executable, "-c", WORKER, mode]
+        environ = {**os.environ, "PYTHONPATH": str(source)}
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
+        self.told()
+
+    def told(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def seconds(self, what: str) -> float:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{what}\n")
+        self.process.stdin.flush()
+        return float(self.told())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--before", type=Path, help="the src folder of another version")
+    parser.add_argument("--turns", type=int, default=60)
+    parser.add_argument("--out", type=Path, default=Path("runs/sandbox"))
+    options = parser.parse_args()
+    now = Path(__file__).parents[1] / "src"
+    versions = {"now": Version(now, "isolated"), "without isolation": Version(now, "limited")}
+    if options.before:
+        versions["before"] = Version(options.before, "isolated")
+    times: dict[str, dict[str, list[float]]] = {what: {name: [] for name in versions} for what in ("run", "graded")}
+    for turn in range(options.turns + 3):
+        for what, taken in times.items():
+            for name, version in versions.items():
+                seconds = version.seconds(what)
+                if turn >= 3:
+                    taken[name].append(seconds)
+    document = {**environment(), "turns": options.turns, "seconds": times}
+    for what, taken in times.items():
+        for name, values in taken.items():
+            print(f"{what}, {name}: {1000 * statistics.median(values):.0f} ms")
+            if name != "now":
+                ratios = [ours / theirs for ours, theirs in zip(taken["now"], values, strict=True)]
+                low, high = bootstrap_interval(ratios, statistics.median)
+                print(f"  now over it: {statistics.median(ratios):.2f} [{low:.2f}, {high:.2f}]")
+    replace_file(options.out / "sandbox.json", json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
