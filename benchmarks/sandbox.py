@@ -63,6 +63,11 @@ class Version:
         return float(self.told())
 
 
+def median_interval(ratios: np.ndarray) -> tuple[float, float]:
+    """Over turns."""
+    return bootstrap_interval(lambda draw: float(np.median(ratios[draw])), len(ratios))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--before", type=Path, help="the src folder of another version")
@@ -86,7 +91,7 @@ def main() -> None:
             print(f"{what}, {name}: {1000 * statistics.median(values):.0f} ms")
             if name != "now":
                 ratios = np.array(taken["now"]) / np.array(values)
-                low, high = bootstrap_interval(lambda draw, r=ratios: float(np.median(r[draw])), len(ratios))
+                low, high = median_interval(ratios)
                 print(f"  now over it: {np.median(ratios):.2f} [{low:.2f}, {high:.2f}]")
     replace_file(options.out / "sandbox.json", json.dumps(document, indent=2) + "\n")
 

@@ -238,3 +238,19 @@ def test_a_certificate_caps_what_a_load_may_ask_for():
     assert Policy.load({"rule": JUDGE, "by_load": {"8": 0.04}}).at_load(8).threshold == 0.04
     with pytest.raises(SpecError, match=r"no more lenient than the certificate allows \(0.04\), got 0.1"):
         Policy.load({"rule": JUDGE, "by_load": {"8": 0.1}})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reprieve_threshold": "9" * 100_000},
+        {"reprieve_threshold": [0.1] * 100_000},
+        {"reprieve_leniency": "x" * 100_000},
+        {"reprieve_rule": "x" * 100_000},
+        {"reprieve_" + "x" * 100_000: 1},
+    ],
+)
+def test_what_a_client_sends_does_not_fill_the_log(fields):
+    with pytest.raises(RequestError) as refused:
+        Menu.load("margin").choose(fields)
+    assert len(str(refused.value)) < 600

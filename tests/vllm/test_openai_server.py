@@ -117,6 +117,62 @@ def test_bad_values_are_400_and_name_the_field(client, problems, xargs, field):
     assert ask(client, problems[0]).choices[0].text
 
 
+HOSTILE = {
+    "not a number": '{"reprieve_threshold": NaN}',
+    "infinite": '{"reprieve_threshold": 1e999}',
+    "below nothing": '{"reprieve_threshold": -1e-300}',
+    "6,000 digits": '{"reprieve_threshold": ' + "9" * 6000 + "}",
+    "a truth": '{"reprieve_threshold": true}',
+    "a list": '{"reprieve_threshold": [0.1]}',
+    "an object": '{"reprieve_threshold": {"a": 0.1}}',
+    "a long text": '{"reprieve_threshold": "' + "9" * 100_000 + '"}',
+    "a deep list": '{"reprieve_threshold": ' + "[" * 500 + "]" * 500 + "}",
+    "a level as a list": '{"reprieve_leniency": ["fast"]}',
+    "a level as a number": '{"reprieve_leniency": 2}',
+    "a long level": '{"reprieve_leniency": "' + "x" * 100_000 + '"}',
+    "a level by attribute": '{"reprieve_leniency": "__class__"}',
+    "control characters": '{"reprieve_leniency": "fast\\u0000\\u001b[2J"}',
+    "a lone surrogate": '{"reprieve_leniency": "\\ud800"}',
+    "a rule with a path": '{"reprieve_rule": "judge:path=/etc/passwd"}',
+    "a rule from elsewhere": '{"reprieve_rule": "../../etc/passwd"}',
+    "a rule as an object": '{"reprieve_rule": {"name": "judge"}}',
+    "two at once": '{"reprieve_threshold": 0.1, "reprieve_leniency": "fast"}',
+    "a name from inside": '{"reprieve___init__": 1}',
+    "a long name": '{"reprieve_' + "x" * 100_000 + '": 1}',
+    "a name in other letters": '{"reprieve_thr\u0435shold": 0.1}',
+    "many names": "{" + ", ".join(f'"reprieve_{number}": 1' for number in range(5000)) + "}",
+}
+
+
+def post(body):
+    """Status and answer of a body as it is."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{PORT}/v1/completions", body.encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_fields_are_a_400(client, name):
+    status, answer = post(
+        f'{{"model": "{MODEL}", "prompt": "Question: 1+1?", "max_tokens": 4, "vllm_xargs": {HOSTILE[name]}}}'
+    )
+    assert status == 400, (status, answer[:300])
+    assert json.loads(answer) and b"Traceback" not in answer
+    assert get("/health")[0] == 200
+
+
+def test_after_hostile_fields_answers_are_what_they_were(client, problems):
+    before = ask(client, problems[0], reprieve_leniency="fast").choices[0].text
+    for fields in HOSTILE.values():
+        post(f'{{"model": "{MODEL}", "prompt": "Question: 1+1?", "max_tokens": 4, "vllm_xargs": {fields}}}')
+    assert ask(client, problems[0], reprieve_leniency="fast").choices[0].text == before
+
+
 def test_counters_are_on_the_metrics_page(client, problems):
     ask(client, problems[0], reprieve_leniency="fast")
     deadline = time.monotonic() + 10

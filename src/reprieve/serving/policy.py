@@ -21,6 +21,7 @@ from reprieve.servers.words import FIELDS, LEVEL, PREFIX, SWITCH, THRESHOLD
 
 LEVELS = ("strict", "certified", "fast")
 STRICT = LosslessRule()
+_LONGEST = 500  # characters of a message: it goes into logs, with what a client sent
 _KEYS = ("rule", "certified", "fast", "default", "max_threshold", "certificate", "by_load")
 
 
@@ -28,7 +29,7 @@ class RequestError(SpecError):
     """A request that asks for what it cannot have; `parameter` names the field."""
 
     def __init__(self, parameter: str, message: str) -> None:
-        super().__init__(message)
+        super().__init__(message if len(message) <= _LONGEST else f"{message[:_LONGEST]}...")
         self.parameter = parameter
 
 
