@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
 from reprieve.errors import SpecError
@@ -40,8 +43,6 @@ def test_no_alarm_without_a_drop_and_only_a_share_is_checked():
 
 
 def test_failed_and_crowded_checks_are_counted_and_never_stop_serving():
-    import threading
-
     gate = threading.Event()
 
     def check(_):
@@ -54,6 +55,34 @@ def test_failed_and_crowded_checks_are_counted_and_never_stop_serving():
     gate.set()
     final = monitor.close()
     assert final.num_failed + final.num_skipped == 10 and final.num_skipped >= 7 and final.num_checked == 0
+
+
+def test_checks_run_side_by_side_and_count_in_the_order_of_requests():
+    all_wait, together, others = threading.Event(), threading.Barrier(3, timeout=10), threading.Event()
+
+    def check(asked):
+        number = int(asked.problem.problem_id[1:])
+        if number == 0:
+            all_wait.wait(10)
+            return 0.0
+        together.wait()  # three at once, or it breaks
+        if number == 1:
+            others.wait(10)  # the first of them ends last
+        else:
+            others.set()
+        return number / 10
+
+    monitor = QualityMonitor(check, share=1.0, max_waiting=10, num_parallel=3)
+    counted = []
+    monitor._sequence.update, update = lambda drop: (counted.append(drop), update(drop)), monitor._sequence.update
+    monitor.observe(served(0))
+    while not monitor._waiting.empty():
+        time.sleep(0.01)
+    for number in (1, 2, 3):
+        monitor.observe(served(number))
+    all_wait.set()
+    final = monitor.close()
+    assert (final.num_checked, final.num_failed) == (4, 0) and counted == [0.0, 0.1, 0.2, 0.3]
 
 
 def test_watching_a_task_finds_what_bench_finds(pair, tmp_path):

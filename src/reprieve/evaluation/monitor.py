@@ -11,6 +11,7 @@ import queue
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,7 @@ class QualityMonitor:
             end has passed it. None for no alarm.
         on_alarm: called once, from the monitor's thread.
         max_waiting: requests that may wait for their check; more are let pass unchecked, and counted.
+        num_parallel: checks under way at once, for those that may be called from several threads.
     """
 
     def __init__(
@@ -82,21 +84,24 @@ class QualityMonitor:
         seed: int = 0,
         on_alarm: Callable[[MonitorStatus], None] = lambda status: None,
         max_waiting: int = 64,
+        num_parallel: int = 1,
     ) -> None:
         require_range("share", share, 0.0, 1.0, low_open=True)
         if max_drop is not None:
             require_range("max_drop", max_drop, 0.0, 1.0)
         require_whole("max_waiting", max_waiting, 1)
+        require_whole("num_parallel", num_parallel, 1)
         self._check = check
         self._share = share
         self._max_drop = max_drop
         self._on_alarm = on_alarm
         self._random = random.Random(seed)
         self._sequence = ConfidenceSequence(confidence=confidence)
+        self._num_parallel = num_parallel
         self._waiting: queue.Queue[Served | None] = queue.Queue(max_waiting)
         self._lock = threading.Lock()
         self._num_seen = self._num_skipped = self._num_failed = 0
-        self._alarm = False
+        self._alarm = self._closing = False
         self._thread = threading.Thread(target=self._work, name="reprieve-monitor", daemon=True)
         self._thread.start()
 
@@ -140,21 +145,43 @@ class QualityMonitor:
         )
 
     def _work(self) -> None:
-        while (served := self._waiting.get()) is not None:
+        with ThreadPoolExecutor(self._num_parallel, thread_name_prefix="reprieve-check") as pool:
+            while portion := self._portion():
+                for drop in pool.map(self._drop, portion):  # in the order of requests: what is quick comes no sooner
+                    self._count(drop)
+
+    def _portion(self) -> list[Served]:
+        """What waits, as many as are checked at once; nothing at the end."""
+        portion: list[Served] = []
+        while not self._closing and len(portion) < self._num_parallel:
             try:
-                drop = self._check(served)
-            except Exception:  # a failed check says nothing of quality; serving goes on
-                with self._lock:
-                    self._num_failed += 1
-                continue
-            with self._lock:
-                self._sequence.update(drop)
-                raised = self._max_drop is not None and not self._alarm and self._sequence.interval[0] > self._max_drop
-                self._alarm = self._alarm or raised
-                status = self._status()
-            if raised:
-                with contextlib.suppress(Exception):  # a callback that fails must not end the watch
-                    self._on_alarm(status)
+                served = self._waiting.get(block=not portion)
+            except queue.Empty:
+                break
+            if served is None:
+                self._closing = True
+            else:
+                portion.append(served)
+        return portion
+
+    def _drop(self, served: Served) -> float | None:
+        try:
+            return self._check(served)
+        except Exception:  # a failed check says nothing of quality; serving goes on
+            return None
+
+    def _count(self, drop: float | None) -> None:
+        with self._lock:
+            if drop is None:
+                self._num_failed += 1
+                return
+            self._sequence.update(drop)
+            raised = self._max_drop is not None and not self._alarm and self._sequence.interval[0] > self._max_drop
+            self._alarm = self._alarm or raised
+            status = self._status()
+        if raised:
+            with contextlib.suppress(Exception):  # a callback that fails must not end the watch
+                self._on_alarm(status)
 
 
 @dataclass(frozen=True)
@@ -213,7 +240,7 @@ def watch(
         return drop_of(task, served.problem, record.text, served.text)
 
     if engine.num_parallel > 1:  # answers come faster than checks: none of those chosen may be skipped
-        settings = {"max_waiting": len(problems), **settings}
+        settings = {"max_waiting": len(problems), "num_parallel": engine.num_parallel, **settings}
     monitor = QualityMonitor(check, **settings)
     params = SamplingParams(max_new_tokens=task.max_new_tokens, stop=tuple(task.stop), **config.sampling)
     errors = []
