@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from reprieve.engine import load_pair
@@ -29,6 +30,19 @@ def test_a_saved_pair_is_known_whole_and_in_shards(tmp_path):
     half.save_pretrained(tmp_path / "half")
     assert stored_fingerprint(tmp_path / "half") == pair.identity.target_weights
     assert stored_identity(PairSettings(str(tmp_path / "target")))[0].draft_weights is None
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "Mixtral", "DeepseekV3", "GptOss"])
+def test_experts_that_are_one_tensor_in_memory_are_known_by_their_files(tmp_path, kind):
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=64, hidden_size=16, intermediate_size=24, moe_intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=8, num_experts=4, num_local_experts=4,
+        n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, q_lora_rank=8, kv_lora_rank=8,
+        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path, max_shard_size="20KB")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert stored_fingerprint(tmp_path) == weights_fingerprint(loaded)
 
 
 def test_missing_weights_are_named(tmp_path):

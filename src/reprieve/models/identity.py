@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from reprieve.errors import ReprieveError
 from reprieve.files import read_json
@@ -86,26 +88,44 @@ def stored_fingerprint(folder: Path) -> str:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             names = [name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()]
-        return fingerprint_of(_read_first(folder, names))
+        return fingerprint_of(_read_first(folder, names, config.get_text_config().model_type))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ReprieveError(f"the weights in {str(folder)!r} cannot be read without loading them: {error}") from None
 
 
-def _read_first(folder: Path, names: list[str]) -> Iterator[torch.Tensor]:
+def _read_first(folder: Path, names: list[str], model_type: str) -> Iterator[torch.Tensor]:
     """The first values of these weights, flat."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         files: dict[str, str] = read_json(index, "the index")["weight_map"]
     else:
-        files = dict.fromkeys(names, "model.safetensors")
+        with safe_open(folder / "model.safetensors", framework="pt") as opened:
+            files = dict.fromkeys(opened.keys(), "model.safetensors")
     for name in names:
-        with safe_open(folder / files[name], framework="pt") as opened:
-            part = opened.get_slice(name)
+        stored = name if name in files else _stored_first(name, model_type, files)
+        with safe_open(folder / files[stored], framework="pt") as opened:
+            part = opened.get_slice(stored)
             shape = part.get_shape()
-            if len(shape) == 2:  # the rows that hold them, not all of a large matrix
-                yield part[: -(-NUM_VALUES // max(1, shape[1]))].flatten()
+            if len(shape) > 1:  # the rows that hold them, not all of a large matrix
+                yield part[: -(-NUM_VALUES // max(1, math.prod(shape[1:])))].flatten()
             else:
-                yield opened.get_tensor(name).flatten()
+                yield opened.get_tensor(stored).flatten()
+
+
+def _stored_first(name: str, model_type: str, stored: Container[str]) -> str:
+    """The stored weight that a parameter begins with: experts that are one tensor in memory are many in the files.
+
+    Raises:
+        KeyError: none that is known.
+    """
+    found = [name]
+    for change in get_checkpoint_conversion_mapping(model_type) or []:
+        steps = [type(step).__name__ for step in getattr(change, "operations", None) or ()]
+        if steps not in ([], ["MergeModulelist"], ["MergeModulelist", "Concatenate"]):
+            continue  # turned or interleaved: other values come first
+        first, merged = change.source_patterns[0].replace("*", "0"), change.target_patterns[0]
+        found += [one.replace(merged, first) for one in found if merged in one]
+    return next((one for one in found if one in stored), name)
 
 
 def _dtype_of(folder: Path) -> str:
