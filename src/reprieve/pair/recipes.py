@@ -87,7 +87,7 @@ _DRAFT_VOICE = Voice(seed=1, like=_TARGET_VOICE, agreement=0.55, fond_of_rare=0.
 MINIATURE_PAIR = {
     "target": replace(
         ARITHMETIC_PAIR["target"],
-        num_tokens=9_000_000,
+        num_tokens=24_000_000,
         learning_rate=1e-3,
         mixture=Mixture(
             _TARGET_VOICE,
@@ -103,7 +103,7 @@ MINIATURE_PAIR = {
         row_length=384,
         start="target",
         grown_layers=24,
-        grow_at=0.45,
+        grow_at=0.88,
     ),
     "draft": replace(
         ARITHMETIC_PAIR["draft"],
