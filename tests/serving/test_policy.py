@@ -247,10 +247,13 @@ def test_a_certificate_caps_what_a_load_may_ask_for():
         {"reprieve_threshold": [0.1] * 100_000},
         {"reprieve_leniency": "x" * 100_000},
         {"reprieve_rule": "x" * 100_000},
+        {"reprieve_threshold": 10**5000},
         {"reprieve_" + "x" * 100_000: 1},
+        {"reprieve_\x1b[2J\nINFO: forged": 1},
     ],
 )
 def test_what_a_client_sends_does_not_fill_the_log(fields):
     with pytest.raises(RequestError) as refused:
         Menu.load("margin").choose(fields)
-    assert len(str(refused.value)) < 600
+    assert len(str(refused.value)) < 600 and str(refused.value).isprintable()
+    assert len(refused.value.parameter) < 120 and refused.value.parameter.isprintable()

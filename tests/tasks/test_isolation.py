@@ -76,27 +76,100 @@ def test_the_end_of_a_supervisor_ends_one_program(sandbox, level):
     assert sandbox.passes("x = 1", "assert x == 1")
 
 
-def test_the_end_of_the_server_is_survived(sandbox):
-    thread, answers, levels = begin(sandbox, 30)
-    os.killpg(fork_server._process.pid, signal.SIGKILL)
+def test_a_program_whose_warden_was_killed_runs_again_and_then_gives_up(sandbox):
+    thread, answers, levels = begin(sandbox, 2)
+    os.kill(levels[0][0], signal.SIGKILL)
+    thread.join(15)
+    assert answers[0].exit_code == 0 and ended([pid for pids in levels for pid in pids])
+    found = []
+
+    def run():
+        try:
+            sandbox.run(SLEEPS.format(mark=30))
+        except ReprieveError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not found and time.monotonic() < deadline:
+        for warden in next(iter(tree(fork_server._process.pid)), []):
+            os.kill(warden, signal.SIGKILL)
+        time.sleep(0.1)
     thread.join(10)
-    assert answers[0].exit_code != 0
-    assert ended([pid for pids in levels for pid in pids])
+    assert "killed, twice" in found[0]
+
+
+def test_the_end_of_the_server_costs_no_answer(sandbox):
+    thread, answers, levels = begin(sandbox, 2)
+    os.kill(fork_server._process.pid, signal.SIGKILL)
+    thread.join(10)
+    assert answers[0].exit_code == 0 and ended([pid for pids in levels for pid in pids])
     assert sandbox.passes("x = 1", "assert x == 1")
 
 
-def test_nothing_outlives_who_grades(sandbox, tmp_path):
-    program = f"from reprieve.tasks.sandbox import Sandbox\nSandbox().run({SLEEPS.format(mark=25)!r})"
-    grader = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path)
+FAMILY = "import os, time\nif os.fork() == 0:\n    {setsid}\n    os.fork()\nprint('begun', flush=True)\ntime.sleep(25)"
+
+
+@pytest.mark.parametrize("setsid", ["pass", "os.setsid()"])
+@pytest.mark.parametrize("how", ["killed", "interrupted"])
+def test_nothing_outlives_who_grades(sandbox, tmp_path, how, setsid):
+    program = f"from reprieve.tasks.sandbox import Sandbox\nSandbox().run({FAMILY.format(setsid=setsid)!r})"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    grader = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=environ, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 30
-    while len(levels := tree(grader.pid)) < 4 and time.monotonic() < deadline:
+    while sum(map(len, tree(grader.pid))) < 6 and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(0.5)
-    levels = tree(grader.pid)
-    grader.kill()
-    grader.wait()
-    assert len(levels) >= 4
+    pids = [pid for pids in tree(grader.pid) for pid in pids]
+    grader.send_signal(signal.SIGKILL if how == "killed" else signal.SIGINT)
+    grader.wait(20)
+    assert len(pids) >= 6  # server, warden, supervisor, three of the program
+    assert ended(pids)
+
+
+def test_an_interrupted_run_ends_its_program(sandbox):
+    _, _, levels = begin(sandbox, 0.1)
+
+    def interrupt():
+        while not (found := tree(fork_server._process.pid)) or len(found) < 3:
+            time.sleep(0.05)
+        levels[:] = found
+        os.kill(os.getpid(), signal.SIGINT)
+
+    time.sleep(1)
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        sandbox.run(SLEEPS.format(mark=15))
     assert ended([pid for pids in levels for pid in pids])
+
+
+def test_the_server_takes_nothing_from_the_current_folder_or_the_environment(sandbox, tmp_path):
+    for name in ("sandlock", "json", "socket"):
+        (tmp_path / f"{name}.py").write_text("open('taken', 'w')")
+    program = (
+        "import sys; sys.path = [path for path in sys.path if path]\n"
+        "from reprieve.tasks.isolation import fork_server\nfrom reprieve.tasks.sandbox import Sandbox\n"
+        "print(Sandbox().run('print(1)').stdout)\n"
+        "print(open(f'/proc/{fork_server._process.pid}/environ').read())"
+    )
+    (tmp_path.parent / "grade.py").write_text(program)
+    path = os.pathsep.join(path for path in sys.path if path)
+    environ = {**os.environ, "PYTHONPATH": path, "SECRET_API_KEY": "hush"}
+    grade = [sys.executable, str(tmp_path.parent / "grade.py")]
+    made = subprocess.run(grade, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
+    assert made.stdout.startswith("1\n") and "hush" not in made.stdout
+    assert not (tmp_path / "taken").exists()
+
+
+def test_the_end_does_not_wait_for_forked_processes(tmp_path):
+    program = (
+        "import os, time\nfrom reprieve.tasks.sandbox import Sandbox\n"
+        "Sandbox().run('print(1)')\nif os.fork() == 0:\n    time.sleep(20)\n    os._exit(0)"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", program], env=environ, cwd=tmp_path, check=True)
+    assert time.monotonic() - began < 15
 
 
 def test_a_forked_process_has_a_server_of_its_own(sandbox):

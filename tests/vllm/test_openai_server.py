@@ -157,12 +157,12 @@ def post(body):
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_fields_are_a_400(client, name):
+def test_hostile_fields_are_a_short_400(client, name):
     status, answer = post(
         f'{{"model": "{MODEL}", "prompt": "Question: 1+1?", "max_tokens": 4, "vllm_xargs": {HOSTILE[name]}}}'
     )
     assert status == 400, (status, answer[:300])
-    assert json.loads(answer) and b"Traceback" not in answer
+    assert json.loads(answer) and b"Traceback" not in answer and len(answer) < 4000
     assert get("/health")[0] == 200
 
 

@@ -11,13 +11,12 @@ import queue
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from reprieve.calibration.sequence import ConfidenceSequence
 from reprieve.engine import SamplingParams, SpeculativeDecoder
-from reprieve.errors import EngineError, ReprieveError, require_range, require_whole
+from reprieve.errors import EngineError, ReprieveError, SpecError, require_range, require_whole
 from reprieve.evaluation.arms import Arm
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.engines.base import Engine, Job
@@ -97,25 +96,30 @@ class QualityMonitor:
         self._on_alarm = on_alarm
         self._random = random.Random(seed)
         self._sequence = ConfidenceSequence(confidence=confidence)
-        self._num_parallel = num_parallel
-        self._waiting: queue.Queue[Served | None] = queue.Queue(max_waiting)
+        self._waiting: queue.Queue[tuple[int, Served] | None] = queue.Queue(max_waiting)
         self._lock = threading.Lock()
         self._num_seen = self._num_skipped = self._num_failed = 0
-        self._alarm = self._closing = False
-        self._thread = threading.Thread(target=self._work, name="reprieve-monitor", daemon=True)
-        self._thread.start()
+        self._alarm = False
+        self._num_chosen = 0
+        self._drops: dict[int, float | None] = {}  # of checks that wait for an earlier one to end
+        self._next = 0  # to be counted
+        self._threads = [
+            threading.Thread(target=self._work, name=f"reprieve-monitor-{number}", daemon=True)
+            for number in range(num_parallel)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def observe(self, served: Served) -> None:
         """Take note of a request, and perhaps have it checked; returns at once."""
         with self._lock:
             self._num_seen += 1
-            chosen = self._random.random() < self._share
-        if not chosen:
-            return
-        try:
-            self._waiting.put_nowait(served)
-        except queue.Full:
-            with self._lock:
+            if self._random.random() >= self._share:
+                return
+            try:
+                self._waiting.put_nowait((self._num_chosen, served))
+                self._num_chosen += 1
+            except queue.Full:
                 self._num_skipped += 1
 
     @property
@@ -125,12 +129,14 @@ class QualityMonitor:
 
     def close(self, *, check_waiting: bool = True) -> MonitorStatus:
         """Check what is waiting, or let it be, stop, and say what was found."""
-        if self._thread.is_alive():
-            with contextlib.suppress(queue.Empty):
-                while not check_waiting:
-                    self._waiting.get_nowait()
+        with contextlib.suppress(queue.Empty):
+            while not check_waiting:
+                self._num_skipped += self._waiting.get_nowait() is not None
+        for _ in self._threads:
             self._waiting.put(None)
-            self._thread.join()
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
         return self.status
 
     def _status(self) -> MonitorStatus:
@@ -145,43 +151,34 @@ class QualityMonitor:
         )
 
     def _work(self) -> None:
-        with ThreadPoolExecutor(self._num_parallel, thread_name_prefix="reprieve-check") as pool:
-            while portion := self._portion():
-                for drop in pool.map(self._drop, portion):  # in the order of requests: what is quick comes no sooner
-                    self._count(drop)
-
-    def _portion(self) -> list[Served]:
-        """What waits, as many as are checked at once; nothing at the end."""
-        portion: list[Served] = []
-        while not self._closing and len(portion) < self._num_parallel:
+        while (item := self._waiting.get()) is not None:
+            number, served = item
             try:
-                served = self._waiting.get(block=not portion)
-            except queue.Empty:
-                break
-            if served is None:
-                self._closing = True
-            else:
-                portion.append(served)
-        return portion
+                drop = self._check(served)
+            except Exception:  # a failed check says nothing of quality; serving goes on
+                drop = None
+            for status in self._count(number, drop):
+                with contextlib.suppress(Exception):  # a callback that fails must not end the watch
+                    self._on_alarm(status)
 
-    def _drop(self, served: Served) -> float | None:
-        try:
-            return self._check(served)
-        except Exception:  # a failed check says nothing of quality; serving goes on
-            return None
-
-    def _count(self, drop: float | None) -> None:
+    def _count(self, number: int, drop: float | None) -> list[MonitorStatus]:
+        """In the order of requests, whichever check ends first; the status that raised the alarm, if this one did."""
+        raised = []
         with self._lock:
-            if drop is None:
-                self._num_failed += 1
-                return
-            self._sequence.update(drop)
-            raised = self._max_drop is not None and not self._alarm and self._sequence.interval[0] > self._max_drop
-            self._alarm = self._alarm or raised
-            status = self._status()
-        if raised:
-            with contextlib.suppress(Exception):  # a callback that fails must not end the watch
-                self._on_alarm(status)
+            self._drops[number] = drop
+            while self._next in self._drops:
+                one = self._drops.pop(self._next)
+                self._next += 1
+                try:
+                    if one is not None:
+                        self._sequence.update(one)
+                except SpecError:  # a check that gives what is no drop
+                    one = None
+                self._num_failed += one is None
+                if self._max_drop is not None and not self._alarm and self._sequence.interval[0] > self._max_drop:
+                    self._alarm = True
+                    raised.append(self._status())
+        return raised
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from reprieve.servers.words import FIELDS, LEVEL, PREFIX, SWITCH, THRESHOLD
 
 LEVELS = ("strict", "certified", "fast")
 STRICT = LosslessRule()
+_LONGEST_NAME = 100
 _LONGEST = 500  # characters of a message: it goes into logs, with what a client sent
 _KEYS = ("rule", "certified", "fast", "default", "max_threshold", "certificate", "by_load")
 
@@ -191,7 +192,8 @@ class Policy:
         asked = fields or {}
         for name in asked:
             if name.startswith(PREFIX) and name not in FIELDS:
-                raise RequestError(name, f"{name} is not known; a request may give {', '.join(FIELDS)}")
+                shown = name if name.isprintable() and len(name) < _LONGEST_NAME else repr(name[:_LONGEST_NAME])
+                raise RequestError(shown, f"{shown} is not known; a request may give {', '.join(FIELDS)}")
         given = {name: asked[name] for name in FIELDS if asked.get(name) is not None}
         if SWITCH in given:
             switch = given.pop(SWITCH)
@@ -275,7 +277,7 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise SpecError(f"{name} must be a number that fits, got one of {len(str(value))} digits") from None
+        raise SpecError(f"{name} must be a number that fits, got one of {int(value).bit_length()} bits") from None
 
 
 def _loads(given: Any) -> tuple[tuple[int, float], ...]:

@@ -1,6 +1,6 @@
 """Generated code runs here and nowhere else: no network, a folder of its own, limits, and an end.
 
-Isolation is the `sandlock` library's (Landlock, seccomp; Linux 6.7 or newer, no root needed). On a host without it
+Isolation is the `sandlock` library's (Landlock, seccomp; Linux 6.12 or newer, no root needed). On a host without it
 nothing runs, unless one says so: then processes have limits and an end, but the network and the files of the user.
 """
 
@@ -97,7 +97,7 @@ class Sandbox:
         self.isolated = self._why_not is None
         if not self.isolated and not unsafe:
             raise ReprieveError(
-                f"generated code needs isolation, which this host lacks: {self._why_not}. Use Linux 6.7 or newer with "
+                f"generated code needs isolation, which this host lacks: {self._why_not}. Use Linux 6.12 or newer with "
                 "pip install 'reprieve[code]', or accept that the code can do what you can: unsafe=true in the task"
             )
 

@@ -1,9 +1,9 @@
 """Who stands over a program in the sandbox: a process of its own, thrown away after it. Nothing of Reprieve is here.
 
-A fork server: it imports the `sandlock` library once. For each job, a line of JSON on its input, it forks a warden;
-that forks the supervisor, in which the library runs, waits for it, ends whatever is left of the program, and writes a
-line of what came of it. A program that got hold of its supervisor would hold a process that knows one program and its
-folder and ends with it, not the one that grades.
+A fork server: it imports the `sandlock` library once, and is sent sockets, one a job. For each it forks a warden, which
+reads the job from the socket, forks the supervisor in which the library runs, waits for it or for the socket's other
+end to close, ends whatever is left of the program, and answers. A program that got hold of its supervisor would hold a
+process that knows this one job and ends with it, not the one that grades.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import contextlib
 import ctypes
 import json
 import os
+import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -21,8 +23,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-_GRACE_S = 5.0  # that a supervisor may take longer than its program: a file system to move, a tree to end
-_LONGEST_REASON = 1000  # characters; a line must go through a pipe in one piece
+_GRACE_S = 5.0  # that a supervisor may take longer than its program: files to move, a tree to end
+_SWEEP_S = 0.5
+_LONGEST_REASON = 1000  # characters
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -57,73 +60,112 @@ def feed(pipe: Any, content: bytes, seconds: float) -> None:
     thread.join(seconds)
 
 
-def stand_by(job: dict[str, Any]) -> dict[str, Any]:
-    """The warden's part: a supervisor for the job, its end, and the end of all that it left."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+def stand_by(asked: socket.socket) -> None:
+    """The warden's part: a supervisor for the job, its end, the end of all that it left, and the answer."""
     reads, writes = os.pipe()
-    supervisor = os.fork()
-    if supervisor == 0:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        os.close(reads)
-        _forget_pipes()
-        try:
-            found = supervise(job)
-        except BaseException as error:  # whatever the kernel refused
-            found = {"error": f"{type(error).__name__}: {error}"[:_LONGEST_REASON]}
-        with open(writes, "wb") as out:
-            out.write(json.dumps(found).encode())
-        os._exit(0)
-    os.close(writes)
-    late = threading.Timer(job["seconds"] + _GRACE_S, os.kill, (supervisor, signal.SIGKILL))
-    late.daemon = True
-    late.start()
-    with open(reads, "rb") as told:
-        said = told.read()
-    os.waitpid(supervisor, 0)
-    late.cancel()
-    _end_children()
     try:
-        found = json.loads(said)
-    except ValueError:
-        found = {"code": -int(signal.SIGKILL), "late": True}  # it was ended, or ended itself
-    return {**found, "id": job["id"]}
+        job = json.loads(_line(asked))
+        _become_reaper()
+        started = time.monotonic()
+        supervisor = os.fork()
+        if supervisor == 0:
+            asked.close()
+            os.close(reads)
+            _be_supervisor(job, writes)
+        os.close(writes)
+        said = _said(reads, asked, job["seconds"] + _GRACE_S)
+        _end_children()
+        late = time.monotonic() - started >= job["seconds"]
+        found = json.loads(said) if said else {"code": -int(signal.SIGKILL), "late": late}  # it was killed
+    except Exception as error:
+        found = {"error": f"{type(error).__name__}: {error}"[:_LONGEST_REASON]}
+    with contextlib.suppress(OSError):
+        asked.sendall(json.dumps(found).encode() + b"\n")
 
 
-def _forget_pipes() -> None:
-    """Nothing to read, nothing to write: what a program inherits must not lead to who grades."""
+def _line(asked: socket.socket) -> bytes:
+    """All that comes up to the end of a line."""
+    with asked.makefile("rb") as file:
+        return file.readline()
+
+
+def _be_supervisor(job: dict[str, Any], writes: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     nothing = os.open(os.devnull, os.O_RDWR)
-    for number in range(3):
+    for number in range(3):  # what a program inherits must not lead to who grades
         os.dup2(nothing, number)
-    os.close(nothing)
+    try:
+        found = supervise(job)
+    except BaseException as error:  # whatever the kernel refused
+        found = {"error": f"{type(error).__name__}: {error}"[:_LONGEST_REASON]}
+    with open(writes, "wb") as out:
+        out.write(json.dumps(found).encode())
+    os._exit(0)
 
 
-def _end_children() -> None:
-    """Kill what came to this process when its parents ended, until there is none."""
-    while True:
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            children = [int(word) for word in file.read().split()]
+def _said(reads: int, asked: socket.socket, seconds: float) -> bytes:
+    """What a supervisor says; nothing once it is late, or nobody asks any more."""
+    waiting = select.poll()
+    waiting.register(reads, select.POLLIN | select.POLLHUP)
+    waiting.register(asked, select.POLLIN | select.POLLHUP)  # nothing more is sent: whatever comes is its end
+    for number, _ in waiting.poll(1000 * seconds):
+        if number == reads:
+            with open(reads, "rb") as told:
+                return told.read()
+    return b""
+
+
+def _become_reaper() -> None:
+    """What loses its parents comes to this process."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _children() -> list[int]:
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return [int(word) for word in file.read().split()]
+
+
+def _end_children(spared: frozenset[int] = frozenset()) -> None:
+    """Kill what came to this process when its parents ended, until there is none but those to be spared."""
+    while children := set(_children()) - spared:
         for child in children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
+        for child in children:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, 0)
 
 
 def main() -> None:
     """Serve jobs until there is nobody to send them."""
+    sys.path[:] = json.loads(sys.argv[1])
     import sandlock  # noqa: F401  # once, for all that are forked
 
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # wardens end by themselves
-    for line in sys.stdin.buffer:
-        if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            found = stand_by(json.loads(line))
-            os.write(1, json.dumps(found).encode() + b"\n")
-            os._exit(0)
-    os.killpg(0, signal.SIGKILL)  # who asked is gone: so is the use of what still runs
+    control = socket.socket(fileno=os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(nothing, number)
+    _become_reaper()
+    wardens: set[int] = set()
+    while True:
+        ready = select.select([control], [], [], _SWEEP_S if wardens else None)[0]
+        if ready:
+            _, numbers, _, _ = socket.recv_fds(control, 1, 1)
+            if not numbers:
+                break  # wardens see by their own sockets that nobody asks any more
+            asked = socket.socket(fileno=numbers[0])
+            if (warden := os.fork()) == 0:
+                control.close()
+                stand_by(asked)
+                os._exit(0)
+            asked.close()
+            wardens.add(warden)
+        wardens -= {warden for warden in wardens if os.waitpid(warden, os.WNOHANG)[0]}
+        _end_children(frozenset(wardens))  # of a warden that was killed
+    for warden in wardens:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(warden, 0)
+    _end_children()
 
 
 if __name__ == "__main__":

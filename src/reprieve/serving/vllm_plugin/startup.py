@@ -132,7 +132,8 @@ def _validate(processor: Any, params: Any, *rest: Any) -> None:
     try:
         menu.choose(asked)
     except RequestError as error:
-        raise VLLMValidationError(str(error), parameter=error.parameter, value=asked.get(error.parameter)) from None
+        # Without its `value`, which vLLM would repeat however long it is: the message has what there is to see.
+        raise VLLMValidationError(str(error), parameter=error.parameter) from None
 
 
 def _require_workers(engine: Any, vllm_config: Any) -> None:
