@@ -108,39 +108,56 @@ def test_the_end_of_the_server_costs_no_answer(sandbox):
     assert sandbox.passes("x = 1", "assert x == 1")
 
 
-FAMILY = "import os, time\nif os.fork() == 0:\n    {setsid}\n    os.fork()\nprint('begun', flush=True)\ntime.sleep(25)"
+FAMILY = "import os, time\nif os.fork() == 0:\n    {setsid}\n    os.fork()\nprint('begun', flush=True)\ntime.sleep(50)"
 
 
-@pytest.mark.parametrize("setsid", ["pass", "os.setsid()"])
-@pytest.mark.parametrize("how", ["killed", "interrupted"])
-def test_nothing_outlives_who_grades(sandbox, tmp_path, how, setsid):
-    program = f"from reprieve.tasks.sandbox import Sandbox\nSandbox().run({FAMILY.format(setsid=setsid)!r})"
+CTRL_C = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in background jobs
+
+
+GRADE = "from reprieve.tasks.sandbox import Limits, Sandbox; Sandbox(Limits(seconds=60.0))"
+
+
+def start(program, folder):
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    grader = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=environ, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(
+        [sys.executable, "-c", program], cwd=folder, env=environ, stdout=subprocess.PIPE, text=True,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def family_of(grader):
+    """Server, warden, supervisor and three of the program."""
     deadline = time.monotonic() + 30
     while sum(map(len, tree(grader.pid))) < 6 and time.monotonic() < deadline:
         time.sleep(0.05)
-    pids = [pid for pids in tree(grader.pid) for pid in pids]
-    grader.send_signal(signal.SIGKILL if how == "killed" else signal.SIGINT)
-    grader.wait(20)
-    assert len(pids) >= 6  # server, warden, supervisor, three of the program
+    return [pid for pids in tree(grader.pid) for pid in pids]
+
+
+@pytest.mark.parametrize("setsid", ["pass", "os.setsid()"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_outlives_who_grades(sandbox, tmp_path, how, setsid):
+    program = f"{GRADE}.run({FAMILY.format(setsid=setsid)!r})"
+    grader = start(CTRL_C + program, tmp_path)
+    pids = family_of(grader)
+    grader.send_signal(how)
+    grader.wait(30)  # the program has 60 s
+    assert len(pids) >= 6 and ended(pids)
+
+
+def test_an_interrupted_run_ends_its_program(sandbox, tmp_path):
+    """In a process that goes on, as a notebook does."""
+    program = (
+        f"{CTRL_C}import time\ntry:\n    {GRADE}.run({FAMILY.format(setsid='pass')!r})\n"
+        "except KeyboardInterrupt:\n    print('interrupted', flush=True)\n    time.sleep(30)"
+    )
+    notebook = start(program, tmp_path)
+    pids = family_of(notebook)
+    notebook.send_signal(signal.SIGINT)
+    assert notebook.stdout.readline() == "interrupted\n" and len(pids) >= 6
+    assert ended(pids[1:]) and is_running(pids[0])  # the server stays
+    notebook.kill()
+    notebook.wait()
     assert ended(pids)
-
-
-def test_an_interrupted_run_ends_its_program(sandbox):
-    _, _, levels = begin(sandbox, 0.1)
-
-    def interrupt():
-        while not (found := tree(fork_server._process.pid)) or len(found) < 3:
-            time.sleep(0.05)
-        levels[:] = found
-        os.kill(os.getpid(), signal.SIGINT)
-
-    time.sleep(1)
-    threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        sandbox.run(SLEEPS.format(mark=15))
-    assert ended([pid for pids in levels for pid in pids])
 
 
 def test_the_server_takes_nothing_from_the_current_folder_or_the_environment(sandbox, tmp_path):
