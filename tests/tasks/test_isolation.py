@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -94,7 +95,8 @@ def test_a_program_whose_warden_was_killed_runs_again_and_then_gives_up(sandbox)
     deadline = time.monotonic() + 20
     while not found and time.monotonic() < deadline:
         for warden in next(iter(tree(fork_server._process.pid)), []):
-            os.kill(warden, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(warden, signal.SIGKILL)
         time.sleep(0.1)
     thread.join(10)
     assert "killed, twice" in found[0]
