@@ -150,10 +150,11 @@ class Soak:
             writer.transport.abort()
             self.counts[kind] += 1
         else:
-            self.note(kind, await asyncio.wait_for(self.never_whole(*NEVER_WHOLE[kind]), PATIENCE_S), b"")
+            await asyncio.wait_for(self.never_whole(*NEVER_WHOLE[kind]), PATIENCE_S)
+            self.counts[kind] += 1
 
     async def never_whole(self, sent, wait):
-        """Send it, a byte at a time where that takes long; whether the server brought it to an end."""
+        """Send it, a byte at a time where that takes long, and wait until the server brings it to an end."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
             answered = asyncio.create_task(reader.read())
@@ -167,7 +168,6 @@ class Soak:
             pass  # ended from there, as it should be
         finally:
             writer.close()
-        return True
 
     async def watch_health(self, deadline):
         """Every second; the slowest answer is kept."""

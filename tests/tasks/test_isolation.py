@@ -119,10 +119,14 @@ CTRL_C = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler
 GRADE = "from reprieve.tasks.sandbox import Limits, Sandbox; Sandbox(Limits(seconds=60.0))"
 
 
+def environment(**more):
+    """In which another interpreter finds what this one does."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **more}
+
+
 def start(program, folder):
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     return subprocess.Popen(
-        [sys.executable, "-c", program], cwd=folder, env=environ, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", program], cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True,
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
 
@@ -172,8 +176,7 @@ def test_the_server_takes_nothing_from_the_current_folder_or_the_environment(san
         "print(open(f'/proc/{fork_server._process.pid}/environ').read())"
     )
     (tmp_path.parent / "grade.py").write_text(program)
-    path = os.pathsep.join(path for path in sys.path if path)
-    environ = {**os.environ, "PYTHONPATH": path, "SECRET_API_KEY": "hush"}
+    environ = environment(SECRET_API_KEY="hush")
     grade = [sys.executable, str(tmp_path.parent / "grade.py")]
     made = subprocess.run(grade, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
     assert made.stdout.startswith("1\n") and "hush" not in made.stdout
@@ -185,9 +188,8 @@ def test_the_end_does_not_wait_for_forked_processes(tmp_path):
         "import os, time\nfrom reprieve.tasks.sandbox import Sandbox\n"
         "Sandbox().run('print(1)')\nif os.fork() == 0:\n    time.sleep(20)\n    os._exit(0)"
     )
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     began = time.monotonic()
-    subprocess.run([sys.executable, "-c", program], env=environ, cwd=tmp_path, check=True)
+    subprocess.run([sys.executable, "-c", program], env=environment(), cwd=tmp_path, check=True)
     assert time.monotonic() - began < 15
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +101,9 @@ def _read_first(folder: Path, names: list[str], model_type: str) -> Iterator[tor
     else:
         with safe_open(folder / "model.safetensors", framework="pt") as opened:
             files = dict.fromkeys(opened.keys(), "model.safetensors")
+    changes = get_checkpoint_conversion_mapping(model_type) or []
     for name in names:
-        stored = name if name in files else _stored_first(name, model_type, files)
+        stored = _stored_first(name, changes, files)
         with safe_open(folder / files[stored], framework="pt") as opened:
             part = opened.get_slice(stored)
             shape = part.get_shape()
@@ -112,14 +113,14 @@ def _read_first(folder: Path, names: list[str], model_type: str) -> Iterator[tor
                 yield opened.get_tensor(stored).flatten()
 
 
-def _stored_first(name: str, model_type: str, stored: Container[str]) -> str:
+def _stored_first(name: str, changes: Iterable[Any], stored: Container[str]) -> str:
     """The stored weight that a parameter begins with: experts that are one tensor in memory are many in the files.
 
-    Raises:
-        KeyError: none that is known.
+    Args:
+        changes: what transformers does to stored weights of this type of model; itself where none is known.
     """
     found = [name]
-    for change in get_checkpoint_conversion_mapping(model_type) or []:
+    for change in changes:
         steps = [type(step).__name__ for step in getattr(change, "operations", None) or ()]
         if steps not in ([], ["MergeModulelist"], ["MergeModulelist", "Concatenate"]):
             continue  # turned or interleaved: other values come first

@@ -78,7 +78,7 @@ def stand_by(asked: socket.socket) -> None:
         late = time.monotonic() - started >= job["seconds"]
         found = json.loads(said) if said else {"code": -int(signal.SIGKILL), "late": late}  # it was killed
     except Exception as error:
-        found = {"error": f"{type(error).__name__}: {error}"[:_LONGEST_REASON]}
+        found = _failure(error)
     with contextlib.suppress(OSError):
         asked.sendall(json.dumps(found).encode() + b"\n")
 
@@ -91,16 +91,17 @@ def _line(asked: socket.socket) -> bytes:
 
 def _be_supervisor(job: dict[str, Any], writes: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for number in range(3):  # what a program inherits must not lead to who grades
-        os.dup2(nothing, number)
     try:
         found = supervise(job)
     except BaseException as error:  # whatever the kernel refused
-        found = {"error": f"{type(error).__name__}: {error}"[:_LONGEST_REASON]}
+        found = _failure(error)
     with open(writes, "wb") as out:
         out.write(json.dumps(found).encode())
     os._exit(0)
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    return {"error": f"{type(error).__name__}: {error}"[:_LONGEST_REASON]}
 
 
 def _said(reads: int, asked: socket.socket, seconds: float) -> bytes:
@@ -143,7 +144,7 @@ def main() -> None:
 
     control = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDWR)
-    for number in range(3):
+    for number in range(3):  # what all that are forked inherit must not lead to who grades
         os.dup2(nothing, number)
     _become_reaper()
     wardens: set[int] = set()
