@@ -44,8 +44,6 @@ from reprieve.tasks.asking import ask
 
 PAIR = PairSettings(dtype="float32")
 VLLM = "vllm:max_model_len=512,max_num_seqs=64"
-# In pieces, vLLM's CPU build cannot read the prompts of seeded, sampled requests: its generators know no offset.
-VLLM_SAMPLING = f'{VLLM},arguments="--no-enable-chunked-prefill"'
 K = 8
 
 
@@ -134,21 +132,20 @@ def mine(options: argparse.Namespace) -> dict[str, Any]:
     if options.rollouts:
         settings = PivotMining(limit=options.limit, pair=PAIR, num_rollouts=options.rollouts)
     made, seconds = {}, {}
-    served = VLLM_SAMPLING if options.rollouts else VLLM
-    for name in ("local", served):
+    for name in ("local", VLLM):
         bench = build(dataclasses.replace(settings, answering=EngineSettings(name)))
         try:
             folder = options.out / f"labels-{settings.miner}-{name.partition(':')[0]}"
             store = LabelStore(folder, bench.manifest)
             began = time.monotonic()
             report = mine_problems(
-                bench.miner, bench.problems, store, num_in_flight=64 if name == served else settings.in_flight
+                bench.miner, bench.problems, store, num_in_flight=64 if name == VLLM else settings.in_flight
             )
             seconds[name] = (time.monotonic() - began) / max(1, report.num_mined)
         finally:
             bench.close()
         made[name] = {problem.problem_id: problem for problem in store.problems()}
-    both = [(problem, made[served][name]) for name, problem in made["local"].items()]
+    both = [(problem, made[VLLM][name]) for name, problem in made["local"].items()]
     greedy = [(ours, theirs) for ours, theirs in both if ours.target_ids == theirs.target_ids]
     same = [ours.mismatches == theirs.mismatches for ours, theirs in greedy]
     return {

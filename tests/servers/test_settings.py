@@ -9,7 +9,7 @@ from reprieve.heads.loading import attach_heads
 from reprieve.rules import parse_rule
 from reprieve.servers.deploying import DRAFT, PAIR, TARGET, Slot, VllmDeployer, fields_of
 from reprieve.servers.settings import EngineSettings, OpenAISettings, RaySettings, VllmSettings
-from reprieve.servers.vllm import start_vllm
+from reprieve.servers.vllm import Deployment, start_vllm
 from reprieve.settings import BUNDLED_PAIR, PairSettings
 
 JUDGE = "judge:path=reprieve/arithmetic-judge,threshold="
@@ -66,6 +66,13 @@ def test_requests_ask_for_rules_by_name_and_dial():
     assert fields_of(rule("lossless"), {}) == {} and fields_of(None, offered) == {}
     assert fields_of(rule(JUDGE + "0.02"), offered) is None  # another head
     assert fields_of(rule("margin:delta=2"), offered) is None
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_prompts_are_read_whole_where_vllm_would_die_of_pieces(tmp_path, monkeypatch, has_gpu):
+    monkeypatch.setattr("reprieve.servers.vllm._has_gpu", lambda: has_gpu)
+    flags = Deployment("target", "float32").flags(VllmSettings(), tmp_path / "policy.json")
+    assert ("--no-enable-chunked-prefill" in flags) is not has_gpu
 
 
 def test_vllm_is_told_what_the_slot_says(tmp_path):

@@ -14,7 +14,7 @@ import dataclasses
 import random
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,8 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForC
     )
     if recipe.start is not None:
         _start_from(bundled_folder(recipe.start), model, tokenizer)
-    model.set_attn_implementation("eager")  # on a CPU, faster to train than the fused kernel at this size
+    # Measured on a CPU: heads of 64 train faster unfused (1.1 to 1.2 times), heads of 32 fused (1.5 to 1.8 times).
+    model.set_attn_implementation("eager" if recipe.hidden_size // recipe.num_heads >= 64 else "sdpa")
     return model
 
 
@@ -100,15 +101,23 @@ def grow(model: LlamaForCausalLM, num_layers: int) -> None:
 
 
 class PairLearner(Learner):
-    """Teaches one model of the pair."""
+    """Teaches one model of the pair.
 
-    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, name: str, device: str) -> None:
+    Args:
+        compiled: compile the model first; needs a C++ compiler.
+    """
+
+    def __init__(
+        self, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, name: str, device: str, *, compiled: bool = False
+    ) -> None:
         self.settings = recipe
         self.name = name
         self.device = device
         self.model: LlamaForCausalLM = build_model(recipe, tokenizer)
         self.model.to(device)  # type: ignore[arg-type]
         self.model.train()
+        self.compiled = compiled
+        self._forward = self._make_forward()
         self.optimizer = self._make_optimizer()
         self.stream = RowStream(tokenizer, recipe.mixture, row_length=recipe.row_length, seed=recipe.seed)
         self._told = self._began = time.perf_counter()
@@ -131,6 +140,9 @@ class PairLearner(Learner):
             self._grow(grown)
         load_network(self.model, self.optimizer, tensors)
 
+    def _make_forward(self) -> Callable[..., Any]:
+        return torch.compile(self.model.forward) if self.compiled else self.model.forward
+
     def _make_optimizer(self) -> torch.optim.AdamW:
         recipe = self.settings
         return torch.optim.AdamW(
@@ -141,6 +153,7 @@ class PairLearner(Learner):
         """Add layers; what the optimiser knows of the others stays."""
         before = self.optimizer.state
         grow(self.model, num_layers)
+        self._forward = self._make_forward()
         self.optimizer = self._make_optimizer()
         for parameter in self.model.parameters():
             if parameter in before:
@@ -164,7 +177,7 @@ class PairLearner(Learner):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate_at(recipe, update)
         with torch.autocast(torch.device(self.device).type, dtype=torch.bfloat16):
-            logits = self.model(input_ids=input_ids[:, :-1], use_cache=False).logits
+            logits = self._forward(input_ids=input_ids[:, :-1], use_cache=False).logits
         token_loss = F.cross_entropy(logits.float().flatten(0, 1), input_ids[:, 1:].flatten(), reduction="none")
         loss = (token_loss * loss_weights.flatten()).sum() / loss_weights.sum()
         loss.backward()
@@ -208,13 +221,20 @@ def pair_tokenizer(folder: Path, contents: Contents, teller: Teller) -> PreTrain
 
 
 def train_model(
-    pair: str, role: str, folder: Path, *, device: str, recipe: Recipe | None = None, num_test_problems: int = 1000
+    pair: str,
+    role: str,
+    folder: Path,
+    *,
+    device: str,
+    compiled: bool = False,
+    recipe: Recipe | None = None,
+    num_test_problems: int = 1000,
 ) -> None:
     """Train a pair's `target` or `draft` and save it, its tokenizer and its model card under `folder/role`."""
     recipe = recipe or RECIPES[pair][role]
     contents = CONTENTS[pair]
     tokenizer = pair_tokenizer(folder, contents, EVERY_WORDING[pair])
-    learner = PairLearner(recipe, tokenizer, role, device)
+    learner = PairLearner(recipe, tokenizer, role, device, compiled=compiled)
     seconds = train(learner, folder / role)
     model = learner.model.float().cpu().eval()
     model.set_attn_implementation("sdpa")
@@ -240,6 +260,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/pair"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--compile", action="store_true", help="compile the model: faster on a CPU; needs g++")
     parser.add_argument("--install", action="store_true", help="put the trained models into the package")
     arguments = parser.parse_args()
     if unknown := set(arguments.roles) - set(RECIPES[arguments.pair]):
@@ -247,7 +268,7 @@ def main() -> None:
     torch.set_num_threads(arguments.num_threads)
     try:
         for role in arguments.roles:
-            train_model(arguments.pair, role, arguments.out, device=arguments.device)
+            train_model(arguments.pair, role, arguments.out, device=arguments.device, compiled=arguments.compile)
             if arguments.install:
                 install(arguments.out / role, Path(__file__).parent / "weights" / role)
     except KeyboardInterrupt:
