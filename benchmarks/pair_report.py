@@ -2,18 +2,19 @@
 
 Measures what `benchmarks/miniature.json` fixes: accuracies and their union, one-step problems, how the target spreads
 over wordings, whether it repairs a wrong result put into its answer, what mismatches are worth, the cost of a forward,
-weights, and the tokens a round of EAGLE-3's trees. Mismatches are labelled by AutoJudge's Algorithm 1 in its plainest
-form: replace, regenerate with the target, compare answers; which side is better, as CoSpec's Table 3 counts it, is seen
-from the same two answers.
+weights, and the tokens a round of EAGLE-3's trees. Mismatches are those that AutoJudge's search meets, with its labels;
+which side is better, as CoSpec's Table 3 counts it, is seen from the answers of both sides.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import re
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,129 +23,155 @@ import reprieve
 from reprieve.engine import Pair
 from reprieve.evaluation.runner import environment
 from reprieve.files import read_json, replace_file
-from reprieve.heads.files import bundled_folder
+from reprieve.labelling.recipes import build
+from reprieve.labelling.records import ProblemLabels
+from reprieve.labelling.responses import ResponseFormat
+from reprieve.labelling.runner import mine_problems
+from reprieve.labelling.settings import AutoJudgeMining
+from reprieve.labelling.store import LabelStore
+from reprieve.labelling.target import LocalTarget, gather_all
 from reprieve.metrics import wilson_interval
+from reprieve.models.batch_decoder import BatchDecoder, Session
+from reprieve.models.cached_model import eos_token_ids
+from reprieve.models.identity import model_folder
 from reprieve.models.timing import forward_seconds
 from reprieve.pair.problems import draw_problem
+from reprieve.pair.wordings import SENTENCES
+from reprieve.settings import PairSettings
 from reprieve.tasks import Task, TaskProblem, load_task
 from reprieve.tasks.arithmetic import ArithmeticTask
 
 PROPERTIES = Path(__file__).parent / "miniature.json"
 RESULT = re.compile(r"=(\d+)")
-# Where a solution may be worded otherwise: its beginning, and after each sentence and opener.
-PLACES = re.compile(r"^|\.|\b(?:First|Then|Next|Now|Finally|Lastly|Initially|At last),")
+_OPENERS = "|".join(word for place in ("first", "middle", "last") for word in SENTENCES[place])
+_HEDGES = "|".join(SENTENCES["hedge"])
+# A step can be worded otherwise at its opener, at what follows the comma, and at what follows that.
+STEP = re.compile(rf"(?<= )({_OPENERS}), ({_HEDGES}) ")
+NUM_ROWS = 16
 
 
-def solved_by(pair: Pair, rule: str, task: Task, problems: list[TaskProblem]) -> list[bool]:
-    """Whether each problem is solved, greedily."""
-    decoder = pair.decoder(rule)
-    params = reprieve.SamplingParams(max_new_tokens=task.max_new_tokens)
-    made = (decoder.generate(problem.prompt, params) for problem in problems)
-    return [
-        task.equivalent(task.extract_answer(one.text), problem.reference)
-        for one, problem in zip(made, problems, strict=True)
-    ]
+class Writer:
+    """Texts of one model, greedily, many at once."""
+
+    def __init__(self, pair: Pair, role: str, task: Task) -> None:
+        model = pair.target if role == "target" else pair.draft
+        assert model is not None
+        self.task = task
+        self.format = ResponseFormat(
+            pair.tokenizer, task, frozenset(eos_token_ids(pair.target, pair.tokenizer)), task.max_new_tokens
+        )
+        params = reprieve.SamplingParams()
+        self.decoder = BatchDecoder(model, num_rows=NUM_ROWS, params=params, eos_ids=self.format.eos_ids)
+
+    def write(self, problems: Sequence[TaskProblem], begun: Sequence[str] = ()) -> list[str]:
+        """A solution of each problem; `begun` says how they begin."""
+        return asyncio.run(self._write(problems, begun or [""] * len(problems)))
+
+    async def _write(self, problems: Sequence[TaskProblem], begun: Sequence[str]) -> list[str]:
+        target = LocalTarget(self.decoder)
+        return await gather_all(self._one(target, *one) for one in zip(problems, begun, strict=True))
+
+    async def _one(self, target: LocalTarget, problem: TaskProblem, begun: str) -> str:
+        prompt_ids = self.format.encode_prompt(problem)
+        ids = self.format.tokenizer.encode(problem.prompt + begun)[len(prompt_ids) :]
+        left = self.format.num_left(ids)
+        new = await target.complete(Session(), prompt_ids, ids, left, None) if left > 0 else []
+        return begun + self.format.tokenizer.decode(new, skip_special_tokens=True)
+
+    def solved(self, problem: TaskProblem, text: str) -> bool:
+        return self.task.equivalent(self.task.extract_answer(text), problem.reference)
 
 
-def accuracies(pair: Pair, task: Task, num_problems: int) -> dict:
-    """Target, draft and the oracle union on the test split, and on its one-step problems."""
+def accuracies(writers: dict[str, Writer], task: Task, num_problems: int) -> tuple[dict, list[str]]:
+    """Target, draft and the oracle union on the test split, and on its one-step problems; the target's texts."""
     problems = task.problems("test", num_problems)
     assert isinstance(task, ArithmeticTask)
     drawn = (draw_problem("test", index, contents=task.contents) for index in range(8 * num_problems))
     easy = {problem.prompt for problem in drawn if len(problem.steps) == 1}
     one_step = [problem for problem in task.problems("test", 8 * num_problems) if problem.prompt in easy]
-    found = {}
+    found: dict = {}
+    told: list[str] = []
     for name, chosen in (("", problems), ("one_step_", one_step[:num_problems])):
         if not chosen:
             continue
-        solved = {role: solved_by(pair, f"{role}_only", task, chosen) for role in ("target", "draft")}
+        solved = {}
+        for role, writer in writers.items():
+            texts = writer.write(chosen)
+            told = told or texts
+            solved[role] = [writer.solved(*one) for one in zip(chosen, texts, strict=True)]
         solved["either"] = [a or b for a, b in zip(solved["target"], solved["draft"], strict=True)]
         for role, values in solved.items():
             share = {"share": sum(values) / len(values), "num": len(values)}
             found[f"{name}{role}"] = share | {"ci95": wilson_interval(sum(values), len(values))}
-    return found
+    return found, told
 
 
 @torch.inference_mode()
-def walk(pair: Pair, task: Task, problems: list[TaskProblem]) -> list[dict]:
-    """Mismatches of greedy answers: what both sides come to, and rank and log-probability under the target."""
-    decoder = pair.decoder("target_only")
+def wording_entropies(pair: Pair, problems: Sequence[TaskProblem], texts: Sequence[str]) -> list[float]:
+    """Nats of the target's distribution wherever its own greedy answers could be worded otherwise."""
     found = []
-    for problem in problems:
-        prompt_ids = pair.tokenizer.encode(problem.prompt)
-        answer_ids = _continue(decoder, prompt_ids, task.max_new_tokens)
-        reference = task.extract_answer(pair.tokenizer.decode(answer_ids))
-        place = 0
-        while True:
-            ids = torch.tensor([[*prompt_ids, *answer_ids]])
-            drafted = pair.draft(ids).logits[0, len(prompt_ids) - 1 : -1].argmax(-1).tolist()
-            place = next((t for t in range(place, len(answer_ids)) if drafted[t] != answer_ids[t]), -1)
-            if place < 0:
-                break
-            logits = pair.target(ids).logits[0, len(prompt_ids) - 1 + place]
-            swapped = [*answer_ids[:place], drafted[place]]
-            if drafted[place] != pair.tokenizer.eos_token_id:
-                swapped += _continue(decoder, [*prompt_ids, *swapped], task.max_new_tokens - len(swapped))
-            answers = [task.extract_answer(pair.tokenizer.decode(one)) for one in (answer_ids, swapped)]
-            important = not task.equivalent(answers[1], reference)
-            right = [task.equivalent(answer, problem.reference) for answer in answers]
+    for problem, text in zip(problems, texts, strict=True):
+        coded = pair.tokenizer(problem.prompt + text, return_offsets_mapping=True)
+        places = [place for match in STEP.finditer(text) for place in (match.start(1), match.start(2), match.end())]
+        # Tokens begin with their space.
+        begins = {len(problem.prompt) + place - 1 for place in (1, *places)}
+        log_probs = pair.target(torch.tensor([coded.input_ids])).logits[0].log_softmax(-1)
+        entropies = -(log_probs.exp() * log_probs).sum(-1)
+        rows = [row for row, (start, end) in enumerate(coded.offset_mapping) if start in begins and end > start]
+        found += [float(entropies[row - 1]) for row in rows if row]
+    return found
+
+
+def repaired(writer: Writer, problems: Sequence[TaskProblem], texts: Sequence[str], *, seed: int = 0) -> list[bool]:
+    """Whether the target's answer comes out right after one of its results was made wrong."""
+    rng = random.Random(seed)
+    chosen, begun = [], []
+    for problem, text in zip(problems, texts, strict=True):
+        results = list(RESULT.finditer(text))
+        if not results or not writer.solved(problem, text):
+            continue
+        result = rng.choice(results)
+        wrong = str(int(result[1]) + rng.choice((-10, -1, 1, 10)))
+        if not wrong.startswith("-"):
+            chosen.append(problem)
+            begun.append(text[: result.start(1)] + wrong)
+    return [writer.solved(*one) for one in zip(chosen, writer.write(chosen, begun), strict=True)]
+
+
+def mined(arguments: argparse.Namespace) -> list[tuple[TaskProblem, ProblemLabels]]:
+    """AutoJudge's labels of training problems; resumes."""
+    pair = PairSettings(target=arguments.target, draft=arguments.draft, dtype="float32")
+    bench = build(AutoJudgeMining(limit=arguments.mine, task=arguments.task, pair=pair))
+    store = LabelStore(arguments.out / "labels", bench.manifest)
+    if mine_problems(bench.miner, bench.problems, store).interrupted:
+        raise KeyboardInterrupt
+    labels = {one.problem_id: one for one in store.problems()}
+    return [(problem, labels[problem.problem_id]) for problem in bench.problems if problem.problem_id in labels]
+
+
+@torch.inference_mode()
+def mismatches(pair: Pair, task: Task, labelled: Sequence[tuple[TaskProblem, ProblemLabels]]) -> list[dict]:
+    """What both sides of each mismatch come to, and the draft's token's rank and log-probability under the target."""
+    found = []
+    for problem, labels in labelled:
+        ids = torch.tensor([[*labels.prompt_ids, *labels.response_ids]])
+        logits = pair.target(ids).logits[0, len(labels.prompt_ids) - 1 :]
+        target_right = task.equivalent(labels.target_answer, problem.reference)
+        for item in labels.labelled():
+            row = logits[item.position]
             found.append(
                 {
                     "problem_id": problem.problem_id,
-                    "important": important,
-                    "target_right": right[0],
-                    "draft_right": right[1],
-                    "draft_token": pair.tokenizer.decode([drafted[place]]),
-                    "target_token": pair.tokenizer.decode([answer_ids[place]]),
-                    "log_prob": float(logits.log_softmax(-1)[drafted[place]]),
-                    "rank": int((logits > logits[drafted[place]]).sum()) + 1,
+                    "important": item.important,
+                    "target_right": target_right,
+                    "draft_right": task.equivalent(item.answer, problem.reference),
+                    "draft_token": pair.tokenizer.decode([item.draft_id]),
+                    "target_token": pair.tokenizer.decode([item.target_id]),
+                    "log_prob": float(row.log_softmax(-1)[item.draft_id]),
+                    "rank": int((row > row[item.draft_id]).sum()) + 1,
                 }
             )
-            if not important:
-                answer_ids = swapped
-            place += 1
     return found
-
-
-@torch.inference_mode()
-def wording_entropies(pair: Pair, task: Task, problems: list[TaskProblem]) -> list[float]:
-    """Nats of the target's distribution wherever its own greedy answers could be worded otherwise."""
-    decoder, found = pair.decoder("target_only"), []
-    for problem in problems:
-        text = decoder.generate(problem.prompt, reprieve.SamplingParams(max_new_tokens=task.max_new_tokens)).text
-        coded = pair.tokenizer(problem.prompt + text, return_offsets_mapping=True)
-        begins = {len(problem.prompt) + match.end() for match in PLACES.finditer(text)}
-        log_probs = pair.target(torch.tensor([coded.input_ids])).logits[0].log_softmax(-1)
-        entropies = -(log_probs.exp() * log_probs).sum(-1)
-        rows = [row for row, (start, end) in enumerate(coded.offset_mapping) if start in begins and end > start and row]
-        found += [float(entropies[row - 1]) for row in rows]
-    return found
-
-
-def repaired(pair: Pair, task: Task, problems: list[TaskProblem], *, seed: int = 0) -> list[bool]:
-    """Whether the target's answer comes out right after one of its results was made wrong."""
-    decoder, rng, found = pair.decoder("target_only"), random.Random(seed), []
-    for problem in problems:
-        made = decoder.generate(problem.prompt, reprieve.SamplingParams(max_new_tokens=task.max_new_tokens))
-        results = list(RESULT.finditer(made.text))
-        if not results or not task.equivalent(task.extract_answer(made.text), problem.reference):
-            continue
-        chosen = rng.choice(results)
-        wrong = str(int(chosen[1]) + rng.choice((-10, -1, 1, 10)))
-        if wrong.startswith("-"):
-            continue
-        text = made.text[: chosen.start(1)] + wrong
-        ids = pair.tokenizer.encode(problem.prompt + text)
-        left = task.max_new_tokens - len(ids) + len(made.prompt_ids)
-        rest = pair.tokenizer.decode(_continue(decoder, ids, left), skip_special_tokens=True)
-        found.append(task.equivalent(task.extract_answer(text + rest), problem.reference))
-    return found
-
-
-def _continue(decoder, prompt_ids: list[int], num_left: int) -> list[int]:
-    if num_left < 1:
-        return []
-    return decoder.generate(prompt_ids, reprieve.SamplingParams(max_new_tokens=num_left)).token_ids
 
 
 def auc(scores: list[float], labels: list[bool]) -> float:
@@ -191,31 +218,36 @@ def main() -> None:
     values: dict[str, float] = {"cost_ratio": cost_ratio(pair)}
     document = {**environment(), "target": arguments.target, "draft": arguments.draft, "task": arguments.task}
     if arguments.limit:
-        solved = document["accuracy"] = accuracies(pair, task, arguments.limit)
+        writers = {role: Writer(pair, role, task) for role in ("target", "draft")}
+        solved, texts = accuracies(writers, task, arguments.limit)
+        document["accuracy"] = solved
         for name, group in (("accuracy", ""), ("one_step", "one_step_")):
             for role in ("target", "draft"):
                 if f"{group}{role}" in solved:
                     values[f"{name}_{role}"] = 100 * solved[f"{group}{role}"]["share"]
         values["union_gain"] = 100 * (solved["either"]["share"] - solved["target"]["share"])
-        some = task.problems("test", min(arguments.limit, 100))
-        values["wording_entropy"] = statistics.median(wording_entropies(pair, task, some))
-        mended = repaired(pair, task, some)
+        problems = task.problems("test", arguments.limit)
+        entropies = wording_entropies(pair, problems, texts)
+        if entropies:
+            values["wording_entropy"] = statistics.median(entropies)
+        mended = repaired(writers["target"], problems, texts)
         values["repaired"] = 100 * sum(mended) / max(1, len(mended))
-    mismatches = walk(pair, task, task.problems("train", arguments.mine))
-    if mismatches:
-        labels = [m["important"] for m in mismatches]
-        pairs = [(m["target_right"], m["draft_right"]) for m in mismatches]
+        document["num_repairs_tried"] = len(mended)
+    met = mismatches(pair, task, mined(arguments)) if arguments.mine else []
+    if met:
+        labels = [m["important"] for m in met]
+        pairs = [(m["target_right"], m["draft_right"]) for m in met]
         values |= {
             "share_important": 100 * sum(labels) / len(labels),
-            "auc_log_prob": auc([-m["log_prob"] for m in mismatches], labels),
+            "auc_log_prob": auc([-m["log_prob"] for m in met], labels),
             "draft_better": 100 * pairs.count((False, True)) / len(pairs),
             "target_better": 100 * pairs.count((True, False)) / len(pairs),
             "both_wrong": 100 * pairs.count((False, False)) / len(pairs),
         }
-        document["num_mismatches"] = len(mismatches)
-        document["auc_rank"] = auc([m["rank"] for m in mismatches], labels)
+        document["num_mismatches"] = len(met)
+        document["auc_rank"] = auc([m["rank"] for m in met], labels)
     named = ((arguments.target, "target"), (arguments.draft, "draft"))
-    folders = [Path(name) if name and Path(name).is_dir() else bundled_folder(role) for name, role in named]
+    folders = [model_folder(name or arguments.target, role) for name, role in named]
     sizes = [path.stat().st_size for folder in folders for path in folder.glob("model*.safetensors")]
     values["weights_mb"] = sum(sizes) / 1e6
     if arguments.eagle:
@@ -228,7 +260,7 @@ def main() -> None:
         shown = "" if value is None else f"{value:.3g}"
         print(f"{wanted['name']:20} {shown:>8}  [{low}, {high}] {wanted['unit']}: {verdict}")
     replace_file(arguments.out / "pair.json", json.dumps(document, indent=2) + "\n")
-    lines = "".join(json.dumps(m) + "\n" for m in mismatches)
+    lines = "".join(json.dumps(m) + "\n" for m in met)
     replace_file(arguments.out / "mismatches.jsonl", lines)
 
 

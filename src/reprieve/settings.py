@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral
 from typing import Any
 
+from reprieve.bundles import BUNDLES, DEFAULT, Bundle
 from reprieve.errors import SpecError, require_choice, require_range, require_whole
 
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1000  # texts that end an answer, and their characters
@@ -21,7 +22,7 @@ MAX_DRAFT_TOKENS = 512  # of a round
 AUTO = "auto"
 _NAMED = f"{AUTO}:path="
 NumDraftTokens = int | str  # K, or who decides: `auto`, `auto:path=FOLDER`
-BUNDLED_PAIR = "reprieve/arithmetic-pair"
+BUNDLED_PAIR, BUNDLED_TASK = DEFAULT.name, DEFAULT.task
 
 
 def require_draft_tokens(value: NumDraftTokens) -> None:
@@ -78,9 +79,14 @@ class PairSettings:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "num_threads"}
 
     @property
-    def bundled(self) -> bool:
-        """Whether it is the bundled pair."""
-        return self.target == BUNDLED_PAIR
+    def bundle(self) -> Bundle | None:
+        """The bundled pair it names, if it is one."""
+        return BUNDLES.get(self.target)
+
+    @property
+    def whole_draft(self) -> str | None:
+        """The draft by name, the bundled one where a bundled target names none."""
+        return self.target if self.draft is None and self.bundle else self.draft
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,7 @@ class ProblemSettings:
         offset: Skip this many problems of the split.
     """
 
-    task: str = "arithmetic"
+    task: str = BUNDLED_TASK
     split: str = "test"
     limit: int = 200
     offset: int = 0

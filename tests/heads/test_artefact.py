@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from reprieve import load_head
+from reprieve.bundles import BUNDLED_HEADS
 from reprieve.errors import PairError, ReprieveError
 from reprieve.heads.artefact import HEADS
-from reprieve.heads.files import BUNDLED, find_head
+from reprieve.heads.files import find_head
 from tests.kit.tiny import IDENTITY, random_head
 
 KINDS = ["judge", "pivot", "lts", "arbiter", "length"]
@@ -107,12 +108,12 @@ def test_the_model_card_says_what_it_is_for(kind, tmp_path):
         assert "| draft | tiny/draft |" in text
 
 
-@pytest.mark.parametrize("name", sorted(BUNDLED))
+@pytest.mark.parametrize("name", sorted(BUNDLED_HEADS))
 def test_the_bundled_heads_are_what_they_say(name):
     if name.endswith("eagle3"):
         pytest.skip("a drafting head, in the speculators library's own format")
     head = load_head(name)
-    assert head.kind == BUNDLED[name].partition("-")[0]
+    assert head.kind == BUNDLED_HEADS[name].name.partition("-")[0]
     assert head.task == "arithmetic"
     with pytest.raises(PairError):
         head.require_pair(IDENTITY, name)

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reprieve
+from reprieve.bundles import ARITHMETIC
 from reprieve.errors import PairError
-from reprieve.heads.files import bundled_folder
 from reprieve.pair.problems import split_of
 from reprieve.tasks import load_task
 
@@ -21,14 +21,18 @@ def pair(bundled_pair):
 
 
 def test_weights_are_small_and_plain():
-    sizes = [path.stat().st_size for role in ("target", "draft") for path in bundled_folder(role).glob("*.safetensors")]
+    sizes = [
+        path.stat().st_size
+        for role in ("target", "draft")
+        for path in ARITHMETIC.role_folder(role).glob("*.safetensors")
+    ]
     assert len(sizes) == 2
     assert sum(sizes) < 30e6
     for role in ("target", "draft"):
-        model = AutoModelForCausalLM.from_pretrained(bundled_folder(role))
+        model = AutoModelForCausalLM.from_pretrained(ARITHMETIC.role_folder(role))
         assert model.config.model_type == "llama"
-        assert len(AutoTokenizer.from_pretrained(bundled_folder(role))) == model.config.vocab_size
-        record = json.loads((bundled_folder(role) / "training.json").read_text())
+        assert len(AutoTokenizer.from_pretrained(ARITHMETIC.role_folder(role))) == model.config.vocab_size
+        record = json.loads((ARITHMETIC.role_folder(role) / "training.json").read_text())
         assert record["recipe"]["seed"] is not None
         assert record["test_accuracy"] > 0.4
 

@@ -10,7 +10,7 @@ from tests.vllm.runner import V2  # sets the environment that vLLM reads when it
 import pytest
 from vllm import LLM
 
-from reprieve.heads.files import bundled_folder
+from reprieve.bundles import ARITHMETIC
 from reprieve.serving.menu import Menu
 from reprieve.serving.vllm_plugin import startup
 from reprieve.settings import BUNDLED_PAIR
@@ -23,13 +23,13 @@ def make_llm(source=None, *, engine=None, **speculative):
     """A vLLM engine on the bundled pair; `source` configures the plugin, None leaves it off."""
     spec = {
         "method": "draft_model",
-        "model": str(bundled_folder("draft")),
+        "model": str(ARITHMETIC.role_folder("draft")),
         "num_speculative_tokens": K,
         **({"draft_sample_method": "probabilistic"} if V2 and "ngram" not in str(speculative.get("method")) else {}),
         **speculative,
     }
     settings = {
-        "model": str(bundled_folder("target")),
+        "model": str(ARITHMETIC.role_folder("target")),
         "speculative_config": spec,
         "enforce_eager": True,
         "dtype": "float32",

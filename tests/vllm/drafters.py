@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from reprieve.heads.files import bundled_folder
+from reprieve.bundles import ARITHMETIC
 
 K = 4
 
@@ -42,7 +42,7 @@ class Weights:
 
 
 def _layer_config(model_type, inner):
-    target = AutoConfig.from_pretrained(bundled_folder("target"))
+    target = AutoConfig.from_pretrained(ARITHMETIC.role_folder("target"))
     heads = target.num_attention_heads
     return {
         "model_type": model_type, "hidden_size": target.hidden_size, "intermediate_size": inner,
@@ -66,7 +66,7 @@ def eagle3(folder):
         "speculators_config": {
             "algorithm": "eagle3",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": K}],
-            "verifier": {"name_or_path": str(bundled_folder("target")), "architectures": ["LlamaForCausalLM"]},
+            "verifier": {"name_or_path": str(ARITHMETIC.role_folder("target")), "architectures": ["LlamaForCausalLM"]},
         },
     }
     made = Weights()
@@ -89,7 +89,7 @@ def dflash(folder):
         **layer,
         "architectures": ["DFlashDraftModel"],
         "block_size": K + 1,
-        "num_target_layers": AutoConfig.from_pretrained(bundled_folder("target")).num_hidden_layers,
+        "num_target_layers": AutoConfig.from_pretrained(ARITHMETIC.role_folder("target")).num_hidden_layers,
         # vLLM's attention on a CPU is causal only
         "dflash_config": {"mask_token_id": 0, "target_layer_ids": [0, 1], "causal": True},
     }
@@ -104,7 +104,7 @@ def dflash(folder):
 
 def mtp(folder):
     """The bundled target in MiMo's layout (Qwen2 with biases of zero), with one layer for the next token but one."""
-    source = bundled_folder("target")
+    source = ARITHMETIC.role_folder("target")
     given = json.loads((source / "config.json").read_text())
     size, layers = given["hidden_size"], given["num_hidden_layers"]
     for path in source.iterdir():
@@ -132,7 +132,7 @@ def engine_of(name: str, speculative: dict[str, str]) -> dict[str, str]:
     if name != "mtp":
         return {}
     # the tokenizer from its own folder: transformers makes another one where a config says Qwen2
-    return {"model": speculative["model"], "tokenizer": str(bundled_folder("target"))}
+    return {"model": speculative["model"], "tokenizer": str(ARITHMETIC.role_folder("target"))}
 
 
 DRAFTERS: dict[str, object] = {"eagle3": eagle3, "mtp": mtp, "dflash": dflash}

@@ -5,7 +5,7 @@ import os
 import sys
 
 import tests.vllm.runner  # noqa: F401  # the environment
-from reprieve.heads.files import bundled_folder
+from reprieve.bundles import ARITHMETIC
 
 RULES = ("judge:threshold=0.1", "random:rate=0.7", "fuzzy:threshold=0.3", "margin:delta=3")
 
@@ -18,10 +18,10 @@ def main():
     from reprieve.tasks import load_task
 
     llm = LLM(
-        model=str(bundled_folder("target")),
+        model=str(ARITHMETIC.role_folder("target")),
         speculative_config={
             "method": "draft_model",
-            "model": str(bundled_folder("draft")),
+            "model": str(ARITHMETIC.role_folder("draft")),
             "num_speculative_tokens": 8,
             "draft_sample_method": "probabilistic",
         },

@@ -12,7 +12,7 @@ import urllib.request
 import openai
 import pytest
 
-from reprieve.heads.files import bundled_folder
+from reprieve.bundles import ARITHMETIC
 from tests.vllm.conftest import K
 
 with socket.socket() as _probe:
@@ -27,9 +27,9 @@ def server(tmp_path_factory):
     rule = "judge:path=reprieve/arithmetic-judge,threshold=0.04"
     policy.write_text(json.dumps({"rule": rule, "fast": 0.2, "max_threshold": 0.3, "default": "certified"}))
     log = policy.with_name("log.txt")
-    spec = {"method": "draft_model", "model": str(bundled_folder("draft")), "num_speculative_tokens": K}
+    spec = {"method": "draft_model", "model": str(ARITHMETIC.role_folder("draft")), "num_speculative_tokens": K}
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(bundled_folder("target")),
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(ARITHMETIC.role_folder("target")),
         "--served-model-name", MODEL, "--speculative-config", json.dumps(spec), "--dtype", "float32",
         "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8", "--port", str(PORT), "--host", "127.0.0.1",
         "--no-enable-prefix-caching", "--per-request-spec-decode-metrics", "summary",

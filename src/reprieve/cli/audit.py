@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.errors import SpecError, require_whole
-from reprieve.settings import PairSettings, PromptSettings, SamplingParams, SamplingSettings
+from reprieve.settings import BUNDLED_TASK, PairSettings, PromptSettings, SamplingParams, SamplingSettings
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,7 +45,7 @@ class Audit(Command):
     calibration: str | None = None
     drafter: str = "eagle3"
     num_draft_tokens: int = 16
-    task: str = "arithmetic"
+    task: str = BUNDLED_TASK
     split: str | None = None
     limit: int = 200
     offset: int = 0
@@ -113,7 +113,7 @@ class AuditArbitration(Command):
     arbiter: str = ""
     lambda_: float | None = None
     num_draft_tokens: int | None = None
-    task: str = "arithmetic"
+    task: str = BUNDLED_TASK
     split: str | None = None
     limit: int = 100
     offset: int = 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from reprieve.calibration.settings import LtsRecipe
 from reprieve.cli import screen
 from reprieve.cli.command import Command
-from reprieve.settings import PairSettings, PromptSettings, SamplingParams, SamplingSettings
+from reprieve.settings import BUNDLED_TASK, PairSettings, PromptSettings, SamplingParams, SamplingSettings
 
 if TYPE_CHECKING:
     from reprieve.heads.lts import LtsCalibration
@@ -30,7 +30,7 @@ class CalibrateLts(Command):
 
     verb = "calibrate lts"
 
-    task: str = "arithmetic"
+    task: str = BUNDLED_TASK
     split: str | None = None
     limit: int = 200
     offset: int = 0

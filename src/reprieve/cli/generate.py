@@ -131,8 +131,8 @@ class Generate(Command):
                 target = self.pair.target
                 raise SpecError(f"template must be auto or raw for {target!r}: its tokenizer has no chat template")
             return PromptFormat(tokenizer, asked).encode([{"role": "user", "content": text}])
-        if self.template == "auto" and self.pair.bundled:
-            return load_task("arithmetic").wrap(text)
+        if self.template == "auto" and self.pair.bundle:
+            return load_task(self.pair.bundle.task).wrap(text)
         return text
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from reprieve.cli import screen
 from reprieve.cli.command import Command
-from reprieve.settings import PairSettings
+from reprieve.settings import BUNDLED_TASK, PairSettings
 
 if TYPE_CHECKING:
     from reprieve.labelling.records import ProblemLabels
@@ -106,7 +106,7 @@ class ImportLabels(Command):
     verb = "labels import"
 
     annotations: Path = field(metadata={"positional": True})
-    task: str = "arithmetic"
+    task: str = BUNDLED_TASK
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("runs/annotations")
 

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from dataclasses import dataclass, field
 
+from reprieve.bundles import DEFAULT
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.errors import import_extra
@@ -36,7 +37,7 @@ class Serve(Command):
             import_extra(module, "serve")
         from reprieve.serving.policy import Policy
 
-        usual = BUNDLED_RULES if self.pair.bundled else ("margin:delta=1",)
+        usual = BUNDLED_RULES if self.pair.bundle == DEFAULT else ("margin:delta=1",)
         policies = [Policy.load(source, target=self.pair.target) for source in self.rule or usual]
         settings = dataclasses.replace(
             self.settings,

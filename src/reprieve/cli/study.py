@@ -6,11 +6,12 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from reprieve.bundles import DEFAULT
 from reprieve.cli.command import Command
 from reprieve.cli.stages import Stage, StageFailed, Stages, engine_flags, pair_flags, prompt_flags
 from reprieve.files import read_json
 from reprieve.servers.settings import EngineSettings
-from reprieve.settings import AUTO, NumDraftTokens, PairSettings, PromptSettings
+from reprieve.settings import AUTO, BUNDLED_TASK, NumDraftTokens, PairSettings, PromptSettings
 
 CONTROLS = ("direct:top_k:k=2", "direct:margin:delta=2")
 CERTIFIED = {"margin": "2"}
@@ -40,7 +41,7 @@ class StudyCommand(Command):
     verb = "study"
 
     arm: tuple[str, ...] = ()
-    task: str = "arithmetic"
+    task: str = BUNDLED_TASK
     limit: int = 60
     tune_limit: int = 12
     num_draft_tokens: tuple[NumDraftTokens, ...] = (4, 8, 16, AUTO)
@@ -65,7 +66,7 @@ class StudyCommand(Command):
         return 0
 
     def _study(self) -> Study:
-        pair, bundled, served = self.pair, self.pair.bundled, not self.answering.local
+        pair, bundled, served = self.pair, self.pair.bundle == DEFAULT, not self.answering.local
         shared = ["--task", self.task, "--seed", str(self.seed), *pair_flags(pair), *prompt_flags(self.prompt)]
         shared += engine_flags(self.answering)
         limit, [k] = str(self.certify_limit), self.answering.draft_tokens(AUTO)

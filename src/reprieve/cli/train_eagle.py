@@ -8,7 +8,7 @@ from pathlib import Path
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.errors import import_extra
-from reprieve.settings import PairSettings, PromptSettings, SamplingParams
+from reprieve.settings import BUNDLED_TASK, PairSettings, PromptSettings, SamplingParams
 from reprieve.training.settings import EagleTraining
 
 
@@ -26,7 +26,7 @@ class TrainEagle(Command):
 
     verb = "train eagle"
 
-    task: str = "arithmetic"
+    task: str = BUNDLED_TASK
     split: str | None = None
     limit: int = 4000
     offset: int = 0

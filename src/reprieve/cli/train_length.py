@@ -9,7 +9,7 @@ from pathlib import Path
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.errors import import_extra
-from reprieve.settings import PairSettings, PromptSettings
+from reprieve.settings import BUNDLED_TASK, PairSettings, PromptSettings
 from reprieve.training.settings import LengthTraining
 
 _WORK = "training"  # folder of what a training that was cut off goes on from
@@ -31,7 +31,7 @@ class TrainLength(Command):
     verb = "train length"
 
     rule: str = "lossless"
-    task: str = "arithmetic"
+    task: str = BUNDLED_TASK
     split: str | None = None
     limit: int = 200
     offset: int = 0

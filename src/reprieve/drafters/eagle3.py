@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from reprieve.bundles import DEFAULT
 from reprieve.drafters.base import DrafterSettings, register_drafter
 from reprieve.drafters.length import DraftLength, RoundLength, TreeLength
 from reprieve.drafters.pruning import PARAMETERS, Pruning
@@ -24,7 +25,7 @@ from reprieve.transfers import spread, to_host
 from reprieve.types import ROOT, Block, HiddenStates, Outcome, Prefill, Verification
 
 MAX_NODES = 512
-BUNDLED_EAGLE3 = "reprieve/arithmetic-eagle3"
+BUNDLED_EAGLE3 = DEFAULT.head("eagle3")
 _CUTS = tuple(dict.fromkeys(name for names in PARAMETERS.values() for name in names))
 
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from reprieve.bundles import bundle_of
 from reprieve.drafters import DRAFTERS, DrafterSettings
 from reprieve.drafters.length import AcceptanceLength, DraftLength, FixedLength, LearnedLength
 from reprieve.engine.advisors import make_advisor
 from reprieve.engine.decoder import Advisor, SpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.heads.certificates import Conditions
-from reprieve.heads.files import is_bundled
 from reprieve.heads.folds import fold_of
 from reprieve.heads.length import LengthHead
 from reprieve.heads.loading import attach_heads, length_head, require_heads_fit, split_folds
@@ -107,7 +107,7 @@ class Pair(ModelPair):
         head = num_draft_tokens
         if not isinstance(head, LengthHead):
             require_draft_tokens(head)
-            unnamed = head == AUTO and (drafter.name != "draft" or not is_bundled(self.target_name))
+            unnamed = head == AUTO and (drafter.name != "draft" or bundle_of(self.target_name) is None)
             if isinstance(head, int) or unnamed:
                 return None
         if drafter.name != "draft":

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from reprieve.bundles import BUNDLED_HEADS
 from reprieve.calibration.certify import PairedTest, Step, paired_test, walk
 from reprieve.calibration.settings import NET_DROP, Promise
 from reprieve.errors import ReprieveError, SpecError
@@ -21,7 +22,7 @@ from reprieve.evaluation.runner import Runner, environment
 from reprieve.evaluation.settings import CertifySettings, RunSettings
 from reprieve.files import replace_file
 from reprieve.heads.certificates import Certificate, portable_spec
-from reprieve.heads.files import BUNDLED, CERTIFICATES
+from reprieve.heads.files import CERTIFICATES
 from reprieve.heads.loading import attach_heads
 from reprieve.heads.origin import name_problems, seen_problems
 from reprieve.metrics import paired_difference
@@ -330,5 +331,5 @@ def _file_beside_heads(certificate: Certificate, rule: Rule) -> None:
     engine = certificate.conditions.engine
     name = "-".join(parts + ([] if engine == LOCAL else [engine])) + ".json"
     for path, _ in rule.heads:
-        if path not in BUNDLED and Path(path).is_dir():
+        if path not in BUNDLED_HEADS and Path(path).is_dir():
             replace_file(Path(path) / CERTIFICATES / name, certificate.to_json())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from reprieve.bundles import BUNDLED_HEADS
 from reprieve.errors import ReprieveError
 from reprieve.files import read_file, read_json, replace_file
 from reprieve.heads.binding import digest
-from reprieve.settings import BUNDLED_PAIR
 
 SCHEMA = 1
-# Heads of the bundled pair, by name, and their folders.
-BUNDLED = {
-    f"reprieve/arithmetic-{folder}": folder
-    for folder in ("judge", "pivot", "lts", "eagle3", "arbiter", "length-lossless", "length-judge")
-}
 CERTIFICATES = "certificates"  # their folder, beside a head
 _CONFIG, _WEIGHTS, _CARD = "config.json", "model.safetensors", "README.md"
 
@@ -137,16 +131,6 @@ def read_head(
         raise ReprieveError(f"head {str(source)!r}: {_WEIGHTS} cannot be read: {error}") from None
 
 
-def is_bundled(target: str | None) -> bool:
-    """Whether a target is the bundled pair's, by its name or as the folder of its weights."""
-    return target == BUNDLED_PAIR or (target is not None and Path(target) == bundled_folder("target"))
-
-
-def bundled_folder(role: str) -> Path:
-    """Where the bundled `target` or `draft` lies: a plain transformers model folder."""
-    return Path(str(resources.files("reprieve.pair"))) / "weights" / role
-
-
 def find_head(source: str | Path, *, also: tuple[str, ...] = (), **download: Any) -> Path:
     """The folder a name means: a bundled head's, itself, or a copy of a hub repository.
 
@@ -157,8 +141,8 @@ def find_head(source: str | Path, *, also: tuple[str, ...] = (), **download: Any
     Raises:
         ReprieveError: no folder, no hub id, or nothing that the hub gives.
     """
-    if str(source) in BUNDLED:
-        return Path(str(resources.files("reprieve.pair"))) / "heads" / BUNDLED[str(source)]
+    if str(source) in BUNDLED_HEADS:
+        return BUNDLED_HEADS[str(source)]
     folder = Path(source)
     if folder.is_dir():
         return folder

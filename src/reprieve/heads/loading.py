@@ -7,20 +7,19 @@ import functools
 from pathlib import Path
 from typing import cast
 
+from reprieve.bundles import bundle_of
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.heads.artefact import HEADS, Artefact
 from reprieve.heads.base import Head
 from reprieve.heads.binding import PairIdentity, warn_of_transfer
 from reprieve.heads.certificates import Conditions, warn_of_certificates
-from reprieve.heads.files import BUNDLED, find_head, is_bundled, kind_of
+from reprieve.heads.files import find_head, kind_of
 from reprieve.heads.folds import FoldedHead, fold_folder, read_folds
 from reprieve.heads.length import ANY_RULE, LengthHead
 from reprieve.heads.origin import warn_of_format, warn_of_sampling
 from reprieve.rules import Rule
 from reprieve.rules.learned import HeadRule
 from reprieve.settings import AUTO, NumDraftTokens, named_length, require_draft_tokens
-
-_DEFAULTS = {kind: name for name, kind in BUNDLED.items()}
 
 
 def load_head(source: str | Path, *, kind: str | None = None) -> Artefact | FoldedHead:
@@ -50,7 +49,8 @@ def attach_heads(rule: Rule, target: str | None = None) -> Rule:
         SpecError: a rule that names no head, where there is none by default.
         ReprieveError: a head that cannot be loaded.
     """
-    defaults = _DEFAULTS if is_bundled(target) else {}
+    bundle = bundle_of(target)
+    defaults = {} if bundle is None else bundle.head_names
 
     def attach(part: Rule) -> Rule:
         return part.with_head(load_head, defaults.get(part.head_kind)) if isinstance(part, HeadRule) else part
@@ -77,8 +77,11 @@ def length_head(num_draft_tokens: NumDraftTokens, rule: Rule, pair: PairIdentity
         head.require_pair(pair, named)
         head.require_rule(rule, named)
         return head
-    own, any_rules = (f"reprieve/arithmetic-length-{name}" for name in (rule.name, ANY_RULE))
-    source = own if own in BUNDLED else any_rules
+    bundle = bundle_of(pair.target)
+    names = {} if bundle is None else bundle.head_names
+    source = names.get(f"length-{rule.name}") or names.get(f"length-{ANY_RULE}")
+    if source is None:
+        return None
     head = LengthHead.from_pretrained(source)
     return None if head.pair.differences(pair, reads_draft=True) else head
 

@@ -135,7 +135,7 @@ def _load(settings: MiningSettings, served: Served | None) -> Pair:
     """The pair; the draft stands on both sides where only servers have the target: then its tokenizer alone counts."""
     names = settings.pair
     if isinstance(settings, AutoJudgeMining) and (settings.api_url is not None or served is not None):
-        draft_name = names.target if names.bundled and names.draft is None else names.draft
+        draft_name = names.whole_draft
         if draft_name is None:
             raise SpecError("mining needs a draft by name (--draft)")
         alone = load_pair(draft_name, dtype=names.dtype, device=names.device)

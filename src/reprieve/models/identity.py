@@ -13,12 +13,12 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from reprieve.bundles import BUNDLES
 from reprieve.errors import ReprieveError
 from reprieve.files import read_json
 from reprieve.heads.binding import PairIdentity, tokenizer_fingerprint
-from reprieve.heads.files import bundled_folder
 from reprieve.models.loading import NUM_VALUES, fingerprint_of, load_tokenizer, require_same_tokenizer
-from reprieve.settings import BUNDLED_PAIR, PairSettings
+from reprieve.settings import PairSettings
 
 _ANY = 10**9  # positions of a model that sets no limit
 _FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
@@ -30,8 +30,8 @@ def model_folder(name: str, role: str) -> Path:
     Raises:
         ReprieveError: not found.
     """
-    if name == BUNDLED_PAIR:
-        return bundled_folder(role)
+    if name in BUNDLES:
+        return BUNDLES[name].role_folder(role)
     if Path(name).is_dir():
         return Path(name)
     try:
@@ -47,7 +47,7 @@ def stored_identity(settings: PairSettings) -> tuple[PairIdentity, Any, str]:
         ReprieveError: a model that cannot be found or read.
         PairError: the two do not share a tokenizer.
     """
-    draft = BUNDLED_PAIR if settings.target == BUNDLED_PAIR and settings.draft is None else settings.draft
+    draft = settings.whole_draft
     folder = model_folder(settings.target, "target")
     tokenizer = load_tokenizer(settings.target)
     draft_weights = None
@@ -72,8 +72,8 @@ def stored_positions(settings: PairSettings) -> int:
         ReprieveError: a model that cannot be found.
     """
     folders = [model_folder(settings.target, "target")]
-    if settings.draft is not None or settings.bundled:
-        folders.append(model_folder(settings.draft or settings.target, "draft"))
+    if settings.whole_draft is not None:
+        folders.append(model_folder(settings.whole_draft, "draft"))
     configs = [AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config() for folder in folders]
     return min(int(getattr(config, "max_position_embeddings", None) or _ANY) for config in configs)
 

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
+from reprieve.bundles import BUNDLES
 from reprieve.errors import PairError, ReprieveError, SpecError, import_extra, require_choice
 from reprieve.heads.binding import PairIdentity, digest, tokenizer_fingerprint
-from reprieve.heads.files import bundled_folder
 from reprieve.models.cached_model import CachedModel, HiddenLayers, execution_device
 from reprieve.models.eagle3 import EagleHead, load_eagle3
 from reprieve.settings import BUNDLED_PAIR
@@ -126,8 +126,8 @@ def load_models(
     require_choice("dtype", dtype, tuple(DTYPES))
     require_device(device)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if str(target) == BUNDLED_PAIR and draft is None:
-        draft = BUNDLED_PAIR
+    if str(target) in BUNDLES and draft is None:
+        draft = target
     target_model, tokenizer = _load(target, "target", dtype, device, device_map)
     draft_model = None
     if draft is not None:
@@ -180,7 +180,7 @@ def load_tokenizer(name: str) -> Any:
         ReprieveError: it cannot be found or read.
     """
     try:
-        source = bundled_folder("target") if name == BUNDLED_PAIR else name
+        source = BUNDLES[name].role_folder("target") if name in BUNDLES else name
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ReprieveError(f"could not load the tokenizer of {name!r}: {error}") from error
@@ -189,11 +189,11 @@ def load_tokenizer(name: str) -> Any:
 def _load(
     name: str | Path, role: str, dtype: str, device: str, device_map: str | None = None
 ) -> tuple[PreTrainedModel, Any]:
-    bundled = str(name) == BUNDLED_PAIR
-    source = bundled_folder(role) if bundled else name
+    bundle = BUNDLES.get(str(name))
+    source = name if bundle is None else bundle.role_folder(role)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        with _without_bars() if bundled else contextlib.nullcontext():
+        with _without_bars() if bundle else contextlib.nullcontext():
             model = _load_model(source, dtype, device, device_map)
         return model.eval(), tokenizer
     except Exception as error:  # whatever a foreign folder holds, and whatever a device lacks

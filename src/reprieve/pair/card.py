@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from reprieve.bundles import Bundle
 from reprieve.pair.problems import Contents, draw_problem
 
 SHIPPED = (
@@ -77,14 +78,14 @@ def greedy_accuracy(
     return num_right / num_problems
 
 
-def write_card(folder: Path, pair: str, record: dict[str, Any]) -> None:
+def write_card(folder: Path, bundle: Bundle, record: dict[str, Any]) -> None:
     """`training.json` and `README.md` beside the weights."""
     recipe = record["recipe"]
     (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     (folder / "README.md").write_text(
         _CARD.format(
-            pair=pair,
-            key=pair.removeprefix("reprieve/").removesuffix("-pair"),
+            pair=bundle.name,
+            key=bundle.key,
             name=folder.name,
             parameters=record["num_parameters"],
             layers=recipe["num_layers"],

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from reprieve.heads.files import bundled_folder
+from reprieve.bundles import ARITHMETIC, BY_KEY
 from reprieve.loop import Learner, learning_rate_at, load_network, network_state, train
 from reprieve.pair.card import greedy_accuracy, install, write_card
 from reprieve.pair.corpus import RowStream
@@ -55,7 +55,7 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForC
         )
     )
     if recipe.start is not None:
-        _start_from(bundled_folder(recipe.start), model, tokenizer)
+        _start_from(ARITHMETIC.role_folder(recipe.start), model, tokenizer)
     # Measured on a CPU: heads of 64 train faster unfused (1.1 to 1.2 times), heads of 32 fused (1.5 to 1.8 times).
     model.set_attn_implementation("eager" if recipe.hidden_size // recipe.num_heads >= 64 else "sdpa")
     return model
@@ -250,7 +250,7 @@ def train_model(
         "num_test_problems": num_test_problems,
         "test_accuracy": greedy_accuracy(model, tokenizer, contents, num_test_problems),
     }
-    write_card(folder / role, f"reprieve/{pair}{'-pair' * (pair == 'arithmetic')}", record)
+    write_card(folder / role, BY_KEY[pair], record)
 
 
 def main() -> None:
@@ -270,7 +270,7 @@ def main() -> None:
         for role in arguments.roles:
             train_model(arguments.pair, role, arguments.out, device=arguments.device, compiled=arguments.compile)
             if arguments.install:
-                install(arguments.out / role, Path(__file__).parent / "weights" / role)
+                install(arguments.out / role, BY_KEY[arguments.pair].role_folder(role))
     except KeyboardInterrupt:
         print(f"interrupted; the checkpoint is in {arguments.out}: run again to go on", file=sys.stderr)
         sys.exit(130)

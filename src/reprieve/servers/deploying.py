@@ -164,7 +164,7 @@ class VllmDeployer:
 
     @property
     def _draft(self) -> str | None:
-        return self.pair.target if self.pair.bundled and self.pair.draft is None else self.pair.draft
+        return self.pair.whole_draft
 
     def _speculation(self, drafter: str) -> dict[str, Any]:
         """A drafter in vLLM's words.

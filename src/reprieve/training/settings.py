@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from reprieve.errors import SpecError, require_range, require_whole
 from reprieve.heads.settings import ArbiterShape, FeatureRecipe, default_layers
-from reprieve.settings import MAX_DRAFT_TOKENS, MAX_SEED, PairSettings, PromptSettings
+from reprieve.settings import BUNDLED_TASK, MAX_DRAFT_TOKENS, MAX_SEED, PairSettings, PromptSettings
 
 
 def _require_counts(record: object, *names: str) -> None:
@@ -320,7 +320,7 @@ class RolloutSettings:
         draft_temperature: The draft's own, in both. Default: theirs.
     """
 
-    task: str = "arithmetic"
+    task: str = BUNDLED_TASK
     num_draft_tokens: int | None = None
     temperature: float = 1.0
     validation_temperature: float = 0.0

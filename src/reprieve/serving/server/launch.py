@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from reprieve.bundles import BUNDLES
 from reprieve.drafters import DRAFTERS
 from reprieve.engine import Pair, SpeculativeDecoder
 from reprieve.errors import SpecError
@@ -23,7 +24,7 @@ from reprieve.serving.server.metrics import Metrics
 from reprieve.serving.server.prompts import Prompts
 from reprieve.serving.server.worker import Finished, Job, Worker
 from reprieve.serving.settings import ServerSettings
-from reprieve.settings import AUTO, BUNDLED_PAIR, NumDraftTokens
+from reprieve.settings import AUTO, NumDraftTokens
 from reprieve.tasks import Task, TaskProblem, load_task
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ def make_app(
         PairError: a head or a certificate made for another pair.
         SpecError: quality checks without a task.
     """
-    name = settings.task or ("arithmetic" if pair.target_name == BUNDLED_PAIR else None)
+    bundle = BUNDLES.get(pair.target_name)
+    name = settings.task or (bundle.task if bundle else None)
     task = None if name is None else load_task(name)
     menu = Menu([_fitted(policy, pair, settings) for policy in policies])
     metrics = Metrics()
@@ -184,7 +186,7 @@ def _num_draft_tokens(policy: Policy, settings: ServerSettings) -> NumDraftToken
 def _prompts(pair: Pair, task: Task | None, settings: ServerSettings) -> Prompts:
     """The pair's text side; chats without a template are wrapped as the task wraps its problems."""
     wrap: Callable[[str], str] | None = getattr(task, "wrap", None)
-    bundled = pair.target_name == BUNDLED_PAIR and task is not None
+    bundled = pair.target_name in BUNDLES and task is not None
     return Prompts(
         pair.tokenizer,
         max_positions=min(_positions(pair.target), _positions(pair.draft)),

@@ -1,0 +1,62 @@
+"""The pairs that travel with the package: their names, tasks and heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """One pair.
+
+    Args:
+        name: as `--target` says it.
+        key: what its heads' names and its folder begin with.
+        task: what it was trained for, and what plain questions are wrapped as.
+        heads: the folders of its heads.
+    """
+
+    name: str
+    key: str
+    task: str
+    heads: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """Where its models and heads lie."""
+        return Path(__file__).parent / "pair" / "bundles" / self.key
+
+    def role_folder(self, role: str) -> Path:
+        """Where its `target` or `draft` lies: a plain transformers model folder."""
+        return self.folder / role
+
+    def head(self, folder: str) -> str:
+        """The name of one of its heads."""
+        return f"reprieve/{self.key}-{folder}"
+
+    @property
+    def head_names(self) -> dict[str, str]:
+        """Names of its heads, by folder."""
+        return {folder: self.head(folder) for folder in self.heads}
+
+
+ARITHMETIC = Bundle(
+    "reprieve/arithmetic-pair",
+    "arithmetic",
+    "arithmetic",
+    ("judge", "pivot", "lts", "eagle3", "arbiter", "length-lossless", "length-judge"),
+)
+MINIATURE = Bundle("reprieve/miniature", "miniature", "word_problems")
+BUNDLES = {bundle.name: bundle for bundle in (ARITHMETIC, MINIATURE)}
+BY_KEY = {bundle.key: bundle for bundle in BUNDLES.values()}
+DEFAULT = ARITHMETIC
+BUNDLED_HEADS = {name: bundle.folder / head for bundle in BUNDLES.values() for head, name in bundle.head_names.items()}
+
+
+def bundle_of(target: str | Path | None) -> Bundle | None:
+    """The bundle whose target this is, by its name or as the folder of its weights; None for any other."""
+    if target is None:
+        return None
+    by_folder = (bundle for bundle in BUNDLES.values() if Path(target) == bundle.role_folder("target"))
+    return BUNDLES.get(str(target)) or next(by_folder, None)
