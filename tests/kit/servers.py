@@ -6,6 +6,8 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import torch
+
 from reprieve.heads.certificates import portable_spec
 from reprieve.serving.menu import Menu
 from reprieve.serving.policy import STRICT, RequestError
@@ -69,6 +71,18 @@ class PairServer:
                 for number in range(asked["n"])
             ]
 
+    def read(self, asked):
+        """What vLLM tells of a prompt's tokens: the likeliest in the place of each, and itself, by id as text."""
+        ids = torch.tensor([asked["prompt"]])
+        with self.lock, torch.inference_mode():
+            rows = self.pair.target(ids).logits[0, :-1].log_softmax(-1)
+        places = []
+        for row, token_id in zip(rows, ids[0, 1:].tolist(), strict=True):
+            order = row.sort(descending=True, stable=True).indices.tolist()
+            told = dict.fromkeys([*order[: asked["prompt_logprobs"]], token_id])
+            places.append({str(one): {"logprob": float(row[one]), "rank": order.index(one) + 1} for one in told})
+        return [None, *places]
+
 
 class _Handler(BaseHTTPRequestHandler):
     owner: PairServer
@@ -95,6 +109,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._hang_up()
             return
         owner.requests.append(asked)
+        if "prompt_logprobs" in asked:
+            choice = {"index": 0, "text": "", "finish_reason": "length", "logprobs": None, "token_ids": [0]}
+            choice["prompt_logprobs"] = owner.read(asked)
+            self._send(
+                json.dumps({"id": "x", "object": "text_completion", "created": 0, "model": "m", "choices": [choice]})
+            )
+            return
         try:
             made = owner.answer(asked)
         except RequestError as error:

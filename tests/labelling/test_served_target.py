@@ -45,12 +45,36 @@ def test_all_rollouts_of_a_place_are_one_request(bundled_pair, tmp_path):
     with PairServer(bundled_pair) as server:
         settings = PivotMining(limit=1, pair=PAIR, num_rollouts=3, sampling=sampling, answering=on(server))
         _, [problem] = mined(settings, tmp_path)
-    assert {request["n"] for request in server.requests} == {3} and server.requests[0]["temperature"] == 0.6
+    rollouts = [request for request in server.requests if "prompt_logprobs" not in request]
+    assert {request["n"] for request in rollouts} == {3} and rollouts[0]["temperature"] == 0.6
     assert problem.mismatches and all(mismatch.num_rollouts == 3 for mismatch in problem.mismatches)
 
 
+def test_what_walks_locally_walks_on_servers_without_the_targets_weights(bundled_pair, tmp_path, monkeypatch):
+    """The same drafted tokens are rejected, and the same drawn in their place."""
+    sampling = SamplingSettings(temperature=0.6, top_p=0.95, top_k=20)
+    settings = PivotMining(limit=2, pair=PAIR, num_rollouts=1, alpha=0.0, sampling=sampling)  # nothing is a pivot
+    _, ours = mined(settings, tmp_path / "local")
+    with PairServer(bundled_pair) as server:
+        bench, theirs = mined(dataclasses.replace(settings, answering=on(server)), tmp_path / "served")
+    assert bench.miner.make_source(0).target.model is bench.miner.make_source(0).draft.model  # it stands in
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.mismatches and one.response_ids == other.response_ids
+        walks = [[(item.position, item.draft_id, item.target_id) for item in x.mismatches] for x in (one, other)]
+        assert walks[0] == walks[1]
+
+
+@pytest.mark.parametrize("kind", [PivotMining, TraceMining])
+@pytest.mark.parametrize("top_k", [0, 21])
+def test_more_candidates_than_servers_tell_of_are_refused(kind, top_k):
+    sampling = SamplingSettings(temperature=0.6, top_k=top_k)
+    assert kind(sampling=sampling).num_in_flight is None
+    with pytest.raises(SpecError, match=rf"top_k must be in \[1, 20\] where the target is on servers.*got {top_k}"):
+        kind(sampling=sampling, answering=EngineSettings("vllm"))
+
+
 def test_traces_send_their_branches(bundled_pair, tmp_path):
-    settings = TraceMining(limit=1, pair=PAIR, num_draft_tokens=4)
+    settings = TraceMining(limit=2, pair=PAIR, num_draft_tokens=4)
     _, ours = mined(settings, tmp_path / "local")
     with PairServer(bundled_pair) as server:
         _, theirs = mined(dataclasses.replace(settings, answering=on(server)), tmp_path / "served")

@@ -1,5 +1,6 @@
 """`--engine vllm` and `ray`: servers of their own, ended with the run; killed ones lose nothing."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from reprieve.heads.certificates import Certificate
 from reprieve.heads.files import find_head
 from reprieve.labelling.recipes import build
 from reprieve.labelling.runner import mine_problems
-from reprieve.labelling.settings import AutoJudgeMining
+from reprieve.labelling.settings import AutoJudgeMining, PivotMining, TraceMining
 from reprieve.labelling.store import LabelStore
 from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings
@@ -101,24 +102,47 @@ def test_a_killed_server_in_a_run_loses_nothing(tmp_path):
     assert not any(record.error for record in run.records)
 
 
+def mined(settings, folder, *, in_flight, progress=lambda done, total: None):
+    bench = build(settings)
+    try:
+        store = LabelStore(folder, bench.manifest)
+        report = mine_problems(bench.miner, bench.problems, store, num_in_flight=in_flight, progress=progress)
+    finally:
+        bench.close()
+    assert not report.errors
+    return report
+
+
 def test_a_killed_server_in_a_mine_loses_nothing(tmp_path):
-    settings = AutoJudgeMining(limit=5, num_in_flight=2, pair=PAIR, answering=VLLM)
-
-    def mined(progress=lambda done, total: None):
-        bench = build(settings)
-        try:
-            store = LabelStore(tmp_path, bench.manifest)
-            return mine_problems(bench.miner, bench.problems, store, num_in_flight=2, progress=progress)
-        finally:
-            bench.close()
-
+    settings = AutoJudgeMining(limit=5, pair=PAIR, answering=VLLM)
     with pytest.raises(EngineError, match="labelled problems are kept, run again to go on"):
-        mined(lambda done, total: kill_servers())
+        mined(settings, tmp_path, in_flight=2, progress=lambda done, total: kill_servers())
     before = LabelStore(tmp_path).problems()
-    report = mined()
+    report = mined(settings, tmp_path, in_flight=2)
     after = {problem.problem_id: problem for problem in LabelStore(tmp_path).problems()}
     assert 1 <= len(before) < 5 == len(after) and report.num_mined == 5 - len(before)
     assert all(after[problem.problem_id] == problem for problem in before)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        TraceMining(limit=3, pair=PAIR, num_draft_tokens=8),
+        # Nothing is a pivot, whatever the rollouts come to, which servers draw otherwise: the walk goes its way.
+        PivotMining(limit=3, pair=PAIR, num_rollouts=2, alpha=0.0),
+    ],
+    ids=lambda settings: settings.miner,
+)
+def test_a_walk_over_a_server_goes_where_a_local_one_does(tmp_path, settings):
+    found = []
+    for name, answering in (("local", EngineSettings()), ("served", VLLM)):
+        mined(dataclasses.replace(settings, answering=answering), tmp_path / name, in_flight=3)
+        found.append(sorted(LabelStore(tmp_path / name).problems(), key=lambda problem: problem.problem_id))
+    assert len(found[1]) == 3 and all(problem.mismatches for problem in found[1])
+    for ours, theirs in zip(*found, strict=True):
+        places = [[(item.position, item.draft_id, item.target_id) for item in x.mismatches] for x in (ours, theirs)]
+        assert places[0] == places[1] and ours.response_ids == theirs.response_ids
+        assert settings.miner == "pivot" or ours.rounds == theirs.rounds
 
 
 def test_a_command_that_is_killed_takes_its_server_along(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable
@@ -105,7 +106,8 @@ class PivotMiner:
         started = time.perf_counter()
         walk = _Walk(self, problem)
         while (num_left := self.responses.num_left(walk.response_ids)) > 0:
-            accepted, candidate = walk.source.next(walk.prompt_ids, walk.response_ids, num_left)
+            go_on = functools.partial(walk.source.next, walk.prompt_ids, walk.response_ids, num_left)
+            accepted, candidate = await self.target.apart(go_on)
             for token_id in accepted:
                 walk.response_ids.append(token_id)
                 if self.responses.ended(walk.response_ids):

@@ -20,6 +20,7 @@ from reprieve.labelling.equivalence import NotWorse, SameAnswer
 from reprieve.labelling.pivot import CandidateSource, PivotMiner
 from reprieve.labelling.responses import ResponseFormat
 from reprieve.labelling.runner import Miner
+from reprieve.labelling.served_model import Read, ServedModel
 from reprieve.labelling.served_target import ServedTarget
 from reprieve.labelling.settings import AutoJudgeMining, MiningSettings, PivotMining, TraceMining
 from reprieve.labelling.soundness import EquationSoundness, ModelSoundness, SoundnessJudge
@@ -27,7 +28,7 @@ from reprieve.labelling.store import API_WEIGHTS
 from reprieve.labelling.target import LocalTarget, Target
 from reprieve.labelling.traces import LABELS_VERSION, ArbitrationMiner, PairScorer
 from reprieve.models.batch_decoder import BatchDecoder
-from reprieve.models.cached_model import eos_token_ids
+from reprieve.models.cached_model import CachedModel, HiddenLayers, eos_token_ids
 from reprieve.models.draws import DRAWS_VERSION, GumbelNoise
 from reprieve.models.identity import stored_identity
 from reprieve.models.sampling import Sampler
@@ -119,7 +120,21 @@ class Served:
             stop=responses.task.stop,
             stops=responses.stops if responses.task.stop else None,
             extra=fields_of(LosslessRule(), self.running.facts.rules),
+            num_threads=settings.in_flight,
         )
+
+
+@dataclass(frozen=True)
+class ServedPair(Pair):
+    """A pair whose target is on servers: the draft stands in for it, but for what is read of it."""
+
+    read: Read | None = None
+    num_candidates: int = 1
+
+    def cached_target(self, hidden_layers: HiddenLayers = ()) -> CachedModel:
+        """See `Pair`."""
+        assert self.read is not None and not hidden_layers
+        return ServedModel(self.read, self.target, vocab_size=self.vocab_size, num_candidates=self.num_candidates)
 
 
 def _miner(settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: Served | None) -> Miner:
@@ -134,7 +149,8 @@ def _miner(settings: MiningSettings, pair: Pair, responses: ResponseFormat, serv
 def _load(settings: MiningSettings, served: Served | None) -> Pair:
     """The pair; the draft stands on both sides where only servers have the target: then its tokenizer alone counts."""
     names = settings.pair
-    if isinstance(settings, AutoJudgeMining) and (settings.api_url is not None or served is not None):
+    by_api = isinstance(settings, AutoJudgeMining) and settings.api_url is not None
+    if by_api or served is not None:
         draft_name = names.whole_draft
         if draft_name is None:
             raise SpecError("mining needs a draft by name (--draft)")
@@ -168,15 +184,15 @@ def _autojudge(
 
 
 def _pivot(settings: PivotMining, pair: Pair, responses: ResponseFormat, served: Served | None) -> PivotMiner:
+    # Half of what it asks for: rows stay full.
+    pair, target = _walked(settings, pair, responses, served, rows=settings.num_rollouts)
+
     def make_source(seed: int) -> CandidateSource:
         params = dataclasses.replace(settings.params, seed=seed)
         return CandidateSource(pair.cached_target(), pair.cached_draft(), params)
 
     return PivotMiner(
-        # Half of what it asks for: rows stay full.
-        target=_local_target(settings, pair, responses, rows=settings.num_rollouts)
-        if served is None
-        else served.target(settings, responses),
+        target=target,
         make_source=make_source,
         responses=responses,
         make_seed=lambda problem: problem_seed(settings.seed, problem),
@@ -187,11 +203,10 @@ def _pivot(settings: PivotMining, pair: Pair, responses: ResponseFormat, served:
 
 
 def _traces(settings: TraceMining, pair: Pair, responses: ResponseFormat, served: Served | None) -> ArbitrationMiner:
+    # Two rows: a problem's branches that are under way at once.
+    pair, target = _walked(settings, pair, responses, served, rows=2)
     return ArbitrationMiner(
-        # Two rows: a problem's branches that are under way at once.
-        target=_local_target(settings, pair, responses, rows=2)
-        if served is None
-        else served.target(settings, responses),
+        target=target,
         responses=responses,
         params=settings.params,
         make_decoder=lambda num_draft_tokens: pair.decoder(
@@ -205,6 +220,17 @@ def _traces(settings: TraceMining, pair: Pair, responses: ResponseFormat, served
         greedy_branches=settings.greedy_branches,
         tie=settings.tie,
     )
+
+
+def _walked(
+    settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: Served | None, *, rows: int
+) -> tuple[Pair, Target]:
+    """The pair that walks, and the target that continues its texts, `rows` of a problem at once where it is here."""
+    if served is None:
+        return pair, _local_target(settings, pair, responses, rows=rows)
+    target = served.target(settings, responses)
+    models = {field.name: getattr(pair, field.name) for field in dataclasses.fields(Pair)}
+    return ServedPair(**models, read=target.read, num_candidates=settings.num_candidates), target
 
 
 def make_soundness(spec: str | None) -> SoundnessJudge | None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from reprieve.errors import SpecError
+from reprieve.labelling.target import Target
 from reprieve.models.batch_decoder import Session
 from reprieve.models.draws import Draw, UniformDraw
 from reprieve.servers.client import Client
 from reprieve.settings import SamplingParams
 
+T = TypeVar("T")
 
-class ServedTarget:
+
+class ServedTarget(Target):
     """Continues texts by requests; the servers' prefix caches hold what a problem's texts have in common.
 
     Args:
@@ -24,6 +29,7 @@ class ServedTarget:
         stop: stop texts.
         stops: whether a response's tokens so far end it by one of them.
         extra: what every request says to a server that has rules: to leave them off.
+        num_threads: walks (`apart`) under way at once.
     """
 
     def __init__(
@@ -35,6 +41,7 @@ class ServedTarget:
         stop: Sequence[str],
         stops: Callable[[list[int]], bool] | None,
         extra: Mapping[str, Any] | None = None,
+        num_threads: int = 1,
     ) -> None:
         self._make_client = make_client
         self._params = params
@@ -43,6 +50,8 @@ class ServedTarget:
         self._stops = stops
         self._extra = extra
         self._client: tuple[asyncio.AbstractEventLoop, Client] | None = None
+        self._threads = ThreadPoolExecutor(num_threads, "walk")
+        self._computing = threading.Lock()
 
     async def complete(
         self, session: Session, prompt_ids: list[int], response_ids: list[int], max_new_tokens: int, draw: Draw | None
@@ -77,6 +86,27 @@ class ServedTarget:
         text = [*prompt_ids, *response_ids]
         made = await self._in_this_loop().complete(text, params, extra=self._extra, num=len(draws), keep_stop=True)
         return [self._until_stop(response_ids, one.token_ids) for one in made]
+
+    async def apart(self, work: Callable[[], T]) -> T:
+        """See `Target`: in a thread of its own, of which one computes at a time and the others wait for servers."""
+        self._in_this_loop()
+
+        def run() -> T:
+            with self._computing:
+                return work()
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run)
+
+    def read(self, token_ids: Sequence[int], num_rows: int, num_candidates: int) -> list[Mapping[int, float]]:
+        """What may follow each of the last tokens of a text (see `Client.read`); for use inside `apart` only."""
+        assert self._client is not None
+        loop, client = self._client
+        asking = client.read(token_ids, num_rows, num_candidates, extra=self._extra)
+        self._computing.release()
+        try:
+            return list(asyncio.run_coroutine_threadsafe(asking, loop).result())
+        finally:
+            self._computing.acquire()
 
     def _until_stop(self, response_ids: list[int], new: list[int]) -> list[int]:
         """A stop text may end in the middle of what a server's block brought."""

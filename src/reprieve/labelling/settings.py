@@ -10,6 +10,7 @@ from reprieve.servers.settings import EngineSettings
 from reprieve.settings import MAX_SEED, PairSettings, ProblemSettings, SamplingParams, SamplingSettings
 
 _ON_SERVERS = 256
+MOST_CANDIDATES = 20  # of a place that vLLM tells, unless it is started with more (--max-logprobs)
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class MiningSettings(ProblemSettings):
         if self.num_in_flight is not None:
             require_whole("num_in_flight", self.num_in_flight, 1, 4096)
 
+    def _require_walk(self) -> None:
+        """Refuse a walk that servers cannot be asked for."""
+        if not self.answering.local:
+            _ = self.num_candidates
+
     @property
     def in_flight(self) -> int:
         """Problems under way at once."""
@@ -47,6 +53,22 @@ class MiningSettings(ProblemSettings):
     def params(self) -> SamplingParams:
         """Its sampling, for texts of any length."""
         return SamplingParams(**vars(self.sampling), seed=self.seed)
+
+    @property
+    def num_candidates(self) -> int:
+        """How many of a place's likeliest tokens hold everything that can be sampled there.
+
+        Raises:
+            SpecError: more than servers tell of.
+        """
+        if self.sampling.greedy:
+            return 1
+        if not 1 <= self.sampling.top_k <= MOST_CANDIDATES:
+            raise SpecError(
+                f"top_k must be in [1, {MOST_CANDIDATES}] where the target is on servers, which tell the probabilities "
+                f"of so many tokens; use --engine local for more, got {self.sampling.top_k}"
+            )
+        return self.sampling.top_k
 
     @property
     def options(self) -> dict[str, Any]:
@@ -123,6 +145,7 @@ class PivotMining(MiningSettings):
             raise SpecError("temperature must be above 0 for pivot mining, which labels by rollouts, got 0")
         require_whole("num_rollouts", self.num_rollouts, 1, 4096)
         require_range("alpha", self.alpha, 0.0, 1.0)
+        self._require_walk()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -150,6 +173,10 @@ class TraceMining(MiningSettings):
     greedy_branches: bool = False
     tie: float = 0.8
     judge: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_walk()
 
     @property
     def options(self) -> dict[str, Any]:

@@ -43,6 +43,10 @@ class Target(Protocol):
         whole = [new for new in made if new is not None]
         return whole if len(whole) == len(made) else None
 
+    async def apart(self, work: Callable[[], T]) -> T:
+        """What ordinary code comes to that reads the target in between; where that takes long, other problems go on."""
+        return work()
+
 
 class LocalTarget(Target):
     """A target on this machine: the requests of all problems in flight share forwards."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -115,7 +116,14 @@ class ArbitrationMiner:
         require_range("tie", self.tie, 0.0, 1.0)
         if self.continues_greedily:
             self.num_rollouts = 1  # all would be the same
-        self._decoder = self.make_decoder(self.num_draft_tokens)
+        self._decoders = threading.local()
+
+    def _decoder(self) -> SpeculativeDecoder:
+        """This thread's own: decoders keep caches."""
+        if not hasattr(self._decoders, "made"):
+            self._decoders.made = self.make_decoder(self.num_draft_tokens)
+        made: SpeculativeDecoder = self._decoders.made
+        return made
 
     @property
     def continues_greedily(self) -> bool:
@@ -131,7 +139,7 @@ class ArbitrationMiner:
             stop=tuple(self.responses.task.stop),
         )
         prompt_ids = self.responses.encode_prompt(problem)
-        made = self._decoder.generate(prompt_ids, params, trace=True)
+        made = await self.target.apart(lambda: self._decoder().generate(prompt_ids, params, trace=True))
         branches = _Branches(self, problem, prompt_ids, made)
         rounds = await gather_all(branches.label(start, traced) for start, traced in _rounds(made))
         return ProblemLabels(

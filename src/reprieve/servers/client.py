@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from reprieve.errors import EngineError, ReprieveError, import_extra
 from reprieve.servers.running import answers
 from reprieve.settings import SamplingParams
 
+T = TypeVar("T")
 _RETRIES = 3
 _STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
@@ -104,15 +105,41 @@ class Client:
             **(_STREAMED if stream else {}),
         }
         async with self._room:
-            return await self._somewhere(asked)
+            return await self._somewhere(asked, _ask)
 
-    async def _somewhere(self, asked: Mapping[str, Any]) -> list[Completion]:
+    async def read(
+        self, token_ids: Sequence[int], num_rows: int, num_candidates: int, *, extra: Mapping[str, Any] | None = None
+    ) -> list[dict[int, float]]:
+        """Log-probabilities, at temperature 1, of the likeliest tokens after each of the last tokens of a text.
+
+        Args:
+            num_rows: how many of the last tokens.
+            num_candidates: tokens told of each, and the one that follows in the text; servers have a limit (20).
+            extra: `vllm_xargs` of the request.
+
+        Raises:
+            EngineError: no server answers any more, or it does not tell.
+            ReprieveError: the servers refuse the request.
+        """
+        text = [*token_ids, token_ids[-1]]  # a server tells of places that have a token; one more gives the last
+        body: dict[str, Any] = {"prompt_logprobs": num_candidates}
+        if extra:
+            body["vllm_xargs"] = dict(extra)
+        asked = {"model": self.model, "prompt": text, "max_tokens": 1, "temperature": 0.0, "n": 1, "extra_body": body}
+        async with self._room:
+            told = (await self._somewhere(asked, _read_prompt))[-num_rows:]
+        if len(told) < num_rows or None in told:
+            raise EngineError("the server tells no log-probabilities of prompts (prompt_logprobs): it has to be vLLM")
+        # The text's own last token stands for nothing.
+        return [_likeliest(one, num_candidates) for one in told]
+
+    async def _somewhere(self, asked: Mapping[str, Any], ask: Callable[..., Awaitable[list[T]]]) -> list[T]:
         """A request to the server with the fewest under way, and to another where that has died."""
         while self._under_way:
             url = min(self._under_way, key=self._under_way.__getitem__)
             self._under_way[url] += 1
             try:
-                return await _ask(self._clients[url], asked)
+                return await ask(self._clients[url], asked)
             except self._errors.APIError as error:
                 said = " ".join(str(error).split()) or type(error).__name__
                 status = getattr(error, "status_code", 500)
@@ -141,6 +168,17 @@ async def _ask(client: Any, asked: Mapping[str, Any]) -> list[Completion]:
     seconds = time.perf_counter() - began
     numbers = _speculation(reply)
     return [_completion(choice, seconds, numbers) for choice in sorted(reply.choices, key=lambda one: one.index)]
+
+
+async def _read_prompt(client: Any, asked: Mapping[str, Any]) -> list[dict[str, Any] | None]:
+    reply = await client.completions.create(**asked)
+    return list(getattr(reply.choices[0], "prompt_logprobs", None) or ())
+
+
+def _likeliest(told: Mapping[str, Any] | None, num: int) -> dict[int, float]:
+    """The first `num` of what is told of a place; the token that stands there is told of whatever its rank."""
+    ranked = sorted((told or {}).items(), key=lambda item: (item[1]["rank"], int(item[0])))
+    return {int(token_id): float(one["logprob"]) for token_id, one in ranked[:num]}
 
 
 def _extra_body(params: SamplingParams, extra: Mapping[str, Any] | None, keep_stop: bool) -> dict[str, Any]:
