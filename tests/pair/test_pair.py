@@ -7,9 +7,12 @@ import re
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import reprieve
+from reprieve.bundles import BUNDLES
 from reprieve.loop import learning_rate_at, train
+from reprieve.pair.card import install
 from reprieve.pair.corpus import Mixture, RowStream
 from reprieve.pair.families import FAMILIES, evaluate
 from reprieve.pair.problems import ARITHMETIC, MINIATURE, Contents, Style, draw_problem, split_of
@@ -229,3 +232,13 @@ def test_a_training_may_start_from_the_arithmetic_pair(tokenizer):
     assert torch.equal(model.model.layers[1].mlp.up_proj.weight, older.draft.model.layers[1].mlp.up_proj.weight)
     mine = model.model.embed_tokens.weight[tokenizer.encode("7")[0]]
     assert torch.equal(mine, older.draft.model.embed_tokens.weight[older.tokenizer.encode("7")[0]])
+
+
+def test_half_weights_travel_and_are_loaded_as_they_were_trained(tmp_path):
+    source, out = BUNDLES["reprieve/arithmetic-pair"].role_folder("draft"), tmp_path / "draft"
+    install(source, out, half=True)
+    assert (out / "model.safetensors").stat().st_size < 0.51 * (source / "model.safetensors").stat().st_size
+    whole, rounded = (AutoModelForCausalLM.from_pretrained(folder, dtype="auto") for folder in (source, out))
+    assert whole.dtype == rounded.dtype == torch.float32
+    for ours, theirs in zip(whole.parameters(), rounded.parameters(), strict=True):
+        torch.testing.assert_close(theirs, ours.half().float(), rtol=0, atol=0)

@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from reprieve.bundles import Bundle
+from reprieve.files import replace_file
 from reprieve.pair.problems import Contents, draw_problem
 
+_WEIGHTS = "model.safetensors"
 SHIPPED = (
     "config.json",
     "generation_config.json",
-    "model.safetensors",
+    _WEIGHTS,
     "tokenizer.json",
     "tokenizer_config.json",
     "training.json",
@@ -101,8 +104,16 @@ def write_card(folder: Path, bundle: Bundle, record: dict[str, Any]) -> None:
     )
 
 
-def install(folder: Path, weights: Path) -> None:
-    """Copy a trained model's files to where the package looks for them."""
-    weights.mkdir(parents=True, exist_ok=True)
+def install(folder: Path, package: Path, *, half: bool) -> None:
+    """Put a trained model's files where the package looks for them.
+
+    Args:
+        half: round weights to float16, at half the size; `config.json` goes on saying how they were trained, so that
+            they are loaded as that.
+    """
+    package.mkdir(parents=True, exist_ok=True)
     for name in SHIPPED:
-        shutil.copyfile(folder / name, weights / name)
+        shutil.copyfile(folder / name, package / name)
+    if half:
+        weights = {name: tensor.half() for name, tensor in load_file(package / _WEIGHTS).items()}
+        replace_file(package / _WEIGHTS, save(weights, metadata={"format": "pt"}))

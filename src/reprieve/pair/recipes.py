@@ -127,5 +127,6 @@ MINIATURE_PAIR = {
     ),
 }
 RECIPES = {"arithmetic": ARITHMETIC_PAIR, "miniature": MINIATURE_PAIR}
+HALF = ("miniature",)  # whose weights travel as float16
 CONTENTS = {"arithmetic": ARITHMETIC, "miniature": MINIATURE}
 EVERY_WORDING: dict[str, Teller] = {"arithmetic": Style.uniform(0.5), "miniature": _DRAFT_VOICE}

@@ -30,7 +30,7 @@ from reprieve.pair.card import greedy_accuracy, install, write_card
 from reprieve.pair.corpus import RowStream
 from reprieve.pair.families import FAMILIES
 from reprieve.pair.problems import Contents, Teller, draw_problem
-from reprieve.pair.recipes import CONTENTS, EVERY_WORDING, RECIPES, Recipe
+from reprieve.pair.recipes import CONTENTS, EVERY_WORDING, HALF, RECIPES, Recipe
 from reprieve.pair.tokenizer import train_tokenizer
 
 _TELL_SECONDS = 20.0
@@ -270,7 +270,7 @@ def main() -> None:
         for role in arguments.roles:
             train_model(arguments.pair, role, arguments.out, device=arguments.device, compiled=arguments.compile)
             if arguments.install:
-                install(arguments.out / role, BY_KEY[arguments.pair].role_folder(role))
+                install(arguments.out / role, BY_KEY[arguments.pair].role_folder(role), half=arguments.pair in HALF)
     except KeyboardInterrupt:
         print(f"interrupted; the checkpoint is in {arguments.out}: run again to go on", file=sys.stderr)
         sys.exit(130)
