@@ -156,6 +156,7 @@ class Evidence:
     target_scores: Tensor | None = None  # [..., V]; None for the raw logits
     target_ids: Tensor | None = None  # [...], the target's own draw in each token's place (base `exact`)
     draft_scores: Tensor | None = None  # [..., V]; None when the drafter has no distribution
+    draft_logits: Tensor | None = None  # [..., V], raw; None as above
     proposal_probs: Tensor | None = None  # [...], of each token; None where the drafter did not sample
     uniforms: Tensor | None = None  # [...], in [0, 1); the lossless check's draws; None when greedy
     noise: Tensor | None = None  # [...], in [0, 1); independent draws for rules that are random themselves

@@ -104,6 +104,30 @@ def test_pivot_end_to_end(tmp_path, capsys):
     assert "is not a label store" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_state_arbiter_end_to_end(tmp_path, capsys):
+    mined, store, head = tmp_path / "mined", tmp_path / "traces", tmp_path / "head"
+    assert main(["mine", "arbitration", "--limit", "4", "--num-draft-tokens", "8", "--out", str(mined)]) == 0
+    # The bundled draft is hardly ever better: let each third mismatch be so.
+    copy = LabelStore(store, LabelStore(mined).manifest)
+    for problem in LabelStore(mined).problems():
+        utilities = enumerate(problem.mismatches)
+        worth = [
+            dataclasses.replace(item, base_utility=float(n % 3 != 1), candidate_utility=float(n % 3 != 2))
+            for n, item in utilities
+        ]
+        copy.append(dataclasses.replace(problem, mismatches=tuple(worth)))
+    train = ["train", "state-arbiter", "--labels", str(store), "--grid", "0.01", "--held-out", "0.4"]
+    assert main([*train, "--out", str(head)]) == 0
+    said = capsys.readouterr().out
+    assert "the draft's side worse in" in said and "the draft's side better in" in said
+    assert main(["bench", "--arm", f"state_arbiter:path={head}", "--limit", "1", "--out", str(tmp_path / "b")]) == 0
+    judged = tmp_path / "judged"
+    assert main(["mine", "autojudge", "--limit", "4", "--out", str(judged)]) == 0
+    assert main(["train", "state-arbiter", "--labels", str(judged), "--out", str(tmp_path / "no")]) == 2
+    assert "labels must say what both sides of a mismatch are worth" in capsys.readouterr().err
+
+
 def test_annotated_labels_train_a_head(tmp_path):
     rows = [
         {"prompt": f"Question: {n}?\nAnswer:", "response": f" 5+{n}={n}. The final answer is {n}.", "wrong": [[5, 6]]}

@@ -24,7 +24,7 @@ from tests.kit.tiny import NumberTokenizer, ScriptedDrafter, perturbed, random_h
 
 CPU = torch.device("cpu")
 PROMPT = list(range(2, 22))
-SPECS = [f"{name}:path=x" if name in ("judge", "pivot") else name for name in RULES.names()]
+SPECS = [f"{name}:path=x" if name in ("judge", "pivot", "state_arbiter") else name for name in RULES.names()]
 SPECS += ["lossless:verification=block", "lossless:verification=exact", "cascade:kind=tok"]
 SPECS += ["top_k&floor", "top_k|floor", "margin:start=2 3,end=9"]
 

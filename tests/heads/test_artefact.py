@@ -17,7 +17,7 @@ from reprieve.heads.artefact import HEADS
 from reprieve.heads.files import find_head
 from tests.kit.tiny import IDENTITY, random_head
 
-KINDS = ["judge", "pivot", "lts", "arbiter", "length"]
+KINDS = ["judge", "pivot", "state_arbiter", "lts", "arbiter", "length"]
 
 
 def certified(folder: Path) -> Path:

@@ -17,12 +17,14 @@ from reprieve.heads.judge import JudgeHead, judge_probability
 from reprieve.heads.loading import attach_heads, require_heads_fit
 from reprieve.heads.pivot import PivotHead, pivot_logits
 from reprieve.heads.settings import JUDGE_BOTH, JUDGE_TARGET, PIVOT, FeatureRecipe
+from reprieve.heads.state_arbiter import StateArbiter
 from reprieve.labelling.records import MINED, Mismatch, ProblemLabels
 from reprieve.models.cached_model import CachedModel
 from reprieve.rules import Checked, accept, accepts, parse_rule
 from reprieve.rules.accept import RiskBudget
 from reprieve.rules.judge import JudgeRule
 from reprieve.rules.pivot import PivotRule
+from reprieve.rules.state_arbiter import StateArbiterRule
 from reprieve.training.features import collect
 from reprieve.types import Block, Evidence, Provenance
 from tests.kit.tiny import IDENTITY, NumberTokenizer, perturbed, random_head, tiny_model
@@ -61,6 +63,30 @@ def test_judge_by_hand_at_three_tokens():
     torch.testing.assert_close(head.risk(case), torch.tensor(expected))
     assert accepts(JudgeRule.of(head), case).tolist() == [False, True, False]
     assert accepts(JudgeRule.of(head, threshold=0.6), case).tolist() == [True, True, False]
+
+
+def test_state_arbiter_by_hand():
+    """Harm and good against each other; what neither model sees harm or good in is neutral."""
+    weight = torch.tensor([[2.0, 0.0, 0.0, 0.0, 0.0, 0.0], [0.0, 3.0, 0.0, 0.0, 0.0, 1.0]])
+    recipe = FeatureRecipe(states="both", entropy=True, probability=True, draft_scalars=True)
+    head = StateArbiter({"weight": weight, "bias": torch.zeros(2)}, recipe, 0.51, pair=IDENTITY, task="t")
+    logits = torch.tensor([[0.0, 0.0]] * 3)
+    case = Evidence(
+        torch.tensor([0, 0, 0]), logits, True, torch.zeros(3, dtype=torch.bool),
+        draft_logits=torch.tensor([[math.log(3.0), 0.0]] * 3),
+        node_hidden={-1: torch.tensor([[0.0], [1.0], [0.0]])}, draft_hidden={-1: torch.tensor([[-0.25], [0.0], [1.0]])},
+    )  # fmt: skip
+
+    def sigmoid(x):
+        return 1 / (1 + math.exp(-x))
+
+    # The draft's probability, 3/4, is the last feature.
+    better = [sigmoid(0.0), sigmoid(0.75), sigmoid(3.75)]
+    worse = [0.5, sigmoid(2.0), 0.5]
+    expected = [(1 + bad - good) / 2 for bad, good in zip(worse, better, strict=True)]
+    torch.testing.assert_close(head.risk(case), torch.tensor(expected))
+    assert expected[0] == 0.5 and accepts(StateArbiterRule.of(head), case).tolist() == [True, False, True]
+    assert accepts(StateArbiterRule.of(head, threshold=0.45), case).tolist() == [False, False, True]
 
 
 def test_pivot_by_hand_and_its_floor():
@@ -195,9 +221,9 @@ def test_a_rule_takes_its_head_from_a_folder_alone_or_composed(tmp_path):
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize("kind", ["judge", "pivot"])
+@pytest.mark.parametrize("kind", ["judge", "pivot", "state_arbiter"])
 def test_decoding_at_threshold_0_is_lossless_and_at_1_rescues(pair, kind, greedy):
-    rule_type = {"judge": JudgeRule, "pivot": PivotRule}[kind]
+    rule_type = {"judge": JudgeRule, "pivot": PivotRule, "state_arbiter": StateArbiterRule}[kind]
     params = SamplingParams(max_new_tokens=48, temperature=0.0 if greedy else 0.8, top_k=0 if greedy else 20, seed=3)
     head = random_head(kind, size=32, pair=pair.identity)
 

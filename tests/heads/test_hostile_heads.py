@@ -54,7 +54,7 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["judge", "pivot", "lts"])
+@pytest.mark.parametrize("kind", ["judge", "pivot", "state_arbiter", "lts"])
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights_of_another_kind_are_refused(kind, name, tmp_path):
     random_head(kind).save_pretrained(tmp_path / "h")

@@ -25,7 +25,8 @@ from reprieve.heads.judge import JudgeHead
 from reprieve.heads.length import LengthHead
 from reprieve.heads.lts import LtsCalibration
 from reprieve.heads.pivot import PivotHead
-from reprieve.heads.settings import JUDGE_TARGET, PIVOT, ArbiterShape
+from reprieve.heads.settings import JUDGE_TARGET, PIVOT, STATE_ARBITER, ArbiterShape
+from reprieve.heads.state_arbiter import StateArbiter
 from reprieve.models.eagle3 import EagleConfig, EagleHead
 from reprieve.models.sampling import Sampler
 from reprieve.needs import Need
@@ -165,6 +166,9 @@ def random_head(
 
     if kind == "judge":
         return JudgeHead({"weight": draw(size), "bias": draw(1)[0]}, JUDGE_TARGET, 0.2, pair=pair, task="arithmetic")
+    if kind == "state_arbiter":
+        tensors = {"weight": draw(2, 2 * size + 4), "bias": draw(2)}
+        return StateArbiter(tensors, STATE_ARBITER, 0.51, pair=pair, task="arithmetic")
     sizes = {"hidden": (4, size), "scalars": (3, 2), "fuse": (5, 7), "out": (2, 5)}
     tensors = {f"{name}.weight": draw(*shape) for name, shape in sizes.items()}
     tensors |= {f"{name}.bias": draw(shape[0]) for name, shape in sizes.items()}

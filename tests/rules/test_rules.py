@@ -48,6 +48,7 @@ LADDERS = [
     ],
     ("judge:path=j", [0.0, 0.01, 0.3, 0.6, 1.0]),
     ("pivot:path=p", [0.0, 0.2, 0.5, 1.0]),
+    ("state_arbiter:path=s", [0.0, 0.3, 0.5, 0.51, 1.0]),
     ("lts:path=l", [math.inf, 1.0, 0.9, 0.3, 0.0, -5.0]),
     ("arbiter:path=a", [1.0, 0.95, 0.6, 0.3, 0.0]),
     ("top_k&floor:min_prob=0.02", [1, 2, 6, 12]),
@@ -73,11 +74,13 @@ def evidence(*, greedy: bool, size: int = 200, seed: int = 0) -> Evidence:
         greedy=greedy,
         lossless_accepts=lossless,
         draft_scores=draft,
+        draft_logits=draft,
         uniforms=None if greedy else uniforms,
         noise=torch.rand(size, generator=generator),
         parents=range(-1, size - 1),
         context_ids=torch.tensor([1, 2]),
         node_hidden={-1: torch.randn(size, HIDDEN_SIZE, generator=generator)},
+        draft_hidden={-1: torch.randn(size, HIDDEN_SIZE, generator=torch.Generator().manual_seed(seed + 2))},
         token_embeddings=embeddings[token_ids],
         top_embeddings=embeddings[target.argmax(-1)],
         advice=torch.rand(size, generator=generator),
@@ -140,12 +143,14 @@ def test_padding_order_and_layout_change_nothing(spec, ladder):
     def moved(tensor, change):
         return None if tensor is None else change(tensor)
 
-    tensors = ("token_ids", "target_logits", "lossless_accepts", "draft_scores", "noise", "advice")
-    hidden = case.node_hidden[-1]
+    tensors = ("token_ids", "target_logits", "lossless_accepts", "draft_scores", "draft_logits", "noise", "advice")
+    states = {name: getattr(case, name)[-1] for name in ("node_hidden", "draft_hidden")}
     permuted = dataclasses.replace(case, **{n: moved(getattr(case, n), lambda t: t[order]) for n in tensors})
     tables = ("token_embeddings", "top_embeddings")
     permuted = dataclasses.replace(
-        permuted, node_hidden={-1: hidden[order]}, **{name: getattr(case, name)[order] for name in tables}
+        permuted,
+        **{name: {-1: hidden[order]} for name, hidden in states.items()},
+        **{name: getattr(case, name)[order] for name in tables},
     )
     torch.testing.assert_close(rule.risk(permuted), expected[order])
     folded = dataclasses.replace(
@@ -153,15 +158,14 @@ def test_padding_order_and_layout_change_nothing(spec, ladder):
     )
     folded = dataclasses.replace(
         folded,
-        node_hidden={-1: hidden.unflatten(0, (2, 12))},
+        **{name: {-1: hidden.unflatten(0, (2, 12))} for name, hidden in states.items()},
         **{name: getattr(case, name).unflatten(0, (2, 12)) for name in tables},
     )
     torch.testing.assert_close(rule.risk(folded), expected.unflatten(0, (2, 12)))
     # Extra columns no model ever predicts, as padded vocabularies have.
     if "released" not in spec and "k=3" not in spec:
-        wide = {
-            n: torch.nn.functional.pad(getattr(case, n), (0, 4), value=-1e4) for n in ("target_logits", "draft_scores")
-        }
+        names = ("target_logits", "draft_scores", "draft_logits")
+        wide = {n: torch.nn.functional.pad(getattr(case, n), (0, 4), value=-1e4) for n in names}
         torch.testing.assert_close(rule.risk(dataclasses.replace(case, **wide)), expected, rtol=1e-4, atol=1e-5)
 
 

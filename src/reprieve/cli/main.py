@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "mine arbitration": ("mine:MineArbitration", "label which side of a mismatch ends better (CoSpec)"),
     "train judge": ("train_head:TrainJudge", "fit AutoJudge's linear head to labels"),
     "train pivot": ("train_head:TrainPivot", "fit PAD's MLP to labels"),
+    "train state-arbiter": ("train_head:TrainStateArbiter", "two linear heads: which side of a mismatch ends better"),
     "train length": ("train_length:TrainLength", "a head that says where drafting ends"),
     "train eagle": ("train_eagle:TrainEagle", "an EAGLE-3 drafting head, from the target's own answers"),
     "train arbiter": ("train_arbiter:TrainArbiter", "warm CoSpec's arbiter up on labelled traces"),

@@ -1,4 +1,4 @@
-"""`reprieve train judge|pivot`: a head from labels."""
+"""`reprieve train judge|pivot|state-arbiter`: a head from labels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.errors import import_extra
 from reprieve.settings import PairSettings
-from reprieve.training.settings import JudgeTraining, PivotTraining
+from reprieve.training.settings import JudgeTraining, PivotTraining, StateArbiterTraining
 
 if TYPE_CHECKING:
     from reprieve.engine import Pair
@@ -92,17 +92,19 @@ class TrainHead(Command):
         head = dataclasses.replace(head, prompt=manifest["prompt"], problems=tuple(digests))
         head.save_pretrained(out)
         shutil.rmtree(out / _WORK, ignore_errors=True)
+        screen.say("\n".join([*self.told(head), f"features: {recipe.name}"]))
+        return head
+
+    def told(self, head: Head) -> list[str]:
+        """Lines on how good a head is."""
         made = head.training
         auc, low, high = made["auc_held_out"]
-        lines = (
+        return [
             f"{made['num_tokens']} labels of {made['num_problems']} problems, {made['num_important']} important; "
             f"held-out ROC AUC {auc:.3f} [{low:.3f}, {high:.3f}]",
-            f"features: {recipe.name}",
             f"threshold {head.threshold:g} refuses {100 * made['recall_at_threshold']:.0f}% of the important and "
             f"accepts {100 * made['acceptance_at_threshold']:.0f}% of the others",
-        )
-        screen.say("\n".join(lines))
-        return head
+        ]
 
 
 @dataclass(frozen=True)
@@ -133,3 +135,30 @@ class TrainPivot(TrainHead):
         from reprieve.training.pivot import train_pivot
 
         return train_pivot(tokens, pair.identity, task, settings=self.settings, folder=folder, progress=progress)
+
+
+@dataclass(frozen=True)
+class TrainStateArbiter(TrainHead):
+    """Fit two linear heads to labels of which side of a mismatch ends better."""
+
+    verb = "train state-arbiter"
+
+    settings: StateArbiterTraining = field(default_factory=StateArbiterTraining)
+    labels: Path = Path("runs/traces")
+    out: Path = Path("heads/state-arbiter")
+
+    def fit(self, tokens: LabelledTokens, pair: Pair, task: str, folder: Path, progress: Progress) -> Head:
+        from reprieve.training.state_arbiter import train_state_arbiter
+
+        return train_state_arbiter(
+            tokens, pair.identity, task, settings=self.settings, folder=folder, progress=progress
+        )
+
+    def told(self, head: Head) -> list[str]:
+        """See `TrainHead`."""
+        made = head.training
+        shares = [(name, made[name]["num"], *made[name]["auc_held_out"]) for name in ("worse", "better")]
+        return [f"{made['num_tokens']} labels of {made['num_problems']} problems"] + [
+            f"the draft's side {name} in {num}; held-out ROC AUC {auc:.3f} [{low:.3f}, {high:.3f}]"
+            for name, num, auc, low, high in shares
+        ]

@@ -292,6 +292,7 @@ class SpeculativeDecoder:
             target_scores=None if sampler.greedy else judged,
             target_ids=check.own_ids,
             draft_scores=draft_scores,
+            draft_logits=block.draft_logits if Need.DRAFT_PROBS in needs else None,
             proposal_probs=proposal_probs,
             uniforms=uniforms,
             noise=sampler.uniforms(block.num_tokens) if Need.NOISE in needs else None,

@@ -84,7 +84,7 @@ class Head(Artefact):
         if "auc_held_out" in self.training:
             auc, low, high = self.training["auc_held_out"]
             facts["held-out ROC AUC"] = f"{auc:.3f} [{low:.3f}, {high:.3f}]"
-        if "num_problems" in self.training:
+        if "num_important" in self.training:
             facts["labels"] = (
                 f"{self.training['num_tokens']} of {self.training['num_problems']} problems, "
                 f"{self.training['num_important']} important"

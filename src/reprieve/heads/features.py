@@ -18,7 +18,7 @@ from reprieve.types import Evidence, HiddenStates, gather_token
 
 @dataclass(frozen=True)
 class TokenStates:
-    """Hidden states around n drafted tokens, and two numbers of the target's distribution.
+    """Hidden states around n drafted tokens, and two numbers of either distribution.
 
     `target` and `draft` map an encoding (`draft`, `target`, `previous`) to states by layer.
     """
@@ -27,6 +27,8 @@ class TokenStates:
     draft: Mapping[str, HiddenStates]  # [n, Dd] a layer
     entropy: Tensor | None = None  # [n], nats
     probability: Tensor | None = None  # [n]
+    draft_entropy: Tensor | None = None  # [n], nats
+    draft_probability: Tensor | None = None  # [n]
 
     @classmethod
     def of(cls, evidence: Evidence, recipe: FeatureRecipe) -> TokenStates:
@@ -38,25 +40,29 @@ class TokenStates:
             target["previous"] = evidence.parent_hidden
         if evidence.draft_hidden is not None:
             draft["draft"] = evidence.draft_hidden
-        entropy, probability = None, None
+        ours: tuple[Tensor | None, Tensor | None] = (None, None)
+        theirs = ours
         if recipe.num_scalars:
-            entropy, probability = distribution_scalars(evidence.target_logits, evidence.token_ids)
-        return cls(target, draft, entropy, probability)
+            ours = distribution_scalars(evidence.target_logits, evidence.token_ids)
+        if recipe.draft_scalars:
+            assert evidence.draft_logits is not None, "the engine refuses this head without a draft's distribution"
+            theirs = distribution_scalars(evidence.draft_logits, evidence.token_ids)
+        return cls(target, draft, *ours, *theirs)
 
 
 def distribution_scalars(
-    target_logits: Tensor,  # [..., V], raw
+    logits: Tensor,  # [..., V], raw
     token_ids: Tensor,  # [...], int64
 ) -> tuple[Tensor, Tensor]:  # [...] nats, [...]
-    """Entropy of the target's distribution and the drafted token's probability under it (PAD, appendix B)."""
-    log_probs = target_logits.log_softmax(-1)
+    """Entropy of a model's distribution and the drafted token's probability under it (PAD, appendix B)."""
+    log_probs = logits.log_softmax(-1)
     probs = log_probs.exp()
     entropy = -(probs * log_probs.nan_to_num(neginf=0.0)).sum(-1)
     return entropy, gather_token(probs, token_ids)
 
 
 def assemble(recipe: FeatureRecipe, states: TokenStates) -> Tensor:
-    """Features [n, F], float32: hidden states first, then entropy and probability where the recipe has them.
+    """Features [n, F], float32: hidden states first, then the scalars that the recipe has.
 
     Raises:
         SpecError: the states lack what the recipe reads.
@@ -77,7 +83,12 @@ def assemble(recipe: FeatureRecipe, states: TokenStates) -> Tensor:
                         "which are not there"
                     )
                 parts.append(read[encoding][layer].float())
-    for wanted, scalar in ((recipe.entropy, states.entropy), (recipe.probability, states.probability)):
+    for wanted, scalar in (
+        (recipe.entropy, states.entropy),
+        (recipe.probability, states.probability),
+        (recipe.draft_scalars, states.draft_entropy),
+        (recipe.draft_scalars, states.draft_probability),
+    ):
         if wanted:
             assert scalar is not None
             parts.append(scalar.float().unsqueeze(-1))

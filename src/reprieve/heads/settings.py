@@ -19,7 +19,8 @@ _AT_DECODING = ("draft", "previous")  # encodings that verification has
 
 @dataclass(frozen=True)
 class FeatureRecipe:
-    """Which states make a head's features, in this order: target states, draft states, entropy, probability.
+    """Which states make a head's features, in this order: target states, draft states, entropy, probability, and the
+    draft's entropy and probability.
 
     Args:
         states: whose hidden states: target, draft or both.
@@ -29,6 +30,7 @@ class FeatureRecipe:
         draft_layers: of the draft.
         entropy: add the entropy of the target's distribution, nats.
         probability: add the target's probability of the drafted token.
+        draft_scalars: add the entropy of the draft's distribution, and its probability of the drafted token.
         version: of these meanings.
 
     Distributions here are the model's own: temperature 1, nothing cut off.
@@ -40,6 +42,7 @@ class FeatureRecipe:
     draft_layers: tuple[int, ...] = (-1,)
     entropy: bool = False
     probability: bool = False
+    draft_scalars: bool = False
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -59,7 +62,8 @@ class FeatureRecipe:
             self.encoding, f"{self.encoding} token"
         )
         layers = self.layers if self.reads_target else self.draft_layers
-        extra = [word for word, wanted in (("entropy", self.entropy), ("probability", self.probability)) if wanted]
+        extra = [word for word in ("entropy", "probability") if getattr(self, word)]
+        extra += ["the draft's entropy and probability"] * self.draft_scalars
         return ", ".join([f"{whose} states of the {which}", f"layers {' '.join(map(str, layers))}", *extra]) + (
             f" (v{self.version})"
         )
@@ -80,6 +84,8 @@ class FeatureRecipe:
             needed.add(Need.PARENT_HIDDEN if self.encoding == "previous" else Need.NODE_HIDDEN)
         if self.reads_draft:
             needed.add(Need.DRAFT_HIDDEN)
+        if self.draft_scalars:
+            needed.add(Need.DRAFT_PROBS)
         return frozenset(needed)
 
     @property
@@ -89,7 +95,7 @@ class FeatureRecipe:
 
     @property
     def num_scalars(self) -> int:
-        return int(self.entropy) + int(self.probability)
+        return int(self.entropy) + int(self.probability) + 2 * int(self.draft_scalars)
 
     def require_decodable(self) -> None:
         """Refuse recipes that verification cannot serve.
@@ -114,7 +120,7 @@ class FeatureRecipe:
         Raises:
             SpecError: unknown keys, or values out of range.
         """
-        known = {"states", "encoding", "layers", "draft_layers", "entropy", "probability", "version"}
+        known = {"states", "encoding", "layers", "draft_layers", "entropy", "probability", "draft_scalars", "version"}
         if unknown := config.keys() - known:
             raise SpecError(f"feature recipe has unknown keys {', '.join(sorted(unknown))}")
         layers = {key: tuple(config[key]) for key in ("layers", "draft_layers") if key in config}
@@ -123,6 +129,7 @@ class FeatureRecipe:
 
 JUDGE_TARGET = FeatureRecipe()
 JUDGE_BOTH = FeatureRecipe(states="both")
+STATE_ARBITER = FeatureRecipe(states="both", entropy=True, probability=True, draft_scalars=True)
 PIVOT = FeatureRecipe(entropy=True, probability=True)
 
 

@@ -34,6 +34,7 @@ class LabelledTokens:
     problem_ids: np.ndarray  # [n], str
     target_log_probs: np.ndarray  # [n], of the drafted token
     draft_probs: np.ndarray  # [n], of the drafted token under the draft; NaN without a draft
+    gains: np.ndarray  # [n], utility of the draft's side above the target's; NaN where the labels do not say
 
     def features(self, recipe: FeatureRecipe) -> np.ndarray:
         """[n, F], float32."""
@@ -80,22 +81,31 @@ def collect(
     if not kept:
         raise SpecError("labels must hold at least one labelled mismatch, got none")
     probability = torch.cat([ours.probability for ours, _ in parts])
-    draft_probs = torch.full_like(probability, float("nan"))
-    if draft is not None:
-        draft_probs = torch.cat([theirs.probability for _, theirs in parts if theirs])
+    read = [theirs for _, theirs in parts if theirs]
+    draft_entropy = torch.cat([theirs.entropy for theirs in read]) if read else None
+    draft_probability = torch.cat([theirs.probability for theirs in read]) if read else None
     states = TokenStates(
         target=_join([ours.hidden for ours, _ in parts]),
-        draft=_join([theirs.hidden for _, theirs in parts if theirs]),
+        draft=_join([theirs.hidden for theirs in read]),
         entropy=torch.cat([ours.entropy for ours, _ in parts]),
         probability=probability,
+        draft_entropy=draft_entropy,
+        draft_probability=draft_probability,
     )
     return LabelledTokens(
         states=states,
         important=np.array([bool(mismatch.important) for _, mismatch in kept]),
         problem_ids=np.array([problem_id for problem_id, _ in kept]),
         target_log_probs=probability.clamp_min(1e-45).log().numpy(),
-        draft_probs=draft_probs.numpy(),
+        draft_probs=np.full(len(kept), np.nan) if draft_probability is None else draft_probability.numpy(),
+        gains=np.array([_gain(mismatch) for _, mismatch in kept]),
     )
+
+
+def _gain(mismatch: Mismatch) -> float:
+    if mismatch.base_utility is None or mismatch.candidate_utility is None:
+        return float("nan")
+    return mismatch.candidate_utility - mismatch.base_utility
 
 
 @torch.inference_mode()

@@ -78,7 +78,7 @@ def train_judge(
         ReprieveError: a checkpoint of another recipe.
     """
     settings = settings or JudgeTraining()
-    learner = _Learner(tokens, settings)
+    learner = JudgeLearner(tokens, settings)
     train(learner, folder, progress=progress)
     chosen, held = learner.best, learner.held
     best = learner.fits[chosen]
@@ -96,7 +96,7 @@ def train_judge(
     )
 
 
-class _Learner(Learner):
+class JudgeLearner(Learner):
     """One update fits one C of the grid."""
 
     def __init__(self, tokens: LabelledTokens, settings: JudgeTraining) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 from reprieve.errors import SpecError, require_range, require_whole
@@ -46,6 +47,24 @@ class JudgeTraining:
     def recipe(self) -> FeatureRecipe:
         """What the head reads."""
         return FeatureRecipe(states=self.states, encoding=self.encoding, layers=self.layers)
+
+
+@dataclass(frozen=True)
+class StateArbiterTraining(JudgeTraining):
+    """Two linear heads on what both models have computed: which states, and the grid of penalties.
+
+    Args:
+        states: Hidden states of target, draft or both.
+        held_out: Share of the problems held out, on which both values of C are chosen.
+    """
+
+    states: str = "both"
+    held_out: float = 0.2
+
+    @property
+    def recipe(self) -> FeatureRecipe:
+        """What the head reads."""
+        return dataclasses.replace(super().recipe, entropy=True, probability=True, draft_scalars=True)
 
 
 @dataclass(frozen=True)
