@@ -21,6 +21,7 @@ import torch
 
 import reprieve
 from reprieve.engine import Pair
+from reprieve.errors import ReprieveError
 from reprieve.evaluation.runner import environment
 from reprieve.files import read_json, replace_file
 from reprieve.labelling.recipes import build
@@ -143,8 +144,13 @@ def mined(arguments: argparse.Namespace) -> list[tuple[TaskProblem, ProblemLabel
     pair = PairSettings(target=arguments.target, draft=arguments.draft, dtype="float32")
     bench = build(AutoJudgeMining(limit=arguments.mine, task=arguments.task, pair=pair))
     store = LabelStore(arguments.out / "labels", bench.manifest)
-    if mine_problems(bench.miner, bench.problems, store).interrupted:
+    report = mine_problems(bench.miner, bench.problems, store)
+    if report.interrupted:
         raise KeyboardInterrupt
+    if report.errors:
+        raise ReprieveError(
+            f"{len(report.errors)} problems failed, the first with {next(iter(report.errors.values()))}"
+        )
     labels = {one.problem_id: one for one in store.problems()}
     return [(problem, labels[problem.problem_id]) for problem in bench.problems if problem.problem_id in labels]
 

@@ -1,9 +1,16 @@
 """Mining from a target behind servers: the labels of the local engine, many rollouts by one request."""
 
 import dataclasses
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer, GenerationConfig
 
+import reprieve
+from reprieve.bundles import ARITHMETIC
 from reprieve.cli.main import main
 from reprieve.errors import EngineError, SpecError
 from reprieve.labelling.recipes import build
@@ -11,7 +18,7 @@ from reprieve.labelling.runner import mine_problems
 from reprieve.labelling.settings import AutoJudgeMining, PivotMining, TraceMining
 from reprieve.labelling.store import LabelStore
 from reprieve.servers.settings import EngineSettings
-from reprieve.settings import PairSettings, SamplingSettings
+from reprieve.settings import PairSettings, PromptSettings, SamplingSettings
 from tests.kit.servers import PairServer
 
 PAIR = PairSettings(dtype="float32")
@@ -50,7 +57,7 @@ def test_all_rollouts_of_a_place_are_one_request(bundled_pair, tmp_path):
     assert problem.mismatches and all(mismatch.num_rollouts == 3 for mismatch in problem.mismatches)
 
 
-def test_what_walks_locally_walks_on_servers_without_the_targets_weights(bundled_pair, tmp_path, monkeypatch):
+def test_what_walks_locally_walks_on_servers_without_the_targets_weights(bundled_pair, tmp_path):
     """The same drafted tokens are rejected, and the same drawn in their place."""
     sampling = SamplingSettings(temperature=0.6, top_p=0.95, top_k=20)
     settings = PivotMining(limit=2, pair=PAIR, num_rollouts=1, alpha=0.0, sampling=sampling)  # nothing is a pivot
@@ -62,6 +69,73 @@ def test_what_walks_locally_walks_on_servers_without_the_targets_weights(bundled
         assert one.mismatches and one.response_ids == other.response_ids
         walks = [[(item.position, item.draft_id, item.target_id) for item in x.mismatches] for x in (one, other)]
         assert walks[0] == walks[1]
+
+
+def test_texts_end_and_are_put_as_the_targets_files_say(tmp_path):
+    """The draft stands in for the target, whose end-of-text tokens and chat template are others."""
+    names = {}
+    for role in ("target", "draft"):
+        names[role] = str(tmp_path / role)
+        shutil.copytree(ARITHMETIC.role_folder(role), names[role])
+    tokenizer = AutoTokenizer.from_pretrained(names["target"])
+    tokenizer.chat_template = "{% for message in messages %}<<{{ message['content'] }}>>{% endfor %}"
+    tokenizer.save_pretrained(names["target"])
+    ends = GenerationConfig.from_pretrained(names["target"])
+    ends.eos_token_id = [tokenizer.eos_token_id, 17]
+    ends.save_pretrained(names["target"])
+    pair = reprieve.load_pair(**names, dtype="float32")
+    told = {}
+    with PairServer(pair) as server:
+        for answering in (EngineSettings(), on(server)):
+            for kind in (TraceMining, AutoJudgeMining):
+                settings = kind(limit=1, pair=PairSettings(**names, dtype="float32"), answering=answering,
+                                prompt=PromptSettings(chat_template=True))  # fmt: skip
+                bench = build(settings)
+                form = bench.miner.responses
+                told[answering.local, kind] = form.eos_ids, form.encode_prompt(bench.problems[0])
+    assert told[True, TraceMining] == told[False, TraceMining] == told[False, AutoJudgeMining]
+    assert 17 in told[False, TraceMining][0]
+
+
+def test_a_server_that_dies_during_a_walk_loses_no_labels(bundled_pair, tmp_path):
+    settings = TraceMining(limit=3, pair=PAIR, num_draft_tokens=4, num_in_flight=1)
+    with PairServer(bundled_pair, dies_after=60) as server:
+        bench = build(dataclasses.replace(settings, answering=on(server)))
+        store = LabelStore(tmp_path, bench.manifest)
+        with pytest.raises(EngineError, match="run again to go on"):
+            mine_problems(bench.miner, bench.problems, store, num_in_flight=1)
+    done = {problem.problem_id for problem in LabelStore(tmp_path).problems()}
+    assert 1 <= len(done) < 3
+    with PairServer(bundled_pair) as server:
+        bench = build(dataclasses.replace(settings, answering=on(server)))
+        assert mine_problems(bench.miner, bench.problems, store, num_in_flight=1).num_mined == 3 - len(done)
+
+
+INTERRUPTED = """
+import os, signal, sys, threading
+from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from tests.labelling.test_served_target import PAIR, build, mine_problems
+from reprieve.labelling.settings import TraceMining
+from reprieve.labelling.store import LabelStore
+from reprieve.servers.settings import EngineSettings
+engine = EngineSettings(f"openai:url={sys.argv[1]}")
+bench = build(TraceMining(limit=64, pair=PAIR, num_draft_tokens=4, answering=engine))
+store = LabelStore(Path(sys.argv[2]), bench.manifest)
+threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+assert mine_problems(bench.miner, bench.problems, store, num_in_flight=64).interrupted
+print("interrupted")
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupted_command_ends(bundled_pair, tmp_path):
+    """64 walks in threads, of which none may wait for an answer that never comes."""
+    with PairServer(bundled_pair) as server:
+        command = [sys.executable, "-c", INTERRUPTED, server.url, str(tmp_path)]
+        made = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
+    assert made.returncode == 0 and "interrupted" in made.stdout, made.stderr
+    assert "never awaited" not in made.stderr
 
 
 @pytest.mark.parametrize("kind", [PivotMining, TraceMining])

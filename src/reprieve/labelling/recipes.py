@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from reprieve.engine import Pair, load_pair
+from reprieve.engine import Pair
 from reprieve.engine.threads import load_asked
 from reprieve.errors import SpecError
 from reprieve.heads.binding import PairIdentity
@@ -30,7 +30,7 @@ from reprieve.labelling.traces import LABELS_VERSION, ArbitrationMiner, PairScor
 from reprieve.models.batch_decoder import BatchDecoder
 from reprieve.models.cached_model import CachedModel, HiddenLayers, eos_token_ids
 from reprieve.models.draws import DRAWS_VERSION, GumbelNoise
-from reprieve.models.identity import stored_identity
+from reprieve.models.identity import stored_generation, stored_identity
 from reprieve.models.sampling import Sampler
 from reprieve.rules import LosslessRule
 from reprieve.servers.deploying import TARGET, Deployer, Slot, client_of, fields_of
@@ -103,13 +103,14 @@ class Served:
     running: Running
     deployer: Deployer
     identity: PairIdentity
+    tokenizer: Any
 
     @classmethod
     def of(cls, settings: MiningSettings, announce: Callable[[str], None]) -> Served:
         """Servers that hold the target alone, or running ones."""
-        identity, _, dtype = stored_identity(settings.pair)
+        identity, tokenizer, dtype = stored_identity(settings.pair)
         deployer = make_deployer(settings.answering.servers, settings.pair, dtype)
-        return cls(deployer.start(Slot(TARGET), announce), deployer, identity)
+        return cls(deployer.start(Slot(TARGET), announce), deployer, identity, tokenizer)
 
     def target(self, settings: MiningSettings, responses: ResponseFormat) -> ServedTarget:
         """What miners ask."""
@@ -120,7 +121,6 @@ class Served:
             stop=responses.task.stop,
             stops=responses.stops if responses.task.stop else None,
             extra=fields_of(LosslessRule(), self.running.facts.rules),
-            num_threads=settings.in_flight,
         )
 
 
@@ -147,16 +147,25 @@ def _miner(settings: MiningSettings, pair: Pair, responses: ResponseFormat, serv
 
 
 def _load(settings: MiningSettings, served: Served | None) -> Pair:
-    """The pair; the draft stands on both sides where only servers have the target: then its tokenizer alone counts."""
+    """The pair; the draft stands on both sides where only servers have the target.
+
+    It then takes on what the target's files say of text: the tokenizer with its chat template, and which tokens end a
+    response. Of a target behind an API nothing but the draft's is known.
+    """
     names = settings.pair
     by_api = isinstance(settings, AutoJudgeMining) and settings.api_url is not None
     if by_api or served is not None:
         draft_name = names.whole_draft
         if draft_name is None:
             raise SpecError("mining needs a draft by name (--draft)")
-        alone = load_pair(draft_name, dtype=names.dtype, device=names.device)
+        alone = load_asked(dataclasses.replace(names, target=draft_name, draft=None, device_map=None))
         draft = alone.target if alone.draft is None else alone.draft  # the bundled pair brings its own
-        return dataclasses.replace(alone, target=draft, draft=draft, target_name=names.target, draft_name=draft_name)
+        tokenizer = alone.tokenizer
+        if served is not None:
+            tokenizer, draft.generation_config = served.tokenizer, stored_generation(names.target)
+        return dataclasses.replace(
+            alone, target=draft, draft=draft, tokenizer=tokenizer, target_name=names.target, draft_name=draft_name
+        )
     pair = load_asked(names)
     pair.cached_draft()  # refuses a pair without a draft
     return pair

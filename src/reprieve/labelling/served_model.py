@@ -20,7 +20,7 @@ Read = Callable[[Sequence[int], int, int], list[Mapping[int, float]]]
 class ServedModel(CachedModel):
     """Gives the log-probabilities of the likeliest next tokens as logits, -inf for all others: enough to sample by.
 
-    It caches nothing: servers keep what texts have in common.
+    It caches nothing, nor does vLLM, which reads a whole text to tell of its tokens.
 
     Args:
         read: asks for what may follow each of the last tokens of a text: the text, how many tokens, how many
@@ -58,6 +58,8 @@ class ServedModel(CachedModel):
         told = self._read([*self.cached_ids, *new], num_rows, self._num_candidates)
         logits = torch.full((num_rows, self.vocab_size or 0), -math.inf)
         for row, candidates in enumerate(told):
-            logits[row, list(candidates)] = torch.tensor(list(candidates.values()))
+            # Beyond the draft's columns lie rows that pad the target's vocabulary.
+            known = {token_id: value for token_id, value in candidates.items() if token_id < logits.shape[1]}
+            logits[row, list(known)] = torch.tensor(list(known.values()))
         self.cached_ids += new
         return logits.to(self.device), None

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from reprieve.errors import SpecError
@@ -17,6 +17,8 @@ from reprieve.servers.client import Client
 from reprieve.settings import SamplingParams
 
 T = TypeVar("T")
+_MOST_WALKS = 16  # under way at once: enough to hide a server's answers behind the others' drafting
+_POLL_S = 0.5
 
 
 class ServedTarget(Target):
@@ -29,7 +31,6 @@ class ServedTarget(Target):
         stop: stop texts.
         stops: whether a response's tokens so far end it by one of them.
         extra: what every request says to a server that has rules: to leave them off.
-        num_threads: walks (`apart`) under way at once.
     """
 
     def __init__(
@@ -41,7 +42,6 @@ class ServedTarget(Target):
         stop: Sequence[str],
         stops: Callable[[list[int]], bool] | None,
         extra: Mapping[str, Any] | None = None,
-        num_threads: int = 1,
     ) -> None:
         self._make_client = make_client
         self._params = params
@@ -50,8 +50,9 @@ class ServedTarget(Target):
         self._stops = stops
         self._extra = extra
         self._client: tuple[asyncio.AbstractEventLoop, Client] | None = None
-        self._threads = ThreadPoolExecutor(num_threads, "walk")
+        self._threads = ThreadPoolExecutor(_MOST_WALKS, "walk")
         self._computing = threading.Lock()
+        self._walk = threading.local()
 
     async def complete(
         self, session: Session, prompt_ids: list[int], response_ids: list[int], max_new_tokens: int, draw: Draw | None
@@ -90,21 +91,38 @@ class ServedTarget(Target):
     async def apart(self, work: Callable[[], T]) -> T:
         """See `Target`: in a thread of its own, of which one computes at a time and the others wait for servers."""
         self._in_this_loop()
+        dropped = threading.Event()
 
         def run() -> T:
             with self._computing:
+                self._walk.dropped = dropped
+                _require_wanted(dropped)
                 return work()
 
-        return await asyncio.get_running_loop().run_in_executor(self._threads, run)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, run)
+        except asyncio.CancelledError:
+            dropped.set()  # a thread cannot be stopped: it ends at its next question
+            raise
 
     def read(self, token_ids: Sequence[int], num_rows: int, num_candidates: int) -> list[Mapping[int, float]]:
         """What may follow each of the last tokens of a text (see `Client.read`); for use inside `apart` only."""
         assert self._client is not None
         loop, client = self._client
-        asking = client.read(token_ids, num_rows, num_candidates, extra=self._extra)
+        dropped: threading.Event = self._walk.dropped
+        _require_wanted(dropped)
+        question = client.read(token_ids, num_rows, num_candidates, extra=self._extra)
+        try:
+            asking = asyncio.run_coroutine_threadsafe(question, loop)
+        except RuntimeError:  # the loop is closed
+            question.close()
+            raise CancelledError from None
         self._computing.release()
         try:
-            return list(asyncio.run_coroutine_threadsafe(asking, loop).result())
+            # What an ending loop was told last it may never do.
+            while not wait([asking], timeout=_POLL_S).done:
+                _require_wanted(dropped)
+            return list(asking.result())
         finally:
             self._computing.acquire()
 
@@ -120,3 +138,13 @@ class ServedTarget(Target):
         if self._client is None or self._client[0] is not loop:
             self._client = loop, self._make_client()
         return self._client[1]
+
+
+def _require_wanted(dropped: threading.Event) -> None:
+    """End a walk that nobody waits for any more.
+
+    Raises:
+        CancelledError: it was dropped.
+    """
+    if dropped.is_set():
+        raise CancelledError

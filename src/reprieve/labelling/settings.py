@@ -9,7 +9,6 @@ from reprieve.errors import SpecError, require_choice, require_range, require_wh
 from reprieve.servers.settings import EngineSettings
 from reprieve.settings import MAX_SEED, PairSettings, ProblemSettings, SamplingParams, SamplingSettings
 
-_ON_SERVERS = 256
 MOST_CANDIDATES = 20  # of a place that vLLM tells, unless it is started with more (--max-logprobs)
 
 
@@ -19,11 +18,12 @@ class MiningSettings(ProblemSettings):
 
     Args:
         seed: Same seed, same labels.
-        num_in_flight: Problems under way at once. Default: 16 (pivot 4), or 256 on servers.
+        num_in_flight: Problems under way at once. Default: 16 (pivot 4), or 256 (pivot 64) on servers.
     """
 
     miner: ClassVar[str]
     usual_in_flight: ClassVar[int] = 16
+    usual_on_servers: ClassVar[int] = 256
 
     split: str = "train"
     limit: int = 100
@@ -40,14 +40,21 @@ class MiningSettings(ProblemSettings):
             require_whole("num_in_flight", self.num_in_flight, 1, 4096)
 
     def _require_walk(self) -> None:
-        """Refuse a walk that servers cannot be asked for."""
-        if not self.answering.local:
-            _ = self.num_candidates
+        """Refuse a walk that servers cannot be asked for.
+
+        Raises:
+            SpecError: sampling from more tokens than they tell of.
+        """
+        if not self.answering.local and not 1 <= self.num_candidates <= MOST_CANDIDATES:
+            raise SpecError(
+                f"top_k must be in [1, {MOST_CANDIDATES}] where the target is on servers, which tell the probabilities "
+                f"of so many tokens; use --engine local for more, got {self.num_candidates}"
+            )
 
     @property
     def in_flight(self) -> int:
         """Problems under way at once."""
-        return self.num_in_flight or (self.usual_in_flight if self.answering.local else _ON_SERVERS)
+        return self.num_in_flight or (self.usual_in_flight if self.answering.local else self.usual_on_servers)
 
     @property
     def params(self) -> SamplingParams:
@@ -56,19 +63,8 @@ class MiningSettings(ProblemSettings):
 
     @property
     def num_candidates(self) -> int:
-        """How many of a place's likeliest tokens hold everything that can be sampled there.
-
-        Raises:
-            SpecError: more than servers tell of.
-        """
-        if self.sampling.greedy:
-            return 1
-        if not 1 <= self.sampling.top_k <= MOST_CANDIDATES:
-            raise SpecError(
-                f"top_k must be in [1, {MOST_CANDIDATES}] where the target is on servers, which tell the probabilities "
-                f"of so many tokens; use --engine local for more, got {self.sampling.top_k}"
-            )
-        return self.sampling.top_k
+        """How many of a place's likeliest tokens hold everything that can be sampled there."""
+        return 1 if self.sampling.greedy else self.sampling.top_k
 
     @property
     def options(self) -> dict[str, Any]:
@@ -133,6 +129,7 @@ class PivotMining(MiningSettings):
 
     miner: ClassVar[str] = "pivot"
     usual_in_flight: ClassVar[int] = 4
+    usual_on_servers: ClassVar[int] = 64  # each keeps the draft's cache, and asks for N rollouts at a time
 
     sampling: SamplingSettings = field(default_factory=lambda: SamplingSettings(temperature=0.6, top_p=0.95, top_k=20))
     num_rollouts: int = 8

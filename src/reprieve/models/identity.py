@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from reprieve.bundles import BUNDLES
@@ -63,6 +63,19 @@ def stored_identity(settings: PairSettings) -> tuple[PairIdentity, Any, str]:
         tokenizer=tokenizer_fingerprint(tokenizer.get_vocab()),
     )
     return identity, tokenizer, settings.dtype if settings.dtype != "auto" else _dtype_of(folder)
+
+
+def stored_generation(target: str) -> GenerationConfig:
+    """How a target's files say that its texts end.
+
+    Raises:
+        ReprieveError: a model that cannot be found.
+    """
+    folder = model_folder(target, "target")
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except OSError:  # it has none of its own
+        return GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder, trust_remote_code=False))
 
 
 def stored_positions(settings: PairSettings) -> int:

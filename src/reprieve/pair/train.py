@@ -246,6 +246,7 @@ def train_model(
         "training_seconds": round(seconds),
         "device": device,
         "num_threads": torch.get_num_threads(),
+        "compiled": compiled,
         "torch": torch.__version__,
         "num_test_problems": num_test_problems,
         "test_accuracy": greedy_accuracy(model, tokenizer, contents, num_test_problems),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -127,7 +128,7 @@ class Client:
             body["vllm_xargs"] = dict(extra)
         asked = {"model": self.model, "prompt": text, "max_tokens": 1, "temperature": 0.0, "n": 1, "extra_body": body}
         async with self._room:
-            told = (await self._somewhere(asked, _read_prompt))[-num_rows:]
+            told = await self._somewhere(asked, functools.partial(_read_prompt, num_rows))
         if len(told) < num_rows or None in told:
             raise EngineError("the server tells no log-probabilities of prompts (prompt_logprobs): it has to be vLLM")
         # The text's own last token stands for nothing.
@@ -170,9 +171,9 @@ async def _ask(client: Any, asked: Mapping[str, Any]) -> list[Completion]:
     return [_completion(choice, seconds, numbers) for choice in sorted(reply.choices, key=lambda one: one.index)]
 
 
-async def _read_prompt(client: Any, asked: Mapping[str, Any]) -> list[dict[str, Any] | None]:
+async def _read_prompt(num_rows: int, client: Any, asked: Mapping[str, Any]) -> list[dict[str, Any] | None]:
     reply = await client.completions.create(**asked)
-    return list(getattr(reply.choices[0], "prompt_logprobs", None) or ())
+    return list(getattr(reply.choices[0], "prompt_logprobs", None) or ())[-num_rows:]
 
 
 def _likeliest(told: Mapping[str, Any] | None, num: int) -> dict[int, float]:

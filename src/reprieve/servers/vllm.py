@@ -57,7 +57,8 @@ class Deployment:
         }
         flags = [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
         flags += ["--enforce-eager"] if settings.eager or not _has_gpu() else []
-        # In pieces, the CPU build cannot read the prompts of seeded, sampled requests, and dies of them.
+        # In pieces, the CPU build cannot read the prompts of seeded, sampled requests, and dies of them. (vLLM warns of
+        # the flag with any model that can do without it.)
         flags += [] if _has_gpu() else ["--no-enable-chunked-prefill"]
         if self.speculation is not None:
             speculation = ["--speculative-config", json.dumps(self.speculation)]
