@@ -259,12 +259,15 @@ def main() -> None:
     if arguments.eagle:
         values["eagle_tree_tokens"] = tree_tokens(pair, task, arguments.eagle, task.problems("test", 60))
     document["properties"] = values
+    table = ["| property | measured | wanted | source |", "| --- | --- | --- | --- |"]
     for wanted in read_json(PROPERTIES, "the properties")["properties"]:
         low, high = wanted["range"]
         value = values.get(wanted["name"])
-        verdict = "not measured" if value is None else "inside" if low <= value <= high else "OUTSIDE"
+        verdict = "not measured" if value is None else "" if low <= value <= high else "**outside**"
         shown = "" if value is None else f"{value:.3g}"
-        print(f"{wanted['name']:20} {shown:>8}  [{low}, {high}] {wanted['unit']}: {verdict}")
+        table.append(f"| {wanted['unit']} | {shown} {verdict} | {low} to {high} | {wanted['source']} |")
+    print("\n".join(table))
+    replace_file(arguments.out / "pair.md", "\n".join(table) + "\n")
     replace_file(arguments.out / "pair.json", json.dumps(document, indent=2) + "\n")
     lines = "".join(json.dumps(m) + "\n" for m in met)
     replace_file(arguments.out / "mismatches.jsonl", lines)
