@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reprieve
-from reprieve.bundles import ARITHMETIC
+from reprieve.bundles import BUNDLES
 from reprieve.errors import PairError
 from reprieve.pair.problems import split_of
 from reprieve.tasks import load_task
@@ -20,21 +20,34 @@ def pair(bundled_pair):
     return bundled_pair
 
 
-def test_weights_are_small_and_plain():
-    sizes = [
-        path.stat().st_size
-        for role in ("target", "draft")
-        for path in ARITHMETIC.role_folder(role).glob("*.safetensors")
-    ]
+@pytest.mark.parametrize("bundle", BUNDLES.values(), ids=lambda bundle: bundle.key)
+def test_weights_are_small_and_plain(bundle):
+    folders = [bundle.role_folder(role) for role in ("target", "draft")]
+    sizes = [path.stat().st_size for folder in folders for path in folder.glob("*.safetensors")]
     assert len(sizes) == 2
-    assert sum(sizes) < 30e6
-    for role in ("target", "draft"):
-        model = AutoModelForCausalLM.from_pretrained(ARITHMETIC.role_folder(role))
+    assert sum(sizes) < 40e6
+    assert all((bundle.folder / head).is_dir() for head in bundle.heads)
+    for folder in folders:
+        model = AutoModelForCausalLM.from_pretrained(folder)
         assert model.config.model_type == "llama"
-        assert len(AutoTokenizer.from_pretrained(ARITHMETIC.role_folder(role))) == model.config.vocab_size
-        record = json.loads((ARITHMETIC.role_folder(role) / "training.json").read_text())
+        assert len(AutoTokenizer.from_pretrained(folder)) == model.config.vocab_size
+        record = json.loads((folder / "training.json").read_text())
         assert record["recipe"]["seed"] is not None
         assert record["test_accuracy"] > 0.4
+
+
+def test_the_miniature_answers_a_first_question_and_decodes_losslessly():
+    pair = reprieve.load_pair("reprieve/miniature")
+    assert pair.target.dtype == torch.float32  # the weights travel as float16
+    task = load_task(BUNDLES["reprieve/miniature"].task)
+    question = task.wrap("Anna has 23 stamps. She buys 18 more stamps. How many stamps does Anna have now?")
+    decoder = pair.decoder("lossless", num_draft_tokens=8)
+    for prompt in (question, task.problems("test", 1)[0].prompt):
+        ids = torch.tensor([pair.tokenizer.encode(prompt)])
+        expected = pair.target.generate(ids, max_new_tokens=64, do_sample=False)[0, ids.shape[1] :].tolist()
+        made = decoder.generate(prompt, reprieve.SamplingParams(max_new_tokens=64))
+        assert made.token_ids == expected
+        assert prompt != question or task.extract_answer(made.text) == "41"
 
 
 @pytest.mark.parametrize("drafter", ["draft", "ngram"])

@@ -37,7 +37,7 @@ tags: [speculative-decoding, arithmetic]
 # {pair}: {name}
 
 The {name} of a pair bundled with Reprieve: a Llama-architecture model of {parameters:,} parameters
-({layers} layers, width {width}), trained from scratch on generated grade-school word problems with worked solutions.
+({layers} layers, width {width}), trained {origin} on generated grade-school word problems with worked solutions.
 It knows nothing else.
 
 | | |
@@ -91,7 +91,8 @@ def write_card(folder: Path, bundle: Bundle, record: dict[str, Any]) -> None:
             key=bundle.key,
             name=folder.name,
             parameters=record["num_parameters"],
-            layers=recipe["num_layers"],
+            layers=recipe["grown_layers"] or recipe["num_layers"],
+            origin="on from the arithmetic pair's weights" if recipe["start"] else "from scratch",
             width=recipe["hidden_size"],
             seed=recipe["seed"],
             tokens=recipe["num_tokens"],
