@@ -42,7 +42,7 @@ def draft(target):
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_rule_survives_every_budget_and_empty_blocks(target, draft, spec):
     rule = with_heads(parse_rule(spec), lambda kind: random_head(kind, size=32))
-    drafter = DraftModelDrafter(CachedModel(draft), CPU)
+    drafter = DraftModelDrafter(CachedModel(draft, hidden_layers=rule.traits.draft_layers), CPU)
     cached = CachedModel(target, hidden_layers=rule.traits.target_layers)
     advisor = ArbiterAdvisor(ArbiterModel(draft, ArbiterShape())) if Need.ADVICE in rule.traits.needs else None
     decoder = SpeculativeDecoder(cached, drafter, NumberTokenizer(), rule=rule, num_draft_tokens=3, advisor=advisor)

@@ -9,6 +9,7 @@ from reprieve.rules import RULES, parse_rule
 from reprieve.serving.menu import Menu, stops
 from reprieve.serving.policy import Policy, RequestError
 from reprieve.settings import BUNDLED_PAIR
+from tests.kit.tiny import random_head
 
 JUDGE = "judge:path=reprieve/arithmetic-judge,threshold=0.1"
 
@@ -175,8 +176,11 @@ def test_the_menu_tells_rules_apart():
 
 
 @pytest.mark.parametrize("name", RULES.names())
-def test_every_rule_has_a_slider_from_strict_to_lenient(name):
+def test_every_rule_has_a_slider_from_strict_to_lenient(name, tmp_path):
     spec = JUDGE if name == "judge" else name
+    if name == "state_arbiter":  # the bundled pair has none
+        random_head(name).save_pretrained(tmp_path)
+        spec = f"{name}:path={tmp_path}"
     policy = Policy.load(spec, target=BUNDLED_PAIR)
     found = stops(policy)
     if name == "lossless":
