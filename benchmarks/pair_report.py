@@ -265,9 +265,9 @@ def main() -> None:
         value = values.get(wanted["name"])
         verdict = "not measured" if value is None else "" if low <= value <= high else "**outside**"
         shown = "" if value is None else f"{value:.3g}"
-        table.append(
-            f"| {wanted['name'].replace('_', ' ')}, {wanted['unit']} | {shown} {verdict} | {low} to {high} | {wanted['source']} |"
-        )
+        name = wanted["name"].replace("_", " ")
+        cells = (f"{name}, {wanted['unit']}", f"{shown} {verdict}", f"{low} to {high}", wanted["source"])
+        table.append(f"| {' | '.join(cells)} |")
     print("\n".join(table))
     replace_file(arguments.out / "pair.md", "\n".join(table) + "\n")
     replace_file(arguments.out / "pair.json", json.dumps(document, indent=2) + "\n")
