@@ -1,5 +1,6 @@
 """`--engine vllm` and `ray`: servers of their own, ended with the run; killed ones lose nothing."""
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -48,15 +49,16 @@ def processes(monkeypatch):
 
 
 def servers():
-    """Processes of servers that were started by these tests."""
+    """Processes of servers that were started by these tests, and of their engines."""
     listed = subprocess.run(["ps", "-eo", "pid,stat,args"], capture_output=True, text=True, check=True).stdout
-    lines = [line.split() for line in listed.splitlines() if "reprieve.servers.child" in line]
+    lines = [line.split() for line in listed.splitlines() if "reprieve.servers.child" in line or "VLLM::" in line]
     return [int(pid) for pid, state, *_ in lines if not state.startswith("Z")]
 
 
 def kill_servers():
     for pid in servers():
-        os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # gone with another of its group
+            os.killpg(os.getpgid(pid), signal.SIGKILL)
 
 
 def arms_of(*specs):

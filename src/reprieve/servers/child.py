@@ -1,22 +1,50 @@
-"""Runs a module as `python -m` does; ends with all it started when its parent is gone: PARENT MODULE ARGUMENTS."""
+"""Runs a module as `python -m` does; ends with all it started when its parent is gone: PARENT MODULE ARGUMENTS.
+
+A process of its own watches both: who kills the module alone (Ray does, the kernel may) leaves what it started, which
+would go on for ever.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
+import select
 import signal
 import sys
-import threading
 import time
 
 
-def _follow(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os.killpg(os.getpgid(0), signal.SIGKILL)
+def watch_from_outside(parent: int) -> None:
+    """Have this process's group killed once this process or its parent has ended; call it as the group's leader."""
+    leader = os.getpid()
+    first = os.fork()
+    if first:
+        os.waitpid(first, 0)
+        return
+    if os.fork() == 0:  # nobody's child any more, so that nobody ends it with a family
+        os.setsid()
+        _wait_for_either(parent, leader)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader, signal.SIGKILL)
+    os._exit(0)
+
+
+def _wait_for_either(*processes: int) -> None:
+    """Until one of them has ended."""
+    try:
+        if hasattr(os, "pidfd_open"):
+            select.select([os.pidfd_open(process) for process in processes], [], [])
+            return
+        while True:  # not Linux
+            for process in processes:
+                os.kill(process, 0)
+            time.sleep(1)
+    except ProcessLookupError:
+        return
 
 
 if __name__ == "__main__":
-    threading.Thread(target=_follow, args=(int(sys.argv[1]),), daemon=True).start()
+    watch_from_outside(int(sys.argv[1]))
     sys.argv = sys.argv[2:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

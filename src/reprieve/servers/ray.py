@@ -6,6 +6,7 @@ the plugin works with.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from reprieve.servers.deploying import Announce, Slot, VllmDeployer
 from reprieve.servers.running import Running, facts_of
 from reprieve.servers.settings import RaySettings
 from reprieve.servers.vllm import MODEL_NAME, Deployment, start_vllm
+
+_CLOSING_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,10 @@ class RayDeployer(VllmDeployer):
         actors = [kind.remote(self.deployment(slot), self.settings, here) for _ in range(num)]
 
         def close() -> None:
+            with contextlib.suppress(ray.exceptions.RayError):  # the kill below ends them too
+                ray.get([actor.close.remote() for actor in actors], timeout=_CLOSING_S)
             for actor in actors:
-                ray.kill(actor)  # its server ends with it
+                ray.kill(actor)
 
         try:
             started = [actor.url.remote() for actor in actors]
@@ -80,3 +85,6 @@ class _Replica:
 
     def url(self) -> str:
         return self._running.urls[0]
+
+    def close(self) -> None:
+        self._running.close()
