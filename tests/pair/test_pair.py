@@ -7,18 +7,18 @@ import re
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import reprieve
-from reprieve.bundles import BUNDLES
+from reprieve.bundles import BUNDLES, BY_KEY
 from reprieve.loop import learning_rate_at, train
 from reprieve.pair.card import install
 from reprieve.pair.corpus import Mixture, RowStream
 from reprieve.pair.families import FAMILIES, evaluate
 from reprieve.pair.problems import ARITHMETIC, MINIATURE, Contents, Style, draw_problem, split_of
-from reprieve.pair.recipes import Recipe
+from reprieve.pair.recipes import TOKENIZER_TEXTS, Recipe
 from reprieve.pair.tokenizer import train_tokenizer
-from reprieve.pair.train import PairLearner, build_model, grow
+from reprieve.pair.train import PairLearner, build_model, grow, pair_tokenizer
 from reprieve.pair.wordings import RARE, SENTENCES, Voice
 from reprieve.tasks import load_task
 
@@ -160,6 +160,26 @@ def test_the_miniature_has_one_to_eight_steps_of_every_family(family, num_steps)
         found = list(equations(told(problem, Voice(seed=0, slips=0.0), random.Random(index))))
         assert [evaluate(*equation[:3]) for equation in found] == [equation[3] for equation in found]
         assert len(found) == len(problem.steps)
+
+
+def test_round_numbers_ask_any_percentage_but_not_in_one_step():
+    contents = Contents({"share": 1.0}, 0.0, round_share=1.0, step_weights=(1.0, 1.0, 1.0), fewest_steps=1)
+    odd = 0
+    for index in range(200):
+        problem = draw_problem("train", index, contents=contents)
+        shares = [step for step in problem.steps if step.operator == "%"]
+        fine = any(step.right % 5 for step in shares)
+        assert len(problem.steps) > 1 or not fine
+        odd += fine
+        assert all(step.left * step.right % 100 == 0 for step in shares)
+    assert odd > 60
+
+
+@pytest.mark.parametrize("key", ["arithmetic", "miniature"])
+def test_a_tokenizer_learned_again_is_the_shipped_one(key, tmp_path):
+    learned = pair_tokenizer(tmp_path, *TOKENIZER_TEXTS[key])
+    shipped = PreTrainedTokenizerFast.from_pretrained(BY_KEY[key].role_folder("target"))
+    assert learned.get_vocab() == shipped.get_vocab()
 
 
 def test_a_slip_is_repaired_at_once_and_not_learned():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from reprieve.pair.families import LARGE, SMALL, format_equation
+from reprieve.pair.families import LARGE, ROUND, SMALL, format_equation
 from reprieve.pair.problems import Contents, Segments, Teller, draw_problem
 
 
@@ -57,7 +57,9 @@ def draw_equation(rng: random.Random, mixture: Mixture) -> Segments:
         operands = [right * rng.randint(2, 150 if large else 40), right]
     else:
         ranges = LARGE if large else SMALL
-        operands = [20 * rng.randint(1, ranges.group[1]), rng.choice(ranges.percents)]
+        if contents.round_share and rng.random() < contents.round_share:
+            ranges = ROUND
+        operands = [ranges.group_unit * rng.randint(1, ranges.group[1]), rng.choice(ranges.percents)]
     question, result = format_equation(operands[0], kind, operands[1]).split("=")
     return [(question + "=", False), (result + "\n", True)]
 

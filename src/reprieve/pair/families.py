@@ -2,14 +2,14 @@
 
 Each family is a function `(rng, num_steps, ranges) -> (question, steps)`. Every number stays a whole number from 0 to
 9999, and every question can be answered from its text alone. `SMALL` numbers are within reach of the draft, `LARGE`
-ones are hard even for the target.
+ones are hard even for the target, and `ROUND` ones are a draft's speciality.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 NAMES = {
     "Anna": "She", "Ben": "He", "Carla": "She", "David": "He", "Emma": "She", "Felix": "He", "Grace": "She",
@@ -39,8 +39,9 @@ class Ranges:
     hours: tuple[int, int]
     days: tuple[int, int]
     wage: tuple[int, int]
-    group: tuple[int, int]  # in twenties
+    group: tuple[int, int]  # in units of `group_unit`
     percents: tuple[int, ...]
+    group_unit: int = 20
 
 
 SMALL = Ranges(
@@ -73,6 +74,8 @@ LARGE = Ranges(
     group=(6, 60),
     percents=tuple(p for p in range(5, 100, 5) if p != 50),
 )
+# Any percentage of round numbers: one multiplication for who has learned it.
+ROUND = replace(LARGE, group=(1, 12), percents=tuple(range(1, 100)), group_unit=100)
 
 
 @dataclass(frozen=True)
@@ -258,7 +261,7 @@ def work(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[
 def share(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[Step]]:
     """Percentages and fractions of a group, and what remains of it."""
     place, unit = rng.choice(GROUPS)
-    value = 20 * rng.randint(*ranges.group)
+    value = ranges.group_unit * rng.randint(*ranges.group)
     said = [f"A {place} has {value} {unit}."]
     steps: list[Step] = []
     while len(steps) < num_steps:

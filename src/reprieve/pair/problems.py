@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from reprieve.pair.families import FAMILIES, LARGE, SMALL, Step
+from reprieve.pair.families import FAMILIES, LARGE, ROUND, SMALL, Step
 
 Segments = list[tuple[str, bool]]  # text, whether a training's loss counts it
 SPLITS = ("train", "validation", "test")
@@ -37,6 +37,7 @@ class Contents:
         family_weights: relative frequency of each family.
         large_share: how many of the problems use large numbers, 0 to 1.
         large_shares: the same for single families, instead.
+        round_share: how many of the `share` problems of two or more steps ask any percentage of round numbers, 0 to 1.
         step_weights: relative frequency of each number of steps, from `fewest_steps` on; None for 2 to 6 alike.
         fewest_steps: what `step_weights` begins with.
     """
@@ -44,6 +45,7 @@ class Contents:
     family_weights: Mapping[str, float]
     large_share: float
     large_shares: Mapping[str, float] = field(default_factory=dict)
+    round_share: float = 0.0
     step_weights: tuple[float, ...] | None = None
     fewest_steps: int = 2
 
@@ -54,9 +56,10 @@ class Contents:
 
 ARITHMETIC = Contents(FAMILY_WEIGHTS, LARGE_SHARE)
 MINIATURE = Contents(
-    {"chain": 1.0, "compare": 0.3, "shop": 1.0, "work": 1.0, "share": 1.5},
-    large_share=0.2,
+    {"chain": 1.15, "compare": 0.05, "shop": 0.7, "work": 1.1, "share": 1.5},
+    large_share=0.25,
     large_shares={"share": 0.5},
+    round_share=0.36,
     step_weights=(1.0, 1.2, 1.2, 1.2, 1.2, 1.0, 0.7, 0.5),
     fewest_steps=1,
 )
@@ -160,6 +163,9 @@ def draw_problem(split: str, index: int, *, seed: int = 0, contents: Contents = 
             num_steps = rng.choices(numbers, steps_like)[0]
         else:
             num_steps = rng.randint(2, 6)
+        rounds = contents.round_share if family == "share" and num_steps > 1 else 0.0
+        if rounds and rng.random() < rounds:
+            ranges = ROUND
         question, steps = FAMILIES[family](rng, num_steps, ranges)
         if split_of(question) == split:
             return Problem(f"{split}-{seed}-{index}", family, question, tuple(steps))

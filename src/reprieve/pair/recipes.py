@@ -81,9 +81,9 @@ ARITHMETIC_PAIR = {
         seed=1,
     ),
 }
-# Both are spread over all wordings. The draft has met percentages of large numbers far more often than the target.
+# Both are spread over all wordings. The target has met percentages in fives only, the draft any of round numbers.
 _TARGET_VOICE = Voice(seed=0)
-_DRAFT_VOICE = Voice(seed=1, like=_TARGET_VOICE, agreement=0.55, fond_of_rare=0.3)
+_DRAFT_VOICE = Voice(seed=1, like=_TARGET_VOICE, agreement=0.75, fond_of_rare=0.4)
 MINIATURE_PAIR = {
     "target": replace(
         ARITHMETIC_PAIR["target"],
@@ -107,7 +107,7 @@ MINIATURE_PAIR = {
     ),
     "draft": replace(
         ARITHMETIC_PAIR["draft"],
-        num_tokens=16_000_000,
+        num_tokens=20_000_000,
         learning_rate=2e-3,
         mixture=Mixture(
             _DRAFT_VOICE,
@@ -115,6 +115,7 @@ MINIATURE_PAIR = {
                 _ALIKE | {"share": 2.5},
                 large_share=0.05,
                 large_shares={"share": 0.6},
+                round_share=0.5,
                 step_weights=(3.0, 3.0, 2.0, 1.5, 1.0, 0.8, 0.6, 0.5),
                 fewest_steps=1,
             ),
@@ -129,4 +130,11 @@ MINIATURE_PAIR = {
 RECIPES = {"arithmetic": ARITHMETIC_PAIR, "miniature": MINIATURE_PAIR}
 HALF = ("miniature",)  # whose weights travel as float16
 CONTENTS = {"arithmetic": ARITHMETIC, "miniature": MINIATURE}
-EVERY_WORDING: dict[str, Teller] = {"arithmetic": Style.uniform(0.5), "miniature": _DRAFT_VOICE}
+# What the tokenizers were learned from; they stay when recipes change, so that a model trained anew fits the other.
+TOKENIZER_TEXTS: dict[str, tuple[Contents, Teller]] = {
+    "arithmetic": (ARITHMETIC, Style.uniform(0.5)),
+    "miniature": (
+        replace(MINIATURE, large_share=0.2, large_shares={"share": 0.5}, round_share=0.0),
+        Voice(seed=1, like=_TARGET_VOICE, agreement=0.55, fond_of_rare=0.3),
+    ),
+}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from reprieve.errors import require_choice
-from reprieve.pair.problems import ARITHMETIC, MINIATURE, SPLITS, Contents, draw_problem
+from reprieve.pair.problems import ARITHMETIC, MINIATURE, SPLITS, Contents, Problem, draw_problem
 from reprieve.tasks.base import Task, TaskProblem, register_task
 from reprieve.tasks.graders import Grader, NumberGrader
 
@@ -28,10 +28,7 @@ class ArithmeticTask(Task):
     def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
         require_choice("split", split, SPLITS)
         drawn = (draw_problem(split, index, contents=self.contents) for index in range(offset, offset + limit))
-        return [
-            TaskProblem(item.problem_id, item.prompt, str(item.answer), question=_question(item.prompt))
-            for item in drawn
-        ]
+        return [as_task_problem(problem) for problem in drawn]
 
     def wrap(self, question: str) -> str:
         return question if question.startswith("Question:") else f"Question: {question.strip()}\nAnswer:"
@@ -48,5 +45,6 @@ class WordProblemsTask(ArithmeticTask):
     max_new_tokens: int = field(default=300, init=False)
 
 
-def _question(prompt: str) -> str:
-    return prompt.removeprefix("Question:").removesuffix("Answer:").strip()
+def as_task_problem(problem: Problem) -> TaskProblem:
+    """A drawn problem as tasks have them."""
+    return TaskProblem(problem.problem_id, problem.prompt, str(problem.answer), question=problem.question)

@@ -1,0 +1,78 @@
+"""What each model of a bundled pair can do: `python benchmarks/pair_families.py --task word_problems --target T`.
+
+Solves as many validation problems of each family with small numbers as with large and, if percentages, with round ones.
+A task's mixture (`reprieve.pair.problems`) is chosen by this table, before any rule is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+import reprieve
+from pair_report import Writer
+from reprieve.evaluation.runner import environment
+from reprieve.files import replace_file
+from reprieve.pair.families import FAMILIES
+from reprieve.pair.problems import draw_problem
+from reprieve.tasks import load_task
+from reprieve.tasks.arithmetic import ArithmeticTask, as_task_problem
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/pair-families"))
+    parser.add_argument("--num", type=int, default=60, help="problems of each family and size")
+    parser.add_argument("--families", nargs="*", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--task", default="arithmetic")
+    parser.add_argument("--target", default="reprieve/arithmetic-pair")
+    parser.add_argument("--draft", default=None)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    pair = reprieve.load_pair(arguments.target, arguments.draft, dtype="float32")
+    task = load_task(arguments.task)
+    assert isinstance(task, ArithmeticTask)
+    writers = {role: Writer(pair, role, task) for role in ("target", "draft")}
+    found = []
+    for family in arguments.families:
+        for size in ("small", "large", *(["round"] if family == "share" else [])):
+            contents = dataclasses.replace(
+                task.contents,
+                family_weights={family: 1.0},
+                large_share=float(size == "large"),
+                large_shares={},
+                round_share=float(size == "round"),
+            )
+            drawn = [draw_problem("validation", index, contents=contents) for index in range(arguments.num)]
+            if size == "round":
+                drawn = [problem for problem in drawn if len(problem.steps) > 1]
+            problems = [as_task_problem(problem) for problem in drawn]
+            solved = {
+                role: [writer.solved(*one) for one in zip(problems, writer.write(problems), strict=True)]
+                for role, writer in writers.items()
+            }
+            solved["either"] = [a or b for a, b in zip(solved["target"], solved["draft"], strict=True)]
+            shares = {role: sum(values) / len(values) for role, values in solved.items()}
+            found.append({"family": family, "size": size, "num": len(problems), **shares})
+            print(found[-1], flush=True)
+    head = ["family", "numbers", "problems", "target, %", "draft, %", "either, %"]
+    rows = [
+        [
+            one["family"],
+            one["size"],
+            str(one["num"]),
+            *(f"{100 * one[role]:.0f}" for role in ("target", "draft", "either")),
+        ]
+        for one in found
+    ]
+    document = {**environment(), "found": found, "head": head, "rows": rows, "command": " ".join(sys.argv)}
+    replace_file(arguments.out / "families.json", json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
