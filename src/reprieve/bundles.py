@@ -47,11 +47,17 @@ ARITHMETIC = Bundle(
     "arithmetic",
     ("judge", "pivot", "lts", "eagle3", "arbiter", "length-lossless", "length-judge"),
 )
-MINIATURE = Bundle("reprieve/miniature", "miniature", "word_problems")
+MINIATURE = Bundle("reprieve/miniature", "miniature", "word_problems", ("judge", "eagle3", "lts", "state_arbiter"))
 BUNDLES = {bundle.name: bundle for bundle in (ARITHMETIC, MINIATURE)}
 BY_KEY = {bundle.key: bundle for bundle in BUNDLES.values()}
 DEFAULT = ARITHMETIC
 BUNDLED_HEADS = {name: bundle.folder / head for bundle in BUNDLES.values() for head, name in bundle.head_names.items()}
+
+
+def source_of(name: str | Path, role: str) -> str | Path:
+    """Where a model is read from: the folder of a bundled one, else what its name says."""
+    bundle = BUNDLES.get(str(name))
+    return name if bundle is None else bundle.role_folder(role)
 
 
 def bundle_of(target: str | Path | None) -> Bundle | None:
