@@ -19,6 +19,7 @@ from tests.kit.toys import ToyTask
 
 ARM_FIELDS = {
     "rule", "spec", "params", "num_problems", "accuracy", "accuracy_ci95", "tokens_per_round", "acceptance_rate",
+    "draft_share",
     "num_rescued", "tokens_per_second", "speedup_vs_target", "speedup_vs_lossless", "tokens_per_answer",
     "num_truncated", "seconds_per_solved",
 }  # fmt: skip
@@ -66,6 +67,10 @@ def test_results_hold_the_contract_and_the_figure_is_drawn(pair, tmp_path):
     assert read["arms"][2]["speedup_vs_lossless"] == 1.0
     lines = [json.loads(line) for line in (tmp_path / "problems.jsonl").read_text().splitlines()]
     assert len(lines) == 6 * len(arms)
+    own = [line for line in lines if line["arm"] == read["arms"][2]["spec"]]
+    accepted, tokens = (sum(line[name] for line in own) for name in ("num_accepted", "num_tokens"))
+    assert read["arms"][2]["draft_share"] == accepted / tokens <= 1
+    assert read["arms"][0]["draft_share"] is read["arms"][1]["draft_share"] is None
     assert lines[0].keys() >= {"arm", "problem_id", "correct", "answer", "num_tokens", "num_rounds", "seconds", "text"}
     for path in draw_frontier(document, tmp_path):
         assert path.stat().st_size > 1000

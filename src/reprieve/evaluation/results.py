@@ -111,7 +111,7 @@ def _summarise_arm(arm: Arm, rows: Rows, arms: Sequence[Arm]) -> dict[str, Any]:
     tokens = sum(record.num_tokens for record in records)
     seconds = sum(record.seconds for record in records)
     rounds = sum(record.num_rounds for record in records)
-    drafted = sum(record.num_drafted for record in records)
+    drafted, accepted = (sum(getattr(record, name) for record in records) for name in ("num_drafted", "num_accepted"))
     pruned = sum(record.num_pruned for record in records)
     joules = [record.energy_j for record in records]
     return {
@@ -126,7 +126,8 @@ def _summarise_arm(arm: Arm, rows: Rows, arms: Sequence[Arm]) -> dict[str, Any]:
         **_against_target(problems, rows.get(TARGET_ONLY)),
         **_against_lossless(problems, lossless),
         "tokens_per_round": tokens / rounds if rounds else None,
-        "acceptance_rate": sum(r.num_accepted for r in records) / drafted if drafted else None,
+        "acceptance_rate": accepted / drafted if drafted else None,
+        "draft_share": accepted / tokens if drafted and tokens else None,
         "num_rescued": sum(record.num_rescued for record in records),
         "pruned_share": pruned / (drafted + pruned) if pruned else 0.0,
         "tokens_per_second": tokens / seconds if seconds else None,
