@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from reprieve.engine import Pair
     from reprieve.heads.base import Head
     from reprieve.labelling.records import ProblemLabels
-    from reprieve.loop import Progress
-    from reprieve.training.features import LabelledTokens
 
 _WORK = "training"  # folder of what a training that was cut off goes on from
 
@@ -43,8 +41,8 @@ class TrainHead(Command):
     out: Path = Path("heads/judge")
 
     @abstractmethod
-    def fit(self, tokens: LabelledTokens, pair: Pair, task: str, folder: Path, progress: Progress) -> Head:
-        """The head of these labels."""
+    def trainer(self) -> Callable[..., Head]:
+        """What fits its kind of head: `train_judge` and its like."""
 
     def run(self) -> int:
         import_extra("sklearn", "labels")
@@ -87,7 +85,14 @@ class TrainHead(Command):
                 progress=screen.reporter(bar, "problems"),
             )
         with screen.progress_bar("fitting") as bar:
-            head = self.fit(tokens, pair, manifest["task"], out / _WORK, screen.reporter(bar, "steps"))
+            head = self.trainer()(
+                tokens,
+                pair.identity,
+                manifest["task"],
+                settings=self.settings,
+                folder=out / _WORK,
+                progress=screen.reporter(bar, "steps"),
+            )
         digests = sorted({problem.digest for problem in problems} - {""})
         head = dataclasses.replace(head, prompt=manifest["prompt"], problems=tuple(digests))
         head.save_pretrained(out)
@@ -97,11 +102,12 @@ class TrainHead(Command):
 
     def told(self, head: Head) -> list[str]:
         """Lines on how good a head is."""
+        from reprieve.heads.base import auc_text
+
         made = head.training
-        auc, low, high = made["auc_held_out"]
         return [
             f"{made['num_tokens']} labels of {made['num_problems']} problems, {made['num_important']} important; "
-            f"held-out ROC AUC {auc:.3f} [{low:.3f}, {high:.3f}]",
+            f"held-out ROC AUC {auc_text(made['auc_held_out'])}",
             f"threshold {head.threshold:g} refuses {100 * made['recall_at_threshold']:.0f}% of the important and "
             f"accepts {100 * made['acceptance_at_threshold']:.0f}% of the others",
         ]
@@ -115,10 +121,10 @@ class TrainJudge(TrainHead):
 
     settings: JudgeTraining = field(default_factory=JudgeTraining)
 
-    def fit(self, tokens: LabelledTokens, pair: Pair, task: str, folder: Path, progress: Progress) -> Head:
+    def trainer(self) -> Callable[..., Head]:
         from reprieve.training.judge import train_judge
 
-        return train_judge(tokens, pair.identity, task, settings=self.settings, folder=folder, progress=progress)
+        return train_judge
 
 
 @dataclass(frozen=True)
@@ -131,10 +137,10 @@ class TrainPivot(TrainHead):
     labels: Path = Path("runs/pivots")
     out: Path = Path("heads/pivot")
 
-    def fit(self, tokens: LabelledTokens, pair: Pair, task: str, folder: Path, progress: Progress) -> Head:
+    def trainer(self) -> Callable[..., Head]:
         from reprieve.training.pivot import train_pivot
 
-        return train_pivot(tokens, pair.identity, task, settings=self.settings, folder=folder, progress=progress)
+        return train_pivot
 
 
 @dataclass(frozen=True)
@@ -147,18 +153,17 @@ class TrainStateArbiter(TrainHead):
     labels: Path = Path("runs/traces")
     out: Path = Path("heads/state-arbiter")
 
-    def fit(self, tokens: LabelledTokens, pair: Pair, task: str, folder: Path, progress: Progress) -> Head:
+    def trainer(self) -> Callable[..., Head]:
         from reprieve.training.state_arbiter import train_state_arbiter
 
-        return train_state_arbiter(
-            tokens, pair.identity, task, settings=self.settings, folder=folder, progress=progress
-        )
+        return train_state_arbiter
 
     def told(self, head: Head) -> list[str]:
         """See `TrainHead`."""
+        from reprieve.heads.base import auc_text
+
         made = head.training
-        shares = [(name, made[name]["num"], *made[name]["auc_held_out"]) for name in ("worse", "better")]
         return [f"{made['num_tokens']} labels of {made['num_problems']} problems"] + [
-            f"the draft's side {name} in {num}; held-out ROC AUC {auc:.3f} [{low:.3f}, {high:.3f}]"
-            for name, num, auc, low, high in shares
+            f"the draft's side {name} in {made[name]['num']}; held-out ROC AUC {auc_text(made[name]['auc_held_out'])}"
+            for name in ("worse", "better")
         ]

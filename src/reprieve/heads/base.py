@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,8 +82,7 @@ class Head(Artefact):
     def facts(self) -> dict[str, str]:
         facts = {"recommended threshold": f"{self.threshold:g}", "features": self.recipe.name}
         if "auc_held_out" in self.training:
-            auc, low, high = self.training["auc_held_out"]
-            facts["held-out ROC AUC"] = f"{auc:.3f} [{low:.3f}, {high:.3f}]"
+            facts["held-out ROC AUC"] = auc_text(self.training["auc_held_out"])
         if "num_important" in self.training:
             facts["labels"] = (
                 f"{self.training['num_tokens']} of {self.training['num_problems']} problems, "
@@ -104,3 +103,9 @@ class Head(Artefact):
             raise SpecError(f"the {self.kind} head's {name} must have shape {list(shape)}, got {got}")
         assert tensor is not None
         return tensor
+
+
+def auc_text(values: Sequence[float]) -> str:
+    """A ROC AUC and its 95% interval, as cards and commands show them."""
+    auc, low, high = values
+    return f"{auc:.3f} [{low:.3f}, {high:.3f}]"

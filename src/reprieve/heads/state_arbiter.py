@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from reprieve.heads.artefact import register_head
-from reprieve.heads.base import Head
+from reprieve.heads.base import Head, auc_text
 
 NEUTRAL = 0.5  # where the draft's side is as likely to end better as worse
 
@@ -40,8 +40,7 @@ class StateArbiter(Head):
         facts = super().facts()
         for name in ("worse", "better"):
             if name in self.training:
-                auc, low, high = self.training[name]["auc_held_out"]
-                facts[f"held-out ROC AUC, {name}"] = f"{auc:.3f} [{low:.3f}, {high:.3f}]"
+                facts[f"held-out ROC AUC, {name}"] = auc_text(self.training[name]["auc_held_out"])
         return facts
 
     def check_shapes(self) -> None:

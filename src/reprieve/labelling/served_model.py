@@ -34,6 +34,7 @@ class ServedModel(CachedModel):
         require_whole("num_candidates", num_candidates, 1, MOST_CANDIDATES)
         self._read = read
         self._num_candidates = num_candidates
+        self._num_columns = vocab_size
 
     def start(self, token_ids: Sequence[int], *, reuse_prefix: bool = False) -> Prefill:
         """See `CachedModel`: nothing is read before something is asked."""
@@ -56,10 +57,10 @@ class ServedModel(CachedModel):
         new = token_ids.tolist() if isinstance(token_ids, Tensor) else list(token_ids)
         num_rows = len(new) if num_logits is None else num_logits
         told = self._read([*self.cached_ids, *new], num_rows, self._num_candidates)
-        logits = torch.full((num_rows, self.vocab_size or 0), -math.inf)
+        logits = torch.full((num_rows, self._num_columns), -math.inf)
         for row, candidates in enumerate(told):
             # Beyond the draft's columns lie rows that pad the target's vocabulary.
-            known = {token_id: value for token_id, value in candidates.items() if token_id < logits.shape[1]}
+            known = {token_id: value for token_id, value in candidates.items() if token_id < self._num_columns}
             logits[row, list(known)] = torch.tensor(list(known.values()))
         self.cached_ids += new
         return logits.to(self.device), None

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from reprieve.bundles import BUNDLES
+from reprieve.bundles import source_of
 from reprieve.errors import ReprieveError
 from reprieve.files import read_json
 from reprieve.heads.binding import PairIdentity, tokenizer_fingerprint
@@ -30,10 +30,9 @@ def model_folder(name: str, role: str) -> Path:
     Raises:
         ReprieveError: not found.
     """
-    if name in BUNDLES:
-        return BUNDLES[name].role_folder(role)
-    if Path(name).is_dir():
-        return Path(name)
+    folder = Path(source_of(name, role))
+    if folder.is_dir():
+        return folder
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES))
     except Exception as error:  # the hub raises what it likes

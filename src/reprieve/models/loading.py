@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from reprieve.bundles import BUNDLES
+from reprieve.bundles import BUNDLES, source_of
 from reprieve.errors import PairError, ReprieveError, SpecError, import_extra, require_choice
 from reprieve.heads.binding import PairIdentity, digest, tokenizer_fingerprint
 from reprieve.models.cached_model import CachedModel, HiddenLayers, execution_device
@@ -180,8 +180,7 @@ def load_tokenizer(name: str) -> Any:
         ReprieveError: it cannot be found or read.
     """
     try:
-        source = BUNDLES[name].role_folder("target") if name in BUNDLES else name
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(source_of(name, "target"), trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ReprieveError(f"could not load the tokenizer of {name!r}: {error}") from error
 
@@ -189,11 +188,10 @@ def load_tokenizer(name: str) -> Any:
 def _load(
     name: str | Path, role: str, dtype: str, device: str, device_map: str | None = None
 ) -> tuple[PreTrainedModel, Any]:
-    bundle = BUNDLES.get(str(name))
-    source = name if bundle is None else bundle.role_folder(role)
+    source = source_of(name, role)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        with _without_bars() if bundle else contextlib.nullcontext():
+        with _without_bars() if str(name) in BUNDLES else contextlib.nullcontext():
             model = _load_model(source, dtype, device, device_map)
         return model.eval(), tokenizer
     except Exception as error:  # whatever a foreign folder holds, and whatever a device lacks

@@ -138,7 +138,7 @@ class VllmDeployer:
             ReprieveError: a model that cannot be found.
         """
         if slot.role != PAIR:
-            name = self.pair.target if slot.role == TARGET else self._draft
+            name = self.pair.target if slot.role == TARGET else self.pair.whole_draft
             return Deployment(str(model_folder(str(name), slot.role)), self.dtype)
         speculation = {**self._speculation(slot.drafter), "num_speculative_tokens": slot.num_draft_tokens}
         if any(Need.DRAFT_PROBS in rule.traits.needs for rule in slot.rules):
@@ -149,7 +149,7 @@ class VllmDeployer:
 
     def refusal(self, slot: Slot, rule: Rule | None) -> str:
         """See `Deployer`."""
-        if slot.role == DRAFT and self._draft is None:
+        if slot.role == DRAFT and self.pair.whole_draft is None:
             return "the pair has no draft"
         if slot.role == PAIR:
             try:
@@ -162,10 +162,6 @@ class VllmDeployer:
                 return f"vLLM has a lossless check of its own, not {rule.spec}"
         return ""
 
-    @property
-    def _draft(self) -> str | None:
-        return self.pair.whole_draft
-
     def _speculation(self, drafter: str) -> dict[str, Any]:
         """A drafter in vLLM's words.
 
@@ -174,9 +170,9 @@ class VllmDeployer:
         """
         settings: Any = DRAFTERS.make(drafter)
         if settings.name == "draft":
-            if self._draft is None:
+            if self.pair.whole_draft is None:
                 raise SpecError("the pair has no draft; name one with --draft")
-            return {"method": "draft_model", "model": str(model_folder(self._draft, DRAFT))}
+            return {"method": "draft_model", "model": str(model_folder(self.pair.whole_draft, DRAFT))}
         if settings.name == "ngram":
             bounds = {"prompt_lookup_max": settings.max_ngram, "prompt_lookup_min": settings.min_ngram}
             return {"method": "ngram", **bounds}
