@@ -13,7 +13,7 @@ EAGLE := speculators hs-connectors loguru
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 CODE := src tests benchmarks examples
 
-.PHONY: demo test test-slow test-all test-vllm check style types docs setup benchmark clean
+.PHONY: demo test test-slow test-all test-vllm check style types docs setup benchmark tables clean
 
 demo: $(READY)
 	$(BIN)/reprieve demo --out runs/demo
@@ -48,6 +48,10 @@ docs: $(READY)
 
 benchmark: $(READY)
 	$(BIN)/python benchmarks/engine.py --out runs/benchmark
+
+# Every table of the docs that has a configuration in benchmarks/tables.yaml: hours; goes on where it was stopped.
+tables: $(READY)
+	$(BIN)/python benchmarks/tables.py run
 
 setup: $(READY)
 

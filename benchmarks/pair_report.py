@@ -14,12 +14,14 @@ import json
 import random
 import re
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 import reprieve
+from reprieve.bundles import bundle_of
 from reprieve.engine import Pair
 from reprieve.errors import ReprieveError
 from reprieve.evaluation.runner import environment
@@ -41,6 +43,7 @@ from reprieve.pair.wordings import SENTENCES
 from reprieve.settings import PairSettings
 from reprieve.tasks import Task, TaskProblem, load_task
 from reprieve.tasks.arithmetic import ArithmeticTask
+from tables import grid
 
 PROPERTIES = Path(__file__).parent / "miniature.json"
 RESULT = re.compile(r"=(\d+)")
@@ -188,7 +191,7 @@ def auc(scores: list[float], labels: list[bool]) -> float:
     return float(wins.mean())
 
 
-def cost_ratio(pair: Pair, repeats: int = 40) -> float:
+def cost_ratio(pair: Pair, repeats: int = 200) -> float:
     """Draft forwards that a target forward takes, taking turns."""
     models = (pair.cached_target(), pair.cached_draft())
     times = [[forward_seconds(model, 1) for model in models] for _ in range(repeats)]
@@ -252,24 +255,31 @@ def main() -> None:
         }
         document["num_mismatches"] = len(met)
         document["auc_rank"] = auc([m["rank"] for m in met], labels)
+    bundle = bundle_of(arguments.target)
     named = ((arguments.target, "target"), (arguments.draft, "draft"))
-    folders = [model_folder(name or arguments.target, role) for name, role in named]
-    sizes = [path.stat().st_size for folder in folders for path in folder.glob("model*.safetensors")]
+    folders = [bundle.folder] if bundle else [model_folder(name or arguments.target, role) for name, role in named]
+    sizes = [path.stat().st_size for folder in folders for path in folder.rglob("model*.safetensors")]
     values["weights_mb"] = sum(sizes) / 1e6
     if arguments.eagle:
         values["eagle_tree_tokens"] = tree_tokens(pair, task, arguments.eagle, task.problems("test", 60))
     document["properties"] = values
-    table = ["| property | measured | wanted | source |", "| --- | --- | --- | --- |"]
+    rows = []
     for wanted in read_json(PROPERTIES, "the properties")["properties"]:
         low, high = wanted["range"]
         value = values.get(wanted["name"])
         verdict = "not measured" if value is None else "" if low <= value <= high else "**outside**"
         shown = "" if value is None else f"{value:.3g}"
         name = wanted["name"].replace("_", " ")
-        cells = (f"{name}, {wanted['unit']}", f"{shown} {verdict}", f"{low} to {high}", wanted["source"])
-        table.append(f"| {' | '.join(cells)} |")
-    print("\n".join(table))
-    replace_file(arguments.out / "pair.md", "\n".join(table) + "\n")
+        rows.append([f"{name}, {wanted['unit']}", f"{shown} {verdict}".strip(), f"{low} to {high}", wanted["source"]])
+    counted = [f"{document['num_mismatches']} mismatches of {arguments.mine} training problems"] if met else []
+    for name, found in document.get("accuracy", {}).items():
+        low, high = (100 * end for end in found["ci95"])
+        counted.append(
+            f"{name.replace('_', ' ')} {100 * found['share']:.1f}% [{low:.1f}, {high:.1f}] of {found['num']}"
+        )
+    document["note"] = "; ".join(counted) + "."
+    document |= {"head": ["property", "measured", "wanted", "source"], "rows": rows, "command": " ".join(sys.argv)}
+    print(grid(document["head"], rows))
     replace_file(arguments.out / "pair.json", json.dumps(document, indent=2) + "\n")
     lines = "".join(json.dumps(m) + "\n" for m in met)
     replace_file(arguments.out / "mismatches.jsonl", lines)

@@ -1,48 +1,237 @@
-"""Results as Markdown, for the README and docs: `python benchmarks/tables.py runs/frontier/results.json`."""
+"""Every table of the docs, from committed configurations: `make tables`, or `python benchmarks/tables.py run NAME ...`.
+
+`benchmarks/tables.yaml` names the commands of each table, the file they end in, how it is shown and the pages that it
+governs. `run` makes what is missing under `runs/tables` (each command resumes from its folder), keeps the results in
+`benchmarks/results`, and writes the pages; `write` writes pages from the kept results; `check` says where pages differ
+from them, and which decimals, shares and signed numbers on governed pages no command made.
+
+On a page, a table stands between `<!-- table NAME -->` and `<!-- /table -->`, a single number between
+`<!-- value NAME ; ARM ; FIELD -->` and `<!-- /value -->`. Numbers of others stand in a line with their source, which
+holds `<!-- cited -->`.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
+import shlex
+import subprocess
 import sys
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-HEADER = (
-    "| arm | solved, % | against lossless, points | tokens a round | accepted | speedup over target | over lossless | "
-    "tokens an answer |\n| --- | --- | --- | --- | --- | --- | --- | --- |"
+import yaml
+
+from reprieve.errors import ReprieveError
+from reprieve.files import read_json, replace_file
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+RUNS = Path("runs/tables")
+_BLOCK = re.compile(r"<!-- table ([\w-]+) -->\n(?:(?!<!-- table ).)*?<!-- /table -->", re.DOTALL)
+_VALUE = re.compile(r"<!-- value ([^>\n]+?) -->[^\n|]*?<!-- /value -->")
+_CODE = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|<!--.*?-->", re.DOTALL)
+# What reads like a measurement: a decimal, a share, a multiple, or a sign before digits.
+_MEASURED = re.compile(r"(?<![\w.])[+-]?\d+\.\d+(?!\.?\d)|\b\d+(?:\.\d+)? ?%|(?<!\w)[+-]\d+\b")
+_KEPT = (
+    *("command", "commit", "versions", "machine", "complete", "target", "draft", "drafter", "dtype", "engine"),
+    *("task", "split", "offset", "num_problems", "num_trials", "num_draft_tokens", "sampling", "seed"),
 )
+
+
+@cache
+def tables() -> dict[str, dict[str, Any]]:
+    """What `tables.yaml` says, by name."""
+    return yaml.safe_load((ROOT / "benchmarks" / "tables.yaml").read_text())["tables"]
+
+
+def pages() -> list[Path]:
+    """The pages that tables govern."""
+    return [ROOT / name for name in dict.fromkeys(page for table in tables().values() for page in table["pages"])]
+
+
+@cache
+def kept(name: str) -> dict[str, Any]:
+    """A table's kept results.
+
+    Raises:
+        ReprieveError: there is no such table, or its command was not run.
+    """
+    if name not in tables():
+        raise ReprieveError(f"no table {name!r} in tables.yaml; there are {', '.join(tables())}")
+    return read_json(RESULTS / f"{name}.json", f"the results of table {name}")
 
 
 def interval(bounds: list[float], scale: float, digits: int) -> str:
     return f"[{scale * bounds[0]:.{digits}f}, {scale * bounds[1]:.{digits}f}]"
 
 
-def row(arm: dict[str, Any]) -> str:
-    rounds, accepted = arm["tokens_per_round"], arm["acceptance_rate"]
-    cells = [
-        f"`{arm['spec']}`".replace("|", "\\|"),
-        f"{100 * arm['accuracy']:.1f} {interval(arm['accuracy_ci95'], 100, 1)}",
-        f"{100 * arm['accuracy_vs_lossless'][0]:+.1f} {interval(arm['accuracy_vs_lossless'][1:], 100, 1)}",
-        "-" if rounds is None else f"{rounds:.2f}",
-        "-" if accepted is None else f"{accepted:.0%}",
-        f"{arm['speedup_vs_target']:.2f} {interval(arm['speedup_vs_target_ci95'], 1, 2)}",
-        f"{arm['speedup_vs_lossless']:.2f} {interval(arm['speedup_vs_lossless_ci95'], 1, 2)}",
-        f"{arm['tokens_per_answer']:.0f}",
-    ]
-    return "| " + " | ".join(cells) + " |"
+def _points(values: list[float]) -> str:
+    return f"{100 * values[0]:+.1f} {interval(values[1:], 100, 1)}"
+
+
+def _with_interval(arm: Mapping[str, Any], name: str, scale: float, digits: int) -> str:
+    value = arm[name]
+    return "-" if value is None else f"{scale * value:.{digits}f} {interval(arm[f'{name}_ci95'], scale, digits)}"
+
+
+def _plain(digits: int, scale: float = 1, unit: str = "") -> Callable[[Mapping[str, Any], str], str]:
+    def show(arm: Mapping[str, Any], name: str) -> str:
+        return "-" if arm[name] is None else f"{scale * arm[name]:.{digits}f}{unit}"
+
+    return show
+
+
+# Column: its heading and how it is shown.
+COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Any], str], str]]] = {
+    "spec": ("arm", lambda arm, _: f"`{arm['spec']}`".replace("|", "\\|")),
+    "accuracy": ("solved, %", lambda arm, name: _with_interval(arm, name, 100, 1)),
+    "accuracy_vs_lossless": ("against lossless, points", lambda arm, name: _points(arm[name])),
+    "accuracy_vs_target": ("against the target, points", lambda arm, name: _points(arm[name])),
+    "tokens_per_round": ("tokens a round", _plain(2)),
+    "acceptance_rate": ("accepted", _plain(0, 100, "%")),
+    "draft_share": ("drafted", _plain(0, 100, "%")),
+    "speedup_vs_target": ("speed over target", lambda arm, name: _with_interval(arm, name, 1, 2)),
+    "speedup_vs_lossless": ("over lossless", lambda arm, name: _with_interval(arm, name, 1, 2)),
+    "tokens_per_answer": ("tokens an answer", _plain(0)),
+}
+USUAL = ("spec", "accuracy", "accuracy_vs_lossless", "tokens_per_round", "speedup_vs_target", "speedup_vs_lossless")
+
+
+def grid(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def arms_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
+    """Arms of `reprieve bench`, a line each."""
+    columns = table.get("columns", USUAL)
+    rows = [[COLUMNS[column][1](arm, column) for column in columns] for arm in document["arms"]]
+    machine, length = document["machine"], document["num_draft_tokens"]
+    times = f" x {document['num_trials']}" if document["num_trials"] > 1 else ""
+    temperature = document["sampling"]["temperature"]
+    sampled = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+    parts = (
+        f"{document['task']}, {document['split']} problems",
+        f"n = {document['num_problems']}{times}",
+        f"{sampled}, K = {length}, {document['dtype']}",
+        f"{machine['num_threads']} thread(s) of an {machine['processor']}; brackets are 95% intervals.",
+    )
+    note = f"{', '.join(parts)}\n`{document['command']}`"
+    return f"{grid([COLUMNS[column][0] for column in columns], rows)}\n\n{note}"
+
+
+def rows_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
+    """Rows as a benchmark made them: `head` and `rows` of its result, and its command."""
+    return f"{grid(document['head'], document['rows'])}\n\n{document.get('note', '')}\n`{document['command']}`"
+
+
+SHOWN: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], str]] = {"arms": arms_table, "rows": rows_table}
+
+
+def shown(name: str) -> str:
+    """A table as its pages have it."""
+    document = kept(name)
+    return SHOWN[tables()[name]["shown"]](tables()[name], document)
+
+
+def value(place: str) -> str:
+    """One number: `NAME ; ARM ; FIELD`."""
+    parts = [part.strip() for part in place.split(";")]
+    if len(parts) != 3 or parts[2] not in COLUMNS:
+        raise ReprieveError(f"a value must be NAME ; ARM ; FIELD, with a field of {', '.join(COLUMNS)}; got {place!r}")
+    name, spec, field = parts
+    arms = {arm["spec"]: arm for arm in kept(name).get("arms", [])}
+    if spec not in arms:
+        raise ReprieveError(f"table {name} has no arm {spec!r}; it has {', '.join(arms)}")
+    return COLUMNS[field][1](arms[spec], field)
+
+
+def rendered(text: str) -> str:
+    """A page with every table and number as the kept results have them."""
+    text = _BLOCK.sub(lambda match: f"<!-- table {match[1]} -->\n{shown(match[1])}\n<!-- /table -->", text)
+    return _VALUE.sub(lambda match: f"<!-- value {match[1]} -->{value(match[1])}<!-- /value -->", text)
+
+
+def loose_numbers(text: str) -> list[str]:
+    """Numbers that look measured and stand outside of tables, values, code and lines that cite."""
+    bare = "\n".join(line for line in _VALUE.sub("", _BLOCK.sub("", text)).split("\n") if "<!-- cited -->" not in line)
+    return _MEASURED.findall(_CODE.sub("", bare))
+
+
+def trimmed(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of a result: what was run, and of each arm what a page could show."""
+    if "arms" not in document:
+        return dict(document)
+    fields = [*COLUMNS, *(f"{name}_ci95" for name in COLUMNS), "num_draft_tokens", "num_problems", "num_failed"]
+    arms = [{field: arm[field] for field in fields if field in arm} for arm in document["arms"]]
+    return {field: document[field] for field in _KEPT if field in document} | {"arms": arms}
+
+
+def run(names: list[str]) -> None:
+    """Run what the tables need and keep the results.
+
+    Raises:
+        ReprieveError: a command failed, or its result is not complete.
+    """
+    for name in names:
+        table, folder = tables()[name], RUNS / name
+        for command in table["run"]:
+            words = [str(folder) if word == "OUT" else word for word in shlex.split(command)]
+            program = [sys.executable] if words[0].endswith(".py") else [str(Path(sys.executable).parent / "reprieve")]
+            print(f"{name}: {shlex.join(words)}", flush=True)
+            if status := subprocess.run([*program, *words], cwd=ROOT, check=False).returncode:
+                raise ReprieveError(f"table {name}: {words[0]} ended with {status}; run again to go on")
+        document = read_json(ROOT / folder / table["result"], f"the result of table {name}")
+        if not document.get("complete", True):
+            raise ReprieveError(f"table {name} is not complete; run again to go on")
+        replace_file(RESULTS / f"{name}.json", json.dumps(trimmed(document), indent=1) + "\n")
+    kept.cache_clear()
+
+
+def write() -> None:
+    """Write every governed page anew."""
+    for page in pages():
+        before = page.read_text()
+        if (after := rendered(before)) != before:
+            replace_file(page, after)
+            print(f"wrote {page.relative_to(ROOT)}")
+
+
+def check() -> list[str]:
+    """What is wrong with the governed pages, a line each."""
+    wrong = []
+    for page in pages():
+        text, name = page.read_text(), page.relative_to(ROOT)
+        for kind, whole in (("table", _BLOCK), ("value", _VALUE)):
+            if {text.count(f"<!-- {kind}"), text.count(f"<!-- /{kind} -->")} != {len(whole.findall(text))}:
+                wrong.append(f"{name}: a {kind} lacks its opening or its closing marker")
+        if rendered(text) != text:
+            wrong.append(f"{name} differs from the kept results; `python benchmarks/tables.py write` mends it")
+        wrong += [f"{name}: no command made {number!r}" for number in loose_numbers(text)]
+    return wrong
 
 
 def main() -> None:
-    document = json.loads(Path(sys.argv[1]).read_text())
-    print(HEADER)
-    for arm in document["arms"]:
-        print(row(arm))
-    machine = document["machine"]
-    print(
-        f"\n{document['task']}, {document['split']} split, n = {document['num_problems']}, K = "
-        f"{document['num_draft_tokens']}, {document['dtype']}, {machine['processor']}, {machine['num_threads']} "
-        f"thread(s), commit {document['commit']}; brackets are 95% intervals.\n`{document['command']}`"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("run", "write", "check"))
+    parser.add_argument("names", nargs="*", help="tables to run; all of them when left out")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(tables()):
+        parser.error(f"names must be among {', '.join(tables())}, got {', '.join(sorted(unknown))}")
+    try:
+        if arguments.action == "run":
+            run(arguments.names or list(tables()))
+        if arguments.action != "check":
+            write()
+        wrong = check()
+    except ReprieveError as error:
+        sys.exit(f"error: {error}")
+    if wrong:
+        sys.exit("\n".join(wrong))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,110 @@
+"""The docs' tables: as the kept results have them, and no measured number beside them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from benchmarks import tables
+
+from reprieve.errors import ReprieveError
+
+ARM = {
+    "spec": "margin:delta=2",
+    "accuracy": 0.75,
+    "accuracy_ci95": [0.7, 0.8],
+    "accuracy_vs_lossless": [-0.01, -0.02, 0.0],
+    "tokens_per_round": 5.283,
+    "speedup_vs_target": 2.0,
+    "speedup_vs_target_ci95": [1.9, 2.1],
+    "speedup_vs_lossless": None,
+    "speedup_vs_lossless_ci95": None,
+}
+DOCUMENT = {
+    "arms": [ARM],
+    "command": "reprieve bench",
+    "num_problems": 10,
+    "num_trials": 1,
+    "num_draft_tokens": 8,
+    "sampling": {"temperature": 0.0},
+    "task": "word_problems",
+    "split": "test",
+    "dtype": "float32",
+    "machine": {"num_threads": 1, "processor": "CPU"},
+}
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """One table, its kept results and a page that it governs."""
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A page\n\n<!-- table frontier -->\nold\n<!-- /table -->\n\n"
+        "The margin solves <!-- value frontier ; margin:delta=2 ; accuracy -->?<!-- /value -->.\n"
+    )
+    (tmp_path / "frontier.json").write_text(json.dumps(DOCUMENT))
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    one = {"frontier": {"shown": "arms", "pages": ["page.md"], "run": [], "result": "results.json"}}
+    monkeypatch.setattr(tables, "tables", lambda: one)
+    tables.kept.cache_clear()
+    yield page
+    tables.kept.cache_clear()
+
+
+def test_the_docs_are_what_the_kept_results_say():
+    assert tables.check() == []
+
+
+def test_a_page_is_written_in_place_and_then_agrees(made):
+    assert len(tables.check()) == 1
+    tables.write()
+    text = made.read_text()
+    assert "| `margin:delta=2` | 75.0 [70.0, 80.0] | -1.0 [-2.0, 0.0] | 5.28 | 2.00 [1.90, 2.10] | - |" in text
+    assert "solves <!-- value frontier ; margin:delta=2 ; accuracy -->75.0 [70.0, 80.0]<!-- /value -->." in text
+    assert tables.check() == []
+
+
+def test_a_changed_number_and_one_of_no_command_are_told(made):
+    tables.write()
+    text = made.read_text()
+    made.write_text(text.replace("75.0 [70.0, 80.0]<!--", "85.0 [70.0, 80.0]<!--") + "\nTwice: 2.03 times, at 45%.\n")
+    wrong = tables.check()
+    assert len(wrong) == 3
+    assert "differs" in wrong[0] and "'2.03'" in wrong[1] and "'45%'" in wrong[2]
+
+
+def test_code_links_and_cited_lines_may_hold_numbers():
+    text = "`margin:delta=0.5`, [a page](docs/3.11.md)\n| paper | 1.04 | <!-- cited -->\n\nversion 0.3.1 of step 12\n"
+    assert tables.loose_numbers(text) == []
+
+
+def test_unknown_names_are_told(made):
+    with pytest.raises(ReprieveError, match="no table 'other'"):
+        tables.value("other ; margin:delta=2 ; accuracy")
+    with pytest.raises(ReprieveError, match="no arm 'top_k:k=2'"):
+        tables.value("frontier ; top_k:k=2 ; accuracy")
+    for place in ("frontier ; margin:delta=2 ; nope", "frontier"):
+        with pytest.raises(ReprieveError, match="NAME ; ARM ; FIELD"):
+            tables.value(place)
+
+
+def test_a_marker_without_its_end_is_told_and_loses_no_words(made):
+    tables.write()
+    text = made.read_text().replace("<!-- /table -->", "") + "\n<!-- table frontier -->\n<!-- /table -->\n"
+    made.write_text(text)
+    tables.write()
+    assert "The margin solves" in made.read_text()
+    assert "lacks its opening or its closing marker" in tables.check()[0]
+
+
+def test_a_command_that_fails_keeps_nothing(made, monkeypatch):
+    tables.tables()["frontier"]["run"] = ["bench --limit -1 --out OUT"]
+    (made.parent / "frontier.json").unlink()
+    old = made.parent / tables.RUNS / "frontier" / "results.json"
+    old.parent.mkdir(parents=True)
+    old.write_text(json.dumps(DOCUMENT))
+    monkeypatch.setattr(tables.subprocess, "run", lambda *_, **__: type("Ended", (), {"returncode": 2}))
+    with pytest.raises(ReprieveError, match="ended with 2"):
+        tables.run(["frontier"])
+    assert not (made.parent / "frontier.json").exists()
