@@ -91,11 +91,13 @@ COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Any], str], str]]] = {
     "accuracy": ("solved, %", lambda arm, name: _with_interval(arm, name, 100, 1)),
     "accuracy_vs_lossless": ("against lossless, points", lambda arm, name: _points(arm[name])),
     "accuracy_vs_target": ("against the target, points", lambda arm, name: _points(arm[name])),
+    "accuracy_vs_allocation": ("against random allocation, points", lambda arm, name: _points(arm[name])),
     "tokens_per_round": ("tokens a round", _plain(2)),
     "acceptance_rate": ("accepted", _plain(0, 100, "%")),
     "draft_share": ("drafted", _plain(0, 100, "%")),
     "speedup_vs_target": ("speed over target", lambda arm, name: _with_interval(arm, name, 1, 2)),
     "speedup_vs_lossless": ("over lossless", lambda arm, name: _with_interval(arm, name, 1, 2)),
+    "pruned_share": ("pruned", _plain(0, 100, "%")),
     "tokens_per_answer": ("tokens an answer", _plain(0)),
 }
 USUAL = ("spec", "accuracy", "accuracy_vs_lossless", "tokens_per_round", "speedup_vs_target", "speedup_vs_lossless")

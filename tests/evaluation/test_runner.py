@@ -76,6 +76,8 @@ def test_results_hold_the_contract_and_the_figure_is_drawn(pair, tmp_path):
         assert path.stat().st_size > 1000
     assert read["random_allocation"][0]["speedup_vs_target"] == pytest.approx(1.0)
     assert read["random_allocation"][-1]["accuracy"] == pytest.approx(read["arms"][1]["accuracy"])
+    ends = [arm["accuracy_vs_allocation"][0] for arm in read["arms"][:2]]
+    assert ends == pytest.approx([0.0, 0.0]), "the line begins and ends with them"
 
 
 def test_lossless_gives_the_targets_answers(pair, tmp_path):

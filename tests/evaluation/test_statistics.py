@@ -7,8 +7,10 @@ import math
 import numpy as np
 import pytest
 
+from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.evaluation.arms import make_arms
-from reprieve.evaluation.results import summarise
+from reprieve.evaluation.records import ProblemRecord
+from reprieve.evaluation.results import _against_allocation, summarise
 from reprieve.metrics import clustered_interval, paired_difference, paired_pvalue
 from reprieve.settings import SamplingSettings
 from tests.evaluation.toys import run
@@ -51,3 +53,13 @@ def test_sign_flips_find_differences_and_keep_their_level():
     assert paired_pvalue(np.zeros(50)) == 1.0
     rejected = sum(paired_pvalue(rng.normal(0, 1, 40), num_flips=199, seed=i) <= 0.05 for i in range(400))
     assert rejected / 400 < 0.05 + 0.03
+
+
+def test_random_allocation_is_at_the_arms_speed():
+    def row(correct, seconds):
+        return [[ProblemRecord("a", "p", correct, None, 10, 1, 0, 0, 0, seconds, "eos", "")]]
+
+    # Of two models, right and slow or wrong and fast, a third of the problems to the fast one makes 1.5 times the speed.
+    target, draft, arm = row(True, 10.0) * 90, row(False, 0.0) * 90, row(True, 20 / 3) * 90
+    difference, low, high = _against_allocation("arm", {TARGET_ONLY: target, DRAFT_ONLY: draft, "arm": arm})
+    assert difference == pytest.approx(1 / 3) and low <= difference <= high

@@ -72,6 +72,8 @@ def summarise(run: Run) -> dict[str, Any]:
             arm.update(dict.fromkeys(_SPEED))
     if num_problems and run.graded and run.config.engine == "local" and {DRAFT_ONLY, TARGET_ONLY} <= rows.keys():
         document["random_allocation"] = _random_allocation(rows)
+        for arm in document["arms"]:
+            arm["accuracy_vs_allocation"] = _against_allocation(arm["spec"], rows)
     return document
 
 
@@ -217,6 +219,16 @@ def _speedup_interval(problems: list[list[ProblemRecord]], baseline: list[list[P
         return None
     arm, base = _totals(problems), _totals(baseline)
     return list(bootstrap_interval(lambda index: _ratio(arm[index], base[index]), len(arm), num_resamples=1000))
+
+
+def _against_allocation(label: str, rows: Rows) -> list[float]:
+    """[difference, low, high] to sending problems to the draft alone with the chance that makes the same speed."""
+    arm, target, draft = (_totals(rows[name]).sum(0) for name in (label, TARGET_ONLY, DRAFT_ONLY))
+    # Tokens that each model is short of what it would make in its time at the arm's speed.
+    behind, ahead = (model[0] - arm[0] / arm[1] * model[1] if arm[1] else 0.0 for model in (target, draft))
+    share = min(max(behind / (behind - ahead), 0.0), 1.0) if behind != ahead else 0.0
+    ours, strong, weak = (column(rows[name], lambda r: r.correct) for name in (label, TARGET_ONLY, DRAFT_ONLY))
+    return _difference(rows[label], None, ours, (1 - share) * strong + share * weak)
 
 
 def _random_allocation(rows: Rows) -> list[dict[str, float]]:
