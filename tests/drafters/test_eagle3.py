@@ -151,3 +151,12 @@ def test_an_emptied_tree_is_a_plain_step():
     decoder = make_decoder(target, random_eagle(target), prune="depth", keep=0.1, alpha=9.0, depth=4, top_k=3)
     made = decoder.generate(PROMPT, SamplingParams(max_new_tokens=12))
     assert len(made.tokens) == 12 and set(itertools.chain(made.round_lengths)) == {1}
+
+
+def test_a_head_that_nobody_names_is_the_targets_own():
+    eagle, named = DRAFTERS.make("eagle3"), DRAFTERS.make("eagle3:path=heads/mine")
+    assert eagle.source("reprieve/arithmetic-pair") == "reprieve/arithmetic-eagle3"
+    assert eagle.source("reprieve/miniature") == "reprieve/miniature-eagle3"
+    assert named.source("reprieve/miniature") == "heads/mine"
+    with pytest.raises(SpecError, match="needs path=FOLDER: target 'some/model' has no head of its own"):
+        eagle.source("some/model")

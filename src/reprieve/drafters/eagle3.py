@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reprieve.bundles import DEFAULT
+from reprieve.bundles import bundle_of
 from reprieve.drafters.base import DrafterSettings, register_drafter
 from reprieve.drafters.length import DraftLength, RoundLength, TreeLength
 from reprieve.drafters.pruning import PARAMETERS, Pruning
@@ -25,7 +25,6 @@ from reprieve.transfers import spread, to_host
 from reprieve.types import ROOT, Block, HiddenStates, Outcome, Prefill, Verification
 
 MAX_NODES = 512
-BUNDLED_EAGLE3 = DEFAULT.head("eagle3")
 _CUTS = tuple(dict.fromkeys(name for names in PARAMETERS.values() for name in names))
 
 
@@ -35,7 +34,7 @@ class EagleSettings(DrafterSettings):
     """An EAGLE-3 head and the trees it draws.
 
     Args:
-        path: folder or hub id of the head, in the speculators format; the bundled target's by default.
+        path: folder or hub id of the head, in the speculators format; None for a bundled target's own.
         depth: tokens on a tree's longest path, 1 to 512, as the next two.
         top_k: nodes a level that are drafted on from, and children of each; 1 drafts a chain.
         total_tokens: nodes kept in the end, those of the largest joint probability.
@@ -46,7 +45,7 @@ class EagleSettings(DrafterSettings):
 
     name = "eagle3"
 
-    path: str = BUNDLED_EAGLE3
+    path: str | None = None
     depth: int = 6
     top_k: int = 8
     total_tokens: int = 32
@@ -59,7 +58,7 @@ class EagleSettings(DrafterSettings):
     alpha: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.path:
+        if self.path == "":
             raise SpecError("drafter eagle3: path must name a folder or a hub id, got nothing")
         for name in ("depth", "top_k", "total_tokens"):
             if not 1 <= getattr(self, name) <= MAX_NODES:
@@ -83,8 +82,20 @@ class EagleSettings(DrafterSettings):
             raise SpecError(f"prune={self.prune} takes {', '.join(PARAMETERS[self.prune])}, not {odd[0]}")
         return Pruning(self.prune, **cuts)
 
+    def source(self, target: str) -> str:
+        """Where the head for a target lies.
+
+        Raises:
+            SpecError: none is named, and the target has none of its own.
+        """
+        bundle = bundle_of(target)
+        source = self.path or ({} if bundle is None else bundle.head_names).get(self.name)
+        if source is None:
+            raise SpecError(f"drafter eagle3 needs path=FOLDER: target {target!r} has no head of its own")
+        return source
+
     def build(self, pair: ModelPair, rule: Rule, length: DraftLength) -> EagleDrafter:
-        head, wanted = pair.eagle_head(self.path), Need.DRAFT_PROBS in rule.traits.needs
+        head, wanted = pair.eagle_head(self.source(pair.target_name)), Need.DRAFT_PROBS in rule.traits.needs
         return EagleDrafter(head, vocab_size=pair.vocab_size, settings=self, keep_logits=wanted)
 
     @property
@@ -95,7 +106,8 @@ class EagleSettings(DrafterSettings):
         return 1 / int(pair.target.config.get_text_config().num_hidden_layers)  # a head is one layer
 
     def fingerprints(self, pair: ModelPair) -> dict[str, str]:
-        return {self.path: pair.eagle_head(self.path).fingerprint}
+        source = self.source(pair.target_name)
+        return {source: pair.eagle_head(source).fingerprint}
 
 
 @dataclass

@@ -177,7 +177,7 @@ class VllmDeployer:
             bounds = {"prompt_lookup_max": settings.max_ngram, "prompt_lookup_min": settings.min_ngram}
             return {"method": "ngram", **bounds}
         if settings.name == "eagle3" and settings.top_k == 1 and settings.prune is None:
-            return {"method": "eagle3", "model": str(find_head(settings.path))}
+            return {"method": "eagle3", "model": str(find_head(settings.source(self.pair.target)))}
         raise SpecError(
             f"vLLM drafts with draft, ngram, or eagle3:path=...,top_k=1 (chains, no trees), got {drafter!r}"
         )
@@ -230,13 +230,13 @@ def client_of(running: Running, settings: ServerSettings) -> Client:
     return Client(running.urls, running.model, timeout=settings.timeout, parallel=settings.parallel, why=running.why)
 
 
-def drafter_fingerprints(drafter: str) -> dict[str, str]:
-    """What identifies the weights that a drafter brings with it, from its files alone."""
+def drafter_fingerprints(drafter: str, target: str) -> dict[str, str]:
+    """What identifies the weights that a drafter brings with it for a target, from its files alone."""
     settings: Any = DRAFTERS.make(drafter)
-    path = getattr(settings, "path", None)
-    if path is None:
+    if settings.name != "eagle3":
         return {}
-    files = sorted(Path(find_head(path)).glob("*.safetensors"))
+    source = settings.source(target)
+    files = sorted(Path(find_head(source)).glob("*.safetensors"))
     if not files:
         raise ReprieveError(f"drafter {drafter!r} has no safetensors files")
-    return {path: digest(b"".join(file.read_bytes() for file in files))}
+    return {source: digest(b"".join(file.read_bytes() for file in files))}

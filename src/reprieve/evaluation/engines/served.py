@@ -71,7 +71,7 @@ class ServedEngine:
 
     def fingerprints(self, drafter: str) -> dict[str, str]:
         """See `Engine`."""
-        return drafter_fingerprints(drafter)
+        return drafter_fingerprints(drafter, self.identity.target)
 
     def draft_tokens(self, arm: Arm, drafter: str) -> NumDraftTokens:
         """See `Engine`."""
