@@ -22,10 +22,11 @@ if find_spec("hypothesis"):
 
 @pytest.fixture(scope="session")
 def bundled_pair():
-    """The bundled pair, loaded once a worker."""
+    """The smaller bundled pair, which most tests name, loaded once a worker."""
+    from reprieve.bundles import ARITHMETIC
     from reprieve.engine import load_pair
 
-    return load_pair(dtype="float32")
+    return load_pair(ARITHMETIC.name, dtype="float32")
 
 
 @pytest.fixture(scope="module")

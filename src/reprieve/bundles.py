@@ -15,12 +15,16 @@ class Bundle:
         key: what its heads' names and its folder begin with.
         task: what it was trained for, and what plain questions are wrapped as.
         heads: the folders of its heads.
+        menu: rules that `serve` offers for it; the first is what a request gets that asks for none.
+        certified: the judge's thresholds that `study` certifies.
     """
 
     name: str
     key: str
     task: str
     heads: tuple[str, ...] = ()
+    menu: tuple[str, ...] = ()
+    certified: str = ""
 
     @property
     def folder(self) -> Path:
@@ -46,11 +50,20 @@ ARITHMETIC = Bundle(
     "arithmetic",
     "arithmetic",
     ("judge", "pivot", "lts", "eagle3", "arbiter", "length-lossless", "length-judge"),
+    menu=("judge:threshold=0.04", "pivot", "margin:delta=2", "top_k:k=2", "typical", "fuzzy:threshold=0.1"),
+    certified="0.02,0.04",
 )
-MINIATURE = Bundle("reprieve/miniature", "miniature", "word_problems", ("judge", "eagle3", "lts", "state_arbiter"))
+MINIATURE = Bundle(
+    "reprieve/miniature",
+    "miniature",
+    "word_problems",
+    ("judge", "eagle3", "lts", "state_arbiter"),
+    menu=("judge:threshold=0.1", "margin:delta=2", "typical", "fly:theta=0.3", "fuzzy:threshold=0.2"),
+    certified="0.05,0.1",
+)
 BUNDLES = {bundle.name: bundle for bundle in (ARITHMETIC, MINIATURE)}
 BY_KEY = {bundle.key: bundle for bundle in BUNDLES.values()}
-DEFAULT = ARITHMETIC
+DEFAULT = MINIATURE
 BUNDLED_HEADS = {name: bundle.folder / head for bundle in BUNDLES.values() for head, name in bundle.head_names.items()}
 
 

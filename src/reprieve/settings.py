@@ -136,7 +136,7 @@ class ProblemSettings:
     """Which problems.
 
     Args:
-        task: Task, such as arithmetic or gsm8k:path=gsm8k_{split}.jsonl.
+        task: Task, such as gsm8k:path=gsm8k_{split}.jsonl. Default: that of the bundled pair.
         split: Split of the task.
         limit: Number of problems.
         offset: Skip this many problems of the split.

@@ -8,6 +8,7 @@ import pytest
 from reprieve.cli.main import main
 from reprieve.engine import Pair
 from reprieve.labelling.store import LabelStore
+from tests.kit.pairs import SMALL
 from tests.kit.tiny import NumberTokenizer, perturbed, tiny_model
 
 
@@ -43,14 +44,14 @@ def test_bad_usage_is_told(arguments, told, tmp_path, monkeypatch, capsys):
 
 def test_what_is_refused_leaves_nothing(pair, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    climb = ["train", "arbiter-rl", "--start", "none", "--out", "rl"]
+    climb = ["train", "arbiter-rl", *SMALL, "--start", "none", "--out", "rl"]
     assert main([*climb, "--draft-temperature", "-1"]) == 2
     assert "draft_temperature must be in [0, 100], got -1.0" in capsys.readouterr().err
-    assert main(["train", "arbiter", "--draft-temperature", "0", "--out", "sft"]) == 2
+    assert main(["train", "arbiter", *SMALL, "--draft-temperature", "0", "--out", "sft"]) == 2
     assert "unknown flag --draft-temperature" in capsys.readouterr().err
     manifest = {**dataclasses.asdict(pair.identity), "miner": "arbitration", "task": "parity", "num_draft_tokens": 4}
     LabelStore(tmp_path / "old", manifest)
-    assert main(["train", "arbiter", "--labels", "old", "--out", "sft"]) in (1, 2)
+    assert main(["train", "arbiter", *SMALL, "--labels", "old", "--out", "sft"]) in (1, 2)
     told = capsys.readouterr().err
     assert "--labels must hold labels of version 2, 'old' has None" in told
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
@@ -60,16 +61,17 @@ def test_what_is_refused_leaves_nothing(pair, tmp_path, monkeypatch, capsys):
 def test_the_whole_method_by_command(tmp_path, monkeypatch, capsys):
     """Mine, warm up, reinforce, audit and use, on the bundled pair, as small as it goes."""
     monkeypatch.chdir(tmp_path)
-    assert main(["mine", "arbitration", "--limit", "3", "--num-draft-tokens", "8", "--max-mismatches", "1"]) == 0
-    assert main(["train", "arbiter", "--preset", "small", "--epochs", "1", "--out", "sft"]) == 0
+    mine = ["mine", "arbitration", *SMALL, "--num-draft-tokens", "8", "--max-mismatches", "1"]
+    assert main([*mine, "--limit", "3"]) == 0
+    assert main(["train", "arbiter", *SMALL, "--preset", "small", "--epochs", "1", "--out", "sft"]) == 0
     small = ["--prompts-per-update", "1", "--group-size", "2", "--updates", "1", "--validation", "2"]
     small += ["--validation-temperature", "1", "--num-draft-tokens", "8"]
-    climb = ["train", "arbiter-rl", "--start", "sft/arbiter", "--preset", "small", *small, "--out", "rl"]
+    climb = ["train", "arbiter-rl", *SMALL, "--start", "sft/arbiter", "--preset", "small", *small, "--out", "rl"]
     assert main(climb) == 0
     before = (tmp_path / "rl" / "metrics.jsonl").read_text()
     assert main(climb) == 0
     assert (tmp_path / "rl" / "metrics.jsonl").read_text() == before, "again: there is nothing left to do"
-    audit = ["audit", "arbitration", "--arbiter", "rl/arbiter", "--limit", "2", "--out", "audit.json"]
+    audit = ["audit", "arbitration", *SMALL, "--arbiter", "rl/arbiter", "--limit", "2", "--out", "audit.json"]
     assert main(audit) == 0
     found = json.loads((tmp_path / "audit.json").read_text())
     assert found["num_draft_tokens"] == 8 and found["diagnosis"]["num_problems"] == 2
@@ -78,5 +80,6 @@ def test_the_whole_method_by_command(tmp_path, monkeypatch, capsys):
     assert (sampled["sampling"]["temperature"], sampled["seed"]) == (1.0, 3) and sampled["diagnosis"][
         "num_problems"
     ] == 1
-    assert main(["generate", "Question: what is 1 + 2?\nAnswer:", "--rule", "arbiter:path=rl/arbiter", "--json"]) == 0
+    ask = ["generate", *SMALL, "Question: what is 1 + 2?\nAnswer:", "--json"]
+    assert main([*ask, "--rule", "arbiter:path=rl/arbiter"]) == 0
     assert "best at update" in capsys.readouterr().out

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from reprieve.cli.flags import flags_of, parse, to_yaml
 from reprieve.cli.main import COMMANDS, command_of, main
 from reprieve.errors import ReprieveError, SpecError
+from tests.kit.pairs import SMALL
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def test_a_runs_configuration_repeats_the_run(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     arms = ["--arm", "margin:delta=3", "--arm", "top_k:k=4"]
     sampled = ["--temperature", "1", "--top-p", "0.9", "--seed", "7", "--trials", "2"]
-    assert main(["bench", *arms, *sampled, "--limit", "2", "--num-draft-tokens", "4", "--out", str(first)]) == 0
+    assert main(["bench", *SMALL, *arms, *sampled, "--limit", "2", "--num-draft-tokens", "4", "--out", str(first)]) == 0
     assert main(["bench", "--config", str(first / "config.yaml"), "--out", str(second)]) == 0
 
     def answers(folder):
@@ -196,3 +197,15 @@ def test_completion_knows_commands_and_flags(shell, capsys):
     script = capsys.readouterr().out
     for word in ("bench", "arbiter-rl", "arbitration", "num-draft-tokens"):
         assert word in script
+
+
+def test_a_bundled_target_brings_its_task():
+    kind = command_of("bench")
+
+    def task(*arguments):
+        return parse(kind, arguments, command="bench").settings.task
+
+    assert task() == "word_problems"
+    assert task("--target", "reprieve/arithmetic-pair") == "arithmetic"
+    assert task("--target", "reprieve/arithmetic-pair", "--task", "word_problems") == "word_problems"
+    assert task("--target", "Qwen/Qwen3-8B", "--task", "gsm8k") == "gsm8k"

@@ -13,12 +13,13 @@ import pytest
 
 from reprieve.cli.flags import flags_of
 from reprieve.cli.main import COMMANDS, command_of, main
+from tests.kit.pairs import SMALL
 
 QUESTION = "Anna has 23 apples. She buys 18 more apples. She gives away 9 apples. How many apples does Anna have now?"
 
 
 def test_generate_json_accounts_for_every_token(capsys):
-    assert main(["generate", QUESTION, "--rule", "margin:delta=6", "--json", "--trace"]) == 0
+    assert main(["generate", *SMALL, QUESTION, "--rule", "margin:delta=6", "--json", "--trace"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert "The final answer is" in answer["text"]
     assert answer["finish_reason"] == "eos"
@@ -30,11 +31,11 @@ def test_generate_json_accounts_for_every_token(capsys):
 
 
 def test_generate_streams_text_and_colours_by_provenance(capsys):
-    assert main(["generate", QUESTION, "--rule", "margin:delta=6", "--color"]) == 0
+    assert main(["generate", *SMALL, QUESTION, "--rule", "margin:delta=6", "--color"]) == 0
     colored = capsys.readouterr().out
     assert "\x1b[32m" in colored
     assert "\x1b[1;33m" in colored
-    assert main(["generate", QUESTION, "--rule", "margin:delta=6", "--no-color"]) == 0
+    assert main(["generate", *SMALL, QUESTION, "--rule", "margin:delta=6", "--no-color"]) == 0
     plain = capsys.readouterr().out
     assert "\x1b" not in plain
     assert re.sub(r"\x1b\[[0-9;]*m", "", colored) == plain
@@ -42,7 +43,7 @@ def test_generate_streams_text_and_colours_by_provenance(capsys):
 
 def test_generate_obeys_budget_stop_and_seed(capsys):
     def run(*extra):
-        assert main(["generate", QUESTION, "--json", *extra]) == 0
+        assert main(["generate", *SMALL, QUESTION, "--json", *extra]) == 0
         return json.loads(capsys.readouterr().out)
 
     assert run("--max-new-tokens", "5")["num_tokens"] == 5
@@ -56,7 +57,7 @@ def test_generate_obeys_budget_stop_and_seed(capsys):
 
 def test_bench_writes_results_records_and_figure_and_resumes(tmp_path, capsys):
     out = str(tmp_path / "run")
-    command = ["bench", "--arm", "top_k:k=4", "--arm", "fuzzy:threshold=0.2", "--limit", "3", "--out", out]
+    command = ["bench", *SMALL, "--arm", "top_k:k=4", "--arm", "fuzzy:threshold=0.2", "--limit", "3", "--out", out]
     assert main(command) == 0
     table = capsys.readouterr().out
     assert "top_k:k=4" in table
@@ -72,7 +73,7 @@ def test_bench_writes_results_records_and_figure_and_resumes(tmp_path, capsys):
     assert (tmp_path / "run" / "problems.jsonl").read_text() == lines
     assert main([*command[:-4], "--limit", "4", "--out", out]) == 1
     assert "another run, with limit = 3 instead of 4" in capsys.readouterr().err
-    assert main(["mine", "autojudge", "--limit", "1", "--out", out]) == 1
+    assert main(["mine", "autojudge", *SMALL, "--limit", "1", "--out", out]) == 1
     assert "holds a run of `reprieve bench`; name another folder" in capsys.readouterr().err
     assert "command: bench" in (tmp_path / "run" / "config.yaml").read_text()
 
@@ -80,7 +81,7 @@ def test_bench_writes_results_records_and_figure_and_resumes(tmp_path, capsys):
 def test_sweep_names_each_threshold_at_each_k(tmp_path):
     out = str(tmp_path / "run")
     arguments = ["--rule", "margin", "--thresholds", "1,4", "--num-draft-tokens", "4,8", "--limit", "2", "--out", out]
-    assert main(["sweep", *arguments]) == 0
+    assert main(["sweep", *SMALL, *arguments]) == 0
     specs = [arm["spec"] for arm in json.loads((tmp_path / "run" / "results.json").read_text())["arms"]]
     assert specs[2:] == [f"{rule}@K={k}" for k in (4, 8) for rule in ("lossless", "margin:delta=1", "margin:delta=4")]
 
@@ -151,7 +152,11 @@ def test_ctrl_c_keeps_what_is_done_and_exits_130(tmp_path):
         (["convert", "eagle3", "/nowhere", "--target", "x", "--out", "y"], 1, "'/nowhere' is neither a folder"),
         (["train", "eagle", "--steps", "0"], 2, "num_steps must be 1 or more, got 0"),
         (["train", "eagle", "--layers", "low"], 2, "argument --layers: must be a whole number, got 'low'"),
-        (["train", "eagle", "--layers", "2,4,99"], 2, "layers must be different ones in [0, 8], got (2, 4, 99)"),
+        (
+            ["train", "eagle", *SMALL, "--layers", "2,4,99"],
+            2,
+            "layers must be different ones in [0, 8], got (2, 4, 99)",
+        ),
         (["serve", "--timeout", "0"], 2, "timeout must be in (0, 1e+06], got 0.0"),
         (["serve", "--port", "99999"], 2, "port must be in [0, 65535], got 99999"),
         (["serve", "--rule", "margin", "--rule", "margin"], 2, "rule margin:delta=1 is offered twice"),
@@ -195,7 +200,7 @@ def test_rules_lists_every_rule_with_its_parameters(capsys):
 
 def test_calibrating_auditing_and_pruning_from_the_command_line(tmp_path, capsys):
     out = str(tmp_path / "lts")
-    command = ["calibrate", "lts", "--limit", "3", "--out", out]
+    command = ["calibrate", "lts", *SMALL, "--limit", "3", "--out", out]
     assert main([*command, "--bucket-by", "margin", "--buckets", "2"]) == 0
     told = capsys.readouterr().out
     assert "bucket 1" in told and f"--arm lts:path={out}" in told.replace("\n", "")
@@ -204,14 +209,14 @@ def test_calibrating_auditing_and_pruning_from_the_command_line(tmp_path, capsys
     assert "tau_delta" in constants and "bucket" not in constants
     report = tmp_path / "audit.json"
     rule = f"lts:path={out},theta=0.9"
-    assert main(["audit", rule, "top_k:k=2", "--calibration", out, "--limit", "2", "--out", str(report)]) == 0
+    assert main(["audit", *SMALL, rule, "top_k:k=2", "--calibration", out, "--limit", "2", "--out", str(report)]) == 0
     lts, top_k = json.loads(report.read_text())["audits"]
     assert lts["accepted"]["num"] > 50 and 0 <= lts["accepted"]["within_bound"] <= 1
     assert top_k["rescued"]["num"] > 0 and "within_tolerance" in top_k["rescued"]
     arms = ["--arm", f"{rule}@drafter=eagle3:top_k=2,prune=entropy", "--arm", "lossless@drafter=draft"]
     run = str(tmp_path / "run")
     asked = ["--limit", "2", "--temperature", "1", "--num-draft-tokens", "16", "--out", run]
-    assert main(["bench", "--drafter", "eagle3", *arms, *asked]) == 0
+    assert main(["bench", *SMALL, "--drafter", "eagle3", *arms, *asked]) == 0
     document = json.loads((tmp_path / "run" / "results.json").read_text())
     by_spec = {arm["spec"]: arm for arm in document["arms"]}
     assert list(by_spec)[-1] == "lossless@drafter=draft"
@@ -222,7 +227,7 @@ def test_calibrating_auditing_and_pruning_from_the_command_line(tmp_path, capsys
 def test_a_drafting_head_is_trained_kept_and_resumed(tmp_path, capsys):
     pytest.importorskip("speculators")
     out = tmp_path / "eagle"
-    command = ["train", "eagle", "--limit", "6", "--passes", "1", "--steps", "2", "--draft-vocab-size", "64",
+    command = ["train", "eagle", *SMALL, "--limit", "6", "--passes", "1", "--steps", "2", "--draft-vocab-size", "64",
                "--held-out", "0.2", "--out", str(out)]  # fmt: skip
     assert main(command) == 0
     assert f"eagle3:path={out / 'head'}" in capsys.readouterr().out.replace("\n", "")
@@ -231,7 +236,7 @@ def test_a_drafting_head_is_trained_kept_and_resumed(tmp_path, capsys):
     assert (out / "head" / "model.safetensors").read_bytes() == before, "nothing was left to do"
     assert json.loads((out / "head" / "training.json").read_text())["settings"]["draft_vocab_size"] == 64
     capsys.readouterr()
-    assert main(["generate", QUESTION, "--drafter", f"eagle3:path={out / 'head'}", "--json"]) == 0
+    assert main(["generate", *SMALL, QUESTION, "--drafter", f"eagle3:path={out / 'head'}", "--json"]) == 0
     drafted = json.loads(capsys.readouterr().out)["text"]
-    assert main(["generate", QUESTION, "--json"]) == 0
+    assert main(["generate", *SMALL, QUESTION, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["text"] == drafted

@@ -10,6 +10,7 @@ import pytest
 
 from reprieve.cli.main import main
 from reprieve.labelling.store import LabelStore
+from tests.kit.pairs import SMALL
 
 A, B, C, AB, BC, SPACE = range(1, 7)
 
@@ -17,7 +18,7 @@ A, B, C, AB, BC, SPACE = range(1, 7)
 @pytest.mark.slow
 def test_mine_show_train_and_decode_end_to_end(tmp_path, capsys):
     store, head = tmp_path / "labels", tmp_path / "head"
-    mine = ["mine", "autojudge", "--limit", "6", "--in-flight", "6", "--out", str(store)]
+    mine = ["mine", "autojudge", *SMALL, "--limit", "6", "--in-flight", "6", "--out", str(store)]
     assert main(mine) == 0
     assert "6 problems (0 without an answer)" in capsys.readouterr().out
     assert main(mine) == 0
@@ -31,9 +32,9 @@ def test_mine_show_train_and_decode_end_to_end(tmp_path, capsys):
     assert (tmp_path / "x.html").read_text().count("<h2>") == 2
     assert main(["labels", "stats", str(store)]) == 0
     assert "class of the target's token" in capsys.readouterr().out
-    assert main(["train", "judge", "--labels", str(store), "--held-out", "0.5", "--out", str(head)]) == 0
+    assert main(["train", "judge", *SMALL, "--labels", str(store), "--held-out", "0.5", "--out", str(head)]) == 0
     assert re.search(r"held-out ROC AUC 0\.\d+", capsys.readouterr().out)
-    bench = ["bench", "--arm", f"judge:path={head}", "--limit", "2", "--out", str(tmp_path / "bench")]
+    bench = ["bench", *SMALL, "--arm", f"judge:path={head}", "--limit", "2", "--out", str(tmp_path / "bench")]
     assert main(bench) == 0
     arms = {arm["rule"]: arm for arm in json.loads((tmp_path / "bench" / "results.json").read_text())["arms"]}
     assert arms["judge"]["num_rescued"] > 0
@@ -50,7 +51,7 @@ def test_mine_show_train_and_decode_end_to_end(tmp_path, capsys):
         str(tmp_path / "s"),
     ]
     assert main(sweep) == 0
-    assert main(["bench", "--arm", "judge:path=/nowhere", "--out", str(tmp_path / "b2")]) == 1
+    assert main(["bench", *SMALL, "--arm", "judge:path=/nowhere", "--out", str(tmp_path / "b2")]) == 1
     assert "neither a folder nor a hub id" in capsys.readouterr().err
 
 
@@ -83,11 +84,10 @@ def test_bad_options_are_refused_at_once(command, says, tmp_path, capsys):
 @pytest.mark.slow
 def test_pivot_end_to_end(tmp_path, capsys):
     store, head = tmp_path / "labels", tmp_path / "head"
-    mine = ["mine", "pivot", "--limit", "4", "--rollouts", "3", "--in-flight", "4"]
+    mine = ["mine", "pivot", *SMALL, "--limit", "4", "--rollouts", "3", "--in-flight", "4"]
     assert main([*mine, "--out", str(store)]) == 0
-    assert (
-        main(["train", "pivot", "--labels", str(store), "--epochs", "3", "--held-out", "0.5", "--out", str(head)]) == 0
-    )
+    train = ["train", "pivot", *SMALL, "--labels", str(store), "--epochs", "3", "--held-out", "0.5"]
+    assert main([*train, "--out", str(head)]) == 0
     sampling = ["--temperature", "0.6", "--top-p", "0.95", "--top-k", "20"]
     bench = [
         "bench",
@@ -100,14 +100,14 @@ def test_pivot_end_to_end(tmp_path, capsys):
         str(tmp_path / "b"),
     ]
     assert main(bench) == 0
-    assert main(["train", "pivot", "--labels", str(tmp_path / "none")]) == 1
+    assert main(["train", "pivot", *SMALL, "--labels", str(tmp_path / "none")]) == 1
     assert "is not a label store" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_state_arbiter_end_to_end(tmp_path, capsys):
     mined, store, head = tmp_path / "mined", tmp_path / "traces", tmp_path / "head"
-    assert main(["mine", "arbitration", "--limit", "4", "--num-draft-tokens", "8", "--out", str(mined)]) == 0
+    assert main(["mine", "arbitration", *SMALL, "--limit", "4", "--num-draft-tokens", "8", "--out", str(mined)]) == 0
     # The bundled draft is hardly ever better: let each third mismatch be so.
     copy = LabelStore(store, LabelStore(mined).manifest)
     for problem in LabelStore(mined).problems():
@@ -117,14 +117,15 @@ def test_state_arbiter_end_to_end(tmp_path, capsys):
             for n, item in utilities
         ]
         copy.append(dataclasses.replace(problem, mismatches=tuple(worth)))
-    train = ["train", "state-arbiter", "--labels", str(store), "--grid", "0.01", "--held-out", "0.4"]
+    train = ["train", "state-arbiter", *SMALL, "--labels", str(store), "--grid", "0.01", "--held-out", "0.4"]
     assert main([*train, "--out", str(head)]) == 0
     said = capsys.readouterr().out
     assert "the draft's side worse in" in said and "the draft's side better in" in said
-    assert main(["bench", "--arm", f"state_arbiter:path={head}", "--limit", "1", "--out", str(tmp_path / "b")]) == 0
+    bench = ["bench", *SMALL, "--arm", f"state_arbiter:path={head}", "--limit", "1"]
+    assert main([*bench, "--out", str(tmp_path / "b")]) == 0
     judged = tmp_path / "judged"
-    assert main(["mine", "autojudge", "--limit", "4", "--out", str(judged)]) == 0
-    assert main(["train", "state-arbiter", "--labels", str(judged), "--out", str(tmp_path / "no")]) == 2
+    assert main(["mine", "autojudge", *SMALL, "--limit", "4", "--out", str(judged)]) == 0
+    assert main(["train", "state-arbiter", *SMALL, "--labels", str(judged), "--out", str(tmp_path / "no")]) == 2
     assert "labels must say what both sides of a mismatch are worth" in capsys.readouterr().err
 
 
@@ -136,8 +137,9 @@ def test_annotated_labels_train_a_head(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     store = tmp_path / "store"
-    assert main(["labels", "import", str(path), "--out", str(store)]) == 0
-    assert main(["train", "judge", "--labels", str(store), "--held-out", "0.3", "--out", str(tmp_path / "h")]) == 0
+    assert main(["labels", "import", str(path), *SMALL, "--out", str(store)]) == 0
+    train = ["train", "judge", *SMALL, "--labels", str(store), "--held-out", "0.3"]
+    assert main([*train, "--out", str(tmp_path / "h")]) == 0
 
 
 @pytest.mark.slow
@@ -145,7 +147,7 @@ def test_annotated_labels_train_a_head(tmp_path):
 def test_workers_share_one_store(tmp_path, capsys, workers):
     """Two workers, of a local cluster or just processes, label what one process labels."""
     ray = pytest.importorskip("ray")
-    mine = ["mine", "autojudge", "--limit", "4", "--in-flight", "2", "--max-new-tokens", "64"]
+    mine = ["mine", "autojudge", *SMALL, "--limit", "4", "--in-flight", "2", "--max-new-tokens", "64"]
     assert main([*mine, "--workers", workers, "--out", str(tmp_path / "two")]) == 0
     ray.shutdown()
     assert "mined now: 4" in capsys.readouterr().out

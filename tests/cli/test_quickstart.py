@@ -8,6 +8,7 @@ import pytest
 from reprieve.cli.main import main
 from reprieve.cli.stages import Stages
 from reprieve.tasks import load_task
+from tests.kit.pairs import SMALL
 
 
 @pytest.fixture
@@ -24,11 +25,12 @@ FLAGS = ["--grader", "number", "--prompt-template", "t.txt", "--max-new-tokens",
 
 
 def test_it_looks_first(data, capsys):
-    assert main(["quickstart", "--data", str(data), *FLAGS, "--look"]) == 0
+    assert main(["quickstart", *SMALL, "--data", str(data), *FLAGS, "--look"]) == 0
     said = capsys.readouterr()
     assert "train" in said.out and "prompts: raw prompts" in said.out and "were right" in said.out
     assert "plan: mine" in said.out and "calibration problems prove little" in said.err
-    assert main(["quickstart", "--data", str(data), "--grader", "number", "--prompt-template", "t.txt", "--look"]) == 0
+    plain = ["--data", str(data), "--grader", "number", "--prompt-template", "t.txt"]
+    assert main(["quickstart", *SMALL, *plain, "--look"]) == 0
     assert "the models read no more" in capsys.readouterr().err
 
 
@@ -44,14 +46,14 @@ def test_it_looks_first(data, capsys):
     ],
 )
 def test_what_cannot_be_is_refused(data, capsys, given, said):
-    assert main(["quickstart", *given]) in (1, 2)
+    assert main(["quickstart", *SMALL, *given]) in (1, 2)
     assert said in capsys.readouterr().err
 
 
 def test_a_field_without_an_answer_is_named(data, capsys):
     rows = data.read_text().splitlines()
     data.write_text("\n".join([*rows[:2], '{"question": "How many?", "answer": "some words"}']) + "\n")
-    assert main(["quickstart", "--data", str(data), *FLAGS]) == 1
+    assert main(["quickstart", *SMALL, "--data", str(data), *FLAGS]) == 1
     assert "line 3: grader number finds no answer in field 'answer', got 'some words'" in capsys.readouterr().err
 
 
@@ -63,7 +65,7 @@ def test_it_goes_from_a_file_to_a_certificate_and_goes_on_where_it_was_stopped(d
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     small = ["--mine-limit", "10", "--certify-limit", "10", "--max-drop", "0.9", "--workers", "1"]
-    whole = ["quickstart", "--data", str(data), *FLAGS, *small, "--out", "whole"]
+    whole = ["quickstart", *SMALL, "--data", str(data), *FLAGS, *small, "--out", "whole"]
     assert main(whole) == 0
     said = capsys.readouterr().out
     assert "loses less than 90 points" in said and "reprieve serve" in said and "--engine vllm" in said

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from reprieve.bundles import ARITHMETIC
 from reprieve.cli.main import main
 from reprieve.errors import EngineError, SpecError
 from reprieve.evaluation.arms import make_arms
@@ -20,6 +21,7 @@ from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings, SamplingSettings
 from reprieve.tasks import load_task
 from reprieve.tasks.asking import ask
+from tests.kit.pairs import SMALL
 from tests.kit.servers import PairServer
 
 RULES = ("judge:path=reprieve/arithmetic-judge,threshold=0.02", "top_k:k=2")
@@ -35,7 +37,7 @@ def task(bundled_pair):
 def engine_of(*servers, **more):
     urls = ";".join(server.url for server in servers)
     given = "".join(f",{name}={value}" for name, value in more.items())
-    return make_engine(EngineSettings(f'openai:url="{urls}"{given}'), PairSettings(dtype="float32"))
+    return make_engine(EngineSettings(f'openai:url="{urls}"{given}'), PairSettings(ARITHMETIC.name, dtype="float32"))
 
 
 def arms_of(*specs, k=8):
@@ -153,8 +155,19 @@ def test_speed_under_load_is_of_servers(capsys):
 
 def test_a_certificate_says_which_engine_and_its_noise(bundled_pair, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    certify = ["certify", "--rule", "judge", "--thresholds", "0.02", "--max-drop", "0.3", "--num-draft-tokens", "8"]
-    certify += ["--limit", "20", "--held-out-limit", "10", "--dtype", "float32", "--out", "c"]
+    certify = ["certify", *SMALL, "--rule", "judge", "--thresholds", "0.02", "--max-drop", "0.3"]
+    certify += [
+        "--num-draft-tokens",
+        "8",
+        "--limit",
+        "20",
+        "--held-out-limit",
+        "10",
+        "--dtype",
+        "float32",
+        "--out",
+        "c",
+    ]
     with PairServer(bundled_pair, RULES) as server:
         assert main([*certify, "--engine", f"openai:url={server.url}"]) in (0, 1), capsys.readouterr().err
     said = capsys.readouterr().out
@@ -167,7 +180,8 @@ def test_a_certificate_says_which_engine_and_its_noise(bundled_pair, tmp_path, c
 
 
 def test_monitoring_asks_the_server_twice(bundled_pair, capsys):
-    monitor = ["monitor", "--rule", "judge:threshold=0.04", "--limit", "4", "--share", "1", "--num-draft-tokens", "8"]
+    monitor = ["monitor", *SMALL, "--rule", "judge:threshold=0.04", "--share", "1"]
+    monitor += ["--limit", "4", "--num-draft-tokens", "8"]
     with PairServer(bundled_pair, RULES) as server:
         assert main([*monitor, "--dtype", "float32", "--engine", f"openai:url={server.url}"]) == 0
     assert "final: 4 of 4 requests checked" in capsys.readouterr().out

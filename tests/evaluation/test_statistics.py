@@ -59,7 +59,7 @@ def test_random_allocation_is_at_the_arms_speed():
     def row(correct, seconds):
         return [[ProblemRecord("a", "p", correct, None, 10, 1, 0, 0, 0, seconds, "eos", "")]]
 
-    # Of two models, right and slow or wrong and fast, a third of the problems to the fast one makes 1.5 times the speed.
+    # One is right and slow, the other wrong and fast: a third of the problems to it makes 1.5 times the speed.
     target, draft, arm = row(True, 10.0) * 90, row(False, 0.0) * 90, row(True, 20 / 3) * 90
     difference, low, high = _against_allocation("arm", {TARGET_ONLY: target, DRAFT_ONLY: draft, "arm": arm})
     assert difference == pytest.approx(1 / 3) and low <= difference <= high

@@ -8,10 +8,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
 
+from reprieve.bundles import ARITHMETIC
 from reprieve.heads.certificates import portable_spec
 from reprieve.serving.menu import Menu
 from reprieve.serving.policy import STRICT, RequestError
-from reprieve.settings import BUNDLED_PAIR, SamplingParams
+from reprieve.settings import SamplingParams
 
 
 class PairServer:
@@ -24,7 +25,7 @@ class PairServer:
 
     def __init__(self, pair, rules=(), *, k=8, dies_after=None, version="0.32.0"):
         self.pair, self.k, self.version = pair, k, version
-        self.menu = Menu.load({"rules": [{"rule": rule} for rule in rules]}, target=BUNDLED_PAIR) if rules else None
+        self.menu = Menu.load({"rules": [{"rule": rule} for rule in rules]}, target=ARITHMETIC.name) if rules else None
         self.requests = []
         self.dies_after = dies_after
         self.lock = threading.Lock()

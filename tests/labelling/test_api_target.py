@@ -60,8 +60,9 @@ def test_a_target_behind_an_api_gives_the_labels_it_gives_locally(prompts, monke
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    local = build(AutoJudgeMining(limit=1))
-    served = build(AutoJudgeMining(limit=1, pair=PairSettings("big", BUNDLED), api_url=url, api_prompts=prompts))
+    local = build(AutoJudgeMining(limit=1, task="arithmetic", pair=PairSettings(BUNDLED)))
+    big = PairSettings("big", BUNDLED)
+    served = build(AutoJudgeMining(limit=1, task="arithmetic", pair=big, api_url=url, api_prompts=prompts))
     try:
         ours = asyncio.run(local.miner.mine(local.problems[0]))
         theirs = asyncio.run(served.miner.mine(served.problems[0]))

@@ -19,9 +19,10 @@ from reprieve.labelling.settings import AutoJudgeMining, PivotMining, TraceMinin
 from reprieve.labelling.store import LabelStore
 from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings, PromptSettings, SamplingSettings
+from tests.kit.pairs import SMALL
 from tests.kit.servers import PairServer
 
-PAIR = PairSettings(dtype="float32")
+PAIR = PairSettings(ARITHMETIC.name, dtype="float32")
 
 
 def mined(settings, folder):
@@ -32,12 +33,16 @@ def mined(settings, folder):
     return bench, [dataclasses.replace(problem, seconds=0.0) for problem in store.problems()]
 
 
+def small(limit):
+    return {"task": "arithmetic", "pair": PAIR, "limit": limit}
+
+
 def on(server):
     return EngineSettings(f"openai:url={server.url}")
 
 
 def test_labels_are_those_of_the_local_engine(bundled_pair, tmp_path):
-    settings = AutoJudgeMining(limit=2, pair=PAIR)
+    settings = AutoJudgeMining(limit=2, task="arithmetic", pair=PAIR)
     _, ours = mined(settings, tmp_path / "local")
     with PairServer(bundled_pair) as server:
         bench, theirs = mined(dataclasses.replace(settings, answering=on(server)), tmp_path / "served")
@@ -50,7 +55,7 @@ def test_labels_are_those_of_the_local_engine(bundled_pair, tmp_path):
 def test_all_rollouts_of_a_place_are_one_request(bundled_pair, tmp_path):
     sampling = SamplingSettings(temperature=0.6, top_p=0.95, top_k=20)
     with PairServer(bundled_pair) as server:
-        settings = PivotMining(limit=1, pair=PAIR, num_rollouts=3, sampling=sampling, answering=on(server))
+        settings = PivotMining(num_rollouts=3, sampling=sampling, **small(1), answering=on(server))
         _, [problem] = mined(settings, tmp_path)
     rollouts = [request for request in server.requests if "prompt_logprobs" not in request]
     assert {request["n"] for request in rollouts} == {3} and rollouts[0]["temperature"] == 0.6
@@ -60,7 +65,7 @@ def test_all_rollouts_of_a_place_are_one_request(bundled_pair, tmp_path):
 def test_what_walks_locally_walks_on_servers_without_the_targets_weights(bundled_pair, tmp_path):
     """The same drafted tokens are rejected, and the same drawn in their place."""
     sampling = SamplingSettings(temperature=0.6, top_p=0.95, top_k=20)
-    settings = PivotMining(limit=2, pair=PAIR, num_rollouts=1, alpha=0.0, sampling=sampling)  # nothing is a pivot
+    settings = PivotMining(num_rollouts=1, alpha=0.0, sampling=sampling, **small(2))  # nothing is a pivot
     _, ours = mined(settings, tmp_path / "local")
     with PairServer(bundled_pair) as server:
         bench, theirs = mined(dataclasses.replace(settings, answering=on(server)), tmp_path / "served")
@@ -98,7 +103,7 @@ def test_texts_end_and_are_put_as_the_targets_files_say(tmp_path):
 
 
 def test_a_server_that_dies_during_a_walk_loses_no_labels(bundled_pair, tmp_path):
-    settings = TraceMining(limit=3, pair=PAIR, num_draft_tokens=4, num_in_flight=1)
+    settings = TraceMining(limit=3, task="arithmetic", pair=PAIR, num_draft_tokens=4, num_in_flight=1)
     with PairServer(bundled_pair, dies_after=60) as server:
         bench = build(dataclasses.replace(settings, answering=on(server)))
         store = LabelStore(tmp_path, bench.manifest)
@@ -120,7 +125,7 @@ from reprieve.labelling.settings import TraceMining
 from reprieve.labelling.store import LabelStore
 from reprieve.servers.settings import EngineSettings
 engine = EngineSettings(f"openai:url={sys.argv[1]}")
-bench = build(TraceMining(limit=64, pair=PAIR, num_draft_tokens=4, answering=engine))
+bench = build(TraceMining(limit=64, task="arithmetic", pair=PAIR, num_draft_tokens=4, answering=engine))
 store = LabelStore(Path(sys.argv[2]), bench.manifest)
 threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGINT)).start()
 assert mine_problems(bench.miner, bench.problems, store, num_in_flight=64).interrupted
@@ -148,7 +153,7 @@ def test_more_candidates_than_servers_tell_of_are_refused(kind, top_k):
 
 
 def test_traces_send_their_branches(bundled_pair, tmp_path):
-    settings = TraceMining(limit=2, pair=PAIR, num_draft_tokens=4)
+    settings = TraceMining(limit=2, task="arithmetic", pair=PAIR, num_draft_tokens=4)
     _, ours = mined(settings, tmp_path / "local")
     with PairServer(bundled_pair) as server:
         _, theirs = mined(dataclasses.replace(settings, answering=on(server)), tmp_path / "served")
@@ -156,9 +161,10 @@ def test_traces_send_their_branches(bundled_pair, tmp_path):
 
 
 def test_a_server_that_dies_loses_no_labels(bundled_pair, tmp_path, capsys):
-    mine = ["mine", "autojudge", "--limit", "3", "--in-flight", "1", "--dtype", "float32", "--out", str(tmp_path)]
+    mine = ["mine", "autojudge", *SMALL, "--limit", "3", "--in-flight", "1", "--dtype", "float32"]
+    mine += ["--out", str(tmp_path)]
     with PairServer(bundled_pair) as server:
-        build_one = build(AutoJudgeMining(limit=1, pair=PAIR, answering=on(server)))
+        build_one = build(AutoJudgeMining(limit=1, task="arithmetic", pair=PAIR, answering=on(server)))
         mine_problems(build_one.miner, build_one.problems, LabelStore(tmp_path, build_one.manifest))
         per_problem = len(server.requests)
     with PairServer(bundled_pair, dies_after=2) as server:
@@ -190,4 +196,8 @@ def test_workers_are_of_the_local_engine(capsys):
 
 def test_a_dead_server_is_an_error_at_once():
     with pytest.raises(EngineError, match="does not answer"):
-        build(AutoJudgeMining(limit=1, pair=PAIR, answering=EngineSettings("openai:url=http://127.0.0.1:9")))
+        build(
+            AutoJudgeMining(
+                limit=1, task="arithmetic", pair=PAIR, answering=EngineSettings("openai:url=http://127.0.0.1:9")
+            )
+        )

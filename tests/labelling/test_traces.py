@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 
+from reprieve.bundles import ARITHMETIC
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.heads.settings import ArbiterShape
@@ -16,7 +17,7 @@ from reprieve.labelling.settings import TraceMining
 from reprieve.labelling.store import LabelStore
 from reprieve.labelling.traces import LABELS_VERSION, PairScorer, soft_label
 from reprieve.models import CachedModel
-from reprieve.settings import SamplingSettings
+from reprieve.settings import PairSettings, SamplingSettings
 from reprieve.tasks import load_task
 from reprieve.training.arbiter_warm_up import untrained
 from reprieve.training.rollouts import RolloutJob, RolloutMaker, RolloutSettings
@@ -94,7 +95,9 @@ def test_sampled_rollouts_repeat_and_a_cap_leaves_the_rest_unlabelled(pair):
 
 def test_the_draft_has_its_own_temperature_in_traces_and_rollouts(bundled_pair):
     sampling = SamplingSettings(temperature=1.0, draft_temperature=0.0)
-    bench = build(TraceMining(limit=1, num_draft_tokens=6, max_mismatches=1, num_rollouts=1, sampling=sampling))
+    settings = TraceMining(limit=1, task="arithmetic", pair=PairSettings(ARITHMETIC.name), num_draft_tokens=6,
+                           max_mismatches=1, num_rollouts=1, sampling=sampling)  # fmt: skip
+    bench = build(settings)
     assert bench.manifest["draft_temperature"] == 0.0
     found = asyncio.run(bench.miner.mine(bench.problems[0]))
     asked = [((*found.prompt_ids, *found.response_ids[: r.start]), r.draft_ids, r.target_ids) for r in found.rounds]

@@ -1,11 +1,12 @@
 """Targets that accelerate places."""
 
+from reprieve.bundles import ARITHMETIC
 from reprieve.engine import SamplingParams, load_pair
 
 
 def test_a_device_map_answers_as_one_device_does():
     made = [
-        load_pair(dtype="float32", device="cpu", device_map=given)
+        load_pair(ARITHMETIC.name, dtype="float32", device="cpu", device_map=given)
         .decoder("lossless")
         .generate(
             "Question: Tom has 3 pens. He buys 4 more pens. How many pens does Tom have now?\nAnswer:",

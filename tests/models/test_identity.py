@@ -5,6 +5,7 @@ import torch
 import transformers
 from torch import nn
 
+from reprieve.bundles import ARITHMETIC
 from reprieve.engine import load_pair
 from reprieve.errors import PairError, ReprieveError
 from reprieve.models.identity import stored_fingerprint, stored_identity
@@ -14,7 +15,7 @@ from tests.kit.chats import save_chat_pair
 
 
 def test_the_bundled_pair_is_known_by_its_files(bundled_pair):
-    identity, tokenizer, dtype = stored_identity(PairSettings())
+    identity, tokenizer, dtype = stored_identity(PairSettings(ARITHMETIC.name))
     assert identity == bundled_pair.identity
     assert len(tokenizer) == len(bundled_pair.tokenizer) and dtype == "float32"
 

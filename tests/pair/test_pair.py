@@ -248,7 +248,7 @@ def test_a_training_may_start_from_the_arithmetic_pair(tokenizer):
     mixture = Mixture(Style(), ARITHMETIC)
     recipe = Recipe(2, 192, 512, 6, num_tokens=1, learning_rate=1.0, mixture=mixture, start="draft")
     model = build_model(recipe, tokenizer)
-    older = reprieve.load_pair(dtype="float32")
+    older = reprieve.load_pair("reprieve/arithmetic-pair", dtype="float32")
     assert torch.equal(model.model.layers[1].mlp.up_proj.weight, older.draft.model.layers[1].mlp.up_proj.weight)
     mine = model.model.embed_tokens.weight[tokenizer.encode("7")[0]]
     assert torch.equal(mine, older.draft.model.embed_tokens.weight[older.tokenizer.encode("7")[0]])

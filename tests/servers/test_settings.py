@@ -4,19 +4,20 @@ import json
 
 import pytest
 
+from reprieve.bundles import ARITHMETIC
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.heads.loading import attach_heads
 from reprieve.rules import parse_rule
 from reprieve.servers.deploying import DRAFT, PAIR, TARGET, Slot, VllmDeployer, fields_of
 from reprieve.servers.settings import EngineSettings, OpenAISettings, RaySettings, VllmSettings
 from reprieve.servers.vllm import Deployment, start_vllm
-from reprieve.settings import BUNDLED_PAIR, PairSettings
+from reprieve.settings import PairSettings
 
 JUDGE = "judge:path=reprieve/arithmetic-judge,threshold="
 
 
 def rule(spec):
-    return attach_heads(parse_rule(spec), BUNDLED_PAIR)
+    return attach_heads(parse_rule(spec), ARITHMETIC.name)
 
 
 def test_engines_are_named_and_set():
@@ -76,7 +77,9 @@ def test_prompts_are_read_whole_where_vllm_would_die_of_pieces(tmp_path, monkeyp
 
 
 def test_vllm_is_told_what_the_slot_says(tmp_path):
-    deployer = VllmDeployer(VllmSettings(max_model_len=512, arguments="--seed 3"), PairSettings(), "float32")
+    deployer = VllmDeployer(
+        VllmSettings(max_model_len=512, arguments="--seed 3"), PairSettings(ARITHMETIC.name), "float32"
+    )
     slot = Slot(PAIR, 4, "draft")
     slot.add(rule("fuzzy:threshold=0.1"))
     made = deployer.deployment(slot)
@@ -105,7 +108,7 @@ def test_vllm_is_told_what_the_slot_says(tmp_path):
     ],
 )
 def test_what_vllm_has_not_is_said_before(slot, spec, said):
-    deployer = VllmDeployer(VllmSettings(), PairSettings(), "float32")
+    deployer = VllmDeployer(VllmSettings(), PairSettings(ARITHMETIC.name), "float32")
     reason = deployer.refusal(slot, rule(spec))
     assert said in reason if said else reason == ""
 
@@ -118,6 +121,6 @@ def test_a_pair_without_a_draft_has_no_draft_alone():
 
 def test_without_vllm_the_way_to_it_is_said(monkeypatch):
     monkeypatch.setattr("reprieve.servers.vllm.find_spec", lambda name: None)
-    deployer = VllmDeployer(VllmSettings(), PairSettings(), "float32")
+    deployer = VllmDeployer(VllmSettings(), PairSettings(ARITHMETIC.name), "float32")
     with pytest.raises(ReprieveError, match="needs vLLM in this environment"):
         start_vllm(deployer.deployment(Slot(TARGET)), deployer.settings)

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from reprieve.bundles import ARITHMETIC
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.rules import RULES, parse_rule
 from reprieve.serving.menu import Menu, stops
 from reprieve.serving.policy import Policy, RequestError
-from reprieve.settings import BUNDLED_PAIR
 from tests.kit.tiny import random_head
 
 JUDGE = "judge:path=reprieve/arithmetic-judge,threshold=0.1"
@@ -181,7 +181,7 @@ def test_every_rule_has_a_slider_from_strict_to_lenient(name, tmp_path):
     if name == "state_arbiter":  # the bundled pair has none
         random_head(name).save_pretrained(tmp_path)
         spec = f"{name}:path={tmp_path}"
-    policy = Policy.load(spec, target=BUNDLED_PAIR)
+    policy = Policy.load(spec, target=ARITHMETIC.name)
     found = stops(policy)
     if name == "lossless":
         assert found == []
@@ -189,7 +189,7 @@ def test_every_rule_has_a_slider_from_strict_to_lenient(name, tmp_path):
     looseness = [policy.rule.with_dial(value).looseness for value in found]
     assert looseness == sorted(looseness) and len(found) > 3
     if policy.rule.dial_value is not None:
-        assert stops(Policy.load({"rule": spec, "max_threshold": found[-1]}, target=BUNDLED_PAIR)) == found
+        assert stops(Policy.load({"rule": spec, "max_threshold": found[-1]}, target=ARITHMETIC.name)) == found
 
 
 def test_looseness_orders_the_budget_rules_by_their_budget():

@@ -13,7 +13,6 @@ from vllm import LLM
 from reprieve.bundles import ARITHMETIC
 from reprieve.serving.menu import Menu
 from reprieve.serving.vllm_plugin import startup
-from reprieve.settings import BUNDLED_PAIR
 
 K = 8
 _ALIVE = []  # an engine that is dropped takes the process group of the others with it
@@ -57,7 +56,7 @@ def rules_of(llm):
 def use_rule(llm, source):
     """Exchange the rule of a running engine; start it with one that reads all inputs (fuzzy)."""
     worker = worker_of(llm)
-    rules = startup.worker_rules(Menu.load(source, target=BUNDLED_PAIR), worker)
+    rules = startup.worker_rules(Menu.load(source, target=ARITHMETIC.name), worker)
     worker.model_runner.reprieve.rules = rules
     return rules
 
@@ -65,7 +64,7 @@ def use_rule(llm, source):
 def local_decoder(spec):
     from reprieve.engine import load_pair
 
-    return load_pair().decoder(spec, num_draft_tokens=K)
+    return load_pair(ARITHMETIC.name).decoder(spec, num_draft_tokens=K)
 
 
 def texts(outputs):

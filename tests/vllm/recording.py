@@ -5,6 +5,7 @@ from functools import cache
 import torch
 
 import reprieve.engine.decoder as engine
+from reprieve.bundles import ARITHMETIC
 from reprieve.engine import SpeculativeDecoder, load_pair
 
 RULES = [
@@ -59,4 +60,4 @@ class Recorder:
 
 @cache
 def embedding():
-    return load_pair().target.get_input_embeddings()
+    return load_pair(ARITHMETIC.name).target.get_input_embeddings()

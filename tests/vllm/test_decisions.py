@@ -6,12 +6,12 @@ import pytest
 import torch
 from vllm.v1.sample import rejection_sampler as module
 
+from reprieve.bundles import ARITHMETIC
 from reprieve.engine import SamplingParams
 from reprieve.serving.menu import Menu
 from reprieve.serving.vllm_plugin import v1_sampler as sampler
 from reprieve.serving.vllm_plugin.rounds import WorkerRules
 from reprieve.serving.vllm_plugin.v1_runner import RunnerHooks
-from reprieve.settings import BUNDLED_PAIR
 from tests.vllm import cpu_kernels
 from tests.vllm.conftest import local_decoder
 from tests.vllm.recording import RULES, Recorder, embedding
@@ -37,7 +37,7 @@ def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypa
     for number, problem in enumerate(problems[:NUM_ANSWERS]):
         recorder.rounds.append([])
         decoder.generate(problem.prompt, SamplingParams(max_new_tokens=56, temperature=temperature, seed=number))
-    menu = Menu.load(spec, target=BUNDLED_PAIR)
+    menu = Menu.load(spec, target=ARITHMETIC.name)
     rules = WorkerRules(menu.change(lambda policy: policy.with_rule(decoder.rule)))
     rescued = decided = 0
     for number in range(NUM_ROUNDS):

@@ -3,6 +3,7 @@
 import pytest
 from vllm import SamplingParams
 
+from reprieve.bundles import ARITHMETIC
 from reprieve.drafters import DRAFTERS
 from reprieve.drafters.length import FixedLength
 from reprieve.engine import SamplingParams as LocalParams
@@ -77,7 +78,7 @@ def test_the_bundled_head_is_accepted_as_often_as_by_the_local_engine(problems):
     served = make_llm("lossless", method="eagle3", model=str(folder), num_speculative_tokens=depth)
     prompts = [problem.prompt for problem in problems[:8]]
     outputs = served.generate(prompts, SamplingParams(temperature=0, max_tokens=200), use_tqdm=False)
-    pair = load_pair(dtype="float32")
+    pair = load_pair(ARITHMETIC.name, dtype="float32")
     drafter = DRAFTERS.make(f"eagle3:top_k=1,depth={depth}").build(pair, parse_rule("lossless"), FixedLength(16))
     decoder = SpeculativeDecoder(pair.cached_target(drafter.target_layers), drafter, pair.tokenizer)
     theirs = ours = 0.0

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from reprieve.bundles import ARITHMETIC
 from reprieve.errors import EngineError
 from reprieve.evaluation.arms import make_arms
 from reprieve.evaluation.config import RunConfig
@@ -33,7 +34,7 @@ from tests.vllm.runner import V2
 
 pytestmark = pytest.mark.skipif(V2, reason="these start servers; V2's interpreter is too slow for whole runs")
 SMALL = "max_model_len=512,max_num_seqs=16"
-PAIR = PairSettings(dtype="float32")
+PAIR = PairSettings(ARITHMETIC.name, dtype="float32")
 VLLM = EngineSettings(f"vllm:{SMALL}")
 
 
@@ -117,7 +118,7 @@ def mined(settings, folder, *, in_flight, progress=lambda done, total: None):
 
 
 def test_a_killed_server_in_a_mine_loses_nothing(tmp_path):
-    settings = AutoJudgeMining(limit=5, pair=PAIR, answering=VLLM)
+    settings = AutoJudgeMining(limit=5, task="arithmetic", pair=PAIR, answering=VLLM)
     with pytest.raises(EngineError, match="labelled problems are kept, run again to go on"):
         mined(settings, tmp_path, in_flight=2, progress=lambda done, total: kill_servers())
     before = LabelStore(tmp_path).problems()
@@ -130,9 +131,9 @@ def test_a_killed_server_in_a_mine_loses_nothing(tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        TraceMining(limit=3, pair=PAIR, num_draft_tokens=8),
+        TraceMining(limit=3, task="arithmetic", pair=PAIR, num_draft_tokens=8),
         # Nothing is a pivot, whatever the rollouts come to, which servers draw otherwise: the walk goes its way.
-        PivotMining(limit=3, pair=PAIR, num_rollouts=2, alpha=0.0),
+        PivotMining(limit=3, task="arithmetic", pair=PAIR, num_rollouts=2, alpha=0.0),
     ],
     ids=lambda settings: settings.miner,
 )

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from reprieve.bundles import ARITHMETIC
 from reprieve.engine import SamplingParams
 from reprieve.serving.menu import Menu
 from reprieve.serving.vllm_plugin.rounds import WorkerRules
-from reprieve.settings import BUNDLED_PAIR
 from tests.vllm import cpu_kernels
 from tests.vllm.conftest import local_decoder
 from tests.vllm.recording import RULES, Recorder, embedding
@@ -148,7 +148,7 @@ def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypa
     for number, problem in enumerate(problems[:NUM_ANSWERS]):
         recorder.rounds.append([])
         decoder.generate(problem.prompt, SamplingParams(max_new_tokens=40, temperature=temperature, seed=number))
-    menu = Menu.load(spec, target=BUNDLED_PAIR)
+    menu = Menu.load(spec, target=ARITHMETIC.name)
     rules = WorkerRules(menu.change(lambda policy: policy.with_rule(decoder.rule)))
     rescued = 0
     for number in range(NUM_ROUNDS):

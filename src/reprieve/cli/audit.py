@@ -30,7 +30,7 @@ class Audit(Command):
         calibration: Bounds to hold other rules against; an lts rule has its own.
         drafter: draft, ngram, or eagle3:path=FOLDER.
         num_draft_tokens: K: deepest drafted token.
-        task: Task of the problems.
+        task: Task of the problems. Default: that of the bundled pair.
         split: Split. Default: test if there is one.
         limit: Number of problems.
         offset: First problem of the split.
@@ -100,7 +100,7 @@ class AuditArbitration(Command):
         arbiter: Folder or hub id. Default: the bundled pair's.
         lambda_: Default: the arbiter's own.
         num_draft_tokens: K. Default: the arbiter's own.
-        task: Task of the problems.
+        task: Task of the problems. Default: that of the bundled pair.
         split: Split. Default: test if there is one.
         limit: Number of problems.
         offset: First problem of the split.

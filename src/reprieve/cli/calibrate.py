@@ -21,7 +21,7 @@ class CalibrateLts(Command):
     """Measure the bound's constants on the target's own answers (ARC-Decode, Algorithm 1).
 
     Args:
-        task: Task of the prompts.
+        task: Task of the prompts. Default: that of the bundled pair.
         split: Split the prompts come from. Default: validation if there is one.
         limit: Number of prompts; the paper uses 200.
         offset: First prompt of the split.

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from reprieve.bundles import bundle_of
 from reprieve.errors import ReprieveError, SpecError, require_choice
 from reprieve.files import read_file
-from reprieve.settings import read_draft_tokens
+from reprieve.settings import BUNDLED_TASK, read_draft_tokens
 
 T = TypeVar("T")
 CONFIG = "config.yaml"  # in a run's folder
@@ -144,6 +145,9 @@ def parse(kind: type[T], arguments: Sequence[str], *, command: str) -> T:
     values = {**(_from_file(path, flags, command) if path is not None else {}), **given}
     if presets := getattr(kind, "presets", None):
         values = {**_preset(presets, values.get("preset", flags["preset"].default)), **values}
+    bundle = bundle_of(values.get("target"))
+    if bundle is not None and "task" in flags and flags["task"].default == BUNDLED_TASK:
+        values.setdefault("task", bundle.task)
     missing = [
         flag.option if not flag.positional else flag.key
         for flag in flags.values()

@@ -99,7 +99,7 @@ class ImportLabels(Command):
 
     Args:
         annotations: JSONL: prompt, response, wrong = [[start, end], ...].
-        task: Name of the task the responses are of.
+        task: Name of the task the responses are of. Default: that of the bundled pair.
         out: New label store.
     """
 

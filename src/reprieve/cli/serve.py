@@ -6,14 +6,12 @@ import dataclasses
 import os
 from dataclasses import dataclass, field
 
-from reprieve.bundles import DEFAULT
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.errors import import_extra
 from reprieve.serving.settings import LOOPBACK, ServerSettings
 from reprieve.settings import PairSettings
 
-BUNDLED_RULES = ("judge:threshold=0.04", "pivot", "margin:delta=2", "top_k:k=2", "typical", "fuzzy:threshold=0.1")
 KEY = "REPRIEVE_API_KEY"
 
 
@@ -23,7 +21,7 @@ class Serve(Command):
 
     Args:
         rule: A rule on offer: a specification, or a JSON file that also names levels and a cap. The first is what a
-            request gets that asks for none. Repeatable. Default: six rules of the bundled pair.
+            request gets that asks for none. Repeatable. Default: several of a bundled pair, else margin:delta=1.
     """
 
     verb = "serve"
@@ -37,7 +35,7 @@ class Serve(Command):
             import_extra(module, "serve")
         from reprieve.serving.policy import Policy
 
-        usual = BUNDLED_RULES if self.pair.bundle == DEFAULT else ("margin:delta=1",)
+        usual = ("margin:delta=1",) if self.pair.bundle is None else self.pair.bundle.menu
         policies = [Policy.load(source, target=self.pair.target) for source in self.rule or usual]
         settings = dataclasses.replace(
             self.settings,

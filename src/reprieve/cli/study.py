@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from reprieve.bundles import DEFAULT
 from reprieve.cli.command import Command
 from reprieve.cli.stages import Stage, StageFailed, Stages, engine_flags, pair_flags, prompt_flags
 from reprieve.files import read_json
@@ -15,8 +15,7 @@ from reprieve.settings import AUTO, BUNDLED_TASK, NumDraftTokens, PairSettings, 
 
 CONTROLS = ("direct:top_k:k=2", "direct:margin:delta=2")
 CERTIFIED = {"margin": "2"}
-BUNDLED_CERTIFIED = {"judge": "0.02,0.04"}
-# The bundled task's first thousand calibration problems chose these thresholds and the bound
+# A bundled task's first thousand calibration problems chose the thresholds and the bound
 # (docs/guides/evidence.md), so that certificates rest on the next.
 BUNDLED_OFFSET = 1000
 
@@ -27,7 +26,7 @@ class StudyCommand(Command):
 
     Args:
         arm: A rule beside the usual ones, such as judge:path=heads/j. Repeatable.
-        task: Task.
+        task: Task. Default: that of the bundled pair.
         limit: Problems of the frontier.
         tune_limit: Problems that choose K.
         num_draft_tokens: Values of K to choose from.
@@ -66,17 +65,20 @@ class StudyCommand(Command):
         return 0
 
     def _study(self) -> Study:
-        pair, bundled, served = self.pair, self.pair.bundle == DEFAULT, not self.answering.local
+        pair, bundle, served = self.pair, self.pair.bundle, not self.answering.local
         shared = ["--task", self.task, "--seed", str(self.seed), *pair_flags(pair), *prompt_flags(self.prompt)]
         shared += engine_flags(self.answering)
         limit, [k] = str(self.certify_limit), self.answering.draft_tokens(AUTO)
         return Study(
-            rules={**usual_rules(bundled=bundled, served=served), **{name: (name,) for name in self.arm}},
-            certified={**(BUNDLED_CERTIFIED if bundled else {}), **CERTIFIED},
+            rules={
+                **usual_rules(() if bundle is None else bundle.heads, served=served),
+                **{name: (name,) for name in self.arm},
+            },
+            certified={**({} if bundle is None else {"judge": bundle.certified}), **CERTIFIED},
             shared=shared,
             certify=[
                 *("--max-drop", f"{self.max_drop:g}", "--num-draft-tokens", str(k), "--limit", limit),
-                *("--held-out-limit", limit, "--offset", str(BUNDLED_OFFSET if bundled else 0)),
+                *("--held-out-limit", limit, "--offset", str(BUNDLED_OFFSET if bundle else 0)),
             ],
             num_workers=self._workers(),
             out=self.out,
@@ -90,18 +92,18 @@ class StudyCommand(Command):
         return min(os.cpu_count() or 1, 4) if self.num_workers is None else self.num_workers
 
 
-def usual_rules(*, bundled: bool, served: bool = False) -> dict[str, tuple[str, ...]]:
+def usual_rules(heads: Collection[str], *, served: bool = False) -> dict[str, tuple[str, ...]]:
     """What every rule says of its place in a study: the setting that chooses its K, and the settings to measure.
 
     Args:
-        bundled: whether rules with a head can be among them: only the bundled pair has heads that nobody names.
+        heads: kinds of heads that need not be named, as those of a bundled pair.
         served: whether a server is to have them, which cannot have all.
     """
     from reprieve.needs import Need
     from reprieve.rules import RULES
     from reprieve.rules.learned import HeadRule
 
-    kinds = [kind for kind in RULES if kind.about.study and (bundled or not issubclass(kind, HeadRule))]
+    kinds = [kind for kind in RULES if kind.about.study and (not issubclass(kind, HeadRule) or kind.head_kind in heads)]
     if served:
         unserved = {Need.ADVICE, Need.DRAFT_HIDDEN}
         kinds = [kind for kind in kinds if not unserved & set(kind.own_traits.needs)]

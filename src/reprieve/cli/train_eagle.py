@@ -17,7 +17,7 @@ class TrainEagle(Command):
     """Train an EAGLE-3 head; run it again to resume.
 
     Args:
-        task: Task of the prompts.
+        task: Task of the prompts. Default: that of the bundled pair.
         split: Split the prompts come from. Default: train if there is one.
         limit: Number of prompts.
         offset: First prompt of the split.

@@ -21,7 +21,7 @@ class TrainLength(Command):
 
     Args:
         rule: Whose acceptance it is to predict, such as lossless or judge:path=heads/j.
-        task: Task of the prompts.
+        task: Task of the prompts. Default: that of the bundled pair.
         split: Split the prompts come from. Default: train if there is one.
         limit: Number of prompts.
         offset: First prompt of the split.

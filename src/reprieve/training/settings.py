@@ -332,7 +332,7 @@ class RolloutSettings:
     """What decodes rollouts; enough for another process to do it.
 
     Args:
-        task: Task of prompts and validation.
+        task: Task of prompts and validation. Default: that of the bundled pair.
         num_draft_tokens: K of the rollouts. Default: the start's.
         temperature: Of target and draft in training rollouts; the paper's is 1.
         validation_temperature: Of validation answers, which are decided by lambda; 0 is greedy.
