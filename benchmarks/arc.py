@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--labels", type=Path, default=Path("runs/labels-autojudge"))
     parser.add_argument("--out", type=Path, default=Path("runs/arc"))
     options = parser.parse_args()
-    PARTS[options.part](load_pair(dtype="float32"), options)
+    PARTS[options.part](load_pair("reprieve/arithmetic-pair", dtype="float32"), options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the papers' benchmarks share: arms over the bundled task's test split, resumable, with a line now and then."""
+"""What the papers' benchmarks share: arms over a bundled pair's test split, resumable, with a line now and then."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from reprieve.bundles import bundle_of
 from reprieve.engine import Pair
 from reprieve.evaluation.arms import Arm
 from reprieve.evaluation.config import RunConfig
@@ -29,11 +30,18 @@ def answer_test_problems(
     num_trials: int = 1,
 ) -> Run:
     """Answer the first `options.limit` test problems with every arm, in `options.workers` processes."""
-    sampling = SamplingSettings(temperature, draft_temperature=draft_temperature)
-    settings = RunSettings(limit=options.limit, drafter=drafter, num_trials=num_trials, sampling=sampling)
+    bundle = bundle_of(pair.target_name)
+    assert bundle is not None
+    settings = RunSettings(
+        task=bundle.task,
+        limit=options.limit,
+        drafter=drafter,
+        num_trials=num_trials,
+        sampling=SamplingSettings(temperature, draft_temperature=draft_temperature),
+    )
     engine = LocalEngine(pair, num_workers=options.workers)
     config = RunConfig.of(engine, arms, settings, command=" ".join(sys.argv))
-    runner = Runner(config, arms, engine, load_task("arithmetic"), folder)
+    runner = Runner(config, arms, engine, load_task(bundle.task), folder)
 
     def report(done: int, total: int) -> None:
         if done % 100 == 0 or done == total:

@@ -313,7 +313,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/cospec"))
     options = parser.parse_args()
-    PARTS[options.part](load_pair(), options)
+    PARTS[options.part](load_pair("reprieve/arithmetic-pair"), options)
 
 
 if __name__ == "__main__":

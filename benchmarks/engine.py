@@ -204,7 +204,7 @@ def peak_memory(ours: bool) -> float:
 
 
 def _peak(ours: bool) -> float:
-    pair = reprieve.load_pair(dtype="float32")
+    pair = reprieve.load_pair("reprieve/arithmetic-pair", dtype="float32")
     torch.set_num_threads(1)
     task = load_task("arithmetic")
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
@@ -272,7 +272,7 @@ def main() -> None:
     parser.add_argument("--num-threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.num_threads)
-    pair = reprieve.load_pair(dtype="float32")
+    pair = reprieve.load_pair("reprieve/arithmetic-pair", dtype="float32")
     document = {**environment(), **measure(pair, arguments.limit)}
     document["peak_mib"] = {"transformers assisted": peak_memory(False), "reprieve": peak_memory(True)}
     document["busy_neighbour"] = busy_neighbour(4)

@@ -38,23 +38,23 @@ from reprieve.labelling.settings import AutoJudgeMining, MiningSettings, PivotMi
 from reprieve.labelling.store import LabelStore
 from reprieve.metrics import paired_difference
 from reprieve.servers.settings import EngineSettings
-from reprieve.settings import BUNDLED_PAIR, PairSettings
+from reprieve.settings import PairSettings
 from reprieve.tasks import load_task
 from reprieve.tasks.asking import ask
 
-PAIR = PairSettings(dtype="float32")
+PAIR = PairSettings("reprieve/arithmetic-pair", dtype="float32")
 VLLM = "vllm:max_model_len=512,max_num_seqs=64"
 K = 8
 
 
 def arms_of(*specs: str) -> list[Arm]:
-    return [arm for arm in make_arms(specs, [K], target=BUNDLED_PAIR) if arm.rule is not None]
+    return [arm for arm in make_arms(specs, [K], target=PAIR.target) if arm.rule is not None]
 
 
 def answered(engine: Engine, arms: Sequence[Arm], limit: int, folder: Path) -> dict[tuple[str, str], ProblemRecord]:
     """Records by arm and problem."""
     task = ask(load_task("arithmetic"), engine.tokenizer)
-    runner = Runner(RunConfig.of(engine, arms, RunSettings(limit=limit)), arms, engine, task, folder)
+    runner = Runner(RunConfig.of(engine, arms, RunSettings(task="arithmetic", limit=limit)), arms, engine, task, folder)
     if not runner.measure():
         raise KeyboardInterrupt
     return {(record.arm, record.problem_id): record for record in runner.records}
@@ -117,7 +117,7 @@ def load(options: argparse.Namespace) -> list[dict[str, Any]]:
     engine = make_engine(EngineSettings(VLLM), PAIR)
     try:
         task = ask(load_task("arithmetic"), engine.tokenizer)
-        config = RunConfig.of(engine, arms, RunSettings(limit=options.limit))
+        config = RunConfig.of(engine, arms, RunSettings(task="arithmetic", limit=options.limit))
         assert isinstance(engine, ServedEngine)
         speed = SpeedSettings(concurrency=(1, 8, 32), turns=3)
         options.out.mkdir(parents=True, exist_ok=True)
@@ -128,9 +128,9 @@ def load(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def mine(options: argparse.Namespace) -> dict[str, Any]:
     """Labels of both engines, and how long they took."""
-    settings: MiningSettings = AutoJudgeMining(limit=options.limit, pair=PAIR)
+    settings: MiningSettings = AutoJudgeMining(task="arithmetic", limit=options.limit, pair=PAIR)
     if options.rollouts:
-        settings = PivotMining(limit=options.limit, pair=PAIR, num_rollouts=options.rollouts)
+        settings = PivotMining(task="arithmetic", limit=options.limit, pair=PAIR, num_rollouts=options.rollouts)
     made, seconds = {}, {}
     for name in ("local", VLLM):
         bench = build(dataclasses.replace(settings, answering=EngineSettings(name)))

@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--max-gen-toks", type=int, default=96, help="the pair never learnt to end GSM8K answers")
     parser.add_argument("--out", type=Path, default=Path("runs/harness"))
     given = parser.parse_args()
-    pair = load_pair(dtype="float32")
+    pair = load_pair("reprieve/arithmetic-pair", dtype="float32")
     manager = TaskManager(include_path=str(TASKS))
     gsm8k: Any = task_with_files(manager, "gsm8k", {"train": given.train, "test": given.test})
     gsm8k["generation_kwargs"] = {**gsm8k["generation_kwargs"], "max_gen_toks": given.max_gen_toks}

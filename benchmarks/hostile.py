@@ -38,13 +38,14 @@ GROUPS = {
     "label store": ("tests/labelling/test_store.py", ""),
     "server": ("tests/serving/test_server.py tests/serving/test_connections.py tests/engine/test_text_stream.py", ""),
 }  # fmt: skip
-LABELS = ["mine", "autojudge", "--limit", "6", "--in-flight", "2", "--dtype", "float32"]
+PAIR = ["--target", "reprieve/arithmetic-pair"]
+LABELS = ["mine", "autojudge", *PAIR, "--limit", "6", "--in-flight", "2", "--dtype", "float32"]
 JOBS = {
     "mine": LABELS,
-    "train": ["train", "judge", "--dtype", "float32", "--labels", "LABELS"],
-    "bench": ["bench", "--arm", "margin", "--num-draft-tokens", "6", "--limit", "6", "--dtype", "float32"],
+    "train": ["train", "judge", *PAIR, "--dtype", "float32", "--labels", "LABELS"],
+    "bench": ["bench", *PAIR, "--arm", "margin", "--num-draft-tokens", "6", "--limit", "6", "--dtype", "float32"],
     "certify": [
-        "certify", "--rule", "margin", "--thresholds", "1,2", "--num-draft-tokens", "6", "--limit", "6",
+        "certify", *PAIR, "--rule", "margin", "--thresholds", "1,2", "--num-draft-tokens", "6", "--limit", "6",
         "--held-out-limit", "6", "--max-drop", "0.9", "--dtype", "float32",
     ],
     "report": ["report", "BENCH"],

@@ -27,6 +27,7 @@ from reprieve.labelling.settings import AutoJudgeMining
 from reprieve.labelling.store import LabelStore
 from reprieve.labelling.summary import summarise
 from reprieve.metrics import bootstrap_interval
+from reprieve.settings import PairSettings
 from reprieve.tasks import Task, TaskProblem, load_task
 
 
@@ -65,8 +66,9 @@ def straightforward(pair: Pair, task: Task, problem: TaskProblem) -> list[tuple[
 
 def speed(num_turns: int, num_ours: int, num_plain: int, in_flight: int) -> dict:
     """Seconds a problem of both, in turns: ours over many problems, the plain way over the first few of the same."""
-    bench = build(AutoJudgeMining(limit=num_turns * num_ours, num_in_flight=in_flight))
-    pair, task = reprieve.load_pair(), load_task("arithmetic")
+    models = PairSettings("reprieve/arithmetic-pair")
+    bench = build(AutoJudgeMining(task="arithmetic", limit=num_turns * num_ours, num_in_flight=in_flight, pair=models))
+    pair, task = reprieve.load_pair("reprieve/arithmetic-pair"), load_task("arithmetic")
     ours, theirs, same = [], [], []
     for start in range(0, len(bench.problems), num_ours):
         problems = bench.problems[start : start + num_ours]
@@ -98,7 +100,7 @@ def speed(num_turns: int, num_ours: int, num_plain: int, in_flight: int) -> dict
 
 def guarantee(stores: dict[str, list[ProblemLabels]]) -> dict:
     """Important tokens where the draft alone answers differently from the target."""
-    pair, task = reprieve.load_pair(), load_task("arithmetic")
+    pair, task = reprieve.load_pair("reprieve/arithmetic-pair"), load_task("arithmetic")
     decoder = pair.decoder("draft_only")
     params = reprieve.SamplingParams(max_new_tokens=task.max_new_tokens)
     every = {labels.problem_id: labels for problems in stores.values() for labels in problems}

@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/offload-report"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    pair = reprieve.load_pair()
+    pair = reprieve.load_pair("reprieve/arithmetic-pair")
     print(f"pair {pair.identity.target_weights}", flush=True)  # fingerprints first: offloaded weights are not there
     task = load_task("arithmetic")
     judge = attach_heads(reprieve.parse_rule(f"judge:path={arguments.head}"))

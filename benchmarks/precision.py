@@ -72,7 +72,7 @@ def main() -> None:
     document = {**environment(), "num_problems": len(problems), "threshold": head.threshold, "features": {}}
     reference = None
     for dtype in ("float32", "bfloat16"):
-        pair = reprieve.load_pair(dtype=dtype)
+        pair = reprieve.load_pair("reprieve/arithmetic-pair", dtype=dtype)
         tokens = collect(pair, problems, draft_layers=())
         ways = {"parallel": tokens.features(head.recipe), "sequential": sequential(pair, problems)}
         reference = ways["parallel"] if reference is None else reference

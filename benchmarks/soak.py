@@ -241,7 +241,7 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("runs/soak"))
     options = parser.parse_args()
     command = [sys.executable, "-m", "reprieve.cli.main", "serve", "--port", str(options.port), "--timeout", "60"]
-    server = subprocess.Popen([*command, "--max-waiting", "32"])
+    server = subprocess.Popen([*command, "--target", "reprieve/arithmetic-pair", "--max-waiting", "32"])
     try:
         while server.poll() is None:
             try:

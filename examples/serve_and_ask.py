@@ -10,7 +10,7 @@ import openai
 import reprieve
 
 PORT = "8123"
-command = ["serve", "--port", PORT, "--rule", "judge:threshold=0.04"]
+command = ["serve", "--port", PORT, "--rule", "judge:threshold=0.1"]
 server = subprocess.Popen([sys.executable, "-m", "reprieve.cli.main", *command])
 url = f"http://127.0.0.1:{PORT}"
 for _ in range(300):
@@ -22,7 +22,7 @@ for _ in range(300):
 
 client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
 model = client.models.list().data[0].id
-prompt = reprieve.load_task("arithmetic").problems("test", 7)[6].prompt
+prompt = reprieve.load_task("word_problems").problems("test", 7)[6].prompt
 for level in ("strict", "certified"):
     answer = client.completions.create(
         model=model, prompt=prompt, max_tokens=80, temperature=0, extra_body={"reprieve_leniency": level}

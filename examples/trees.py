@@ -3,11 +3,11 @@
 import reprieve
 
 pair = reprieve.load_pair()
-problems = reprieve.load_task("arithmetic").problems("test", 5)
+problems = reprieve.load_task("word_problems").problems("test", 5)
 params = reprieve.SamplingParams(temperature=1.0)
 drafter = "eagle3:top_k=4,total_tokens=16,prune=entropy"
 
-for rule in ("lossless", "lts:theta=0.97"):
+for rule in ("lossless", "lts:theta=0.9"):
     decoder = pair.decoder(rule, num_draft_tokens=6, drafter=drafter)
     made = [decoder.generate(problem.prompt, params) for problem in problems]
     tokens, rounds = sum(len(one.tokens) for one in made), sum(one.num_rounds for one in made)

@@ -2,7 +2,7 @@
 
 import reprieve
 
-pair = reprieve.load_pair()
+pair = reprieve.load_pair("reprieve/arithmetic-pair")
 problem = reprieve.load_task("arithmetic").problems("test", 7)[6]
 decoder = pair.decoder("arbiter:lambda=0.7", num_draft_tokens=12)
 answer = decoder.generate(problem.prompt, trace=True)

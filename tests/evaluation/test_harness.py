@@ -15,6 +15,7 @@ lm_eval = pytest.importorskip("lm_eval")
 from reprieve.cli.main import main  # noqa: E402
 from reprieve.errors import SpecError  # noqa: E402
 from reprieve.evaluation.lm_eval_model import TASKS, ReprieveLM, _sampling  # noqa: E402
+from tests.kit.pairs import SMALL  # noqa: E402
 
 QUESTIONS = [
     ("Tom has 12 apples. He buys 5 more apples. How many apples does Tom have now?", 17),
@@ -96,7 +97,7 @@ def test_the_harness_own_command_line_takes_the_model_type(tasks, tmp_path):
 
 @pytest.mark.slow
 def test_eval_compares_arms_and_resumes(data, tmp_path, capsys):
-    arguments = ["eval", "--tasks", "gsm8k,reprieve_arithmetic", "--arm", "random:rate=0.9", "--limit", "2"]
+    arguments = ["eval", *SMALL, "--tasks", "gsm8k,reprieve_arithmetic", "--arm", "random:rate=0.9", "--limit", "2"]
     arguments += ["--data", f"gsm8k:train={data}/train.jsonl,test={data}/test.jsonl", "--num-fewshot", "0"]
     arguments += ["--num-draft-tokens", "4", "--dtype", "float32", "--out", str(tmp_path)]
     assert main(arguments) == 0

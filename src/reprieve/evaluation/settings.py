@@ -143,7 +143,7 @@ class HarnessSettings:
     """What lm-evaluation-harness is asked to do.
 
     Args:
-        tasks: lm_eval's tasks, such as gsm8k,mmlu, or reprieve_arithmetic.
+        tasks: lm_eval's tasks, such as gsm8k,mmlu, or reprieve_word_problems.
         data: Local JSONL instead of a task's hub data: gsm8k:train=FILE,test=FILE. Repeatable.
         limit: Number of problems of each task. Default: all.
         num_fewshot: Worked examples. Default: the task's.
