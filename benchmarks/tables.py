@@ -34,8 +34,8 @@ RUNS = Path("runs/tables")
 _BLOCK = re.compile(r"<!-- table ([\w-]+) -->\n(?:(?!<!-- table ).)*?<!-- /table -->", re.DOTALL)
 _VALUE = re.compile(r"<!-- value ([^>\n]+?) -->[^\n|]*?<!-- /value -->")
 _CODE = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|<!--.*?-->", re.DOTALL)
-# What reads like a measurement: a decimal, a share, a multiple, or a sign before digits.
-_MEASURED = re.compile(r"(?<![\w.])[+-]?\d+\.\d+(?!\.?\d)|\b\d+(?:\.\d+)? ?%|(?<!\w)[+-]\d+\b")
+# What reads like a measurement: a decimal (not of a name, as Apache-2.0), a share, or a sign before digits.
+_MEASURED = re.compile(r"(?<![\w.])(?<!\w-)[+-]?\d+\.\d+(?!\.?\d)|\b\d+(?:\.\d+)? ?%|(?<!\w)[+-]\d+\b")
 _KEPT = (
     *("command", "commit", "versions", "machine", "complete", "target", "draft", "drafter", "dtype", "engine"),
     *("task", "split", "offset", "num_problems", "num_trials", "num_draft_tokens", "sampling", "seed"),

@@ -13,7 +13,7 @@ from reprieve.evaluation.settings import RunSettings
 from reprieve.servers.settings import EngineSettings
 from reprieve.settings import AUTO, NumDraftTokens, PairSettings
 
-ARMS = ("judge", "margin:delta=2", "math_symbols", "fuzzy:threshold=0.4")
+ARMS = ("judge:threshold=0.1", "margin:delta=2", "typical", "fuzzy:threshold=0.2")
 QUESTION = "Anna has 23 apples. She buys 18 more apples. She gives away 9 apples. How many apples does Anna have now?"
 
 
@@ -34,7 +34,7 @@ class Demo(Command):
     out: Path = Path("runs/demo")
 
     def run(self) -> int:
-        for rule in ("lossless", "judge"):
+        for rule in ("lossless", ARMS[0]):
             screen.console().print(f"\n[bold]{rule}[/bold]  {QUESTION}", soft_wrap=True)
             Generate(QUESTION, rule=rule, num_draft_tokens=self.num_draft_tokens, pair=self.pair).run()
             screen.say("plain: the target's token; green: drafted, matched; yellow: drafted, rescued\n")
@@ -45,6 +45,6 @@ class Demo(Command):
         status = report(run, document, EngineSettings(), self.out)
         screen.say(
             f"{self.settings.limit} problems show the direction, not the decimals: --limit 500 narrows the brackets, "
-            "and docs/measured/rules.md has larger runs"
+            "and docs/claims.md has larger runs"
         )
         return status
