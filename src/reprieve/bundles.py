@@ -57,8 +57,8 @@ MINIATURE = Bundle(
     "reprieve/miniature",
     "miniature",
     "word_problems",
-    ("judge", "eagle3", "lts", "state_arbiter"),
-    menu=("judge:threshold=0.1", "margin:delta=2", "typical", "fly:theta=0.3", "fuzzy:threshold=0.2"),
+    ("judge", "pivot", "eagle3", "lts", "state_arbiter"),
+    menu=("judge:threshold=0.1", "pivot", "margin:delta=2", "typical", "fly:theta=0.3", "fuzzy:threshold=0.2"),
     certified="0.05,0.1",
 )
 BUNDLES = {bundle.name: bundle for bundle in (ARITHMETIC, MINIATURE)}
