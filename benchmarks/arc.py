@@ -26,6 +26,7 @@ from reprieve.files import replace_file
 from reprieve.labelling.store import LabelStore
 from reprieve.models.sampling import Sampler
 from reprieve.training.splits import auc, auc_interval
+from tables import arms_table
 
 EAGLE, PRUNED = "eagle3", "eagle3:prune=entropy"
 CHAIN = "eagle3:top_k=1,depth=16,total_tokens=16"
@@ -76,31 +77,9 @@ def measure(
 
 def show(document: dict[str, Any]) -> None:
     """The columns of the paper's tables, as Markdown."""
-    columns = (
-        "arm", "solved, %", "over its lossless, points", "tokens/round", "speedup over target", "over its lossless",
-        "pruned, %", "tokens/answer",
-    )  # fmt: skip
-    print("| " + " | ".join(columns) + " |")
-    print("| " + " | ".join(["---"] * len(columns)) + " |")
-    for arm in document["arms"]:
-        low, high = (100 * x for x in arm["accuracy_ci95"])
-        difference = arm["accuracy_vs_lossless"]
-        cells = [
-            f"`{arm['spec']}`",
-            f"{100 * arm['accuracy']:.1f} [{low:.1f}, {high:.1f}]",
-            "{:+.1f} [{:.1f}, {:.1f}]".format(*(100 * x for x in difference)) if isinstance(difference, list) else "-",
-            f"{arm['tokens_per_round']:.2f}",
-            _ratio(arm, "speedup_vs_target"),
-            _ratio(arm, "speedup_vs_lossless"),
-            f"{100 * arm['pruned_share']:.1f}",
-            f"{arm['tokens_per_answer']:.1f}",
-        ]
-        print("| " + " | ".join(cells) + " |")
-
-
-def _ratio(arm: dict[str, Any], name: str) -> str:
-    low, high = arm[f"{name}_ci95"]
-    return f"{arm[name]:.2f} [{low:.2f}, {high:.2f}]"
+    columns = ("spec", "accuracy", "accuracy_vs_lossless", "tokens_per_round", "speedup_vs_target",
+               "speedup_vs_lossless", "pruned_share", "tokens_per_answer")  # fmt: skip
+    print(arms_table({"columns": columns}, document))
 
 
 def figure(rows: list[dict[str, Any]], x: str, x_label: str, path: Path) -> None:

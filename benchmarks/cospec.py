@@ -20,10 +20,9 @@ import numpy as np
 
 from arms import answer_test_problems
 from reprieve.cli.main import main as reprieve
-from reprieve.engine import TARGET_ONLY, Pair, SamplingParams, SpeculativeDecoder, load_pair
+from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder, load_pair
 from reprieve.engine.advisors import ArbiterAdvisor, build_arbiter
 from reprieve.evaluation.arms import Arm, make_arms
-from reprieve.evaluation.records import ProblemRecord
 from reprieve.evaluation.results import summarise, write_results
 from reprieve.evaluation.runner import environment
 from reprieve.files import replace_file
@@ -34,6 +33,7 @@ from reprieve.rules.arbiter import ArbiterRule
 from reprieve.tasks import load_task
 from reprieve.training.own_text import own_text_path, write_own_texts
 from reprieve.types import PARTS as ROUND_PARTS
+from tables import arms_table
 
 BASELINES = ("fly", "judge:path=reprieve/arithmetic-judge,threshold=0.04")
 DIALLED_KS = (6, 20)  # beside the arbiter's own, which it was trained at
@@ -58,7 +58,7 @@ def measure(
     options: argparse.Namespace,
     *,
     trials: int = 1,
-) -> tuple[dict[str, Any], list[ProblemRecord]]:
+) -> dict[str, Any]:
     """Run arms over the test split and summarise them; resumes from the folder."""
     arms = make_arms(specs, [options.num_draft_tokens], target=pair.target_name)
     run = answer_test_problems(
@@ -73,49 +73,19 @@ def measure(
     )
     document = summarise(run)
     write_results(document, folder)
-    return document, list(run.records)
+    return document
 
 
-def correct_by_arm(records: list[ProblemRecord]) -> dict[str, np.ndarray]:
-    """Right answers of each arm, [problems, trials], in one order of problems."""
-    found: dict[str, dict[tuple[str, int], bool]] = {}
-    for record in records:
-        found.setdefault(record.arm, {})[record.problem_id, record.trial] = record.correct
-    ids = sorted({problem for problem, _ in found[TARGET_ONLY]})
-    trials = 1 + max(trial for _, trial in found[TARGET_ONLY])
-    return {
-        arm: np.array([[right[problem, trial] for trial in range(trials)] for problem in ids], dtype=float)
-        for arm, right in found.items()
-    }
-
-
-def show(document: dict[str, Any], records: list[ProblemRecord]) -> None:
+def show(document: dict[str, Any]) -> None:
     """Table 1's columns, as Markdown, with the paired difference to the target."""
-    correct = correct_by_arm(records)
-    print("| arm | speedup over target | tokens/round | solved, % | over the target, points | tokens/answer |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for arm in document["arms"]:
-        name = arm["spec"]
-        low, high = (100 * end for end in arm["accuracy_ci95"])
-        against = "{:+.2f} [{:.2f}, {:.2f}]".format(
-            *(100 * value for value in paired_difference(correct[name], correct[TARGET_ONLY]))
-        )
-        rounds = arm["tokens_per_round"]
-        cells = [
-            "`" + name.replace("|", "\\|") + "`",  # a table's own sign
-            "{:.2f} [{:.2f}, {:.2f}]".format(arm["speedup_vs_target"], *arm["speedup_vs_target_ci95"]),
-            "-" if rounds is None else f"{rounds:.2f}",
-            f"{100 * arm['accuracy']:.1f} [{low:.1f}, {high:.1f}]",
-            against,
-            f"{arm['tokens_per_answer']:.1f}",
-        ]
-        print("| " + " | ".join(cells) + " |")
+    columns = ("spec", "speedup_vs_target", "tokens_per_round", "accuracy", "accuracy_vs_target", "tokens_per_answer")
+    print(arms_table({"columns": columns}, document))
 
 
 def table(pair: Pair, options: argparse.Namespace) -> None:
     specs = ["lossless", *BASELINES, *(rule.spec for rule in _rules(options)), *options.arm]
     trials = 3 if options.temperature else 1
-    show(*measure(pair, specs, options.out / _sampling(options), options, trials=trials))
+    show(measure(pair, specs, options.out / _sampling(options), options, trials=trials))
 
 
 def _sampling(options: argparse.Namespace) -> str:
@@ -205,10 +175,10 @@ def ablations(pair: Pair, options: argparse.Namespace) -> None:
         _keep_last(folder)
     specs = [attach_heads(ArbiterRule(path, lambda_=threshold)).spec for path in names.values()]
     folder = options.out / f"measured-{_sampling(options)}"
-    document, records = measure(pair, specs, folder, options)
+    document = measure(pair, specs, folder, options)
     for name, spec in zip(names, specs, strict=True):
         print(f"{name}: `{spec}`")
-    show(document, records)
+    show(document)
 
 
 def _keep_last(folder: Path) -> None:
@@ -234,7 +204,7 @@ def dials(pair: Pair, options: argparse.Namespace) -> None:
     """Every lambda asked for, and the first at other Ks: the arbiter was trained at one."""
     rules = _rules(options)
     rows = [*(rule.spec for rule in rules), *(f"{rules[0].spec}@K={k}" for k in DIALLED_KS)]
-    show(*measure(pair, rows, options.out / f"dials-{_sampling(options)}", options))
+    show(measure(pair, rows, options.out / f"dials-{_sampling(options)}", options))
 
 
 def overhead(pair: Pair, options: argparse.Namespace) -> None:

@@ -33,6 +33,8 @@ def main() -> None:
     parser.add_argument("--target", default="reprieve/arithmetic-pair")
     parser.add_argument("--draft", default=None)
     arguments = parser.parse_args()
+    if arguments.num < 1:
+        parser.error(f"--num must be 1 or more, got {arguments.num}")
     torch.set_num_threads(1)
     pair = reprieve.load_pair(arguments.target, arguments.draft, dtype="float32")
     task = load_task(arguments.task)

@@ -128,7 +128,8 @@ def arms_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
 
 def rows_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
     """Rows as a benchmark made them: `head` and `rows` of its result, and its command."""
-    return f"{grid(document['head'], document['rows'])}\n\n{document.get('note', '')}\n`{document['command']}`"
+    foot = "\n".join(filter(None, (document.get("note"), f"`{document['command']}`")))
+    return f"{grid(document['head'], document['rows'])}\n\n{foot}"
 
 
 SHOWN: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], str]] = {"arms": arms_table, "rows": rows_table}
@@ -177,7 +178,7 @@ def run(names: list[str]) -> None:
     """Run what the tables need and keep the results.
 
     Raises:
-        ReprieveError: a command failed, or its result is not complete.
+        ReprieveError: a command failed, or a result is not complete.
     """
     for name in names:
         table, folder = tables()[name], RUNS / name
@@ -187,10 +188,18 @@ def run(names: list[str]) -> None:
             print(f"{name}: {shlex.join(words)}", flush=True)
             if status := subprocess.run([*program, *words], cwd=ROOT, check=False).returncode:
                 raise ReprieveError(f"table {name}: {words[0]} ended with {status}; run again to go on")
-        document = read_json(ROOT / folder / table["result"], f"the result of table {name}")
-        if not document.get("complete", True):
-            raise ReprieveError(f"table {name} is not complete; run again to go on")
-        replace_file(RESULTS / f"{name}.json", json.dumps(trimmed(document), indent=1) + "\n")
+        keep(name, read_json(ROOT / folder / table["result"], f"the result of table {name}"))
+
+
+def keep(name: str, document: Mapping[str, Any]) -> None:
+    """Keep a table's result.
+
+    Raises:
+        ReprieveError: it is not complete.
+    """
+    if not document.get("complete", True):
+        raise ReprieveError(f"table {name} is not complete; run again to go on")
+    replace_file(RESULTS / f"{name}.json", json.dumps(trimmed(document), indent=1) + "\n")
     kept.cache_clear()
 
 
