@@ -178,7 +178,7 @@ def test_the_menu_tells_rules_apart():
 @pytest.mark.parametrize("name", RULES.names())
 def test_every_rule_has_a_slider_from_strict_to_lenient(name, tmp_path):
     spec = JUDGE if name == "judge" else name
-    if name == "state_arbiter":  # the bundled pair has none
+    if name == "state_arbiter":  # the smaller pair has none
         random_head(name).save_pretrained(tmp_path)
         spec = f"{name}:path={tmp_path}"
     policy = Policy.load(spec, target=ARITHMETIC.name)
@@ -261,3 +261,8 @@ def test_what_a_client_sends_does_not_fill_the_log(fields):
         Menu.load("margin").choose(fields)
     assert len(str(refused.value)) < 600 and str(refused.value).isprintable()
     assert len(refused.value.parameter) < 120 and refused.value.parameter.isprintable()
+
+
+def test_a_slider_reaches_beyond_what_is_asked_for():
+    policy = Policy.load("fuzzy:threshold=3,divergence=kl,form=released")
+    assert stops(policy)[-1] > 3 > 1 == stops(Policy.load("fuzzy"))[-1]

@@ -51,6 +51,9 @@ def fuzzy_divergence(
     return nats(target_probs, draft_probs) / math.log(log_base)
 
 
+_KL_DIAL = Dial("threshold", strictest=0.0, stops=(0.0, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0))
+
+
 @register_rule
 @dataclass(frozen=True)
 class FuzzyRule(Rule):
@@ -73,7 +76,10 @@ class FuzzyRule(Rule):
     name = "fuzzy"
     own_dial = Dial("threshold", strictest=0.0, stops=(0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0))
     own_traits = Traits(needs=frozenset({Need.DRAFT_PROBS}), replaces=True)
-    about = About("FSD, Fuzzy Speculative Decoding", study=("fuzzy:threshold=0.4", "fuzzy:threshold=0.1"))
+    about = About(
+        "FSD, Fuzzy Speculative Decoding",
+        study=("fuzzy:threshold=3,divergence=kl,form=released", "fuzzy:threshold=0.4", "fuzzy:threshold=0.1"),
+    )
 
     threshold: float = 0.4
     divergence: str = "js"
@@ -88,6 +94,11 @@ class FuzzyRule(Rule):
         if not self.log_base > 1:
             raise SpecError(f"log_base must be above 1, got {self.log_base!r}")
         require_k("k", self.k)
+
+    @property
+    def dial(self) -> Dial:
+        """KL has no upper end; the others end at 1 or below."""
+        return _KL_DIAL if self.divergence == "kl" else self.own_dial
 
     def risk(self, evidence: Evidence) -> Tensor:
         """The divergence at the token's position."""
