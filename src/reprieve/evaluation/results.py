@@ -224,9 +224,12 @@ def _speedup_interval(problems: list[list[ProblemRecord]], baseline: list[list[P
 def _against_allocation(label: str, rows: Rows) -> list[float]:
     """[difference, low, high] to sending problems to the draft alone with the chance that makes the same speed."""
     arm, target, draft = (_totals(rows[name]).sum(0) for name in (label, TARGET_ONLY, DRAFT_ONLY))
-    # Tokens that each model is short of what it would make in its time at the arm's speed.
-    behind, ahead = (model[0] - arm[0] / arm[1] * model[1] if arm[1] else 0.0 for model in (target, draft))
-    share = min(max(behind / (behind - ahead), 0.0), 1.0) if behind != ahead else 0.0
+    if arm[1]:
+        # Each model's tokens beyond what the arm would make in that model's time: the mixture's must come to none.
+        above, below = (model[0] - arm[0] / arm[1] * model[1] for model in (draft, target))
+        share = min(max(below / (below - above), 0.0), 1.0) if below != above else 0.0
+    else:
+        share = 0.0
     ours, strong, weak = (column(rows[name], lambda r: r.correct) for name in (label, TARGET_ONLY, DRAFT_ONLY))
     return _difference(rows[label], None, ours, (1 - share) * strong + share * weak)
 
