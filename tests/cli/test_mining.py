@@ -39,18 +39,8 @@ def test_mine_show_train_and_decode_end_to_end(tmp_path, capsys):
     arms = {arm["rule"]: arm for arm in json.loads((tmp_path / "bench" / "results.json").read_text())["arms"]}
     assert arms["judge"]["num_rescued"] > 0
     assert arms["judge"]["tokens_per_round"] > arms["lossless"]["tokens_per_round"]
-    sweep = [
-        "sweep",
-        "--rule",
-        f"judge:path={head}",
-        "--thresholds",
-        "0,0.5",
-        "--limit",
-        "1",
-        "--out",
-        str(tmp_path / "s"),
-    ]
-    assert main(sweep) == 0
+    sweep = ["sweep", *SMALL, "--rule", f"judge:path={head}", "--thresholds", "0,0.5", "--limit", "1"]
+    assert main([*sweep, "--out", str(tmp_path / "s")]) == 0
     assert main(["bench", *SMALL, "--arm", "judge:path=/nowhere", "--out", str(tmp_path / "b2")]) == 1
     assert "neither a folder nor a hub id" in capsys.readouterr().err
 
@@ -89,17 +79,8 @@ def test_pivot_end_to_end(tmp_path, capsys):
     train = ["train", "pivot", *SMALL, "--labels", str(store), "--epochs", "3", "--held-out", "0.5"]
     assert main([*train, "--out", str(head)]) == 0
     sampling = ["--temperature", "0.6", "--top-p", "0.95", "--top-k", "20"]
-    bench = [
-        "bench",
-        "--arm",
-        f"pivot:path={head},threshold=0.9",
-        "--limit",
-        "1",
-        *sampling,
-        "--out",
-        str(tmp_path / "b"),
-    ]
-    assert main(bench) == 0
+    bench = ["bench", *SMALL, "--arm", f"pivot:path={head},threshold=0.9", "--limit", "1", *sampling]
+    assert main([*bench, "--out", str(tmp_path / "b")]) == 0
     assert main(["train", "pivot", *SMALL, "--labels", str(tmp_path / "none")]) == 1
     assert "is not a label store" in capsys.readouterr().err
 
