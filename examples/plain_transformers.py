@@ -13,7 +13,7 @@ output = pair.target.generate(
     custom_generate=reprieve.custom_generate,
     draft_model=pair.draft,
     text_tokenizer=tokenizer,
-    rule="fuzzy:threshold=3,divergence=kl,form=released",
+    rule="fuzzy:threshold=1,divergence=kl,form=released",
     max_new_tokens=80,
 )
 print(tokenizer.decode(output[0]))

@@ -58,7 +58,7 @@ MINIATURE = Bundle(
     "miniature",
     "word_problems",
     ("judge", "pivot", "eagle3", "lts", "state_arbiter"),
-    menu=("judge:threshold=0.1", "pivot", "margin:delta=2", "typical", "fuzzy:threshold=3,divergence=kl,form=released"),
+    menu=("judge:threshold=0.1", "pivot", "margin:delta=2", "typical", "fuzzy:threshold=1,divergence=kl,form=released"),
     certified="0.05,0.1",
 )
 BUNDLES = {bundle.name: bundle for bundle in (ARITHMETIC, MINIATURE)}

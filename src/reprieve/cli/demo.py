@@ -13,7 +13,7 @@ from reprieve.evaluation.settings import RunSettings
 from reprieve.servers.settings import EngineSettings
 from reprieve.settings import AUTO, NumDraftTokens, PairSettings
 
-ARMS = ("judge:threshold=0.1", "margin:delta=2", "typical", "fuzzy:threshold=3,divergence=kl,form=released")
+ARMS = ("judge:threshold=0.1", "margin:delta=2", "typical", "fuzzy:threshold=1,divergence=kl,form=released")
 QUESTION = "Anna has 23 apples. She buys 18 more apples. She gives away 9 apples. How many apples does Anna have now?"
 
 

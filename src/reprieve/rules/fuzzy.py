@@ -78,7 +78,7 @@ class FuzzyRule(Rule):
     own_traits = Traits(needs=frozenset({Need.DRAFT_PROBS}), replaces=True)
     about = About(
         "FSD, Fuzzy Speculative Decoding",
-        study=("fuzzy:threshold=3,divergence=kl,form=released", "fuzzy:threshold=0.4", "fuzzy:threshold=0.1"),
+        study=("fuzzy:threshold=1,divergence=kl,form=released", "fuzzy:threshold=0.4", "fuzzy:threshold=0.1"),
     )
 
     threshold: float = 0.4
