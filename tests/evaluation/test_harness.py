@@ -72,7 +72,7 @@ def answers(model, tasks, **model_args):
 @pytest.mark.slow
 def test_lossless_says_and_scores_what_the_harness_own_model_does(pair, tasks):
     target = Path(str(pair.target.config._name_or_path))
-    ours = answers("reprieve", tasks, dtype="float32", num_draft_tokens=4)
+    ours = answers("reprieve", tasks, target=pair.target_name, dtype="float32", num_draft_tokens=4)
     theirs = answers("hf", tasks, pretrained=str(target), dtype="float32")
     assert len(ours) == 12 and ours == theirs, "problem by problem"
     assert any(score for _, score in ours.values())
@@ -81,7 +81,7 @@ def test_lossless_says_and_scores_what_the_harness_own_model_does(pair, tasks):
 @pytest.mark.slow
 def test_the_harness_own_command_line_takes_the_model_type(tasks, tmp_path):
     command = [sys.executable, "-m", "lm_eval", "--model", "reprieve", "--tasks", tasks[1], "--limit", "2"]
-    command += ["--model_args", "rule=margin:delta=2;k=5", "num_draft_tokens=4", "dtype=float32"]
+    command += ["--model_args", f"target={SMALL[1]}", "rule=margin:delta=2;k=5", "num_draft_tokens=4", "dtype=float32"]
     command += ["--output_path", str(tmp_path), "--log_samples"]
     environment = {
         **os.environ,

@@ -26,7 +26,7 @@ from tests.kit.servers import PairServer
 
 RULES = ("judge:path=reprieve/arithmetic-judge,threshold=0.02", "top_k:k=2")
 ARMS = ("judge:threshold=0.04", "judge:threshold=0.2", "top_k:k=4")
-SETTINGS = RunSettings(limit=5)
+SETTINGS = RunSettings(task="arithmetic", limit=5)
 
 
 @pytest.fixture
@@ -111,7 +111,9 @@ def test_an_arm_that_a_server_cannot_be_is_refused_by_name(bundled_pair, task, t
 
 def test_a_servers_drafts_have_no_temperature_of_their_own(bundled_pair, task, tmp_path):
     arms = arms_of("top_k:k=4")
-    settings = RunSettings(limit=2, sampling=SamplingSettings(temperature=1.0, draft_temperature=0.5))
+    settings = RunSettings(
+        task="arithmetic", limit=2, sampling=SamplingSettings(temperature=1.0, draft_temperature=0.5)
+    )
     with PairServer(bundled_pair, RULES) as server:
         engine = engine_of(server)
         with pytest.raises(SpecError, match="draft_temperature cannot be set on a server"):

@@ -22,6 +22,7 @@ from tests.kit.mining import EOS, miner, problem
 from tests.kit.tiny import ARCHITECTURES, NumberTokenizer, tiny_model
 
 BUNDLED = "reprieve/arithmetic-pair"
+OURS = {"task": "arithmetic", "pair": PairSettings(BUNDLED)}
 
 
 def mine(*args, **options):
@@ -250,7 +251,7 @@ def test_sampled_suffixes_with_the_same_prefix_are_the_same():
 @pytest.fixture(scope="module")
 def bundled():
     """Problems the draft gets wrong on its own, mined."""
-    config = AutoJudgeMining(limit=6, num_in_flight=6)
+    config = AutoJudgeMining(limit=6, num_in_flight=6, **OURS)
     bench = build(config)
 
     async def mine_all():
@@ -279,7 +280,7 @@ def test_a_draft_that_answers_differently_leaves_an_important_token(bundled, bun
 @pytest.mark.slow
 def test_labels_do_not_depend_on_how_many_problems_are_in_flight(bundled):
     _, _, found = bundled
-    again = build(AutoJudgeMining(limit=2, num_in_flight=1))
+    again = build(AutoJudgeMining(limit=2, num_in_flight=1, **OURS))
     for item, before in zip(again.problems, found, strict=False):
         assert labels(asyncio.run(again.miner.mine(item))) == labels(before)
 
@@ -287,7 +288,8 @@ def test_labels_do_not_depend_on_how_many_problems_are_in_flight(bundled):
 @pytest.mark.slow
 def test_sampled_mining_is_repeatable_and_depends_on_the_seed():
     def once(seed):
-        config = AutoJudgeMining(limit=1, sampling=SamplingSettings(temperature=0.8, top_p=0.95), seed=seed)
+        sampling = SamplingSettings(temperature=0.8, top_p=0.95)
+        config = AutoJudgeMining(limit=1, sampling=sampling, seed=seed, **OURS)
         bench = build(config)
         return asyncio.run(bench.miner.mine(bench.problems[0]))
 

@@ -104,7 +104,7 @@ def test_the_draft_has_its_own_temperature_in_traces_and_rollouts(bundled_pair):
 
     task = load_task("arithmetic")
     shape = ArbiterShape()
-    settings = RolloutSettings(num_draft_tokens=6, draft_temperature=0.0)
+    settings = RolloutSettings("arithmetic", 6, draft_temperature=0.0, pair=PairSettings(ARITHMETIC.name))
     maker = RolloutMaker(settings, shape, bundled_pair, task)
     (rollout,) = maker.make([RolloutJob("train", 1, seed=1)], untrained(bundled_pair, shape, "arithmetic", 6).tensors)
     rounds = [made.asked for made in rollout.rounds]

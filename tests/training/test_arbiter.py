@@ -14,6 +14,7 @@ from reprieve.training.arbiter_rl import Reinforcement, reinforce
 from reprieve.training.arbiter_warm_up import WarmUp, untrained, warm_up
 from reprieve.training.rewards import Rewards
 from reprieve.training.rollouts import RolloutJob, RolloutPool, RolloutSettings
+from tests.kit.pairs import SMALL
 from tests.kit.parity import CLIMB, ParityTask, climb, mine
 from tests.kit.tiny import NumberTokenizer, perturbed, tiny_model
 
@@ -91,7 +92,7 @@ def test_two_processes_make_what_one_makes(tmp_path, bundled_pair):
     """On the bundled bundled_pair, which another process can load."""
     task = load_task("arithmetic")
     tensors = untrained(bundled_pair, ArbiterShape(), "arithmetic", 8).tensors
-    settings = RolloutSettings(num_draft_tokens=8)
+    settings = RolloutSettings("arithmetic", 8, pair=PairSettings(SMALL[1], dtype="float32"))
     jobs = [RolloutJob("train", number, seed=number) for number in range(5)]
     jobs += [RolloutJob("validation", 0, 0, threshold=0.5)]
     made = []

@@ -74,7 +74,7 @@ def measured(folder, limit, *, engine=VLLM, speed=None, progress=lambda done, to
     arms, made = arms_of(*ARMS), make_engine(engine, PAIR)
     try:
         task = ask(load_task("arithmetic"), made.tokenizer)
-        config = RunConfig.of(made, arms, RunSettings(limit=limit))
+        config = RunConfig.of(made, arms, RunSettings(task="arithmetic", limit=limit))
         certificate = find_head("reprieve/arithmetic-judge") / "certificates" / "net_drop-0.03-0.04-vllm.json"
         conditions = Certificate.load(certificate).conditions
         assert not [text for text in conditions.differences(config.conditions(made, arms[1])) if text]
