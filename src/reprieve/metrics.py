@@ -113,6 +113,22 @@ def bootstrap_interval(
     return (float(low), float(high))
 
 
+def share_with_interval(parts: np.ndarray, wholes: np.ndarray) -> list[float] | None:
+    """A share over all problems with its 95% bootstrap interval over problems: share, low, high; None of nothing.
+
+    Args:
+        parts: of each problem how many are in the share, `wholes` of how many: [n] each.
+    """
+    if not wholes.sum():
+        return None
+
+    def share(places: np.ndarray) -> float:
+        whole = wholes[places].sum()
+        return float(parts[places].sum() / whole) if whole else float("nan")
+
+    return [float(parts.sum() / wholes.sum()), *bootstrap_interval(share, len(parts))]
+
+
 @dataclass(frozen=True)
 class BranchChoices:
     """Choices between a draft's and a target's branch, and what each branch was worth: [n] each (CoSpec, Table 3)."""

@@ -143,6 +143,10 @@ def test_ctrl_c_keeps_what_is_done_and_exits_130(tmp_path):
         (["audit", "lts:theta=x"], 2, "theta"),
         (["audit", "lts", "--active", "0"], 2, "--active must be 2 or more, got 0"),
         (["audit", "lts", "--out", "."], 2, "--out must name a file, got '.'"),
+        (["audit", "rejections", "--limit", "0"], 2, "--limit must be in [1, 10000000], got 0"),
+        (["audit", "rejections", "--out", "."], 2, "--out must name a file, got '.'"),
+        (["audit", "rejections", "--drafter", "oracle"], 2, "drafter must be one of draft, eagle3, ngram"),
+        (["audit", "rejections", "--nli", "/nowhere"], 1, "could not load --nli '/nowhere'"),
         (["audit", "direct:top_k:k=2"], 2, "'direct:top_k:k=2' has no rule"),
         (["calibrate", "lts", "--active", "1"], 2, "active must be 2 or more, got 1"),
         (["audit", "lts:path=/nowhere"], 1, "'/nowhere' is neither a folder nor a hub id"),
@@ -213,6 +217,10 @@ def test_calibrating_auditing_and_pruning_from_the_command_line(tmp_path, capsys
     lts, top_k = json.loads(report.read_text())["audits"]
     assert lts["accepted"]["num"] > 50 and 0 <= lts["accepted"]["within_bound"] <= 1
     assert top_k["rescued"]["num"] > 0 and "within_tolerance" in top_k["rescued"]
+    refused = tmp_path / "rejections.json"
+    assert main(["audit", "rejections", *SMALL, "--limit", "2", "--out", str(refused)]) == 0
+    found = json.loads(refused.read_text())["rejections"]
+    assert found["num_refused"] > 5 and 0 < found["answer"]["tokens"][0] <= found["answer"]["places_any"][0] <= 1
     arms = ["--arm", f"{rule}@drafter=eagle3:top_k=2,prune=entropy", "--arm", "lossless@drafter=draft"]
     run = str(tmp_path / "run")
     asked = ["--limit", "2", "--temperature", "1", "--num-draft-tokens", "16", "--out", run]

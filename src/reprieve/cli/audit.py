@@ -1,4 +1,4 @@
-"""`reprieve audit`: what accepted tokens did to the next step. `reprieve audit arbitration`: who chose better."""
+"""`reprieve audit`: what accepted tokens did to the next step; `arbitration` and `rejections`: whether it was right."""
 
 from __future__ import annotations
 
@@ -150,6 +150,69 @@ class AuditArbitration(Command):
         return 0
 
 
+@dataclass(frozen=True)
+class AuditRejections(Command):
+    """Put refused drafted tokens into lossless answers and see whether they change them (ARC-Decode, section 3.1).
+
+    Args:
+        drafter: draft, ngram, or eagle3:path=FOLDER.
+        num_draft_tokens: K: deepest drafted token.
+        embedding: Encoder that compares responses, such as sentence-transformers/all-mpnet-base-v2: agreed from cosine
+            0.9 on.
+        nli: Classifier that finds contradictions between responses, such as
+            cross-encoder/nli-deberta-v3-base: agreed below probability 0.5.
+        task: Task of the problems. Default: that of the bundled pair.
+        split: Split. Default: test if there is one.
+        limit: Number of problems.
+        offset: First problem of the split.
+        seed: Same seed, same answers. Responses go on greedily from a refused token.
+        out: File for the numbers, as JSON.
+    """
+
+    verb = "audit rejections"
+
+    drafter: str = "eagle3"
+    num_draft_tokens: int = 16
+    embedding: str | None = None
+    nli: str | None = None
+    task: str = BUNDLED_TASK
+    split: str | None = None
+    limit: int = 40
+    offset: int = 0
+    seed: int = 0
+    sampling: SamplingSettings = field(default_factory=lambda: SamplingSettings(temperature=1.0))
+    prompt: PromptSettings = field(default_factory=PromptSettings)
+    pair: PairSettings = field(default_factory=PairSettings)
+    out: Path | None = None
+
+    def run(self) -> int:
+        from reprieve.evaluation.rejections import Agreement, NoContradiction, SameAnswer, SimilarText, examine
+
+        screen.require_problems(self.limit, self.offset)
+        screen.require_file(self.out)
+        measures: list[Agreement] = []
+        if self.embedding is not None:
+            measures.append(SimilarText(self.embedding))
+        if self.nli is not None:
+            measures.append(NoContradiction(self.nli))
+        pair, task = screen.load_pair_and_task(self.pair, self.task, self.prompt)
+        if task.graded:
+            measures.insert(0, SameAnswer(task))
+        if not measures:
+            raise SpecError(f"task {self.task} has no right answers: name a model with --embedding or --nli")
+        split = screen.split_of(task, self.split, "test")
+        decoder = pair.decoder("lossless", num_draft_tokens=self.num_draft_tokens, drafter=self.drafter, task=self.task)
+        problems = task.problems(split, self.limit, offset=self.offset)
+        params = _params(self.sampling, task, self.seed)
+        with screen.progress_bar("problems") as bar:
+            progress = screen.reporter(bar, "problems")
+            summary = examine(decoder, pair, task, problems, params, measures, progress=progress).summary()
+        if self.out is not None:
+            _write(self.out, {**_flags(self), "split": split, "rejections": summary})
+        screen.console().print(_rejection_table(summary, [measure.name for measure in measures]))
+        return 0
+
+
 def _params(sampling: SamplingSettings, task: Task, seed: int) -> SamplingParams:
     return SamplingParams(**vars(sampling), max_new_tokens=task.max_new_tokens, stop=tuple(task.stop), seed=seed)
 
@@ -214,6 +277,24 @@ def _branch_table(summary: dict[str, Any], spec: str) -> Table:
         values = summary[category]
         shares = (_interval(values[name]) for name in ("share", "draft_not_worse", "draft_chosen", "agreement"))
         table.add_row(category.replace("_", " "), str(values["num"]), *shares)
+    return table
+
+
+def _rejection_table(summary: dict[str, Any], measures: list[str]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title=f"{summary['num_refused']} refused tokens at {summary['num_places']} places of {summary['num_problems']} "
+        "problems that would have changed nothing; brackets are 95% bootstrap intervals over problems",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for name in ("compared by", "tokens, %", "places with one, %", "places with all, %"):
+        table.add_column(name, justify="left" if name == "compared by" else "right")
+    for measure in measures:
+        values = summary[measure]
+        table.add_row(measure, *(_interval(values[name]) for name in ("tokens", "places_any", "places_all")))
     return table
 
 

@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "calibrate lts": ("calibrate:CalibrateLts", "the constants of ARC-Decode's bound, once per target"),
     "audit": ("audit:Audit", "how far accepted tokens moved the target's next step, and whether a bound held"),
     "audit arbitration": ("audit:AuditArbitration", "whether an arbiter takes the branch that ends better"),
+    "audit rejections": ("audit:AuditRejections", "how many refused tokens would have changed nothing"),
     "convert eagle3": ("convert:ConvertEagle3", "SafeAILab's EAGLE-3 layout into the one used here"),
     "labels show": ("labels:ShowLabels", "labelled problems, token by token"),
     "labels stats": ("labels:LabelStats", "counts, shares by class of token, frequent important tokens"),

@@ -16,7 +16,7 @@ import numpy as np
 
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.labelling.responses import ResponseFormat
-from reprieve.metrics import BranchChoices, bootstrap_interval
+from reprieve.metrics import BranchChoices, share_with_interval
 from reprieve.models.cached_model import eos_token_ids
 from reprieve.tasks.asking import prompt_of
 from reprieve.tasks.base import Task, TaskProblem
@@ -49,23 +49,11 @@ class Diagnosis:
         }
         for category in CATEGORIES:
             nums = np.array([count[category]["num"] for count in counts])
-            shares = {"share": _ratio(nums, totals)}
+            shares = {"share": share_with_interval(nums, totals)}
             for name, key in _SHARES.items():
-                shares[name] = _ratio(np.array([count[category][key] for count in counts]), nums)
+                shares[name] = share_with_interval(np.array([count[category][key] for count in counts]), nums)
             result[category] = {"num": int(nums.sum()), **shares}
         return result
-
-
-def _ratio(parts: np.ndarray, wholes: np.ndarray) -> list[float] | None:
-    """A share with its interval over problems; None of nothing."""
-    if not wholes.sum():
-        return None
-
-    def share(places: np.ndarray) -> float:
-        whole = wholes[places].sum()
-        return float(parts[places].sum() / whole) if whole else float("nan")
-
-    return [float(parts.sum() / wholes.sum()), *bootstrap_interval(share, len(parts))]
 
 
 def diagnose(

@@ -1,0 +1,255 @@
+"""How many rejected tokens would have changed nothing (ARC-Decode, section 3.1 and Figure 2).
+
+Wherever lossless decoding refuses drafted tokens, each is put into the answer in the place of the one that was taken,
+and both texts go on greedily to their ends: the token is then all that they differ by. They agree where they come to
+the same final answer; for open-ended tasks models that the reader names compare what they say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+
+from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
+from reprieve.errors import ReprieveError, SpecError
+from reprieve.labelling.responses import ResponseFormat
+from reprieve.labelling.target import LocalTarget, gather_all
+from reprieve.metrics import share_with_interval
+from reprieve.models.batch_decoder import BatchDecoder, Session
+from reprieve.models.cached_model import eos_token_ids
+from reprieve.tasks.asking import prompt_of
+from reprieve.tasks.base import Task, TaskProblem
+from reprieve.types import ROOT, Generation
+
+ALIKE = 0.9  # cosine similarity from which on two texts count as saying the same
+CONTRADICTS = 0.5  # probability of contradiction from which on they do not
+_ROWS = 32  # texts in one forward
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A place where drafted tokens were refused.
+
+    Args:
+        start: committed tokens of the answer before it.
+        taken_id: the token that was committed there.
+        refused_ids: the drafted ones, other than it.
+    """
+
+    start: int
+    taken_id: int
+    refused_ids: tuple[int, ...]
+
+
+def rejections(made: Generation) -> Iterator[Rejection]:
+    """The places of an answer that was traced, in order; none where the answer ended before."""
+    assert made.trace is not None
+    start = 0
+    for traced in made.trace:
+        last = traced.path[-1] if traced.path else ROOT
+        if len(traced.committed) > len(traced.path):
+            taken = traced.committed[len(traced.path)].token_id
+            tried = (traced.drafted_ids[node] for node, parent in enumerate(traced.parents) if parent == last)
+            if refused := tuple(dict.fromkeys(token_id for token_id in tried if token_id != taken)):
+                yield Rejection(start + len(traced.path), taken, refused)
+        start += len(traced.committed)
+
+
+class Agreement(Protocol):
+    """Whether two whole responses to one problem amount to the same."""
+
+    @property
+    def name(self) -> str: ...
+
+    def agree(self, problem: TaskProblem, first: str, others: Sequence[str]) -> list[bool]:
+        """Of each of `others`, whether it agrees with the first."""
+        ...
+
+
+@dataclass(frozen=True)
+class SameAnswer:
+    """The same final answer, right or wrong; two responses without one do not agree."""
+
+    task: Task
+    name: str = "answer"
+
+    def agree(self, problem: TaskProblem, first: str, others: Sequence[str]) -> list[bool]:
+        extract = self.task.extract_answer
+        return [self.task.same(problem, extract(first), extract(other)) for other in others]
+
+
+class SimilarText:
+    """Embeddings of a sentence model that point the same way: mean of its last hidden states, cosine 0.9 or more.
+
+    Args:
+        model: hub id or folder of an encoder, such as sentence-transformers/all-mpnet-base-v2.
+
+    Raises:
+        ReprieveError: it cannot be loaded.
+    """
+
+    name = "embedding"
+
+    def __init__(self, model: str) -> None:
+        self.tokenizer, self.model = _load("--embedding", model, AutoModel)
+
+    def agree(self, problem: TaskProblem, first: str, others: Sequence[str]) -> list[bool]:
+        vectors = self._embed([first, *others])
+        return (vectors[1:] @ vectors[0] >= ALIKE).tolist()
+
+    @torch.inference_mode()
+    def _embed(self, texts: Sequence[str]) -> Tensor:  # [n, D], of length 1
+        read = _encode(self.tokenizer, self.model, list(texts))
+        mask = read["attention_mask"].unsqueeze(-1).float()
+        hidden = self.model(**read).last_hidden_state.float()
+        return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1).clamp_min(1.0), dim=-1)
+
+
+class NoContradiction:
+    """A model of natural language inference that does not find the two at odds, in either order.
+
+    Args:
+        model: hub id or folder of a classifier with a label that begins with "contradict".
+
+    Raises:
+        ReprieveError: it cannot be loaded.
+        SpecError: it has no such label.
+    """
+
+    name = "nli"
+
+    def __init__(self, model: str) -> None:
+        self.tokenizer, self.model = _load("--nli", model, AutoModelForSequenceClassification)
+        labels: dict[int, str] = self.model.config.id2label
+        self.label = next((place for place, text in labels.items() if text.lower().startswith("contradict")), None)
+        if self.label is None:
+            names = ", ".join(labels.values())
+            raise SpecError(f"--nli must name a model with a label for contradiction, {model!r} has {names}")
+
+    @torch.inference_mode()
+    def agree(self, problem: TaskProblem, first: str, others: Sequence[str]) -> list[bool]:
+        pairs = [(first, other) for other in others], [(other, first) for other in others]
+        worst = torch.stack([self._contradiction(each) for each in pairs]).amax(0)
+        return (worst < CONTRADICTS).tolist()
+
+    def _contradiction(self, pairs: Sequence[tuple[str, str]]) -> Tensor:  # [n], probabilities
+        first, second = zip(*pairs, strict=True)
+        read = _encode(self.tokenizer, self.model, list(first), list(second))
+        logits: Tensor = self.model(**read).logits
+        return logits.float().softmax(-1)[:, self.label]
+
+
+def _load(flag: str, name: str, kind: Any) -> tuple[Any, Any]:
+    """Tokenizer and model; from safetensors only."""
+    try:
+        return AutoTokenizer.from_pretrained(name), kind.from_pretrained(name, use_safetensors=True).eval()
+    except (OSError, ValueError) as error:
+        raise ReprieveError(f"could not load {flag} {name!r}: {error}") from error
+
+
+def _encode(tokenizer: Any, model: Any, *texts: list[str]) -> Any:
+    """Texts, or pairs of texts, as a batch that the model has positions for."""
+    longest = getattr(model.config, "max_position_embeddings", tokenizer.model_max_length)
+    longest = min(longest, tokenizer.model_max_length)
+    return tokenizer(*texts, padding=True, truncation=True, max_length=longest, return_tensors="pt")
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """The rejections of some problems: of each problem its places, of each place what became of its refused tokens.
+
+    Args:
+        by_measure: of each measure [problem][place][token], whether the texts agree.
+        num_correct: answers that lossless decoding got right.
+    """
+
+    by_measure: dict[str, list[list[list[bool]]]]
+    num_correct: int
+
+    def summary(self) -> dict[str, Any]:
+        """Counts, and of each measure with a 95% bootstrap interval over problems: the share of refused tokens that
+        agree, of places where one does, and of places where all do."""
+        problems = next(iter(self.by_measure.values()))
+        places = [place for problem in problems for place in problem]
+        return {
+            "num_problems": len(problems),
+            "num_correct": self.num_correct,
+            "num_places": len(places),
+            "num_refused": sum(map(len, places)),
+            **{name: _shares(found) for name, found in self.by_measure.items()},
+        }
+
+
+def _shares(problems: list[list[list[bool]]]) -> dict[str, list[float] | None]:
+    counted: dict[str, tuple[Callable[[list[bool]], int], Callable[[list[bool]], int]]] = {
+        "tokens": (sum, len),
+        "places_any": (any, lambda place: 1),
+        "places_all": (all, lambda place: 1),
+    }
+    return {
+        name: share_with_interval(
+            np.array([sum(part(place) for place in places) for places in problems]),
+            np.array([sum(whole(place) for place in places) for places in problems]),
+        )
+        for name, (part, whole) in counted.items()
+    }
+
+
+def examine(
+    decoder: SpeculativeDecoder,
+    pair: Pair,
+    task: Task,
+    problems: Sequence[TaskProblem],
+    params: SamplingParams,
+    measures: Sequence[Agreement],
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Verdicts:
+    """Answer problems losslessly and follow what was refused on the way.
+
+    Args:
+        decoder: of the lossless rule.
+        params: of the answers; problem i is drawn with a seed of its own, as `reprieve bench` does.
+    """
+    eos = frozenset(eos_token_ids(pair.target, pair.tokenizer))
+    responses = ResponseFormat(pair.tokenizer, task, eos, max_new_tokens=params.max_new_tokens)
+    greedy = BatchDecoder(
+        pair.target, num_rows=_ROWS, params=SamplingParams(), eos_ids=eos, stops=responses.stops if task.stop else None
+    )
+    found: dict[str, list[list[list[bool]]]] = {measure.name: [] for measure in measures}
+    num_correct = 0
+    for number, problem in enumerate(problems):
+        own = dataclasses.replace(params, seed=params.seed * 1_000_003 + number)
+        made = decoder.generate(prompt_of(problem), own, trace=True)
+        if task.graded:
+            num_correct += task.equivalent(task.extract_answer(made.text), problem.reference)
+        texts = asyncio.run(_continued(LocalTarget(greedy), responses, made))
+        for measure in measures:
+            found[measure.name].append([measure.agree(problem, first, others) for first, others in texts])
+        progress(number + 1, len(problems))
+    return Verdicts(found, num_correct)
+
+
+async def _continued(
+    target: LocalTarget, responses: ResponseFormat, made: Generation
+) -> list[tuple[str, list[str]]]:  # at each place: with the token that was taken, and with each refused one
+    session = Session()
+
+    async def whole(start: int, token_id: int) -> str:
+        begun = [*made.token_ids[:start], token_id]
+        left = responses.num_left(begun)
+        rest = await target.complete(session, made.prompt_ids, begun, left, None) if left > 0 else []
+        return responses.text([*begun, *rest])
+
+    places = list(rejections(made))
+    begun = [(place.start, token_id) for place in places for token_id in (place.taken_id, *place.refused_ids)]
+    following = iter(await gather_all(whole(*each) for each in begun))
+    return [(next(following), [next(following) for _ in place.refused_ids]) for place in places]

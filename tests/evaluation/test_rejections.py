@@ -1,0 +1,121 @@
+"""What became of refused tokens."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
+
+from reprieve.engine import Pair, SamplingParams
+from reprieve.errors import SpecError
+from reprieve.evaluation.rejections import (
+    NoContradiction,
+    Rejection,
+    SameAnswer,
+    SimilarText,
+    Verdicts,
+    examine,
+    rejections,
+)
+from reprieve.types import ROOT, Generation, Provenance, RoundTrace, Token
+from tests.evaluation.test_branches import SameTextTask
+from tests.kit.mining import problem
+from tests.kit.tiny import NumberTokenizer
+
+WORDS = ["[PAD]", "[UNK]", "a", "b", "c", "d"]
+
+
+def _round(drafted, parents, path, committed):
+    return RoundTrace(
+        drafted_ids=drafted, parents=parents, target_ids=[0] * len(drafted), target_log_probs=[0.0] * len(drafted),
+        risks=None, advice=None, bonus_id=None, lossless_accepts=[node in path for node in range(len(drafted))],
+        path=path, committed=[Token(token_id, "", Provenance.TARGET) for token_id in committed],
+    )  # fmt: skip
+
+
+def _generation(rounds):
+    return Generation([1], [token for traced in rounds for token in traced.committed], "", "eos", len(rounds), 0, 0.0,
+                      trace=rounds)  # fmt: skip
+
+
+def test_refused_tokens_are_found_where_the_answer_went_another_way():
+    chain = _round([5, 6, 7], [ROOT, 0, 1], [0], [5, 9])
+    tree = _round([3, 4, 3, 8, 8], [ROOT, ROOT, 1, 1, 0], [1], [4, 2])
+    whole = _round([5], [ROOT], [0], [5, 6])  # accepted to its end: the bonus token replaces nothing
+    same = _round([7, 6], [ROOT, ROOT], [], [6])  # the draw fell on a drafted token after all
+    ended = _round([5, 6], [ROOT, 0], [0], [5])  # by an end-of-text token among the accepted ones
+    found = list(rejections(_generation([chain, tree, whole, same, ended])))
+    assert found == [Rejection(1, 9, (6,)), Rejection(3, 2, (3, 8)), Rejection(6, 6, (7,))]
+
+
+def test_another_token_in_an_answer_makes_another_text(target, draft):
+    pair = Pair(target, draft, NumberTokenizer(), "t", "d")
+    decoder = pair.decoder("lossless", num_draft_tokens=4)
+    task = SameTextTask()
+    params = SamplingParams(max_new_tokens=16, temperature=1.0)
+    problems = [problem(name, "x") for name in "pq"]
+    summary = examine(decoder, pair, task, problems, params, [SameAnswer(task)]).summary()
+    assert summary["num_problems"] == 2 and summary["num_refused"] >= summary["num_places"] > 2
+    assert summary["answer"] == {"tokens": [0.0] * 3, "places_any": [0.0] * 3, "places_all": [0.0] * 3}
+
+
+class AnyTask(SameTextTask):
+    def extract_answer(self, text):
+        return "the same"
+
+
+def test_answers_agree_however_their_texts_go_on(target, draft):
+    pair = Pair(target, draft, NumberTokenizer(), "t", "d")
+    params = SamplingParams(max_new_tokens=16, temperature=1.0)
+    measures = [SameAnswer(AnyTask())]
+    found = examine(
+        pair.decoder("lossless", num_draft_tokens=4), pair, AnyTask(), [problem("p", "x")], params, measures
+    )
+    assert found.summary()["answer"]["places_all"] == [1.0] * 3
+
+
+def test_shares_are_of_tokens_and_of_places():
+    summary = Verdicts({"answer": [[[True, False, False], [True]], []]}, 1).summary()
+    assert (summary["num_places"], summary["num_refused"], summary["num_correct"]) == (2, 4, 1)
+    first = {name: shares[0] for name, shares in summary["answer"].items()}
+    assert first == {"tokens": 0.5, "places_any": 1.0, "places_all": 0.5}
+    assert Verdicts({"answer": [[]]}, 0).summary()["answer"]["tokens"] is None
+
+
+def _kept(folder, model):
+    words = Tokenizer(models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def _config(**settings):
+    return BertConfig(
+        vocab_size=len(WORDS), hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+        max_position_embeddings=12, **settings,
+    )  # fmt: skip
+
+
+def test_an_encoder_finds_the_same_text_alike(tmp_path):
+    torch.manual_seed(0)
+    model = BertModel(_config())
+    torch.nn.init.normal_(model.embeddings.word_embeddings.weight, std=3.0)
+    measure = SimilarText(_kept(tmp_path, model))
+    assert measure.agree(problem("p", "x"), "a b", ["a b", "d d d c"]) == [True, False]
+    long = "a b " * 20
+    assert measure.agree(problem("p", "x"), long, [long + "c"]) == [True], "texts are cut to the model's positions"
+
+
+def test_a_classifier_that_finds_a_contradiction_in_either_order(tmp_path):
+    torch.manual_seed(0)
+    settings = {"id2label": {0: "ENTAILMENT", 1: "CONTRADICTION"}, "label2id": {"ENTAILMENT": 0, "CONTRADICTION": 1}}
+    model = BertForSequenceClassification(_config(**settings))
+    torch.nn.init.zeros_(model.classifier.weight)
+    model.classifier.bias.data = torch.tensor([0.0, -3.0])
+    measure = NoContradiction(_kept(tmp_path / "calm", model))
+    assert measure.agree(problem("p", "x"), "a", ["b", "c d"]) == [True, True]
+    model.classifier.bias.data = torch.tensor([-3.0, 0.0])
+    assert NoContradiction(_kept(tmp_path / "odd", model)).agree(problem("p", "x"), "a", ["b"]) == [False]
+    plain = BertForSequenceClassification(_config())
+    with pytest.raises(SpecError, match="--nli must name a model with a label for contradiction"):
+        NoContradiction(_kept(tmp_path / "plain", plain))
