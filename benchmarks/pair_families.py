@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -20,8 +21,27 @@ from reprieve.evaluation.runner import environment
 from reprieve.files import replace_file
 from reprieve.pair.families import FAMILIES
 from reprieve.pair.problems import draw_problem
-from reprieve.tasks import load_task
+from reprieve.tasks import TaskProblem, load_task
 from reprieve.tasks.arithmetic import ArithmeticTask, as_task_problem
+
+
+def of_each_family(
+    task: ArithmeticTask, split: str, num: int, families: Iterable[str] = FAMILIES
+) -> Iterator[tuple[str, str, list[TaskProblem]]]:
+    """Family, size of its numbers, and problems of both: `num`, or somewhat fewer of round percentages."""
+    for family in families:
+        for size in ("small", "large", *(["round"] if family == "share" else [])):
+            contents = dataclasses.replace(
+                task.contents,
+                family_weights={family: 1.0},
+                large_share=float(size == "large"),
+                large_shares={},
+                round_share=float(size == "round"),
+            )
+            drawn = [draw_problem(split, index, contents=contents) for index in range(num)]
+            if size == "round":
+                drawn = [problem for problem in drawn if len(problem.steps) > 1]
+            yield family, size, [as_task_problem(problem) for problem in drawn]
 
 
 def main() -> None:
@@ -41,27 +61,15 @@ def main() -> None:
     assert isinstance(task, ArithmeticTask)
     writers = {role: Writer(pair, role, task) for role in ("target", "draft")}
     found = []
-    for family in arguments.families:
-        for size in ("small", "large", *(["round"] if family == "share" else [])):
-            contents = dataclasses.replace(
-                task.contents,
-                family_weights={family: 1.0},
-                large_share=float(size == "large"),
-                large_shares={},
-                round_share=float(size == "round"),
-            )
-            drawn = [draw_problem("validation", index, contents=contents) for index in range(arguments.num)]
-            if size == "round":
-                drawn = [problem for problem in drawn if len(problem.steps) > 1]
-            problems = [as_task_problem(problem) for problem in drawn]
-            solved = {
-                role: [writer.solved(*one) for one in zip(problems, writer.write(problems), strict=True)]
-                for role, writer in writers.items()
-            }
-            solved["either"] = [a or b for a, b in zip(solved["target"], solved["draft"], strict=True)]
-            shares = {role: sum(values) / len(values) for role, values in solved.items()}
-            found.append({"family": family, "size": size, "num": len(problems), **shares})
-            print(found[-1], flush=True)
+    for family, size, problems in of_each_family(task, "validation", arguments.num, arguments.families):
+        solved = {
+            role: [writer.solved(*one) for one in zip(problems, writer.write(problems), strict=True)]
+            for role, writer in writers.items()
+        }
+        solved["either"] = [a or b for a, b in zip(solved["target"], solved["draft"], strict=True)]
+        shares = {role: sum(values) / len(values) for role, values in solved.items()}
+        found.append({"family": family, "size": size, "num": len(problems), **shares})
+        print(found[-1], flush=True)
     head = ["family", "numbers", "problems", "target, %", "draft, %", "either, %"]
     rows = [
         [

@@ -1,0 +1,105 @@
+"""How far a bundled pair's models lie apart, family by family: `python benchmarks/pair_divergences.py --num 40`.
+
+FSD's Figure 3: Jensen-Shannon divergences (base 2, 0 to 1) between both models at every token of the target's own
+greedy answers to test problems, as a histogram, beside the share of tokens that both would write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import reprieve
+from pair_families import of_each_family
+from pair_report import Writer
+from reprieve.engine import Pair
+from reprieve.evaluation.runner import environment
+from reprieve.files import replace_file
+from reprieve.rules.fuzzy import fuzzy_divergence
+from reprieve.tasks import TaskProblem, load_task
+from reprieve.tasks.arithmetic import ArithmeticTask
+
+EDGES = (0.0, 0.01, 0.1, 0.3, 0.6, 1.0)
+
+
+@torch.inference_mode()
+def divergences(pair: Pair, problem: TaskProblem, text: str) -> tuple[np.ndarray, np.ndarray]:
+    """At each token of a text: divergence, and whether both models have the same most likely token; [n] each."""
+    assert pair.draft is not None
+    ids = pair.tokenizer(problem.prompt + text, return_tensors="pt").input_ids
+    rows = slice(len(pair.tokenizer(problem.prompt).input_ids) - 1, -1)
+    ours, theirs = (model(ids).logits[0, rows].float() for model in (pair.target, pair.draft))
+    apart = fuzzy_divergence(ours.softmax(-1), theirs.softmax(-1), divergence="js")
+    return apart.clamp(0.0, 1.0).numpy(), (ours.argmax(-1) == theirs.argmax(-1)).numpy()
+
+
+def histogram(values: np.ndarray) -> list[float]:
+    """The share of values in each bin of `EDGES`, its lower edge included."""
+    counts, _ = np.histogram(values, bins=EDGES)
+    return (counts / max(1, len(values))).tolist()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/pair-divergences"))
+    parser.add_argument("--num", type=int, default=40, help="problems of each family and size")
+    parser.add_argument("--task", default="word_problems")
+    parser.add_argument("--target", default="reprieve/miniature")
+    parser.add_argument("--draft", default=None)
+    arguments = parser.parse_args()
+    if arguments.num < 2:
+        parser.error(f"--num must be 2 or more, got {arguments.num}")
+    torch.set_num_threads(1)
+    pair = reprieve.load_pair(arguments.target, arguments.draft, dtype="float32")
+    task = load_task(arguments.task)
+    assert isinstance(task, ArithmeticTask)
+    writer = Writer(pair, "target", task)
+    found = []
+    for family, size, problems in of_each_family(task, "test", arguments.num):
+        texts = writer.write(problems)
+        apart, agree = map(
+            np.concatenate, zip(*(divergences(pair, *one) for one in zip(problems, texts, strict=True)), strict=True)
+        )
+        found.append(
+            {
+                "family": family,
+                "size": size,
+                "num_tokens": len(apart),
+                "mean": float(apart.mean()),
+                "histogram": histogram(apart),
+                "agree": float(agree.mean()),
+            }
+        )
+        print(found[-1], flush=True)
+    document = {**environment(), "found": found, "edges": EDGES, **shown(found), "command": " ".join(sys.argv)}
+    replace_file(arguments.out / "divergences.json", json.dumps(document, indent=2) + "\n")
+
+
+def shown(found: Sequence[dict]) -> dict[str, list]:
+    """Head and rows of the table."""
+    bins = [f"{low:g} to {high:g}, %" for low, high in itertools.pairwise(EDGES)]
+    return {
+        "head": ["family", "numbers", "tokens", "mean JS", *bins, "same token, %"],
+        "rows": [
+            [
+                one["family"],
+                one["size"],
+                str(one["num_tokens"]),
+                f"{one['mean']:.3f}",
+                *(f"{100 * share:.1f}" for share in one["histogram"]),
+                f"{100 * one['agree']:.1f}",
+            ]
+            for one in found
+        ],
+    }
+
+
+if __name__ == "__main__":
+    main()
