@@ -8,8 +8,10 @@ import torch
 
 from reprieve.errors import SpecError
 from reprieve.heads.features import TokenStates
+from reprieve.training import state_arbiter
 from reprieve.training.features import LabelledTokens
 from reprieve.training.settings import StateArbiterTraining
+from reprieve.training.splits import folds_by_problem
 from reprieve.training.state_arbiter import train_state_arbiter
 from tests.kit.tiny import IDENTITY
 
@@ -44,6 +46,50 @@ def test_both_heads_find_what_is_there():
     assert risks[fresh.gains > 0].mean() < 0.5 < risks[fresh.gains < 0].mean()
 
 
+def test_the_penalty_is_chosen_by_probabilities_on_problems_left_out():
+    """Features of which most are noise: the weakest penalty ranks, and is much too sure of itself."""
+    rng = np.random.default_rng(0)
+    given = tokens()
+    noise = torch.tensor(rng.normal(size=(NUM, 200)), dtype=torch.float32)
+    states = dataclasses.replace(
+        given.states, target={"draft": {-1: torch.cat([given.states.target["draft"][-1], noise], 1)}}
+    )
+    head = train_state_arbiter(
+        dataclasses.replace(given, states=states), IDENTITY, "t", settings=StateArbiterTraining(grid=(1e3, 1e-2, 1e-7))
+    )
+    assert (head.training["worse"]["C"], head.training["better"]["C"]) == (1e-2, 1e-2)
+    losses = [row["log_loss"] for row in head.training["better"]["grid"]]
+    assert losses[1] < min(losses[0], losses[2]) and head.training["better"]["auc_held_out"][0] > 0.8
+
+
+def test_a_training_that_was_cut_off_goes_on(tmp_path, monkeypatch):
+    settings = StateArbiterTraining(grid=(1.0, 1e-2, 1e-4))
+    whole = train_state_arbiter(tokens(), IDENTITY, "t", settings=settings)
+    calls = []
+
+    def cut_off(done, total):
+        calls.append(done)
+        if len(calls) == 4:  # the second side's first C is done
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_state_arbiter(tokens(), IDENTITY, "t", settings=settings, folder=tmp_path, progress=cut_off)
+    tried, fit = [], state_arbiter.fit_linear
+    monkeypatch.setattr(state_arbiter, "fit_linear", lambda *given: tried.append(given[2]) or fit(*given))
+    made = train_state_arbiter(tokens(), IDENTITY, "t", settings=settings, folder=tmp_path)
+    assert set(tried) == {1e-2, 1e-4}, "the first C is not fitted again"
+    assert made.training == whole.training and torch.equal(made.tensors["weight"], whole.tensors["weight"])
+
+
+def test_folds_are_of_whole_problems_and_all_have_cases():
+    ids = np.array([f"p{n // 5}" for n in range(100)])
+    labels = np.isin(np.arange(100), [0, 1, 20, 40, 60])
+    folds = folds_by_problem(ids, labels, num_folds=5, seed=3)
+    assert sorted(set(folds)) == [0, 1, 2, 3], "as many as problems with a case"
+    assert all(len(set(folds[ids == one])) == 1 for one in set(ids))
+    assert all(labels[folds == fold].any() for fold in range(4))
+
+
 def test_labels_without_both_sides_are_refused():
     given = dataclasses.replace(tokens(), gains=np.full(NUM, np.nan))
     with pytest.raises(SpecError, match="mine arbitration, or pivot"):
@@ -52,5 +98,5 @@ def test_labels_without_both_sides_are_refused():
 
 def test_a_draft_that_is_never_better_is_refused():
     given = tokens()
-    with pytest.raises(SpecError, match="important and unimportant"):
+    with pytest.raises(SpecError, match="at least 2 problems must hold labelled tokens, got 0"):
         train_state_arbiter(dataclasses.replace(given, gains=np.minimum(given.gains, 0)), IDENTITY, "t")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -38,6 +39,16 @@ class LinearFit:
         logits = ((features - self.mean) / self.scale) @ self.coefficients + self.intercept
         risks: np.ndarray = 1 / (1 + np.exp(-logits.clip(-80, 80)))
         return risks
+
+    def packed(self) -> np.ndarray:
+        """All of it in a row, [1 + 3F]."""
+        return np.concatenate([[self.intercept], self.mean, self.scale, self.coefficients])
+
+    @classmethod
+    def unpacked(cls, row: np.ndarray) -> Self:
+        """The fit of a row."""
+        mean, scale, coefficients = row[1:].reshape(3, -1)
+        return cls(mean, scale, coefficients, float(row[0]))
 
     def folded(self) -> tuple[Tensor, Tensor]:
         """Weights [F] and bias [] for features as they are, float32."""
@@ -138,11 +149,7 @@ class JudgeLearner(Learner):
         return int(np.argmax(scores))
 
     def state(self) -> dict[str, Tensor]:
-        rows = [np.concatenate([[fit.intercept], fit.mean, fit.scale, fit.coefficients]) for fit in self.fits]
-        return {"fits": torch.tensor(np.array(rows))}
+        return {"fits": torch.tensor(np.array([fit.packed() for fit in self.fits]))}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        size = self.features.shape[1]
-        for row in tensors["fits"].numpy():
-            mean, scale, coefficients = (row[1 + part * size : 1 + (part + 1) * size] for part in range(3))
-            self.fits.append(LinearFit(mean, scale, coefficients, float(row[0])))
+        self.fits += [LinearFit.unpacked(row) for row in tensors["fits"].numpy()]

@@ -55,7 +55,7 @@ class StateArbiterTraining(JudgeTraining):
 
     Args:
         states: Hidden states of target, draft or both.
-        held_out: Share of the problems held out, on which both values of C are chosen.
+        held_out: Share of the problems left out in turn, on which both values of C are chosen.
     """
 
     states: str = "both"

@@ -42,6 +42,29 @@ def split_by_problem(
     return held
 
 
+def folds_by_problem(
+    problem_ids: np.ndarray,  # [n], of each token
+    labels: np.ndarray,  # [n], bool
+    *,
+    num_folds: int,
+    seed: int,
+) -> np.ndarray:  # [n], the fold of each token, from 0
+    """Folds of whole problems, those with a labelled token spread evenly over them; as many as there are such problems.
+
+    Raises:
+        SpecError: labelled tokens, or others, in fewer than two problems.
+    """
+    labelled = np.unique(problem_ids[labels])
+    for side, name in ((labelled, "labelled"), (np.unique(problem_ids[~labels]), "other")):
+        if len(side) < 2:
+            raise SpecError(f"at least 2 problems must hold {name} tokens, got {len(side)}; mine more problems")
+    others = np.setdiff1d(problem_ids, labelled)
+    rng = np.random.default_rng(seed)
+    order = np.concatenate([rng.permutation(labelled), rng.permutation(others)])
+    fold_of = {problem: place % min(num_folds, len(labelled)) for place, problem in enumerate(order)}
+    return np.array([fold_of[problem_id] for problem_id in problem_ids])
+
+
 def auc(important: np.ndarray, scores: np.ndarray) -> float:
     """ROC AUC; NaN where only one label occurs."""
     return float(roc_auc_score(important, scores)) if 0 < important.sum() < len(important) else float("nan")
