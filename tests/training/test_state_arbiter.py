@@ -37,7 +37,7 @@ def tokens(seed=0):
 def test_both_heads_find_what_is_there():
     given, settings = tokens(), StateArbiterTraining(grid=(1.0, 1e-4))
     head = train_state_arbiter(given, IDENTITY, "t", settings=settings)
-    assert head.num_features == 2 * SIZE + 4 and head.reads_draft and head.threshold == 0.51
+    assert head.num_features == 2 * SIZE + 4 and head.reads_draft and head.threshold == 0.5
     assert head.training["worse"]["auc_held_out"][0] > 0.9 and head.training["better"]["auc_held_out"][0] > 0.9
     fresh = tokens(seed=1)
     risks = head.probability(torch.from_numpy(fresh.features(settings.recipe))).numpy()

@@ -20,8 +20,6 @@ from reprieve.training.judge import LinearFit, fit_linear
 from reprieve.training.settings import StateArbiterTraining
 from reprieve.training.splits import auc, auc_interval, folds_by_problem
 
-_MARGIN = 0.01  # above neutral: where both are unlikely, a token is worth taking for its speed
-
 
 def train_state_arbiter(
     tokens: LabelledTokens,
@@ -33,7 +31,7 @@ def train_state_arbiter(
     progress: Progress = lambda done, total: None,
 ) -> StateArbiter:
     """Both heads, each with the C whose probabilities fit problems that were left out best; the recommended threshold
-    is fixed, 0.51.
+    is fixed, 0.5.
 
     The two probabilities are weighed against each other, so that they have to be right, not only in the right order;
     and a draft is better so rarely that one held-out part has too few cases to choose by.
@@ -61,13 +59,12 @@ def train_state_arbiter(
             "grid": learner.grid_log,
         }
     weights, biases = zip(*(fit.folded() for fit in fits), strict=True)
-    threshold = NEUTRAL + _MARGIN
     return StateArbiter(
         tensors={"weight": torch.stack(weights), "bias": torch.stack(biases)},
         recipe=settings.recipe,
         pair=pair,
         task=task,
-        threshold=threshold,
+        threshold=NEUTRAL,
         training={
             "num_problems": len(np.unique(tokens.problem_ids)),
             "num_tokens": len(tokens.gains),
