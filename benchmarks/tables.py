@@ -132,7 +132,28 @@ def rows_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
     return f"{grid(document['head'], document['rows'])}\n\n{foot}"
 
 
-SHOWN: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], str]] = {"arms": arms_table, "rows": rows_table}
+def rejections_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
+    """What `reprieve audit rejections` found, a line for each way of comparing."""
+    found = document["rejections"]
+    shares = ("tokens", "places_any", "places_all")
+    rows = [
+        [name, *(f"{100 * of[share][0]:.1f} {interval(of[share][1:], 100, 1)}" for share in shares)]
+        for name, of in found.items()
+        if isinstance(of, dict)
+    ]
+    head = ["compared by", "refused tokens, %", "places with one, %", "places with all, %"]
+    note = (
+        f"{found['num_refused']} refused tokens at {found['num_places']} places of {found['num_problems']} "
+        f"{document['task']} problems, {document['split']}; brackets are 95% intervals."
+    )
+    return f"{grid(head, rows)}\n\n{note}\n`{document['command']}`"
+
+
+SHOWN: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], str]] = {
+    "arms": arms_table,
+    "rows": rows_table,
+    "rejections": rejections_table,
+}
 
 
 def shown(name: str) -> str:
@@ -183,7 +204,7 @@ def run(names: list[str]) -> None:
     for name in names:
         table, folder = tables()[name], RUNS / name
         for command in table["run"]:
-            words = [str(folder) if word == "OUT" else word for word in shlex.split(command)]
+            words = [re.sub(r"\bOUT\b", str(folder), word) for word in shlex.split(command)]
             program = [sys.executable] if words[0].endswith(".py") else [str(Path(sys.executable).parent / "reprieve")]
             print(f"{name}: {shlex.join(words)}", flush=True)
             if status := subprocess.run([*program, *words], cwd=ROOT, check=False).returncode:
