@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -48,6 +49,16 @@ def without_times(records):
     return [
         (r.arm, r.problem_id, r.correct, r.answer, r.num_tokens, r.num_rounds, r.num_rescued, r.text) for r in records
     ]
+
+
+def test_a_line_joins_only_what_a_dial_tells_apart(pair, tmp_path):
+    forms = ["fuzzy:threshold=0.1", "fuzzy:threshold=0.4", "fuzzy:threshold=2,divergence=kl", "margin:delta=1"]
+    arms = make_arms([*forms, "margin:delta=2@drafter=ngram"], [4])
+    drawn = tmp_path / "drawn"
+    drawn.mkdir()
+    draw_frontier(summarise(run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path)), drawn)
+    names = set(re.findall(r"<!-- (.+?) -->", (drawn / "frontier.svg").read_text()))
+    assert {"fuzzy, divergence=js", "fuzzy, divergence=kl", "margin", "margin, drafter=ngram"} <= names
 
 
 def test_results_hold_the_contract_and_the_figure_is_drawn(pair, tmp_path):

@@ -17,10 +17,13 @@ def draw_frontier(document: dict[str, Any], folder: Path) -> list[Path]:
     figure = import_extra("matplotlib.figure", "evidence").Figure(figsize=(11.5, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     arms = document["arms"]
-    names = [name for name in dict.fromkeys(arm["rule"] for arm in arms) if name not in (TARGET_ONLY, DRAFT_ONLY)]
-    styles = {name: (_MARKERS[i % len(_MARKERS)], f"C{i % 10}") for i, name in enumerate(names)}
-    _panel(left, arms, styles, "speedup_vs_target", "speedup over the target alone (tokens per second)")
-    _panel(right, arms, styles, "tokens_per_round", "tokens per target forward")
+    lines = _lines(arms)
+    styles = {name: (_MARKERS[i % len(_MARKERS)], f"C{i % 10}") for i, name in enumerate(lines)}
+    _panel(left, lines, styles, "speedup_vs_target", "speedup over the target alone (tokens per second)")
+    _panel(right, lines, styles, "tokens_per_round", "tokens per target forward")
+    if target := next((arm for arm in arms if arm["rule"] == TARGET_ONLY), None):
+        _reference(left, target, "speedup_vs_target")
+        _reference(right, target, "tokens_per_round")
     line = document.get("random_allocation", [])
     left.plot(
         [point["speedup_vs_target"] for point in line],
@@ -46,9 +49,28 @@ def draw_frontier(document: dict[str, Any], folder: Path) -> list[Path]:
     return paths
 
 
-def _panel(axes: Any, arms: list[dict[str, Any]], styles: dict[str, tuple[str, str]], x: str, label: str) -> None:
+def _lines(arms: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Arms that only a dial tells apart, by name: the rule, and its form where there are several."""
+    forms: dict[str, dict[tuple[str, ...], list[dict[str, Any]]]] = {}
+    for arm in arms:
+        if arm["rule"] not in (TARGET_ONLY, DRAFT_ONLY):
+            chosen = (f"{name}={value}" for name, value in arm["params"].items() if isinstance(value, str) and value)
+            drafter = arm["spec"].partition("@drafter=")[2]
+            form = (*chosen, *((f"drafter={drafter}",) if drafter else ()))
+            forms.setdefault(arm["rule"], {}).setdefault(form, []).append(arm)
+    named = {}
+    for rule, of_rule in forms.items():
+        common = set.intersection(*map(set, of_rule))
+        for form, its in of_rule.items():
+            named[", ".join((rule, *(part for part in form if part not in common)))] = its
+    return named
+
+
+def _panel(
+    axes: Any, lines: dict[str, list[dict[str, Any]]], styles: dict[str, tuple[str, str]], x: str, label: str
+) -> None:
     for name, (marker, color) in styles.items():
-        points = sorted((arm for arm in arms if arm["rule"] == name and arm[x]), key=lambda arm: arm[x])
+        points = sorted((arm for arm in lines[name] if arm[x]), key=lambda arm: arm[x])
         if not points:
             continue
         accuracy = [100 * arm["accuracy"] for arm in points]
@@ -65,11 +87,10 @@ def _panel(axes: Any, arms: list[dict[str, Any]], styles: dict[str, tuple[str, s
             elinewidth=0.6,
             label=name,
         )
-    target = next((arm for arm in arms if arm["rule"] == TARGET_ONLY), None)
-    if target is not None:
-        axes.axhline(100 * target["accuracy"], color="0.3", linewidth=0.8, linestyle=":")
-        axes.plot(
-            [target[x]], [100 * target["accuracy"]], marker="s", color="0.3", linestyle="none", label="target only"
-        )
     axes.set_xlabel(label)
     axes.grid(alpha=0.25)
+
+
+def _reference(axes: Any, target: dict[str, Any], x: str) -> None:
+    axes.axhline(100 * target["accuracy"], color="0.3", linewidth=0.8, linestyle=":")
+    axes.plot([target[x]], [100 * target["accuracy"]], marker="s", color="0.3", linestyle="none", label="target only")
