@@ -61,6 +61,23 @@ def test_a_line_joins_only_what_a_dial_tells_apart(pair, tmp_path):
     assert {"fuzzy, divergence=js", "fuzzy, divergence=kl", "margin", "margin, drafter=ngram"} <= names
 
 
+@pytest.mark.parametrize(
+    ("sampling", "bounded"),
+    [
+        ({"temperature": 1.0, "draft_temperature": None}, True),
+        ({"temperature": 1.0, "draft_temperature": 0.0}, False),
+        ({"temperature": 0.0, "draft_temperature": None}, False),
+    ],
+)
+def test_an_answers_bound_is_told_where_drafts_are_sampled(pair, tmp_path, sampling, bounded):
+    arms = make_arms(["fuzzy:threshold=0.3", "fuzzy:threshold=0.3,k=2", "margin:delta=1"], [4])
+    sampled = config(arms, sampling={"top_p": 1.0, "top_k": 0, **sampling})
+    rows = summarise(run_arms(sampled, arms, LocalEngine(pair), ToyTask(), tmp_path))["arms"]
+    drafted = rows[3]["draft_share"] * rows[3]["tokens_per_answer"]
+    assert rows[3]["sequence_bound"] == (pytest.approx(0.3 * drafted) if bounded else None)
+    assert drafted > 0 and all(row["sequence_bound"] is None for row in (*rows[:3], *rows[4:]))
+
+
 def test_results_hold_the_contract_and_the_figure_is_drawn(pair, tmp_path):
     arms = make_arms(ARMS, [4])
     document = summarise(run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path))

@@ -12,6 +12,7 @@ import numpy as np
 
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.evaluation.arms import LOSSLESS, Arm
+from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.records import ProblemRecord
 from reprieve.evaluation.runner import Run
 from reprieve.files import replace_file
@@ -63,7 +64,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "sampling": run.config.sampling,
         "prompt": run.config.prompt,
         "graded": run.graded,
-        "arms": [_summarise_arm(arm, rows, run.arms) for arm in run.arms] if num_problems else [],
+        "arms": [_summarise_arm(arm, rows, run) for arm in run.arms] if num_problems else [],
     }
     for arm in document["arms"]:
         if not run.graded:
@@ -105,8 +106,8 @@ def column(problems: list[list[ProblemRecord]], value: Callable[[ProblemRecord],
     return np.array([[value(record) for record in trials] for trials in problems], dtype=float)
 
 
-def _summarise_arm(arm: Arm, rows: Rows, arms: Sequence[Arm]) -> dict[str, Any]:
-    problems, lossless = rows[arm.label], rows[lossless_for(arm, arms)]
+def _summarise_arm(arm: Arm, rows: Rows, run: Run) -> dict[str, Any]:
+    problems, lossless = rows[arm.label], rows[lossless_for(arm, run.arms)]
     records = [record for trials in problems for record in trials]
     correct = column(problems, lambda record: record.correct)
     num_correct = int(correct.sum())
@@ -130,6 +131,7 @@ def _summarise_arm(arm: Arm, rows: Rows, arms: Sequence[Arm]) -> dict[str, Any]:
         "tokens_per_round": tokens / rounds if rounds else None,
         "acceptance_rate": accepted / drafted if drafted else None,
         "draft_share": accepted / tokens if drafted and tokens else None,
+        "sequence_bound": _sequence_bound(arm, accepted / len(records), run.config),
         "num_rescued": sum(record.num_rescued for record in records),
         "pruned_share": pruned / (drafted + pruned) if pruned else 0.0,
         "tokens_per_second": tokens / seconds if seconds else None,
@@ -139,6 +141,14 @@ def _summarise_arm(arm: Arm, rows: Rows, arms: Sequence[Arm]) -> dict[str, Any]:
         "joules_per_solved": _joules_per_solved(joules, num_correct),
         "seconds_by_part": {part: sum(record.seconds_by_part.get(part, 0.0) for record in records) for part in PARTS},
     }
+
+
+def _sequence_bound(arm: Arm, num_drafted: float, config: RunConfig) -> float | None:
+    """The rule's bound on an answer's divergence, at the mean number of drafted tokens; a draft that always says its
+    most likely token is infinitely far from any target, so that none holds for it."""
+    temperatures = [config.sampling["temperature"], config.sampling.get("draft_temperature")]
+    sampled = 0 not in temperatures and (arm.drafter or config.drafter) == "draft"
+    return arm.rule.sequence_bound(num_drafted) if arm.rule is not None and sampled else None
 
 
 def _against_target(problems: list[list[ProblemRecord]], target: list[list[ProblemRecord]] | None) -> dict[str, Any]:

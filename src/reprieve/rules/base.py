@@ -228,6 +228,11 @@ class Rule(ABC):
         value: float | None = getattr(self, parameters_of(self)[self.dial.name].name)
         return value
 
+    def sequence_bound(self, num_drafted: float) -> float | None:
+        """How far an answer's distribution can lie from the target's, where it holds so many drafted tokens and drafts
+        are sampled; None where the rule's paper proves no such bound."""
+        return None
+
     @property
     def params(self) -> dict[str, Any]:
         """The paper's parameters, by name, as JSON can hold them."""

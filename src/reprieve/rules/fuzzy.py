@@ -111,3 +111,10 @@ class FuzzyRule(Rule):
             log_base=self.log_base,
             k=self.k,
         )
+
+    def sequence_bound(self, num_drafted: float) -> float | None:
+        """Tokens from the draft, times the threshold (appendix B), in the unit of the divergence.
+
+        `form=released` bounds the divergence with its arguments exchanged; a top-k union bounds none.
+        """
+        return None if self.k is not None else num_drafted * self.threshold
