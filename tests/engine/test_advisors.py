@@ -117,8 +117,8 @@ def test_lambda_may_be_given_by_place():
 class AskedAlways(ArbiterAdvisor):
     """Is asked even where another rule has settled every mismatch."""
 
-    def advise(self, block, target_ids, settled):
-        return super().advise(block, target_ids, block.token_ids == target_ids)
+    def advise(self, block, evidence, settled):
+        return super().advise(block, evidence, block.token_ids == evidence.own_ids)
 
 
 @pytest.mark.parametrize(("temperature", "k"), [(0.0, 12), (1.0, 32)])

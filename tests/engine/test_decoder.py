@@ -160,7 +160,7 @@ class ToyAdvisor:
     def start(self, prompt_ids, *, max_length, num_draft_tokens):
         self.seen = list(prompt_ids)
 
-    def advise(self, block, target_ids, settled):
+    def advise(self, block, evidence, settled):
         return (block.token_ids % 2).float()
 
     def commit(self, token_ids):

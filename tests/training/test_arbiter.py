@@ -4,14 +4,21 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
-from reprieve.engine import Pair
+from reprieve.engine import Pair, SamplingParams
+from reprieve.engine.advisors import build_arbiter
 from reprieve.errors import PairError, ReprieveError, SpecError
+from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.settings import ArbiterShape
+from reprieve.models.arbiter import ArbitrationRound
+from reprieve.needs import Need
+from reprieve.rules.arbiter import ArbiterRule
 from reprieve.settings import PairSettings
 from reprieve.tasks import load_task
 from reprieve.training.arbiter_rl import Reinforcement, reinforce
 from reprieve.training.arbiter_warm_up import WarmUp, untrained, warm_up
+from reprieve.training.readings import RoundReader
 from reprieve.training.rewards import Rewards
 from reprieve.training.rollouts import RolloutJob, RolloutPool, RolloutSettings
 from tests.kit.pairs import SMALL
@@ -80,6 +87,45 @@ def test_a_warm_up_cut_off_at_an_epochs_end_still_validates_it(pair, traces, tmp
         warm_up(pair, traces, "parity", tmp_path / "cut", num_draft_tokens=4, settings=settings).training["update"]
         == num
     )
+
+
+def test_an_arbiter_with_readings_sees_while_decoding_what_it_saw_in_training(pair, traces, tmp_path):
+    settings = dataclasses.replace(QUICK, readings=True)
+    made = warm_up(pair, traces, "parity", tmp_path / "warm", num_draft_tokens=4, settings=settings)
+    assert made.shape.num_readings == 2 * 32 + 4 and made.tensors["readings.weight"].abs().sum() > 0
+    plain = warm_up(pair, traces, "parity", tmp_path / "plain", num_draft_tokens=4, settings=QUICK)
+    assert "readings.weight" not in plain.tensors and plain.needs == frozenset()
+    made.save_pretrained(tmp_path / "saved")
+    rule = ArbiterRule.of(Arbiter.from_pretrained(tmp_path / "saved"), lambda_=0.5)
+    assert {Need.NODE_HIDDEN, Need.DRAFT_HIDDEN, Need.DRAFT_PROBS, Need.ADVICE} == rule.traits.needs
+    answer = pair.decoder(rule, num_draft_tokens=4).generate(
+        [3, 1, 4, 1, 5], SamplingParams(max_new_tokens=40), trace=True
+    )
+    start, rounds, advised = 5, [], []
+    for traced in answer.trace:
+        if traced.drafted_ids and traced.drafted_ids != traced.target_ids:
+            rounds.append(ArbitrationRound(start, traced.drafted_ids, traced.target_ids))
+            advised.append(traced)
+        start += len(traced.committed)
+    model = build_arbiter(rule.head, pair.draft)
+    context = [3, 1, 4, 1, 5, *answer.token_ids]
+    with pytest.raises(SpecError, match="reads what verification knows of each drafted token, and got nothing"):
+        model.judge(context, rounds)
+    with torch.no_grad():
+        judged = model.judge(context, RoundReader(pair).read(context, rounds))
+    assert len(rounds) > 3
+    for traced, logits in zip(advised, judged, strict=True):
+        matched = torch.tensor(traced.drafted_ids) == torch.tensor(traced.target_ids)
+        wanted = logits.sigmoid().masked_fill(matched, 1.0)
+        torch.testing.assert_close(torch.tensor(traced.advice), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_readings_are_carried_through_reinforcement(pair, traces, tmp_path):
+    settings = dataclasses.replace(QUICK, readings=True, num_epochs=1)
+    start = warm_up(pair, traces, "parity", tmp_path / "warm", num_draft_tokens=4, settings=settings)
+    made = climb(pair, tmp_path / "rl", start=start)
+    assert made.shape == start.shape
+    assert not torch.equal(made.tensors["readings.weight"], start.tensors["readings.weight"])
 
 
 def read_updates(pair, traces, folder, settings):

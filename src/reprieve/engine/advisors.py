@@ -10,12 +10,13 @@ from transformers import PreTrainedModel
 
 from reprieve.engine.decoder import Advisor
 from reprieve.errors import SpecError
-from reprieve.heads.arbiter import Arbiter
+from reprieve.heads.arbiter import READINGS, Arbiter
+from reprieve.heads.features import TokenStates, assemble
 from reprieve.models.arbiter import ArbiterModel, CachedArbiter
 from reprieve.needs import Need
 from reprieve.rules import Rule
 from reprieve.transfers import to_host
-from reprieve.types import Block
+from reprieve.types import Block, Evidence
 
 
 class ArbiterAdvisor:
@@ -37,7 +38,7 @@ class ArbiterAdvisor:
         # Behind a context of max_length - left tokens lie 2 min(K, left - 1) + 3 more.
         self.arbiter.start(prompt_ids, num_positions=max_length + num_draft_tokens + 2)
 
-    def advise(self, block: Block, target_ids: Tensor, settled: Tensor) -> Tensor:
+    def advise(self, block: Block, evidence: Evidence, settled: Tensor) -> Tensor:
         """pi(accept) of each drafted token, [N]: 1 where it is the target's own (Eq. 13 and 14), or if all are settled.
 
         Raises:
@@ -45,11 +46,14 @@ class ArbiterAdvisor:
         """
         if not block.is_chain:
             raise SpecError("the arbiter needs chains, got a tree")
-        drafted, own, passed = to_host(block.token_ids, target_ids, settled)
+        drafted, own, passed = to_host(block.token_ids, evidence.own_ids, settled)
         if all(passed):
             return torch.ones(block.num_tokens, device=block.token_ids.device)
-        logits = self.arbiter.judge([int(token_id) for token_id in drafted], [int(token_id) for token_id in own])
-        matched = block.token_ids == target_ids
+        reads = self.arbiter.model.shape.num_readings
+        readings = assemble(READINGS, TokenStates.of(evidence, READINGS)) if reads else None
+        ids = ([int(token_id) for token_id in drafted], [int(token_id) for token_id in own])
+        logits = self.arbiter.judge(*ids, readings)
+        matched = block.token_ids == evidence.own_ids
         return logits.sigmoid().to(matched.device).masked_fill(matched, 1.0)
 
     def commit(self, token_ids: list[int]) -> None:

@@ -59,11 +59,11 @@ class Advisor(Protocol):
         """Get ready for a prompt, whose text may grow to `max_length` tokens in rounds of K."""
         ...
 
-    def advise(self, block: Block, target_ids: Tensor, settled: Tensor) -> Tensor:
+    def advise(self, block: Block, evidence: Evidence, settled: Tensor) -> Tensor:
         """A number per drafted token, [N]; becomes `Evidence.advice`.
 
         Args:
-            target_ids: the target's own token in each one's place, [N].
+            evidence: what else the rule sees; `own_ids` are the target's own tokens.
             settled: tokens that pass whatever is advised, matches among them, [N], bool.
         """
         ...
@@ -244,7 +244,7 @@ class SpeculativeDecoder:
             check, evidence = self._evidence(answer, block, verification)
         if self.advisor is not None and block.num_tokens:
             with watch.part("advise"):
-                advice = self.advisor.advise(block, evidence.own_ids, rule.settled(evidence))
+                advice = self.advisor.advise(block, evidence, rule.settled(evidence))
                 evidence = dataclasses.replace(evidence, advice=advice)
         with watch.part("rule"):
             relaxed = rule.relaxed_target_probs(evidence) if block.num_tokens else None

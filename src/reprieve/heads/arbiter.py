@@ -11,10 +11,13 @@ from torch import Tensor
 
 from reprieve.errors import require_range, require_whole
 from reprieve.heads.artefact import Artefact, register_head
-from reprieve.heads.settings import ArbiterShape
+from reprieve.heads.settings import ArbiterShape, FeatureRecipe
+from reprieve.needs import Need
 from reprieve.settings import MAX_DRAFT_TOKENS
 from reprieve.types import Evidence
 
+# What verification knows of a drafted token: both models' last states, entropies and probabilities.
+READINGS = FeatureRecipe(states="both", entropy=True, probability=True, draft_scalars=True)
 _SMALLEST = 1e-30  # so that lambda = 1 accepts nothing, where 1 - pi rounds to 0
 
 
@@ -61,8 +64,14 @@ class Arbiter(Artefact):
         return self
 
     @property
+    def needs(self) -> frozenset[Need]:
+        """What it reads of a round beside the tokens."""
+        return READINGS.needs if self.shape.num_readings else frozenset()
+
+    @property
     def reads_draft(self) -> bool:
         return True
 
     def facts(self) -> dict[str, str]:
-        return {"recommended lambda": f"{self.threshold:g}", "K": str(self.num_draft_tokens)}
+        facts = {"recommended lambda": f"{self.threshold:g}", "K": str(self.num_draft_tokens)}
+        return facts | ({"reads": READINGS.name} if self.shape.num_readings else {})

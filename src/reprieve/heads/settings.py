@@ -133,6 +133,9 @@ STATE_ARBITER = FeatureRecipe(states="both", entropy=True, probability=True, dra
 PIVOT = FeatureRecipe(entropy=True, probability=True)
 
 
+_MOST_READINGS = 1 << 20
+
+
 @dataclass(frozen=True)
 class ArbiterShape:
     """The adapters on the draft's backbone, and the mask (CoSpec, appendix C.1).
@@ -142,6 +145,7 @@ class ArbiterShape:
         scale: Alpha of the adapters.
         dropout: On the adapters' input while warming up.
         hybrid: Bidirectional attention between drafted and target tokens; without it, causal (the paper's Table 8).
+        num_readings: size of what is put beside each drafted token (`reprieve.heads.arbiter.READINGS`); 0 for nothing.
         seed: Of the first weights.
     """
 
@@ -149,11 +153,13 @@ class ArbiterShape:
     scale: float = 32.0
     dropout: float = 0.05
     hybrid: bool = True
+    num_readings: int = field(default=0, metadata={"flag": False})
     seed: int = field(default=0, metadata={"flag": False})
 
     def __post_init__(self) -> None:
         require_whole("rank", self.rank, 1, _MOST_RANKS)
         require_range("scale", self.scale, 0.0, 1e6, low_open=True)
+        require_whole("num_readings", self.num_readings, 0, _MOST_READINGS)
         require_range("dropout", self.dropout, 0.0, 0.9)
 
 

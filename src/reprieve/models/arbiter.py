@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -41,11 +42,13 @@ class ArbitrationRound:
         context_length: prompt and committed tokens before the round.
         draft_ids: the drafted tokens, K of them.
         target_ids: the target's own token in the place of each; its bonus token is left out.
+        readings: what verification knows of each drafted token, [K, F], for an arbiter that reads it.
     """
 
     context_length: int
     draft_ids: Sequence[int]
     target_ids: Sequence[int]
+    readings: Tensor | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.draft_ids) != len(self.target_ids) or not self.draft_ids:
@@ -144,6 +147,11 @@ class ArbiterModel(nn.Module):
             self.head = nn.Linear(size, 1, device=self.device)
             nn.init.zeros_(self.head.weight)
             nn.init.zeros_(self.head.bias)
+            self.readings: nn.Linear | None = None
+            if shape.num_readings:  # begins by adding nothing
+                self.readings = nn.Linear(shape.num_readings, size, device=self.device)
+                nn.init.zeros_(self.readings.weight)
+                nn.init.zeros_(self.readings.bias)
         for parameter in self.own_tensors.values():
             parameter.data = parameter.data.float()
         self.eval()
@@ -224,8 +232,13 @@ class ArbiterModel(nn.Module):
 
     def _embed_region(self, asked: ArbitrationRound) -> Tensor:
         separator = self.separator[None].to(self.dtype)
-        parts = (separator, self._embed(asked.draft_ids), separator, self._embed(asked.target_ids), separator)
-        return torch.cat(parts)
+        drafted = self._embed(asked.draft_ids)
+        if self.readings is not None:
+            if asked.readings is None:
+                raise SpecError("this arbiter reads what verification knows of each drafted token, and got nothing")
+            known = asked.readings.to(self.device).float()
+            drafted = drafted + self.readings(F.layer_norm(known, known.shape[-1:])).to(self.dtype)
+        return torch.cat((separator, drafted, separator, self._embed(asked.target_ids), separator))
 
     def _run(self, embeddings: Tensor, rows: Layout, columns: Layout, cache: RollbackCache | None) -> Tensor:
         """Hidden states [n, D] of embeddings [n, D] laid out as `rows`, which see `columns`."""
@@ -281,13 +294,13 @@ class CachedArbiter:
         self._context_ids += token_ids
 
     @torch.inference_mode()
-    def judge(self, draft_ids: Sequence[int], target_ids: Sequence[int]) -> Tensor:
-        """Logits of accepting each drafted token of this round, [K]."""
+    def judge(self, draft_ids: Sequence[int], target_ids: Sequence[int], readings: Tensor | None = None) -> Tensor:
+        """Logits of accepting each drafted token of this round, [K]; arguments as `ArbitrationRound` has them."""
         if not self.keep_context:
             self._cache.keep(0)
         first = self._cache.get_seq_length()
         end = len(self._context_ids)
-        asked = ArbitrationRound(end, draft_ids, target_ids)
+        asked = ArbitrationRound(end, draft_ids, target_ids, readings)
         rows = Layout.join([Layout.context(first, end), Layout.region(0, asked)])
         columns = Layout.join([Layout.context(0, first), rows])
         unread = self._context_ids[first:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -46,6 +47,13 @@ class ArbiterRule(HeadRule):
         """The rule with an arbiter in memory, at its own lambda where the rule has none."""
         rule = super().holding(head)
         return rule if self.lambda_ is not None else rule.with_parameter("lambda", head.threshold)
+
+    @property
+    def traits(self) -> Traits:
+        """With what its arbiter reads beside the round's tokens."""
+        if self.head is None:
+            return self.own_traits
+        return dataclasses.replace(self.own_traits, needs=self.own_traits.needs | self.head.needs)
 
     @property
     def threshold(self) -> float:

@@ -19,6 +19,7 @@ from reprieve.loop import Learner, Progress, load_network, network_state, train
 from reprieve.models.arbiter import ArbiterModel
 from reprieve.tasks import Task
 from reprieve.training.best_arbiter import keep_best
+from reprieve.training.readings import RoundReader
 from reprieve.training.rewards import Rewards, Rollout, clipped_objective, policy_divergence, policy_entropy
 from reprieve.training.rollouts import RolloutJob, RolloutPool
 from reprieve.training.settings import Reinforcement, RolloutSettings
@@ -109,6 +110,7 @@ class _Learner(Learner):
             betas=(0.9, 0.999),
             weight_decay=settings.weight_decay,
         )
+        self._reader = RoundReader(pair) if start.shape.num_readings else None
         self.rewards = Rewards(**vars(settings.rewards))
         self._orders: dict[int, list[int]] = {}  # of the prompts, by how often they were all taken
 
@@ -157,8 +159,15 @@ class _Learner(Learner):
             for turn, prompt in prompts.items()
             for member in range(settings.group_size)
         ]
-        made: list[Rollout] = self.pool.make(jobs, self.model.own_tensors)
+        made: list[Rollout] = [self._with_readings(one) for one in self.pool.make(jobs, self.model.own_tensors)]
         return [made[at : at + settings.group_size] for at in range(0, len(made), settings.group_size)]
+
+    def _with_readings(self, rollout: Rollout) -> Rollout:
+        if self._reader is None:
+            return rollout
+        read = self._reader.read(rollout.context_ids, [taken.asked for taken in rollout.rounds])
+        rounds = (dataclasses.replace(taken, asked=asked) for taken, asked in zip(rollout.rounds, read, strict=True))
+        return dataclasses.replace(rollout, rounds=tuple(rounds))
 
     def _prompt(self, turn: int) -> int:
         """The prompt of a turn: all in an order of their own, again and again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +25,7 @@ from reprieve.loop import Learner, Progress, load_network, network_state, train
 from reprieve.metrics import BranchChoices
 from reprieve.models.arbiter import ArbiterModel, ArbitrationRound
 from reprieve.training.best_arbiter import keep_best
+from reprieve.training.readings import RoundReader, num_readings
 from reprieve.training.rewards import warm_up_loss
 from reprieve.training.settings import WarmUp
 
@@ -162,7 +164,13 @@ class _Learner(Learner):
         held = set(ids[:num_held])
         self.held = [answer for answer in answers if answer.problem_id in held]
         self.answers = [answer for answer in answers if answer.problem_id not in held]
-        self.model = ArbiterModel(pair.draft, settings.shape)
+        self.shape = settings.shape
+        self._reader: RoundReader | None = None
+        self._read: dict[int, list[ArbitrationRound]] = {}  # by the answer's identity
+        if settings.readings:
+            self.shape = dataclasses.replace(settings.shape, num_readings=num_readings(pair))
+            self._reader = RoundReader(pair)
+        self.model = ArbiterModel(pair.draft, self.shape)
         self.optimizer = torch.optim.AdamW(
             self.model.own_tensors.values(),
             lr=settings.learning_rate,
@@ -236,7 +244,7 @@ class _Learner(Learner):
 
     def _at_mismatches(self, answer: LabelledAnswer) -> tuple[torch.Tensor, ...]:
         """Logits, labels and both utilities at an answer's labelled mismatches, [n] each."""
-        judged = self.model.judge(answer.context_ids, answer.rounds)
+        judged = self.model.judge(answer.context_ids, self._rounds(answer))
         places = [
             (number, place)
             for number, traced in enumerate(answer.traced)
@@ -253,6 +261,14 @@ class _Learner(Learner):
         columns = (labels, draft, target)
         return logits, *(torch.tensor(column, device=logits.device, dtype=torch.float32) for column in columns)
 
+    def _rounds(self, answer: LabelledAnswer) -> Sequence[ArbitrationRound]:
+        """Its rounds, with readings for an arbiter that reads them: made once, and kept for further epochs."""
+        if self._reader is None:
+            return answer.rounds
+        if id(answer) not in self._read:
+            self._read[id(answer)] = self._reader.read(answer.context_ids, answer.rounds)
+        return self._read[id(answer)]
+
     @torch.no_grad()
     def validate(self, update: int, seconds: float) -> dict[str, float]:
         """Measure on held-out problems, and keep the arbiter where it is the best yet."""
@@ -264,7 +280,7 @@ class _Learner(Learner):
         reached = {"loss": float(warm_up_loss(logits, labels)) / len(logits), **choices.shares()}
         made = Arbiter(
             tensors=self.model.snapshot(),
-            shape=self.settings.shape,
+            shape=self.shape,
             pair=self.pair.identity,
             task=self.task,
             threshold=self.settings.lambda_,

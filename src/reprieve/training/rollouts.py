@@ -5,6 +5,7 @@ The engine's own loop decodes them; several processes may share the work, each w
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -36,12 +37,22 @@ _CHUNK = 4
 
 @dataclass(frozen=True)
 class SampledArbiterRule(Rule):
-    """Accepts a mismatch with probability pi(accept): how CoSpec explores (section 3.4)."""
+    """Accepts a mismatch with probability pi(accept): how CoSpec explores (section 3.4).
+
+    Args:
+        reads: what its arbiter reads of a round beside the tokens.
+    """
 
     name = "sampled_arbiter"
     own_traits = Traits(
         needs=frozenset({Need.ADVICE, Need.NOISE}), check="exact", beyond_truncation=True, reads_block=True
     )
+
+    reads: frozenset[Need] = frozenset()
+
+    @property
+    def traits(self) -> Traits:
+        return dataclasses.replace(self.own_traits, needs=self.own_traits.needs | self.reads)
 
     @property
     def threshold(self) -> float:
@@ -139,11 +150,10 @@ class RolloutMaker:
         return rollout_of(made, correct=correct) if sampled else Validated(correct, len(made.tokens), made.num_rounds)
 
     def _decoder(self, threshold: float | None) -> SpeculativeDecoder:
-        rule: Rule = SampledArbiterRule()
-        k = self.num_draft_tokens
-        if threshold is not None:  # its weights are the advisor's business
-            identity, task = self.pair.identity, self.settings.task
-            rule = ArbiterRule.of(Arbiter({}, self.model.shape, threshold, k, pair=identity, task=task))
+        k, identity, task = self.num_draft_tokens, self.pair.identity, self.settings.task
+        # Its weights are the advisor's business.
+        head = Arbiter({}, self.model.shape, 0.5 if threshold is None else threshold, k, pair=identity, task=task)
+        rule: Rule = SampledArbiterRule(head.needs) if threshold is None else ArbiterRule.of(head)
         return self.pair.decoder(rule, num_draft_tokens=k, advisor=ArbiterAdvisor(self.model))
 
     def _problem(self, job: RolloutJob) -> TaskProblem:

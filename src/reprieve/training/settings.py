@@ -210,6 +210,8 @@ class WarmUp:
         tie: Relabel: what accepting is worth where both branches end equally well. At 0.5 a label is linear in the gap
             of utilities, so that lambda 0.5 asks which branch ends better. Default: the traces' own labels.
         lambda_: At which choices are counted, and which the arbiter recommends.
+        readings: Put what verification knows beside each drafted token: both models' last states, entropies and
+            probabilities (ours).
         seed: Of split, weights and batches.
     """
 
@@ -220,6 +222,7 @@ class WarmUp:
     held_out: float = 0.1
     tie: float | None = None
     lambda_: float = 0.6
+    readings: bool = False
     seed: int = 0
     shape: ArbiterShape = field(default_factory=ArbiterShape)
 

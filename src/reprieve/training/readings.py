@@ -1,0 +1,62 @@
+"""What verification would know of the drafted tokens of past rounds, for arbiters that read it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from reprieve.engine import Pair
+from reprieve.heads.arbiter import READINGS
+from reprieve.heads.features import TokenStates, assemble, distribution_scalars
+from reprieve.models.arbiter import ArbitrationRound
+from reprieve.models.cached_model import CachedModel
+from reprieve.types import HiddenStates, select_rows
+
+
+class RoundReader:
+    """Both models over rounds that were decoded before: what a decoder would have put beside their tokens."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._target = pair.cached_target(READINGS.layers)
+        self._draft = pair.cached_draft(READINGS.draft_layers)
+
+    def read(self, context_ids: Sequence[int], rounds: Sequence[ArbitrationRound]) -> list[ArbitrationRound]:
+        """The rounds with their readings; in the order of their contexts each text is read once.
+
+        Args:
+            context_ids: prompt and committed tokens, as far as the last round needs them.
+        """
+        return [
+            dataclasses.replace(asked, readings=self._one(context_ids[: asked.context_length], asked.draft_ids))
+            for asked in rounds
+        ]
+
+    def _one(self, context_ids: Sequence[int], draft_ids: Sequence[int]) -> Tensor:  # [K, F]
+        with torch.inference_mode():
+            ours, theirs = (_read(model, context_ids, draft_ids) for model in (self._target, self._draft))
+            states = TokenStates({"draft": ours[0]}, {"draft": theirs[0]}, *ours[1:], *theirs[1:])
+            readings = assemble(READINGS, states)
+        return readings.clone()  # made outside of inference mode: gradients of what reads them need it
+
+
+def _read(
+    model: CachedModel, context_ids: Sequence[int], draft_ids: Sequence[int]
+) -> tuple[HiddenStates, Tensor, Tensor]:
+    """States that encode the drafted tokens; entropy of the distributions that judge them, and their probabilities."""
+    model.start(list(context_ids[:-1]), reuse_prefix=True)
+    logits, hidden = model.forward([context_ids[-1], *draft_ids], num_rows=len(draft_ids) + 1)
+    model.keep(len(context_ids))
+    states = select_rows(hidden, slice(1, None))
+    assert states is not None
+    token_ids = torch.tensor(list(draft_ids), device=logits.device)
+    return states, *distribution_scalars(logits[:-1], token_ids)
+
+
+def num_readings(pair: Pair) -> int:
+    """Size of what is put beside each token."""
+    assert pair.draft is not None
+    sizes = [int(model.config.get_text_config().hidden_size) for model in (pair.target, pair.draft)]
+    return sum(sizes) + READINGS.num_scalars
