@@ -57,7 +57,7 @@ MINIATURE = Bundle(
     "reprieve/miniature",
     "miniature",
     "word_problems",
-    ("judge", "pivot", "eagle3", "lts", "state_arbiter"),
+    ("judge", "pivot", "eagle3", "lts", "arbiter", "state_arbiter"),
     menu=("judge:threshold=0.1", "pivot", "margin:delta=2", "typical", "fuzzy:threshold=1,divergence=kl,form=released"),
     certified="0.05,0.1",
 )
