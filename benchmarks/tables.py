@@ -149,10 +149,31 @@ def rejections_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> s
     return f"{grid(head, rows)}\n\n{note}\n`{document['command']}`"
 
 
+def branches_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
+    """What `reprieve audit arbitration` found, a line for each kind of mismatch (CoSpec, Table 3)."""
+    found = document["diagnosis"]
+
+    def share(values: list[float] | None) -> str:
+        return "-" if values is None else f"{100 * values[0]:.1f} {interval(values[1:], 100, 1)}"
+
+    rows = [
+        [name.replace("_", " "), str(of["num"]), *(share(of[one]) for one in ("share", "draft_chosen", "agreement"))]
+        for name, of in found.items()
+        if isinstance(of, dict)
+    ]
+    note = (
+        f"`{document['rule']}`, K = {document['num_draft_tokens']}: {found['num_mismatches']} mismatches reached in "
+        f"{found['num_problems']} {document['task']} problems, {document['split']}; brackets are 95% intervals."
+    )
+    head = ["mismatches", "n", "share, %", "draft chosen, %", "agreement, %"]
+    return f"{grid(head, rows)}\n\n{note}\n`{document['command']}`"
+
+
 SHOWN: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], str]] = {
     "arms": arms_table,
     "rows": rows_table,
     "rejections": rejections_table,
+    "branches": branches_table,
 }
 
 
@@ -210,6 +231,8 @@ def run(names: list[str]) -> None:
             if status := subprocess.run([*program, *words], cwd=ROOT, check=False).returncode:
                 raise ReprieveError(f"table {name}: {words[0]} ended with {status}; run again to go on")
         keep(name, read_json(ROOT / folder / table["result"], f"the result of table {name}"))
+        for made, shown_at in table.get("figures", {}).items():
+            replace_file(ROOT / shown_at, (ROOT / folder / made).read_bytes())
 
 
 def keep(name: str, document: Mapping[str, Any]) -> None:
