@@ -58,7 +58,14 @@ MINIATURE = Bundle(
     "miniature",
     "word_problems",
     ("judge", "pivot", "eagle3", "lts", "arbiter", "state_arbiter"),
-    menu=("judge:threshold=0.1", "pivot", "margin:delta=2", "typical", "fuzzy:threshold=1,divergence=kl,form=released"),
+    menu=(
+        "judge:threshold=0.1",
+        "state_arbiter:threshold=0.51",
+        "pivot",
+        "margin:delta=2",
+        "typical",
+        "fuzzy:threshold=1,divergence=kl,form=released",
+    ),
     certified="0.05,0.1",
 )
 BUNDLES = {bundle.name: bundle for bundle in (ARITHMETIC, MINIATURE)}

@@ -35,7 +35,10 @@ class ArbiterRule(HeadRule):
     own_traits = Traits(needs=frozenset({Need.ADVICE}), check="exact", beyond_truncation=True, reads_block=True)
     head_kind = "arbiter"
     made_by = "reprieve train arbiter"
-    about = About('CoSpec, "Beyond the Target: From Imitation to Collaboration in Speculative Decoding"')
+    about = About(
+        'CoSpec, "Beyond the Target: From Imitation to Collaboration in Speculative Decoding"',
+        study=("arbiter:lambda=0.5", "arbiter:lambda=0.6"),
+    )
 
     lambda_: float | None = None
 

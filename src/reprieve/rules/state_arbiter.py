@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from reprieve.rules.base import About, Dial, register_rule
+from reprieve.needs import Need
+from reprieve.rules.base import About, Dial, Traits, register_rule
 from reprieve.rules.learned import LearnedRule
 
 
@@ -23,6 +24,9 @@ class StateArbiterRule(LearnedRule):
     own_dial: ClassVar[Dial | None] = Dial(
         "threshold", strictest=0.0, stops=(0.0, 0.4, 0.45, 0.48, 0.49, 0.5, 0.51, 0.52, 0.55, 0.6, 0.7, 0.8)
     )
+    own_traits = Traits(needs=frozenset({Need.DRAFT_HIDDEN}), beyond_truncation=True)
     head_kind = "state_arbiter"
     made_by = "reprieve train state-arbiter"
-    about = About("Reprieve; the question is CoSpec's")
+    about = About(
+        "Reprieve; the question is CoSpec's", study=("state_arbiter:threshold=0.51", "state_arbiter:threshold=0.5")
+    )
