@@ -70,7 +70,7 @@ def test_a_line_joins_only_what_a_dial_tells_apart(pair, tmp_path):
     ],
 )
 def test_an_answers_bound_is_told_where_drafts_are_sampled(pair, tmp_path, sampling, bounded):
-    arms = make_arms(["fuzzy:threshold=0.3", "fuzzy:threshold=0.3,k=2", "margin:delta=1"], [4])
+    arms = make_arms(["fuzzy:threshold=0.3,divergence=tv", "fuzzy:threshold=0.3", "margin:delta=1"], [4])
     sampled = config(arms, sampling={"top_p": 1.0, "top_k": 0, **sampling})
     rows = summarise(run_arms(sampled, arms, LocalEngine(pair), ToyTask(), tmp_path))["arms"]
     drafted = rows[3]["draft_share"] * rows[3]["tokens_per_answer"]

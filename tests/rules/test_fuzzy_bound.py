@@ -11,6 +11,11 @@ from reprieve.rules.fuzzy import FuzzyRule, fuzzy_divergence
 VOCAB, LENGTH = 3, 4
 
 
+def chance(world, answer):
+    """How likely an answer, or the beginning of one, is where `world` has each prefix's distribution."""
+    return torch.stack([world[answer[:place]][token] for place, token in enumerate(answer)]).prod()
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("divergence", "form"), [("kl", "released"), ("tv", "paper")])
 def test_no_answers_distribution_is_further_away_than_the_bound(seed, divergence, form):
@@ -31,12 +36,35 @@ def test_no_answers_distribution_is_further_away_than_the_bound(seed, divergence
         for prefix, ours in target.items()
     }
 
-    def chance(world, answer):
-        return torch.stack([world[answer[:place]][token] for place, token in enumerate(answer)]).prod()
-
     answers = list(itertools.product(range(VOCAB), repeat=LENGTH))
     ours, theirs = (torch.stack([chance(world, answer) for answer in answers]) for world in (target, mixed))
     drafted = sum(float(chance(mixed, prefix) if prefix else 1.0) for prefix in mixed if mixed[prefix] is draft[prefix])
     apart = kl_divergence(theirs, ours) if divergence == "kl" else total_variation(ours, theirs)
     assert 0.0 < float(apart) <= rule.sequence_bound(drafted)
     assert 0.0 < drafted < LENGTH
+
+
+@pytest.mark.parametrize(
+    ("divergence", "first", "second"),
+    [("js", (0.95, 0.3), (0.01, 0.6)), ("kl", (0.95, 0.05), (0.3, 0.99))],
+)
+def test_divergences_that_do_not_add_up_have_no_bound(divergence, first, second):
+    """Two tokens; after a 0 the draft speaks again, after a 1 the target does. Each pair: chance of a 0, in target and
+    draft."""
+    (target, draft), (target_next, draft_next) = (
+        [torch.tensor([one, 1 - one], dtype=torch.float64) for one in pair] for pair in (first, second)
+    )
+    rest = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    ours, theirs = {(): target, (0,): target_next, (1,): rest}, {(): draft, (0,): draft_next, (1,): rest}
+    apart = [fuzzy_divergence(*pair, divergence=divergence) for pair in ((target, draft), (target_next, draft_next))]
+    threshold = float(max(apart))
+    answers = list(itertools.product(range(2), repeat=2))
+    whole = [torch.stack([chance(world, answer) for answer in answers]) for world in (ours, theirs)]
+    drafted = 1.0 + float(draft[0])
+    assert float(fuzzy_divergence(*whole, divergence=divergence)) > 1.1 * drafted * threshold
+    assert FuzzyRule(threshold=threshold, divergence=divergence).sequence_bound(drafted) is None
+
+
+@pytest.mark.parametrize("rule", [FuzzyRule(divergence="tv", k=2), FuzzyRule(form="released")])
+def test_a_top_k_union_and_the_released_mean_of_kls_have_none_either(rule):
+    assert rule.sequence_bound(3.0) is None

@@ -144,8 +144,8 @@ def _summarise_arm(arm: Arm, rows: Rows, run: Run) -> dict[str, Any]:
 
 
 def _sequence_bound(arm: Arm, num_drafted: float, config: RunConfig) -> float | None:
-    """The rule's bound on an answer's divergence, at the mean number of drafted tokens; a draft that always says its
-    most likely token is infinitely far from any target, so that none holds for it."""
+    """The rule's bound on an answer's divergence, at the mean number of drafted tokens. It speaks of the distribution
+    that the rule compares, so none holds where drafted tokens are not drawn from it: greedy drafts, other drafters."""
     temperatures = [config.sampling["temperature"], config.sampling.get("draft_temperature")]
     sampled = 0 not in temperatures and (arm.drafter or config.drafter) == "draft"
     return arm.rule.sequence_bound(num_drafted) if arm.rule is not None and sampled else None

@@ -230,7 +230,7 @@ class Rule(ABC):
 
     def sequence_bound(self, num_drafted: float) -> float | None:
         """How far an answer's distribution can lie from the target's, where it holds so many drafted tokens and drafts
-        are sampled; None where the rule's paper proves no such bound."""
+        are sampled; None where no such bound is proved."""
         return None
 
     @property

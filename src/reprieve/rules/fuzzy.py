@@ -70,7 +70,8 @@ class FuzzyRule(Rule):
         log_base: of the logarithm, for `form=paper`; the paper does not say. 2 puts JS on 0 to 1.
         k: hold both distributions to the union of their k most likely tokens; None for the whole vocabulary.
 
-    Relaxed: an answer of T tokens diverges from the target by at most T * P(draft used) * threshold (appendix B).
+    Relaxed: an answer of T tokens diverges from the target by at most T * P(draft used) * threshold (appendix B), where
+    drafts are sampled and `divergence` is `tv`, or `kl` with `form=released`; see `sequence_bound`.
     """
 
     name = "fuzzy"
@@ -115,6 +116,9 @@ class FuzzyRule(Rule):
     def sequence_bound(self, num_drafted: float) -> float | None:
         """Tokens from the draft, times the threshold (appendix B), in the unit of the divergence.
 
-        `form=released` bounds the divergence with its arguments exchanged; a top-k union bounds none.
+        Total variation adds up along an answer, and so does KL(answers || target) over prefixes that the answers
+        visit: `form=released` with `kl`. Jensen-Shannon and KL(target || answers) do not, and can exceed the product; a
+        top-k union bounds neither. For those: None.
         """
-        return None if self.k is not None else num_drafted * self.threshold
+        adds_up = self.divergence == "tv" or (self.divergence == "kl" and self.form == "released")
+        return num_drafted * self.threshold if adds_up and self.k is None else None
