@@ -116,6 +116,8 @@ def bootstrap_interval(
 def share_with_interval(parts: np.ndarray, wholes: np.ndarray) -> list[float] | None:
     """A share over all problems with its 95% bootstrap interval over problems: share, low, high; None of nothing.
 
+    Where problems are too few to tell, the interval is all of 0 to 1.
+
     Args:
         parts: of each problem how many are in the share, `wholes` of how many: [n] each.
     """
@@ -126,7 +128,9 @@ def share_with_interval(parts: np.ndarray, wholes: np.ndarray) -> list[float] | 
         whole = wholes[places].sum()
         return float(parts[places].sum() / whole) if whole else float("nan")
 
-    return [float(parts.sum() / wholes.sum()), *bootstrap_interval(share, len(parts))]
+    low, high = bootstrap_interval(share, len(parts)) if len(parts) > 1 else (0.0, 1.0)
+    known = np.isfinite(low) and np.isfinite(high)  # else most resamples drew problems that have none
+    return [float(parts.sum() / wholes.sum()), *((low, high) if known else (0.0, 1.0))]
 
 
 @dataclass(frozen=True)

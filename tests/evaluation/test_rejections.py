@@ -3,10 +3,10 @@
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
+from transformers import BertConfig, BertForSequenceClassification, BertLMHeadModel, BertModel, PreTrainedTokenizerFast
 
 from reprieve.engine import Pair, SamplingParams
-from reprieve.errors import SpecError
+from reprieve.errors import ReprieveError, SpecError
 from reprieve.evaluation.rejections import (
     NoContradiction,
     Rejection,
@@ -70,7 +70,7 @@ def test_answers_agree_however_their_texts_go_on(target, draft):
     found = examine(
         pair.decoder("lossless", num_draft_tokens=4), pair, AnyTask(), [problem("p", "x")], params, measures
     )
-    assert found.summary()["answer"]["places_all"] == [1.0] * 3
+    assert found.summary()["answer"]["places_all"] == [1.0, 0.0, 1.0], "one problem tells no interval"
 
 
 def test_shares_are_of_tokens_and_of_places():
@@ -103,7 +103,8 @@ def test_an_encoder_finds_the_same_text_alike(tmp_path):
     measure = SimilarText(_kept(tmp_path, model))
     assert measure.agree(problem("p", "x"), "a b", ["a b", "d d d c"]) == [True, False]
     long = "a b " * 20
-    assert measure.agree(problem("p", "x"), long, [long + "c"]) == [True], "texts are cut to the model's positions"
+    ends = measure.agree(problem("p", "x"), long + "a b " * 6, [long + "a b " * 6, long + "d d d c " * 3])
+    assert ends == [True, False], "what is longer than the model's positions is cut at its beginning"
 
 
 def test_a_classifier_that_finds_a_contradiction_in_either_order(tmp_path):
@@ -119,3 +120,15 @@ def test_a_classifier_that_finds_a_contradiction_in_either_order(tmp_path):
     plain = BertForSequenceClassification(_config())
     with pytest.raises(SpecError, match="--nli must name a model with a label for contradiction"):
         NoContradiction(_kept(tmp_path / "plain", plain))
+
+
+def test_what_is_no_such_model_is_refused_before_a_problem_is_asked(tmp_path):
+    settings = {"id2label": {0: "ENTAILMENT", 1: "CONTRADICTION"}, "label2id": {"ENTAILMENT": 0, "CONTRADICTION": 1}}
+    headless = _kept(tmp_path / "headless", BertModel(_config(**settings)))
+    with pytest.raises(ReprieveError, match="lacks trained weights of a BertForSequenceClassification: classifier"):
+        NoContradiction(headless)
+    with pytest.raises(SpecError, match=r"--embedding must name an encoder of sentences, .* is a BertLMHeadModel"):
+        SimilarText(_kept(tmp_path / "writer", BertLMHeadModel(_config(is_decoder=True))))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ReprieveError, match=r"--nli '.*empty' holds no model"):
+        NoContradiction(str(tmp_path / "empty"))

@@ -190,14 +190,12 @@ class AuditRejections(Command):
 
         screen.require_problems(self.limit, self.offset)
         screen.require_file(self.out)
-        measures: list[Agreement] = []
-        if self.embedding is not None:
-            measures.append(SimilarText(self.embedding))
-        if self.nli is not None:
-            measures.append(NoContradiction(self.nli))
         pair, task = screen.load_pair_and_task(self.pair, self.task, self.prompt)
-        if task.graded:
-            measures.insert(0, SameAnswer(task))
+        measures: list[Agreement] = [SameAnswer(task)] if task.graded else []
+        if self.embedding is not None:
+            measures.append(SimilarText(self.embedding, pair.target.device))
+        if self.nli is not None:
+            measures.append(NoContradiction(self.nli, pair.target.device))
         if not measures:
             raise SpecError(f"task {self.task} has no right answers: name a model with --embedding or --nli")
         split = screen.split_of(task, self.split, "test")
@@ -284,9 +282,11 @@ def _rejection_table(summary: dict[str, Any], measures: list[str]) -> Table:
     from rich import box
     from rich.table import Table
 
+    solved = f" ({summary['num_correct']} solved)" if "answer" in measures else ""
     table = Table(
-        title=f"{summary['num_refused']} refused tokens at {summary['num_places']} places of {summary['num_problems']} "
-        "problems that would have changed nothing; brackets are 95% bootstrap intervals over problems",
+        title=f"how many of {summary['num_refused']} refused tokens, at {summary['num_places']} places of "
+        f"{summary['num_problems']} problems{solved}, would have changed nothing; brackets are 95% bootstrap intervals "
+        "over problems",
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )

@@ -11,12 +11,13 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import ReprieveError, SpecError
@@ -91,15 +92,20 @@ class SimilarText:
 
     Args:
         model: hub id or folder of an encoder, such as sentence-transformers/all-mpnet-base-v2.
+        device: where it runs.
 
     Raises:
+        SpecError: a model that writes text; those have no mean that stands for one.
         ReprieveError: it cannot be loaded.
     """
 
     name = "embedding"
 
-    def __init__(self, model: str) -> None:
-        self.tokenizer, self.model = _load("--embedding", model, AutoModel)
+    def __init__(self, model: str, device: torch.device | str = "cpu") -> None:
+        config = _config_of("--embedding", model)
+        if kind := next((name for name in config.architectures or () if "CausalLM" in name or "LMHead" in name), None):
+            raise SpecError(f"--embedding must name an encoder of sentences, {model!r} is a {kind}")
+        self.tokenizer, self.model = _load("--embedding", model, AutoModel, device)
 
     def agree(self, problem: TaskProblem, first: str, others: Sequence[str]) -> list[bool]:
         vectors = self._embed([first, *others])
@@ -118,6 +124,7 @@ class NoContradiction:
 
     Args:
         model: hub id or folder of a classifier with a label that begins with "contradict".
+        device: where it runs.
 
     Raises:
         ReprieveError: it cannot be loaded.
@@ -126,13 +133,13 @@ class NoContradiction:
 
     name = "nli"
 
-    def __init__(self, model: str) -> None:
-        self.tokenizer, self.model = _load("--nli", model, AutoModelForSequenceClassification)
-        labels: dict[int, str] = self.model.config.id2label
+    def __init__(self, model: str, device: torch.device | str = "cpu") -> None:
+        labels: dict[int, str] = _config_of("--nli", model).id2label or {}
         self.label = next((place for place, text in labels.items() if text.lower().startswith("contradict")), None)
         if self.label is None:
             names = ", ".join(labels.values())
             raise SpecError(f"--nli must name a model with a label for contradiction, {model!r} has {names}")
+        self.tokenizer, self.model = _load("--nli", model, AutoModelForSequenceClassification, device)
 
     @torch.inference_mode()
     def agree(self, problem: TaskProblem, first: str, others: Sequence[str]) -> list[bool]:
@@ -147,19 +154,35 @@ class NoContradiction:
         return logits.float().softmax(-1)[:, self.label]
 
 
-def _load(flag: str, name: str, kind: Any) -> tuple[Any, Any]:
-    """Tokenizer and model; from safetensors only."""
+def _config_of(flag: str, name: str) -> Any:
+    """What a model says of itself, before its weights are read."""
+    if (folder := Path(name)).is_dir() and not (folder / "config.json").is_file():
+        raise ReprieveError(f"{flag} {name!r} holds no model: there is no config.json")
     try:
-        return AutoTokenizer.from_pretrained(name), kind.from_pretrained(name, use_safetensors=True).eval()
+        return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ReprieveError(f"could not load {flag} {name!r}: {error}") from error
 
 
+def _load(flag: str, name: str, kind: Any, device: torch.device | str) -> tuple[Any, Any]:
+    """Tokenizer and model; from safetensors only, and whole."""
+    try:
+        # Two texts have their beginning in common: what is too long loses that, not what tells them apart.
+        tokenizer = AutoTokenizer.from_pretrained(name, truncation_side="left")
+        model, found = kind.from_pretrained(name, use_safetensors=True, output_loading_info=True)
+    except (OSError, ValueError) as error:
+        raise ReprieveError(f"could not load {flag} {name!r}: {error}") from error
+    if missing := sorted(weight for weight in found["missing_keys"] if "pooler" not in weight):
+        raise ReprieveError(f"{flag} {name!r} lacks trained weights of a {type(model).__name__}: {', '.join(missing)}")
+    return tokenizer, model.to(device).eval()
+
+
 def _encode(tokenizer: Any, model: Any, *texts: list[str]) -> Any:
-    """Texts, or pairs of texts, as a batch that the model has positions for."""
+    """Texts, or pairs of texts, as a batch that the model has positions for, cut at their beginning."""
     longest = getattr(model.config, "max_position_embeddings", tokenizer.model_max_length)
     longest = min(longest, tokenizer.model_max_length)
-    return tokenizer(*texts, padding=True, truncation=True, max_length=longest, return_tensors="pt")
+    batch = tokenizer(*texts, padding=True, truncation=True, max_length=longest, return_tensors="pt")
+    return batch.to(model.device)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ class RoundReader:
     def __init__(self, pair: Pair) -> None:
         self._target = pair.cached_target(READINGS.layers)
         self._draft = pair.cached_draft(READINGS.draft_layers)
+        self._dtype = pair.target.dtype
 
     def read(self, context_ids: Sequence[int], rounds: Sequence[ArbitrationRound]) -> list[ArbitrationRound]:
         """The rounds with their readings; in the order of their contexts each text is read once.
@@ -38,21 +39,27 @@ class RoundReader:
         with torch.inference_mode():
             ours, theirs = (_read(model, context_ids, draft_ids) for model in (self._target, self._draft))
             states = TokenStates({"draft": ours[0]}, {"draft": theirs[0]}, *ours[1:], *theirs[1:])
-            readings = assemble(READINGS, states)
-        return readings.clone()  # made outside of inference mode: gradients of what reads them need it
+            readings = assemble(READINGS, states)  # on the host: both models may live on devices of their own
+        # A copy made outside of inference mode: gradients of what reads them need it. In the precision of the states:
+        # they are kept for every epoch, gigabytes of them with a target of some size.
+        return readings.clone().to(self._dtype)
 
 
 def _read(
     model: CachedModel, context_ids: Sequence[int], draft_ids: Sequence[int]
 ) -> tuple[HiddenStates, Tensor, Tensor]:
-    """States that encode the drafted tokens; entropy of the distributions that judge them, and their probabilities."""
+    """States that encode the drafted tokens; entropy of the distributions that judge them, and their probabilities.
+
+    All on the host.
+    """
     model.start(list(context_ids[:-1]), reuse_prefix=True)
     logits, hidden = model.forward([context_ids[-1], *draft_ids], num_rows=len(draft_ids) + 1)
     model.keep(len(context_ids))
     states = select_rows(hidden, slice(1, None))
     assert states is not None
     token_ids = torch.tensor(list(draft_ids), device=logits.device)
-    return states, *distribution_scalars(logits[:-1], token_ids)
+    entropy, probability = distribution_scalars(logits[:-1], token_ids)
+    return {layer: of.cpu() for layer, of in states.items()}, entropy.cpu(), probability.cpu()
 
 
 def num_readings(pair: Pair) -> int:

@@ -61,6 +61,10 @@ class StateArbiterTraining(JudgeTraining):
     states: str = "both"
     held_out: float = 0.2
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_range("held_out", self.held_out, 0.0, 0.5, low_open=True)  # two folds at the least
+
     @property
     def recipe(self) -> FeatureRecipe:
         """What the head reads."""

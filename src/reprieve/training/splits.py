@@ -52,7 +52,7 @@ def folds_by_problem(
     """Folds of whole problems, those with a labelled token spread evenly over them; as many as there are such problems.
 
     Raises:
-        SpecError: labelled tokens, or others, in fewer than two problems.
+        SpecError: labelled tokens, or others, in fewer than two problems, or all of a kind in one fold.
     """
     labelled = np.unique(problem_ids[labels])
     for side, name in ((labelled, "labelled"), (np.unique(problem_ids[~labels]), "other")):
@@ -62,7 +62,11 @@ def folds_by_problem(
     rng = np.random.default_rng(seed)
     order = np.concatenate([rng.permutation(labelled), rng.permutation(others)])
     fold_of = {problem: place % min(num_folds, len(labelled)) for place, problem in enumerate(order)}
-    return np.array([fold_of[problem_id] for problem_id in problem_ids])
+    folds = np.array([fold_of[problem_id] for problem_id in problem_ids])
+    for kind in (labels, ~labels):
+        if len(np.unique(folds[kind])) < 2:
+            raise SpecError("all tokens of one kind fell into one fold; mine more problems")
+    return folds
 
 
 def auc(important: np.ndarray, scores: np.ndarray) -> float:

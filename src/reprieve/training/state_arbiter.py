@@ -69,6 +69,7 @@ def train_state_arbiter(
             "num_problems": len(np.unique(tokens.problem_ids)),
             "num_tokens": len(tokens.gains),
             "held_out": settings.held_out,
+            "num_folds": learner.num_folds,
             "seed": settings.seed,
             **summary,
         },
@@ -89,6 +90,10 @@ class _SideLearner(Learner):
         )
         self.fits: list[LinearFit] = []
         self.left_out: list[np.ndarray] = []  # [n] of each C: the probabilities of the fits that had not seen them
+
+    @property
+    def num_folds(self) -> int:
+        return len(np.unique(self.folds))
 
     @property
     def num_updates(self) -> int:
