@@ -50,20 +50,32 @@ def draw_frontier(document: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def _lines(arms: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Arms that only a dial tells apart, by name: the rule, and its form where there are several."""
-    forms: dict[str, dict[tuple[str, ...], list[dict[str, Any]]]] = {}
+    """Arms that only a dial tells apart, by name: the rule, and of its settings those that others of it differ in."""
+    forms: dict[str, dict[tuple[tuple[str, Any], ...], list[dict[str, Any]]]] = {}
     for arm in arms:
         if arm["rule"] not in (TARGET_ONLY, DRAFT_ONLY):
-            chosen = (f"{name}={value}" for name, value in arm["params"].items() if isinstance(value, str) and value)
-            drafter = arm["spec"].partition("@drafter=")[2]
-            form = (*chosen, *((f"drafter={drafter}",) if drafter else ()))
-            forms.setdefault(arm["rule"], {}).setdefault(form, []).append(arm)
+            settings = {**_fixed(arm["params"], arm["dial"]), "K": arm["num_draft_tokens"], "drafter": arm["drafter"]}
+            form = tuple((name, str(value)) for name, value in settings.items() if value not in (None, ""))
+            combined = [name for name, value in arm["params"].items() if isinstance(value, dict)]
+            rule = f"{arm['rule']} {' and '.join(combined)}" if combined else arm["rule"]
+            forms.setdefault(rule, {}).setdefault(form, []).append(arm)
     named = {}
     for rule, of_rule in forms.items():
         common = set.intersection(*map(set, of_rule))
         for form, its in of_rule.items():
-            named[", ".join((rule, *(part for part in form if part not in common)))] = its
+            named[", ".join((rule, *(f"{name}={value}" for name, value in form if (name, value) not in common)))] = its
     return named
+
+
+def _fixed(params: dict[str, Any], dial: str | None) -> dict[str, Any]:
+    """A rule's parameters without its dial; of rules that are combined, the dial is the first one's."""
+    flat = {}
+    for place, (name, value) in enumerate(params.items()):
+        if isinstance(value, dict):
+            flat |= {f"{name}.{inner}": of for inner, of in _fixed(value, None if place else dial).items()}
+        elif name != dial:
+            flat[name] = value
+    return flat
 
 
 def _panel(
