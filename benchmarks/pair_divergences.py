@@ -17,14 +17,13 @@ import numpy as np
 import torch
 
 import reprieve
-from pair_families import of_each_family
+from pair_families import of_each_family, worded
 from pair_report import Writer
 from reprieve.engine import Pair
 from reprieve.evaluation.runner import environment
 from reprieve.files import replace_file
 from reprieve.rules.fuzzy import fuzzy_divergence
-from reprieve.tasks import TaskProblem, load_task
-from reprieve.tasks.arithmetic import ArithmeticTask
+from reprieve.tasks import TaskProblem
 
 EDGES = (0.0, 0.01, 0.1, 0.3, 0.6, 1.0)
 
@@ -58,8 +57,7 @@ def main() -> None:
         parser.error(f"--num must be 2 or more, got {arguments.num}")
     torch.set_num_threads(1)
     pair = reprieve.load_pair(arguments.target, arguments.draft, dtype="float32")
-    task = load_task(arguments.task)
-    assert isinstance(task, ArithmeticTask)
+    task = worded(parser, arguments.task)
     writer = Writer(pair, "target", task)
     found = []
     for family, size, problems in of_each_family(task, "test", arguments.num):

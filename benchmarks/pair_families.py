@@ -44,6 +44,14 @@ def of_each_family(
             yield family, size, [as_task_problem(problem) for problem in drawn]
 
 
+def worded(parser: argparse.ArgumentParser, name: str) -> ArithmeticTask:
+    """A bundled pair's task; any other ends the program."""
+    task = load_task(name)
+    if not isinstance(task, ArithmeticTask):
+        parser.error(f"--task must be one of a bundled pair, arithmetic or word_problems, got {name!r}")
+    return task
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/pair-families"))
@@ -57,8 +65,7 @@ def main() -> None:
         parser.error(f"--num must be 1 or more, got {arguments.num}")
     torch.set_num_threads(1)
     pair = reprieve.load_pair(arguments.target, arguments.draft, dtype="float32")
-    task = load_task(arguments.task)
-    assert isinstance(task, ArithmeticTask)
+    task = worded(parser, arguments.task)
     writers = {role: Writer(pair, role, task) for role in ("target", "draft")}
     found = []
     for family, size, problems in of_each_family(task, "validation", arguments.num, arguments.families):

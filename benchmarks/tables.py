@@ -132,12 +132,15 @@ def rows_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
     return f"{grid(document['head'], document['rows'])}\n\n{foot}"
 
 
+def _share(values: list[float] | None) -> str:
+    return "-" if values is None else f"{100 * values[0]:.1f} {interval(values[1:], 100, 1)}"
+
+
 def rejections_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
     """What `reprieve audit rejections` found, a line for each way of comparing."""
     found = document["rejections"]
-    shares = ("tokens", "places_any", "places_all")
     rows = [
-        [name, *(f"{100 * of[share][0]:.1f} {interval(of[share][1:], 100, 1)}" for share in shares)]
+        [name, *(_share(of[share]) for share in ("tokens", "places_any", "places_all"))]
         for name, of in found.items()
         if isinstance(of, dict)
     ]
@@ -152,12 +155,8 @@ def rejections_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> s
 def branches_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
     """What `reprieve audit arbitration` found, a line for each kind of mismatch (CoSpec, Table 3)."""
     found = document["diagnosis"]
-
-    def share(values: list[float] | None) -> str:
-        return "-" if values is None else f"{100 * values[0]:.1f} {interval(values[1:], 100, 1)}"
-
     rows = [
-        [name.replace("_", " "), str(of["num"]), *(share(of[one]) for one in ("share", "draft_chosen", "agreement"))]
+        [name.replace("_", " "), str(of["num"]), *(_share(of[one]) for one in ("share", "draft_chosen", "agreement"))]
         for name, of in found.items()
         if isinstance(of, dict)
     ]

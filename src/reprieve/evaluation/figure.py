@@ -69,7 +69,7 @@ def _lines(arms: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 def _fixed(params: dict[str, Any], dial: str | None) -> dict[str, Any]:
     """A rule's parameters without its dial; of rules that are combined, the dial is the first one's."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for place, (name, value) in enumerate(params.items()):
         if isinstance(value, dict):
             flat |= {f"{name}.{inner}": of for inner, of in _fixed(value, None if place else dial).items()}
