@@ -116,7 +116,8 @@ def bootstrap_interval(
 def share_with_interval(parts: np.ndarray, wholes: np.ndarray) -> list[float] | None:
     """A share over all problems with its 95% bootstrap interval over problems: share, low, high; None of nothing.
 
-    Where problems are too few to tell, the interval is all of 0 to 1.
+    Where fewer than two problems have any, the interval is all of 0 to 1. Where all or none are in the share it has no
+    width, as a bootstrap cannot see what no problem showed.
 
     Args:
         parts: of each problem how many are in the share, `wholes` of how many: [n] each.
@@ -128,9 +129,8 @@ def share_with_interval(parts: np.ndarray, wholes: np.ndarray) -> list[float] | 
         whole = wholes[places].sum()
         return float(parts[places].sum() / whole) if whole else float("nan")
 
-    low, high = bootstrap_interval(share, len(parts)) if len(parts) > 1 else (0.0, 1.0)
-    known = np.isfinite(low) and np.isfinite(high)  # else most resamples drew problems that have none
-    return [float(parts.sum() / wholes.sum()), *((low, high) if known else (0.0, 1.0))]
+    known = np.count_nonzero(wholes) > 1
+    return [float(parts.sum() / wholes.sum()), *(bootstrap_interval(share, len(parts)) if known else (0.0, 1.0))]
 
 
 @dataclass(frozen=True)

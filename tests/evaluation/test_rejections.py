@@ -3,7 +3,15 @@
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BertConfig, BertForSequenceClassification, BertLMHeadModel, BertModel, PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertLMHeadModel,
+    BertModel,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaModel,
+)
 
 from reprieve.engine import Pair, SamplingParams
 from reprieve.errors import ReprieveError, SpecError
@@ -78,6 +86,8 @@ def test_shares_are_of_tokens_and_of_places():
     assert (summary["num_places"], summary["num_refused"], summary["num_correct"]) == (2, 4, 1)
     first = {name: shares[0] for name, shares in summary["answer"].items()}
     assert first == {"tokens": 0.5, "places_any": 1.0, "places_all": 0.5}
+    alone = Verdicts({"answer": [[[True]], []]}, 1).summary()["answer"]
+    assert alone["tokens"] == [1.0, 0.0, 1.0], "all cases are one problem's"
     assert Verdicts({"answer": [[]]}, 0).summary()["answer"]["tokens"] is None
 
 
@@ -129,6 +139,14 @@ def test_what_is_no_such_model_is_refused_before_a_problem_is_asked(tmp_path):
         NoContradiction(headless)
     with pytest.raises(SpecError, match=r"--embedding must name an encoder of sentences, .* is a BertLMHeadModel"):
         SimilarText(_kept(tmp_path / "writer", BertLMHeadModel(_config(is_decoder=True))))
+    unpooled = BertForSequenceClassification(_config(**settings))
+    torch.nn.Module.__setattr__(unpooled.bert, "pooler", None)
+    with pytest.raises(ReprieveError, match=r"lacks trained weights of a BertForSequenceClassification: .*pooler"):
+        NoContradiction(_kept(tmp_path / "unpooled", unpooled))
+    short = RobertaConfig(vocab_size=6, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+                          max_position_embeddings=12, pad_token_id=0)  # fmt: skip
+    with pytest.raises(ReprieveError, match=r"--embedding .* cannot read a long text"):
+        SimilarText(_kept(tmp_path / "short", RobertaModel(short)))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ReprieveError, match=r"--nli '.*empty' holds no model"):
         NoContradiction(str(tmp_path / "empty"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 
@@ -54,16 +55,17 @@ def without_times(records):
 def test_a_line_joins_only_what_a_dial_tells_apart(pair, tmp_path):
     forms = ["fuzzy:threshold=0.1", "fuzzy:threshold=0.4", "fuzzy:threshold=2,divergence=kl", "fuzzy:threshold=0.1,k=2"]
     others = ["margin:delta=1", "margin:delta=2@drafter=ngram@K=2", "margin:delta=2@K=4@drafter=ngram"]
-    mixed = ["margin:delta=1&math_symbols", "margin:delta=2&math_symbols", "margin:delta=1&ratio:ratio=0.5"]
+    mixed = ["margin:delta=1&math_symbols", "margin:delta=2&math_symbols", "margin:delta=1&ratio:ratio=0.5",
+             "margin:delta=1&ratio:ratio=0.5|margin:delta=1&math_symbols"]  # fmt: skip
     arms = make_arms([*forms, *others, *mixed], [4])
     drawn = tmp_path / "drawn"
     drawn.mkdir()
     draw_frontier(summarise(run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path)), drawn)
-    names = set(re.findall(r"<!-- (.+?) -->", (drawn / "frontier.svg").read_text()))
+    names = set(re.findall(r"<!-- (.+?) -->", html.unescape((drawn / "frontier.svg").read_text())))
     for line in (
         "fuzzy, divergence=js", "fuzzy, divergence=kl", "fuzzy, divergence=js, k=2", "margin, K=4",
-        "margin, K=2, drafter=ngram", "margin, K=4, drafter=ngram", "all_of margin and math_symbols",
-            "all_of margin and ratio",
+        "margin, K=2, drafter=ngram", "margin, K=4, drafter=ngram", "margin&math_symbols:k=none",
+            "margin&ratio:ratio=0.5", "margin&ratio:ratio=0.5|margin:delta=1&math_symbols:k=none",
     ):  # fmt: skip
         assert line in names, line
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,11 @@ def _lines(arms: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     forms: dict[str, dict[tuple[tuple[str, Any], ...], list[dict[str, Any]]]] = {}
     for arm in arms:
         if arm["rule"] not in (TARGET_ONLY, DRAFT_ONLY):
-            settings = {**_fixed(arm["params"], arm["dial"]), "K": arm["num_draft_tokens"], "drafter": arm["drafter"]}
+            combined = any(isinstance(value, dict) for value in arm["params"].values())
+            params = {} if combined else {name: of for name, of in arm["params"].items() if name != arm["dial"]}
+            settings = {**params, "K": arm["num_draft_tokens"], "drafter": arm["drafter"]}
             form = tuple((name, str(value)) for name, value in settings.items() if value not in (None, ""))
-            combined = [name for name, value in arm["params"].items() if isinstance(value, dict)]
-            rule = f"{arm['rule']} {' and '.join(combined)}" if combined else arm["rule"]
+            rule = _without_dial(arm["spec"], arm["dial"]) if combined else arm["rule"]
             forms.setdefault(rule, {}).setdefault(form, []).append(arm)
     named = {}
     for rule, of_rule in forms.items():
@@ -67,15 +69,12 @@ def _lines(arms: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return named
 
 
-def _fixed(params: dict[str, Any], dial: str | None) -> dict[str, Any]:
-    """A rule's parameters without its dial; of rules that are combined, the dial is the first one's."""
-    flat: dict[str, Any] = {}
-    for place, (name, value) in enumerate(params.items()):
-        if isinstance(value, dict):
-            flat |= {f"{name}.{inner}": of for inner, of in _fixed(value, None if place else dial).items()}
-        elif name != dial:
-            flat[name] = value
-    return flat
+def _without_dial(spec: str, dial: str | None) -> str:
+    """Combined rules as they were written, without the dial, which is the first one's, and without K and drafter."""
+    rules = re.split(r"@(?=K=|drafter=)", spec)[0]
+    if dial is not None:
+        rules = re.sub(rf"(?<=[:,]){dial}=[^,&|@]*,?", "", rules, count=1)
+    return re.sub(r"[:,](?=[&|]|$)", "", rules)
 
 
 def _panel(
@@ -93,8 +92,8 @@ def _panel(
             accuracy,
             yerr=[low, high],
             marker=marker,
-            markersize=9 if name == LOSSLESS else 6,
-            color="black" if name == LOSSLESS else color,
+            markersize=9 if points[0]["rule"] == LOSSLESS else 6,
+            color="black" if points[0]["rule"] == LOSSLESS else color,
             linewidth=1,
             elinewidth=0.6,
             label=name,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from reprieve.types import ROOT, Generation
 ALIKE = 0.9  # cosine similarity from which on two texts count as saying the same
 CONTRADICTS = 0.5  # probability of contradiction from which on they do not
 _ROWS = 32  # texts in one forward
+_LONG = "word " * 2000  # longer than what most such models read
 
 
 @dataclass(frozen=True)
@@ -95,17 +97,19 @@ class SimilarText:
         device: where it runs.
 
     Raises:
-        SpecError: a model that writes text; those have no mean that stands for one.
-        ReprieveError: it cannot be loaded.
+        SpecError: a model that says of itself that it writes text; no mean of its states stands for one.
+        ReprieveError: it cannot be loaded, or not read a long text.
     """
 
     name = "embedding"
 
     def __init__(self, model: str, device: torch.device | str = "cpu") -> None:
         config = _config_of("--embedding", model)
-        if kind := next((name for name in config.architectures or () if "CausalLM" in name or "LMHead" in name), None):
-            raise SpecError(f"--embedding must name an encoder of sentences, {model!r} is a {kind}")
+        kinds = config.architectures or ()
+        if writes := [name for name in kinds if re.search("CausalLM|LMHead|ConditionalGeneration", name)]:
+            raise SpecError(f"--embedding must name an encoder of sentences, {model!r} is a {writes[0]}")
         self.tokenizer, self.model = _load("--embedding", model, AutoModel, device)
+        _try("--embedding", model, lambda: self._embed([_LONG]))
 
     def agree(self, problem: TaskProblem, first: str, others: Sequence[str]) -> list[bool]:
         vectors = self._embed([first, *others])
@@ -127,7 +131,7 @@ class NoContradiction:
         device: where it runs.
 
     Raises:
-        ReprieveError: it cannot be loaded.
+        ReprieveError: it cannot be loaded, or not read a long text.
         SpecError: it has no such label.
     """
 
@@ -140,13 +144,14 @@ class NoContradiction:
             names = ", ".join(labels.values())
             raise SpecError(f"--nli must name a model with a label for contradiction, {model!r} has {names}")
         self.tokenizer, self.model = _load("--nli", model, AutoModelForSequenceClassification, device)
+        _try("--nli", model, lambda: self._contradiction([(_LONG, _LONG)]))
 
-    @torch.inference_mode()
     def agree(self, problem: TaskProblem, first: str, others: Sequence[str]) -> list[bool]:
         pairs = [(first, other) for other in others], [(other, first) for other in others]
         worst = torch.stack([self._contradiction(each) for each in pairs]).amax(0)
         return (worst < CONTRADICTS).tolist()
 
+    @torch.inference_mode()
     def _contradiction(self, pairs: Sequence[tuple[str, str]]) -> Tensor:  # [n], probabilities
         first, second = zip(*pairs, strict=True)
         read = _encode(self.tokenizer, self.model, list(first), list(second))
@@ -172,9 +177,18 @@ def _load(flag: str, name: str, kind: Any, device: torch.device | str) -> tuple[
         model, found = kind.from_pretrained(name, use_safetensors=True, output_loading_info=True)
     except (OSError, ValueError) as error:
         raise ReprieveError(f"could not load {flag} {name!r}: {error}") from error
-    if missing := sorted(weight for weight in found["missing_keys"] if "pooler" not in weight):
+    unused = "pooler" if kind is AutoModel else None  # a mean over states needs none; a classifier's head reads it
+    if missing := sorted(weight for weight in found["missing_keys"] if unused is None or unused not in weight):
         raise ReprieveError(f"{flag} {name!r} lacks trained weights of a {type(model).__name__}: {', '.join(missing)}")
     return tokenizer, model.to(device).eval()
+
+
+def _try(flag: str, name: str, read: Callable[[], Tensor]) -> None:
+    """Read a long text before any problem is asked."""
+    try:
+        read()
+    except (RuntimeError, ValueError, IndexError, OverflowError) as error:
+        raise ReprieveError(f"{flag} {name!r} cannot read a long text: {error}") from error
 
 
 def _encode(tokenizer: Any, model: Any, *texts: list[str]) -> Any:

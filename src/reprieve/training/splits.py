@@ -63,9 +63,10 @@ def folds_by_problem(
     order = np.concatenate([rng.permutation(labelled), rng.permutation(others)])
     fold_of = {problem: place % min(num_folds, len(labelled)) for place, problem in enumerate(order)}
     folds = np.array([fold_of[problem_id] for problem_id in problem_ids])
-    for kind in (labels, ~labels):
+    for kind, name in ((labels, "labelled"), (~labels, "other")):
         if len(np.unique(folds[kind])) < 2:
-            raise SpecError("all tokens of one kind fell into one fold; mine more problems")
+            num = len(np.unique(problem_ids[kind]))
+            raise SpecError(f"all {name} tokens, of {num} problems, fell into one fold; mine more, or change --seed")
     return folds
 
 
