@@ -87,16 +87,17 @@ def construct(kind: type, given: Mapping[str, str], *, where: str) -> Any:
     return kind(**converted)
 
 
-def format_spec(name: str, record: Any, *, always: tuple[str, ...] = ()) -> str:
+def format_spec(name: str, record: Any, *, always: tuple[str, ...] = (), without: tuple[str, ...] = ()) -> str:
     """The shortest text that `parse_spec` and `construct` turn back into this record.
 
     Args:
         always: parameters that are written even at their default.
+        without: parameters that are left out; with them it is another record.
     """
     given = [
         f"{key}={_format(getattr(record, field.name))}"
         for key, field in parameters_of(record).items()
-        if key in always or getattr(record, field.name) != field.default
+        if key not in without and (key in always or getattr(record, field.name) != field.default)
     ]
     return name + (":" + ",".join(given) if given else "")
 

@@ -65,7 +65,7 @@ def test_a_line_joins_only_what_a_dial_tells_apart(pair, tmp_path):
     for line in (
         "fuzzy, divergence=js", "fuzzy, divergence=kl", "fuzzy, divergence=js, k=2", "margin, K=4",
         "margin, K=2, drafter=ngram", "margin, K=4, drafter=ngram", "margin&math_symbols:k=none",
-            "margin&ratio:ratio=0.5", "margin&ratio:ratio=0.5|margin:delta=1&math_symbols:k=none",
+        "margin&ratio:ratio=0.5", "margin&ratio:ratio=0.5|margin:delta=1&math_symbols:k=none",
     ):  # fmt: skip
         assert line in names, line
 

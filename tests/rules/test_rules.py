@@ -261,6 +261,20 @@ def test_math_symbols_refuses_digits_operators_and_variables_only():
     assert not any(map(is_mathematical, [" the", "total", ".", ",", " a", "I", " we", "\n", ""]))
 
 
+@pytest.mark.parametrize(
+    ("spec", "form"),
+    [
+        ("margin:delta=2", "margin"),
+        ("fuzzy:threshold=2,divergence=kl", "fuzzy:divergence=kl"),
+        ("lossless", "lossless"),
+        ("margin:delta=1&ratio:ratio=0.5|margin:delta=2", "margin&ratio:ratio=0.5|margin:delta=2"),
+        ("margin:delta=1,start=<a>,end=</a>", "margin:start=<a>,end=</a>"),
+    ],
+)
+def test_a_form_is_a_specification_without_its_dial(spec, form):
+    assert parse_rule(spec).form == form
+
+
 def test_span_holds_between_its_markers_and_never_closes_itself():
     rule = bound("margin:delta=9,start=1 2,end=3")
     case = evidence(greedy=True, size=4)

@@ -90,6 +90,26 @@ def test_folds_are_of_whole_problems_and_all_have_cases():
     assert all(labels[folds == fold].any() for fold in range(4))
 
 
+def test_other_tokens_that_all_fall_into_one_fold_are_refused():
+    """Four labelled problems make four folds; only one of them and a fifth problem, of that fold, hold others."""
+    ids = np.array(["p0", "p0", "p1", "p2", "p3", "p4"])
+    labels = np.array([True, False, True, True, True, False])
+    made = []
+    for seed in range(20):
+        try:
+            made.append(len(set(folds_by_problem(ids, labels, num_folds=5, seed=seed)[~labels])))
+        except SpecError as error:
+            made.append(str(error))
+    refused = "all other tokens, of 2 problems, fell into one fold; mine more, or change --seed"
+    assert set(made) == {2, refused}
+
+
+@pytest.mark.parametrize("held_out", [0.0, 0.6])
+def test_at_least_two_folds_are_asked_for(held_out):
+    with pytest.raises(SpecError, match=r"held_out must be in \(0, 0\.[59]\]"):
+        StateArbiterTraining(held_out=held_out)
+
+
 def test_labels_without_both_sides_are_refused():
     given = dataclasses.replace(tokens(), gains=np.full(NUM, np.nan))
     with pytest.raises(SpecError, match="mine arbitration, or pivot"):

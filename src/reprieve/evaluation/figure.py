@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ def _lines(arms: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
             params = {} if combined else {name: of for name, of in arm["params"].items() if name != arm["dial"]}
             settings = {**params, "K": arm["num_draft_tokens"], "drafter": arm["drafter"]}
             form = tuple((name, str(value)) for name, value in settings.items() if value not in (None, ""))
-            rule = _without_dial(arm["spec"], arm["dial"]) if combined else arm["rule"]
+            rule = arm["form"] if combined else arm["rule"]
             forms.setdefault(rule, {}).setdefault(form, []).append(arm)
     named = {}
     for rule, of_rule in forms.items():
@@ -67,14 +66,6 @@ def _lines(arms: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
         for form, its in of_rule.items():
             named[", ".join((rule, *(f"{name}={value}" for name, value in form if (name, value) not in common)))] = its
     return named
-
-
-def _without_dial(spec: str, dial: str | None) -> str:
-    """Combined rules as they were written, without the dial, which is the first one's, and without K and drafter."""
-    rules = re.split(r"@(?=K=|drafter=)", spec)[0]
-    if dial is not None:
-        rules = re.sub(rf"(?<=[:,]){dial}=[^,&|@]*,?", "", rules, count=1)
-    return re.sub(r"[:,](?=[&|]|$)", "", rules)
 
 
 def _panel(

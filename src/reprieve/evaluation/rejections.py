@@ -108,7 +108,7 @@ class SimilarText:
         kinds = config.architectures or ()
         if writes := [name for name in kinds if re.search("CausalLM|LMHead|ConditionalGeneration", name)]:
             raise SpecError(f"--embedding must name an encoder of sentences, {model!r} is a {writes[0]}")
-        self.tokenizer, self.model = _load("--embedding", model, AutoModel, device)
+        self.tokenizer, self.model = _load("--embedding", model, config, AutoModel, device)
         _try("--embedding", model, lambda: self._embed([_LONG]))
 
     def agree(self, problem: TaskProblem, first: str, others: Sequence[str]) -> list[bool]:
@@ -138,12 +138,13 @@ class NoContradiction:
     name = "nli"
 
     def __init__(self, model: str, device: torch.device | str = "cpu") -> None:
-        labels: dict[int, str] = _config_of("--nli", model).id2label or {}
+        config = _config_of("--nli", model)
+        labels: dict[int, str] = config.id2label or {}
         self.label = next((place for place, text in labels.items() if text.lower().startswith("contradict")), None)
         if self.label is None:
             names = ", ".join(labels.values())
             raise SpecError(f"--nli must name a model with a label for contradiction, {model!r} has {names}")
-        self.tokenizer, self.model = _load("--nli", model, AutoModelForSequenceClassification, device)
+        self.tokenizer, self.model = _load("--nli", model, config, AutoModelForSequenceClassification, device)
         _try("--nli", model, lambda: self._contradiction([(_LONG, _LONG)]))
 
     def agree(self, problem: TaskProblem, first: str, others: Sequence[str]) -> list[bool]:
@@ -169,16 +170,18 @@ def _config_of(flag: str, name: str) -> Any:
         raise ReprieveError(f"could not load {flag} {name!r}: {error}") from error
 
 
-def _load(flag: str, name: str, kind: Any, device: torch.device | str) -> tuple[Any, Any]:
+def _load(flag: str, name: str, config: Any, kind: Any, device: torch.device | str) -> tuple[Any, Any]:
     """Tokenizer and model; from safetensors only, and whole."""
     try:
         # Two texts have their beginning in common: what is too long loses that, not what tells them apart.
         tokenizer = AutoTokenizer.from_pretrained(name, truncation_side="left")
-        model, found = kind.from_pretrained(name, use_safetensors=True, output_loading_info=True)
+        model, found = kind.from_pretrained(name, config=config, use_safetensors=True, output_loading_info=True)
     except (OSError, ValueError) as error:
         raise ReprieveError(f"could not load {flag} {name!r}: {error}") from error
-    unused = "pooler" if kind is AutoModel else None  # a mean over states needs none; a classifier's head reads it
-    if missing := sorted(weight for weight in found["missing_keys"] if unused is None or unused not in weight):
+    missing = sorted(found["missing_keys"])
+    if kind is AutoModel:  # a mean over states needs no pooler; a classifier's head reads it
+        missing = [weight for weight in missing if "pooler" not in weight]
+    if missing:
         raise ReprieveError(f"{flag} {name!r} lacks trained weights of a {type(model).__name__}: {', '.join(missing)}")
     return tokenizer, model.to(device).eval()
 

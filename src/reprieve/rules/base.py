@@ -243,6 +243,11 @@ class Rule(ABC):
         """The shortest text, dial always included, that `parse_rule` turns back into this rule."""
         return format_spec(self.name, self, always=(self.dial.name,) if self.dial else ())
 
+    @property
+    def form(self) -> str:
+        """The specification without its dial: what rules of one sweep have in common."""
+        return format_spec(self.name, self, without=(self.dial.name,) if self.dial else ())
+
 
 RULES: Registry[Rule] = Registry("rule", "reprieve.rules")
 register_rule = RULES.register

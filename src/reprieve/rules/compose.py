@@ -102,6 +102,10 @@ class _Composite(_Wrapper):
     def spec(self) -> str:
         return self.symbol.join(rule.spec for rule in self.rules)
 
+    @property
+    def form(self) -> str:
+        return self.symbol.join([self.rules[0].form, *(rule.spec for rule in self.rules[1:])])
+
 
 @dataclass(frozen=True)
 class AllOf(_Composite):
@@ -222,9 +226,16 @@ class InsideSpan(_Wrapper):
 
     @property
     def spec(self) -> str:
-        joint = "," if ":" in self.rule.spec else ":"
+        return self._marked(self.rule.spec)
+
+    @property
+    def form(self) -> str:
+        return self._marked(self.rule.form)
+
+    def _marked(self, rule: str) -> str:
+        joint = "," if ":" in rule else ":"
         reverse = ",outside=true" if self.outside else ""
-        return f"{self.rule.spec}{joint}start={quoted(self.start)},end={quoted(self.end)}{reverse}"
+        return f"{rule}{joint}start={quoted(self.start)},end={quoted(self.end)}{reverse}"
 
     def risk(self, evidence: Evidence) -> Tensor:
         """The inner rule's risk; infinite where the rule does not hold."""

@@ -52,7 +52,7 @@ def folds_by_problem(
     """Folds of whole problems, those with a labelled token spread evenly over them; as many as there are such problems.
 
     Raises:
-        SpecError: labelled tokens, or others, in fewer than two problems, or all of a kind in one fold.
+        SpecError: labelled tokens, or others, in fewer than two problems, or all others in one fold.
     """
     labelled = np.unique(problem_ids[labels])
     for side, name in ((labelled, "labelled"), (np.unique(problem_ids[~labels]), "other")):
@@ -63,10 +63,9 @@ def folds_by_problem(
     order = np.concatenate([rng.permutation(labelled), rng.permutation(others)])
     fold_of = {problem: place % min(num_folds, len(labelled)) for place, problem in enumerate(order)}
     folds = np.array([fold_of[problem_id] for problem_id in problem_ids])
-    for kind, name in ((labels, "labelled"), (~labels, "other")):
-        if len(np.unique(folds[kind])) < 2:
-            num = len(np.unique(problem_ids[kind]))
-            raise SpecError(f"all {name} tokens, of {num} problems, fell into one fold; mine more, or change --seed")
+    if len(np.unique(folds[~labels])) < 2:
+        num = len(np.unique(problem_ids[~labels]))
+        raise SpecError(f"all other tokens, of {num} problems, fell into one fold; mine more, or change --seed")
     return folds
 
 

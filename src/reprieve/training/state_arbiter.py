@@ -54,6 +54,7 @@ def train_state_arbiter(
         fits.append(learner.fits[learner.best])
         summary[name] = {
             "num": int(labels.sum()),
+            "num_folds": len(np.unique(learner.folds)),
             "auc_held_out": auc_interval(labels, learner.left_out[learner.best], tokens.problem_ids),
             "C": settings.grid[learner.best],
             "grid": learner.grid_log,
@@ -69,7 +70,6 @@ def train_state_arbiter(
             "num_problems": len(np.unique(tokens.problem_ids)),
             "num_tokens": len(tokens.gains),
             "held_out": settings.held_out,
-            "num_folds": learner.num_folds,
             "seed": settings.seed,
             **summary,
         },
@@ -85,15 +85,9 @@ class _SideLearner(Learner):
         self.features = features
         self.labels = labels
         self.settings = settings
-        self.folds = folds_by_problem(
-            problem_ids, labels, num_folds=max(2, round(1 / settings.held_out)), seed=settings.seed
-        )
+        self.folds = folds_by_problem(problem_ids, labels, num_folds=round(1 / settings.held_out), seed=settings.seed)
         self.fits: list[LinearFit] = []
         self.left_out: list[np.ndarray] = []  # [n] of each C: the probabilities of the fits that had not seen them
-
-    @property
-    def num_folds(self) -> int:
-        return len(np.unique(self.folds))
 
     @property
     def num_updates(self) -> int:
