@@ -262,7 +262,7 @@ def test_math_symbols_refuses_digits_operators_and_variables_only():
 
 
 @pytest.mark.parametrize(
-    ("spec", "form"),
+    ("spec", "without"),
     [
         ("margin:delta=2", "margin"),
         ("fuzzy:threshold=2,divergence=kl", "fuzzy:divergence=kl"),
@@ -271,8 +271,8 @@ def test_math_symbols_refuses_digits_operators_and_variables_only():
         ("margin:delta=1,start=<a>,end=</a>", "margin:start=<a>,end=</a>"),
     ],
 )
-def test_a_form_is_a_specification_without_its_dial(spec, form):
-    assert parse_rule(spec).form == form
+def test_a_specification_without_its_dial_keeps_the_rest(spec, without):
+    assert parse_rule(spec).spec_without_dial == without
 
 
 def test_span_holds_between_its_markers_and_never_closes_itself():

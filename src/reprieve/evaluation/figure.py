@@ -58,7 +58,7 @@ def _lines(arms: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
             params = {} if combined else {name: of for name, of in arm["params"].items() if name != arm["dial"]}
             settings = {**params, "K": arm["num_draft_tokens"], "drafter": arm["drafter"]}
             form = tuple((name, str(value)) for name, value in settings.items() if value not in (None, ""))
-            rule = arm["form"] if combined else arm["rule"]
+            rule = arm["spec_without_dial"] if combined else arm["rule"]
             forms.setdefault(rule, {}).setdefault(form, []).append(arm)
     named = {}
     for rule, of_rule in forms.items():

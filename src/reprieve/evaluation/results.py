@@ -121,7 +121,7 @@ def _summarise_arm(arm: Arm, rows: Rows, run: Run) -> dict[str, Any]:
         "rule": arm.rule_name,
         "spec": arm.label,
         "params": {} if arm.rule is None else arm.rule.params,
-        "form": None if arm.rule is None else arm.rule.form,
+        "spec_without_dial": None if arm.rule is None else arm.rule.spec_without_dial,
         "dial": None if arm.rule is None or arm.rule.dial is None else arm.rule.dial.name,
         "drafter": arm.drafter,
         "num_draft_tokens": None if arm.rule is None else arm.num_draft_tokens,

@@ -244,7 +244,7 @@ class Rule(ABC):
         return format_spec(self.name, self, always=(self.dial.name,) if self.dial else ())
 
     @property
-    def form(self) -> str:
+    def spec_without_dial(self) -> str:
         """The specification without its dial: what rules of one sweep have in common."""
         return format_spec(self.name, self, without=(self.dial.name,) if self.dial else ())
 

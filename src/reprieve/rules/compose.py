@@ -103,8 +103,8 @@ class _Composite(_Wrapper):
         return self.symbol.join(rule.spec for rule in self.rules)
 
     @property
-    def form(self) -> str:
-        return self.symbol.join([self.rules[0].form, *(rule.spec for rule in self.rules[1:])])
+    def spec_without_dial(self) -> str:
+        return self.symbol.join([self.rules[0].spec_without_dial, *(rule.spec for rule in self.rules[1:])])
 
 
 @dataclass(frozen=True)
@@ -229,8 +229,8 @@ class InsideSpan(_Wrapper):
         return self._marked(self.rule.spec)
 
     @property
-    def form(self) -> str:
-        return self._marked(self.rule.form)
+    def spec_without_dial(self) -> str:
+        return self._marked(self.rule.spec_without_dial)
 
     def _marked(self, rule: str) -> str:
         joint = "," if ":" in rule else ":"
