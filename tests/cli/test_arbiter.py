@@ -31,9 +31,11 @@ def pair():
         (["mine", "arbitration", "--tie", "2"], "tie must be in"),
         (["mine", "arbitration", "--max-mismatches", "0"], "max_mismatches must be 1 or more"),
         (["audit", "arbitration", "--limit", "0"], "--limit must be in [1, 10000000]"),
-        (["audit", "arbitration", "--lambda", "7"], r"lambda must be in [0, 1], got 7.0"),
+        (["audit", "arbitration", "--rule", "arbiter:lambda=7"], r"lambda must be in [0, 1], got 7.0"),
+        (["audit", "arbitration", "--rule", "fuzzy"], "must decide each mismatch by its risk alone"),
+        (["audit", "arbitration", "--rule", "margin:delta=2", "--temperature", "1"], "only arbiter rules have both"),
         (["audit", "arbitration", "--temperature", "-1"], "temperature must be in [0, 1e+06]"),
-        (["audit", "arbitration", "--arbiter", "nowhere"], "neither a folder nor a hub id"),
+        (["audit", "arbitration", "--rule", "arbiter:path=nowhere"], "neither a folder nor a hub id"),
     ],
 )
 def test_bad_usage_is_told(arguments, told, tmp_path, monkeypatch, capsys):
@@ -71,7 +73,8 @@ def test_the_whole_method_by_command(tmp_path, monkeypatch, capsys):
     before = (tmp_path / "rl" / "metrics.jsonl").read_text()
     assert main(climb) == 0
     assert (tmp_path / "rl" / "metrics.jsonl").read_text() == before, "again: there is nothing left to do"
-    audit = ["audit", "arbitration", *SMALL, "--arbiter", "rl/arbiter", "--limit", "2", "--out", "audit.json"]
+    audit = ["audit", "arbitration", *SMALL, "--rule", "arbiter:path=rl/arbiter", "--limit", "2"]
+    audit += ["--out", "audit.json"]
     assert main(audit) == 0
     found = json.loads((tmp_path / "audit.json").read_text())
     assert found["num_draft_tokens"] == 8 and found["diagnosis"]["num_problems"] == 2

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.errors import SpecError, require_whole
-from reprieve.settings import BUNDLED_TASK, PairSettings, PromptSettings, SamplingParams, SamplingSettings
+from reprieve.settings import (
+    AUTO,
+    BUNDLED_TASK,
+    NumDraftTokens,
+    PairSettings,
+    PromptSettings,
+    SamplingParams,
+    SamplingSettings,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -94,12 +102,11 @@ class Audit(Command):
 
 @dataclass(frozen=True)
 class AuditArbitration(Command):
-    """Decode both branches of every mismatch that an arbiter reaches (CoSpec, Table 3).
+    """Decode both branches of every mismatch that a rule reaches (CoSpec, Table 3).
 
     Args:
-        arbiter: Folder or hub id. Default: the bundled pair's.
-        lambda_: Default: the arbiter's own.
-        num_draft_tokens: K. Default: the arbiter's own.
+        rule: The rule that decides, such as arbiter:path=FOLDER,lambda=0.5 or state_arbiter.
+        num_draft_tokens: K, or auto. Default: what the rule's arbiter was trained at, else auto.
         task: Task of the problems. Default: that of the bundled pair.
         split: Split. Default: test if there is one.
         limit: Number of problems.
@@ -110,9 +117,8 @@ class AuditArbitration(Command):
 
     verb = "audit arbitration"
 
-    arbiter: str = ""
-    lambda_: float | None = None
-    num_draft_tokens: int | None = None
+    rule: str = "arbiter"
+    num_draft_tokens: NumDraftTokens | None = None
     task: str = BUNDLED_TASK
     split: str | None = None
     limit: int = 100
@@ -124,19 +130,21 @@ class AuditArbitration(Command):
     out: Path | None = None
 
     def run(self) -> int:
-        from reprieve.evaluation.branches import diagnose
+        from reprieve.evaluation.branches import diagnose, require_branches
+        from reprieve.heads.arbiter import Arbiter
         from reprieve.heads.loading import attach_heads
-        from reprieve.rules.arbiter import ArbiterRule
+        from reprieve.rules import parse_rule
 
         screen.require_problems(self.limit, self.offset)
         screen.require_file(self.out)
-        rule = attach_heads(ArbiterRule(path=self.arbiter, lambda_=self.lambda_), self.pair.target)
-        assert isinstance(rule, ArbiterRule)
+        rule = attach_heads(parse_rule(self.rule), self.pair.target)
+        require_branches(rule, sampled=self.sampling.temperature > 0)
         pair, task = screen.load_pair_and_task(self.pair, self.task, self.prompt)
         if not task.graded:
             raise SpecError(f"task {self.task} has no right answers: branches cannot be compared on it")
         split = screen.split_of(task, self.split, "test")
-        k = rule.head.num_draft_tokens if self.num_draft_tokens is None else self.num_draft_tokens
+        trained_at = [head.num_draft_tokens for _, head in rule.heads if isinstance(head, Arbiter)]
+        k = next(iter(trained_at), AUTO) if self.num_draft_tokens is None else self.num_draft_tokens
         decoder = pair.decoder(rule, num_draft_tokens=k, task=self.task)
         problems = task.problems(split, self.limit, offset=self.offset)
         params = _params(self.sampling, task, self.seed)
@@ -144,7 +152,8 @@ class AuditArbitration(Command):
             progress = screen.reporter(bar, "problems")
             summary = diagnose(decoder, pair, task, problems, params, progress=progress).summary()
         if self.out is not None:
-            about = {"rule": rule.spec, "arbiter": rule.head.fingerprint, "num_draft_tokens": k, "split": split}
+            heads = {name: head.fingerprint for name, head in rule.heads}
+            about = {"rule": rule.spec, "heads": heads, "num_draft_tokens": k, "split": split}
             _write(self.out, {**_flags(self), **about, "diagnosis": summary})
         screen.console().print(_branch_table(summary, rule.spec))
         return 0

@@ -40,7 +40,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train arbiter-rl": ("train_arbiter:TrainArbiterRl", "improve an arbiter on its own rollouts"),
     "calibrate lts": ("calibrate:CalibrateLts", "the constants of ARC-Decode's bound, once per target"),
     "audit": ("audit:Audit", "how far accepted tokens moved the target's next step, and whether a bound held"),
-    "audit arbitration": ("audit:AuditArbitration", "whether an arbiter takes the branch that ends better"),
+    "audit arbitration": ("audit:AuditArbitration", "whether a rule takes the branch that ends better"),
     "audit rejections": ("audit:AuditRejections", "how many refused tokens would have changed nothing"),
     "convert eagle3": ("convert:ConvertEagle3", "SafeAILab's EAGLE-3 layout into the one used here"),
     "labels show": ("labels:ShowLabels", "labelled problems, token by token"),

@@ -1,4 +1,4 @@
-"""Whether an arbiter chooses the branch that ends better, at the mismatches its own decoding reaches (CoSpec, Table 3).
+"""Whether a rule chooses the branch that ends better, at the mismatches its own decoding reaches (CoSpec, Table 3).
 
 At every effective decision both branches are decoded to their ends with the same frozen policy: the only intervention
 is the choice at that one mismatch. Branches go on greedily, also where the answers that lead to them are sampled: one
@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
+from reprieve.errors import SpecError
 from reprieve.labelling.responses import ResponseFormat
 from reprieve.metrics import BranchChoices, share_with_interval
 from reprieve.models.cached_model import eos_token_ids
+from reprieve.rules import Rule
 from reprieve.tasks.asking import prompt_of
 from reprieve.tasks.base import Task, TaskProblem
 from reprieve.types import Generation, RoundTrace
@@ -32,7 +34,7 @@ _SHARES = {
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The choices of an arbiter at reached mismatches, problem by problem."""
+    """The choices of a rule at reached mismatches, problem by problem."""
 
     num_correct: int
     choices: Sequence[BranchChoices]  # of each problem
@@ -56,6 +58,23 @@ class Diagnosis:
         return result
 
 
+def require_branches(rule: Rule, *, sampled: bool) -> None:
+    """Both branches of a mismatch must be what the rule would have gone on with.
+
+    Raises:
+        SpecError: the rule replaces the lossless check, rescues no more than a budget allows, or, where answers are
+            sampled, does not compare the draft's token with a draw of the target's.
+    """
+    traits = rule.traits
+    if traits.replaces or traits.risk_budget is not None or traits.max_rescues_per_block is not None:
+        raise SpecError(f"--rule must decide each mismatch by its risk alone, {rule.spec!r} does not")
+    if sampled and traits.check != "exact":
+        raise SpecError(
+            f"--rule {rule.spec!r} refuses tokens without a draw of the target's own beside them: at --temperature "
+            "above 0 only arbiter rules have both branches"
+        )
+
+
 def diagnose(
     decoder: SpeculativeDecoder,
     pair: Pair,
@@ -68,7 +87,7 @@ def diagnose(
     """Decode problems and follow, at every decision on the way, both branches to their ends, greedily.
 
     Args:
-        decoder: with a rule that asks an arbiter and decides by its threshold.
+        decoder: with a rule that `require_branches` lets pass.
         params: of the answers; a sampled one's seed is theirs plus its problem's number.
     """
     responses = ResponseFormat(

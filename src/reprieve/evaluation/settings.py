@@ -94,7 +94,7 @@ class FsdSettings:
 
     Args:
         rule: The rule without its threshold.
-        thresholds: Rising values of its dial.
+        thresholds: Rising values of its dial; the authors' own grid unless given.
         num_draft_tokens: Values of K to try for lossless.
         lost_share: Stop once this share of the accuracy gap between target and draft is lost, (0, 1].
         main_split: Split to measure on.
@@ -103,7 +103,7 @@ class FsdSettings:
     """
 
     rule: str = "fuzzy"
-    thresholds: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9)
+    thresholds: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
     num_draft_tokens: tuple[NumDraftTokens, ...] = (4, 8, 12, 16, 24, 32, AUTO)
     lost_share: float = 0.2
     main_split: str = "test"
