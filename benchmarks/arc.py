@@ -1,85 +1,54 @@
-"""ARC-Decode's tables and figures on one pair: `python benchmarks/arc.py table --limit 500 --out runs/arc`.
+"""ARC-Decode's figures and smaller tables on one pair: `python benchmarks/arc.py theta --limit 60 --out runs/arc`.
 
-Parts: `table` (the paper's Tables 2 to 4: EAGLE-3 lossless, pruned, LTS, both, and FSD on the draft), `paper` (theta
-0.3 as published, and chains), `temperature` and `theta` (Figures 4 and 5), `pruning` (Table 8), `judge` (AutoJudge's
-appendix J), `shift` (whether the next step's divergence tells important mismatches from harmless ones). Every part
-resumes from its folder.
+Parts: `theta` and `temperature` (Figures 5 and 4), `pruning` (Table 8), `shift` (whether the next step's divergence
+tells important mismatches from harmless ones). Every part resumes from its folder.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from arms import answer_test_problems
+from arms import answer_test_problems, over, part, write_parts
 from reprieve.calibration.swaps import SwapMeter
 from reprieve.engine import DRAFT_ONLY, Pair, SamplingParams, load_pair
 from reprieve.evaluation.arms import make_arms
 from reprieve.evaluation.results import summarise, write_results
-from reprieve.files import replace_file
 from reprieve.labelling.store import LabelStore
 from reprieve.models.sampling import Sampler
-from reprieve.training.splits import auc, auc_interval
-from tables import arms_table
+from reprieve.training.splits import auc_interval
+from tables import COLUMNS
 
 EAGLE, PRUNED = "eagle3", "eagle3:prune=entropy"
-CHAIN = "eagle3:top_k=1,depth=16,total_tokens=16"
-STRICT = 0.97  # theta at which the bundled target keeps its accuracy
-FSD = [f"fuzzy:threshold={t}@drafter=draft" for t in (0.4, 0.6, 0.8)]
-TABLE = [
-    f"lossless@drafter={PRUNED}",
-    f"lts:theta={STRICT}",
-    f"lts:theta={STRICT}@drafter={PRUNED}",
-    "lossless@drafter=draft",
-    f"lts:theta={STRICT}@drafter=draft",
-    *FSD,
-]
-PAPER = [
-    f"lossless@drafter={PRUNED}",
-    *[f"lts:theta={theta}{own}" for theta in (0.3, STRICT) for own in ("", f"@drafter={PRUNED}")],
-    f"lossless@drafter={CHAIN}",
-    f"lts:theta={STRICT}@drafter={CHAIN}",
-]
+STRICT = 0.9  # theta, chosen on validation problems
 TEMPERATURES = (0.1, 0.3, 0.5, 0.7, 0.9)
+SHIFTS = {
+    "divergence": "true divergence of the next step, nats",
+    "distance": "whitened embedding distance, squared",
+    "margin": "difference of log-probabilities, squared",
+}
 THETAS = (0.3, 0.5, 0.7, 0.9, 0.97, 1.0)
 PRUNINGS = [
     *[f"eagle3:prune=entropy,epsilon={e}" for e in (0.05, 0.2)],
     *[f"eagle3:prune={name},keep=0.5" for name in ("depth", "depth_exp", "path_prob")],
 ]
-JUDGE = "judge:path=reprieve/arithmetic-judge,threshold="
 
 
 def measure(
-    pair: Pair,
-    specs: list[str],
-    folder: Path,
-    options: argparse.Namespace,
-    *,
-    temperature: float,
-    draft_greedy: bool = True,
+    pair: Pair, specs: list[str], folder: Path, options: argparse.Namespace, *, temperature: float
 ) -> dict[str, Any]:
     """Run arms over the test split and summarise them; resumes from the folder."""
     arms = [arm for arm in make_arms(specs, [16], target=pair.target_name) if arm.label != DRAFT_ONLY]
-    draft_temperature = 0.0 if draft_greedy else None
-    run = answer_test_problems(
-        pair, arms, folder, options, drafter=EAGLE, temperature=temperature, draft_temperature=draft_temperature
-    )
+    run = answer_test_problems(pair, arms, folder, options, drafter=EAGLE, temperature=temperature)
     document = summarise(run)
     write_results(document, folder)
     return document
-
-
-def show(document: dict[str, Any]) -> None:
-    """The columns of the paper's tables, as Markdown."""
-    columns = ("spec", "accuracy", "accuracy_vs_lossless", "tokens_per_round", "speedup_vs_target",
-               "speedup_vs_lossless", "pruned_share", "tokens_per_answer")  # fmt: skip
-    print(arms_table({"columns": columns}, document))
 
 
 def figure(rows: list[dict[str, Any]], x: str, x_label: str, path: Path) -> None:
@@ -107,29 +76,25 @@ def figure(rows: list[dict[str, Any]], x: str, x_label: str, path: Path) -> None
     print(f"figure: {path.with_suffix('.png')}")
 
 
-def table(pair: Pair, options: argparse.Namespace) -> None:
-    show(measure(pair, TABLE, options.out / "table", options, temperature=1.0))
-
-
-def paper(pair: Pair, options: argparse.Namespace) -> None:
-    show(measure(pair, PAPER, options.out / "paper", options, temperature=1.0))
-
-
 def temperature(pair: Pair, options: argparse.Namespace) -> None:
-    rows = []
+    arms, rows = [], []
     specs = [f"lts:theta={STRICT}@drafter={PRUNED}"]
+    named = {"lossless": "EAGLE-3, lossless", specs[0]: f"LTS, theta {STRICT}, pruned"}
+    columns = ("accuracy", "tokens_per_round", "speedup_vs_target", "speedup_vs_lossless")
     for value in TEMPERATURES:
         document = measure(pair, specs, options.out / f"temperature-{value}", options, temperature=value)
-        show(document)
-        named = {"lossless": "EAGLE-3, lossless", specs[0]: f"ARC, theta {STRICT}"}
-        rows += [{**arm, "name": named[arm["spec"]], "x": value} for arm in document["arms"] if arm["spec"] in named]
-    figure(rows, "x", "temperature", options.out / "temperature")
+        for arm in document["arms"]:
+            if arm["spec"] in named:
+                arms.append({**arm, "name": named[arm["spec"]], "x": value})
+                rows.append([value, named[arm["spec"]], *(COLUMNS[name][1](arm, name) for name in columns)])
+    figure(arms, "x", "temperature", options.out / "temperature")
+    head = ["temperature", "arm", *(COLUMNS[name][0] for name in columns)]
+    write_parts(options.out / "temperature.json", {"temperature": part(head, rows, _note(options))})
 
 
 def theta(pair: Pair, options: argparse.Namespace) -> None:
     named = {f"lts:theta={value}": value for value in THETAS}
     document = measure(pair, list(named), options.out / "theta", options, temperature=1.0)
-    show(document)
     found = {float(arm["params"]["theta"]): arm for arm in document["arms"] if arm["rule"] == "lts"}
     lossless = next(arm for arm in document["arms"] if arm["spec"] == "lossless")
     rows = [{**arm, "name": "LTS", "x": value} for value, arm in found.items()]
@@ -139,19 +104,19 @@ def theta(pair: Pair, options: argparse.Namespace) -> None:
 
 def pruning(pair: Pair, options: argparse.Namespace) -> None:
     specs = [f"lossless@drafter={spec}" for spec in PRUNINGS]
-    show(measure(pair, specs, options.out / "pruning", options, temperature=1.0))
+    measure(pair, specs, options.out / "pruning", options, temperature=1.0)
 
 
-def judge(pair: Pair, options: argparse.Namespace) -> None:
-    specs = [f"{JUDGE}{threshold}" for threshold in (0.02, 0.04, 0.08, 0.15, 0.3)]
-    show(measure(pair, specs, options.out / "judge", options, temperature=0.0))
+def _note(options: argparse.Namespace) -> str:
+    return f"n = {options.limit} test problems; brackets are 95% intervals."
 
 
 def shift(pair: Pair, options: argparse.Namespace) -> None:
     """AUC of the true divergence, and of what the bound is made of, for AutoJudge's labels: high is important."""
     meter = SwapMeter(pair.cached_target(), Sampler(SamplingParams(), pair.device), top_k=10)
     values: dict[str, list[np.ndarray]] = {"divergence": [], "distance": [], "margin": []}
-    important, names = [], []
+    important: list[bool] = []
+    names: list[str] = []
     for problem in LabelStore(options.labels).problems()[: options.limit]:
         labelled = problem.labelled()
         if not labelled:
@@ -163,29 +128,31 @@ def shift(pair: Pair, options: argparse.Namespace) -> None:
         important += [bool(m.important) for m in labelled]
         names += [problem.problem_id] * len(labelled)
     truth, ids = np.array(important), np.array(names)
-    found: dict[str, Any] = {"num_tokens": len(truth), "num_important": int(truth.sum())}
+    rows = []
     for name, parts in values.items():
         joined = np.concatenate(parts)
-        found[name] = {
-            "auc": auc(truth, joined), "auc_and_ci95": auc_interval(truth, joined, ids),
-            "median_important": float(np.median(joined[truth])), "median_harmless": float(np.median(joined[~truth])),
-        }  # fmt: skip
-    replace_file(options.out / "shift.json", json.dumps(found, indent=2) + "\n")
-    print(json.dumps(found, indent=2))
+        medians = (f"{np.median(joined[chosen]):.3g}" for chosen in (truth, ~truth))
+        rows.append([SHIFTS[name], over(auc_interval(truth, joined, ids)), *medians])
+    head = ["tells important from harmless", "ROC AUC", "median, important", "median, harmless"]
+    note = f"{len(truth)} labelled mismatches, {int(truth.sum())} important; intervals over problems."
+    write_parts(options.out / "shift.json", {"shift": part(head, rows, note)})
 
 
-PARTS = {part.__name__: part for part in (table, paper, temperature, theta, pruning, judge, shift)}
+PARTS = {one.__name__: one for one in (temperature, theta, pruning, shift)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--target", default="reprieve/miniature")
     parser.add_argument("--limit", type=int, default=100, help="problems")
+    parser.add_argument("--offset", type=int, default=0, help="first test problem")
     parser.add_argument("--workers", type=int, default=1, help="processes side by side")
-    parser.add_argument("--labels", type=Path, default=Path("runs/labels-autojudge"))
+    parser.add_argument("--labels", type=Path, default=Path("benchmarks/labels/miniature-autojudge"))
     parser.add_argument("--out", type=Path, default=Path("runs/arc"))
     options = parser.parse_args()
-    PARTS[options.part](load_pair("reprieve/arithmetic-pair", dtype="float32"), options)
+    torch.set_num_threads(1)
+    PARTS[options.part](load_pair(options.target, dtype="float32"), options)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""What the papers' benchmarks share: arms over a bundled pair's test split, resumable, with a line now and then."""
+"""What the papers' benchmarks share: arms over a bundled pair's test split, resumable, with a line now and then; and
+tables as `tables.py` shows them."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from reprieve.bundles import bundle_of
 from reprieve.engine import Pair
@@ -14,8 +17,28 @@ from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.engines.local import LocalEngine
 from reprieve.evaluation.runner import Run, Runner, environment
 from reprieve.evaluation.settings import RunSettings
+from reprieve.files import replace_file
 from reprieve.settings import SamplingSettings
 from reprieve.tasks import load_task
+from tables import parts_table
+
+
+def part(head: Sequence[str], rows: Sequence[Sequence[object]], note: str = "") -> dict[str, Any]:
+    """One table of a result that `tables.py` shows in parts."""
+    return {"head": list(head), "rows": [[str(cell) for cell in row] for row in rows], "note": note}
+
+
+def write_parts(path: Path, parts: Mapping[str, Mapping[str, Any]], **more: Any) -> None:
+    """A result in parts, with the command that made it and where; printed, too."""
+    document = {"command": " ".join(sys.argv), **environment(), **more, "parts": parts}
+    replace_file(path, json.dumps(document, indent=1) + "\n")
+    print(parts_table({}, document))
+
+
+def over(values: Sequence[float], digits: int = 3, scale: float = 1) -> str:
+    """A value and its interval: [value, low, high]."""
+    middle, low, high = (f"{scale * value:.{digits}f}" for value in values)
+    return f"{middle} [{low}, {high}]"
 
 
 def answer_test_problems(
@@ -29,12 +52,13 @@ def answer_test_problems(
     draft_temperature: float | None = None,
     num_trials: int = 1,
 ) -> Run:
-    """Answer the first `options.limit` test problems with every arm, in `options.workers` processes."""
+    """Answer `options.limit` test problems from `options.offset` on with every arm, in `options.workers` processes."""
     bundle = bundle_of(pair.target_name)
     assert bundle is not None
     settings = RunSettings(
         task=bundle.task,
         limit=options.limit,
+        offset=options.offset,
         drafter=drafter,
         num_trials=num_trials,
         sampling=SamplingSettings(temperature, draft_temperature=draft_temperature),

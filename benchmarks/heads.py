@@ -7,7 +7,6 @@ curves, the ablations of AutoJudge's Figures 6 and 7, and its appendix O. Writes
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
 from pathlib import Path
 
@@ -19,8 +18,7 @@ from sklearn.metrics import roc_curve
 from sklearn.neural_network import MLPClassifier
 
 import reprieve
-from reprieve.evaluation.runner import environment
-from reprieve.files import replace_file
+from arms import over, part, write_parts
 from reprieve.heads.settings import JUDGE_BOTH, JUDGE_TARGET, FeatureRecipe
 from reprieve.labelling.store import LabelStore
 from reprieve.training.features import LabelledTokens, collect
@@ -64,17 +62,12 @@ class Split:
         return best, self.linear(recipe, best)
 
 
-def regularisation(split: Split) -> list[dict]:
+def regularisation(split: Split) -> list[list[str]]:
     """Figure 6, left: every C of the grid."""
-    rows = []
-    for c in GRID:
-        scores, held = split.linear(JUDGE_BOTH, c), split.held
-        important = split.tokens.important
-        rows.append({"C": c, "held_out": split.interval(scores), "training": auc(important[~held], scores[~held])})
-    return rows
+    return [["regularisation", *_row(f"C = {c:g}", split, split.linear(JUDGE_BOTH, c))] for c in GRID]
 
 
-def classifiers(split: Split) -> list[dict]:
+def classifiers(split: Split) -> list[list[str]]:
     """Figure 6, right: logistic regression, random forest, MLP, with the paper's settings."""
     features, important, held = split.tokens.features(JUDGE_BOTH), split.tokens.important, split.held
     mean, scale = features[~held].mean(0), features[~held].std(0) + 1e-8
@@ -92,26 +85,28 @@ def classifiers(split: Split) -> list[dict]:
             warnings.simplefilter("ignore", ConvergenceWarning)
             model.fit(standard[~held], important[~held])
         rows.append(_row(name, split, model.predict_proba(standard)[:, 1]))
-    return rows
+    return [["classifier", *row] for row in rows]
 
 
-def _row(name: str, split: Split, scores: np.ndarray) -> dict:
+def _row(name: str, split: Split, scores: np.ndarray) -> list[str]:
     held, important = split.held, split.tokens.important
-    return {"name": name, "held_out": split.interval(scores), "training": auc(important[~held], scores[~held])}
+    return [name, over(split.interval(scores)), f"{auc(important[~held], scores[~held]):.3f}"]
 
 
-def inputs(split: Split) -> list[dict]:
+def inputs(split: Split) -> list[list[str]]:
     """Figure 7: which token is encoded (both models' states), and whose states (of the draft token)."""
     recipes = {
-        f"encoding {encoding}, both models": FeatureRecipe(states="both", encoding=encoding) for encoding in ENCODINGS
+        ("encoded token, both models' states", encoding): FeatureRecipe(states="both", encoding=encoding)
+        for encoding in ENCODINGS
     }
     recipes |= {
-        f"draft token, states of {states}": FeatureRecipe(states=states) for states in ("draft", "target", "both")
+        ("whose states, of the drafted token", states): FeatureRecipe(states=states)
+        for states in ("draft", "target", "both")
     }
-    return [_row(name, split, split.best_linear(recipe)[1]) for name, recipe in recipes.items()]
+    return [[group, *_row(name, split, split.best_linear(recipe)[1])] for (group, name), recipe in recipes.items()]
 
 
-def correlation(split: Split, scores: np.ndarray) -> dict:
+def correlation(split: Split, scores: np.ndarray) -> list[list[str]]:
     """Appendix O: the head's probability against the draft's of the drafted token, on held-out problems."""
     held = split.held
     ours, theirs = scores[held], split.tokens.draft_probs[held].astype(np.float64)
@@ -121,12 +116,12 @@ def correlation(split: Split, scores: np.ndarray) -> dict:
         for problem in np.unique(problems)
         if (problems == problem).sum() > 2
     ]
-    return {
-        "pearson": float(np.corrcoef(ours, theirs)[0, 1]),
-        "covariance": float(np.cov(ours, theirs)[0, 1]),
-        "pearson_by_problem_quantiles_10_50_90": np.nanquantile(by_problem, [0.1, 0.5, 0.9]).tolist(),
-        "auc_of_draft_probability": split.interval(-split.tokens.draft_probs),
-    }
+    low, middle, high = np.nanquantile(by_problem, [0.1, 0.5, 0.9])
+    return [
+        ["Pearson correlation over held-out tokens", f"{np.corrcoef(ours, theirs)[0, 1]:.2f}"],
+        ["covariance", f"{np.cov(ours, theirs)[0, 1]:.3f}"],
+        ["Pearson by problem: 10th, 50th, 90th percentile", f"{low:.2f}, {middle:.2f}, {high:.2f}"],
+    ]
 
 
 def draw(curves: dict[str, tuple[np.ndarray, np.ndarray]], path: Path) -> None:
@@ -149,10 +144,10 @@ def draw(curves: dict[str, tuple[np.ndarray, np.ndarray]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--judge-labels", type=Path, default=Path("benchmarks/labels/autojudge"))
-    parser.add_argument("--pivot-labels", type=Path, default=Path("benchmarks/labels/pivot"))
+    parser.add_argument("--judge-labels", type=Path, default=Path("benchmarks/labels/miniature-autojudge"))
+    parser.add_argument("--pivot-labels", type=Path, default=Path("benchmarks/labels/miniature-pivot"))
     parser.add_argument("--held-out", type=float, default=0.2)
-    parser.add_argument("--target", default="reprieve/arithmetic-pair")
+    parser.add_argument("--target", default="reprieve/miniature")
     parser.add_argument("--draft", default=None)
     parser.add_argument("--out", type=Path, default=Path("runs/heads-report"))
     arguments = parser.parse_args()
@@ -165,48 +160,49 @@ def main() -> None:
     _, target_scores = split.best_linear(JUDGE_TARGET)
     _, both_scores = split.best_linear(JUDGE_BOTH)
     named = {
-        "judge (target states)": target_scores,
-        "judge (both)": both_scores,
-        "log-probability (AutoJudge labels)": -tokens.target_log_probs,
+        "judge, target states": target_scores,
+        "judge, target and draft states": both_scores,
+        "target's log-probability alone": -tokens.target_log_probs,
+        "draft's probability alone": -tokens.draft_probs,
     }
-    document = {
-        **environment(),
-        "autojudge": _counts(tokens, held) | {name: split.interval(scores) for name, scores in named.items()},
-        "figure_6_regularisation": regularisation(split),
-        "figure_6_classifiers": classifiers(split),
-        "figure_7_inputs": inputs(split),
-        "appendix_o": correlation(split, target_scores),
-    }
-    curves = {name: (tokens.important[held], scores[held]) for name, scores in named.items()}
+    curves = {name: (tokens.important[held], scores[held]) for name, scores in list(named.items())[:3]}
+    rows = [["AutoJudge's", name, over(split.interval(scores))] for name, scores in named.items()]
+    notes = ["AutoJudge's labels: " + _counts(tokens, held)]
     if arguments.pivot_labels.exists():
-        document["pivot"] = pivot_part(pair, arguments, curves)
+        more, counts = pivot_part(pair, arguments, curves)
+        rows += more
+        notes.append("PAD's: " + counts)
     arguments.out.mkdir(parents=True, exist_ok=True)
     draw(curves, arguments.out / "roc.png")
-    replace_file(arguments.out / "heads.json", json.dumps(document, indent=2) + "\n")
-    print(json.dumps({key: value for key, value in document.items() if key not in ("versions", "machine")}, indent=1))
+    ablations = [*regularisation(split), *classifiers(split), *inputs(split)]
+    parts = {
+        "auc": part(["labels", "score", "held-out ROC AUC"], rows, "; ".join(notes) + "; intervals over problems."),
+        "ablations": part(["ablation", "variant", "held-out ROC AUC", "training"], ablations),
+        "correlation": part(["head's probability and the draft's", "value"], correlation(split, target_scores)),
+    }
+    write_parts(arguments.out / "heads.json", parts)
 
 
-def pivot_part(pair: reprieve.Pair, arguments: argparse.Namespace, curves: dict) -> dict:
+def pivot_part(pair: reprieve.Pair, arguments: argparse.Namespace, curves: dict) -> tuple[list[list[str]], str]:
     """The pivot head on its own labels, beside a linear head and the log-probability on the same ones."""
     tokens = collect(pair, LabelStore(arguments.pivot_labels).problems())
     split = Split(tokens, arguments.held_out)
     settings = PivotTraining(held_out=arguments.held_out, seed=SEED)
     head = train_pivot(tokens, pair.identity, "arithmetic", settings=settings)
-    scores = head.probability(torch.tensor(tokens.features(head.recipe))).numpy().astype(np.float64)
-    named = {"pivot": scores, "log-probability (PAD labels)": -tokens.target_log_probs}
-    for name, values in named.items():
-        curves[name] = (tokens.important[split.held], values[split.held])
-    linear = {"linear head on PAD labels": split.best_linear(JUDGE_TARGET)[1]}
-    return _counts(tokens, split.held) | {name: split.interval(values) for name, values in (named | linear).items()}
-
-
-def _counts(tokens: LabelledTokens, held: np.ndarray) -> dict:
-    return {
-        "num_problems": len(np.unique(tokens.problem_ids)),
-        "num_tokens": len(tokens.important),
-        "num_important": int(tokens.important.sum()),
-        "num_held_out": int(held.sum()),
+    named = {
+        "pivot (MLP)": head.probability(torch.tensor(tokens.features(head.recipe))).numpy().astype(np.float64),
+        "target's log-probability alone": -tokens.target_log_probs,
+        "linear head": split.best_linear(JUDGE_TARGET)[1],
     }
+    curves["pivot, on PAD's labels"] = (tokens.important[split.held], named["pivot (MLP)"][split.held])
+    rows = [["PAD's", name, over(split.interval(scores))] for name, scores in named.items()]
+    return rows, _counts(tokens, split.held)
+
+
+def _counts(tokens: LabelledTokens, held: np.ndarray) -> str:
+    num, important = len(tokens.important), int(tokens.important.sum())
+    problems = len(np.unique(tokens.problem_ids))
+    return f"{num} of {problems} problems, {important} important, {int(held.sum())} held out"
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ governs. `run` makes what is missing under `runs/tables` (each command resumes f
 `benchmarks/results`, and writes the pages; `write` writes pages from the kept results; `check` says where pages differ
 from them, and which decimals, shares and signed numbers on governed pages no command made.
 
-On a page, a table stands between `<!-- table NAME -->` and `<!-- /table -->`, a single number between
-`<!-- value NAME ; ARM ; FIELD -->` and `<!-- /value -->`. Numbers of others stand in a line with their source, which
-holds `<!-- cited -->`.
+On a page, a table stands between `<!-- table NAME -->` and `<!-- /table -->` (NAME.PART where a result has several), a
+single number between `<!-- value NAME ; ARM ; FIELD -->` and `<!-- /value -->`. Numbers of others stand in a line with
+their source, which holds `<!-- cited -->`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from reprieve.files import read_json, replace_file
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 RUNS = Path("runs/tables")
-_BLOCK = re.compile(r"<!-- table ([\w-]+) -->\n(?:(?!<!-- table ).)*?<!-- /table -->", re.DOTALL)
+_BLOCK = re.compile(r"<!-- table ([\w.-]+) -->\n(?:(?!<!-- table ).)*?<!-- /table -->", re.DOTALL)
 _VALUE = re.compile(r"<!-- value ([^>\n]+?) -->[^\n|]*?<!-- /value -->")
 _CODE = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|<!--.*?-->", re.DOTALL)
 # What reads like a measurement: a decimal (not of a name, as Apache-2.0), a share, or a sign before digits.
@@ -132,6 +132,11 @@ def rows_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
     return f"{grid(document['head'], document['rows'])}\n\n{foot}"
 
 
+def parts_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
+    """All tables of a benchmark that makes several: `parts` of its result, each with `head`, `rows` and a note."""
+    return "\n\n".join(rows_table(table, document | part) for part in document["parts"].values())
+
+
 def _share(values: list[float] | None) -> str:
     return "-" if values is None else f"{100 * values[0]:.1f} {interval(values[1:], 100, 1)}"
 
@@ -168,18 +173,54 @@ def branches_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str
     return f"{grid(head, rows)}\n\n{note}\n`{document['command']}`"
 
 
+def audits_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
+    """How far accepted tokens moved the next step, and how often a bound held, by `reprieve audit` (ARC-Decode, Table 5)."""
+    rows = [
+        [f"`{audit['arm']}`", group, str(of["num"]), *_shift(of)]
+        for audit in document["audits"]
+        for group, of in audit.items()
+        if group in ("accepted", "swapped", "rescued")
+    ]
+    note = (
+        f"{document['audits'][0]['num_problems']} {document['task']} problems, {document['split']}, K = "
+        f"{document['num_draft_tokens']}, `{document['drafter']}`, temperature {document['sampling']['temperature']:g}; "
+        "brackets are 95% intervals that take tokens for independent."
+    )
+    head = ["rule", "tokens", "n", "mean JS, nats", "95% quantile", "JS <= U, %", "JS <= tau, %"]
+    return f"{grid(head, rows)}\n\n{note}\n`{document['command']}`"
+
+
+def _shift(of: Mapping[str, Any]) -> list[str]:
+    if not of["num"]:
+        return ["-"] * 4
+    held = (f"within_{name}" for name in ("bound", "tolerance"))
+    return [f"{of['mean']:.4f}", f"{of['q95']:.4f}", *(_with_interval(of, name, 100, 1) for name in held)]
+
+
 SHOWN: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], str]] = {
     "arms": arms_table,
     "rows": rows_table,
+    "parts": parts_table,
     "rejections": rejections_table,
     "branches": branches_table,
+    "audits": audits_table,
 }
 
 
-def shown(name: str) -> str:
-    """A table as its pages have it."""
+def shown(place: str) -> str:
+    """A table as its pages have it: `NAME`, or `NAME.PART` for one of the tables that a benchmark makes.
+
+    Raises:
+        ReprieveError: there is no such table or part.
+    """
+    name, _, part = place.partition(".")
     document = kept(name)
-    return SHOWN[tables()[name]["shown"]](tables()[name], document)
+    if not part:
+        return SHOWN[tables()[name]["shown"]](tables()[name], document)
+    parts = document.get("parts", {})
+    if part not in parts:
+        raise ReprieveError(f"table {name} has no part {part!r}; it has {', '.join(parts) or 'none'}")
+    return rows_table(tables()[name], document | parts[part])
 
 
 def value(place: str) -> str:
@@ -208,6 +249,8 @@ def loose_numbers(text: str) -> list[str]:
 
 def trimmed(document: Mapping[str, Any]) -> dict[str, Any]:
     """What is kept of a result: what was run, and of each arm what a page could show."""
+    if "parts" in document:
+        return {field: document[field] for field in (*_KEPT, "parts") if field in document}
     if "arms" not in document:
         return dict(document)
     fields = [*COLUMNS, *(f"{name}_ci95" for name in COLUMNS), "num_draft_tokens", "num_problems", "num_failed"]
