@@ -174,7 +174,7 @@ def branches_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str
 
 
 def audits_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
-    """How far accepted tokens moved the next step, and how often a bound held, by `reprieve audit` (ARC-Decode, Table 5)."""
+    """How far accepted tokens moved the next step, and how often a bound held (ARC-Decode, Table 5)."""
     rows = [
         [f"`{audit['arm']}`", group, str(of["num"]), *_shift(of)]
         for audit in document["audits"]
@@ -183,8 +183,8 @@ def audits_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
     ]
     note = (
         f"{document['audits'][0]['num_problems']} {document['task']} problems, {document['split']}, K = "
-        f"{document['num_draft_tokens']}, `{document['drafter']}`, temperature {document['sampling']['temperature']:g}; "
-        "brackets are 95% intervals that take tokens for independent."
+        f"{document['num_draft_tokens']}, `{document['drafter']}`, "
+        f"temperature {document['sampling']['temperature']:g}; brackets are 95% intervals that take tokens for independent."
     )
     head = ["rule", "tokens", "n", "mean JS, nats", "95% quantile", "JS <= U, %", "JS <= tau, %"]
     return f"{grid(head, rows)}\n\n{note}\n`{document['command']}`"
