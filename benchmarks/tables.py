@@ -184,7 +184,8 @@ def audits_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
     note = (
         f"{document['audits'][0]['num_problems']} {document['task']} problems, {document['split']}, K = "
         f"{document['num_draft_tokens']}, `{document['drafter']}`, "
-        f"temperature {document['sampling']['temperature']:g}; brackets are 95% intervals that take tokens for independent."
+        f"temperature {document['sampling']['temperature']:g}; "
+        "brackets are 95% intervals that take tokens for independent."
     )
     head = ["rule", "tokens", "n", "mean JS, nats", "95% quantile", "JS <= U, %", "JS <= tau, %"]
     return f"{grid(head, rows)}\n\n{note}\n`{document['command']}`"
