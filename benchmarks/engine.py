@@ -8,7 +8,6 @@ measured in processes of their own.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import subprocess
@@ -22,13 +21,13 @@ import numpy as np
 import torch
 
 import reprieve
+from arms import over, part, write_parts
+from reprieve.bundles import bundle_of
 from reprieve.engine import Pair
-from reprieve.evaluation.runner import environment
-from reprieve.files import replace_file
 from reprieve.metrics import bootstrap_interval
 from reprieve.models import CachedModel
 from reprieve.models.timing import forward_seconds
-from reprieve.tasks import load_task
+from reprieve.tasks import Task, load_task
 from reprieve.types import PARTS
 
 KS = (4, 8, 16)
@@ -125,9 +124,16 @@ class Ours:
         }
 
 
+def task_of(pair: Pair) -> Task:
+    """The task that a bundled pair was made for."""
+    bundle = bundle_of(pair.target_name)
+    assert bundle is not None
+    return load_task(bundle.task)
+
+
 def measure(pair: Pair, num_problems: int) -> dict:
     """All ways on the same problems."""
-    task = load_task("arithmetic")
+    task = task_of(pair)
     ours = {"target_only": Ours(pair, "target_only", "auto", task.max_new_tokens)}
     for rule in ("lossless", "judge"):
         ours |= {f"{rule}, K = {k}": Ours(pair, rule, k, task.max_new_tokens) for k in (*KS, "auto")}
@@ -176,6 +182,8 @@ def measure(pair: Pair, num_problems: int) -> dict:
 def length_head(pair: Pair, rounds: dict) -> dict:
     """What asking it takes of a round."""
     length = pair.decoder("lossless").length.start(None, 0.0)
+    if not length.reads_states:
+        return {"ms": None, "share_of_a_round": None}  # rounds end by recent acceptance
     size = pair.draft.config.hidden_size
     hidden, logits, token = torch.randn(1, size), torch.randn(1, pair.vocab_size), torch.tensor([1])
     length.begin()
@@ -196,17 +204,17 @@ def ratio(speeds: dict[str, list[float]], fast: str, slow: str) -> dict:
     return {"median": float(np.median(ratios)), "ci95": list(interval)}
 
 
-def peak_memory(ours: bool) -> float:
+def peak_memory(target: str, ours: bool) -> float:
     """MiB that answering twenty problems took at most, over what the process held with its models loaded."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
-        return pool.apply(_peak, (ours,))
+        return pool.apply(_peak, (target, ours))
 
 
-def _peak(ours: bool) -> float:
-    pair = reprieve.load_pair("reprieve/arithmetic-pair", dtype="float32")
+def _peak(target: str, ours: bool) -> float:
+    pair = reprieve.load_pair(target, dtype="float32")
     torch.set_num_threads(1)
-    task = load_task("arithmetic")
+    task = task_of(pair)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
     before = _memory("VmRSS")
     usual = dict(num_assistant_tokens=20, assistant_confidence_threshold=0.4)
@@ -226,7 +234,7 @@ def _memory(what: str) -> float:
     return int(next(line for line in lines if line.startswith(what)).split()[1]) / 1024
 
 
-def busy_neighbour(limit: int) -> dict:
+def busy_neighbour(target: str, limit: int) -> dict:
     """Seconds of `reprieve bench`, alone and beside a process that keeps another core busy."""
     seconds: dict[str, list[float]] = {"quiet": [], "busy": []}
     for _ in range(2):
@@ -234,7 +242,7 @@ def busy_neighbour(limit: int) -> dict:
             neighbour = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if name == "busy" else None
             try:
                 with tempfile.TemporaryDirectory() as folder:
-                    command = ["bench", "--limit", str(limit), "--arm", "judge", "--out", folder]
+                    command = ["bench", "--target", target, "--limit", str(limit), "--arm", "judge", "--out", folder]
                     started = time.perf_counter()
                     program = [sys.executable, "-c", "from reprieve.cli.main import run; run()"]
                     subprocess.run([*program, *command], check=True, capture_output=True)
@@ -246,39 +254,77 @@ def busy_neighbour(limit: int) -> dict:
     return {"limit": limit, "quiet_s": quiet, "busy_s": busy, "ratio": busy / quiet}
 
 
-def tables(document: dict) -> str:
-    """The results as Markdown, for docs/measured/speed.md."""
+def aims(document: dict) -> list[list[str]]:
+    """What was aimed at beside what was reached."""
 
-    def shown(value: dict) -> str:
-        return f"{value['median']:.2f} [{value['ci95'][0]:.2f}, {value['ci95'][1]:.2f}]"
+    def reached(name: str) -> str:
+        return _shown(document[name])
 
-    lines = ["| decoded by | over `generate` | over target-only here |", "| --- | --- | --- |"]
-    for name, over in document["over_plain"].items():
-        here = shown(document["over_target_only"][name]) if name in document["over_target_only"] else ""
-        lines.append(f"| {name} | {shown(over)} | {here} |")
-    lines += ["", "| arm | tokens a round | drafted | accepted | round, ms | of it drafting, verifying, rule, commit |"]
-    lines.append("| --- | --- | --- | --- | --- | --- |")
+    lossless = document["rounds"]["lossless, K = auto"]
+    bounds = ", ".join(f"{document['rounds'][f'lossless, K = {k}']['round_over_bound']:.2f} at K = {k}" for k in KS)
+    peaks = document["peak_mib"]
+    busy = document["busy_neighbour"]["ratio"]
+    return [
+        [f"lossless `auto` over {document['best_peer']}", "1.3", reached("lossless auto over best peer")],
+        ["lossless `auto` over target-only", "2.0", reached("lossless auto over target_only")],
+        ["judge `auto` over lossless `auto`", "1.4", reached("judge auto over lossless auto")],
+        ["judge `auto` over target-only", "-", reached("judge auto over target_only")],
+        ["accepted share, lossless `auto`", "60%", f"{lossless['accepted_share']:.0%}"],
+        ["a round over K draft forwards and one of the target", "at most 1.2", bounds],
+        ["target-only over transformers' `generate`", "1.0", reached("target_only over transformers plain")],
+        [
+            "`bench --limit 4` beside a busy core, over quiet",
+            "at most 1.5",
+            f"{document['busy_neighbour']['ratio']:.2f}",
+        ],
+        [
+            "memory of answering 20 problems, MiB (transformers, reprieve)",
+            "-",
+            f"{peaks['transformers assisted']:.0f}, {peaks['reprieve']:.0f}",
+        ],
+    ]
+
+
+def _shown(value: dict) -> str:
+    return over([value["median"], *value["ci95"]], 2)
+
+
+def parts_of(document: dict) -> dict[str, dict]:
+    """The results as tables."""
+    here = document["over_target_only"]
+    speeds = [
+        [name, _shown(than), _shown(here[name]) if name in here else "-"]
+        for name, than in document["over_plain"].items()
+    ]
+    rounds = []
     for name, one in document["rounds"].items():
-        parts = ", ".join(f"{one['round_ms_by_part'][part]:.2f}" for part in ("draft", "verify", "rule", "commit"))
-        counts = f"{one['tokens_per_round']:.2f} | {one['drafted_per_round']:.1f} | {one['accepted_share']:.0%}"
-        lines.append(f"| {name} | {counts} | {one['round_ms']:.1f} | {parts} |")
-    return "\n".join(lines)
+        spent = ", ".join(f"{one['round_ms_by_part'][key]:.2f}" for key in ("draft", "verify", "rule", "commit"))
+        counts = (f"{one['tokens_per_round']:.2f}", f"{one['drafted_per_round']:.1f}", f"{one['accepted_share']:.0%}")
+        rounds.append([name, *counts, f"{one['round_ms']:.1f}", spent])
+    same = document["num_problems"] - document["num_with_different_tokens"]
+    note = f"All lossless ways gave the same tokens on {same} of {document['num_problems']} problems."
+    head = ["arm", "tokens a round", "drafted", "accepted", "round, ms", "of it drafting, verifying, rule, commit"]
+    return {
+        "speed": part(["decoded by", "over `generate`", "over target-only here"], speeds, note),
+        "rounds": part(head, rounds),
+        "aims": part(["what", "aim", "reached"], aims(document)),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark"))
+    parser.add_argument("--target", default="reprieve/miniature")
     parser.add_argument("--limit", type=int, default=60)
     parser.add_argument("--num-threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.num_threads)
-    pair = reprieve.load_pair("reprieve/arithmetic-pair", dtype="float32")
-    document = {**environment(), **measure(pair, arguments.limit)}
-    document["peak_mib"] = {"transformers assisted": peak_memory(False), "reprieve": peak_memory(True)}
-    document["busy_neighbour"] = busy_neighbour(4)
-    replace_file(arguments.out / "engine.json", json.dumps(document, indent=2) + "\n")
-    print(json.dumps(document, indent=2))
-    print(tables(document))
+    pair = reprieve.load_pair(arguments.target, dtype="float32")
+    document = measure(pair, arguments.limit)
+    peaks = (peak_memory(arguments.target, ours) for ours in (False, True))
+    document["peak_mib"] = dict(zip(("transformers assisted", "reprieve"), peaks, strict=True))
+    document["busy_neighbour"] = busy_neighbour(arguments.target, 4)
+    write_parts(arguments.out / "engine.json", parts_of(document), **document)
 
 
 if __name__ == "__main__":
