@@ -275,7 +275,7 @@ def aims(document: dict) -> list[list[str]]:
         [
             "`bench --limit 4` beside a busy core, over quiet",
             "at most 1.5",
-            f"{document['busy_neighbour']['ratio']:.2f}",
+            f"{busy:.2f}",
         ],
         [
             "memory of answering 20 problems, MiB (transformers, reprieve)",
