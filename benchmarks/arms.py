@@ -19,7 +19,7 @@ from reprieve.evaluation.runner import Run, Runner, environment
 from reprieve.evaluation.settings import RunSettings
 from reprieve.files import replace_file
 from reprieve.settings import SamplingSettings
-from reprieve.tasks import load_task
+from reprieve.tasks import Task, load_task
 from tables import parts_table
 
 
@@ -41,6 +41,13 @@ def over(values: Sequence[float], digits: int = 3, scale: float = 1) -> str:
     return f"{middle} [{low}, {high}]"
 
 
+def task_of(pair: Pair) -> Task:
+    """The task that a bundled pair was made for."""
+    bundle = bundle_of(pair.target_name)
+    assert bundle is not None, f"{pair.target_name} is no bundled pair"
+    return load_task(bundle.task)
+
+
 def answer_test_problems(
     pair: Pair,
     arms: Sequence[Arm],
@@ -53,10 +60,9 @@ def answer_test_problems(
     num_trials: int = 1,
 ) -> Run:
     """Answer `options.limit` test problems from `options.offset` on with every arm, in `options.workers` processes."""
-    bundle = bundle_of(pair.target_name)
-    assert bundle is not None
+    task = task_of(pair)
     settings = RunSettings(
-        task=bundle.task,
+        task=task.name,
         limit=options.limit,
         offset=options.offset,
         drafter=drafter,
@@ -65,7 +71,7 @@ def answer_test_problems(
     )
     engine = LocalEngine(pair, num_workers=options.workers)
     config = RunConfig.of(engine, arms, settings, command=" ".join(sys.argv))
-    runner = Runner(config, arms, engine, load_task(bundle.task), folder)
+    runner = Runner(config, arms, engine, task, folder)
 
     def report(done: int, total: int) -> None:
         if done % 100 == 0 or done == total:

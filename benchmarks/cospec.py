@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from arms import answer_test_problems, over, part, write_parts
-from reprieve.bundles import bundle_of
+from arms import answer_test_problems, over, part, task_of, write_parts
 from reprieve.cli.main import main as reprieve
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, Pair, SamplingParams, SpeculativeDecoder, load_pair
 from reprieve.engine.advisors import ArbiterAdvisor, build_arbiter
@@ -31,7 +30,6 @@ from reprieve.heads.loading import attach_heads
 from reprieve.metrics import bootstrap_interval, paired_difference
 from reprieve.rules import Rule
 from reprieve.rules.arbiter import ArbiterRule
-from reprieve.tasks import load_task
 from tables import COLUMNS
 
 LAMBDAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
@@ -185,9 +183,7 @@ def overhead(pair: Pair, options: argparse.Namespace) -> None:
         decoders[name] = arm.decoder(pair)
         decoders[name].advisor = advisors[name]
     spent: dict[str, list[dict[str, float]]] = {name: [] for name in decoders}
-    bundle = bundle_of(pair.target_name)
-    assert bundle is not None
-    task = load_task(bundle.task)
+    task = task_of(pair)
     for number, problem in enumerate(task.problems("test", options.limit, offset=options.offset)):
         for name in sorted(decoders, reverse=bool(number % 2)):
             read = advisors[name].arbiter.num_read

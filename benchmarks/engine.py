@@ -21,13 +21,11 @@ import numpy as np
 import torch
 
 import reprieve
-from arms import over, part, write_parts
-from reprieve.bundles import bundle_of
+from arms import over, part, task_of, write_parts
 from reprieve.engine import Pair
 from reprieve.metrics import bootstrap_interval
 from reprieve.models import CachedModel
 from reprieve.models.timing import forward_seconds
-from reprieve.tasks import Task, load_task
 from reprieve.types import PARTS
 
 KS = (4, 8, 16)
@@ -122,13 +120,6 @@ class Ours:
             "round_ms": round_ms,
             "round_ms_by_part": parts,
         }
-
-
-def task_of(pair: Pair) -> Task:
-    """The task that a bundled pair was made for."""
-    bundle = bundle_of(pair.target_name)
-    assert bundle is not None
-    return load_task(bundle.task)
 
 
 def measure(pair: Pair, num_problems: int) -> dict:

@@ -1,14 +1,13 @@
 """What AutoJudge's search costs and guarantees: `python benchmarks/mining.py`.
 
 Speed: seconds a problem beside a straightforward implementation that calls transformers' `generate` anew for every
-swap, in turns. Guarantee: over all mined problems, whether a draft that answers differently
-leaves an important token, for the search and, with --naive, for the naive variant. Writes mining.json.
+swap, in turns. Guarantee: over all mined problems, whether a draft that answers differently leaves an important
+token, for the search and, with --naive, for the naive variant. Writes mining.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -17,18 +16,17 @@ import numpy as np
 import torch
 
 import reprieve
+from arms import over, part, task_of, write_parts
 from reprieve.engine import Pair
-from reprieve.evaluation.runner import environment
-from reprieve.files import replace_file
 from reprieve.labelling.recipes import build
 from reprieve.labelling.records import ProblemLabels
 from reprieve.labelling.runner import mine_problems
 from reprieve.labelling.settings import AutoJudgeMining
 from reprieve.labelling.store import LabelStore
 from reprieve.labelling.summary import summarise
-from reprieve.metrics import bootstrap_interval
+from reprieve.metrics import bootstrap_interval, wilson_interval
 from reprieve.settings import PairSettings
-from reprieve.tasks import Task, TaskProblem, load_task
+from reprieve.tasks import Task, TaskProblem
 
 
 @torch.inference_mode()
@@ -64,11 +62,12 @@ def straightforward(pair: Pair, task: Task, problem: TaskProblem) -> list[tuple[
     return found
 
 
-def speed(num_turns: int, num_ours: int, num_plain: int, in_flight: int) -> dict:
+def speed(pair: Pair, task: Task, arguments: argparse.Namespace) -> dict:
     """Seconds a problem of both, in turns: ours over many problems, the plain way over the first few of the same."""
-    models = PairSettings("reprieve/arithmetic-pair")
-    bench = build(AutoJudgeMining(task="arithmetic", limit=num_turns * num_ours, num_in_flight=in_flight, pair=models))
-    pair, task = reprieve.load_pair("reprieve/arithmetic-pair"), load_task("arithmetic")
+    num_ours, in_flight = arguments.ours, arguments.in_flight
+    models = PairSettings(arguments.target)
+    limit = arguments.turns * num_ours
+    bench = build(AutoJudgeMining(task=task.name, limit=limit, num_in_flight=in_flight, pair=models))
     ours, theirs, same = [], [], []
     for start in range(0, len(bench.problems), num_ours):
         problems = bench.problems[start : start + num_ours]
@@ -78,29 +77,32 @@ def speed(num_turns: int, num_ours: int, num_plain: int, in_flight: int) -> dict
             mine_problems(bench.miner, problems, store, num_in_flight=in_flight)
             mined = {labels.problem_id: labels for labels in store.problems()}
         ours.append((time.perf_counter() - began) / len(problems))
-        for problem in problems[:num_plain]:
+        for problem in problems[: arguments.plain]:
             began = time.perf_counter()
             plain = straightforward(pair, task, problem)
             theirs.append(time.perf_counter() - began)
             found = mined[problem.problem_id].mismatches
             same.append([(m.position, m.draft_id, bool(m.important)) for m in found] == plain)
-        print(f"{start + len(problems)}: {ours[-1]:.2f} and {np.mean(theirs[-num_plain:]):.2f} s a problem", flush=True)
+        print(f"{start + len(problems)}: {ours[-1]:.2f} and {np.mean(theirs[-arguments.plain :]):.2f} s a problem")
     slow = np.array(theirs)
-    return {
-        "num_problems": len(bench.problems),
-        "num_problems_straightforward": len(slow),
-        "in_flight": in_flight,
-        "seconds_per_problem": float(np.mean(ours)),
-        "seconds_per_problem_straightforward": float(slow.mean()),
-        "ratio": float(slow.mean() / np.mean(ours)),
-        "ratio_ci95": bootstrap_interval(lambda i: float(slow[i].mean() / np.mean(ours)), len(slow)),
-        "num_problems_with_the_same_labels": sum(same),
-    }
+    times = [
+        slow.mean() / np.mean(ours),
+        *bootstrap_interval(lambda i: float(slow[i].mean() / np.mean(ours)), len(slow)),
+    ]
+    return part(
+        ["what", "measured"],
+        [
+            ["seconds a problem, one `generate` for every swap", f"{slow.mean():.1f}"],
+            [f"seconds a problem, {in_flight} in flight", f"{np.mean(ours):.2f}"],
+            ["times as fast", over(times, 1)],
+            ["the same labels", f"{sum(same)} of {len(same)} problems"],
+        ],
+        f"{len(bench.problems)} problems, {len(slow)} of them both ways, in turns.",
+    )
 
 
-def guarantee(stores: dict[str, list[ProblemLabels]]) -> dict:
+def guarantee(pair: Pair, task: Task, stores: dict[str, list[ProblemLabels]]) -> dict:
     """Important tokens where the draft alone answers differently from the target."""
-    pair, task = reprieve.load_pair("reprieve/arithmetic-pair"), load_task("arithmetic")
     decoder = pair.decoder("draft_only")
     params = reprieve.SamplingParams(max_new_tokens=task.max_new_tokens)
     every = {labels.problem_id: labels for problems in stores.values() for labels in problems}
@@ -111,25 +113,31 @@ def guarantee(stores: dict[str, list[ProblemLabels]]) -> dict:
             differs.add(labels.problem_id)
         if number % 100 == 0:
             print(f"{number} of {len(every)} answered by the draft", flush=True)
-    document = {}
+    rows = []
     for name, problems in stores.items():
         counts = {p.problem_id: sum(bool(m.important) for m in p.mismatches) for p in problems}
         mine = differs & counts.keys()
         summary = summarise(problems)
-        document[name] = {
-            "num_problems": summary.num_problems,
-            "num_mismatches": summary.num_labelled,
-            "num_important": summary.num_important,
-            "share_important": summary.share_important,
-            "draft_answers_differently": len(mine),
-            "of_those_without_an_important_token": sum(counts[problem_id] == 0 for problem_id in mine),
-        }
-    return document
+        share = over([summary.share_important, *wilson_interval(summary.num_important, summary.num_labelled)], 1, 100)
+        missed = sum(counts[problem_id] == 0 for problem_id in mine)
+        rows.append([name, summary.num_problems, summary.num_labelled, summary.num_important, share, len(mine), missed])
+    head = [
+        "labels",
+        "problems",
+        "mismatches",
+        "important",
+        "share, %",
+        "draft's own answer differs",
+        "of those, none important",
+    ]
+    return part(head, rows, "brackets are 95% intervals that take tokens for independent.")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--labels", type=Path, default=Path("benchmarks/labels/autojudge"))
+    parser.add_argument("--target", default="reprieve/miniature")
+    parser.add_argument("--labels", type=Path, default=Path("benchmarks/labels/miniature-autojudge"))
+    parser.add_argument("--pivot-labels", type=Path, default=Path("benchmarks/labels/miniature-pivot"))
     parser.add_argument("--naive", type=Path, default=None, help="a store mined with --variant naive")
     parser.add_argument("--turns", type=int, default=3, help="0 leaves the timing out")
     parser.add_argument("--ours", type=int, default=64, help="problems a turn")
@@ -138,18 +146,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/mining-report"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    document = {**environment()}
+    pair = reprieve.load_pair(arguments.target)
+    task = task_of(pair)
+    stores = {"AutoJudge, the search": LabelStore(arguments.labels).problems()}
+    if arguments.naive is not None:
+        stores["AutoJudge, naive"] = LabelStore(arguments.naive).problems()
+    stores["PAD"] = LabelStore(arguments.pivot_labels).problems()
+    parts = {"labels": guarantee(pair, task, stores)}
     if arguments.turns:
-        document["speed"] = speed(arguments.turns, arguments.ours, arguments.plain, arguments.in_flight)
-    if arguments.labels.exists():
-        stores = {"search": LabelStore(arguments.labels).problems()}
-        if arguments.naive is not None:
-            stores["naive"] = LabelStore(arguments.naive).problems()
-            shared = {p.problem_id for p in stores["naive"]}
-            stores["search, same problems"] = [p for p in stores["search"] if p.problem_id in shared]
-        document["guarantee"] = guarantee(stores)
-    replace_file(arguments.out / "mining.json", json.dumps(document, indent=2) + "\n")
-    print(json.dumps({key: document[key] for key in ("speed", "guarantee") if key in document}, indent=1))
+        parts["speed"] = speed(pair, task, arguments)
+    write_parts(arguments.out / "mining.json", parts)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A target whose weights do not fit: `python benchmarks/offload.py --head reprieve/arithmetic-judge`.
+"""A target whose weights do not fit: `python benchmarks/offload.py --limit 12`.
 
 AutoJudge, appendix H: with weights fetched from disk for every forward (accelerate), a target pass costs far more than
 a draft pass, so that long windows pay, if enough of them is accepted. Lossless and judge at K = 8 and K = 48, taking
@@ -8,7 +8,6 @@ turns problem by problem. Writes offload.json.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 
@@ -17,25 +16,24 @@ import torch
 from accelerate import disk_offload
 
 import reprieve
+from arms import over, part, task_of, write_parts
 from reprieve.evaluation.arms import Arm
-from reprieve.evaluation.runner import environment
-from reprieve.files import replace_file
 from reprieve.heads.loading import attach_heads
-from reprieve.metrics import bootstrap_interval, wilson_interval
-from reprieve.tasks import load_task
+from reprieve.metrics import bootstrap_interval
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--head", default="reprieve/arithmetic-judge")
+    parser.add_argument("--head", default="reprieve/miniature-judge")
+    parser.add_argument("--target", default="reprieve/miniature")
     parser.add_argument("--limit", type=int, default=40)
     parser.add_argument("--windows", default="8,48")
     parser.add_argument("--out", type=Path, default=Path("runs/offload-report"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    pair = reprieve.load_pair("reprieve/arithmetic-pair")
+    pair = reprieve.load_pair(arguments.target)
     print(f"pair {pair.identity.target_weights}", flush=True)  # fingerprints first: offloaded weights are not there
-    task = load_task("arithmetic")
+    task = task_of(pair)
     judge = attach_heads(reprieve.parse_rule(f"judge:path={arguments.head}"))
     arms = [
         Arm(f"{name}, K = {k}", rule, k)
@@ -58,21 +56,15 @@ def main() -> None:
             print(f"{number + 1} of {arguments.limit}", flush=True)
     rows = {label: np.array(values, dtype=float) for label, values in totals.items()}
     base = rows[arms[0].label]
-    document = {**environment(), "num_problems": arguments.limit, "arms": {}}
+    table = []
     for label, values in rows.items():
-        tokens, seconds, rounds, correct, draft_s, verify_s = values.sum(0)
-        document["arms"][label] = {
-            "accuracy": correct / len(values),
-            "accuracy_ci95": wilson_interval(int(correct), len(values)),
-            "tokens_per_round": tokens / rounds,
-            "tokens_per_second": tokens / seconds,
-            "draft_ms_per_round": 1e3 * draft_s / rounds,
-            "verify_ms_per_round": 1e3 * verify_s / rounds,
-            f"speedup_vs_{arms[0].label}": ratio(values, base),
-            "speedup_ci95": bootstrap_interval(lambda i, v=values: ratio(v[i], base[i]), len(values)),
-        }
-    replace_file(arguments.out / "offload.json", json.dumps(document, indent=2) + "\n")
-    print(json.dumps(document["arms"], indent=1))
+        tokens, _, rounds, correct, draft_s, verify_s = values.sum(0)
+        faster = bootstrap_interval(lambda i, v=values: ratio(v[i], base[i]), len(values))
+        times = (f"{1e3 * part_s / rounds:.0f}" for part_s in (draft_s, verify_s))
+        table.append([label, int(correct), f"{tokens / rounds:.2f}", *times, over([ratio(values, base), *faster], 2)])
+    head = ["arm", "solved", "tokens a round", "draft, ms a round", "verify, ms a round", f"speed over {arms[0].label}"]
+    note = f"n = {arguments.limit} test problems, greedy; brackets are 95% intervals over problems."
+    write_parts(arguments.out / "offload.json", {"offload": part(head, table, note)})
 
 
 def ratio(values: np.ndarray, base: np.ndarray) -> float:

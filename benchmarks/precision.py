@@ -1,4 +1,4 @@
-"""Do features depend on how they are computed? `python benchmarks/precision.py --head reprieve/arithmetic-judge`.
+"""Do features depend on how they are computed? `python benchmarks/precision.py`.
 
 AutoJudge, appendix C: states from token-by-token forwards against states from one parallel forward, in float32 and in
 bfloat16, and what a head trained on parallel float32 states makes of each. Writes precision.json.
@@ -7,16 +7,14 @@ bfloat16, and what a head trained on parallel float32 states makes of each. Writ
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import reprieve
+from arms import over, part, write_parts
 from reprieve.engine import Pair
-from reprieve.evaluation.runner import environment
-from reprieve.files import replace_file
 from reprieve.heads.judge import JudgeHead
 from reprieve.labelling.records import ProblemLabels
 from reprieve.labelling.store import LabelStore
@@ -43,21 +41,19 @@ def sequential(pair: Pair, problems: list[ProblemLabels]) -> np.ndarray:
     return torch.stack(rows).float().numpy()
 
 
-def measure(head: JudgeHead, features: np.ndarray, important: np.ndarray, problem_ids: np.ndarray) -> dict:
+def measure(head: JudgeHead, features: np.ndarray, important: np.ndarray, problem_ids: np.ndarray) -> list[str]:
     """What the head makes of features: AUC, and recall and acceptance at its threshold."""
     scores = head.probability(torch.tensor(features)).numpy().astype(np.float64)
     refused = scores > head.threshold
-    return {
-        "auc": auc_interval(important, scores, problem_ids),
-        "recall": float(refused[important].mean()),
-        "acceptance": float((~refused[~important]).mean()),
-    }
+    shares = (f"{100 * share:.1f}" for share in (refused[important].mean(), (~refused[~important]).mean()))
+    return [over(auc_interval(important, scores, problem_ids)), *shares]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--labels", type=Path, default=Path("benchmarks/labels/autojudge"))
-    parser.add_argument("--head", default="reprieve/arithmetic-judge")
+    parser.add_argument("--labels", type=Path, default=Path("benchmarks/labels/miniature-autojudge"))
+    parser.add_argument("--head", default="reprieve/miniature-judge")
+    parser.add_argument("--target", default="reprieve/miniature")
     parser.add_argument("--limit", type=int, default=100, help="held-out problems")
     parser.add_argument("--out", type=Path, default=Path("runs/precision-report"))
     arguments = parser.parse_args()
@@ -69,23 +65,27 @@ def main() -> None:
     made = head.training
     held = set(ids[split_by_problem(ids, flags, held_out=made["held_out"], seed=made["seed"])])
     problems = [problem for problem in everything if problem.problem_id in held][: arguments.limit]
-    document = {**environment(), "num_problems": len(problems), "threshold": head.threshold, "features": {}}
-    reference = None
+    rows: list[list[str]] = []
+    reference, num_tokens = None, 0
     for dtype in ("float32", "bfloat16"):
-        pair = reprieve.load_pair("reprieve/arithmetic-pair", dtype=dtype)
+        pair = reprieve.load_pair(arguments.target, dtype=dtype)
         tokens = collect(pair, problems, draft_layers=())
-        ways = {"parallel": tokens.features(head.recipe), "sequential": sequential(pair, problems)}
+        ways = {"parallel": tokens.features(head.recipe), "token by token": sequential(pair, problems)}
         reference = ways["parallel"] if reference is None else reference
         for way, features in ways.items():
-            difference = np.linalg.norm(features - reference, axis=1) / np.linalg.norm(reference, axis=1)
-            document["features"][f"{way}, {dtype}"] = {
-                "relative_difference_median": float(np.median(difference)),
-                "relative_difference_max": float(difference.max()),
-                **measure(head, features, tokens.important, tokens.problem_ids),
-            }
-        document["num_tokens"] = len(tokens.important)
-    replace_file(arguments.out / "precision.json", json.dumps(document, indent=2) + "\n")
-    print(json.dumps(document["features"], indent=1), document["num_problems"], document["num_tokens"])
+            far = np.linalg.norm(features - reference, axis=1) / np.linalg.norm(reference, axis=1)
+            measured = measure(head, features, tokens.important, tokens.problem_ids)
+            rows.append([f"{way}, {dtype}", f"{np.median(far):.1e} ({far.max():.1e})", *measured])
+        num_tokens = len(tokens.important)
+    columns = [
+        "states",
+        "relative difference, median (largest)",
+        "ROC AUC",
+        "important refused, %",
+        "others accepted, %",
+    ]
+    note = f"{len(problems)} held-out problems, {num_tokens} mismatches, threshold {head.threshold:g}."
+    write_parts(arguments.out / "precision.json", {"precision": part(columns, rows, note)})
 
 
 if __name__ == "__main__":
