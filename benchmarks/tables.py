@@ -36,6 +36,7 @@ _VALUE = re.compile(r"<!-- value ([^>\n]+?) -->[^\n|]*?<!-- /value -->")
 _CODE = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|<!--.*?-->", re.DOTALL)
 # What reads like a measurement: a decimal (not of a name, as Apache-2.0), a share, or a sign before digits.
 _MEASURED = re.compile(r"(?<![\w.])(?<!\w-)[+-]?\d+\.\d+(?!\.?\d)|\b\d+(?:\.\d+)? ?%|(?<!\w)[+-]\d+\b")
+_SHOWN_LOOSE = 5  # of a page
 _KEPT = (
     *("command", "commit", "versions", "machine", "complete", "target", "draft", "drafter", "dtype", "engine"),
     *("task", "split", "offset", "num_problems", "num_trials", "num_draft_tokens", "sampling", "seed"),
@@ -309,7 +310,10 @@ def check() -> list[str]:
                 wrong.append(f"{name}: a {kind} lacks its opening or its closing marker")
         if rendered(text) != text:
             wrong.append(f"{name} differs from the kept results; `python benchmarks/tables.py write` mends it")
-        wrong += [f"{name}: no command made {number!r}" for number in loose_numbers(text)]
+        loose = [f"{name}: no command made {number!r}" for number in loose_numbers(text)]
+        wrong += loose[:_SHOWN_LOOSE]
+        if more := loose[_SHOWN_LOOSE:]:
+            wrong.append(f"{name}: nor {len(more)} further numbers")
     return wrong
 
 
