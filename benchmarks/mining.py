@@ -101,26 +101,27 @@ def speed(pair: Pair, task: Task, arguments: argparse.Namespace) -> dict:
     )
 
 
-def guarantee(pair: Pair, task: Task, stores: dict[str, list[ProblemLabels]]) -> dict:
-    """Important tokens where the draft alone answers differently from the target."""
+def guarantee(pair: Pair, task: Task, stores: dict[str, LabelStore]) -> dict:
+    """Important tokens where the draft alone answers otherwise than the target does in the same labels.
+
+    Asked of labels of greedy answers only: sampled ones are of other answers of both models.
+    """
     decoder = pair.decoder("draft_only")
     params = reprieve.SamplingParams(max_new_tokens=task.max_new_tokens)
-    every = {labels.problem_id: labels for problems in stores.values() for labels in problems}
-    differs = set()
-    for number, labels in enumerate(every.values()):
-        answer = task.extract_answer(decoder.generate(list(labels.prompt_ids), params).text)
-        if labels.target_answer is not None and not task.equivalent(answer, labels.target_answer):
-            differs.add(labels.problem_id)
-        if number % 100 == 0:
-            print(f"{number} of {len(every)} answered by the draft", flush=True)
+    mined = {name: store.problems() for name, store in stores.items()}
+    greedy = {name for name, store in stores.items() if not store.manifest["temperature"]}
+    prompts = {labels.problem_id: labels.prompt_ids for name in greedy for labels in mined[name]}
+    answers = {}
+    for problem_id, prompt_ids in prompts.items():
+        answers[problem_id] = task.extract_answer(decoder.generate(list(prompt_ids), params).text)
+        if len(answers) % 100 == 0:
+            print(f"{len(answers)} of {len(prompts)} answered by the draft", flush=True)
     rows = []
-    for name, problems in stores.items():
-        counts = {p.problem_id: sum(bool(m.important) for m in p.mismatches) for p in problems}
-        mine = differs & counts.keys()
+    for name, problems in mined.items():
         summary = summarise(problems)
         share = over([summary.share_important, *wilson_interval(summary.num_important, summary.num_labelled)], 1, 100)
-        missed = sum(counts[problem_id] == 0 for problem_id in mine)
-        rows.append([name, summary.num_problems, summary.num_labelled, summary.num_important, share, len(mine), missed])
+        counts = [summary.num_problems, summary.num_labelled, summary.num_important]
+        rows.append([name, *counts, share, *(_misses(task, problems, answers) if name in greedy else ["-", "-"])])
     head = [
         "labels",
         "problems",
@@ -131,6 +132,16 @@ def guarantee(pair: Pair, task: Task, stores: dict[str, list[ProblemLabels]]) ->
         "of those, none important",
     ]
     return part(head, rows, "brackets are 95% intervals that take tokens for independent.")
+
+
+def _misses(task: Task, problems: list[ProblemLabels], answers: dict[str, str | None]) -> list[int]:
+    """How many drafts answer otherwise than the target, and how many of these without an important token."""
+    differing = [
+        labels
+        for labels in problems
+        if labels.target_answer is not None and not task.equivalent(answers[labels.problem_id], labels.target_answer)
+    ]
+    return [len(differing), sum(not any(m.important for m in labels.mismatches) for labels in differing)]
 
 
 def main() -> None:
@@ -148,10 +159,10 @@ def main() -> None:
     torch.set_num_threads(1)
     pair = reprieve.load_pair(arguments.target)
     task = task_of(pair)
-    stores = {"AutoJudge, the search": LabelStore(arguments.labels).problems()}
+    stores = {"AutoJudge, the search": LabelStore(arguments.labels)}
     if arguments.naive is not None:
-        stores["AutoJudge, naive"] = LabelStore(arguments.naive).problems()
-    stores["PAD"] = LabelStore(arguments.pivot_labels).problems()
+        stores["AutoJudge, naive"] = LabelStore(arguments.naive)
+    stores["PAD"] = LabelStore(arguments.pivot_labels)
     parts = {"labels": guarantee(pair, task, stores)}
     if arguments.turns:
         parts["speed"] = speed(pair, task, arguments)
