@@ -3,7 +3,9 @@
 `benchmarks/tables.yaml` names the commands of each table, the file they end in, how it is shown and the pages that it
 governs. `run` makes what is missing under `runs/tables` (each command resumes from its folder), keeps the results in
 `benchmarks/results`, and writes the pages; `write` writes pages from the kept results; `check` says where pages differ
-from them, and which decimals, shares and signed numbers on governed pages no command made.
+from them, and which decimals, shares and signed numbers on governed pages no command made. A page kept by hand must
+name a command in each section and list item that shows an interval, and under `docs/measured` in each with a table of
+numbers.
 
 On a page, a table stands between `<!-- table NAME -->` and `<!-- /table -->` (NAME.PART where a result has several), a
 single number between `<!-- value NAME ; ARM ; FIELD -->` and `<!-- /value -->`. Numbers of others stand in a line with
@@ -36,6 +38,9 @@ _VALUE = re.compile(r"<!-- value ([^>\n]+?) -->[^\n|]*?<!-- /value -->")
 _CODE = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|<!--.*?-->", re.DOTALL)
 # What reads like a measurement: a decimal (not of a name, as Apache-2.0), a share, or a sign before digits.
 _MEASURED = re.compile(r"(?<![\w.])(?<!\w-)[+-]?\d+\.\d+(?!\.?\d)|\b\d+(?:\.\d+)? ?%|(?<!\w)[+-]\d+\b")
+_INTERVAL = re.compile(r"[\w%]\s+\[[-+]?\d[\d.]*, [-+]?\d[\d.]*\]")
+_SECTION = re.compile(r"^(?=#+ |- \*\*)", re.MULTILINE)
+_COMMAND = re.compile(r"`[^`]*\b(?:reprieve |benchmarks/|pytest )[^`]*`|^\$ ", re.MULTILINE)
 _SHOWN_LOOSE = 5  # of a page
 _KEPT = (
     *("command", "commit", "versions", "machine", "complete", "target", "draft", "drafter", "dtype", "engine"),
@@ -249,6 +254,21 @@ def loose_numbers(text: str) -> list[str]:
     return _MEASURED.findall(_CODE.sub("", bare))
 
 
+def unsourced(text: str, *, measured: bool) -> list[str]:
+    """First lines of a hand-kept page's sections that show an interval and name no command.
+
+    On a page of measurements (`measured`) a table of numbers counts too.
+    """
+    found = []
+    for section in _SECTION.split(text):
+        bare = _CODE.sub("", section)
+        rows = "\n".join(line for line in section.split("\n") if line.startswith("| "))
+        shows = _INTERVAL.search(bare) or (measured and loose_numbers(rows))
+        if shows and not _COMMAND.search(section):
+            found.append(section.strip().split("\n")[0])
+    return found
+
+
 def trimmed(document: Mapping[str, Any]) -> dict[str, Any]:
     """What is kept of a result: what was run, and of each arm what a page could show."""
     if "parts" in document:
@@ -314,6 +334,10 @@ def check() -> list[str]:
         wrong += loose[:_SHOWN_LOOSE]
         if more := loose[_SHOWN_LOOSE:]:
             wrong.append(f"{name}: nor {len(more)} further numbers")
+    for page in sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - set(pages())):
+        name = page.relative_to(ROOT)
+        sections = unsourced(page.read_text(), measured=name.parts[:2] == ("docs", "measured"))
+        wrong += [f"{name}: no command for the numbers under {section[:60]!r}" for section in sections]
     return wrong
 
 

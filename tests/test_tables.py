@@ -79,6 +79,22 @@ def test_code_links_and_cited_lines_may_hold_numbers():
     assert tables.loose_numbers(text) == []
 
 
+def test_a_page_kept_by_hand_names_the_command_of_its_intervals(made):
+    tables.write()
+    page = made.parent / "docs" / "measured" / "tools.md"
+    page.parent.mkdir(parents=True)
+    server = "## Server\n\n| arm | times |\n| --- | --- |\n| a | 1.9 |\n"
+    page.write_text(f"# Tools\n\n## Plugin\n\nHalf as fast: 0.5 [0.4, 0.6].\n\n{server}")
+    assert [line.rpartition("under ")[2] for line in tables.check()] == ["'## Plugin'", "'## Server'"]
+    page.write_text(page.read_text().replace("\n\n##", "\n\n`reprieve bench`\n\n##") + "\n`benchmarks/x.py`\n")
+    assert tables.check() == []
+
+
+def test_a_list_of_trials_names_a_command_at_each(made):
+    text = "# Log\n\n- **One.** -2 [-3, -1] (`reprieve bench`).\n- **Two.** It lost 2 points\n  [1, 3].\n"
+    assert tables.unsourced(text, measured=False) == ["- **Two.** It lost 2 points"]
+
+
 def test_unknown_names_are_told(made):
     with pytest.raises(ReprieveError, match="no table 'other'"):
         tables.value("other ; margin:delta=2 ; accuracy")
