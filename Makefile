@@ -50,7 +50,7 @@ benchmark: $(READY)
 	$(BIN)/python benchmarks/engine.py --out runs/benchmark
 
 # Every table of the docs that has a configuration in benchmarks/tables.yaml: hours; goes on where it was stopped.
-tables: $(READY)
+tables: $(READY) $(VLLM)/.ready
 	$(BIN)/python benchmarks/tables.py run
 
 setup: $(READY)

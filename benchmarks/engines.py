@@ -1,27 +1,30 @@
-"""What `--engine vllm` measures beside the local engine, on the bundled pair (needs vLLM; see docs/guides/engines.md).
+"""What `--engine vllm` measures beside the local engine, on a bundled pair (needs vLLM; see docs/guides/engines.md).
 
 - `agree`: the same arms, problems and K on both: who solves what, which answers are the same, tokens a round;
 - `sweep`: all thresholds in one run beside one run each: the same answers, and the time of both;
-- `mine`: AutoJudge's labels from both, and seconds a problem; `--rollouts 8` for PAD's speed.
-
+- `mine`: AutoJudge's labels from both, and seconds a problem; with `--rollouts 8` PAD's, for their speed;
 - `load`: tokens a second at 1, 8 and 32 requests at once, as `reprieve bench --concurrency` has it, without the arms
   that need servers of their own.
 
-    python benchmarks/engines.py agree --limit 200 --out runs/engines
+    .venv-vllm/bin/python benchmarks/engines.py agree --limit 200 --out runs/engines
+
+Each writes result.json, as `tables.py` shows it.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from arms import over, part, write_parts
+from reprieve.bundles import bundle_of
 from reprieve.evaluation.arms import Arm, make_arms
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.engines.base import Engine
@@ -31,7 +34,6 @@ from reprieve.evaluation.records import ProblemRecord
 from reprieve.evaluation.runner import Runner
 from reprieve.evaluation.settings import RunSettings, SpeedSettings
 from reprieve.evaluation.throughput import measure_throughput
-from reprieve.files import replace_file
 from reprieve.labelling.recipes import build
 from reprieve.labelling.runner import mine_problems
 from reprieve.labelling.settings import AutoJudgeMining, MiningSettings, PivotMining
@@ -39,139 +41,177 @@ from reprieve.labelling.store import LabelStore
 from reprieve.metrics import paired_difference
 from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings
-from reprieve.tasks import load_task
+from reprieve.tasks import Task, load_task
 from reprieve.tasks.asking import ask
 
-PAIR = PairSettings("reprieve/arithmetic-pair", dtype="float32")
 VLLM = "vllm:max_model_len=512,max_num_seqs=64"
+ENGINES = ("local", VLLM)
 K = 8
+THRESHOLDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
+Parts = Mapping[str, Mapping[str, Any]]
+Records = dict[tuple[str, str], ProblemRecord]
 
 
-def arms_of(*specs: str) -> list[Arm]:
-    return [arm for arm in make_arms(specs, [K], target=PAIR.target) if arm.rule is not None]
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """A pair, its task, how many of its problems, and where answers are kept."""
 
+    pair: PairSettings
+    task: str
+    limit: int
+    out: Path
 
-def answered(engine: Engine, arms: Sequence[Arm], limit: int, folder: Path) -> dict[tuple[str, str], ProblemRecord]:
-    """Records by arm and problem."""
-    task = ask(load_task("arithmetic"), engine.tokenizer)
-    runner = Runner(RunConfig.of(engine, arms, RunSettings(task="arithmetic", limit=limit)), arms, engine, task, folder)
-    if not runner.measure():
-        raise KeyboardInterrupt
-    return {(record.arm, record.problem_id): record for record in runner.records}
+    def arms(self, *specs: str) -> list[Arm]:
+        """Arms at this file's K, lossless among them."""
+        return [arm for arm in make_arms(specs, [K], target=self.pair.target) if arm.rule is not None]
 
-
-def agree(options: argparse.Namespace) -> dict[str, Any]:
-    """Each arm on both engines."""
-    arms = arms_of("judge:threshold=0.04", "judge:threshold=0.1", "margin:delta=2")
-    made = {}
-    for name in ("local", VLLM):
-        engine = make_engine(EngineSettings(name), PAIR)
+    def answer(self, engine_name: str, arms: Sequence[Arm], folder: str) -> Records:
+        """Records by arm and problem; goes on where it was stopped."""
+        engine = make_engine(EngineSettings(engine_name), self.pair)
         try:
-            made[name] = answered(engine, arms, options.limit, options.out / name.partition(":")[0])
+            runner = Runner(self.config(engine, arms), arms, engine, self.asked(engine), self.out / folder)
+            if not runner.measure():
+                raise KeyboardInterrupt
         finally:
             engine.close()
-    rows = {}
+        return {(record.arm, record.problem_id): record for record in runner.records}
+
+    def config(self, engine: Engine, arms: Sequence[Arm]) -> RunConfig:
+        return RunConfig.of(engine, arms, RunSettings(task=self.task, limit=self.limit))
+
+    def asked(self, engine: Engine) -> Task:
+        return ask(load_task(self.task), engine.tokenizer)
+
+
+def agree(measurement: Measurement) -> Parts:
+    """Each arm on both engines."""
+    arms = measurement.arms("judge", "judge:threshold=0.1", "pivot", "margin:delta=2")
+    local, served = (measurement.answer(name, arms, name.partition(":")[0]) for name in ENGINES)
+    rows = []
     for arm in arms:
-        pairs = [(made["local"][key], made[VLLM][key]) for key in made["local"] if key[0] == arm.label]
-        solved = [[float(pair[side].correct) for pair in pairs] for side in (0, 1)]
-        rows[arm.label] = {
-            "n": len(pairs),
-            "solved": [sum(side) / len(side) for side in solved],
-            "difference": paired_difference(solved[1], solved[0]),
-            "same_answers": sum(ours.answer == theirs.answer for ours, theirs in pairs) / len(pairs),
-            "same_texts": sum(ours.text == theirs.text for ours, theirs in pairs) / len(pairs),
-            "tokens_per_round": [
-                sum(pair[side].num_tokens for pair in pairs) / sum(pair[side].num_rounds for pair in pairs)
-                for side in (0, 1)
-            ],
-        }
-    return rows
+        pairs = [(record, served[key]) for key, record in local.items() if key[0] == arm.label]
+        sides = list(zip(*pairs, strict=True))
+        ours, theirs = ([float(record.correct) for record in side] for side in sides)
+        tokens = [sum(one.num_tokens for one in side) / sum(one.num_rounds for one in side) for side in sides]
+        rows.append(
+            [
+                f"`{arm.label}`",
+                f"{100 * np.mean(ours):.1f}, {100 * np.mean(theirs):.1f}",
+                over(paired_difference(theirs, ours), 1, 100),
+                sum(left.answer == right.answer for left, right in pairs),
+                sum(left.text == right.text for left, right in pairs),
+                f"{tokens[0]:.2f}, {tokens[1]:.2f}",
+            ]
+        )
+    head = [
+        "arm",
+        "solved, local and vLLM, %",
+        "difference, points",
+        "same final answer",
+        "same text",
+        "tokens a round, local and vLLM",
+    ]
+    return {
+        "agree": part(head, rows, f"{measurement.limit} test problems, greedy, K = {K}; brackets are 95% intervals.")
+    }
 
 
-def sweep(options: argparse.Namespace) -> dict[str, Any]:
+def sweep(measurement: Measurement) -> Parts:
     """Thresholds together and one by one, each of these with a server of its own."""
-    specs = [f"judge:threshold={value}" for value in (0.01, 0.02, 0.04, 0.08, 0.16, 0.32)]
+    specs = [f"judge:threshold={value}" for value in THRESHOLDS]
     began = time.monotonic()
-    together = _run(arms_of(*specs), options, "together")
-    seconds = {"together": time.monotonic() - began}
+    together = measurement.answer(VLLM, measurement.arms(*specs), "together")
+    seconds = [time.monotonic() - began]
     began = time.monotonic()
-    alone: dict[tuple[str, str], ProblemRecord] = {}
+    alone: Records = {}
     for number, spec in enumerate(specs):
-        alone |= _run(arms_of(spec), options, f"alone-{number}")
-    seconds["one_each"] = time.monotonic() - began
+        alone |= measurement.answer(VLLM, measurement.arms(spec), f"alone-{number}")
+    seconds.append(time.monotonic() - began)
     same = sum(together[key].text == record.text for key, record in alone.items())
-    return {"seconds": seconds, "n": len(alone), "same_answers": same / len(alone)}
+    rows = [
+        ["one run, one server", 1, f"{seconds[0]:.0f}"],
+        ["a run each", len(specs), f"{seconds[1]:.0f}"],
+    ]
+    note = f"{len(specs)} thresholds of `judge` and `lossless`, {measurement.limit} problems; {same} of {len(alone)} "
+    return {"sweep": part(["thresholds by", "starts of vLLM", "seconds"], rows, f"{note}answers are the same text.")}
 
 
-def _run(arms: Sequence[Arm], options: argparse.Namespace, name: str) -> dict[tuple[str, str], ProblemRecord]:
-    engine = make_engine(EngineSettings(VLLM), PAIR)
-    try:
-        return answered(engine, arms, options.limit, options.out / name)
-    finally:
-        engine.close()
-
-
-def load(options: argparse.Namespace) -> list[dict[str, Any]]:
+def load(measurement: Measurement) -> Parts:
     """Speed under load, arms in turns on one server."""
-    arms = arms_of("judge:threshold=0.04", "margin:delta=2", "typical")
-    engine = make_engine(EngineSettings(VLLM), PAIR)
+    arms = measurement.arms("judge", "judge:threshold=0.1", "margin:delta=2", "typical")
+    speed = SpeedSettings(concurrency=(1, 8, 32), turns=5)
+    engine = make_engine(EngineSettings(VLLM), measurement.pair)
     try:
-        task = ask(load_task("arithmetic"), engine.tokenizer)
-        config = RunConfig.of(engine, arms, RunSettings(task="arithmetic", limit=options.limit))
         assert isinstance(engine, ServedEngine)
-        speed = SpeedSettings(concurrency=(1, 8, 32), turns=3)
-        options.out.mkdir(parents=True, exist_ok=True)
-        return measure_throughput(engine, config, task, arms, speed, options.out)
+        measurement.out.mkdir(parents=True, exist_ok=True)
+        config, task = measurement.config(engine, arms), measurement.asked(engine)
+        found = measure_throughput(engine, config, task, arms, speed, measurement.out)
     finally:
         engine.close()
+    rows = []
+    for arm in arms:
+        cells = [cell for cell in found if cell["arm"] == arm.label]
+        ratios = [over([cell["vs_lossless"], *cell["vs_lossless_ci95"]], 2) for cell in cells]
+        rows.append([f"`{arm.label}`", *ratios, f"{cells[0]['tokens_per_step']:.1f}"])
+    head = ["arm", *(f"{level} at once" for level in speed.concurrency), "tokens a step"]
+    counts = ", ".join(str(cell["num_requests"]) for cell in cells)
+    note = f"Tokens a second over lossless in the same turn, medians of {speed.turns} turns and their 95% intervals"
+    return {"load": part(head, rows, f"{note}; K = {K}, {counts} requests a turn.")}
 
 
-def mine(options: argparse.Namespace) -> dict[str, Any]:
+def mine(measurement: Measurement, num_rollouts: int) -> Parts:
     """Labels of both engines, and how long they took."""
-    settings: MiningSettings = AutoJudgeMining(task="arithmetic", limit=options.limit, pair=PAIR)
-    if options.rollouts:
-        settings = PivotMining(task="arithmetic", limit=options.limit, pair=PAIR, num_rollouts=options.rollouts)
-    made, seconds = {}, {}
-    for name in ("local", VLLM):
+    settings: MiningSettings
+    if num_rollouts:
+        settings = PivotMining(
+            task=measurement.task, limit=measurement.limit, pair=measurement.pair, num_rollouts=num_rollouts
+        )
+    else:
+        settings = AutoJudgeMining(task=measurement.task, limit=measurement.limit, pair=measurement.pair)
+    made, rows = [], []
+    for name in ENGINES:
         bench = build(dataclasses.replace(settings, answering=EngineSettings(name)))
+        num_in_flight = 64 if name == VLLM else settings.in_flight
         try:
-            folder = options.out / f"labels-{settings.miner}-{name.partition(':')[0]}"
-            store = LabelStore(folder, bench.manifest)
+            store = LabelStore(measurement.out / f"labels-{settings.miner}-{name.partition(':')[0]}", bench.manifest)
             began = time.monotonic()
-            report = mine_problems(
-                bench.miner, bench.problems, store, num_in_flight=64 if name == VLLM else settings.in_flight
-            )
-            seconds[name] = (time.monotonic() - began) / max(1, report.num_mined)
+            report = mine_problems(bench.miner, bench.problems, store, num_in_flight=num_in_flight)
+            seconds = (time.monotonic() - began) / max(1, report.num_mined)
         finally:
             bench.close()
-        made[name] = {problem.problem_id: problem for problem in store.problems()}
-    both = [(problem, made[VLLM][name]) for name, problem in made["local"].items()]
-    greedy = [(ours, theirs) for ours, theirs in both if ours.target_ids == theirs.target_ids]
-    same = [ours.mismatches == theirs.mismatches for ours, theirs in greedy]
-    return {
-        "n": len(both),
-        "labels": [sum(len(pair[side].labelled()) for pair in both) for side in (0, 1)],
-        "important": [sum(bool(item.important) for pair in both for item in pair[side].labelled()) for side in (0, 1)],
-        "same_greedy_answer": len(greedy),
-        "of_these_same_labels": sum(same),
-        "seconds_per_problem": seconds,
-    }
+        problems = {problem.problem_id: problem for problem in store.problems()}
+        made.append(problems)
+        labels = [label for problem in problems.values() for label in problem.labelled()]
+        important = sum(bool(label.important) for label in labels)
+        rows.append([name.partition(":")[0], num_in_flight, len(problems), len(labels), important, f"{seconds:.2f}"])
+    both = [(problem, made[1][name]) for name, problem in made[0].items() if name in made[1]]
+    alike = [(ours, theirs) for ours, theirs in both if ours.target_ids == theirs.target_ids]
+    same = sum(ours.mismatches == theirs.mismatches for ours, theirs in alike)
+    head = ["engine", "problems in flight", "problems", "labels", "important", "seconds a problem"]
+    note = f"The target's answer is the same in {len(alike)} of {len(both)} problems, the labels in {same} of these."
+    return {f"mine_{settings.miner}": part(head, rows, note)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=("agree", "sweep", "load", "mine"))
+    parser.add_argument("--target", default="reprieve/miniature", help="a bundled pair's")
     parser.add_argument("--limit", type=int, default=200)
     parser.add_argument("--rollouts", type=int, default=0, help="mine PAD's labels with so many rollouts")
     parser.add_argument("--out", type=Path, default=Path("runs/engines"))
     options = parser.parse_args()
+    if (bundle := bundle_of(options.target)) is None:
+        parser.error(f"--target must be a bundled pair's, got {options.target!r}")
     torch.set_num_threads(1)
-    options.out = options.out / (f"{options.what}-{options.rollouts}" if options.rollouts else options.what)
-    jobs: dict[str, Callable[[argparse.Namespace], Any]] = {"agree": agree, "sweep": sweep, "load": load, "mine": mine}
-    result = jobs[options.what](options)
-    text = json.dumps(result, indent=2)
-    replace_file(options.out / "result.json", text + "\n")
-    print(text)
+    pair = PairSettings(options.target, dtype="float32")
+    measurement = Measurement(pair, bundle.task, options.limit, options.out)
+    jobs: dict[str, Callable[[], Parts]] = {
+        "agree": lambda: agree(measurement),
+        "sweep": lambda: sweep(measurement),
+        "load": lambda: load(measurement),
+        "mine": lambda: mine(measurement, options.rollouts),
+    }
+    write_parts(options.out / "result.json", jobs[options.what]())
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Every table of the docs, from committed configurations: `make tables`, or `python benchmarks/tables.py run NAME ...`.
 
-`benchmarks/tables.yaml` names the commands of each table, the file they end in, how it is shown and the pages that it
-governs. `run` makes what is missing under `runs/tables` (each command resumes from its folder), keeps the results in
-`benchmarks/results`, and writes the pages; `write` writes pages from the kept results; `check` says where pages differ
-from them, and which decimals, shares and signed numbers on governed pages no command made. A page kept by hand must
-name a command in each section and list item that shows an interval, and under `docs/measured` in each with a table of
-numbers.
+`benchmarks/tables.yaml` names the commands of each table (and the environment they need, where it is not this one),
+the file they end in, how it is shown and the pages that it governs. `run` makes what is missing under `runs/tables`
+(each command resumes from its folder), keeps the results in `benchmarks/results`, and writes the pages; `write` writes
+pages from the kept results; `check` says where pages differ from them, and which decimals, shares and signed numbers
+on governed pages no command made. A page kept by hand must name a command in each section and list item that shows an
+interval, and under `docs/measured` in each with a table of numbers.
 
 On a page, a table stands between `<!-- table NAME -->` and `<!-- /table -->` (NAME.PART where a result has several), a
 single number between `<!-- value NAME ; ARM ; FIELD -->` and `<!-- /value -->`. Numbers of others stand in a line with
@@ -288,11 +288,12 @@ def run(names: list[str]) -> None:
     """
     for name in names:
         table, folder = tables()[name], RUNS / name
+        binaries = ROOT / table["environment"] / "bin" if "environment" in table else Path(sys.executable).parent
         for command in table["run"]:
             words = [re.sub(r"\bOUT\b", str(folder), word) for word in shlex.split(command)]
-            program = [sys.executable] if words[0].endswith(".py") else [str(Path(sys.executable).parent / "reprieve")]
+            program = str(binaries / ("python" if words[0].endswith(".py") else "reprieve"))
             print(f"{name}: {shlex.join(words)}", flush=True)
-            if status := subprocess.run([*program, *words], cwd=ROOT, check=False).returncode:
+            if status := subprocess.run([program, *words], cwd=ROOT, check=False).returncode:
                 raise ReprieveError(f"table {name}: {words[0]} ended with {status}; run again to go on")
         keep(name, read_json(ROOT / folder / table["result"], f"the result of table {name}"))
         for made, shown_at in table.get("figures", {}).items():
