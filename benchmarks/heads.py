@@ -18,7 +18,7 @@ from sklearn.metrics import roc_curve
 from sklearn.neural_network import MLPClassifier
 
 import reprieve
-from arms import over, part, write_parts
+from arms import over, part, task_of, write_parts
 from reprieve.heads.settings import JUDGE_BOTH, JUDGE_TARGET, FeatureRecipe
 from reprieve.labelling.store import LabelStore
 from reprieve.training.features import LabelledTokens, collect
@@ -185,10 +185,12 @@ def main() -> None:
 
 def pivot_part(pair: reprieve.Pair, arguments: argparse.Namespace, curves: dict) -> tuple[list[list[str]], str]:
     """The pivot head on its own labels, beside a linear head and the log-probability on the same ones."""
-    tokens = collect(pair, LabelStore(arguments.pivot_labels).problems())
+    store = LabelStore(arguments.pivot_labels)
+    store.require_pair(pair.identity)
+    tokens = collect(pair, store.problems())
     split = Split(tokens, arguments.held_out)
     settings = PivotTraining(held_out=arguments.held_out, seed=SEED)
-    head = train_pivot(tokens, pair.identity, "arithmetic", settings=settings)
+    head = train_pivot(tokens, pair.identity, task_of(pair).name, settings=settings)
     named = {
         "pivot (MLP)": head.probability(torch.tensor(tokens.features(head.recipe))).numpy().astype(np.float64),
         "target's log-probability alone": -tokens.target_log_probs,
