@@ -1,4 +1,4 @@
-"""Whether `reprieve quickstart` keeps its word on the bundled pair, its problems taken as a person's own file.
+"""Whether `reprieve quickstart` keeps its word on a bundled pair, its problems taken as a person's own file.
 
 It runs whole, then again in another folder, interrupted on the way; both must mine the same labels, train the same
 head, walk the same thresholds and write the same certificate.
@@ -9,6 +9,7 @@ head, walk the same thresholds and write the same certificate.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import signal
@@ -19,22 +20,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from reprieve.bundles import Bundle, bundle_of
 from reprieve.files import replace_file
 from reprieve.heads.binding import digest
+from reprieve.labelling.store import LabelStore
 from reprieve.tasks import load_task
 
 QUESTION = "Question: {question}\nAnswer:"
 
 
-def write_data(folder: Path, num_problems: int) -> list[str]:
-    """The bundled task's problems as a foreign file; the flags that tell of it."""
-    problems = load_task("arithmetic").problems("train", num_problems)
+def write_data(folder: Path, bundle: Bundle, num_problems: int) -> list[str]:
+    """Problems of a bundled pair's task as a foreign file; the flags that tell of both."""
+    task = load_task(bundle.task)
+    problems = task.problems("train", num_problems)
     rows = [{"question": problem.question, "answer": problem.reference} for problem in problems]
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / "questions.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     replace_file(folder / "prompt.txt", QUESTION)
     data = ["--data", str(folder / "questions.jsonl"), "--prompt-template", str(folder / "prompt.txt")]
-    return [*data, "--grader", "number", "--max-new-tokens", "200"]
+    return ["--target", bundle.name, *data, "--grader", "number", "--max-new-tokens", str(task.max_new_tokens)]
 
 
 def run_whole(flags: Sequence[str], out: Path, interrupts: Sequence[float] = ()) -> float:
@@ -63,7 +67,10 @@ def run_whole(flags: Sequence[str], out: Path, interrupts: Sequence[float] = ())
 def result_of(out: Path) -> dict[str, Any]:
     """All that must be the same each time."""
     certificate = json.loads(next((out / "certificates").glob("judge-*.json")).read_text())
-    labels = sorted(line for path in (out / "labels").glob("*.jsonl") for line in path.read_text().splitlines())
+    problems = [dataclasses.replace(labels, seconds=0.0) for labels in LabelStore(out / "labels").problems()]
+    if not problems:
+        sys.exit(f"{out}: no labels were mined")
+    labels = sorted(str(problem) for problem in problems)
     weights = {path.name: digest(path.read_bytes()) for path in sorted((out / "head").glob("*.safetensors"))}
     parts = {name: certificate[name] for name in ("threshold", "verdict", "promise", "calibration", "held_out")}
     return {"labels": digest("\n".join(labels).encode()), "head": weights, **parts}
@@ -71,12 +78,15 @@ def result_of(out: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--target", default="reprieve/miniature", help="a bundled pair's")
     parser.add_argument("--problems", type=int, default=2400)
     parser.add_argument("--interrupts", type=float, nargs="*", default=[90, 240, 200], help="seconds after each start")
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart-twice"))
     chosen = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, and all it starts, ignores it
-    flags = write_data(chosen.out, chosen.problems)
+    if (bundle := bundle_of(chosen.target)) is None:
+        parser.error(f"--target must be a bundled pair's, got {chosen.target!r}")
+    flags = write_data(chosen.out, bundle, chosen.problems)
     seconds = [
         run_whole(flags, chosen.out / name, stops)
         for name, stops in (("whole", []), ("interrupted", chosen.interrupts))
