@@ -1,4 +1,4 @@
-"""What the plugin brings and costs inside vLLM, on the bundled pair (needs vLLM; see docs/guides/serving.md).
+"""What the plugin brings and costs inside vLLM, on a bundled pair (needs vLLM; see docs/guides/serving.md).
 
 Each arm is an engine in a process of its own; they take turns, so that each ratio is the median over neighbouring runs:
 
@@ -8,6 +8,7 @@ Each arm is an engine in a process of its own; they take turns, so that each rat
   cost nothing. The CPU build has no kernel for it; `synthetic_kernel` is one.
 
 Throughput is measured at a fixed answer length (end-of-text ignored), accuracy on answers that end by themselves.
+Writes results.json, as `tables.py` shows it.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ import statistics
 import time
 from pathlib import Path
 
-RULES = [
-    "margin:delta=2",
-    "judge:path=reprieve/arithmetic-judge,threshold=0.04",
-    "judge:path=reprieve/arithmetic-judge,threshold=0.15",
-]
+from arms import over, part, write_parts
+from reprieve.bundles import bundle_of
+from reprieve.metrics import wilson_interval
+from reprieve.tasks import load_task
+
+RULES = ["judge:path=reprieve/miniature-judge,threshold=0.1", "margin:delta=2", "typical"]
 FIXED = 96
 
 
@@ -44,19 +46,17 @@ def synthetic_kernel(output, ends, drafted, argmax, bonus, is_greedy, max_spec_l
     output.copy_(output.new_tensor(rows))
 
 
-def engine(arm, k, batch, pipe):
+def engine(folders, arm, k, batch, pipe):
     """A child: an engine of `batch` slots that answers jobs (prompts, fixed length or not) with what they took."""
     os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
     os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_PLUGINS="" if arm["kind"] == "unpatched" else "reprieve")
     from vllm import LLM, SamplingParams
 
-    from reprieve.bundles import ARITHMETIC
-
-    spec = {"method": "draft_model", "model": str(ARITHMETIC.role_folder("draft")), "num_speculative_tokens": k}
+    spec = {"method": "draft_model", "model": folders["draft"], "num_speculative_tokens": k}
     if arm["kind"] == "synthetic":
         spec |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": arm["length"]}
     llm = LLM(
-        model=str(ARITHMETIC.role_folder("target")),
+        model=folders["target"],
         speculative_config=spec,
         enforce_eager=True,
         dtype="float32",
@@ -129,11 +129,11 @@ def _counters(llm):
 class Arm:
     """The parent's side of a child."""
 
-    def __init__(self, label, arm, k, batch):
+    def __init__(self, options, label, arm, batch):
         self.label = label
         self.pipe, theirs = multiprocessing.Pipe()
         self.process = multiprocessing.get_context("spawn").Process(
-            target=engine, args=(arm, k, batch, theirs), daemon=True
+            target=engine, args=(options.folders, arm, options.num_draft_tokens, batch, theirs), daemon=True
         )
         self.process.start()
         assert self.pipe.recv() == "ready"
@@ -160,14 +160,15 @@ def take_turns(arms, prompts, repeats):
 
 
 def ratio(speeds, arm, base):
-    """Median of paired ratios, and their range without the extremes."""
+    """Median of paired ratios, and their range without the extremes: (median, low, high)."""
     pairs = sorted(ours / theirs for ours, theirs in zip(speeds[arm], speeds[base], strict=True))
     inner = pairs[1:-1] if len(pairs) > 4 else pairs
-    return {"median": statistics.median(pairs), "low": inner[0], "high": inner[-1], "n": len(pairs)}
+    return statistics.median(pairs), inner[0], inner[-1]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="reprieve/miniature", help="a bundled pair's")
     parser.add_argument("--rules", nargs="*", default=RULES)
     parser.add_argument("--num-draft-tokens", type=int, default=8)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 16])
@@ -180,27 +181,51 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("runs/vllm-serving"))
     options = parser.parse_args()
 
-    from reprieve.evaluation.runner import environment
-    from reprieve.files import replace_file
-    from reprieve.tasks import load_task
-
-    task = load_task("arithmetic")
+    if (bundle := bundle_of(options.target)) is None:
+        parser.error(f"--target must be a bundled pair's, got {options.target!r}")
+    options.folders = {role: str(bundle.role_folder(role)) for role in ("target", "draft")}
+    task = load_task(bundle.task)
     problems = task.problems("test", max(options.problems, options.identical, 2 * max(options.batches)))
     prompts = [problem.prompt for problem in problems]
-    report = {"schema": 1, **environment(), "options": {name: str(value) for name, value in vars(options).items()}}
-    report |= {"accuracy": {}, "throughput": {}}
+    found = {}
     for batch in sorted(options.batches, reverse=True):
-        made = {kind: Arm(kind, {"kind": kind}, options.num_draft_tokens, batch) for kind in ("unpatched", "standard")}
+        made = {kind: Arm(options, kind, {"kind": kind}, batch) for kind in ("unpatched", "standard")}
         for rule in options.rules:
-            made[rule] = Arm(rule, {"kind": "rule", "rule": rule}, options.num_draft_tokens, batch)
-        if not report["accuracy"]:
-            report["off"] = unnoticed(made, prompts[: options.identical])
-            report["accuracy"] = accuracy(made, task, problems[: options.problems])
-        report["throughput"][batch] = throughput(made, options, prompts[: max(options.prompts, 2 * batch)], batch)
-        print(json.dumps({"batch": batch, **report["throughput"][batch]}, indent=1), flush=True)
+            made[rule] = Arm(options, rule, {"kind": "rule", "rule": rule}, batch)
+        if not found:
+            same = unnoticed(made, prompts[: options.identical])
+            solved = accuracy(made, task, problems[: options.problems])
+        found[batch] = throughput(made, options, prompts[: max(options.prompts, 2 * batch)], batch)
+        print(json.dumps({"batch": batch, **found[batch]}, indent=1), flush=True)
         for arm in made.values():
             arm.close()
-        replace_file(options.out / "results.json", json.dumps(report, indent=2) + "\n")
+    batches = sorted(options.batches)
+    note = (
+        f"Tokens a second over vLLM without a rule, medians of {options.repeats} turns and their range without the "
+        f"extremes; K = {options.num_draft_tokens}, answers of {FIXED} tokens. Installed without a rule, the plugin "
+        f"gave the same tokens on {same} of {options.identical} prompts."
+    )
+    parts = {
+        "throughput": part(
+            ["arm", *(f"{batch} at once" for batch in batches), "tokens a round", "share of the plugin in the time"],
+            [throughput_row(label, [found[batch][label] for batch in batches]) for label in found[batches[0]]],
+            note,
+        ),
+        "accuracy": part(
+            ["arm", "solved, %", "tokens a round"],
+            solved,
+            f"{options.problems} test problems, answers that end by themselves; brackets are 95% intervals.",
+        ),
+    }
+    write_parts(options.out / "results.json", parts)
+
+
+def throughput_row(label, cells):
+    """A line of the table: an arm at each batch."""
+    ratios = ["1" if label == "standard" else over(cell["over_standard"], 2) for cell in cells]
+    lengths, shares = ([cell[name] for cell in cells] for name in ("length", "plugin_share"))
+    share = f"{100 * min(shares):.1f} to {100 * max(shares):.1f}%" if max(shares) else "-"
+    return [f"`{label}`", *ratios, f"{min(lengths):.2f} to {max(lengths):.2f}", share]
 
 
 def unnoticed(arms, prompts):
@@ -208,30 +233,31 @@ def unnoticed(arms, prompts):
     ours, theirs = (arms[kind].run(prompts, False)["token_ids"] for kind in ("standard", "unpatched"))
     same = sum(a == b for a, b in zip(ours, theirs, strict=True))
     print(f"plugin off: the same tokens on {same} of {len(prompts)} prompts", flush=True)
-    return {"same_tokens": same, "prompts": len(prompts)}
+    return same
 
 
 def accuracy(arms, task, problems):
-    """Problems solved, and accepted length, by arm."""
-    found = {}
+    """A line of the table for each arm: problems solved, tokens a round."""
+    rows = []
     for label, arm in arms.items():
         made = arm.run([problem.prompt for problem in problems], False)
-        solved = [
+        num_solved = sum(
             task.equivalent(task.extract_answer(text), problem.reference)
             for text, problem in zip(made["texts"], problems, strict=True)
-        ]
-        found[label] = {"solved": solved, "num_solved": sum(solved), "n": len(solved), "length": made["length"]}
-        print(f"{label}: {sum(solved)} of {len(solved)}, accepted length {made['length']:.2f}", flush=True)
-    return found
+        )
+        share = over([num_solved / len(problems), *wilson_interval(num_solved, len(problems))], 1, 100)
+        rows.append([f"`{label}`", share, f"{made['length']:.2f}"])
+        print(rows[-1], flush=True)
+    return rows
 
 
 def throughput(arms, options, prompts, batch):
-    """Tokens a second of each arm and of its synthetic twin, and their ratios."""
+    """Tokens a second of each arm and of its synthetic twin over vLLM without a rule."""
     everyone = dict(arms)
     for rule in options.rules:
         length = arms[rule].run(prompts, True)["length"]
         twin = {"kind": "synthetic", "length": length}
-        everyone[f"synthetic {rule}"] = Arm(f"synthetic {rule}", twin, options.num_draft_tokens, batch)
+        everyone[f"synthetic {rule}"] = Arm(options, f"synthetic {rule}", twin, batch)
     speeds, last = take_turns(list(everyone.values()), prompts, options.repeats)
     rows = {
         label: {
@@ -242,9 +268,7 @@ def throughput(arms, options, prompts, batch):
         }
         for label in everyone
     }
-    rows["standard"]["over_unpatched"] = ratio(speeds, "standard", "unpatched")
     for rule in options.rules:
-        rows[rule]["over_synthetic"] = ratio(speeds, rule, f"synthetic {rule}")
         everyone[f"synthetic {rule}"].close()
     return rows
 
