@@ -38,9 +38,10 @@ def paired_difference(
 ) -> tuple[float, float, float]:
     """Mean of left - right over the same problems, with its 95% interval: (difference, low, high).
 
-    One value a problem gives a normal interval; where all differences in [-1, 1] are the same, the share of problems
-    that could still be otherwise. Several trials a problem, [n, trials], give a bootstrap over problems: trials of one
-    problem are no independent evidence.
+    Of values that are 0 or 1, as answers right or wrong, the adjusted Wald interval for paired shares (Bonett and
+    Price, 2012): each way of differing counts once more than it was seen, so that few differences, or none, do not make
+    a narrow interval. Of others a normal interval. Several trials a problem, [n, trials], give a bootstrap over
+    problems: trials of one problem are no independent evidence.
 
     Raises:
         ValueError: different shapes, or none.
@@ -54,12 +55,12 @@ def paired_difference(
         return (float(differences.mean()), *clustered_interval(differences))
     differences = differences.ravel()
     mean, num = float(differences.mean()), len(differences)
-    if num > 1 and differences.std() > 0:
-        spread = z * float(differences.std(ddof=1)) / math.sqrt(num)
-    elif np.abs(differences).max() <= 1:
-        spread = 1 - 0.025 ** (1 / num)  # no problem stood out: at this share of all problems one would have
-    else:
-        spread = math.inf if num == 1 else 0.0
+    if np.isin(differences, (-1.0, 0.0, 1.0)).all():
+        gained, lost = ((int((differences == sign).sum()) + 1) / (num + 2) for sign in (1, -1))
+        center, variance = gained - lost, gained + lost - (gained - lost) ** 2
+        spread = z * math.sqrt(variance / (num + 2))
+        return (mean, max(-1.0, center - spread), min(1.0, center + spread))
+    spread = math.inf if num == 1 else z * float(differences.std(ddof=1)) / math.sqrt(num)
     return (mean, mean - spread, mean + spread)
 
 
