@@ -6,6 +6,7 @@ No module that holds settings imports torch, so that `--help` answers at once. S
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral
@@ -223,6 +224,10 @@ class SamplingParams(SamplingSettings):
             raise SpecError(
                 f"truncation takes a rule that judges by the target's distribution alone, got {self.truncation.name}"
             )
+
+    def for_problem(self, number: int, trial: int = 0) -> SamplingParams:
+        """The same, with draws of its own for the `number`th problem of a task and a trial of it."""
+        return dataclasses.replace(self, seed=(self.seed + trial) * 1_000_003 + number)
 
 
 def _require_temperature(name: str, value: float) -> None:

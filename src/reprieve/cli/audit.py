@@ -11,9 +11,7 @@ from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.errors import SpecError, require_whole
 from reprieve.settings import (
-    AUTO,
     BUNDLED_TASK,
-    NumDraftTokens,
     PairSettings,
     PromptSettings,
     SamplingParams,
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
 
 
 _ACTIVE = 10  # the paper's K
+_BLOCK = 16  # drafted tokens a round where nothing says otherwise
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,8 @@ class AuditArbitration(Command):
 
     Args:
         rule: The rule that decides, such as arbiter:path=FOLDER,lambda=0.5 or state_arbiter.
-        num_draft_tokens: K, or auto. Default: what the rule's arbiter was trained at, else auto.
+        num_draft_tokens: K, the same in every round: after `auto`, branches would also differ in their blocks. Default:
+            what the rule's arbiter was trained at, else 16.
         task: Task of the problems. Default: that of the bundled pair.
         split: Split. Default: test if there is one.
         limit: Number of problems.
@@ -118,7 +118,7 @@ class AuditArbitration(Command):
     verb = "audit arbitration"
 
     rule: str = "arbiter"
-    num_draft_tokens: NumDraftTokens | None = None
+    num_draft_tokens: int | None = None
     task: str = BUNDLED_TASK
     split: str | None = None
     limit: int = 100
@@ -144,7 +144,7 @@ class AuditArbitration(Command):
             raise SpecError(f"task {self.task} has no right answers: branches cannot be compared on it")
         split = screen.split_of(task, self.split, "test")
         trained_at = [head.num_draft_tokens for _, head in rule.heads if isinstance(head, Arbiter)]
-        k = next(iter(trained_at), AUTO) if self.num_draft_tokens is None else self.num_draft_tokens
+        k = next(iter(trained_at), _BLOCK) if self.num_draft_tokens is None else self.num_draft_tokens
         decoder = pair.decoder(rule, num_draft_tokens=k, task=self.task)
         problems = task.problems(split, self.limit, offset=self.offset)
         params = _params(self.sampling, task, self.seed)

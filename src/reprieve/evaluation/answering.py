@@ -70,8 +70,7 @@ class Answerer:
 
     async def answer(self, arm: Arm, problem: TaskProblem, number: int, trial: int) -> ProblemRecord:
         """Answer the `number`th problem; every problem and trial has draws of its own."""
-        seed = (self.config.seed + trial) * 1_000_003 + number
-        return await self._answer(arm, problem, dataclasses.replace(self._params, seed=seed), trial)
+        return await self._answer(arm, problem, self._params.for_problem(number, trial), trial)
 
     async def _answer(self, arm: Arm, problem: TaskProblem, params: SamplingParams, trial: int) -> ProblemRecord:
         """One arm on one problem. An error is recorded as an error, never as an answer."""

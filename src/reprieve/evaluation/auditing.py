@@ -6,7 +6,6 @@ next-step distribution be, had its own most likely token stood there instead?
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,8 +96,7 @@ def audit(
     parts, swapped, rescued = [], [], []
     num_correct = 0
     for number, problem in enumerate(problems):
-        own = dataclasses.replace(params, seed=params.seed * 1_000_003 + number)
-        made = decoder.generate(prompt_of(problem), own)
+        made = decoder.generate(prompt_of(problem), params.for_problem(number))
         num_correct += task.equivalent(task.extract_answer(made.text), problem.reference)
         places = [place for place, token in enumerate(made.tokens) if token.provenance is not Provenance.TARGET]
         ids = [made.tokens[place].token_id for place in places]

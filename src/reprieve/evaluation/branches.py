@@ -8,6 +8,7 @@ continuation is then enough.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,10 +63,12 @@ def require_branches(rule: Rule, *, sampled: bool) -> None:
     """Both branches of a mismatch must be what the rule would have gone on with.
 
     Raises:
-        SpecError: the rule replaces the lossless check, rescues no more than a budget allows, or, where answers are
-            sampled, does not compare the draft's token with a draw of the target's.
+        SpecError: the rule lets nothing pass, replaces the lossless check, rescues no more than a budget allows, or,
+            where answers are sampled, does not compare the draft's token with a draw of the target's.
     """
     traits = rule.traits
+    if rule.threshold == -math.inf:
+        raise SpecError(f"--rule must let something pass that lossless decoding refuses, {rule.spec!r} never does")
     if traits.replaces or traits.risk_budget is not None or traits.max_rescues_per_block is not None:
         raise SpecError(f"--rule must decide each mismatch by its risk alone, {rule.spec!r} does not")
     if sampled and traits.check != "exact":
@@ -88,14 +91,14 @@ def diagnose(
 
     Args:
         decoder: with a rule that `require_branches` lets pass.
-        params: of the answers; a sampled one's seed is theirs plus its problem's number.
+        params: of the answers; problem i is drawn with a seed of its own, as `reprieve bench` does.
     """
     responses = ResponseFormat(
         pair.tokenizer, task, eos_token_ids(pair.target, pair.tokenizer), max_new_tokens=params.max_new_tokens
     )
     choices, num_correct = [], 0
     for number, problem in enumerate(problems):
-        branches = _Branches(decoder, responses, problem, dataclasses.replace(params, seed=params.seed + number))
+        branches = _Branches(decoder, responses, problem, params.for_problem(number))
         choices.append(branches.choices())
         num_correct += branches.correct
         progress(number + 1, len(problems))

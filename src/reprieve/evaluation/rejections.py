@@ -8,7 +8,6 @@ the same final answer; for open-ended tasks models that the reader names compare
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -267,8 +266,7 @@ def examine(
     found: dict[str, list[list[list[bool]]]] = {measure.name: [] for measure in measures}
     num_correct = 0
     for number, problem in enumerate(problems):
-        own = dataclasses.replace(params, seed=params.seed * 1_000_003 + number)
-        made = decoder.generate(prompt_of(problem), own, trace=True)
+        made = decoder.generate(prompt_of(problem), params.for_problem(number), trace=True)
         if task.graded:
             num_correct += task.equivalent(task.extract_answer(made.text), problem.reference)
         texts = asyncio.run(_continued(LocalTarget(greedy), responses, made))
