@@ -15,12 +15,11 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from arms import answer_test_problems, over, part, write_parts
+from arms import answer_test_problems, labels_of, over, part, run, whole, write_parts
 from reprieve.calibration.swaps import SwapMeter
 from reprieve.engine import DRAFT_ONLY, Pair, SamplingParams, load_pair
 from reprieve.evaluation.arms import make_arms
 from reprieve.evaluation.results import summarise, write_results
-from reprieve.labelling.store import LabelStore
 from reprieve.models.sampling import Sampler
 from reprieve.training.splits import auc_interval
 from tables import COLUMNS
@@ -117,7 +116,7 @@ def shift(pair: Pair, options: argparse.Namespace) -> None:
     values: dict[str, list[np.ndarray]] = {"divergence": [], "distance": [], "margin": []}
     important: list[bool] = []
     names: list[str] = []
-    for problem in LabelStore(options.labels).problems()[: options.limit]:
+    for problem in labels_of(pair, options.labels).problems()[: options.limit]:
         labelled = problem.labelled()
         if not labelled:
             continue
@@ -145,9 +144,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--target", default="reprieve/miniature")
-    parser.add_argument("--limit", type=int, default=100, help="problems")
-    parser.add_argument("--offset", type=int, default=0, help="first test problem")
-    parser.add_argument("--workers", type=int, default=1, help="processes side by side")
+    parser.add_argument("--limit", type=whole(1), default=100, help="problems")
+    parser.add_argument("--offset", type=whole(0), default=0, help="first test problem")
+    parser.add_argument("--workers", type=whole(1), default=1, help="processes side by side")
     parser.add_argument("--labels", type=Path, default=Path("benchmarks/labels/miniature-autojudge"))
     parser.add_argument("--out", type=Path, default=Path("runs/arc"))
     options = parser.parse_args()
@@ -156,4 +155,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

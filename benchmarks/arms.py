@@ -1,26 +1,58 @@
-"""What the papers' benchmarks share: arms over a bundled pair's test split, resumable, with a line now and then; and
-tables as `tables.py` shows them."""
+"""What the papers' benchmarks share: arms over a bundled pair's test split, resumable, with a line now and then; tables
+as `tables.py` shows them; labels of the pair at hand; and how a benchmark refuses what it cannot do."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from reprieve.bundles import bundle_of
 from reprieve.engine import Pair
+from reprieve.errors import ReprieveError
 from reprieve.evaluation.arms import Arm
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.engines.local import LocalEngine
 from reprieve.evaluation.runner import Run, Runner, environment
 from reprieve.evaluation.settings import RunSettings
 from reprieve.files import replace_file
+from reprieve.labelling.store import LabelStore
 from reprieve.settings import SamplingSettings
 from reprieve.tasks import Task, load_task
 from tables import parts_table
+
+
+def run(main: Callable[[], None]) -> None:
+    """A benchmark's `main`: what it refuses is told in a line."""
+    try:
+        main()
+    except ReprieveError as error:
+        sys.exit(f"error: {error}")
+
+
+def whole(lowest: int) -> Callable[[str], int]:
+    """What reads a flag's value: a whole number from `lowest` on."""
+
+    def read(text: str) -> int:
+        if not text.isascii() or not text.isdecimal() or int(text) < lowest:
+            raise argparse.ArgumentTypeError(f"must be a whole number, {lowest} or more, got {text!r}")
+        return int(text)
+
+    return read
+
+
+def labels_of(pair: Pair, folder: Path) -> LabelStore:
+    """A store of this pair's labels.
+
+    Raises:
+        ReprieveError: no store, or one of another pair.
+    """
+    store = LabelStore(folder)
+    store.require_pair(pair.identity)
+    return store
 
 
 def part(head: Sequence[str], rows: Sequence[Sequence[object]], note: str = "") -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from arms import answer_test_problems, over, part, task_of, write_parts
+from arms import answer_test_problems, over, part, run, task_of, whole, write_parts
 from reprieve.cli.main import main as reprieve
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, Pair, SamplingParams, SpeculativeDecoder, load_pair
 from reprieve.engine.advisors import ArbiterAdvisor, build_arbiter
@@ -25,6 +25,7 @@ from reprieve.errors import ReprieveError
 from reprieve.evaluation.arms import LOSSLESS, Arm, make_arms
 from reprieve.evaluation.records import RecordFile
 from reprieve.evaluation.results import summarise, write_results
+from reprieve.files import read_json
 from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.loading import attach_heads
 from reprieve.metrics import bootstrap_interval, paired_difference
@@ -52,9 +53,10 @@ def complement(pair: Pair, options: argparse.Namespace) -> None:
     right = solved_by_arm(options.run)
     target, draft = right[TARGET_ONLY], right[DRAFT_ONLY]
     union = target | draft
-    rows = [
+    rows: list[list[object]] = [[f"`{TARGET_ONLY}`", int(target.sum()), *["-"] * 5]]
+    rows += [
         [f"`{name}`", int(solved.sum()), "-", "-", "-", over(_points(solved, target), 1, 100), "-"]
-        for name, solved in ((TARGET_ONLY, target), (DRAFT_ONLY, draft), ("either of both", union))
+        for name, solved in ((DRAFT_ONLY, draft), ("either of both", union))
     ]
     for name, ours in right.items():
         if name in (TARGET_ONLY, DRAFT_ONLY, LOSSLESS):
@@ -73,11 +75,14 @@ def complement(pair: Pair, options: argparse.Namespace) -> None:
 
 
 def solved_by_arm(folder: Path) -> dict[str, np.ndarray]:
-    """What every arm of a run solved, in one order of the problems.
+    """What every arm of a greedy run solved, in one order of the problems.
 
     Raises:
-        ReprieveError: no run, or arms that did not answer the same problems.
+        ReprieveError: no run, a sampled one, or arms that did not answer the same problems.
     """
+    config = read_json(folder / "run.json", "--run")
+    if config["sampling"]["temperature"] or config["num_trials"] != 1:
+        raise ReprieveError(f"--run {str(folder)!r} must hold greedy answers, one of each problem")
     found: dict[str, dict[str, bool]] = {}
     for record in RecordFile(folder / "problems.jsonl").records:
         found.setdefault(record.arm, {})[record.problem_id] = record.correct
@@ -225,19 +230,21 @@ def main() -> None:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--target", default="reprieve/miniature")
     parser.add_argument("--start", default="reprieve/miniature-arbiter", help="a warmed-up arbiter")
-    parser.add_argument("--num-draft-tokens", type=int, default=16)
-    parser.add_argument("--limit", type=int, default=40)
-    parser.add_argument("--offset", type=int, default=0, help="first test problem")
+    parser.add_argument("--num-draft-tokens", type=whole(1), default=16)
+    parser.add_argument("--limit", type=whole(1), default=40)
+    parser.add_argument("--offset", type=whole(0), default=0, help="first test problem")
     parser.add_argument("--run", type=Path, default=Path("runs/tables/cospec"), help="of `complement`: its folder")
-    parser.add_argument("--workers", type=int, default=1, help="more than one is for outcomes, not for speed")
+    parser.add_argument("--workers", type=whole(1), default=1, help="more than one is for outcomes, not for speed")
     parser.add_argument(
         "--labels", type=Path, nargs="+", default=[Path("benchmarks/labels/miniature-arbitration")],
         help="of `ablations`: warm-up traces",
     )  # fmt: skip
     parser.add_argument("--tie", type=float, default=0.5, help="of `ablations`: label of ties")
-    parser.add_argument("--epochs", type=int, default=1, help="of `ablations`: warm-up without the hybrid mask")
-    parser.add_argument("--updates", type=int, default=3, help="of `ablations`: the budget of each variant")
-    parser.add_argument("--prompts", type=int, default=8, help="of `ablations`: prompts an update, 8 rollouts each")
+    parser.add_argument("--epochs", type=whole(1), default=1, help="of `ablations`: warm-up without the hybrid mask")
+    parser.add_argument("--updates", type=whole(1), default=3, help="of `ablations`: the budget of each variant")
+    parser.add_argument(
+        "--prompts", type=whole(1), default=8, help="of `ablations`: prompts an update, 8 rollouts each"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/cospec"))
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -245,4 +252,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

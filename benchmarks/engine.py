@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import reprieve
-from arms import over, part, task_of, write_parts
+from arms import over, part, run, task_of, whole, write_parts
 from reprieve.engine import Pair
 from reprieve.metrics import bootstrap_interval
 from reprieve.models import CachedModel
@@ -144,7 +144,8 @@ def measure(pair: Pair, num_problems: int) -> dict:
                 speeds[name].append(len(answers[name]) / seconds)
                 text = pair.tokenizer.decode(answers[name], skip_special_tokens=True)
                 correct[name].append(task.equivalent(task.extract_answer(text), problem.reference))
-        num_different += len({tuple(answers[name]) for name in lossless}) > 1
+        if number >= WARM_UP:
+            num_different += len({tuple(answers[name]) for name in lossless}) > 1
         forwards.measure()
         print(f"{number + 1} of {num_problems + WARM_UP} problems", file=sys.stderr, flush=True)
     best_peer = max((name for name in ways if "assisted" in name), key=lambda name: statistics.median(speeds[name]))
@@ -306,8 +307,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark"))
     parser.add_argument("--target", default="reprieve/miniature")
-    parser.add_argument("--limit", type=int, default=60)
-    parser.add_argument("--num-threads", type=int, default=1)
+    parser.add_argument("--limit", type=whole(1), default=60)
+    parser.add_argument("--num-threads", type=whole(1), default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.num_threads)
     pair = reprieve.load_pair(arguments.target, dtype="float32")
@@ -319,4 +320,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

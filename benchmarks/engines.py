@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from arms import over, part, write_parts
+from arms import over, part, run, whole, write_parts
 from reprieve.bundles import bundle_of
 from reprieve.evaluation.arms import Arm, make_arms
 from reprieve.evaluation.config import RunConfig
@@ -196,8 +196,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=("agree", "sweep", "load", "mine"))
     parser.add_argument("--target", default="reprieve/miniature", help="a bundled pair's")
-    parser.add_argument("--limit", type=int, default=200)
-    parser.add_argument("--rollouts", type=int, default=0, help="mine PAD's labels with so many rollouts")
+    parser.add_argument("--limit", type=whole(1), default=200)
+    parser.add_argument("--rollouts", type=whole(0), default=0, help="mine PAD's labels with so many rollouts")
     parser.add_argument("--out", type=Path, default=Path("runs/engines"))
     options = parser.parse_args()
     if (bundle := bundle_of(options.target)) is None:
@@ -215,4 +215,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

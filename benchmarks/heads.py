@@ -18,9 +18,8 @@ from sklearn.metrics import roc_curve
 from sklearn.neural_network import MLPClassifier
 
 import reprieve
-from arms import over, part, task_of, write_parts
+from arms import labels_of, over, part, run, task_of, write_parts
 from reprieve.heads.settings import JUDGE_BOTH, JUDGE_TARGET, FeatureRecipe
-from reprieve.labelling.store import LabelStore
 from reprieve.training.features import LabelledTokens, collect
 from reprieve.training.judge import fit_linear
 from reprieve.training.pivot import train_pivot
@@ -153,9 +152,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     pair = reprieve.load_pair(arguments.target, arguments.draft)
-    store = LabelStore(arguments.judge_labels)
-    store.require_pair(pair.identity)
-    split = Split(collect(pair, store.problems()), arguments.held_out)
+    split = Split(collect(pair, labels_of(pair, arguments.judge_labels).problems()), arguments.held_out)
     tokens, held = split.tokens, split.held
     _, target_scores = split.best_linear(JUDGE_TARGET)
     _, both_scores = split.best_linear(JUDGE_BOTH)
@@ -185,9 +182,7 @@ def main() -> None:
 
 def pivot_part(pair: reprieve.Pair, arguments: argparse.Namespace, curves: dict) -> tuple[list[list[str]], str]:
     """The pivot head on its own labels, beside a linear head and the log-probability on the same ones."""
-    store = LabelStore(arguments.pivot_labels)
-    store.require_pair(pair.identity)
-    tokens = collect(pair, store.problems())
+    tokens = collect(pair, labels_of(pair, arguments.pivot_labels).problems())
     split = Split(tokens, arguments.held_out)
     settings = PivotTraining(held_out=arguments.held_out, seed=SEED)
     head = train_pivot(tokens, pair.identity, task_of(pair).name, settings=settings)
@@ -208,4 +203,4 @@ def _counts(tokens: LabelledTokens, held: np.ndarray) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

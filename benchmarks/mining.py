@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import reprieve
-from arms import over, part, task_of, write_parts
+from arms import labels_of, over, part, run, task_of, whole, write_parts
 from reprieve.engine import Pair
 from reprieve.labelling.recipes import build
 from reprieve.labelling.records import ProblemLabels
@@ -63,7 +63,10 @@ def straightforward(pair: Pair, task: Task, problem: TaskProblem) -> list[tuple[
 
 
 def speed(pair: Pair, task: Task, arguments: argparse.Namespace) -> dict:
-    """Seconds a problem of both, in turns: ours over many problems, the plain way over the first few of the same."""
+    """Seconds a problem of both, in turns: the plain way on the first few of ours.
+
+    Ours has many problems in flight: a turn's time is shared out by the tokens that each of them took.
+    """
     num_ours, in_flight = arguments.ours, arguments.in_flight
     models = PairSettings(arguments.target)
     limit = arguments.turns * num_ours
@@ -76,28 +79,27 @@ def speed(pair: Pair, task: Task, arguments: argparse.Namespace) -> dict:
             store = LabelStore(Path(folder), bench.manifest)
             mine_problems(bench.miner, problems, store, num_in_flight=in_flight)
             mined = {labels.problem_id: labels for labels in store.problems()}
-        ours.append((time.perf_counter() - began) / len(problems))
+        a_token = (time.perf_counter() - began) / sum(labels.num_generated for labels in mined.values())
         for problem in problems[: arguments.plain]:
             began = time.perf_counter()
             plain = straightforward(pair, task, problem)
             theirs.append(time.perf_counter() - began)
+            ours.append(a_token * mined[problem.problem_id].num_generated)
             found = mined[problem.problem_id].mismatches
             same.append([(m.position, m.draft_id, bool(m.important)) for m in found] == plain)
-        print(f"{start + len(problems)}: {ours[-1]:.2f} and {np.mean(theirs[-arguments.plain :]):.2f} s a problem")
-    slow = np.array(theirs)
-    times = [
-        slow.mean() / np.mean(ours),
-        *bootstrap_interval(lambda i: float(slow[i].mean() / np.mean(ours)), len(slow)),
-    ]
+        middle = [np.mean(times[-arguments.plain :]) for times in (ours, theirs)]
+        print(f"{start + len(problems)}: {middle[0]:.2f} and {middle[1]:.2f} s a problem")
+    fast, slow = np.array(ours), np.array(theirs)
+    times = [slow.mean() / fast.mean(), *bootstrap_interval(lambda i: slow[i].mean() / fast[i].mean(), len(slow))]
     return part(
         ["what", "measured"],
         [
             ["seconds a problem, one `generate` for every swap", f"{slow.mean():.1f}"],
-            [f"seconds a problem, {in_flight} in flight", f"{np.mean(ours):.2f}"],
+            [f"seconds a problem, {in_flight} in flight", f"{fast.mean():.2f}"],
             ["times as fast", over(times, 1)],
             ["the same labels", f"{sum(same)} of {len(same)} problems"],
         ],
-        f"{len(bench.problems)} problems, {len(slow)} of them both ways, in turns.",
+        f"{len(slow)} problems both ways, in turns of {num_ours}; those in flight share a turn's time by their tokens.",
     )
 
 
@@ -150,19 +152,21 @@ def main() -> None:
     parser.add_argument("--labels", type=Path, default=Path("benchmarks/labels/miniature-autojudge"))
     parser.add_argument("--pivot-labels", type=Path, default=Path("benchmarks/labels/miniature-pivot"))
     parser.add_argument("--naive", type=Path, default=None, help="a store mined with --variant naive")
-    parser.add_argument("--turns", type=int, default=3, help="0 leaves the timing out")
-    parser.add_argument("--ours", type=int, default=64, help="problems a turn")
-    parser.add_argument("--plain", type=int, default=8, help="of those, problems mined in the straightforward way too")
-    parser.add_argument("--in-flight", type=int, default=32)
+    parser.add_argument("--turns", type=whole(0), default=3, help="0 leaves the timing out")
+    parser.add_argument("--ours", type=whole(1), default=64, help="problems a turn")
+    parser.add_argument(
+        "--plain", type=whole(1), default=8, help="of those, problems mined in the straightforward way too"
+    )
+    parser.add_argument("--in-flight", type=whole(1), default=32)
     parser.add_argument("--out", type=Path, default=Path("runs/mining-report"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     pair = reprieve.load_pair(arguments.target)
     task = task_of(pair)
-    stores = {"AutoJudge, the search": LabelStore(arguments.labels)}
+    stores = {"AutoJudge, the search": labels_of(pair, arguments.labels)}
     if arguments.naive is not None:
-        stores["AutoJudge, naive"] = LabelStore(arguments.naive)
-    stores["PAD"] = LabelStore(arguments.pivot_labels)
+        stores["AutoJudge, naive"] = labels_of(pair, arguments.naive)
+    stores["PAD"] = labels_of(pair, arguments.pivot_labels)
     parts = {"labels": guarantee(pair, task, stores)}
     if arguments.turns:
         parts["speed"] = speed(pair, task, arguments)
@@ -170,4 +174,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -2,7 +2,7 @@
 
 AutoJudge, appendix H: with weights fetched from disk for every forward (accelerate), a target pass costs far more than
 a draft pass, so that long windows pay, if enough of them is accepted. Lossless and judge at K = 8 and K = 48, taking
-turns problem by problem. Writes offload.json.
+turns problem by problem, in an order that rotates, after an answer each that is not counted. Writes offload.json.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from accelerate import disk_offload
 
 import reprieve
-from arms import over, part, task_of, write_parts
+from arms import over, part, run, task_of, whole, write_parts
 from reprieve.evaluation.arms import Arm
 from reprieve.heads.loading import attach_heads
 from reprieve.metrics import bootstrap_interval
@@ -26,8 +26,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--head", default="reprieve/miniature-judge")
     parser.add_argument("--target", default="reprieve/miniature")
-    parser.add_argument("--limit", type=int, default=40)
-    parser.add_argument("--windows", default="8,48")
+    parser.add_argument("--limit", type=whole(1), default=40)
+    parser.add_argument("--windows", type=whole(1), nargs="+", default=[8, 48], help="K")
     parser.add_argument("--out", type=Path, default=Path("runs/offload-report"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -37,7 +37,7 @@ def main() -> None:
     judge = attach_heads(reprieve.parse_rule(f"judge:path={arguments.head}"))
     arms = [
         Arm(f"{name}, K = {k}", rule, k)
-        for k in map(int, arguments.windows.split(","))
+        for k in arguments.windows
         for name, rule in (("lossless", reprieve.parse_rule("lossless")), ("judge", judge))
     ]
     with tempfile.TemporaryDirectory() as folder:
@@ -45,8 +45,12 @@ def main() -> None:
         decoders = {arm.label: arm.decoder(pair) for arm in arms}
         params = reprieve.SamplingParams(max_new_tokens=task.max_new_tokens)
         totals: dict[str, list[tuple[float, ...]]] = {arm.label: [] for arm in arms}
+        for decoder in decoders.values():
+            decoder.generate(task.problems("train", 1)[0].prompt, params)
         for number, problem in enumerate(task.problems("test", arguments.limit)):
-            for label, decoder in decoders.items():
+            order = [*decoders.items()]
+            turn = number % len(order)
+            for label, decoder in order[turn:] + order[:turn]:
                 made = decoder.generate(problem.prompt, params, timed=True)
                 correct = task.equivalent(task.extract_answer(made.text), problem.reference)
                 parts = made.seconds_by_part
@@ -73,4 +77,4 @@ def ratio(values: np.ndarray, base: np.ndarray) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

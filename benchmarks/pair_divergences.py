@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 import reprieve
+from arms import run, whole
 from pair_families import of_each_family, worded
 from pair_report import Writer
 from reprieve.engine import Pair
@@ -48,7 +49,7 @@ def histogram(values: np.ndarray) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/pair-divergences"))
-    parser.add_argument("--num", type=int, default=40, help="problems of each family and size")
+    parser.add_argument("--num", type=whole(1), default=40, help="problems of each family and size")
     parser.add_argument("--task", default="word_problems")
     parser.add_argument("--target", default="reprieve/miniature")
     parser.add_argument("--draft", default=None)
@@ -100,4 +101,4 @@ def shown(found: Sequence[dict]) -> dict[str, list]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

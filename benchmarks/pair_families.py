@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 import reprieve
+from arms import run, whole
 from pair_report import Writer
 from reprieve.evaluation.runner import environment
 from reprieve.files import replace_file
@@ -55,7 +56,7 @@ def worded(parser: argparse.ArgumentParser, name: str) -> ArithmeticTask:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/pair-families"))
-    parser.add_argument("--num", type=int, default=60, help="problems of each family and size")
+    parser.add_argument("--num", type=whole(1), default=60, help="problems of each family and size")
     parser.add_argument("--families", nargs="*", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--task", default="arithmetic")
     parser.add_argument("--target", default="reprieve/arithmetic-pair")
@@ -92,4 +93,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 import reprieve
+from arms import run, whole
 from reprieve.bundles import bundle_of
 from reprieve.engine import Pair
 from reprieve.errors import ReprieveError
@@ -214,8 +215,8 @@ def tree_tokens(pair: Pair, task: Task, head: str, problems: list[TaskProblem]) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/pair-report"))
-    parser.add_argument("--limit", type=int, default=500, help="test problems")
-    parser.add_argument("--mine", type=int, default=100, help="training problems whose mismatches are labelled")
+    parser.add_argument("--limit", type=whole(0), default=500, help="test problems")
+    parser.add_argument("--mine", type=whole(0), default=100, help="training problems whose mismatches are labelled")
     parser.add_argument("--task", default="arithmetic")
     parser.add_argument("--target", default="reprieve/arithmetic-pair")
     parser.add_argument("--draft", default=None)
@@ -286,4 +287,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

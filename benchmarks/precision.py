@@ -13,11 +13,10 @@ import numpy as np
 import torch
 
 import reprieve
-from arms import over, part, write_parts
+from arms import labels_of, over, part, run, whole, write_parts
 from reprieve.engine import Pair
 from reprieve.heads.judge import JudgeHead
 from reprieve.labelling.records import ProblemLabels
-from reprieve.labelling.store import LabelStore
 from reprieve.training.features import collect
 from reprieve.training.splits import auc_interval, split_by_problem
 
@@ -54,12 +53,12 @@ def main() -> None:
     parser.add_argument("--labels", type=Path, default=Path("benchmarks/labels/miniature-autojudge"))
     parser.add_argument("--head", default="reprieve/miniature-judge")
     parser.add_argument("--target", default="reprieve/miniature")
-    parser.add_argument("--limit", type=int, default=100, help="held-out problems")
+    parser.add_argument("--limit", type=whole(1), default=100, help="held-out problems")
     parser.add_argument("--out", type=Path, default=Path("runs/precision-report"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     head = JudgeHead.from_pretrained(arguments.head)
-    everything = LabelStore(arguments.labels).problems()
+    everything = labels_of(reprieve.load_pair(arguments.target), arguments.labels).problems()
     ids = np.concatenate([[p.problem_id] * len(p.labelled()) for p in everything])
     flags = np.concatenate([[bool(m.important) for m in p.labelled()] for p in everything]).astype(bool)
     made = head.training
@@ -89,4 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from arms import run, whole
 from reprieve.bundles import Bundle, bundle_of
 from reprieve.files import replace_file
 from reprieve.heads.binding import digest
@@ -79,7 +80,7 @@ def result_of(out: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--target", default="reprieve/miniature", help="a bundled pair's")
-    parser.add_argument("--problems", type=int, default=2400)
+    parser.add_argument("--problems", type=whole(1), default=2400)
     parser.add_argument("--interrupts", type=float, nargs="*", default=[90, 240, 200], help="seconds after each start")
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart-twice"))
     chosen = parser.parse_args()
@@ -102,4 +103,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

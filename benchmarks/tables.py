@@ -3,9 +3,9 @@
 `benchmarks/tables.yaml` names the commands of each table (and the environment they need, where it is not this one),
 the file they end in, how it is shown and the pages that it governs. `run` makes what is missing under `runs/tables`
 (each command resumes from its folder), keeps the results in `benchmarks/results`, and writes the pages; `write` writes
-pages from the kept results; `check` says where pages differ from them, and which decimals, shares and signed numbers
-on governed pages no command made. A page kept by hand must name a command in each section and list item that shows an
-interval, and under `docs/measured` in each with a table of numbers.
+pages from the kept results; `check` says where kept results are of another command, where pages differ from them, and
+which decimals, shares and signed numbers on governed pages no command made. A page kept by hand must name a command in
+each section and list item that shows an interval, and under `docs/measured` in each with a table of numbers.
 
 On a page, a table stands between `<!-- table NAME -->` and `<!-- /table -->` (NAME.PART where a result has several), a
 single number between `<!-- value NAME ; ARM ; FIELD -->` and `<!-- /value -->`. Numbers of others stand in a line with
@@ -280,6 +280,11 @@ def trimmed(document: Mapping[str, Any]) -> dict[str, Any]:
     return {field: document[field] for field in _KEPT if field in document} | {"arms": arms}
 
 
+def words_of(name: str, command: str) -> list[str]:
+    """A table's command, word by word, its folder put in."""
+    return [re.sub(r"\bOUT\b", str(RUNS / name), word) for word in shlex.split(command)]
+
+
 def run(names: list[str]) -> None:
     """Run what the tables need and keep the results.
 
@@ -290,7 +295,7 @@ def run(names: list[str]) -> None:
         table, folder = tables()[name], RUNS / name
         binaries = ROOT / table["environment"] / "bin" if "environment" in table else Path(sys.executable).parent
         for command in table["run"]:
-            words = [re.sub(r"\bOUT\b", str(folder), word) for word in shlex.split(command)]
+            words = words_of(name, command)
             program = str(binaries / ("python" if words[0].endswith(".py") else "reprieve"))
             print(f"{name}: {shlex.join(words)}", flush=True)
             if status := subprocess.run([program, *words], cwd=ROOT, check=False).returncode:
@@ -322,8 +327,12 @@ def write() -> None:
 
 
 def check() -> list[str]:
-    """What is wrong with the governed pages, a line each."""
-    wrong = []
+    """What is wrong with the kept results and the pages, a line each."""
+    wrong = [
+        f"{name}: kept is {kept(name)['command']!r}, tables.yaml has another command"
+        for name, table in tables().items()
+        if shlex.split(kept(name)["command"].removeprefix("reprieve ")) != words_of(name, table["run"][-1])
+    ]
     for page in pages():
         text, name = page.read_text(), page.relative_to(ROOT)
         for kind, whole in (("table", _BLOCK), ("value", _VALUE)):

@@ -22,7 +22,7 @@ import statistics
 import time
 from pathlib import Path
 
-from arms import over, part, write_parts
+from arms import over, part, run, whole, write_parts
 from reprieve.bundles import bundle_of
 from reprieve.metrics import wilson_interval
 from reprieve.tasks import load_task
@@ -170,14 +170,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="reprieve/miniature", help="a bundled pair's")
     parser.add_argument("--rules", nargs="*", default=RULES)
-    parser.add_argument("--num-draft-tokens", type=int, default=8)
-    parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 16])
-    parser.add_argument("--prompts", type=int, default=16, help="for throughput")
-    parser.add_argument("--problems", type=int, default=200, help="for accuracy")
+    parser.add_argument("--num-draft-tokens", type=whole(1), default=8)
+    parser.add_argument("--batches", type=whole(1), nargs="*", default=[1, 4, 16])
+    parser.add_argument("--prompts", type=whole(1), default=16, help="for throughput")
+    parser.add_argument("--problems", type=whole(1), default=200, help="for accuracy")
     parser.add_argument(
-        "--identical", type=int, default=100, help="prompts on which the plugin, off, must be unnoticed"
+        "--identical", type=whole(1), default=100, help="prompts on which the plugin, off, must be unnoticed"
     )
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=whole(1), default=7)
     parser.add_argument("--out", type=Path, default=Path("runs/vllm-serving"))
     options = parser.parse_args()
 
@@ -274,4 +274,4 @@ def throughput(arms, options, prompts, batch):
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -22,7 +22,7 @@ ARM = {
 }
 DOCUMENT = {
     "arms": [ARM],
-    "command": "reprieve bench",
+    "command": "reprieve bench --out runs/tables/frontier",
     "num_problems": 10,
     "num_trials": 1,
     "num_draft_tokens": 8,
@@ -45,7 +45,7 @@ def made(tmp_path, monkeypatch):
     (tmp_path / "frontier.json").write_text(json.dumps(DOCUMENT))
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    one = {"frontier": {"shown": "arms", "pages": ["page.md"], "run": [], "result": "results.json"}}
+    one = {"frontier": {"shown": "arms", "pages": ["page.md"], "run": ["bench --out OUT"], "result": "results.json"}}
     monkeypatch.setattr(tables, "tables", lambda: one)
     tables.kept.cache_clear()
     yield page
@@ -72,6 +72,14 @@ def test_a_changed_number_and_one_of_no_command_are_told(made):
     wrong = tables.check()
     assert len(wrong) == 3
     assert "differs" in wrong[0] and "'2.03'" in wrong[1] and "'45%'" in wrong[2]
+
+
+def test_results_of_another_command_are_told(made):
+    tables.write()
+    tables.tables()["frontier"]["run"] = ["bench --limit 9 --out OUT"]
+    assert tables.check() == [
+        "frontier: kept is 'reprieve bench --out runs/tables/frontier', tables.yaml has another command"
+    ]
 
 
 def test_code_links_and_cited_lines_may_hold_numbers():
