@@ -12,7 +12,7 @@ from reprieve.evaluation.arms import make_arms
 from reprieve.evaluation.certifying import Plan, certify
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.engines.local import LocalEngine
-from reprieve.evaluation.records import claim_run
+from reprieve.evaluation.records import ProblemRecord, claim_run
 from reprieve.evaluation.runner import Runner
 from reprieve.evaluation.settings import CertifySettings
 from reprieve.heads.certificates import Certificate
@@ -117,13 +117,21 @@ def test_thresholds_are_tried_from_strict_to_lenient_whatever_their_order():
 
 
 def test_folders_grow_only_where_that_is_harmless(tmp_path):
-    claim_run(tmp_path, {"arms": ["a"], "heads": {"h": "1"}}, extendable=("arms", "heads"))
+    begun = claim_run(tmp_path, {"arms": ["a"], "heads": {"h": "1"}}, extendable=("arms", "heads"))
+    begun.append(ProblemRecord("a", "p", True, None, 10, 1, 0, 0, 0, 1.0, "eos", ""))
     claim_run(tmp_path, {"arms": ["b"], "heads": {"i": "2"}}, extendable=("arms", "heads"))
     assert json.loads((tmp_path / "run.json").read_text()) == {"arms": ["a", "b"], "heads": {"h": "1", "i": "2"}}
     with pytest.raises(ReprieveError, match="with heads = "):
         claim_run(tmp_path, {"arms": ["a"], "heads": {"h": "9"}}, extendable=("arms", "heads"))
     with pytest.raises(ReprieveError, match="with arms = "):
         claim_run(tmp_path, {"arms": ["c"], "heads": {}})
+
+
+def test_a_folder_without_an_answer_is_anyones(tmp_path):
+    """As one is left by a command that was refused after it had named its folder."""
+    claim_run(tmp_path, {"arms": ["a"], "drafter": "ngram"})
+    claim_run(tmp_path, {"arms": ["a"], "drafter": "draft"})
+    assert json.loads((tmp_path / "run.json").read_text())["drafter"] == "draft"
 
 
 @pytest.mark.slow

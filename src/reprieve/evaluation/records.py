@@ -88,7 +88,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def claim_run(folder: Path, configuration: Mapping[str, Any], *, extendable: tuple[str, ...] = ()) -> RecordFile:
-    """Open a run's folder: a new one gets the configuration, an old one must have been made with the same.
+    """Open a run's folder: a new one, or one without an answer, gets the configuration; else it must be the same.
 
     Args:
         extendable: settings, lists or dictionaries, to which an old folder's may be added.
@@ -100,9 +100,10 @@ def claim_run(folder: Path, configuration: Mapping[str, Any], *, extendable: tup
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ReprieveError(f"--out {str(folder)!r} cannot be made: {error.strerror}") from None
-    path = folder / "run.json"
+    path, answers = folder / "run.json", folder / "problems.jsonl"
     wanted = json.loads(json.dumps(configuration))
-    if path.exists():
+    answered = answers.exists() and answers.stat().st_size > 0
+    if answered and path.exists():
         before = read_run(folder)
         for key in extendable:
             old, new = before.get(key) or type(wanted[key])(), wanted[key]
@@ -119,8 +120,8 @@ def claim_run(folder: Path, configuration: Mapping[str, Any], *, extendable: tup
                     f"--out {str(folder)!r} holds another run, with {key} = {before.get(key)!r} instead of "
                     f"{wanted.get(key)!r}; name another folder, or use the same settings to resume"
                 )
-    elif (folder / "problems.jsonl").exists():
+    elif answered:
         raise ReprieveError(f"--out {str(folder)!r} has a problems.jsonl but no run.json; name another folder")
     else:
         replace_file(path, json.dumps(wanted, indent=2) + "\n")
-    return RecordFile(folder / "problems.jsonl")
+    return RecordFile(answers)
