@@ -358,6 +358,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(tables()):
         parser.error(f"names must be among {', '.join(tables())}, got {', '.join(sorted(unknown))}")
+    if arguments.names and arguments.action != "run":
+        parser.error(f"{arguments.action} takes no names: it is of all pages, got {' '.join(arguments.names)}")
     try:
         if arguments.action == "run":
             run(arguments.names or list(tables()))

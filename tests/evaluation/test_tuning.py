@@ -37,3 +37,9 @@ def test_fsds_protocol_climbs_until_the_share_is_lost(pair, tmp_path):
     assert set(document["protocol"]["acceptance_rates"]) >= {"lossless", "random:rate=0.1", "random:rate=0.9"}
     with pytest.raises(SpecError, match="rise"):
         FsdSettings(thresholds=(0.5, 0.1))
+
+
+def test_a_rule_without_a_dial_is_refused_before_anything_is_measured(pair, tmp_path):
+    with pytest.raises(SpecError, match="has nothing to sweep"):
+        FsdProtocol(FsdSettings("lossless")).run(LocalEngine(pair), ToyTask(), tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()

@@ -85,6 +85,7 @@ class FsdProtocol:
         """The results document of the measurement, with `protocol` added; None where Ctrl-C ended it."""
         asked = self.settings
         target_name = engine.facts.identity.target
+        rules = sweep_rules(asked.rule, asked.thresholds, target=target_name)
         lossless = make_arms([LOSSLESS], asked.num_draft_tokens, target=target_name)[2:]
         # A summary compares with the target, so that it is among the arms wherever one is made.
         target = make_arms([], asked.num_draft_tokens)[:1]
@@ -94,7 +95,7 @@ class FsdProtocol:
         best_k = best_ks(chosen)[0]
         announce(f"K' = {best_k.num_draft_tokens}: lossless is fastest there")
         k = best_k.num_draft_tokens
-        candidates = make_arms(sweep_rules(asked.rule, asked.thresholds, target=target_name), [k], target=target_name)
+        candidates = make_arms(rules, [k], target=target_name)
         accepted = self._pilot(
             engine, task, folder / "acceptance", [arm for arm in candidates if arm.label != DRAFT_ONLY], progress
         )
