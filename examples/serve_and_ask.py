@@ -1,5 +1,6 @@
 """Serve the bundled pair and ask at two leniency levels with OpenAI's own client."""
 
+import atexit
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ PORT = "8123"
 command = ["serve", "--port", PORT, "--rule", "judge:threshold=0.1"]
 server = subprocess.Popen([sys.executable, "-m", "reprieve.cli.main", *command])
 url = f"http://127.0.0.1:{PORT}"
+atexit.register(server.terminate)
 for _ in range(300):
     try:
         urllib.request.urlopen(f"{url}/health")
@@ -30,5 +32,3 @@ for level in ("strict", "certified"):
     report = answer.model_extra["reprieve"]
     print(f"{level}: {answer.choices[0].text.strip()}")
     print(f"  {report['rule']}: {report['tokens_per_round']:.1f} tokens a round, {report['num_rescued']} rescued")
-server.terminate()
-server.wait()

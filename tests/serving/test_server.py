@@ -1,6 +1,7 @@
 """The local server over real sockets: OpenAI's own client, raw bytes, and a browser."""
 
 import asyncio
+import dataclasses
 import http.client
 import json
 import re
@@ -83,6 +84,18 @@ def test_where_k_is_left_to_us_a_policy_has_that_of_its_certificate(pair):
     assert app and "; certificate: With 95% confidence" in told[0], "K = 8 there, as it was made"
     told.clear()
     make_app(pair, policies[1:], ServerSettings(num_draft_tokens="auto:path=reprieve/arithmetic-length-judge"))
+
+
+def test_k_is_of_the_certificate_that_holds_on_this_engine(pair):
+    """A head may be certified at one K here and at another on vLLM; both lie beside it."""
+    policy = Policy.load(JUDGE)
+    by_engine = {item.conditions.engine: item for item in (policy.certificate, *policy.other_certificates)}
+    conditions = dataclasses.replace(by_engine["local"].conditions, num_draft_tokens=16)
+    local = dataclasses.replace(by_engine["local"], conditions=conditions)
+    both = dataclasses.replace(policy, certificate=by_engine["vllm"], other_certificates=(local,))
+    told = []
+    make_app(pair, [both], ServerSettings(), announce=told.append)
+    assert "levels strict, certified=" in told[0] and "does not hold" not in told[0]
 
 
 def get(port, path, headers=None):

@@ -196,7 +196,8 @@ def warn_of_certificates(rule: Rule, folders: Mapping[str, Path], here: Conditio
     matching = [item for folder in folders.values() for item in read_certificates(folder) if item.portable_rule == spec]
     if not matching or any(not item.conditions.differences(here) for item in matching):
         return
+    nearest = min(matching, key=lambda item: len(item.conditions.differences(here)))
     try:
-        matching[0].check(here, where=f"of {rule.spec}")
+        nearest.check(here, where=f"of {rule.spec}")
     except (PairError, SpecError) as error:
         warnings.warn(str(error), stacklevel=2)

@@ -159,7 +159,8 @@ class Policy:
             others = tuple(one for one in holding if one is not best)
             levels.setdefault("certified", best.threshold)
             return dataclasses.replace(self, levels=levels, certificate=best, other_certificates=others)
-        reasons = "; ".join(_differences(self.certificate, conditions))
+        differing: list[list[str]] = [_differences(one, conditions) for one in known]
+        reasons = "; ".join(min(differing, key=len))
         if self.default is not None and self.default not in ("strict", *levels):
             raise SpecError(f"default {self.default}: the certificate does not hold here: {reasons}")
         return dataclasses.replace(self, levels=levels, certificate=None, other_certificates=(), set_aside=reasons)

@@ -168,10 +168,11 @@ def _fitted(policy: Policy, pair: Pair, settings: ServerSettings) -> Policy:
         made_for = policy.certificate.conditions.pair
         made_for.require_matches(pair.identity, f"the certificate of {policy.rule.spec}", reads_draft=True)
     dtype = str(pair.target.dtype).removeprefix("torch.")
+    policy = policy.under(engine="local", drafter=settings.drafter, dtype=dtype)
     k = _num_draft_tokens(policy, settings)
     head = pair.length_head(k, policy.rule, DRAFTERS.make(settings.drafter))
     drafts = k if head is None else head.certified()
-    return policy.under(engine="local", num_draft_tokens=drafts, drafter=settings.drafter, dtype=dtype)
+    return policy.under(num_draft_tokens=drafts)
 
 
 def _num_draft_tokens(policy: Policy, settings: ServerSettings) -> NumDraftTokens:
