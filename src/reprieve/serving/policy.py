@@ -159,8 +159,8 @@ class Policy:
             others = tuple(one for one in holding if one is not best)
             levels.setdefault("certified", best.threshold)
             return dataclasses.replace(self, levels=levels, certificate=best, other_certificates=others)
-        differing: list[list[str]] = [_differences(one, conditions) for one in known]
-        reasons = "; ".join(min(differing, key=len))
+        nearest = min(known, key=lambda one: len(_differences(one, conditions)))
+        reasons = "; ".join(_differences(nearest, conditions))
         if self.default is not None and self.default not in ("strict", *levels):
             raise SpecError(f"default {self.default}: the certificate does not hold here: {reasons}")
         return dataclasses.replace(self, levels=levels, certificate=None, other_certificates=(), set_aside=reasons)
