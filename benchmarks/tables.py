@@ -370,6 +370,7 @@ def main() -> None:
         sys.exit(f"error: {error}")
     if wrong:
         sys.exit("\n".join(wrong))
+    print(f"{len(tables())} tables, and what {len(pages())} pages show of them, agree")
 
 
 if __name__ == "__main__":

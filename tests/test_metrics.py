@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from reprieve.metrics import bootstrap_interval, paired_difference, wilson_interval
+from reprieve.metrics import bootstrap_interval, paired_difference, share_interval, wilson_interval
 
 
 def test_wilson_interval_by_hand():
@@ -57,6 +57,12 @@ def test_the_interval_of_paired_shares_covers_as_often_as_it_says():
             _, low, high = paired_difference(np.maximum(differences, 0), np.maximum(np.negative(differences), 0))
             covered += low <= gained - lost <= high
         assert covered / 2000 > 0.94
+
+
+def test_trials_that_are_all_the_same_count_as_one():
+    same = np.ones((2, 3))
+    assert paired_difference(same, same) == paired_difference(same[:, 0], same[:, 0])
+    assert share_interval(same) == wilson_interval(2, 2)
 
 
 def test_other_values_give_a_normal_interval():

@@ -41,7 +41,7 @@ def paired_difference(
     Of values that are 0 or 1, as answers right or wrong, the adjusted Wald interval for paired shares (Bonett and
     Price, 2012): each way of differing counts once more than it was seen, so that few differences, or none, do not make
     a narrow interval. Of others a normal interval. Several trials a problem, [n, trials], give a bootstrap over
-    problems: trials of one problem are no independent evidence.
+    problems: trials of one problem are no independent evidence. Where no trial differs they count as one.
 
     Raises:
         ValueError: different shapes, or none.
@@ -51,9 +51,10 @@ def paired_difference(
             f"paired_difference needs two equally long, non-empty lists, got {np.shape(left)} and {np.shape(right)}"
         )
     differences = np.asarray(left, dtype=float) - np.asarray(right, dtype=float)
-    if differences.ndim > 1 and differences.shape[1] > 1:
-        return (float(differences.mean()), *clustered_interval(differences))
-    differences = differences.ravel()
+    if differences.ndim > 1:
+        if differences.shape[1] > 1 and differences.any():
+            return (float(differences.mean()), *clustered_interval(differences))
+        differences = differences[:, 0]
     mean, num = float(differences.mean()), len(differences)
     if np.isin(differences, (-1.0, 0.0, 1.0)).all():
         gained, lost = ((int((differences == sign).sum()) + 1) / (num + 2) for sign in (1, -1))
@@ -71,9 +72,12 @@ def clustered_interval(values: np.ndarray) -> tuple[float, float]:
 
 
 def share_interval(successes: np.ndarray) -> tuple[float, float]:
-    """95% interval of a share, from 0 and 1 in [n, trials]: Wilson for one trial, else bootstrap over problems."""
-    if successes.shape[1] == 1:
-        return wilson_interval(int(successes.sum()), len(successes))
+    """95% interval of a share, from 0 and 1 in [n, trials]: Wilson for one trial, else bootstrap over problems.
+
+    Where all trials are the same they count as one: a bootstrap cannot see what no problem showed.
+    """
+    if successes.shape[1] == 1 or successes.min() == successes.max():
+        return wilson_interval(int(successes[:, 0].sum()), len(successes))
     return clustered_interval(successes.astype(float))
 
 

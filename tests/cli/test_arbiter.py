@@ -34,10 +34,8 @@ def pair():
         (["audit", "arbitration", "--rule", "arbiter:lambda=7"], r"lambda must be in [0, 1], got 7.0"),
         (["audit", "arbitration", "--rule", "fuzzy"], "must decide each mismatch by its risk alone"),
         (["audit", "arbitration", "--rule", "lossless"], "--rule must let something pass"),
-        (
-            ["audit", "arbitration", "--num-draft-tokens", "auto"],
-            "--num-draft-tokens: must be a whole number, got 'auto'",
-        ),
+        (["audit", "arbitration", "--num-draft-tokens", "0"], "--num-draft-tokens must be in [1, 512]"),
+        (["audit", "arbitration", "--num-draft-tokens", "auto"], "must be a whole number, got 'auto'"),
         (["audit", "arbitration", "--rule", "margin:delta=2", "--temperature", "1"], "only arbiter rules have both"),
         (["audit", "arbitration", "--temperature", "-1"], "temperature must be in [0, 1e+06]"),
         (["audit", "arbitration", "--rule", "arbiter:path=nowhere"], "neither a folder nor a hub id"),

@@ -165,6 +165,8 @@ def test_ctrl_c_keeps_what_is_done_and_exits_130(tmp_path):
         (["serve", "--port", "99999"], 2, "port must be in [0, 65535], got 99999"),
         (["serve", "--rule", "margin", "--rule", "margin"], 2, "rule margin:delta=1 is offered twice"),
         (["serve", "--check-share", "2"], 2, "check_share must be in [0, 1], got 2.0"),
+        (["serve", "--check-share", "0.1", "--max-changed", "2"], 2, "max_changed must be in [0, 1], got 2.0"),
+        (["serve", "--max-changed", "0.1"], 2, "max_changed needs check_share above 0"),
         (["serve", "--max-waiting", "0"], 2, "max_waiting must be in [1, 1000000], got 0"),
         (["serve", "--rule", "/nowhere/policy.json"], 1, "cannot be read"),
     ],

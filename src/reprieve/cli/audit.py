@@ -12,6 +12,7 @@ from reprieve.cli.command import Command
 from reprieve.errors import SpecError, require_whole
 from reprieve.settings import (
     BUNDLED_TASK,
+    MAX_DRAFT_TOKENS,
     PairSettings,
     PromptSettings,
     SamplingParams,
@@ -136,6 +137,8 @@ class AuditArbitration(Command):
         from reprieve.rules import parse_rule
 
         screen.require_problems(self.limit, self.offset)
+        if self.num_draft_tokens is not None:
+            require_whole("--num-draft-tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
         screen.require_file(self.out)
         rule = attach_heads(parse_rule(self.rule), self.pair.target)
         require_branches(rule, sampled=self.sampling.temperature > 0)

@@ -111,6 +111,8 @@ class Certificate:
         """
         try:
             values = read_json(path, "certificate")
+            if not isinstance(values, dict) or values.get("kind") != _KIND:
+                raise ValueError(f"it is no {_KIND}")
             wanted = values.pop("sha256", None)
             if wanted not in (None, signature(values)):
                 raise ValueError("it was changed after it was made: certify anew")

@@ -54,7 +54,6 @@ class ServerSettings:
         require_draft_tokens(self.num_draft_tokens)
         for name, most in (("timeout", 1e6), ("grace", 1e6), ("max_tokens", 1e9), ("max_body_bytes", 1e10)):
             require_range(name, getattr(self, name), 0, most, low_open=True)
-        _ = self.asked
         assert self.asked  # refuses a thinking that is neither on nor off
         key = self.api_key
         if key is not None and not (key.isascii() and key.isprintable() and key.strip()):
@@ -63,6 +62,10 @@ class ServerSettings:
             raise SpecError(f"port must be in [0, 65535], got {self.port}")
         require_whole("max_waiting", self.max_waiting, 1, 1_000_000)
         require_range("check_share", self.check_share, 0.0, 1.0)
+        if self.max_changed is not None:
+            require_range("max_changed", self.max_changed, 0.0, 1.0)
+            if not self.check_share:
+                raise SpecError("max_changed needs check_share above 0: without checks there is nothing to alarm of")
 
     @property
     def asked(self) -> PromptSettings:
