@@ -38,6 +38,9 @@ def test_a_certificate_names_what_it_promises_and_can_be_used(pair, tmp_path, mo
     assert f"{made.held_out['num_problems']} held-out problems" in made.statement
     assert made.held_out["offset"] == 12 and made.conditions.num_draft_tokens == 4
     arm = make_arms([f"certified:{outcome.path}"], [16])[-1]
+    here = outcome.certificate.conditions
+    assert arm.unchecked(here) is None, "the run holds the named certificate against its conditions, and no other"
+    assert make_arms(["margin"], [16])[-1].unchecked(here) is here
     assert (arm.rule.spec, arm.num_draft_tokens) == (made.rule, 4)
     with pytest.warns(UserWarning, match="temperature 1.0"):
         run(

@@ -72,8 +72,15 @@ class Arm:
             num_draft_tokens=self.num_draft_tokens,
             drafter=drafter,
             task=task,
-            conditions=conditions,
+            conditions=self.unchecked(conditions),
         )
+
+    def unchecked(self, conditions: Conditions | None) -> Conditions | None:
+        """What the certificates beside its head are still to be held against: nothing, where one was named.
+
+        A run holds the named one against its conditions itself.
+        """
+        return None if self.certificate is not None else conditions
 
     def decoders(self, pair: Pair, *, drafter: str, task: str, conditions: Conditions) -> FoldedDecoder:
         """One for every fold, where a head of the rule was trained out of fold; else one for all problems.

@@ -103,7 +103,9 @@ class ServedEngine:
         by_label = {arm.label: arm for arm in arms}
         for arm in arms:
             if arm.rule is not None and arm.rule.heads:
-                require_heads_fit(arm.rule, self.identity, config.task, here=config.conditions(self, arm))
+                require_heads_fit(
+                    arm.rule, self.identity, config.task, here=arm.unchecked(config.conditions(self, arm))
+                )
         slots = {arm.label: self._slots[self._slot(arm, config.drafter).key] for arm in arms}
         for slot in self._up_first({slot.key: slot for slot in slots.values()}):
             ours = [job for job in jobs if slots[job.arm] is slot]
