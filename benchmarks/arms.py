@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reprieve.bundles import bundle_of
+from reprieve.bundles import BUNDLES, Bundle, bundle_of
 from reprieve.engine import Pair
 from reprieve.errors import ReprieveError
 from reprieve.evaluation.arms import Arm
@@ -42,6 +42,13 @@ def whole(lowest: int) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def bundled(name: str) -> Bundle:
+    """A flag's value, the name of a bundled pair."""
+    if (bundle := bundle_of(name)) is None:
+        raise argparse.ArgumentTypeError(f"must be a bundled pair's name, one of {', '.join(BUNDLES)}, got {name!r}")
+    return bundle
 
 
 def labels_of(pair: Pair, folder: Path) -> LabelStore:

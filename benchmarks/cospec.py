@@ -23,9 +23,8 @@ from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, Pair, SamplingParams, Specu
 from reprieve.engine.advisors import ArbiterAdvisor, build_arbiter
 from reprieve.errors import ReprieveError
 from reprieve.evaluation.arms import LOSSLESS, Arm, make_arms
-from reprieve.evaluation.records import RecordFile
+from reprieve.evaluation.records import RecordFile, read_run
 from reprieve.evaluation.results import summarise, write_results
-from reprieve.files import read_json
 from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.loading import attach_heads
 from reprieve.metrics import bootstrap_interval, paired_difference
@@ -80,7 +79,7 @@ def solved_by_arm(folder: Path) -> dict[str, np.ndarray]:
     Raises:
         ReprieveError: no run, a sampled one, or arms that did not answer the same problems.
     """
-    config = read_json(folder / "run.json", "--run")
+    config = read_run(folder)
     if config["sampling"]["temperature"] or config["num_trials"] != 1:
         raise ReprieveError(f"--run {str(folder)!r} must hold greedy answers, one of each problem")
     found: dict[str, dict[str, bool]] = {}

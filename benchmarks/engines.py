@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from arms import over, part, run, whole, write_parts
-from reprieve.bundles import bundle_of
+from arms import bundled, over, part, run, whole, write_parts
 from reprieve.evaluation.arms import Arm, make_arms
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.engines.base import Engine
@@ -195,16 +194,14 @@ def mine(measurement: Measurement, num_rollouts: int) -> Parts:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=("agree", "sweep", "load", "mine"))
-    parser.add_argument("--target", default="reprieve/miniature", help="a bundled pair's")
+    parser.add_argument("--target", type=bundled, default="reprieve/miniature", help="a bundled pair's")
     parser.add_argument("--limit", type=whole(1), default=200)
     parser.add_argument("--rollouts", type=whole(0), default=0, help="mine PAD's labels with so many rollouts")
     parser.add_argument("--out", type=Path, default=Path("runs/engines"))
     options = parser.parse_args()
-    if (bundle := bundle_of(options.target)) is None:
-        parser.error(f"--target must be a bundled pair's, got {options.target!r}")
     torch.set_num_threads(1)
-    pair = PairSettings(options.target, dtype="float32")
-    measurement = Measurement(pair, bundle.task, options.limit, options.out)
+    pair = PairSettings(options.target.name, dtype="float32")
+    measurement = Measurement(pair, options.target.task, options.limit, options.out)
     jobs: dict[str, Callable[[], Parts]] = {
         "agree": lambda: agree(measurement),
         "sweep": lambda: sweep(measurement),

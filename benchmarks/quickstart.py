@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from arms import run, whole
-from reprieve.bundles import Bundle, bundle_of
+from arms import bundled, run, whole
+from reprieve.bundles import Bundle
 from reprieve.files import replace_file
 from reprieve.heads.binding import digest
 from reprieve.labelling.store import LabelStore
@@ -79,15 +79,13 @@ def result_of(out: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--target", default="reprieve/miniature", help="a bundled pair's")
+    parser.add_argument("--target", type=bundled, default="reprieve/miniature", help="a bundled pair's")
     parser.add_argument("--problems", type=whole(1), default=2400)
     parser.add_argument("--interrupts", type=float, nargs="*", default=[90, 240, 200], help="seconds after each start")
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart-twice"))
     chosen = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, and all it starts, ignores it
-    if (bundle := bundle_of(chosen.target)) is None:
-        parser.error(f"--target must be a bundled pair's, got {chosen.target!r}")
-    flags = write_data(chosen.out, bundle, chosen.problems)
+    flags = write_data(chosen.out, chosen.target, chosen.problems)
     seconds = [
         run_whole(flags, chosen.out / name, stops)
         for name, stops in (("whole", []), ("interrupted", chosen.interrupts))

@@ -22,8 +22,7 @@ import statistics
 import time
 from pathlib import Path
 
-from arms import over, part, run, whole, write_parts
-from reprieve.bundles import bundle_of
+from arms import bundled, over, part, run, whole, write_parts
 from reprieve.metrics import wilson_interval
 from reprieve.tasks import load_task
 
@@ -46,17 +45,17 @@ def synthetic_kernel(output, ends, drafted, argmax, bonus, is_greedy, max_spec_l
     output.copy_(output.new_tensor(rows))
 
 
-def engine(folders, arm, k, batch, pipe):
+def engine(bundle, arm, k, batch, pipe):
     """A child: an engine of `batch` slots that answers jobs (prompts, fixed length or not) with what they took."""
     os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
     os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_PLUGINS="" if arm["kind"] == "unpatched" else "reprieve")
     from vllm import LLM, SamplingParams
 
-    spec = {"method": "draft_model", "model": folders["draft"], "num_speculative_tokens": k}
+    spec = {"method": "draft_model", "model": str(bundle.role_folder("draft")), "num_speculative_tokens": k}
     if arm["kind"] == "synthetic":
         spec |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": arm["length"]}
     llm = LLM(
-        model=folders["target"],
+        model=str(bundle.role_folder("target")),
         speculative_config=spec,
         enforce_eager=True,
         dtype="float32",
@@ -133,7 +132,7 @@ class Arm:
         self.label = label
         self.pipe, theirs = multiprocessing.Pipe()
         self.process = multiprocessing.get_context("spawn").Process(
-            target=engine, args=(options.folders, arm, options.num_draft_tokens, batch, theirs), daemon=True
+            target=engine, args=(options.target, arm, options.num_draft_tokens, batch, theirs), daemon=True
         )
         self.process.start()
         assert self.pipe.recv() == "ready"
@@ -168,7 +167,7 @@ def ratio(speeds, arm, base):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="reprieve/miniature", help="a bundled pair's")
+    parser.add_argument("--target", type=bundled, default="reprieve/miniature", help="a bundled pair's")
     parser.add_argument("--rules", nargs="*", default=RULES)
     parser.add_argument("--num-draft-tokens", type=whole(1), default=8)
     parser.add_argument("--batches", type=whole(1), nargs="*", default=[1, 4, 16])
@@ -181,10 +180,7 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("runs/vllm-serving"))
     options = parser.parse_args()
 
-    if (bundle := bundle_of(options.target)) is None:
-        parser.error(f"--target must be a bundled pair's, got {options.target!r}")
-    options.folders = {role: str(bundle.role_folder(role)) for role in ("target", "draft")}
-    task = load_task(bundle.task)
+    task = load_task(options.target.task)
     problems = task.problems("test", max(options.problems, options.identical, 2 * max(options.batches)))
     prompts = [problem.prompt for problem in problems]
     found = {}

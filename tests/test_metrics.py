@@ -23,7 +23,8 @@ def test_paired_difference_counts_only_discordant_problems():
     left, right = [True] * 50 + [False] * 50, [True] * 48 + [False] * 52
     mean, low, high = paired_difference(left, right)
     assert mean == pytest.approx(0.02)
-    assert high - low < 0.08, "agreeing problems add no noise: as if unpaired it would be 0.28"
+    width = 2 * 1.959964 * math.sqrt((3 / 102 + 1 / 102 - (2 / 102) ** 2) / 102)
+    assert high - low == pytest.approx(width), "agreeing problems add no noise: as if unpaired it would be 0.28"
     with pytest.raises(ValueError, match=r"got \(1,\) and \(2,\)"):
         paired_difference([True], [True, False])
 

@@ -116,7 +116,8 @@ class Certificate:
             wanted = values.pop("sha256", None)
             if wanted not in (None, signature(values)):
                 raise ValueError("it was changed after it was made: certify anew")
-            if values.pop("kind") != _KIND or values.pop("schema") != SCHEMA:
+            del values["kind"]
+            if values.pop("schema") != SCHEMA:
                 raise ValueError(f"not a {_KIND} of schema {SCHEMA}")
             conditions = values.pop("conditions")
             pair = PairIdentity(**conditions.pop("pair"))
@@ -196,9 +197,9 @@ def warn_of_certificates(rule: Rule, folders: Mapping[str, Path], here: Conditio
     """
     spec = portable_spec(rule)
     matching = [item for folder in folders.values() for item in read_certificates(folder) if item.portable_rule == spec]
-    if not matching or any(not item.conditions.differences(here) for item in matching):
+    nearest = min(matching, key=lambda item: len(item.conditions.differences(here)), default=None)
+    if nearest is None or not nearest.conditions.differences(here):
         return
-    nearest = min(matching, key=lambda item: len(item.conditions.differences(here)))
     try:
         nearest.check(here, where=f"of {rule.spec}")
     except (PairError, SpecError) as error:
