@@ -57,7 +57,7 @@ class PairSettings:
     Args:
         target: Target model: hub id or folder. Default: the bundled pair.
         draft: Draft model: hub id or folder. Default: the bundled one with the bundled target, else none.
-        dtype: auto, float32, bfloat16 or float16.
+        dtype: auto, float32, bfloat16, float16, or int8 (linear layers, on CPUs).
         device: cpu, cuda, cuda:1 ... Default: a GPU if there is one.
         device_map: auto, balanced ...: spread the target over several devices (accelerate's); the draft stays on one.
         num_threads: Threads of a forward on the CPU. Default: one, or all cores where a short trial finds those faster.

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from reprieve.servers.settings import EngineSettings
     from reprieve.tasks import Task
     from reprieve.tasks.asking import AskedTask
+
+
+_REPORT_SECONDS = 60  # between lines of progress where there is no terminal
 
 
 def console(*, stderr: bool = False, color: bool | None = None, width: int | None = None) -> Console:
@@ -112,18 +116,20 @@ def progress_bar(what: str) -> Progress:
 
 
 def reporter(bar: Progress, what: str = "answers") -> Callable[[int, int], None]:
-    """Moves the bar; where there is no terminal to draw it on, prints a line every tenth of the way."""
+    """Return a callback that moves the bar; where there is no terminal, it prints a line at most once a minute."""
     task = bar.add_task("", total=None)
-    told = 0
+    printed = time.monotonic()
 
     def report(done: int, total: int) -> None:
-        nonlocal told
+        nonlocal printed
         bar.update(task, completed=done, total=total)
-        tenth, told_before = done * 10 // total, told
-        told = tenth
-        if not bar.console.is_terminal and tenth != told_before and tenth:
+        if bar.console.is_terminal:
+            return
+        due = time.monotonic() - printed >= _REPORT_SECONDS
+        if due or done == total:
+            printed = time.monotonic()
             left = bar.tasks[0].time_remaining
-            bar.console.print(f"{done} of {total} {what}" + (f", {left:.0f} s left" if left else ""))
+            bar.console.print(f"{done} of {total} {what}" + (f", about {left:.0f} s left" if left else ""))
 
     return report
 

@@ -152,7 +152,7 @@ def load_pair(
     Args:
         target: hub id or folder; `reprieve/arithmetic-pair` is the bundled target.
         draft: hub id or folder; None takes the bundled draft with the bundled target, and otherwise no draft.
-        dtype: auto, float32, bfloat16 or float16.
+        dtype: auto, float32, bfloat16, float16, or int8 (linear layers, on CPUs).
         device: cpu, cuda, cuda:1, mps; the first GPU, or the CPU, when None.
         device_map: auto, balanced, ...: spreads the target over several devices, by accelerate; None for one device.
 

@@ -90,6 +90,8 @@ def read_run(folder: Path) -> dict[str, Any]:
 def claim_run(folder: Path, configuration: Mapping[str, Any], *, extendable: tuple[str, ...] = ()) -> RecordFile:
     """Open a run's folder: a new one, or one without an answer, gets the configuration; else it must be the same.
 
+    A larger `limit` extends an old run.
+
     Args:
         extendable: settings, lists or dictionaries, to which an old folder's may be added.
 
@@ -105,6 +107,9 @@ def claim_run(folder: Path, configuration: Mapping[str, Any], *, extendable: tup
     answered = answers.exists() and answers.stat().st_size > 0
     if answered and path.exists():
         before = read_run(folder)
+        if isinstance(before.get("limit"), int) and before["limit"] < wanted.get("limit", 0):
+            before["limit"] = wanted["limit"]  # the problems of a smaller limit come first
+            replace_file(path, json.dumps(before, indent=2) + "\n")
         for key in extendable:
             old, new = before.get(key) or type(wanted[key])(), wanted[key]
             merged = {**old, **new} if isinstance(new, dict) else [*old, *(item for item in new if item not in old)]

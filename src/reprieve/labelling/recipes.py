@@ -313,7 +313,7 @@ def _manifest(settings: MiningSettings, pair: Pair, responses: ResponseFormat, s
         "labels_version": LABELS_VERSION if isinstance(settings, TraceMining) else None,
         **{name: value for name, value in settings.options.items() if value is not None},
         **identity,
-        "dtype": str(pair.target.dtype).removeprefix("torch.") if served is None else served.deployer.dtype,
+        "dtype": pair.dtype if served is None else served.deployer.dtype,
         "task": settings.task,
         "split": settings.split,
         **dataclasses.asdict(settings.sampling),

@@ -14,10 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from reprieve.bundles import source_of
-from reprieve.errors import ReprieveError
+from reprieve.errors import ReprieveError, SpecError
 from reprieve.files import read_json
 from reprieve.heads.binding import PairIdentity, tokenizer_fingerprint
-from reprieve.models.loading import NUM_VALUES, fingerprint_of, load_tokenizer, require_same_tokenizer
+from reprieve.models.int8 import INT8
+from reprieve.models.loading import GGUF, NUM_VALUES, fingerprint_of, load_tokenizer, require_same_tokenizer
 from reprieve.settings import PairSettings
 
 _ANY = 10**9  # positions of a model that sets no limit
@@ -45,8 +46,14 @@ def stored_identity(settings: PairSettings) -> tuple[PairIdentity, Any, str]:
     Raises:
         ReprieveError: a model that cannot be found or read.
         PairError: the two do not share a tokenizer.
+        SpecError: a precision or a file format that only the local engine reads.
     """
     draft = settings.whole_draft
+    if settings.dtype == INT8:
+        raise SpecError("dtype int8 requires the local engine (--engine local); servers quantise by their own flags")
+    for name in filter(None, (settings.target, draft)):
+        if Path(name).suffix == GGUF:
+            raise SpecError(f"GGUF files require the local engine (--engine local), got {name!r}")
     folder = model_folder(settings.target, "target")
     tokenizer = load_tokenizer(settings.target)
     draft_weights = None

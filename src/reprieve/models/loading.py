@@ -11,20 +11,36 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 from transformers.utils import logging
 
 from reprieve.bundles import BUNDLES, source_of
-from reprieve.errors import PairError, ReprieveError, SpecError, import_extra, require_choice
+from reprieve.errors import (
+    PairError,
+    ReprieveError,
+    SpecError,
+    UnsupportedModelError,
+    import_extra,
+    require_choice,
+)
 from reprieve.heads.binding import PairIdentity, digest, tokenizer_fingerprint
 from reprieve.models.cached_model import CachedModel, HiddenLayers, execution_device
 from reprieve.models.eagle3 import EagleHead, load_eagle3
+from reprieve.models.int8 import INT8, dtype_name, quantise, require_int8
 from reprieve.settings import BUNDLED_PAIR
 
 # What text models leave aside of whole checkpoints: other senses, further heads, positions that are computed.
 _SPARE = re.compile(r"(^|\.)(vision|visual|audio|multi_modal|mm_|mtp|talker|code2wav|.*rotary_emb)")
 NUM_VALUES = 64  # of every tensor that a fingerprint looks at
-DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Of the weights while they are read; int8 ones are quantised from float32 afterwards.
+DTYPES = {
+    "auto": "auto",
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    INT8: torch.float32,
+}
+GGUF = ".gguf"
 
 
 @dataclass(frozen=True)
@@ -45,6 +61,11 @@ class ModelPair:
     def vocab_size(self) -> int:
         """Columns of the target's logits; the draft's are brought to as many."""
         return int(self.target.get_output_embeddings().weight.shape[0])
+
+    @property
+    def dtype(self) -> str:
+        """Name of the target's precision, such as bfloat16 or int8."""
+        return dtype_name(self.target)
 
     @property
     def device(self) -> torch.device:
@@ -126,6 +147,10 @@ def load_models(
     require_choice("dtype", dtype, tuple(DTYPES))
     require_device(device)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if dtype == INT8:
+        require_int8(device)
+        if device_map is not None:
+            raise SpecError(f"dtype int8 requires one device, got device_map {device_map!r}")
     if str(target) in BUNDLES and draft is None:
         draft = target
     target_model, tokenizer = _load(target, "target", dtype, device, device_map)
@@ -180,7 +205,7 @@ def load_tokenizer(name: str) -> Any:
         ReprieveError: it cannot be found or read.
     """
     try:
-        return AutoTokenizer.from_pretrained(source_of(name, "target"), trust_remote_code=False)
+        return _read_tokenizer(source_of(name, "target"))
     except (OSError, ValueError) as error:
         raise ReprieveError(f"could not load the tokenizer of {name!r}: {error}") from error
 
@@ -190,12 +215,34 @@ def _load(
 ) -> tuple[PreTrainedModel, Any]:
     source = source_of(name, role)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer = _read_tokenizer(source)
         with _without_bars() if str(name) in BUNDLES else contextlib.nullcontext():
             model = _load_model(source, dtype, device, device_map)
-        return model.eval(), tokenizer
+        return quantise(model).eval() if dtype == INT8 else model.eval(), tokenizer
+    except UnsupportedModelError:
+        raise
     except Exception as error:  # whatever a foreign folder holds, and whatever a device lacks
         raise ReprieveError(f"could not load the {role} {str(name)!r} on {device}: {error}") from error
+
+
+def _read_tokenizer(source: str | Path) -> Any:
+    folder, gguf = _gguf_arguments(source)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **gguf)
+
+
+def _gguf_arguments(source: str | Path) -> tuple[str | Path, dict[str, Any]]:
+    """Return what transformers takes for a source: a folder or hub id, and the GGUF file in it, if it is one.
+
+    Raises:
+        ReprieveError: no such file, or the gguf package is missing.
+    """
+    path = Path(source)
+    if path.suffix != GGUF:
+        return source, {}
+    if not path.is_file():
+        raise ReprieveError(f"{str(source)!r} is not a file; a GGUF model is named by its path")
+    import_extra("gguf", "gguf")
+    return path.parent, {"gguf_file": path.name}
 
 
 def _load_model(source: str | Path, dtype: str, device: str, device_map: str | None) -> PreTrainedModel:
@@ -204,15 +251,21 @@ def _load_model(source: str | Path, dtype: str, device: str, device_map: str | N
     Raises:
         ValueError: weights that are missing, left over, of another shape or not finite; code of its own.
     """
-    if device_map is None:
+    folder, gguf = _gguf_arguments(source)
+    if device_map is None and not gguf:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         device_map = device if getattr(config, "quantization_config", None) else None
     if device_map is not None:
         import_extra("accelerate", "big")
+    if gguf:
+        gguf["quantization_config"] = GgufConfig(dequantize=True)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        source, dtype=DTYPES[dtype], device_map=device_map, trust_remote_code=False, output_loading_info=True
+        folder, dtype=DTYPES[dtype], device_map=device_map, trust_remote_code=False, output_loading_info=True, **gguf
     )
     model, found = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
+    if gguf:  # dequantised: an ordinary model from here on
+        model.is_quantized, model.hf_quantizer = False, None
+        model.config.__dict__.pop("quantization_config", None)
     _require_whole(model, found)
     return model if device_map is not None else cast(PreTrainedModel, model.to(device))  # type: ignore[arg-type]
 

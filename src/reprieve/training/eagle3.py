@@ -26,6 +26,7 @@ from reprieve.errors import ReprieveError, import_extra
 from reprieve.files import replace_file
 from reprieve.heads.binding import digest
 from reprieve.loop import Learner, Progress, learning_rate_at, load_network, network_state, train
+from reprieve.models.int8 import output_weights
 from reprieve.training.own_text import OwnText
 from reprieve.training.settings import EagleTraining
 
@@ -181,7 +182,7 @@ class _Learner(Learner):
         with torch.no_grad():
             embeddings: Any = self.pair.target.get_input_embeddings()
             model.embed_tokens.weight.copy_(embeddings.weight)
-            model.lm_head.weight.copy_(self.pair.target.get_output_embeddings().weight[self.t2d])
+            model.lm_head.weight.copy_(output_weights(self.pair.target)[self.t2d])
         model.lm_head.weight.requires_grad_(True)
         # The target's own logits are handed in: whatever scales or caps them is then part of what is learned.
         model.verifier_norm, model.verifier_lm_head = nn.Identity(), nn.Identity()

@@ -38,8 +38,7 @@ class LocalEngine:
         self.pair = pair
         self.tokenizer = pair.tokenizer
         self.num_parallel = num_workers
-        dtype = str(pair.target.dtype).removeprefix("torch.")
-        self.facts = EngineFacts(pair.identity, dtype, str(pair.device))
+        self.facts = EngineFacts(pair.identity, pair.dtype, str(pair.device))
         self._meter = EnergyMeter(str(pair.device))
         self.meter: str | None = self._meter.source
         self._decoders: dict[str, FoldedDecoder] = {}

@@ -167,8 +167,7 @@ def _fitted(policy: Policy, pair: Pair, settings: ServerSettings) -> Policy:
     if policy.certificate is not None:
         made_for = policy.certificate.conditions.pair
         made_for.require_matches(pair.identity, f"the certificate of {policy.rule.spec}", reads_draft=True)
-    dtype = str(pair.target.dtype).removeprefix("torch.")
-    policy = policy.under(engine="local", drafter=settings.drafter, dtype=dtype)
+    policy = policy.under(engine="local", drafter=settings.drafter, dtype=pair.dtype)
     k = _num_draft_tokens(policy, settings)
     head = pair.length_head(k, policy.rule, DRAFTERS.make(settings.drafter))
     drafts = k if head is None else head.certified()

