@@ -130,6 +130,14 @@ def test_folders_grow_only_where_that_is_harmless(tmp_path):
         claim_run(tmp_path, {"arms": ["c"], "heads": {}})
 
 
+def test_a_larger_limit_goes_on_in_the_same_folder(tmp_path):
+    begun = claim_run(tmp_path, {"arms": ["a"], "limit": 2})
+    begun.append(ProblemRecord("a", "p", True, None, 10, 1, 0, 0, 0, 1.0, "eos", ""))
+    assert len(claim_run(tmp_path, {"arms": ["a"], "limit": 5}).records) == 1
+    with pytest.raises(ReprieveError, match="with limit = 5 instead of 2"):
+        claim_run(tmp_path, {"arms": ["a"], "limit": 2})
+
+
 def test_a_folder_without_an_answer_is_anyones(tmp_path):
     """As one is left by a command that was refused after it had named its folder."""
     claim_run(tmp_path, {"arms": ["a"], "drafter": "ngram"})

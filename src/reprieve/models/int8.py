@@ -5,7 +5,7 @@ parts, a coarse one and the remainder: 13 bits in all, and no saturation in AVX2
 one integer product. Sums are integers and every row has its own scale, so a row's result does not depend on the other
 rows of the batch: a block of drafted tokens gives the same logits as one token at a time.
 
-The product is PyTorch's fbgemm kernel. See docs/measured/real_pair.md for its speed and accuracy beside float32 and other kernels.
+The product is PyTorch's fbgemm kernel; docs/measured/real_pair.md compares it with others.
 """
 
 from __future__ import annotations

@@ -264,7 +264,7 @@ def _load_model(source: str | Path, dtype: str, device: str, device_map: str | N
     )
     model, found = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
     if gguf:  # dequantised: an ordinary model from here on
-        model.is_quantized, model.hf_quantizer = False, None
+        vars(model).update(is_quantized=False, hf_quantizer=None)
         model.config.__dict__.pop("quantization_config", None)
     _require_whole(model, found)
     return model if device_map is not None else cast(PreTrainedModel, model.to(device))  # type: ignore[arg-type]
