@@ -7,10 +7,13 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from reprieve.bundles import BUNDLES, Bundle, bundle_of
+from reprieve.cli import screen
+from reprieve.cli.command import Command
 from reprieve.engine import Pair
 from reprieve.errors import ReprieveError
 from reprieve.evaluation.arms import Arm
@@ -20,7 +23,7 @@ from reprieve.evaluation.runner import Run, Runner, environment
 from reprieve.evaluation.settings import RunSettings
 from reprieve.files import replace_file
 from reprieve.labelling.store import LabelStore
-from reprieve.settings import SamplingSettings
+from reprieve.settings import SamplingParams, SamplingSettings
 from reprieve.tasks import Task, load_task
 from tables import parts_table
 
@@ -118,3 +121,17 @@ def answer_test_problems(
 
     complete = runner.measure(progress=report)
     return Run(config, list(arms), runner.records, environment(), complete, graded=True)
+
+
+def answer_params(sampling: SamplingSettings, task: Task, seed: int) -> SamplingParams:
+    return SamplingParams(**vars(sampling), max_new_tokens=task.max_new_tokens, stop=tuple(task.stop), seed=seed)
+
+
+def flags_in_force(command: Command) -> dict[str, Any]:
+    """What the numbers were made with."""
+    flags = {name: value for name, value in asdict(command).items() if name not in ("out", "pair")}
+    return {"command": screen.command_line(), **environment(), **flags, **asdict(command)["pair"]}
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    replace_file(path, json.dumps(document, indent=2, default=str) + "\n")

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from reprieve.cli.main import main
+from cospec_branches import Branches
+from reprieve.cli.main import main, run_command
 from reprieve.engine import Pair
 from reprieve.labelling.store import LabelStore
 from tests.kit.pairs import SMALL
@@ -30,15 +31,6 @@ def pair():
         (["train", "arbiter-rl", "--start", "o/arbiter", "--out", "o"], "--start must not be what --out"),
         (["mine", "arbitration", "--tie", "2"], "tie must be in"),
         (["mine", "arbitration", "--max-mismatches", "0"], "max_mismatches must be 1 or more"),
-        (["audit", "arbitration", "--limit", "0"], "--limit must be in [1, 10000000]"),
-        (["audit", "arbitration", "--rule", "arbiter:lambda=7"], r"lambda must be in [0, 1], got 7.0"),
-        (["audit", "arbitration", "--rule", "fuzzy"], "must decide each mismatch by its risk alone"),
-        (["audit", "arbitration", "--rule", "lossless"], "--rule must let something pass"),
-        (["audit", "arbitration", "--num-draft-tokens", "0"], "--num-draft-tokens must be in [1, 512]"),
-        (["audit", "arbitration", "--num-draft-tokens", "auto"], "must be a whole number, got 'auto'"),
-        (["audit", "arbitration", "--rule", "margin:delta=2", "--temperature", "1"], "only arbiter rules have both"),
-        (["audit", "arbitration", "--temperature", "-1"], "temperature must be in [0, 1e+06]"),
-        (["audit", "arbitration", "--rule", "arbiter:path=nowhere"], "neither a folder nor a hub id"),
     ],
 )
 def test_bad_usage_is_told(arguments, told, tmp_path, monkeypatch, capsys):
@@ -76,12 +68,12 @@ def test_the_whole_method_by_command(tmp_path, monkeypatch, capsys):
     before = (tmp_path / "rl" / "metrics.jsonl").read_text()
     assert main(climb) == 0
     assert (tmp_path / "rl" / "metrics.jsonl").read_text() == before, "again: there is nothing left to do"
-    audit = ["audit", "arbitration", *SMALL, "--rule", "arbiter:path=rl/arbiter", "--limit", "2"]
+    audit = [*SMALL, "--rule", "arbiter:path=rl/arbiter", "--limit", "2"]
     audit += ["--out", "audit.json"]
-    assert main(audit) == 0
+    assert run_command(Branches, audit) == 0
     found = json.loads((tmp_path / "audit.json").read_text())
     assert found["num_draft_tokens"] == 8 and found["diagnosis"]["num_problems"] == 2
-    assert main([*audit, "--temperature", "1", "--seed", "3", "--limit", "1"]) == 0
+    assert run_command(Branches, [*audit, "--temperature", "1", "--seed", "3", "--limit", "1"]) == 0
     sampled = json.loads((tmp_path / "audit.json").read_text())
     assert (sampled["sampling"]["temperature"], sampled["seed"]) == (1.0, 3) and sampled["diagnosis"][
         "num_problems"

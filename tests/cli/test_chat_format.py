@@ -74,10 +74,8 @@ def test_every_verb_reads_the_same_tokens(name, pair, read, words, capsys):
         "mine pivot": ["mine", "pivot", *words, *form, *few, "--rollouts", "1", "--out", "pivots"],
         "mine arbitration": ["mine", "arbitration", *words, *form, *few, "--rollouts", "1", "--out", "traces"],
         "bench": ["bench", *words, *form, *few, "--arm", "margin:delta=1", "--num-draft-tokens", "4", "--out", "run"],
-        "sweep": ["sweep", *words, *form, *few, "--rule", "margin", "--thresholds", "1,2", "--out", "sweep"],
         "monitor": ["monitor", *words, *form, *few, "--rule", "margin:delta=1", "--share", "1"],
-        "calibrate lts": ["calibrate", "lts", *words, *form, *few, "--delta", "0.5", "--out", "lts"],
-        "audit": ["audit", "margin:delta=1", *words, *form, *few, "--drafter", "draft"],
+        "train lts": ["train", "lts", *words, *form, *few, "--delta", "0.5", "--out", "lts"],
     }
     tokenizer = AutoTokenizer.from_pretrained(pair[0])
     before, after = prompt_text(name)

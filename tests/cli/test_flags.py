@@ -191,14 +191,6 @@ def test_help_and_usage_errors_load_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
-def test_completion_knows_commands_and_flags(shell, capsys):
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    for word in ("bench", "arbiter-rl", "arbitration", "num-draft-tokens"):
-        assert word in script
-
-
 def test_a_bundled_target_brings_its_task():
     kind = command_of("bench")
 

@@ -39,8 +39,8 @@ def test_mine_show_train_and_decode_end_to_end(tmp_path, capsys):
     arms = {arm["rule"]: arm for arm in json.loads((tmp_path / "bench" / "results.json").read_text())["arms"]}
     assert arms["judge"]["num_rescued"] > 0
     assert arms["judge"]["tokens_per_round"] > arms["lossless"]["tokens_per_round"]
-    sweep = ["sweep", *SMALL, "--rule", f"judge:path={head}", "--thresholds", "0,0.5", "--limit", "1"]
-    assert main([*sweep, "--out", str(tmp_path / "s")]) == 0
+    lists = ["bench", *SMALL, "--arm", f"judge:path={head},threshold=0,0.5", "--limit", "1"]
+    assert main([*lists, "--out", str(tmp_path / "s")]) == 0
     assert main(["bench", *SMALL, "--arm", "judge:path=/nowhere", "--out", str(tmp_path / "b2")]) == 1
     assert "neither a folder nor a hub id" in capsys.readouterr().err
 

@@ -12,7 +12,6 @@ import pytest
 
 lm_eval = pytest.importorskip("lm_eval")
 
-from reprieve.cli.main import main  # noqa: E402
 from reprieve.errors import SpecError  # noqa: E402
 from reprieve.evaluation.lm_eval_model import TASKS, ReprieveLM, _sampling  # noqa: E402
 from tests.kit.pairs import SMALL  # noqa: E402
@@ -95,24 +94,6 @@ def test_the_harness_own_command_line_takes_the_model_type(tasks, tmp_path):
     assert len(list(tmp_path.rglob("samples_reprieve_arithmetic*.jsonl"))) == 1
 
 
-@pytest.mark.slow
-def test_eval_compares_arms_and_resumes(data, tmp_path, capsys):
-    arguments = ["eval", *SMALL, "--tasks", "gsm8k,reprieve_arithmetic", "--arm", "random:rate=0.9", "--limit", "2"]
-    arguments += ["--data", f"gsm8k:train={data}/train.jsonl,test={data}/test.jsonl", "--num-fewshot", "0"]
-    arguments += ["--num-draft-tokens", "4", "--dtype", "float32", "--out", str(tmp_path)]
-    assert main(arguments) == 0
-    told = capsys.readouterr().out
-    assert "gsm8k-flexible-extract" in told and "reprieve_arithmetic" in told
-    document = json.loads((tmp_path / "reprieve_arithmetic" / "results.json").read_text())
-    assert [arm["spec"] for arm in document["arms"]] == ["target_only", "lossless", "random:rate=0.9"]
-    assert document["num_problems"] == 2 and document["harness"]["lm_eval"] == lm_eval.__version__
-    assert document["arms"][1]["accuracy_vs_target"][0] == 0.0
-    kept = (tmp_path / "answers-1.jsonl").read_text()
-    assert main(arguments) == 0
-    assert (tmp_path / "answers-1.jsonl").read_text() == kept, "answers are not made again"
-    assert main(["report", str(tmp_path / "reprieve_arithmetic"), "--out", str(tmp_path / "r.html")]) == 0
-
-
 def test_likelihoods_are_the_targets_own(pair):
     from lm_eval.api.instance import Instance
 
@@ -136,11 +117,3 @@ def test_arguments_that_cannot_be_met_are_refused(pair):
         _sampling({"do_sample": False, "repetition_penalty": 1.2}, 0)
     assert _sampling({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, 3).temperature == 0.6
     assert _sampling({"do_sample": False, "temperature": 0.6}, 3).greedy
-
-
-def test_unknown_tasks_and_stray_data_are_told(tmp_path, capsys):
-    assert main(["eval", "--tasks", "no_such_task", "--limit", "1", "--out", str(tmp_path / "a")]) == 1
-    assert "no_such_task" in capsys.readouterr().err
-    arguments = ["eval", "--tasks", "reprieve_arithmetic", "--data", "gsm8k:test=x", "--out", str(tmp_path / "b")]
-    assert main(arguments) == 2
-    assert "--data names tasks" in capsys.readouterr().err

@@ -12,7 +12,6 @@ from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.errors import PairError, ReprieveError
 from reprieve.models.cache import RollbackCache
 from reprieve.models.eagle3 import default_layers, load_eagle3
-from reprieve.models.eagle3_layouts import convert_safeailab
 from reprieve.rules import parse_rule
 from reprieve.tasks import load_task
 from tests.kit.tiny import tiny_model
@@ -122,85 +121,6 @@ def broken(tmp_path, change, name):
 def test_a_damaged_head_says_what_is_wrong(pair, tmp_path, change, told):
     with pytest.raises(ReprieveError, match=told):
         load_eagle3(broken(tmp_path, change, "head"), pair.target)
-
-
-def safeailab(tmp_path):
-    """The bundled head as SafeAILab would have saved it."""
-    from reprieve.heads.files import find_head
-
-    folder = tmp_path / "theirs"
-    folder.mkdir()
-    tensors = load_file(find_head(BUNDLED) / "model.safetensors")
-    names = {name: name.replace("layers.0.", "midlayer.") for name in tensors}
-    save_file(
-        {names[name]: tensor for name, tensor in tensors.items() if name != "embed_tokens.weight"},
-        folder / "model.safetensors",
-    )
-    layer = json.loads((find_head(BUNDLED) / "config.json").read_text())["transformer_layer_config"]
-    (folder / "config.json").write_text(
-        json.dumps({**layer, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 256})
-    )
-    return folder
-
-
-def test_safeailabs_layout_converts_and_drafts_alike(pair, tmp_path):
-    out = tmp_path / "ours"
-    convert_safeailab(
-        safeailab(tmp_path), out, target_name="reprieve/arithmetic-pair", layers=(2, 4, 7), norm_before_residual=True
-    )
-    theirs, ours = load_eagle3(out, pair.target), pair.eagle_head(BUNDLED)
-    for name, tensor in ours.state_dict().items():
-        # The bundled file holds the embedding in half precision; theirs holds none, and takes the target's.
-        torch.testing.assert_close(theirs.state_dict()[name], tensor, atol=1e-3, rtol=1e-3)
-    with pytest.raises(ReprieveError, match="already"):
-        convert_safeailab(out, tmp_path / "again", target_name="x")
-
-
-def test_conversion_refuses_what_is_no_head_and_folders_that_hold_something_else(tmp_path):
-    source = safeailab(tmp_path)
-    taken = tmp_path / "taken"
-    taken.mkdir()
-    (taken / "config.json").write_text('{"kind": "judge"}')
-    with pytest.raises(ReprieveError, match="holds something else"):
-        convert_safeailab(source, taken, target_name="x")
-    assert (taken / "config.json").read_text() == '{"kind": "judge"}'
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ReprieveError, match="cannot be written"):
-        convert_safeailab(source, tmp_path / "file" / "below", target_name="x")
-    save_file({"midlayer.x": torch.zeros(1)}, source / "model.safetensors")
-    with pytest.raises(ReprieveError, match=r"lack fc\.weight"):
-        convert_safeailab(source, tmp_path / "out", target_name="x")
-
-
-def test_weights_in_torchs_own_format_and_in_parts_convert_alike(tmp_path):
-    source, wanted = safeailab(tmp_path), tmp_path / "wanted"
-    convert_safeailab(source, wanted, target_name="x")
-    tensors = load_file(source / "model.safetensors")
-    (source / "model.safetensors").unlink()
-    torch.save(tensors, source / "pytorch_model.bin")
-    convert_safeailab(source, tmp_path / "bin", target_name="x")
-    (source / "pytorch_model.bin").unlink()
-    names = sorted(tensors)
-    halves = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
-    for file, part in halves.items():
-        save_file({name: tensors[name] for name in part}, source / file)
-    index = {"weight_map": {name: file for file, part in halves.items() for name in part}}
-    (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    convert_safeailab(source, tmp_path / "parts", target_name="x")
-    for folder in ("bin", "parts"):
-        assert (tmp_path / folder / "model.safetensors").read_bytes() == (wanted / "model.safetensors").read_bytes()
-
-
-def test_code_in_weights_is_refused_and_does_not_run(tmp_path):
-    owned = tmp_path / "owned"
-    (tmp_path / "pytorch_model.bin").write_bytes(f"cos\nsystem\n(S'touch {owned}'\ntR.".encode())
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ReprieveError, match="holds something else than tensors"):
-        convert_safeailab(tmp_path, tmp_path / "out", target_name="x")
-    assert not owned.exists()
-    (tmp_path / "pytorch_model.bin").unlink()
-    with pytest.raises(ReprieveError, match=r"neither model\.safetensors nor pytorch_model\.bin"):
-        convert_safeailab(tmp_path, tmp_path / "out", target_name="x")
 
 
 def test_rotary_frequencies_stay_in_float32(pair):

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reprieve.cli.command import Command
-from reprieve.cli.comparing import measure, report
-from reprieve.evaluation.settings import RunSettings, SpeedSettings
+from reprieve.cli.comparing import measure, report, show_verdicts
+from reprieve.evaluation.settings import RunSettings, SpeedSettings, VerdictSettings
 from reprieve.servers.settings import EngineSettings
 from reprieve.settings import AUTO, NumDraftTokens, PairSettings
 
@@ -17,7 +17,8 @@ class Bench(Command):
     """Compare rules on a task; target-only, draft-only and lossless are always among them.
 
     Args:
-        arm: A rule, such as top_k:k=4 or judge:path=heads/j@K=24; lossless_rerun; direct:top_k:k=4. Repeatable.
+        arm: A rule, such as margin:delta=1,2,3 (an arm for each) or judge:path=heads/j@K=24; lossless_rerun;
+            direct:top_k:k=4. Repeatable.
         num_draft_tokens: K, drafted tokens a round; several as 8,16,auto; auto for as many as pay, or auto:path=HEAD.
         num_workers: Processes side by side: quicker, but their speeds are of a busy machine.
         out: Folder for results; run again with it to resume.
@@ -29,6 +30,7 @@ class Bench(Command):
     num_draft_tokens: tuple[NumDraftTokens, ...] = (AUTO,)
     settings: RunSettings = field(default_factory=RunSettings)
     speed: SpeedSettings = field(default_factory=SpeedSettings)
+    verdicts: VerdictSettings = field(default_factory=VerdictSettings)
     num_workers: int = 1
     answering: EngineSettings = field(default_factory=EngineSettings)
     pair: PairSettings = field(default_factory=PairSettings)
@@ -48,4 +50,7 @@ class Bench(Command):
             num_workers=self.num_workers,
             speed=self.speed,
         )
-        return report(run, document, self.answering, self.out, num_workers=self.num_workers)
+        status = report(run, document, self.answering, self.out, num_workers=self.num_workers)
+        if self.verdicts.judge is not None and run.complete:
+            show_verdicts(run, self.verdicts, self.out)
+        return status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.errors import SpecError
-from reprieve.evaluation.settings import RunSettings, SpeedSettings
+from reprieve.evaluation.settings import RunSettings, SpeedSettings, VerdictSettings
 from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings
 
@@ -24,25 +25,31 @@ if TYPE_CHECKING:
 def report(run: Run, document: dict[str, Any], engine: EngineSettings, out: Path, *, num_workers: int = 1) -> int:
     """Write and show what was measured; returns the exit status."""
     from reprieve.evaluation.figure import draw_frontier
-    from reprieve.evaluation.results import write_results
+    from reprieve.evaluation.results import best_ks, write_results
 
     write_results(document, out)
     if not document["arms"]:
         screen.warn(f"interrupted before every arm had answered a problem; records kept in {out}")
         return 130
+    document["fastest"] = [asdict(best) for best in best_ks(document)]
+    write_results(document, out)
     screen.show_results(document)
     screen.show_throughput(document)
+    for best in document["fastest"]:
+        if len(best["by_k"]) > 1:
+            speeds = ", ".join(f"{k}: {speed:.0f}" for k, speed in best["by_k"].items())
+            screen.say(f"fastest: --arm {best['spec']}@K={best['num_draft_tokens']}   (tokens/s by K: {speeds})")
     screen.say(f"results: {out / 'results.json'}")
     if not engine.local and "throughput" not in document:
         screen.warn("answers shared the servers' batches: `reprieve bench --concurrency` measures speed")
     if num_workers > 1:
         screen.warn(f"{num_workers} processes shared this machine: measure speeds with --workers 1")
     if not document["graded"]:
-        screen.say(f"This task has no right answers; `reprieve verdicts {out}` has a judge compare the texts.")
+        screen.say("This task has no right answers: --judge openai:model=NAME,url=ADDRESS compares the texts.")
     elif find_spec("matplotlib"):
         screen.say(f"figure: {draw_frontier(document, out)[0]}")
     else:
-        screen.say("no figure, for want of matplotlib: pip install 'reprieve[evidence]'")
+        screen.say("matplotlib is not installed; skipping the figure: pip install 'reprieve[evidence]'")
     if not run.complete:
         screen.warn("interrupted: the table holds what was finished; run again to resume")
         return 130
@@ -77,7 +84,7 @@ def measure(
 
     levels = speed.concurrency if speed is not None else ()
     if levels and engine.local:
-        raise SpecError("concurrency is of servers (--engine vllm): the local engine answers one request at a time")
+        raise SpecError("--concurrency requires a server engine (--engine vllm): the local engine has batch size 1")
     with screen.engine_and_task(engine, pair, settings.task, settings.prompt, num_workers=num_workers) as (made, task):
         arms = without_missing(arms, made, settings.drafter)
         config = RunConfig.of(made, arms, settings, command=screen.command_line())
@@ -95,6 +102,49 @@ def measure(
         if speed is not None and levels and run.complete:
             document["throughput"] = _under_load(made, run, task, speed, out)
     return run, document
+
+
+def show_verdicts(run: Run, settings: VerdictSettings, out: Path) -> None:
+    """Have a language model compare a run's answers, and print what it says of each arm; resumes.
+
+    Raises:
+        SpecError: no such baseline.
+        ReprieveError: the judge does not answer.
+    """
+    from reprieve.evaluation.judging import judge_run
+    from reprieve.labelling.recipes import make_chat
+    from reprieve.tasks import load_task
+
+    config = run.config
+    assert settings.judge is not None
+    problems = load_task(config.task).problems(config.split, config.limit, offset=config.offset)
+    with screen.progress_bar("verdicts") as bar:
+        document = judge_run(
+            out,
+            problems,
+            make_chat(settings.judge),
+            baseline=settings.baseline,
+            num_votes=settings.num_votes,
+            grade=settings.grade,
+            num_in_flight=settings.num_in_flight,
+            progress=screen.reporter(bar, "verdicts"),
+        )
+    for arm in document["arms"]:
+        screen.say(f"{arm['arm']}: {_verdict_words(arm)}")
+    screen.say(f"verdicts: {out / 'verdicts.jsonl'}")
+
+
+def _verdict_words(arm: dict[str, Any]) -> str:
+    if not arm["num_judged"]:
+        return "the judge gave no verdict"
+    if "mean_grade" in arm:
+        low, high = arm["mean_grade_ci95"]
+        return f"mean grade {arm['mean_grade']:.2f} [{low:.2f}, {high:.2f}], n = {arm['num_judged']}"
+    low, high = arm["equal_or_better_ci95"]
+    return (
+        f"equal or better in {100 * arm['equal_or_better']:.1f}% [{100 * low:.1f}, {100 * high:.1f}] "
+        f"(won {arm['num_wins']}, tied {arm['num_ties']}, lost {arm['num_losses']})"
+    )
 
 
 def _under_load(engine: Engine, run: Run, task: Task, speed: SpeedSettings, out: Path) -> list[dict[str, Any]]:

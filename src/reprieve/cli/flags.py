@@ -131,6 +131,11 @@ def parser_of(kind: type, *, prog: str) -> argparse.ArgumentParser:
     return parser
 
 
+def program_name(command: str) -> str:
+    """How a command is typed: `reprieve bench`, or the path of a script."""
+    return command if command.endswith(".py") else f"reprieve {command}"
+
+
 def parse(kind: type[T], arguments: Sequence[str], *, command: str) -> T:
     """The record that a command line describes.
 
@@ -138,7 +143,7 @@ def parse(kind: type[T], arguments: Sequence[str], *, command: str) -> T:
         SpecError: a value out of range, or a configuration that does not fit.
         SystemExit: usage was asked for, or is wrong (2).
     """
-    parser = parser_of(kind, prog=f"reprieve {command}")
+    parser = parser_of(kind, prog=program_name(command))
     given = vars(parser.parse_args(list(arguments)))
     path = given.pop("config", None)
     flags = {flag.name: flag for flag in flags_of(kind)}

@@ -17,14 +17,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("demo:Demo", "the main job on the bundled pair: a trained head and three rules beside lossless"),
     "generate": ("generate:Generate", "answer one prompt, streamed, each token coloured by where it comes from"),
     "bench": ("bench:Bench", "compare rules side by side on a task"),
-    "sweep": ("sweep:Sweep", "one rule over thresholds and K"),
-    "tune k": ("tune:TuneK", "the K at which lossless and each arm are fastest"),
-    "tune thresholds": ("tune:TuneThresholds", "FSD's protocol: from the threshold that accepts as lossless does"),
     "certify": ("certify:Certify", "the most lenient threshold whose loss is proved to stay below a bound"),
     "quickstart": ("quickstart:Quickstart", "your pair and your data: mine, train, certify, report, serve"),
-    "study": ("study:StudyCommand", "everything on one pair: tuned K, every rule, certificates, the report"),
-    "eval": ("eval:Eval", "lm-evaluation-harness's tasks through several rules"),
-    "verdicts": ("verdicts:Verdicts", "a language model compares a run's answers, where none is right by itself"),
     "serve": ("serve:Serve", "an OpenAI-compatible server with rules per request, and a playground"),
     "monitor": ("monitor:Monitor", "answer with a rule while a share of requests is checked losslessly"),
     "report": ("report:Report", "one self-contained page from runs and certificates"),
@@ -38,18 +32,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train eagle": ("train_eagle:TrainEagle", "an EAGLE-3 drafting head, from the target's own answers"),
     "train arbiter": ("train_arbiter:TrainArbiter", "warm CoSpec's arbiter up on labelled traces"),
     "train arbiter-rl": ("train_arbiter:TrainArbiterRl", "improve an arbiter on its own rollouts"),
-    "calibrate lts": ("calibrate:CalibrateLts", "the constants of ARC-Decode's bound, once per target"),
-    "audit": ("audit:Audit", "how far accepted tokens moved the target's next step, and whether a bound held"),
-    "audit arbitration": ("audit:AuditArbitration", "whether a rule takes the branch that ends better"),
-    "audit rejections": ("audit:AuditRejections", "how many refused tokens would have changed nothing"),
-    "convert eagle3": ("convert:ConvertEagle3", "SafeAILab's EAGLE-3 layout into the one used here"),
+    "train lts": ("train_lts:TrainLts", "the constants of ARC-Decode's bound, once per target"),
     "labels show": ("labels:ShowLabels", "labelled problems, token by token"),
     "labels stats": ("labels:LabelStats", "counts, shares by class of token, frequent important tokens"),
     "labels import": ("labels:ImportLabels", "labels made by hand into a store"),
     "rules": ("rules:Rules", "the rules, their parameters and their sources"),
-    "completion": ("completion:Completion", "a shell's completion script: bash, zsh or tcsh"),
 }
-_MOVED = {"judge": "verdicts"}  # verbs of version 0.1
 
 
 def usage(verb: str = "") -> str:
@@ -83,14 +71,13 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     verb, rest = arguments[0], list(arguments[1:])
     if rest and f"{verb} {rest[0]}" in COMMANDS:
-        return _run(f"{verb} {rest[0]}", rest[1:])
+        return run_command(command_of(f"{verb} {rest[0]}"), rest[1:])
     if verb in COMMANDS:
-        return _run(verb, rest)
+        return run_command(command_of(verb), rest)
     if any(name.startswith(f"{verb} ") for name in COMMANDS):
         print(usage(verb), file=sys.stdout if rest and rest[0] in ("-h", "--help") else sys.stderr)
         return 0 if rest and rest[0] in ("-h", "--help") else 2
-    hint = f"it is `reprieve {_MOVED[verb]}` now" if verb in _MOVED else f"it is one of {', '.join(_verbs())}"
-    print(f"reprieve: unknown command {verb!r}; {hint}", file=sys.stderr)
+    print(f"reprieve: unknown command {verb!r}; it must be one of {', '.join(_verbs())}", file=sys.stderr)
     return 2
 
 
@@ -98,31 +85,32 @@ def _verbs() -> list[str]:
     return list(dict.fromkeys(name.partition(" ")[0] for name in COMMANDS))
 
 
-def _run(name: str, arguments: list[str]) -> int:
-    from reprieve.cli.flags import parse
+def run_command(kind: type[Command], arguments: Sequence[str]) -> int:
+    """Run a verb, or a script of `benchmarks/` that is written as one; returns the exit status."""
+    from reprieve.cli.flags import parse, program_name
     from reprieve.errors import ReprieveError
 
-    command = None
+    name, command = program_name(kind.verb), None
     try:
-        command = parse(command_of(name), arguments, command=name)
+        command = parse(kind, arguments, command=kind.verb)
         command.require_own_folder()
         return command.run()
     except ReprieveError as error:
-        print(f"reprieve {name}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except SystemExit as stop:  # help was printed, or a flag could not be read
         return int(stop.code or 0)
     except KeyboardInterrupt:
         folder = command.kept_in if command else None
         kept = f"; what is done is kept in {folder}: run again to go on" if folder else ""
-        print(f"reprieve {name}: interrupted{kept}", file=sys.stderr)
+        print(f"{name}: interrupted{kept}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of a pipe has gone away
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
         where = "" if error.filename is None else f"{str(error.filename)!r}: "
-        print(f"reprieve {name}: {where}{error.strerror or error}", file=sys.stderr)
+        print(f"{name}: {where}{error.strerror or error}", file=sys.stderr)
         return 1
 
 

@@ -44,8 +44,9 @@ def console(*, stderr: bool = False, color: bool | None = None, width: int | Non
 
 
 def command_line() -> str:
-    """The command as typed, for the results."""
-    return shlex.join(["reprieve", *sys.argv[1:]])
+    """Return the command as typed, for the results: a verb, or a script of `benchmarks/`."""
+    script = sys.argv[0] if sys.argv[0].startswith("benchmarks/") else "reprieve"
+    return shlex.join([script, *sys.argv[1:]])
 
 
 def split_of(task: Task, asked: str | None, usual: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,12 +17,14 @@ from reprieve.heads.loading import attach_heads, fitting_length
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.truncation import require_truncation
 from reprieve.settings import AUTO, NumDraftTokens, named_length, read_draft_tokens, require_draft_tokens
+from reprieve.specs import split
 
 LOSSLESS = "lossless"
 RERUN = "lossless_rerun"  # lossless against lossless: the noise floor
 CERTIFIED = "certified:"  # the rule, threshold and K of a certificate
 DIRECT = "direct:"  # the target alone, sampling from what a truncating rule would accept
 _RERUN_SEED = 7919
+_PREFIXES = (DIRECT.rstrip(":"), CERTIFIED.rstrip(":"))
 _OWN = re.compile(r"@(?=K=|drafter=)")  # what follows a rule in an arm
 
 
@@ -100,7 +103,8 @@ def make_arms(
 ) -> list[Arm]:
     """The arms of a run: target-only, draft-only and lossless first, then what was asked, at every K.
 
-    A text may end in `@K=8`, `@K=auto` or `@drafter=eagle3:top_k=4`, or both: that arm has a K or a drafter of its own.
+    A list of values, as in `margin:delta=1,2,3`, makes an arm of each. A text may end in `@K=8`,
+    `@K=auto` or `@drafter=eagle3:top_k=4`, or both: that arm has a K or a drafter of its own.
     `lossless_rerun` is lossless with other draws, and
     `direct:RULE` samples from the target, cut down to the tokens that RULE would accept. `lossless@K=8` takes the
     place of the lossless arm that is there otherwise. `certified:FILE` has rule, threshold and K of a certificate.
@@ -114,6 +118,7 @@ def make_arms(
     if not num_draft_tokens:
         raise SpecError("num_draft_tokens must name at least one K, got none")
     ks = list(dict.fromkeys(num_draft_tokens))
+    specs = [one for spec in specs for one in (expand_values(spec) if isinstance(spec, str) else [spec])]
     arms = [Arm(TARGET_ONLY, None, ks[0]), Arm(DRAFT_ONLY, None, ks[0])]
     tuned = any(isinstance(spec, str) and spec.startswith(f"{LOSSLESS}@K=") for spec in specs)
     for k in ks:
@@ -124,6 +129,27 @@ def make_arms(
         if named_length(k) and not any(arm.rule and arm.num_draft_tokens == k for arm in arms):
             raise SpecError(f"num_draft_tokens {k}: the head serves none of the arms, at these thresholds")
     return list({arm.label: arm for arm in arms}.values())
+
+
+def expand_values(spec: str) -> list[str]:
+    """Return the arms that a specification with lists of values stands for: `top_k:k=2,4` for `top_k:k=2`, `top_k:k=4`.
+
+    A part without `=` is one more value of the parameter before it. Combined rules take no lists.
+    """
+    rule = _OWN.split(spec)[0]
+    name, colon, rest = rule.partition(":")
+    if not colon or name in _PREFIXES or any(sign in rule for sign in "|&"):
+        return [spec]
+    values: list[tuple[str, list[str]]] = []
+    for part in split(rest, ","):
+        key, equals, value = part.partition("=")
+        if equals or not values:
+            values.append((key + equals, [value] if equals else [""]))
+        else:
+            values[-1][1].append(key)
+    suffix = spec.removeprefix(rule)
+    made = itertools.product(*([key + value for value in options] for key, options in values))
+    return [f"{name}:{','.join(parts)}{suffix}" for parts in made]
 
 
 def rule_arms(specs: Sequence[str], num_draft_tokens: NumDraftTokens, *, target: str | None = None) -> list[Arm]:

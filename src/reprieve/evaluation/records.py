@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -11,8 +10,6 @@ from typing import Any
 
 from reprieve.errors import ReprieveError
 from reprieve.files import parse_json, read_json, replace_file, whole_lines
-from reprieve.settings import PromptSettings
-from reprieve.types import PARTS
 
 
 @dataclass(frozen=True)
@@ -41,9 +38,6 @@ class ProblemRecord:
     num_pruned: int = 0  # drafted, and cut away before verification
 
 
-_USUAL = {"engine": "local", "engine_arguments": ""}  # of runs made before version 0.3
-
-
 class RecordFile:
     """`problems.jsonl`: append-only. A line cut off by a kill is dropped when the file is opened again."""
 
@@ -64,8 +58,6 @@ class RecordFile:
         for number, line in enumerate(whole_lines(self.path), start=1):
             try:
                 values = dict(parse_json(line))
-                if "draft_s" in values:  # as it was written before version 0.2
-                    values["seconds_by_part"] = {part: values.get(f"{part}_s", 0.0) for part in PARTS}
                 records.append(ProblemRecord(**{key: values[key] for key in values.keys() & known}))
             except (ValueError, TypeError) as error:
                 raise ReprieveError(f"{self.path}, line {number}: not a problem record ({error})") from None
@@ -82,8 +74,6 @@ def read_run(folder: Path) -> dict[str, Any]:
     document = read_json(path, "the run")
     if not isinstance(document, dict):
         raise ReprieveError(f"{str(path)!r} must hold an object, got {type(document).__name__}")
-    if "chat_template" in document:  # as it was written before version 0.3
-        document["prompt"] = dataclasses.asdict(PromptSettings(chat_template=document.pop("chat_template")))
     return document
 
 
@@ -119,8 +109,7 @@ def claim_run(folder: Path, configuration: Mapping[str, Any], *, extendable: tup
                 replace_file(path, json.dumps(before, indent=2) + "\n")
             wanted[key] = merged if known else new
         for key in sorted((wanted.keys() | before.keys()) - {"command"}):
-            usual = _USUAL.get(key)
-            if wanted.get(key, usual) != before.get(key, usual):
+            if wanted.get(key) != before.get(key):
                 raise ReprieveError(
                     f"--out {str(folder)!r} holds another run, with {key} = {before.get(key)!r} instead of "
                     f"{wanted.get(key)!r}; name another folder, or use the same settings to resume"

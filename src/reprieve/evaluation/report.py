@@ -203,17 +203,11 @@ def _lengths(arms: list[dict[str, Any]], rows: Any, colours: dict[str, str]) -> 
 
 def _times(arms: list[dict[str, Any]], num_answers: int) -> str:
     rows = [
-        (arm["name"], [1000 * _part_seconds(arm, part) / max(1, num_answers) for part in PARTS])
+        (arm["name"], [1000 * arm["seconds_by_part"][part] / max(1, num_answers) for part in PARTS])
         for arm in arms
         if arm["spec"] != DRAFT_ONLY and not arm["rule"].startswith("direct:")
     ]
     return stacked(rows, list(PARTS), unit="ms an answer")
-
-
-def _part_seconds(arm: dict[str, Any], part: str) -> float:
-    """Of an arm's answers; before version 0.2, parts were written with a suffix."""
-    seconds = arm["seconds_by_part"]
-    return float(seconds.get(part, seconds.get(f"{part}_s", 0.0)))
 
 
 def _inflation(arms: list[dict[str, Any]]) -> str:

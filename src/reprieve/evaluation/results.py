@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from reprieve.evaluation.records import ProblemRecord
 from reprieve.evaluation.runner import Run
 from reprieve.files import replace_file
 from reprieve.metrics import bootstrap_interval, paired_difference, paired_pvalue, share_interval
+from reprieve.settings import NumDraftTokens
 from reprieve.types import PARTS
 
 SCHEMA = 1
@@ -83,6 +85,40 @@ def write_results(document: dict[str, Any], folder: Path) -> Path:
     path = folder / "results.json"
     replace_file(path, json.dumps(document, indent=2) + "\n")
     return path
+
+
+@dataclass(frozen=True)
+class BestK:
+    """One arm at the K that decodes most tokens a second.
+
+    The fastest of several measurements is a little flattered; measure again on other problems before quoting it.
+    """
+
+    spec: str
+    num_draft_tokens: NumDraftTokens
+    tokens_per_second: float
+    by_k: dict[NumDraftTokens, float]  # tokens a second
+
+    @property
+    def arm(self) -> str:
+        """As `bench --arm` takes it."""
+        return f"{self.spec}@K={self.num_draft_tokens}"
+
+
+def best_ks(document: dict[str, Any]) -> list[BestK]:
+    """The fastest K of every rule in a results document that has several."""
+    speeds: dict[str, dict[NumDraftTokens, float]] = {}
+    loaded = {row["arm"]: row["tokens_per_second"] for row in document.get("throughput", ())}
+    for arm in document["arms"]:
+        speed = loaded.get(arm["spec"], arm["tokens_per_second"])
+        if arm["num_draft_tokens"] is not None and speed:
+            spec = arm["spec"].partition("@K=")[0]
+            speeds.setdefault(spec, {})[arm["num_draft_tokens"]] = speed
+    fastest = []
+    for spec, by_k in speeds.items():
+        best = max(by_k, key=by_k.__getitem__)
+        fastest.append(BestK(spec, best, by_k[best], by_k))
+    return fastest
 
 
 Rows = dict[str, list[list[ProblemRecord]]]  # by arm, a list of trials a problem, the same problems for all

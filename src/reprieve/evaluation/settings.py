@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from reprieve.calibration.settings import Promise
-from reprieve.errors import SpecError, require_range, require_whole
+from reprieve.errors import SpecError, require_whole
 from reprieve.settings import (
     AUTO,
     MAX_PROBLEMS,
     MAX_SEED,
     NumDraftTokens,
     ProblemSettings,
-    PromptSettings,
     SamplingSettings,
     require_draft_tokens,
 )
@@ -89,38 +88,22 @@ class SpeedSettings:
 
 
 @dataclass(frozen=True)
-class FsdSettings:
-    """How FSD's authors chose thresholds (section 5.1 and appendix D): a small run chooses, a larger one measures.
+class VerdictSettings:
+    """How a language model compares the answers, for tasks without right ones (AutoJudge, appendix L).
 
     Args:
-        rule: The rule without its threshold.
-        thresholds: Rising values of its dial; the authors' own grid unless given.
-        num_draft_tokens: Values of K to try for lossless.
-        lost_share: Stop once this share of the accuracy gap between target and draft is lost, (0, 1].
-        main_split: Split to measure on.
-        main_limit: Number of problems to measure on.
-        main_trials: Answers per problem and arm, there.
+        judge: openai:model=NAME,url=ADDRESS; the key comes from OPENAI_API_KEY. Default: no verdicts.
+        baseline: Arm that the others are compared with.
+        num_votes: Votes on each answer; each vote asks in both orders.
+        grade: Grade each answer from 1 to 10 instead (MT-Bench).
+        num_in_flight: Questions to the judge at once.
     """
 
-    rule: str = "fuzzy"
-    thresholds: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-    num_draft_tokens: tuple[NumDraftTokens, ...] = (4, 8, 12, 16, 24, 32, AUTO)
-    lost_share: float = 0.2
-    main_split: str = "test"
-    main_limit: int = 200
-    main_trials: int = 3
-    run: RunSettings = field(
-        default_factory=lambda: RunSettings(
-            split="validation", limit=40, sampling=SamplingSettings(temperature=1.0, draft_temperature=0.0)
-        )
-    )
-
-    def __post_init__(self) -> None:
-        require_range("lost_share", self.lost_share, 0.0, 1.0, low_open=True)
-        if list(self.thresholds) != sorted(set(self.thresholds)):
-            raise SpecError(f"thresholds must rise, got {list(self.thresholds)}")
-        for name in ("main_limit", "main_trials"):
-            require_whole(name, getattr(self, name), 1)
+    judge: str | None = None
+    baseline: str = "lossless"
+    num_votes: int = 1
+    grade: bool = False
+    num_in_flight: int = 8
 
 
 @dataclass(frozen=True)
@@ -136,32 +119,3 @@ class MonitorSettings:
     share: float = 0.2
     max_drop: float | None = 0.05
     confidence: float = 0.95
-
-
-@dataclass(frozen=True)
-class HarnessSettings:
-    """What lm-evaluation-harness is asked to do.
-
-    Args:
-        tasks: lm_eval's tasks, such as gsm8k,mmlu, or reprieve_word_problems.
-        data: Local JSONL instead of a task's hub data: gsm8k:train=FILE,test=FILE. Repeatable.
-        limit: Number of problems of each task. Default: all.
-        num_fewshot: Worked examples. Default: the task's.
-        drafter: draft, ngram, or eagle3:path=FOLDER.
-        gen_kwargs: Generation arguments that overrule the tasks', such as temperature=0.6,top_p=0.95.
-        include_path: Folder of task definitions of your own.
-        confirm_run_unsafe_code: Let the harness's code tasks run what models write, without isolation.
-            `reprieve bench --task humaneval:path=...` has a sandbox.
-        seed: Same seed, same answers.
-    """
-
-    tasks: str
-    data: tuple[str, ...] = ()
-    limit: int | None = None
-    num_fewshot: int | None = None
-    drafter: str = "draft"
-    gen_kwargs: str = ""
-    include_path: str | None = None
-    confirm_run_unsafe_code: bool = False
-    seed: int = 0
-    prompt: PromptSettings = field(default_factory=PromptSettings)

@@ -61,8 +61,8 @@ class EagleConfig:
         if config.get("speculators_model_type") != "eagle3":
             raise ReprieveError(
                 "must be an EAGLE-3 head in the speculators format (speculators_model_type: eagle3), got "
-                f"{config.get('speculators_model_type') or config.get('model_type')!r}; `reprieve convert eagle3` "
-                "turns SafeAILab's layout into it"
+                f"{config.get('speculators_model_type') or config.get('model_type')!r}; `speculators convert "
+                "--algorithm eagle3` converts SafeAILab's layout"
             )
         layer = dict(config["transformer_layer_config"])
         kind = layer.pop("model_type", "llama")

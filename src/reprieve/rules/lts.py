@@ -55,7 +55,7 @@ class LtsRule(HeadRule):
     tokens' embeddings and from the difference of their log-probabilities.
 
     Args:
-        path: folder or hub id of a calibration (`reprieve calibrate lts`).
+        path: folder or hub id of a calibration (`reprieve train lts`).
         theta: smallest accepted score; the paper uses 0.3, 0 accepts up to the tolerance itself, 1 only the target's
             most likely token, infinity nothing.
         siblings: in a tree, `in_turn` accepts the first child, in drafting order, that the lossless check or the score
@@ -69,7 +69,7 @@ class LtsRule(HeadRule):
     name = "lts"
     own_dial = Dial("theta", strictest=math.inf, stops=(1.0, 0.99, 0.97, 0.95, 0.9, 0.8, 0.7, 0.5, 0.3, 0.0))
     head_kind = "lts"
-    made_by = "reprieve calibrate lts"
+    made_by = "reprieve train lts"
     about = About('ARC-Decode, "Risk-Bounded Acceptance for Sampling-Based Speculative Decoding"')
 
     theta: float = 0.3

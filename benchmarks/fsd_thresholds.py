@@ -1,56 +1,63 @@
-"""Protocols that choose settings: K for each arm by itself (AutoJudge, appendix G), thresholds as FSD chose them."""
+"""Thresholds as FSD's authors chose them (section 5.1 and appendix D): a small run chooses, a larger one measures."""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reprieve.cli import screen
+from reprieve.cli.command import Command
+from reprieve.cli.main import run_command
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
+from reprieve.errors import SpecError, require_range, require_whole
 from reprieve.evaluation.arms import LOSSLESS, Arm, make_arms, sweep_rules
 from reprieve.evaluation.config import RunConfig
 from reprieve.evaluation.engines.base import Engine
-from reprieve.evaluation.results import summarise
+from reprieve.evaluation.results import best_ks, summarise, write_results
 from reprieve.evaluation.runner import Progress, Run, Runner, environment, run_arms
-from reprieve.evaluation.settings import FsdSettings, RunSettings
-from reprieve.settings import NumDraftTokens
+from reprieve.evaluation.settings import RunSettings
+from reprieve.servers.settings import EngineSettings
+from reprieve.settings import AUTO, NumDraftTokens, PairSettings, SamplingSettings
 from reprieve.tasks import Task
 
 
 @dataclass(frozen=True)
-class BestK:
-    """One arm at the K that decodes most tokens a second.
+class FsdSettings:
+    """How FSD's authors chose thresholds (section 5.1 and appendix D): a small run chooses, a larger one measures.
 
-    The fastest of several measurements is a little flattered; measure again on other problems before quoting it.
+    Args:
+        rule: The rule without its threshold.
+        thresholds: Rising values of its dial; the authors' own grid unless given.
+        num_draft_tokens: Values of K to try for lossless.
+        lost_share: Stop once this share of the accuracy gap between target and draft is lost, (0, 1].
+        main_split: Split to measure on.
+        main_limit: Number of problems to measure on.
+        main_trials: Answers per problem and arm, there.
     """
 
-    spec: str
-    num_draft_tokens: NumDraftTokens
-    tokens_per_second: float
-    by_k: dict[NumDraftTokens, float]  # tokens a second
+    rule: str = "fuzzy"
+    thresholds: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+    num_draft_tokens: tuple[NumDraftTokens, ...] = (4, 8, 12, 16, 24, 32, AUTO)
+    lost_share: float = 0.2
+    main_split: str = "test"
+    main_limit: int = 200
+    main_trials: int = 3
+    run: RunSettings = field(
+        default_factory=lambda: RunSettings(
+            split="validation", limit=40, sampling=SamplingSettings(temperature=1.0, draft_temperature=0.0)
+        )
+    )
 
-    @property
-    def arm(self) -> str:
-        """As `bench --arm` takes it."""
-        return f"{self.spec}@K={self.num_draft_tokens}"
-
-
-def best_ks(document: dict[str, Any]) -> list[BestK]:
-    """The fastest K of every rule in a results document that has several."""
-    speeds: dict[str, dict[NumDraftTokens, float]] = {}
-    loaded = {row["arm"]: row["tokens_per_second"] for row in document.get("throughput", ())}
-    for arm in document["arms"]:
-        speed = loaded.get(arm["spec"], arm["tokens_per_second"])
-        if arm["num_draft_tokens"] is not None and speed:
-            spec = arm["spec"].partition("@K=")[0]
-            speeds.setdefault(spec, {})[arm["num_draft_tokens"]] = speed
-    fastest = []
-    for spec, by_k in speeds.items():
-        best = max(by_k, key=by_k.__getitem__)
-        fastest.append(BestK(spec, best, by_k[best], by_k))
-    return fastest
+    def __post_init__(self) -> None:
+        require_range("lost_share", self.lost_share, 0.0, 1.0, low_open=True)
+        if list(self.thresholds) != sorted(set(self.thresholds)):
+            raise SpecError(f"thresholds must rise, got {list(self.thresholds)}")
+        for name in ("main_limit", "main_trials"):
+            require_whole(name, getattr(self, name), 1)
 
 
 @dataclass(frozen=True)
@@ -159,3 +166,39 @@ class FsdProtocol:
             if accuracy[arm.label] <= floor:
                 break
         return document
+
+
+@dataclass(frozen=True)
+class Thresholds(Command):
+    """Choose thresholds as FSD's authors did.
+
+    K' for lossless, the threshold that accepts as much as lossless does, then upward until the loss is too large; the
+    draft is greedy, the target samples: the local engine only, since servers draft at the target's temperature.
+
+    Args:
+        out: Folder for results; run again with it to resume.
+    """
+
+    verb = "benchmarks/fsd_thresholds.py"
+
+    settings: FsdSettings = field(default_factory=FsdSettings)
+    pair: PairSettings = field(default_factory=PairSettings)
+    out: Path = Path("runs/thresholds")
+
+    def run(self) -> int:
+        protocol = FsdProtocol(self.settings, command=screen.command_line())
+        asked = self.settings.run
+        with screen.engine_and_task(EngineSettings(), self.pair, asked.task, asked.prompt) as (engine, task):
+            self.keep_config(self.out)
+            with screen.progress_bar("answers") as bar:
+                document = protocol.run(engine, task, self.out, announce=screen.say, progress=screen.reporter(bar))
+        if document is None:
+            screen.warn("interrupted: run again to resume")
+            return 130
+        write_results(document, self.out)
+        screen.show_results(document)
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(Thresholds, sys.argv[1:]))

@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from rich import box
+from rich.table import Table
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
+from arms import answer_params, flags_in_force, write_json
+from reprieve.cli import screen
+from reprieve.cli.command import Command
+from reprieve.cli.main import run_command
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.labelling.responses import ResponseFormat
@@ -26,6 +33,12 @@ from reprieve.labelling.target import LocalTarget, gather_all
 from reprieve.metrics import share_with_interval
 from reprieve.models.batch_decoder import BatchDecoder, Session
 from reprieve.models.cached_model import eos_token_ids
+from reprieve.settings import (
+    BUNDLED_TASK,
+    PairSettings,
+    PromptSettings,
+    SamplingSettings,
+)
 from reprieve.tasks.asking import prompt_of
 from reprieve.tasks.base import Task, TaskProblem
 from reprieve.types import ROOT, Generation
@@ -291,3 +304,92 @@ async def _continued(
     begun = [(place.start, token_id) for place in places for token_id in (place.taken_id, *place.refused_ids)]
     following = iter(await gather_all(whole(*each) for each in begun))
     return [(next(following), [next(following) for _ in place.refused_ids]) for place in places]
+
+
+@dataclass(frozen=True)
+class Rejections(Command):
+    """Put refused drafted tokens into lossless answers and see whether they change them (ARC-Decode, section 3.1).
+
+    Args:
+        drafter: draft, ngram, or eagle3:path=FOLDER.
+        num_draft_tokens: K: deepest drafted token.
+        embedding: Encoder that compares responses, such as sentence-transformers/all-mpnet-base-v2: agreed from cosine
+            0.9 on.
+        nli: Classifier that finds contradictions between responses, such as
+            cross-encoder/nli-deberta-v3-base: agreed below probability 0.5.
+        task: Task of the problems. Default: that of the bundled pair.
+        split: Split. Default: test if there is one.
+        limit: Number of problems.
+        offset: First problem of the split.
+        seed: Same seed, same answers. Responses go on greedily from a refused token.
+        out: File for the numbers, as JSON.
+    """
+
+    verb = "benchmarks/arc_rejections.py"
+
+    drafter: str = "eagle3"
+    num_draft_tokens: int = 16
+    embedding: str | None = None
+    nli: str | None = None
+    task: str = BUNDLED_TASK
+    split: str | None = None
+    limit: int = 40
+    offset: int = 0
+    seed: int = 0
+    sampling: SamplingSettings = field(default_factory=lambda: SamplingSettings(temperature=1.0))
+    prompt: PromptSettings = field(default_factory=PromptSettings)
+    pair: PairSettings = field(default_factory=PairSettings)
+    out: Path | None = None
+
+    def run(self) -> int:
+
+        screen.require_problems(self.limit, self.offset)
+        screen.require_file(self.out)
+        pair, task = screen.load_pair_and_task(self.pair, self.task, self.prompt)
+        measures: list[Agreement] = [SameAnswer(task)] if task.graded else []
+        if self.embedding is not None:
+            measures.append(SimilarText(self.embedding, pair.target.device))
+        if self.nli is not None:
+            measures.append(NoContradiction(self.nli, pair.target.device))
+        if not measures:
+            raise SpecError(f"task {self.task} has no right answers: name a model with --embedding or --nli")
+        split = screen.split_of(task, self.split, "test")
+        decoder = pair.decoder("lossless", num_draft_tokens=self.num_draft_tokens, drafter=self.drafter, task=self.task)
+        problems = task.problems(split, self.limit, offset=self.offset)
+        params = answer_params(self.sampling, task, self.seed)
+        with screen.progress_bar("problems") as bar:
+            progress = screen.reporter(bar, "problems")
+            summary = examine(decoder, pair, task, problems, params, measures, progress=progress).summary()
+        if self.out is not None:
+            write_json(self.out, {**flags_in_force(self), "split": split, "rejections": summary})
+        screen.console().print(_rejection_table(summary, [measure.name for measure in measures]))
+        return 0
+
+
+def _rejection_table(summary: dict[str, Any], measures: list[str]) -> Table:
+
+    solved = f" ({summary['num_correct']} solved)" if "answer" in measures else ""
+    table = Table(
+        title=f"how many of {summary['num_refused']} refused tokens, at {summary['num_places']} places of "
+        f"{summary['num_problems']} problems{solved}, would have changed nothing; brackets are 95% bootstrap intervals "
+        "over problems",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for name in ("compared by", "tokens, %", "places with one, %", "places with all, %"):
+        table.add_column(name, justify="left" if name == "compared by" else "right")
+    for measure in measures:
+        values = summary[measure]
+        table.add_row(measure, *(_interval(values[name]) for name in ("tokens", "places_any", "places_all")))
+    return table
+
+
+def _interval(values: list[float] | None) -> str:
+    if values is None:
+        return "-"
+    share, low, high = (100 * value for value in values)
+    return f"{share:.1f} [{low:.1f}, {high:.1f}]"
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(Rejections, sys.argv[1:]))

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
+from cospec_branches import diagnose
 from reprieve.engine import Pair, SamplingParams
 from reprieve.engine.advisors import ArbiterAdvisor
-from reprieve.evaluation.branches import diagnose
 from reprieve.metrics import BranchChoices
 from reprieve.rules.arbiter import ArbiterRule
 from tests.kit.arbiters import PROMPT, arbiter_of, decoder_with, trained
@@ -94,7 +94,7 @@ def test_branches_of_sampled_answers_go_on_greedily(target, draft):
 @pytest.mark.slow
 def test_a_branch_forced_to_what_was_taken_ends_as_it_did(target, draft):
     """Following a branch by its text and the rest of its block repeats the round exactly."""
-    from reprieve.evaluation.branches import _Branches, _decisions
+    from cospec_branches import _Branches, _decisions
     from reprieve.labelling.responses import ResponseFormat
 
     model = trained(draft)

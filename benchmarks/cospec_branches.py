@@ -9,18 +9,35 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich import box
+from rich.table import Table
 
+from arms import answer_params, flags_in_force, write_json
+from reprieve.cli import screen
+from reprieve.cli.command import Command
+from reprieve.cli.main import run_command
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
-from reprieve.errors import SpecError
+from reprieve.errors import SpecError, require_whole
+from reprieve.heads.arbiter import Arbiter
+from reprieve.heads.loading import attach_heads
 from reprieve.labelling.responses import ResponseFormat
 from reprieve.metrics import BranchChoices, share_with_interval
 from reprieve.models.cached_model import eos_token_ids
-from reprieve.rules import Rule
+from reprieve.rules import Rule, parse_rule
+from reprieve.settings import (
+    BUNDLED_TASK,
+    MAX_DRAFT_TOKENS,
+    PairSettings,
+    PromptSettings,
+    SamplingSettings,
+)
 from reprieve.tasks.asking import prompt_of
 from reprieve.tasks.base import Task, TaskProblem
 from reprieve.types import Generation, RoundTrace
@@ -174,3 +191,92 @@ def _decisions(made: Generation) -> list[tuple[int, RoundTrace, int]]:
                 mismatches.append((start, traced, place))
         start += len(traced.committed)
     return mismatches
+
+
+_BLOCK = 16  # drafted tokens a round where nothing says otherwise
+
+
+@dataclass(frozen=True)
+class Branches(Command):
+    """Decode both branches of every mismatch that a rule reaches (CoSpec, Table 3).
+
+    Args:
+        rule: The rule that decides, such as arbiter:path=FOLDER,lambda=0.5 or state_arbiter.
+        num_draft_tokens: K, the same in every round: after `auto`, branches would also differ in their blocks. Default:
+            what the rule's arbiter was trained at, else 16.
+        task: Task of the problems. Default: that of the bundled pair.
+        split: Split. Default: test if there is one.
+        limit: Number of problems.
+        offset: First problem of the split.
+        seed: Same seed, same answers. Branches go on greedily.
+        out: File for the numbers, as JSON.
+    """
+
+    verb = "benchmarks/cospec_branches.py"
+
+    rule: str = "arbiter"
+    num_draft_tokens: int | None = None
+    task: str = BUNDLED_TASK
+    split: str | None = None
+    limit: int = 100
+    offset: int = 0
+    seed: int = 0
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    prompt: PromptSettings = field(default_factory=PromptSettings)
+    pair: PairSettings = field(default_factory=PairSettings)
+    out: Path | None = None
+
+    def run(self) -> int:
+
+        screen.require_problems(self.limit, self.offset)
+        if self.num_draft_tokens is not None:
+            require_whole("--num-draft-tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
+        screen.require_file(self.out)
+        rule = attach_heads(parse_rule(self.rule), self.pair.target)
+        require_branches(rule, sampled=self.sampling.temperature > 0)
+        pair, task = screen.load_pair_and_task(self.pair, self.task, self.prompt)
+        if not task.graded:
+            raise SpecError(f"task {self.task} has no right answers: branches cannot be compared on it")
+        split = screen.split_of(task, self.split, "test")
+        trained_at = [head.num_draft_tokens for _, head in rule.heads if isinstance(head, Arbiter)]
+        k = next(iter(trained_at), _BLOCK) if self.num_draft_tokens is None else self.num_draft_tokens
+        decoder = pair.decoder(rule, num_draft_tokens=k, task=self.task)
+        problems = task.problems(split, self.limit, offset=self.offset)
+        params = answer_params(self.sampling, task, self.seed)
+        with screen.progress_bar("problems") as bar:
+            progress = screen.reporter(bar, "problems")
+            summary = diagnose(decoder, pair, task, problems, params, progress=progress).summary()
+        if self.out is not None:
+            heads = {name: head.fingerprint for name, head in rule.heads}
+            about = {"rule": rule.spec, "heads": heads, "num_draft_tokens": k, "split": split}
+            write_json(self.out, {**flags_in_force(self), **about, "diagnosis": summary})
+        screen.console().print(_branch_table(summary, rule.spec))
+        return 0
+
+
+def _branch_table(summary: dict[str, Any], spec: str) -> Table:
+
+    table = Table(
+        title=f"{spec}: {summary['num_mismatches']} reached mismatches of {summary['num_problems']} problems; brackets "
+        "are 95% bootstrap intervals over problems",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for name in ("category", "n", "share, %", "draft not worse, %", "draft chosen, %", "agreement, %"):
+        table.add_column(name, justify="left" if name == "category" else "right")
+    for category in CATEGORIES:
+        values = summary[category]
+        shares = (_interval(values[name]) for name in ("share", "draft_not_worse", "draft_chosen", "agreement"))
+        table.add_row(category.replace("_", " "), str(values["num"]), *shares)
+    return table
+
+
+def _interval(values: list[float] | None) -> str:
+    if values is None:
+        return "-"
+    share, low, high = (100 * value for value in values)
+    return f"{share:.1f} [{low:.1f}, {high:.1f}]"
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(Branches, sys.argv[1:]))

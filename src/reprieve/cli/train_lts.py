@@ -1,4 +1,4 @@
-"""`reprieve calibrate lts`: what ARC-Decode's acceptance rule measures once per target."""
+"""`reprieve train lts`: what ARC-Decode's acceptance rule measures once per target."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class CalibrateLts(Command):
+class TrainLts(Command):
     """Measure the bound's constants on the target's own answers (ARC-Decode, Algorithm 1).
 
     Args:
@@ -28,7 +28,7 @@ class CalibrateLts(Command):
         out: Folder for the constants.
     """
 
-    verb = "calibrate lts"
+    verb = "train lts"
 
     task: str = BUNDLED_TASK
     split: str | None = None

@@ -2,11 +2,11 @@
 
 import numpy as np
 
+from arc_audit import audit
 from reprieve.calibration.lts import bounds_of
 from reprieve.calibration.swaps import Swaps
 from reprieve.drafters import DraftModelDrafter
 from reprieve.engine import SamplingParams, SpeculativeDecoder
-from reprieve.evaluation.auditing import audit
 from reprieve.heads.loading import attach_heads
 from reprieve.rules import parse_rule
 from reprieve.tasks import load_task
@@ -39,7 +39,7 @@ def test_the_audit_counts_what_was_swapped_and_what_the_bound_covers(bundled_pai
 
 
 def test_an_audit_of_nothing_accepted():
-    from reprieve.evaluation.auditing import Audit
+    from arc_audit import Audit
 
     seen = Audit("x", 1, 0, Swaps.none(), np.empty(0, bool), np.empty(0, bool)).summary(calibration())
     assert seen["accepted"] == {"num": 0}

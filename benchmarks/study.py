@@ -1,13 +1,15 @@
-"""`reprieve study`: tuned K, every rule, certificates and the report, in one command."""
+"""`python benchmarks/study.py`: tuned K, every rule, certificates and the report, in one command."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from reprieve.cli.command import Command
+from reprieve.cli.main import run_command
 from reprieve.cli.stages import Stage, StageFailed, Stages, engine_flags, pair_flags, prompt_flags
 from reprieve.files import read_json
 from reprieve.servers.settings import EngineSettings
@@ -37,7 +39,7 @@ class StudyCommand(Command):
         out: Folder for results; run again with it to resume.
     """
 
-    verb = "study"
+    verb = "benchmarks/study.py"
 
     arm: tuple[str, ...] = ()
     task: str = BUNDLED_TASK
@@ -144,7 +146,11 @@ class Study:
         if beside:
             self.stages.start(beside)
         arms = [part for rule in self.rules for part in ("--arm", rule)]
-        self.stages.run(Stage("tune", ["tune", "k", *arms, *tune, *self.shared, "--out", str(self.out / "tune")]))
+        self.stages.run(
+            Stage(
+                "tune", ["bench", *arms, "--split", "validation", *tune, *self.shared, "--out", str(self.out / "tune")]
+            )
+        )
         arms = [part for name in self._arms() for part in ("--arm", name)]
         self.stages.run(Stage("frontier", ["bench", *arms, *bench, *self.shared, "--out", str(self.out / "frontier")]))
         for stage in [beside or self._certify(first, 1), *(self._certify(rule, self.num_workers) for rule in others)]:
@@ -172,10 +178,14 @@ class Study:
         from reprieve.heads.loading import attach_heads
         from reprieve.rules import parse_rule
 
-        arms = read_json(self.out / "tune" / "tuned.json", "the values of K")["arms"]
+        arms = read_json(self.out / "tune" / "results.json", "the values of K")["fastest"]
         tuned = {best["spec"]: best["num_draft_tokens"] for best in arms}
         arms = [f"lossless@K={tuned['lossless']}", f"lossless_rerun@K={tuned['lossless']}", *self.controls]
         for rule, settings in self.rules.items():
             k = tuned[attach_heads(parse_rule(rule), self.target).spec]  # which may differ from what was typed
             arms += [f"{setting}@K={k}" for setting in settings]
         return arms
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(StudyCommand, sys.argv[1:]))

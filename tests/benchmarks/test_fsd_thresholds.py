@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from fsd_thresholds import FsdProtocol, FsdSettings
 from reprieve.errors import SpecError
 from reprieve.evaluation.engines.local import LocalEngine
-from reprieve.evaluation.settings import FsdSettings
-from reprieve.evaluation.tuning import FsdProtocol, best_ks
+from reprieve.evaluation.results import best_ks
 from tests.evaluation.toys import settings
 from tests.kit.toys import ToyTask
 

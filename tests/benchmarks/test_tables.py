@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from benchmarks import tables
 
+import tables
 from reprieve.errors import ReprieveError
 
 ARM = {

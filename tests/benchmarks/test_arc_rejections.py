@@ -13,9 +13,7 @@ from transformers import (
     RobertaModel,
 )
 
-from reprieve.engine import Pair, SamplingParams
-from reprieve.errors import ReprieveError, SpecError
-from reprieve.evaluation.rejections import (
+from arc_rejections import (
     NoContradiction,
     Rejection,
     SameAnswer,
@@ -24,8 +22,10 @@ from reprieve.evaluation.rejections import (
     examine,
     rejections,
 )
+from reprieve.engine import Pair, SamplingParams
+from reprieve.errors import ReprieveError, SpecError
 from reprieve.types import ROOT, Generation, Provenance, RoundTrace, Token
-from tests.evaluation.test_branches import SameTextTask
+from tests.benchmarks.test_cospec_branches import SameTextTask
 from tests.kit.mining import problem
 from tests.kit.tiny import NumberTokenizer
 
