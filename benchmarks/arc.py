@@ -16,12 +16,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from arms import answer_test_problems, labels_of, over, part, run, whole, write_parts
-from reprieve.calibration.swaps import SwapMeter
+from reprieve.bench.arms import make_arms
+from reprieve.bench.results import summarise, write_results
 from reprieve.engine import DRAFT_ONLY, Pair, SamplingParams, load_pair
-from reprieve.evaluation.arms import make_arms
-from reprieve.evaluation.results import summarise, write_results
 from reprieve.models.sampling import Sampler
 from reprieve.training.splits import auc_interval
+from reprieve.training.swaps import SwapMeter
 from tables import COLUMNS
 
 EAGLE, PRUNED = "eagle3", "eagle3:prune=entropy"

@@ -17,17 +17,14 @@ from rich import box
 from rich.table import Table
 
 from arms import answer_params, flags_in_force, write_json
-from reprieve.calibration.lts import bounds_of
-from reprieve.calibration.swaps import SwapMeter, Swaps
+from reprieve.bench.arms import rule_arms
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.cli.main import run_command
 from reprieve.drafters import DRAFTERS
 from reprieve.engine import Pair, SpeculativeDecoder
 from reprieve.errors import require_whole
-from reprieve.evaluation.arms import rule_arms
 from reprieve.heads.lts import LtsCalibration
-from reprieve.metrics import wilson_interval
 from reprieve.models.sampling import Sampler
 from reprieve.rules.lts import LtsRule
 from reprieve.settings import (
@@ -37,8 +34,11 @@ from reprieve.settings import (
     SamplingParams,
     SamplingSettings,
 )
+from reprieve.stats import wilson_interval
 from reprieve.tasks.asking import prompt_of
 from reprieve.tasks.base import Task, TaskProblem
+from reprieve.training.lts import bounds_of
+from reprieve.training.swaps import SwapMeter, Swaps
 from reprieve.types import Provenance
 
 _ROUNDING = 1e-5  # nats: two float32 forwards of one text differ by about this much

@@ -28,9 +28,8 @@ from reprieve.cli.command import Command
 from reprieve.cli.main import run_command
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.labelling.responses import ResponseFormat
-from reprieve.labelling.target import LocalTarget, gather_all
-from reprieve.metrics import share_with_interval
+from reprieve.mining.responses import ResponseFormat
+from reprieve.mining.target import LocalTarget, gather_all
 from reprieve.models.batch_decoder import BatchDecoder, Session
 from reprieve.models.cached_model import eos_token_ids
 from reprieve.settings import (
@@ -39,6 +38,7 @@ from reprieve.settings import (
     PromptSettings,
     SamplingSettings,
 )
+from reprieve.stats import share_with_interval
 from reprieve.tasks.asking import prompt_of
 from reprieve.tasks.base import Task, TaskProblem
 from reprieve.types import ROOT, Generation

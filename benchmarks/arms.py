@@ -11,18 +11,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from reprieve.backends.local import LocalEngine
+from reprieve.bench.arms import Arm
+from reprieve.bench.config import RunConfig
+from reprieve.bench.runner import Run, Runner, environment
+from reprieve.bench.settings import RunSettings
 from reprieve.bundles import BUNDLES, Bundle, bundle_of
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.engine import Pair
 from reprieve.errors import ReprieveError
-from reprieve.evaluation.arms import Arm
-from reprieve.evaluation.config import RunConfig
-from reprieve.evaluation.engines.local import LocalEngine
-from reprieve.evaluation.runner import Run, Runner, environment
-from reprieve.evaluation.settings import RunSettings
 from reprieve.files import replace_file
-from reprieve.labelling.store import LabelStore
+from reprieve.mining.store import LabelStore
 from reprieve.settings import SamplingParams, SamplingSettings
 from reprieve.tasks import Task, load_task
 from tables import parts_table

@@ -2,7 +2,7 @@
 
 Parts: `complement` (Table 2, from the folder of a `reprieve bench`), `ablations` (Tables 6 and 8: trains every variant
 on the same small budget, then measures all), `overhead` (the arbiter's share of a round, and what its cache saves).
-Every part resumes from its folder. Table 1 and 7 are `reprieve bench`, Table 3 is `reprieve audit arbitration`.
+Every part resumes from its folder. Table 1 and 7 are `reprieve bench`, Table 3 is `benchmarks/cospec_branches.py`.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ import numpy as np
 import torch
 
 from arms import answer_test_problems, over, part, run, task_of, whole, write_parts
+from recipes.arbiter.reinforce import Reinforce
+from reprieve.bench.arms import LOSSLESS, Arm, make_arms
+from reprieve.bench.records import RecordFile, read_run
+from reprieve.bench.results import summarise, write_results
 from reprieve.cli.main import main as reprieve
+from reprieve.cli.main import run_command
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, Pair, SamplingParams, SpeculativeDecoder, load_pair
 from reprieve.engine.advisors import ArbiterAdvisor, build_arbiter
 from reprieve.errors import ReprieveError
-from reprieve.evaluation.arms import LOSSLESS, Arm, make_arms
-from reprieve.evaluation.records import RecordFile, read_run
-from reprieve.evaluation.results import summarise, write_results
 from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.loading import attach_heads
-from reprieve.metrics import bootstrap_interval, paired_difference
 from reprieve.rules import Rule
 from reprieve.rules.arbiter import ArbiterRule
+from reprieve.stats import bootstrap_interval, paired_difference
 from tables import COLUMNS
 
 LAMBDAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
-# Table 6 and 8: what each variant changes of `reprieve train arbiter-rl`; the causal one is warmed up anew.
+# Table 6 and 8: what each variant changes of `python -m recipes.arbiter.reinforce`; the causal one is warmed up anew.
 VARIANTS: dict[str, list[str]] = {
     "full": [],
     "no warm-up": ["--start", "none"],
@@ -124,8 +126,8 @@ def ablations(pair: Pair, options: argparse.Namespace) -> None:
         fixed = ["--num-draft-tokens", str(options.num_draft_tokens), "--workers", str(options.workers)]
         budget = ["--updates", str(options.updates), "--prompts-per-update", str(options.prompts), "--group-size", "8"]
         once = ["--validation", "1", "--validate-every", str(options.updates), "--num-threads", "1"]
-        arguments = ["train", "arbiter-rl", "--preset", "small", *fixed, *budget, *once, *settings]
-        _require_done(reprieve([*arguments, "--lambda", str(start.threshold), "--out", str(folder)]))
+        arguments = ["--preset", "small", *fixed, *budget, *once, *settings]
+        _require_done(run_command(Reinforce, [*arguments, "--lambda", str(start.threshold), "--out", str(folder)]))
         paths[name] = str(folder / "last")
         _keep_last(folder)
     specs = {

@@ -27,8 +27,7 @@ from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import SpecError, require_whole
 from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.loading import attach_heads
-from reprieve.labelling.responses import ResponseFormat
-from reprieve.metrics import BranchChoices, share_with_interval
+from reprieve.mining.responses import ResponseFormat
 from reprieve.models.cached_model import eos_token_ids
 from reprieve.rules import Rule, parse_rule
 from reprieve.settings import (
@@ -38,6 +37,7 @@ from reprieve.settings import (
     PromptSettings,
     SamplingSettings,
 )
+from reprieve.stats import BranchChoices, share_with_interval
 from reprieve.tasks.asking import prompt_of
 from reprieve.tasks.base import Task, TaskProblem
 from reprieve.types import Generation, RoundTrace

@@ -23,9 +23,9 @@ import torch
 import reprieve
 from arms import over, part, run, task_of, whole, write_parts
 from reprieve.engine import Pair
-from reprieve.metrics import bootstrap_interval
 from reprieve.models import CachedModel
 from reprieve.models.timing import forward_seconds
+from reprieve.stats import bootstrap_interval
 from reprieve.types import PARTS
 
 KS = (4, 8, 16)

@@ -24,22 +24,22 @@ import numpy as np
 import torch
 
 from arms import bundled, over, part, run, whole, write_parts
-from reprieve.evaluation.arms import Arm, make_arms
-from reprieve.evaluation.config import RunConfig
-from reprieve.evaluation.engines.base import Engine
-from reprieve.evaluation.engines.making import make_engine
-from reprieve.evaluation.engines.served import ServedEngine
-from reprieve.evaluation.records import ProblemRecord
-from reprieve.evaluation.runner import Runner
-from reprieve.evaluation.settings import RunSettings, SpeedSettings
-from reprieve.evaluation.throughput import measure_throughput
-from reprieve.labelling.recipes import build
-from reprieve.labelling.runner import mine_problems
-from reprieve.labelling.settings import AutoJudgeMining, MiningSettings, PivotMining
-from reprieve.labelling.store import LabelStore
-from reprieve.metrics import paired_difference
-from reprieve.servers.settings import EngineSettings
+from reprieve.backends.making import make_engine
+from reprieve.backends.served import ServedEngine
+from reprieve.backends.settings import EngineSettings
+from reprieve.backends.throughput import measure_throughput
+from reprieve.bench.arms import Arm, make_arms
+from reprieve.bench.config import RunConfig
+from reprieve.bench.engine import Engine
+from reprieve.bench.records import ProblemRecord
+from reprieve.bench.runner import Runner
+from reprieve.bench.settings import RunSettings, SpeedSettings
+from reprieve.mining.recipes import build
+from reprieve.mining.runner import mine_problems
+from reprieve.mining.settings import AutoJudgeMining, MiningSettings, PivotMining
+from reprieve.mining.store import LabelStore
 from reprieve.settings import PairSettings
+from reprieve.stats import paired_difference
 from reprieve.tasks import Task, load_task
 from reprieve.tasks.asking import ask
 

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reprieve.backends.settings import EngineSettings
+from reprieve.bench.arms import LOSSLESS, Arm, make_arms, sweep_rules
+from reprieve.bench.config import RunConfig
+from reprieve.bench.engine import Engine
+from reprieve.bench.results import best_ks, summarise, write_results
+from reprieve.bench.runner import Progress, Run, Runner, environment, run_arms
+from reprieve.bench.settings import RunSettings
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.cli.main import run_command
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.errors import SpecError, require_range, require_whole
-from reprieve.evaluation.arms import LOSSLESS, Arm, make_arms, sweep_rules
-from reprieve.evaluation.config import RunConfig
-from reprieve.evaluation.engines.base import Engine
-from reprieve.evaluation.results import best_ks, summarise, write_results
-from reprieve.evaluation.runner import Progress, Run, Runner, environment, run_arms
-from reprieve.evaluation.settings import RunSettings
-from reprieve.servers.settings import EngineSettings
 from reprieve.settings import AUTO, NumDraftTokens, PairSettings, SamplingSettings
 from reprieve.tasks import Task
 

@@ -24,18 +24,18 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from reprieve.backends.settings import EngineSettings
+from reprieve.bench.records import read_run
 from reprieve.drafters import DRAFTERS
 from reprieve.errors import ReprieveError
-from reprieve.evaluation.records import read_run
 from reprieve.files import parse_json, read_json
 from reprieve.heads.certificates import Certificate
 from reprieve.heads.files import find_head
-from reprieve.labelling.store import LabelStore
+from reprieve.mining.store import LabelStore
+from reprieve.playground.protocol import ChatBody, CompletionBody, field_error
 from reprieve.rules import RULES, parse_rule
-from reprieve.servers.settings import EngineSettings
-from reprieve.serving.menu import Menu
-from reprieve.serving.policy import Policy
-from reprieve.serving.server.protocol import ChatBody, CompletionBody, field_error
+from reprieve.vllm_plugin.menu import Menu
+from reprieve.vllm_plugin.policy import Policy
 
 SIGNS = st.sampled_from([*":=,;|()\"'+@ \t\n\\{}[]", "all", "any", "inf", "nan", "-1", "0", "0.5", "1e400", "9" * 5000])
 WORDS = st.sampled_from(

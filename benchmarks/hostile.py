@@ -26,7 +26,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from reprieve.files import parse_json, read_json, replace_file, whole_lines
-from reprieve.labelling.store import LabelStore
+from reprieve.mining.store import LabelStore
 
 GROUPS = {
     "sandbox: escapes": ("tests/tasks/test_sandbox.py", "escapes"),
@@ -35,8 +35,8 @@ GROUPS = {
     "pairs: model folders": ("tests/models/test_loading.py", ""),
     "files: JSON, gzip, pipes": ("tests/test_files.py", "not options and not command"),
     "command line": ("tests/test_files.py tests/cli/test_main.py tests/cli/test_flags.py", "options or line or usage"),
-    "label store": ("tests/labelling/test_store.py", ""),
-    "server": ("tests/serving/test_server.py tests/serving/test_connections.py tests/engine/test_text_stream.py", ""),
+    "label store": ("tests/mining/test_store.py", ""),
+    "server": ("tests/playground/test_server.py tests/playground/test_connections.py tests/engine/test_text_stream.py", ""),
 }  # fmt: skip
 PAIR = ["--target", "reprieve/arithmetic-pair"]
 LABELS = ["mine", "autojudge", *PAIR, "--limit", "6", "--in-flight", "2", "--dtype", "float32"]

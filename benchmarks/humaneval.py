@@ -13,7 +13,7 @@ import json
 import time
 from pathlib import Path
 
-from reprieve.evaluation.runner import environment
+from reprieve.bench.runner import environment
 from reprieve.files import replace_file
 from reprieve.tasks import load_task
 from reprieve.tasks.jsonl import read_jsonl

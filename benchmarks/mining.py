@@ -18,14 +18,14 @@ import torch
 import reprieve
 from arms import labels_of, over, part, run, task_of, whole, write_parts
 from reprieve.engine import Pair
-from reprieve.labelling.recipes import build
-from reprieve.labelling.records import ProblemLabels
-from reprieve.labelling.runner import mine_problems
-from reprieve.labelling.settings import AutoJudgeMining
-from reprieve.labelling.store import LabelStore
-from reprieve.labelling.summary import summarise
-from reprieve.metrics import bootstrap_interval, wilson_interval
+from reprieve.mining.recipes import build
+from reprieve.mining.records import ProblemLabels
+from reprieve.mining.runner import mine_problems
+from reprieve.mining.settings import AutoJudgeMining
+from reprieve.mining.store import LabelStore
+from reprieve.mining.summary import summarise
 from reprieve.settings import PairSettings
+from reprieve.stats import bootstrap_interval, wilson_interval
 from reprieve.tasks import Task, TaskProblem
 
 

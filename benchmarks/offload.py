@@ -17,9 +17,9 @@ from accelerate import disk_offload
 
 import reprieve
 from arms import over, part, run, task_of, whole, write_parts
-from reprieve.evaluation.arms import Arm
+from reprieve.bench.arms import Arm
 from reprieve.heads.loading import attach_heads
-from reprieve.metrics import bootstrap_interval
+from reprieve.stats import bootstrap_interval
 
 
 def main() -> None:

@@ -20,8 +20,8 @@ import reprieve
 from arms import run, whole
 from pair_families import of_each_family, worded
 from pair_report import Writer
+from reprieve.bench.runner import environment
 from reprieve.engine import Pair
-from reprieve.evaluation.runner import environment
 from reprieve.files import replace_file
 from reprieve.rules.fuzzy import fuzzy_divergence
 from reprieve.tasks import TaskProblem

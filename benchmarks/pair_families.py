@@ -1,7 +1,7 @@
 """What each model of a bundled pair can do: `python benchmarks/pair_families.py --task word_problems --target T`.
 
 Solves as many validation problems of each family with small numbers as with large and, if percentages, with round ones.
-A task's mixture (`reprieve.pair.problems`) is chosen by this table, before any rule is run.
+A task's mixture (`reprieve.tasks.generated.problems`) is chosen by this table, before any rule is run.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 import reprieve
 from arms import run, whole
 from pair_report import Writer
-from reprieve.evaluation.runner import environment
+from reprieve.bench.runner import environment
 from reprieve.files import replace_file
-from reprieve.pair.families import FAMILIES
-from reprieve.pair.problems import draw_problem
 from reprieve.tasks import TaskProblem, load_task
-from reprieve.tasks.arithmetic import ArithmeticTask, as_task_problem
+from reprieve.tasks.generated.families import FAMILIES
+from reprieve.tasks.generated.problems import draw_problem
+from reprieve.tasks.word_problems import ArithmeticTask, as_task_problem
 
 
 def of_each_family(

@@ -22,28 +22,28 @@ import torch
 
 import reprieve
 from arms import run, whole
+from reprieve.bench.runner import environment
 from reprieve.bundles import bundle_of
 from reprieve.engine import Pair
 from reprieve.errors import ReprieveError
-from reprieve.evaluation.runner import environment
 from reprieve.files import read_json, replace_file
-from reprieve.labelling.recipes import build
-from reprieve.labelling.records import ProblemLabels
-from reprieve.labelling.responses import ResponseFormat
-from reprieve.labelling.runner import mine_problems
-from reprieve.labelling.settings import AutoJudgeMining
-from reprieve.labelling.store import LabelStore
-from reprieve.labelling.target import LocalTarget, gather_all
-from reprieve.metrics import wilson_interval
+from reprieve.mining.recipes import build
+from reprieve.mining.records import ProblemLabels
+from reprieve.mining.responses import ResponseFormat
+from reprieve.mining.runner import mine_problems
+from reprieve.mining.settings import AutoJudgeMining
+from reprieve.mining.store import LabelStore
+from reprieve.mining.target import LocalTarget, gather_all
 from reprieve.models.batch_decoder import BatchDecoder, Session
 from reprieve.models.cached_model import eos_token_ids
 from reprieve.models.identity import model_folder
 from reprieve.models.timing import forward_seconds
-from reprieve.pair.problems import draw_problem
-from reprieve.pair.wordings import SENTENCES
 from reprieve.settings import PairSettings
+from reprieve.stats import wilson_interval
 from reprieve.tasks import Task, TaskProblem, load_task
-from reprieve.tasks.arithmetic import ArithmeticTask
+from reprieve.tasks.generated.problems import draw_problem
+from reprieve.tasks.generated.wordings import SENTENCES
+from reprieve.tasks.word_problems import ArithmeticTask
 from tables import grid
 
 PROPERTIES = Path(__file__).parent / "miniature.json"

@@ -24,7 +24,7 @@ from arms import bundled, run, whole
 from reprieve.bundles import Bundle
 from reprieve.files import replace_file
 from reprieve.heads.binding import digest
-from reprieve.labelling.store import LabelStore
+from reprieve.mining.store import LabelStore
 from reprieve.tasks import load_task
 
 QUESTION = "Question: {question}\nAnswer:"

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from reprieve.evaluation.runner import environment
+from reprieve.bench.runner import environment
 from reprieve.files import replace_file
-from reprieve.metrics import bootstrap_interval
+from reprieve.stats import bootstrap_interval
 
 WORKER = """
 import sys, time

@@ -23,7 +23,7 @@ import sys
 import time
 from pathlib import Path
 
-from reprieve.evaluation.runner import environment
+from reprieve.bench.runner import environment
 from reprieve.files import replace_file
 
 BAD = [

@@ -8,11 +8,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from reprieve.backends.settings import EngineSettings
 from reprieve.cli.command import Command
 from reprieve.cli.main import run_command
 from reprieve.cli.stages import Stage, StageFailed, Stages, engine_flags, pair_flags, prompt_flags
 from reprieve.files import read_json
-from reprieve.servers.settings import EngineSettings
 from reprieve.settings import AUTO, BUNDLED_TASK, NumDraftTokens, PairSettings, PromptSettings
 
 CONTROLS = ("direct:top_k:k=2", "direct:margin:delta=2")

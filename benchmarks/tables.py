@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -148,7 +149,7 @@ def _share(values: list[float] | None) -> str:
 
 
 def rejections_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
-    """What `reprieve audit rejections` found, a line for each way of comparing."""
+    """What `benchmarks/arc_rejections.py` found, a line for each way of comparing."""
     found = document["rejections"]
     rows = [
         [name, *(_share(of[share]) for share in ("tokens", "places_any", "places_all"))]
@@ -164,7 +165,7 @@ def rejections_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> s
 
 
 def branches_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
-    """What `reprieve audit arbitration` found, a line for each kind of mismatch (CoSpec, Table 3)."""
+    """What `benchmarks/cospec_branches.py` found, a line for each kind of mismatch (CoSpec, Table 3)."""
     found = document["diagnosis"]
     rows = [
         [name.replace("_", " "), str(of["num"]), *(_share(of[one]) for one in ("share", "draft_chosen", "agreement"))]
@@ -294,15 +295,23 @@ def run(names: list[str]) -> None:
     for name in names:
         table, folder = tables()[name], RUNS / name
         binaries = ROOT / table["environment"] / "bin" if "environment" in table else Path(sys.executable).parent
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # scripts import `recipes`
         for command in table["run"]:
             words = words_of(name, command)
-            program = str(binaries / ("python" if words[0].endswith(".py") else "reprieve"))
             print(f"{name}: {shlex.join(words)}", flush=True)
-            if status := subprocess.run([program, *words], cwd=ROOT, check=False).returncode:
+            if status := subprocess.run(_program(words, binaries), cwd=ROOT, env=environment, check=False).returncode:
                 raise ReprieveError(f"table {name}: {words[0]} ended with {status}; run again to go on")
         keep(name, read_json(ROOT / folder / table["result"], f"the result of table {name}"))
         for made, shown_at in table.get("figures", {}).items():
             replace_file(ROOT / shown_at, (ROOT / folder / made).read_bytes())
+
+
+def _program(words: list[str], binaries: Path) -> list[str]:
+    """Return a table's command as a process takes it: a verb, a script of `benchmarks/`, or a module of `recipes/`."""
+    first, *rest = words
+    if first.startswith("recipes/"):
+        return [str(binaries / "python"), "-m", first.removesuffix(".py").replace("/", "."), *rest]
+    return [str(binaries / ("python" if first.endswith(".py") else "reprieve")), *words]
 
 
 def keep(name: str, document: Mapping[str, Any]) -> None:

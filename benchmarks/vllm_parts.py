@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from reprieve.errors import ReprieveError
-from reprieve.serving.vllm_plugin import probing
+from reprieve.vllm_plugin import probing
 
 
 def main() -> int:

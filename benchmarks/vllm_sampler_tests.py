@@ -40,10 +40,10 @@ def _behind_the_plugin():
     import torch
     from vllm.v1.sample import rejection_sampler as module
 
-    from reprieve.serving.menu import Menu
-    from reprieve.serving.vllm_plugin import v1_sampler as sampler
-    from reprieve.serving.vllm_plugin.rounds import RoundRequest, WorkerRules
-    from reprieve.serving.vllm_plugin.v1_runner import RunnerHooks
+    from reprieve.vllm_plugin.menu import Menu
+    from reprieve.vllm_plugin.rounds import RoundRequest, WorkerRules
+    from reprieve.vllm_plugin.v1 import sampler
+    from reprieve.vllm_plugin.v1.runner import RunnerHooks
 
     sampler.patch_sampler()
     patched = module.rejection_sample

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 from arms import bundled, over, part, run, whole, write_parts
-from reprieve.metrics import wilson_interval
+from reprieve.stats import wilson_interval
 from reprieve.tasks import load_task
 
 RULES = ["judge:path=reprieve/miniature-judge,threshold=0.1", "margin:delta=2", "typical"]

@@ -29,7 +29,7 @@ class Bundle:
     @property
     def folder(self) -> Path:
         """Where its models and heads lie."""
-        return Path(__file__).parent / "pair" / "bundles" / self.key
+        return Path(__file__).parent / "bundled" / self.key
 
     def role_folder(self, role: str) -> Path:
         """Where its `target` or `draft` lies: a plain transformers model folder."""

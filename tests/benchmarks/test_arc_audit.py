@@ -3,13 +3,13 @@
 import numpy as np
 
 from arc_audit import audit
-from reprieve.calibration.lts import bounds_of
-from reprieve.calibration.swaps import Swaps
 from reprieve.drafters import DraftModelDrafter
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.heads.loading import attach_heads
 from reprieve.rules import parse_rule
 from reprieve.tasks import load_task
+from reprieve.training.lts import bounds_of
+from reprieve.training.swaps import Swaps
 from tests.kit.lts import calibration
 
 

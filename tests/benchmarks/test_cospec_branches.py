@@ -7,8 +7,8 @@ import pytest
 from cospec_branches import diagnose
 from reprieve.engine import Pair, SamplingParams
 from reprieve.engine.advisors import ArbiterAdvisor
-from reprieve.metrics import BranchChoices
 from reprieve.rules.arbiter import ArbiterRule
+from reprieve.stats import BranchChoices
 from tests.kit.arbiters import PROMPT, arbiter_of, decoder_with, trained
 from tests.kit.mining import LastWordTask, problem
 from tests.kit.tiny import NumberTokenizer
@@ -95,7 +95,7 @@ def test_branches_of_sampled_answers_go_on_greedily(target, draft):
 def test_a_branch_forced_to_what_was_taken_ends_as_it_did(target, draft):
     """Following a branch by its text and the rest of its block repeats the round exactly."""
     from cospec_branches import _Branches, _decisions
-    from reprieve.labelling.responses import ResponseFormat
+    from reprieve.mining.responses import ResponseFormat
 
     model = trained(draft)
     rule = ArbiterRule.of(arbiter_of(model), lambda_=0.5)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fsd_thresholds import FsdProtocol, FsdSettings
+from reprieve.backends.local import LocalEngine
+from reprieve.bench.results import best_ks
 from reprieve.errors import SpecError
-from reprieve.evaluation.engines.local import LocalEngine
-from reprieve.evaluation.results import best_ks
-from tests.evaluation.toys import settings
+from tests.bench.toys import settings
 from tests.kit.toys import ToyTask
 
 

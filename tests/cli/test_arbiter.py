@@ -6,9 +6,10 @@ import json
 import pytest
 
 from cospec_branches import Branches
+from recipes.arbiter.reinforce import Reinforce
 from reprieve.cli.main import main, run_command
 from reprieve.engine import Pair
-from reprieve.labelling.store import LabelStore
+from reprieve.mining.store import LabelStore
 from tests.kit.pairs import SMALL
 from tests.kit.tiny import NumberTokenizer, perturbed, tiny_model
 
@@ -23,12 +24,9 @@ def pair():
     ("arguments", "told"),
     [
         (["train", "arbiter", "--preset", "huge"], "--preset must be one of paper, small"),
-        (["train", "arbiter-rl"], "the following arguments are required: --start"),
-        (["train", "arbiter-rl", "--start", "none", "--group-size", "1"], "group_size must be 2 or more"),
         (["train", "arbiter", "--rank", "0"], "rank must be in [1, 4096]"),
         (["train", "arbiter", "--labels", "/nowhere"], "is not a label store"),
         (["train", "arbiter", "--num-draft-tokens", "8"], "unknown flag --num-draft-tokens"),
-        (["train", "arbiter-rl", "--start", "o/arbiter", "--out", "o"], "--start must not be what --out"),
         (["mine", "arbitration", "--tie", "2"], "tie must be in"),
         (["mine", "arbitration", "--max-mismatches", "0"], "max_mismatches must be 1 or more"),
     ],
@@ -39,10 +37,24 @@ def test_bad_usage_is_told(arguments, told, tmp_path, monkeypatch, capsys):
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "the following arguments are required: --start"),
+        (["--start", "none", "--group-size", "1"], "group_size must be 2 or more"),
+        (["--start", "o/arbiter", "--out", "o"], "--start must not be what --out"),
+    ],
+)
+def test_bad_usage_of_reinforcement_is_told(arguments, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run_command(Reinforce, arguments) in (1, 2)
+    assert told in capsys.readouterr().err
+
+
 def test_what_is_refused_leaves_nothing(pair, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    climb = ["train", "arbiter-rl", *SMALL, "--start", "none", "--out", "rl"]
-    assert main([*climb, "--draft-temperature", "-1"]) == 2
+    climb = [*SMALL, "--start", "none", "--out", "rl"]
+    assert run_command(Reinforce, [*climb, "--draft-temperature", "-1"]) == 2
     assert "draft_temperature must be in [0, 100], got -1.0" in capsys.readouterr().err
     assert main(["train", "arbiter", *SMALL, "--draft-temperature", "0", "--out", "sft"]) == 2
     assert "unknown flag --draft-temperature" in capsys.readouterr().err
@@ -63,10 +75,10 @@ def test_the_whole_method_by_command(tmp_path, monkeypatch, capsys):
     assert main(["train", "arbiter", *SMALL, "--preset", "small", "--epochs", "1", "--out", "sft"]) == 0
     small = ["--prompts-per-update", "1", "--group-size", "2", "--updates", "1", "--validation", "2"]
     small += ["--validation-temperature", "1", "--num-draft-tokens", "8"]
-    climb = ["train", "arbiter-rl", *SMALL, "--start", "sft/arbiter", "--preset", "small", *small, "--out", "rl"]
-    assert main(climb) == 0
+    climb = [*SMALL, "--start", "sft/arbiter", "--preset", "small", *small, "--out", "rl"]
+    assert run_command(Reinforce, climb) == 0
     before = (tmp_path / "rl" / "metrics.jsonl").read_text()
-    assert main(climb) == 0
+    assert run_command(Reinforce, climb) == 0
     assert (tmp_path / "rl" / "metrics.jsonl").read_text() == before, "again: there is nothing left to do"
     audit = [*SMALL, "--rule", "arbiter:path=rl/arbiter", "--limit", "2"]
     audit += ["--out", "audit.json"]

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from reprieve.cli.main import main
 from reprieve.engine import SpeculativeDecoder
 from reprieve.heads.loading import load_head
-from reprieve.labelling.store import LabelStore
+from reprieve.mining.store import LabelStore
 from reprieve.models.batch_decoder import BatchDecoder
 from tests.kit.chats import save_chat_pair
 

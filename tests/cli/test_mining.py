@@ -9,7 +9,7 @@ import re
 import pytest
 
 from reprieve.cli.main import main
-from reprieve.labelling.store import LabelStore
+from reprieve.mining.store import LabelStore
 from tests.kit.pairs import SMALL
 
 A, B, C, AB, BC, SPACE = range(1, 7)

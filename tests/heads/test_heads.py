@@ -18,7 +18,7 @@ from reprieve.heads.loading import attach_heads, require_heads_fit
 from reprieve.heads.pivot import PivotHead, pivot_logits
 from reprieve.heads.settings import JUDGE_BOTH, JUDGE_TARGET, PIVOT, FeatureRecipe
 from reprieve.heads.state_arbiter import StateArbiter
-from reprieve.labelling.records import MINED, Mismatch, ProblemLabels
+from reprieve.mining.records import MINED, Mismatch, ProblemLabels
 from reprieve.models.cached_model import CachedModel
 from reprieve.rules import Checked, accept, accepts, parse_rule
 from reprieve.rules.accept import RiskBudget

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from reprieve.labelling.autojudge import AutoJudgeMiner
-from reprieve.labelling.equivalence import SameAnswer
-from reprieve.labelling.responses import ResponseFormat
+from reprieve.mining.autojudge import AutoJudgeMiner
+from reprieve.mining.equivalence import SameAnswer
+from reprieve.mining.responses import ResponseFormat
 from reprieve.tasks import Task, TaskProblem
 
 EOS = 0

@@ -4,19 +4,19 @@ import asyncio
 
 import torch
 
+from recipes.arbiter.reinforce import Reinforcement, reinforce
+from recipes.arbiter.rollouts import RolloutSettings
 from reprieve.drafters import DraftModelDrafter
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.heads.settings import ArbiterShape
-from reprieve.labelling.responses import ResponseFormat
-from reprieve.labelling.target import LocalTarget
-from reprieve.labelling.traces import ArbitrationMiner
+from reprieve.mining.responses import ResponseFormat
+from reprieve.mining.target import LocalTarget
+from reprieve.mining.traces import ArbitrationMiner
 from reprieve.models.batch_decoder import BatchDecoder
 from reprieve.rules import LosslessRule
 from reprieve.settings import PairSettings
 from reprieve.tasks import TaskProblem
-from reprieve.training.arbiter_rl import Reinforcement, reinforce
 from reprieve.training.arbiter_warm_up import untrained
-from reprieve.training.rollouts import RolloutSettings
 from tests.kit.mining import LastWordTask
 
 CPU = torch.device("cpu")

@@ -10,9 +10,9 @@ import torch
 
 from reprieve.bundles import ARITHMETIC
 from reprieve.heads.certificates import portable_spec
-from reprieve.serving.menu import Menu
-from reprieve.serving.policy import STRICT, RequestError
 from reprieve.settings import SamplingParams
+from reprieve.vllm_plugin.menu import Menu
+from reprieve.vllm_plugin.policy import STRICT, RequestError
 
 
 class PairServer:

@@ -1,8 +1,8 @@
 """Answers read right: the forms of instruct models, and GSM8K's own solutions rewritten into them."""
 
 import pytest
-from benchmarks.answers import misreadings
 
+from benchmarks.answers import misreadings
 from reprieve.tasks.answers import final_answer
 from reprieve.tasks.graders import GRADERS
 from reprieve.tasks.numbers import Number, number_in, written

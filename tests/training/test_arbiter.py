@@ -6,6 +6,9 @@ import json
 import pytest
 import torch
 
+from recipes.arbiter.reinforce import Reinforcement, reinforce
+from recipes.arbiter.rewards import Rewards
+from recipes.arbiter.rollouts import RolloutJob, RolloutPool, RolloutSettings
 from reprieve.engine import Pair, SamplingParams
 from reprieve.engine.advisors import build_arbiter
 from reprieve.errors import PairError, ReprieveError, SpecError
@@ -16,11 +19,8 @@ from reprieve.needs import Need
 from reprieve.rules.arbiter import ArbiterRule
 from reprieve.settings import PairSettings
 from reprieve.tasks import load_task
-from reprieve.training.arbiter_rl import Reinforcement, reinforce
 from reprieve.training.arbiter_warm_up import WarmUp, untrained, warm_up
 from reprieve.training.readings import RoundReader
-from reprieve.training.rewards import Rewards
-from reprieve.training.rollouts import RolloutJob, RolloutPool, RolloutSettings
 from tests.kit.pairs import SMALL
 from tests.kit.parity import CLIMB, ParityTask, climb, mine
 from tests.kit.tiny import NumberTokenizer, perturbed, tiny_model

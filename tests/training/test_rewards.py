@@ -6,9 +6,7 @@ import math
 import pytest
 import torch
 
-from reprieve.errors import SpecError
-from reprieve.models.arbiter import ArbitrationRound
-from reprieve.training.rewards import (
+from recipes.arbiter.rewards import (
     Decision,
     Rewards,
     Rollout,
@@ -16,8 +14,10 @@ from reprieve.training.rewards import (
     clipped_objective,
     policy_divergence,
     policy_entropy,
-    warm_up_loss,
 )
+from reprieve.errors import SpecError
+from reprieve.models.arbiter import ArbitrationRound
+from reprieve.training.arbiter_warm_up import warm_up_loss
 
 
 def round_of(*decisions, k=4):

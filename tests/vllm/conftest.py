@@ -11,8 +11,8 @@ import pytest
 from vllm import LLM
 
 from reprieve.bundles import ARITHMETIC
-from reprieve.serving.menu import Menu
-from reprieve.serving.vllm_plugin import startup
+from reprieve.vllm_plugin import startup
+from reprieve.vllm_plugin.menu import Menu
 
 K = 8
 _ALIVE = []  # an engine that is dropped takes the process group of the others with it

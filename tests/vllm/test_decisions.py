@@ -8,10 +8,10 @@ from vllm.v1.sample import rejection_sampler as module
 
 from reprieve.bundles import ARITHMETIC
 from reprieve.engine import SamplingParams
-from reprieve.serving.menu import Menu
-from reprieve.serving.vllm_plugin import v1_sampler as sampler
-from reprieve.serving.vllm_plugin.rounds import WorkerRules
-from reprieve.serving.vllm_plugin.v1_runner import RunnerHooks
+from reprieve.vllm_plugin import v1_sampler as sampler
+from reprieve.vllm_plugin.menu import Menu
+from reprieve.vllm_plugin.rounds import WorkerRules
+from reprieve.vllm_plugin.v1.runner import RunnerHooks
 from tests.vllm import cpu_kernels
 from tests.vllm.conftest import local_decoder
 from tests.vllm.recording import RULES, Recorder, embedding

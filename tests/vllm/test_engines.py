@@ -10,23 +10,23 @@ import time
 
 import pytest
 
+from reprieve.backends.making import make_engine
+from reprieve.backends.settings import EngineSettings
+from reprieve.backends.throughput import measure_throughput
+from reprieve.bench.arms import make_arms
+from reprieve.bench.config import RunConfig
+from reprieve.bench.records import RecordFile
+from reprieve.bench.results import summarise
+from reprieve.bench.runner import run_arms
+from reprieve.bench.settings import RunSettings, SpeedSettings
 from reprieve.bundles import ARITHMETIC
 from reprieve.errors import EngineError
-from reprieve.evaluation.arms import make_arms
-from reprieve.evaluation.config import RunConfig
-from reprieve.evaluation.engines.making import make_engine
-from reprieve.evaluation.records import RecordFile
-from reprieve.evaluation.results import summarise
-from reprieve.evaluation.runner import run_arms
-from reprieve.evaluation.settings import RunSettings, SpeedSettings
-from reprieve.evaluation.throughput import measure_throughput
 from reprieve.heads.certificates import Certificate
 from reprieve.heads.files import find_head
-from reprieve.labelling.recipes import build
-from reprieve.labelling.runner import mine_problems
-from reprieve.labelling.settings import AutoJudgeMining, PivotMining, TraceMining
-from reprieve.labelling.store import LabelStore
-from reprieve.servers.settings import EngineSettings
+from reprieve.mining.recipes import build
+from reprieve.mining.runner import mine_problems
+from reprieve.mining.settings import AutoJudgeMining, PivotMining, TraceMining
+from reprieve.mining.store import LabelStore
 from reprieve.settings import PairSettings
 from reprieve.tasks import load_task
 from reprieve.tasks.asking import ask
@@ -52,7 +52,7 @@ def processes(monkeypatch):
 def servers():
     """Processes of servers that were started by these tests, and of their engines."""
     listed = subprocess.run(["ps", "-eo", "pid,stat,args"], capture_output=True, text=True, check=True).stdout
-    lines = [line.split() for line in listed.splitlines() if "reprieve.servers.child" in line or "VLLM::" in line]
+    lines = [line.split() for line in listed.splitlines() if "reprieve.backends.child" in line or "VLLM::" in line]
     return [int(pid) for pid, state, *_ in lines if not state.startswith("Z")]
 
 

@@ -197,7 +197,7 @@ def test_a_worker_without_the_plugin_stops_the_start(tmp_path):
     code = (
         "import os; os.environ['VLLM_PLUGINS'] = ''\n"
         "from tests.vllm.conftest import make_llm\n"
-        "from reprieve.serving.vllm_plugin import startup\n"
+        "from reprieve.vllm_plugin import startup\n"
         "from vllm.v1.worker.worker_base import WorkerBase\n"
         "startup.register()\n"
         "del WorkerBase.reprieve_status\n"

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from reprieve.errors import ReprieveError
-from reprieve.serving.vllm_plugin import probing
+from reprieve.vllm_plugin import probing
 
 
 @pytest.mark.parametrize("kind", ["v1", "v2"])

@@ -136,7 +136,7 @@ def counters(llm):
 
 def test_a_rule_that_fails_serves_losslessly_and_makes_the_health_check_fail(llm, problems, monkeypatch):
     from reprieve.errors import ReprieveError
-    from reprieve.serving.vllm_plugin import require_active
+    from reprieve.vllm_plugin import require_active
 
     use_rule(llm, "lossless")
     plain = texts(generate(llm, problems[:2], params()))

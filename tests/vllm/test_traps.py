@@ -64,7 +64,7 @@ def test_a_grammar_is_kept(llm, problems):
 
 def test_padding_is_never_accepted_and_ends_a_block():
     from reprieve.rules import RiskBudget, parse_rule
-    from reprieve.serving.vllm_plugin.batch import Batch, Row, decide
+    from reprieve.vllm_plugin.batch import Batch, Row, decide
 
     for spec in ("top_k:k=9", "fly:theta=0,window=1", "random:rate=1"):
         rule = parse_rule(spec)
@@ -144,7 +144,7 @@ def test_state_of_finished_requests_is_forgotten(llm, problems):
 def test_without_a_round_the_wrapped_sampler_only_passes_on(llm):
     from vllm.v1.sample import rejection_sampler as module
 
-    from reprieve.serving.vllm_plugin import v1_sampler
+    from reprieve.vllm_plugin import v1_sampler
 
     assert v1_sampler.ROUND.get() is None
     assert module.rejection_sample.__wrapped__ is not None

@@ -12,8 +12,8 @@ import torch
 
 from reprieve.bundles import ARITHMETIC
 from reprieve.engine import SamplingParams
-from reprieve.serving.menu import Menu
-from reprieve.serving.vllm_plugin.rounds import WorkerRules
+from reprieve.vllm_plugin.menu import Menu
+from reprieve.vllm_plugin.rounds import WorkerRules
 from tests.vllm import cpu_kernels
 from tests.vllm.conftest import local_decoder
 from tests.vllm.recording import RULES, Recorder, embedding
@@ -34,7 +34,7 @@ def hooks_of(rules, *, contexts=(), slots=64, size=None):
     """The hooks on a runner that is nothing but its requests; slots are the requests' places."""
     from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-    from reprieve.serving.vllm_plugin.v2_processor import RuleProcessor
+    from reprieve.vllm_plugin.v2.processor import RuleProcessor
 
     size = size or V
     longest = max([len(context) for context in contexts], default=1)
@@ -102,8 +102,8 @@ class Batch:
         """Through the processor and vLLM's rejection sampler, chunk by chunk: tokens of each request."""
         from vllm.v1.worker.gpu.spec_decode import rejection_sampler as module
 
-        from reprieve.serving.vllm_plugin.v2_round import Round
-        from reprieve.serving.vllm_plugin.v2_runner import patch_rejection
+        from reprieve.vllm_plugin.v2.round import Round
+        from reprieve.vllm_plugin.v2.runner import patch_rejection
 
         patch_rejection(processor)
         names = [f"request {slot}" for slot in range(len(self.blocks))]
@@ -141,7 +141,7 @@ class Batch:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("spec", RULES)
 def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypatch):
-    from reprieve.serving.vllm_plugin.v2_round import Round
+    from reprieve.vllm_plugin.v2.round import Round
 
     recorder = Recorder(monkeypatch)
     decoder = local_decoder(spec)
@@ -356,7 +356,7 @@ def test_leniency_follows_the_load():
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_round_waits_for_the_device_only_along_blocks(spec, most, temperature):
     """From the processor to the counts on their way: rules that judge token by token never wait."""
-    from reprieve.serving.vllm_plugin.v2_round import Round
+    from reprieve.vllm_plugin.v2.round import Round
     from tests.kit.waits import HostWaits
 
     batch = random_batch(4)

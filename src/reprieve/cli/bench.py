@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from reprieve.backends.settings import EngineSettings
+from reprieve.bench.settings import RunSettings, SpeedSettings, VerdictSettings
 from reprieve.cli.command import Command
 from reprieve.cli.comparing import measure, report, show_verdicts
-from reprieve.evaluation.settings import RunSettings, SpeedSettings, VerdictSettings
-from reprieve.servers.settings import EngineSettings
 from reprieve.settings import AUTO, NumDraftTokens, PairSettings
 
 
@@ -37,7 +37,7 @@ class Bench(Command):
     out: Path = Path("runs/bench")
 
     def run(self) -> int:
-        from reprieve.evaluation.arms import make_arms
+        from reprieve.bench.arms import make_arms
 
         arms = make_arms(self.arm, self.answering.draft_tokens(*self.num_draft_tokens), target=self.pair.target)
         run, document = measure(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from reprieve.backends.settings import EngineSettings
+from reprieve.certify.settings import CertifySettings
 from reprieve.cli import screen
 from reprieve.cli.command import Command
-from reprieve.evaluation.settings import CertifySettings
-from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings
 
 
@@ -30,7 +30,7 @@ class Certify(Command):
     out: Path = Path("runs/certify")
 
     def run(self) -> int:
-        from reprieve.evaluation.certifying import Plan, certify
+        from reprieve.certify.procedure import Plan, certify
 
         [k] = self.answering.draft_tokens(self.settings.num_draft_tokens)
         plan = Plan.of(replace(self.settings, num_draft_tokens=k), target=self.pair.target)

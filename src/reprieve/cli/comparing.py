@@ -8,24 +8,24 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reprieve.backends.settings import EngineSettings
+from reprieve.bench.settings import RunSettings, SpeedSettings, VerdictSettings
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.errors import SpecError
-from reprieve.evaluation.settings import RunSettings, SpeedSettings, VerdictSettings
-from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings
 
 if TYPE_CHECKING:
-    from reprieve.evaluation.arms import Arm
-    from reprieve.evaluation.engines.base import Engine
-    from reprieve.evaluation.runner import Run
+    from reprieve.bench.arms import Arm
+    from reprieve.bench.engine import Engine
+    from reprieve.bench.runner import Run
     from reprieve.tasks import Task
 
 
 def report(run: Run, document: dict[str, Any], engine: EngineSettings, out: Path, *, num_workers: int = 1) -> int:
     """Write and show what was measured; returns the exit status."""
-    from reprieve.evaluation.figure import draw_frontier
-    from reprieve.evaluation.results import best_ks, write_results
+    from reprieve.bench.figure import draw_frontier
+    from reprieve.bench.results import best_ks, write_results
 
     write_results(document, out)
     if not document["arms"]:
@@ -77,10 +77,10 @@ def measure(
     Raises:
         SpecError: speed under load of an engine that is not a server.
     """
-    from reprieve.evaluation.config import RunConfig
-    from reprieve.evaluation.engines.base import without_missing
-    from reprieve.evaluation.results import summarise
-    from reprieve.evaluation.runner import run_arms
+    from reprieve.bench.config import RunConfig
+    from reprieve.bench.engine import without_missing
+    from reprieve.bench.results import summarise
+    from reprieve.bench.runner import run_arms
 
     levels = speed.concurrency if speed is not None else ()
     if levels and engine.local:
@@ -111,8 +111,8 @@ def show_verdicts(run: Run, settings: VerdictSettings, out: Path) -> None:
         SpecError: no such baseline.
         ReprieveError: the judge does not answer.
     """
-    from reprieve.evaluation.judging import judge_run
-    from reprieve.labelling.recipes import make_chat
+    from reprieve.bench.verdicts import judge_run
+    from reprieve.mining.recipes import make_chat
     from reprieve.tasks import load_task
 
     config = run.config
@@ -149,8 +149,8 @@ def _verdict_words(arm: dict[str, Any]) -> str:
 
 def _under_load(engine: Engine, run: Run, task: Task, speed: SpeedSettings, out: Path) -> list[dict[str, Any]]:
     """Tokens a second of a run's arms at each concurrency."""
-    from reprieve.evaluation.engines.served import ServedEngine
-    from reprieve.evaluation.throughput import measure_throughput
+    from reprieve.backends.served import ServedEngine
+    from reprieve.backends.throughput import measure_throughput
 
     assert isinstance(engine, ServedEngine)
     with screen.progress_bar("turns") as bar:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from reprieve.backends.settings import EngineSettings
+from reprieve.bench.settings import RunSettings
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.cli.comparing import measure, report
 from reprieve.cli.generate import Generate
-from reprieve.evaluation.settings import RunSettings
-from reprieve.servers.settings import EngineSettings
 from reprieve.settings import AUTO, NumDraftTokens, PairSettings
 
 ARMS = ("judge:threshold=0.1", "margin:delta=2", "typical", "fuzzy:threshold=1,divergence=kl,form=released")
@@ -38,7 +38,7 @@ class Demo(Command):
             screen.console().print(f"\n[bold]{rule}[/bold]  {QUESTION}", soft_wrap=True)
             Generate(QUESTION, rule=rule, num_draft_tokens=self.num_draft_tokens, pair=self.pair).run()
             screen.say("plain: the target's token; green: drafted, matched; yellow: drafted, rescued\n")
-        from reprieve.evaluation.arms import make_arms
+        from reprieve.bench.arms import make_arms
 
         arms = make_arms(ARMS, [self.num_draft_tokens], target=self.pair.target)
         run, document = measure(self, arms, self.settings, EngineSettings(), self.pair, self.out)

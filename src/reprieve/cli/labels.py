@@ -11,8 +11,8 @@ from reprieve.cli.command import Command
 from reprieve.settings import BUNDLED_TASK, PairSettings
 
 if TYPE_CHECKING:
-    from reprieve.labelling.records import ProblemLabels
-    from reprieve.labelling.store import LabelStore
+    from reprieve.mining.records import ProblemLabels
+    from reprieve.mining.store import LabelStore
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ShowLabels(Command):
     def run(self) -> int:
         screen.quiet_transformers()
         from reprieve.files import replace_file
-        from reprieve.labelling.show import html_page, terminal_text
+        from reprieve.mining.show import html_page, terminal_text
 
         _, problems, tokenizer = _open(self.store)
         chosen = _choose(problems, self.problem, self.limit)
@@ -70,8 +70,8 @@ class LabelStats(Command):
         from rich import box
         from rich.table import Table
 
-        from reprieve.labelling.summary import frequent_important, shares_by_class, summarise
-        from reprieve.metrics import wilson_interval
+        from reprieve.mining.summary import frequent_important, shares_by_class, summarise
+        from reprieve.stats import wilson_interval
 
         store, problems, tokenizer = _open(self.store)
         summary = summarise(problems)
@@ -112,9 +112,9 @@ class ImportLabels(Command):
 
     def run(self) -> int:
         pair = screen.load(self.pair)
-        from reprieve.labelling.annotations import read_annotations
-        from reprieve.labelling.store import LabelStore
-        from reprieve.labelling.summary import summarise
+        from reprieve.mining.annotations import read_annotations
+        from reprieve.mining.store import LabelStore
+        from reprieve.mining.summary import summarise
 
         problems = read_annotations(self.annotations, pair.tokenizer)
         store = LabelStore(self.out, {"miner": "annotations", **asdict(pair.identity), "task": self.task})
@@ -128,7 +128,7 @@ class ImportLabels(Command):
 
 
 def _open(folder: Path) -> tuple[LabelStore, list[ProblemLabels], Any]:
-    from reprieve.labelling.store import LabelStore
+    from reprieve.mining.store import LabelStore
     from reprieve.models.loading import load_tokenizer
 
     store = LabelStore(folder)

@@ -31,7 +31,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train length": ("train_length:TrainLength", "a head that says where drafting ends"),
     "train eagle": ("train_eagle:TrainEagle", "an EAGLE-3 drafting head, from the target's own answers"),
     "train arbiter": ("train_arbiter:TrainArbiter", "warm CoSpec's arbiter up on labelled traces"),
-    "train arbiter-rl": ("train_arbiter:TrainArbiterRl", "improve an arbiter on its own rollouts"),
     "train lts": ("train_lts:TrainLts", "the constants of ARC-Decode's bound, once per target"),
     "labels show": ("labels:ShowLabels", "labelled problems, token by token"),
     "labels stats": ("labels:LabelStats", "counts, shares by class of token, frequent important tokens"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.errors import SpecError
-from reprieve.labelling.settings import AutoJudgeMining, MiningSettings, PivotMining, TraceMining
+from reprieve.mining.settings import AutoJudgeMining, MiningSettings, PivotMining, TraceMining
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Mine(Command):
                 "workers are of the local engine; on servers --in-flight says how many problems are under way"
             )
         screen.quiet_transformers()
-        from reprieve.labelling.cluster import mine_in_processes, mine_on_ray
-        from reprieve.labelling.recipes import build
-        from reprieve.labelling.runner import mine_problems
-        from reprieve.labelling.store import LabelStore
-        from reprieve.labelling.summary import summarise
+        from reprieve.mining.cluster import mine_in_processes, mine_on_ray
+        from reprieve.mining.recipes import build
+        from reprieve.mining.runner import mine_problems
+        from reprieve.mining.store import LabelStore
+        from reprieve.mining.summary import summarise
 
         with screen.progress_bar("mining") as bar:
             progress = screen.reporter(bar, "problems")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
+from reprieve.backends.settings import EngineSettings
+from reprieve.bench.settings import RunSettings
+from reprieve.certify.settings import MonitorSettings
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.errors import SpecError
-from reprieve.evaluation.settings import MonitorSettings, RunSettings
-from reprieve.servers.settings import EngineSettings
 from reprieve.settings import AUTO, NumDraftTokens, PairSettings
 
 
@@ -31,9 +32,9 @@ class Monitor(Command):
     pair: PairSettings = field(default_factory=PairSettings)
 
     def run(self) -> int:
-        from reprieve.evaluation.arms import LOSSLESS, make_arm
-        from reprieve.evaluation.config import RunConfig
-        from reprieve.evaluation.monitor import MonitorStatus, watch
+        from reprieve.bench.arms import LOSSLESS, make_arm
+        from reprieve.bench.config import RunConfig
+        from reprieve.certify.monitor import MonitorStatus, watch
 
         [k] = self.answering.draft_tokens(self.num_draft_tokens)
         strict, relaxed = (make_arm(rule, k, target=self.pair.target) for rule in (LOSSLESS, self.rule))

@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reprieve.backends.settings import EngineSettings
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.cli.stages import Stage, StageFailed, Stages, engine_flags, pair_flags, prompt_flags
 from reprieve.errors import ReprieveError, SpecError, require_choice, require_range, require_whole
 from reprieve.files import read_json, replace_file
 from reprieve.heads.binding import digest
-from reprieve.servers.settings import EngineSettings
 from reprieve.settings import AUTO, NumDraftTokens, PairSettings, PromptSettings, describe_format, require_draft_tokens
 from reprieve.specs import quoted
 
 if TYPE_CHECKING:
-    from reprieve.evaluation.engines.base import Engine
+    from reprieve.bench.engine import Engine
     from reprieve.heads.certificates import Certificate
     from reprieve.tasks.asking import AskedTask
 
@@ -191,7 +191,7 @@ class Quickstart(Command):
             raise SpecError("quickstart needs two problems or more in each split: give it more data")
         if num_certified < _FEWEST:
             screen.warn(f"{num_certified} calibration problems prove little: more data, or a larger --certify-limit")
-        from reprieve.evaluation.engines.making import make_engine
+        from reprieve.backends.making import make_engine
 
         screen.quiet_transformers()
         engine = make_engine(self.answering, self.pair, announce=screen.warn)
@@ -235,10 +235,10 @@ class Quickstart(Command):
 
     def _estimate(self, engine: Engine, task: AskedTask, num_mined: int, num_certified: int) -> None:
         """Answer a few problems, and say how fast, how well and how long all of it will take."""
-        from reprieve.evaluation.arms import LOSSLESS, make_arm
-        from reprieve.evaluation.config import RunConfig
-        from reprieve.evaluation.engines.base import Job
-        from reprieve.evaluation.settings import RunSettings
+        from reprieve.bench.arms import LOSSLESS, make_arm
+        from reprieve.bench.config import RunConfig
+        from reprieve.bench.engine import Job
+        from reprieve.bench.settings import RunSettings
 
         arms = [make_arm(LOSSLESS, self._num_draft_tokens, target=self.pair.target)]
         settings = RunSettings(task=self.task_spec, split="train", limit=_NUM_TRIED, seed=self.seed)
@@ -331,8 +331,8 @@ class Quickstart(Command):
 
     def _vllm_command(self, certificate: Certificate, policy: Path) -> str:
         """vLLM as it was measured."""
-        from reprieve.servers.deploying import PAIR, Slot, VllmDeployer
-        from reprieve.servers.settings import VllmSettings
+        from reprieve.backends.deploying import PAIR, Slot, VllmDeployer
+        from reprieve.backends.settings import VllmSettings
 
         settings = self.answering.servers
         assert isinstance(settings, VllmSettings)
@@ -346,7 +346,7 @@ class Quickstart(Command):
 
 def _about(engine: Engine) -> str:
     """Both models in a few words, and the memory that they take where they are loaded here."""
-    from reprieve.evaluation.engines.local import LocalEngine
+    from reprieve.backends.local import LocalEngine
 
     identity = engine.facts.identity
     if not isinstance(engine, LocalEngine):

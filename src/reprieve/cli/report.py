@@ -28,7 +28,7 @@ class Report(Command):
     out: Path = Path("report.html")
 
     def run(self) -> int:
-        from reprieve.evaluation.report import write_report
+        from reprieve.bench.report import write_report
 
         path = write_report(self.folders, self.out, title=self.title, num_examples=self.num_examples)
         screen.say(f"report: {path} ({path.stat().st_size / 1024:.0f} KiB, opens in any browser)")

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
 
+    from reprieve.backends.settings import EngineSettings
+    from reprieve.bench.engine import Engine
     from reprieve.engine import Pair
-    from reprieve.evaluation.engines.base import Engine
-    from reprieve.servers.settings import EngineSettings
     from reprieve.tasks import Task
     from reprieve.tasks.asking import AskedTask
 
@@ -45,8 +45,9 @@ def console(*, stderr: bool = False, color: bool | None = None, width: int | Non
 
 def command_line() -> str:
     """Return the command as typed, for the results: a verb, or a script of `benchmarks/`."""
-    script = sys.argv[0] if sys.argv[0].startswith("benchmarks/") else "reprieve"
-    return shlex.join([script, *sys.argv[1:]])
+    path = Path(sys.argv[0]).parts
+    start = next((path.index(name) for name in ("benchmarks", "recipes") if name in path), None)
+    return shlex.join(["reprieve" if start is None else "/".join(path[start:]), *sys.argv[1:]])
 
 
 def split_of(task: Task, asked: str | None, usual: str) -> str:
@@ -157,7 +158,7 @@ def engine_and_task(
 
     plain = load_task(task)
     quiet_transformers()
-    from reprieve.evaluation.engines.making import make_engine
+    from reprieve.backends.making import make_engine
 
     made = make_engine(engine, pair, num_workers=num_workers, announce=warn)
     try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.errors import import_extra
-from reprieve.serving.settings import LOOPBACK, ServerSettings
+from reprieve.playground.settings import LOOPBACK, ServerSettings
 from reprieve.settings import PairSettings
 
 KEY = "REPRIEVE_API_KEY"
@@ -33,7 +33,7 @@ class Serve(Command):
     def run(self) -> int:
         for module in ("uvicorn", "fastapi", "prometheus_client"):
             import_extra(module, "serve")
-        from reprieve.serving.policy import Policy
+        from reprieve.vllm_plugin.policy import Policy
 
         usual = ("margin:delta=1",) if self.pair.bundle is None else self.pair.bundle.menu
         policies = [Policy.load(source, target=self.pair.target) for source in self.rule or usual]
@@ -42,7 +42,7 @@ class Serve(Command):
             model_name=self.settings.model_name or self.pair.target,
             api_key=self.settings.api_key or os.environ.get(KEY) or None,
         )
-        from reprieve.serving.server.launch import make_app, require_free_port, run
+        from reprieve.playground.launch import make_app, require_free_port, run
 
         require_free_port(settings)
         pair = screen.load(self.pair)

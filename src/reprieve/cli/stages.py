@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reprieve.backends.settings import EngineSettings
 from reprieve.cli import screen
 from reprieve.errors import ReprieveError
 from reprieve.files import read_json, replace_file
-from reprieve.servers.settings import EngineSettings
 from reprieve.settings import PairSettings, PromptSettings
 
 

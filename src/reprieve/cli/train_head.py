@@ -19,7 +19,7 @@ from reprieve.training.settings import JudgeTraining, PivotTraining, StateArbite
 if TYPE_CHECKING:
     from reprieve.engine import Pair
     from reprieve.heads.base import Head
-    from reprieve.labelling.records import ProblemLabels
+    from reprieve.mining.records import ProblemLabels
 
 _WORK = "training"  # folder of what a training that was cut off goes on from
 
@@ -48,7 +48,7 @@ class TrainHead(Command):
         import_extra("sklearn", "labels")
         from reprieve.heads.files import claim_head
         from reprieve.heads.folds import fold_folder, fold_of, require_folds, write_folds
-        from reprieve.labelling.store import LabelStore
+        from reprieve.mining.store import LabelStore
 
         store = LabelStore(self.labels)
         pair = screen.load(self.pair, decodes=False)

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reprieve.calibration.settings import LtsRecipe
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.settings import BUNDLED_TASK, PairSettings, PromptSettings, SamplingParams, SamplingSettings
+from reprieve.training.settings import LtsRecipe
 
 if TYPE_CHECKING:
     from reprieve.heads.lts import LtsCalibration
@@ -41,8 +41,8 @@ class TrainLts(Command):
     out: Path = Path("heads/lts")
 
     def run(self) -> int:
-        from reprieve.calibration.lts import bounds_of, collect_swaps, fit
         from reprieve.heads.files import claim_head
+        from reprieve.training.lts import bounds_of, collect_swaps, fit
         from reprieve.training.own_text import own_text_path, write_own_texts
 
         screen.require_problems(self.limit, self.offset)

@@ -29,7 +29,7 @@ class LtsCalibration(Artefact):
         bucket_by: `none`, the `entropy` of the target's distribution (nats), the whitened embedding `distance`, or
             the `margin` of log-probabilities (both squared).
         pair: whose embeddings and distributions they are; only the target and the tokenizer matter.
-        task: what was decoded to measure them. The paper holds them to be the target's alone; `reprieve audit lts`
+        task: what was decoded to measure them. The paper holds them to be the target's alone; `benchmarks/arc_audit.py`
             shows what another task makes of them.
         delta: the share of calibration positions that the bound may miss.
         settings: how it was made, and what it covered.

@@ -48,7 +48,7 @@ class About:
 
     Args:
         origin: paper and place, or the software that ships it.
-        study: settings that `reprieve study` measures; the first chooses the rule's K. () leaves the rule out.
+        study: settings that `benchmarks/study.py` measures; the first chooses the rule's K. () leaves the rule out.
     """
 
     origin: str = ""

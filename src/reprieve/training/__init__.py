@@ -1,1 +1,1 @@
-"""From labels to artefacts: one file per recipe."""
+"""Recipes that turn labels into heads, and the one training loop."""

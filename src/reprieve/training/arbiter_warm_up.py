@@ -12,21 +12,21 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from reprieve.engine import Pair
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.binding import PairIdentity, digest
 from reprieve.heads.settings import ArbiterShape
-from reprieve.labelling.records import ProblemLabels, TracedRound
-from reprieve.labelling.store import LabelStore
-from reprieve.labelling.traces import LABELS_VERSION, soft_label
-from reprieve.loop import Learner, Progress, load_network, network_state, train
-from reprieve.metrics import BranchChoices
+from reprieve.mining.records import ProblemLabels, TracedRound
+from reprieve.mining.store import LabelStore
+from reprieve.mining.traces import LABELS_VERSION, soft_label
 from reprieve.models.arbiter import ArbiterModel, ArbitrationRound
+from reprieve.stats import BranchChoices
 from reprieve.training.best_arbiter import keep_best
+from reprieve.training.loop import Learner, Progress, load_network, network_state, train
 from reprieve.training.readings import RoundReader, num_readings
-from reprieve.training.rewards import warm_up_loss
 from reprieve.training.settings import WarmUp
 
 _REJECT_ALL = -3.0  # a logit: pi(accept) is 5%, enough to explore from
@@ -316,3 +316,11 @@ def untrained(pair: Pair, shape: ArbiterShape, task: str, num_draft_tokens: int)
         num_draft_tokens=num_draft_tokens,
         training={"stage": "none"},
     )
+
+
+def warm_up_loss(
+    logits: Tensor,  # [n], of accepting, at mismatches
+    labels: Tensor,  # [n], soft, 0 to 1
+) -> Tensor:  # [], the sum
+    """Cross-entropy to soft labels at mismatches (Eq. 29)."""
+    return binary_cross_entropy_with_logits(logits, labels, reduction="sum")

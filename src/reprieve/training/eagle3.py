@@ -25,8 +25,8 @@ from reprieve.engine import Pair
 from reprieve.errors import ReprieveError, import_extra
 from reprieve.files import replace_file
 from reprieve.heads.binding import digest
-from reprieve.loop import Learner, Progress, learning_rate_at, load_network, network_state, train
 from reprieve.models.int8 import output_weights
+from reprieve.training.loop import Learner, Progress, learning_rate_at, load_network, network_state, train
 from reprieve.training.own_text import OwnText
 from reprieve.training.settings import EagleTraining
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from reprieve.heads.binding import PairIdentity, digest
 from reprieve.heads.judge import JudgeHead
-from reprieve.loop import Learner, Progress, train
 from reprieve.training.features import LabelledTokens
+from reprieve.training.loop import Learner, Progress, train
 from reprieve.training.settings import JudgeTraining
 from reprieve.training.splits import auc, split_by_problem, summarise_held_out
 

@@ -16,7 +16,6 @@ from reprieve.engine import Pair, SpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.heads.binding import digest
 from reprieve.heads.length import SCALARS, LengthHead
-from reprieve.loop import Learner, Progress, train
 from reprieve.models.cached_model import CachedModel, eos_token_ids
 from reprieve.models.timing import forward_seconds
 from reprieve.rules import Rule
@@ -24,6 +23,7 @@ from reprieve.settings import SamplingParams
 from reprieve.tasks.asking import prompt_ids_of
 from reprieve.tasks.base import TaskProblem
 from reprieve.training.judge import LinearFit, fit_linear
+from reprieve.training.loop import Learner, Progress, train
 from reprieve.training.settings import LengthTraining
 from reprieve.training.splits import auc
 

@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 
 from reprieve.heads.binding import PairIdentity, digest
 from reprieve.heads.pivot import PivotHead, pivot_logits
-from reprieve.loop import Learner, Progress, load_network, network_state, train
 from reprieve.training.features import LabelledTokens
+from reprieve.training.loop import Learner, Progress, load_network, network_state, train
 from reprieve.training.settings import PivotTraining
 from reprieve.training.splits import split_by_problem, summarise_held_out
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from reprieve.errors import SpecError, require_range, require_whole
-from reprieve.heads.settings import ArbiterShape, FeatureRecipe, default_layers
-from reprieve.settings import BUNDLED_TASK, MAX_DRAFT_TOKENS, MAX_SEED, PairSettings, PromptSettings
+from reprieve.errors import SpecError, require_choice, require_range, require_whole
+from reprieve.heads.settings import BUCKETS, ArbiterShape, FeatureRecipe, default_layers
+from reprieve.settings import MAX_DRAFT_TOKENS, MAX_SEED
 
 
 def _require_counts(record: object, *names: str) -> None:
@@ -241,121 +241,36 @@ class WarmUp:
 
 
 @dataclass(frozen=True)
-class RewardSettings:
-    """What a rollout is rewarded for (CoSpec, section 3.4); the defaults are the paper's (appendix C.2).
+class LtsRecipe:
+    """What is calibrated of ARC-Decode's bound, and how.
 
     Args:
-        risk: alpha: price of an accepted token on a failed rollout, per nat of its surprisal under the target.
-        rejection: beta: price of a rejected mismatch there.
-        fail_weight: eta_fail: weight of groups in which every rollout failed.
-        length: Reward right rollouts for the span they accept; else for being right.
-        shaped: Price failed rollouts by decision; with --no-length too, correctness alone counts (Table 6).
-        rebalance: Bring right and failed rollouts of a group to equal weight (Eq. 27).
-        share_credit: Share a right rollout's advantage out to its decisions, as a failed one's is. The paper gives
-            every decision the whole of it, times rho.
+        delta: Share of positions the bound may miss, (0, 0.5]; the paper uses 0.05.
+        active: Size of the active vocabulary, the paper's top-K: candidates are drawn from the target's k most likely
+            tokens but the first, and divergences taken on both distributions' k most likely. 2 or more.
+        candidates: likely (the paper's: uniform among those), or drafted: what the draft would have put there.
+        safety: alpha, the factor on the log-probability side; 1 or more.
+        bucket_by: none, entropy, distance or margin.
+        buckets: Number of equally filled buckets.
+        confidence: Replace each empirical quantile by the Clopper-Pearson upper limit for it at this confidence.
+        seed: Of the answers and the candidates.
     """
 
-    risk: float = 1.0
-    rejection: float = 0.25
-    fail_weight: float = 0.5
-    length: bool = True
-    shaped: bool = True
-    rebalance: bool = True
-    share_credit: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("risk", "rejection", "fail_weight"):
-            require_range(name, getattr(self, name), 0.0, 1e6)
-
-
-@dataclass(frozen=True)
-class Reinforcement:
-    """CoSpec's reinforcement stage (section 3.4 and appendix C.2).
-
-    Args:
-        num_problems: Problems of the split that serve as prompts, taken in a shuffled order again and again.
-        group_size: M: rollouts a prompt.
-        prompts_per_update: Prompts whose rollouts make one batch.
-        num_updates: Batches of rollouts.
-        num_epochs: Passes over a batch.
-        steps_per_epoch: Optimiser steps of one pass.
-        learning_rate: Of AdamW.
-        weight_decay: Of AdamW.
-        clip: Of the probability ratio.
-        entropy: beta_H.
-        divergence: beta_KL, towards the arbiter that training began with.
-        max_grad_norm: Gradients are clipped to it.
-        lambda_: Of validation, which the arbiter then recommends.
-        num_validation: Validation problems, asked before the first update and then now and again.
-        validate_every: Updates between validations.
-        speed_weight: What a full block is worth in right answers where validation compares arbiters: the best has the
-            largest accuracy + speed_weight * tokens a round / (K + 1).
-        split: Of the prompts. Default: train if there is one.
-        offset: First prompt of the split.
-        validation_split: Default: validation if there is one; else the first problems of the prompts' split.
-        validation_offset: First problem of that split.
-        seed: Of prompts, rollouts and batches.
-    """
-
-    num_problems: int = 20_000
-    group_size: int = 12
-    prompts_per_update: int = 128
-    num_updates: int = 200
-    num_epochs: int = 4
-    steps_per_epoch: int = 1
-    learning_rate: float = 5e-5
-    weight_decay: float = 0.1
-    clip: float = 0.2
-    entropy: float = 0.01
-    divergence: float = 0.02
-    max_grad_norm: float = 1.0
-    lambda_: float = 0.6
-    num_validation: int = 200
-    validate_every: int = 5
-    speed_weight: float = 0.05
-    split: str | None = None
-    offset: int = 0
-    validation_split: str | None = None
-    validation_offset: int = 0
+    delta: float = 0.05
+    active: int = 10
+    candidates: str = "likely"
+    safety: float = 1.0
+    bucket_by: str = "none"
+    buckets: int = 4
+    confidence: float | None = None
     seed: int = 0
-    rewards: RewardSettings = field(default_factory=RewardSettings)
 
     def __post_init__(self) -> None:
-        _require_counts(
-            self, "num_problems", "prompts_per_update", "num_updates", "num_epochs", "steps_per_epoch",
-            "num_validation", "validate_every",
-        )  # fmt: skip
-        if self.group_size < 2:
-            raise SpecError(f"group_size must be 2 or more: advantages compare rollouts, got {self.group_size!r}")
-        require_range("learning_rate", self.learning_rate, 0.0, 1.0, low_open=True)
-        require_range("clip", self.clip, 0.0, 1.0, low_open=True)
-        require_range("lambda", self.lambda_, 0.0, 1.0)
-        for name in ("weight_decay", "entropy", "divergence", "max_grad_norm", "speed_weight"):
-            require_range(name, getattr(self, name), 0.0, 1e6)
-
-
-@dataclass(frozen=True)
-class RolloutSettings:
-    """What decodes rollouts; enough for another process to do it.
-
-    Args:
-        task: Task of prompts and validation. Default: that of the bundled pair.
-        num_draft_tokens: K of the rollouts. Default: the start's.
-        temperature: Of target and draft in training rollouts; the paper's is 1.
-        validation_temperature: Of validation answers, which are decided by lambda; 0 is greedy.
-        draft_temperature: The draft's own, in both. Default: theirs.
-    """
-
-    task: str = BUNDLED_TASK
-    num_draft_tokens: int | None = None
-    temperature: float = 1.0
-    validation_temperature: float = 0.0
-    draft_temperature: float | None = None
-    prompt: PromptSettings = field(default_factory=PromptSettings)
-    pair: PairSettings = field(default_factory=PairSettings)
-
-    def __post_init__(self) -> None:
-        _require_counts(self, "num_draft_tokens")
-        for name in ("temperature", "validation_temperature", "draft_temperature"):
-            if (value := getattr(self, name)) is not None:
-                require_range(name, value, 0.0, 100.0)
+        require_range("delta", self.delta, 0.0, 0.5, low_open=True)
+        require_whole("active", self.active, 2)
+        require_choice("candidates", self.candidates, ("likely", "drafted"))
+        require_range("safety", self.safety, 1.0, 1e6)
+        require_choice("bucket_by", self.bucket_by, BUCKETS)
+        require_whole("buckets", self.buckets, 1)
+        if self.confidence is not None:
+            require_range("confidence", self.confidence, 0.5, 0.999999)

@@ -8,7 +8,7 @@ import numpy as np
 from sklearn.metrics import roc_auc_score
 
 from reprieve.errors import SpecError, require_range
-from reprieve.metrics import bootstrap_interval
+from reprieve.stats import bootstrap_interval
 from reprieve.training.features import LabelledTokens
 
 RECALL = 0.9  # AutoJudge picks thresholds that catch at least this share of important tokens

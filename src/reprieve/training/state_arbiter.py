@@ -14,9 +14,9 @@ from torch import Tensor
 from reprieve.errors import SpecError
 from reprieve.heads.binding import PairIdentity, digest
 from reprieve.heads.state_arbiter import NEUTRAL, StateArbiter
-from reprieve.loop import Learner, Progress, train
 from reprieve.training.features import LabelledTokens
 from reprieve.training.judge import LinearFit, fit_linear
+from reprieve.training.loop import Learner, Progress, train
 from reprieve.training.settings import StateArbiterTraining
 from reprieve.training.splits import auc, auc_interval, folds_by_problem
 

@@ -1,0 +1,222 @@
+"""Answers decoded with a sampled arbitration policy, for training, and with a fixed lambda, for validation.
+
+The engine's own loop decodes them; several processes may share the work, each with the pair in its own memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any, Self
+
+from safetensors.torch import load, save
+from torch import Tensor
+
+from recipes.arbiter.rewards import Decision, Rollout, RolloutRound
+from recipes.arbiter.settings import RolloutSettings
+from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder, load_pair
+from reprieve.engine.advisors import ArbiterAdvisor
+from reprieve.errors import ReprieveError, SpecError, require_whole
+from reprieve.heads.arbiter import Arbiter
+from reprieve.heads.settings import ArbiterShape
+from reprieve.models.arbiter import ArbiterModel, ArbitrationRound
+from reprieve.models.worker_process import start_worker
+from reprieve.needs import Need
+from reprieve.rules import Rule, Traits
+from reprieve.rules.arbiter import ArbiterRule
+from reprieve.tasks import Task, TaskProblem, load_task
+from reprieve.tasks.asking import ask, prompt_of
+from reprieve.types import Evidence, Generation
+
+_CHUNK = 4
+
+
+@dataclass(frozen=True)
+class SampledArbiterRule(Rule):
+    """Accepts a mismatch with probability pi(accept): how CoSpec explores (section 3.4).
+
+    Args:
+        reads: what its arbiter reads of a round beside the tokens.
+    """
+
+    name = "sampled_arbiter"
+    own_traits = Traits(
+        needs=frozenset({Need.ADVICE, Need.NOISE}), check="exact", beyond_truncation=True, reads_block=True
+    )
+
+    reads: frozenset[Need] = frozenset()
+
+    @property
+    def traits(self) -> Traits:
+        return dataclasses.replace(self.own_traits, needs=self.own_traits.needs | self.reads)
+
+    @property
+    def threshold(self) -> float:
+        return 0.0
+
+    def risk(self, evidence: Evidence) -> Tensor:
+        """A uniform draw minus pi(accept): at most 0 with just that probability."""
+        assert evidence.advice is not None and evidence.noise is not None
+        return evidence.noise - evidence.advice
+
+
+def rollout_of(made: Generation, *, correct: bool) -> Rollout:
+    """An answer's rounds with their effective decisions (Eq. 16 and 18).
+
+    Mismatches behind the end of the answer decided nothing and are left out.
+    """
+    assert made.trace is not None
+    rounds = []
+    start = len(made.prompt_ids)
+    for traced in made.trace:
+        decisions = []
+        for place, (ours, theirs) in enumerate(zip(traced.drafted_ids, traced.target_ids, strict=True), start=1):
+            if place > len(traced.committed):
+                break
+            if ours == theirs:
+                continue
+            assert traced.advice is not None
+            accepted = place <= len(traced.path)
+            decisions.append(Decision(place, accepted, traced.target_log_probs[place - 1], traced.advice[place - 1]))
+            if not accepted:
+                break
+        if decisions:
+            asked = ArbitrationRound(start, tuple(traced.drafted_ids), tuple(traced.target_ids))
+            rounds.append(RolloutRound(asked, tuple(decisions)))
+        start += len(traced.committed)
+    return Rollout((*made.prompt_ids, *made.token_ids), tuple(rounds), correct)
+
+
+@dataclass(frozen=True)
+class RolloutJob:
+    """One answer: a problem's place in its split, and the seed. A threshold decides; None samples decisions."""
+
+    split: str
+    number: int
+    seed: int
+    threshold: float | None = None
+
+
+@dataclass(frozen=True)
+class Validated:
+    """An answer decided by lambda."""
+
+    correct: bool
+    num_tokens: int
+    num_rounds: int
+
+
+class RolloutMaker:
+    """Decodes jobs in this process.
+
+    Raises:
+        SpecError: a pair without a draft.
+    """
+
+    def __init__(self, settings: RolloutSettings, shape: ArbiterShape, pair: Pair, task: Task) -> None:
+        if pair.draft is None:
+            raise SpecError("arbitration needs a draft; name one with --draft")
+        self.settings = settings
+        self.pair = pair
+        self.task = task
+        self.model = ArbiterModel(pair.draft, shape)
+        self.num_draft_tokens = settings.num_draft_tokens or 16
+        self._problems: dict[tuple[str, int], TaskProblem] = {}
+        self._decoders: dict[float | None, SpeculativeDecoder] = {}  # by threshold
+
+    def make(self, jobs: Sequence[RolloutJob], tensors: Mapping[str, Tensor]) -> list[Rollout | Validated]:
+        """Decode with these weights of the arbiter."""
+        self.model.load_own(tensors)
+        return [self._one(job) for job in jobs]
+
+    def _one(self, job: RolloutJob) -> Rollout | Validated:
+        problem = self._problem(job)
+        sampled = job.threshold is None
+        params = SamplingParams(
+            max_new_tokens=self.task.max_new_tokens,
+            temperature=self.settings.temperature if sampled else self.settings.validation_temperature,
+            draft_temperature=self.settings.draft_temperature,
+            stop=tuple(self.task.stop),
+            seed=job.seed,
+        )
+        if job.threshold not in self._decoders:
+            self._decoders[job.threshold] = self._decoder(job.threshold)
+        made = self._decoders[job.threshold].generate(prompt_of(problem), params, trace=sampled)
+        correct = self.task.equivalent(self.task.extract_answer(made.text), problem.reference)
+        return rollout_of(made, correct=correct) if sampled else Validated(correct, len(made.tokens), made.num_rounds)
+
+    def _decoder(self, threshold: float | None) -> SpeculativeDecoder:
+        k, identity, task = self.num_draft_tokens, self.pair.identity, self.settings.task
+        # Its weights are the advisor's business.
+        head = Arbiter({}, self.model.shape, 0.5 if threshold is None else threshold, k, pair=identity, task=task)
+        rule: Rule = SampledArbiterRule(head.needs) if threshold is None else ArbiterRule.of(head)
+        return self.pair.decoder(rule, num_draft_tokens=k, advisor=ArbiterAdvisor(self.model))
+
+    def _problem(self, job: RolloutJob) -> TaskProblem:
+        key = (job.split, job.number)
+        if key not in self._problems:
+            self._problems[key] = self.task.problems(job.split, 1, offset=job.number)[0]
+        return self._problems[key]
+
+
+class RolloutPool:
+    """Decodes jobs in several processes, in the order asked; with one worker in this process.
+
+    Raises:
+        SpecError: no workers.
+    """
+
+    def __init__(
+        self, settings: RolloutSettings, shape: ArbiterShape, pair: Pair, task: Task, *, num_workers: int = 1
+    ) -> None:
+        require_whole("workers", num_workers, 1, 1024)
+        self._here = RolloutMaker(settings, shape, pair, task) if num_workers == 1 else None
+        self._pool: ProcessPoolExecutor | None = None
+        if num_workers > 1:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(num_workers, context, initializer=_start, initargs=(settings, shape))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *about: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def make(self, jobs: Sequence[RolloutJob], tensors: Mapping[str, Tensor]) -> list[Any]:
+        """What each job gives: a `Rollout` where decisions are sampled, a `Validated` where a threshold decides.
+
+        Raises:
+            ReprieveError: a worker died.
+        """
+        if self._here is not None:
+            return self._here.make(jobs, tensors)
+        assert self._pool is not None
+        weights = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+        chunks = [list(jobs[at : at + _CHUNK]) for at in range(0, len(jobs), _CHUNK)]
+        try:
+            made = self._pool.map(_make, chunks, [weights] * len(chunks))
+            return [item for part in made for item in part]
+        except BrokenProcessPool:
+            raise ReprieveError("a worker process died; run again to go on from the last checkpoint") from None
+
+
+_MAKER: RolloutMaker | None = None
+
+
+def _start(settings: RolloutSettings, shape: ArbiterShape) -> None:
+    """Load the pair once a process."""
+    global _MAKER
+    start_worker()
+    pair = load_pair(**settings.pair.models)
+    task = ask(load_task(settings.task), pair.tokenizer, settings.prompt)
+    _MAKER = RolloutMaker(settings, shape, pair, task)
+
+
+def _make(jobs: Sequence[RolloutJob], weights: bytes) -> list[Rollout | Validated]:
+    assert _MAKER is not None
+    return _MAKER.make(jobs, load(weights))

@@ -1,0 +1,1 @@
+"""Engines that answer a run: the local one, vLLM servers started here, running servers, Ray."""

@@ -1,0 +1,245 @@
+"""Completions from one server or several: prompts as token ids, retries, and others where one has died."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from reprieve.backends.running import answers
+from reprieve.errors import EngineError, ReprieveError, import_extra
+from reprieve.settings import SamplingParams
+
+T = TypeVar("T")
+_RETRIES = 3
+_STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer of a server."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str  # eos, stop or length
+    seconds: float
+    speculation: Mapping[str, Any] = field(default_factory=dict)  # vLLM's per-request numbers, where it gives them
+    arrivals: list[float] = field(default_factory=list)  # seconds after the request, of each piece of a stream
+
+    @property
+    def num_steps(self) -> int:
+        """Target forwards: the prompt's, which gives the first token, and one for each block."""
+        return int(self.speculation.get("num_spec_steps", -1)) + 1 or len(self.token_ids)
+
+    @property
+    def step_lengths(self) -> list[int]:
+        """Tokens of each forward, in no order: a server tells how many blocks of each length there were."""
+        counts = self.speculation.get("acceptance_histogram")
+        if not counts:
+            return [1] * len(self.token_ids)
+        return [1, *(length for length, count in enumerate(counts, start=1) for _ in range(count))]
+
+
+class Client:
+    """Asks servers that all hold the same model; each request goes where the fewest are under way.
+
+    For use in one event loop.
+
+    Args:
+        urls: of the servers, without /v1.
+        model: its name there.
+        timeout: seconds of a try, of which there are a few.
+        parallel: requests under way at once.
+        why: says why a server may have died, for the message; its log, say.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], model: str, *, timeout: float, parallel: int, why: Any = lambda: ""
+    ) -> None:
+        openai = import_extra("openai", "api")
+        key = os.environ.get("OPENAI_API_KEY") or "none"
+        self.model = model
+        self._errors = openai
+        self._clients = {
+            url: openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=_RETRIES, timeout=timeout)
+            for url in urls
+        }
+        self._under_way = dict.fromkeys(urls, 0)
+        self._why = why
+        self._room = asyncio.Semaphore(parallel)
+
+    async def complete(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        num: int = 1,
+        keep_stop: bool = False,
+        stream: bool = False,
+    ) -> list[Completion]:
+        """`num` answers to a prompt.
+
+        Args:
+            extra: `vllm_xargs` of the request.
+            keep_stop: leave the stop text in the answer and its tokens.
+            stream: note when each piece came; needs `num` = 1.
+
+        Raises:
+            EngineError: no server answers any more.
+            ReprieveError: the servers refuse the request.
+        """
+        asked = {
+            "model": self.model,
+            "prompt": list(prompt_ids),
+            "max_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "seed": params.seed,
+            "n": num,
+            "stop": list(params.stop) or None,
+            "extra_body": _extra_body(params, extra, keep_stop),
+            **(_STREAMED if stream else {}),
+        }
+        async with self._room:
+            return await self._somewhere(asked, _ask)
+
+    async def read(
+        self, token_ids: Sequence[int], num_rows: int, num_candidates: int, *, extra: Mapping[str, Any] | None = None
+    ) -> list[dict[int, float]]:
+        """Log-probabilities, at temperature 1, of the likeliest tokens after each of the last tokens of a text.
+
+        Args:
+            num_rows: how many of the last tokens.
+            num_candidates: tokens told of each, and the one that follows in the text; servers have a limit (20).
+            extra: `vllm_xargs` of the request.
+
+        Raises:
+            EngineError: no server answers any more, or it does not tell.
+            ReprieveError: the servers refuse the request.
+        """
+        text = [*token_ids, token_ids[-1]]  # a server tells of places that have a token; one more gives the last
+        body: dict[str, Any] = {"prompt_logprobs": num_candidates}
+        if extra:
+            body["vllm_xargs"] = dict(extra)
+        asked = {"model": self.model, "prompt": text, "max_tokens": 1, "temperature": 0.0, "n": 1, "extra_body": body}
+        async with self._room:
+            told = await self._somewhere(asked, functools.partial(_read_prompt, num_rows))
+        if len(told) < num_rows or None in told:
+            raise EngineError("the server tells no log-probabilities of prompts (prompt_logprobs): it has to be vLLM")
+        # The text's own last token stands for nothing.
+        return [_likeliest(one, num_candidates) for one in told]
+
+    async def _somewhere(self, asked: Mapping[str, Any], ask: Callable[..., Awaitable[list[T]]]) -> list[T]:
+        """A request to the server with the fewest under way, and to another where that has died."""
+        while self._under_way:
+            url = min(self._under_way, key=self._under_way.__getitem__)
+            self._under_way[url] += 1
+            try:
+                return await ask(self._clients[url], asked)
+            except self._errors.APIError as error:
+                said = " ".join(str(error).split()) or type(error).__name__
+                status = getattr(error, "status_code", 500)
+                if status < 500 or await asyncio.to_thread(answers, url):  # it lives: this request is the matter
+                    raise ReprieveError(f"{url} refuses: {said}") from None
+                self._under_way.pop(url, None)  # the others take its share
+                told = f"{url} does not answer ({said}){self._why()}"
+            finally:
+                if url in self._under_way:
+                    self._under_way[url] -= 1
+            if not self._under_way:
+                raise EngineError(told)
+        raise EngineError("no server answers any more")
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for client in self._clients.values():
+            await client.close()
+
+
+async def _ask(client: Any, asked: Mapping[str, Any]) -> list[Completion]:
+    began = time.perf_counter()
+    reply = await client.completions.create(**asked)
+    if "stream" in asked:
+        return [await _read_stream(reply, began)]
+    seconds = time.perf_counter() - began
+    numbers = _speculation(reply)
+    return [_completion(choice, seconds, numbers) for choice in sorted(reply.choices, key=lambda one: one.index)]
+
+
+async def _read_prompt(num_rows: int, client: Any, asked: Mapping[str, Any]) -> list[dict[str, Any] | None]:
+    reply = await client.completions.create(**asked)
+    return list(getattr(reply.choices[0], "prompt_logprobs", None) or ())[-num_rows:]
+
+
+def _likeliest(told: Mapping[str, Any] | None, num: int) -> dict[int, float]:
+    """The first `num` of what is told of a place; the token that stands there is told of whatever its rank."""
+    ranked = sorted((told or {}).items(), key=lambda item: (item[1]["rank"], int(item[0])))
+    return {int(token_id): float(one["logprob"]) for token_id, one in ranked[:num]}
+
+
+def _extra_body(params: SamplingParams, extra: Mapping[str, Any] | None, keep_stop: bool) -> dict[str, Any]:
+    """What OpenAI's API has no word for, in vLLM's words."""
+    # Neutral values: else a server takes those of the model's generation_config.json.
+    neutral = {"repetition_penalty": 1.0, "min_p": 0.0}
+    body: dict[str, Any] = {"return_token_ids": True, "top_k": params.top_k or -1, **neutral}
+    if extra:
+        body["vllm_xargs"] = dict(extra)
+    if keep_stop:
+        body["include_stop_str_in_output"] = True
+    if params.ignore_eos:
+        body["ignore_eos"] = True
+    if params.eos_token_ids is not None:
+        body["stop_token_ids"] = list(params.eos_token_ids)
+    return body
+
+
+async def _read_stream(pieces: Any, began: float) -> Completion:
+    text, last = "", None
+    token_ids: list[int] = []
+    arrivals: list[float] = []
+    numbers: dict[str, Any] = {}
+    async for piece in pieces:
+        if piece.choices:
+            choice = piece.choices[0]
+            new = list(getattr(choice, "token_ids", None) or ())
+            if new or choice.text:
+                arrivals.append(time.perf_counter() - began)
+            text += choice.text
+            token_ids += new
+            last = choice if choice.finish_reason else last
+        numbers = _speculation(piece) or numbers
+    _require_tokens(text, token_ids)
+    return Completion(text, token_ids, _finish_reason(last), time.perf_counter() - began, numbers, arrivals)
+
+
+def _completion(choice: Any, seconds: float, numbers: Mapping[str, Any]) -> Completion:
+    token_ids = list(getattr(choice, "token_ids", None) or ())
+    _require_tokens(choice.text, token_ids)
+    return Completion(choice.text, token_ids, _finish_reason(choice), seconds, numbers)
+
+
+def _require_tokens(text: str, token_ids: Sequence[int]) -> None:
+    """Refuse a server that does not say which tokens it made.
+
+    Raises:
+        EngineError: text without token ids.
+    """
+    if text and not token_ids:
+        raise EngineError("the server gives no token ids (return_token_ids): it has to be vLLM")
+
+
+def _finish_reason(choice: Any) -> str:
+    """OpenAI's `stop` is the end of the text or a stop text: vLLM says which."""
+    if choice is None or choice.finish_reason != "stop":
+        return "length"
+    return "stop" if isinstance(getattr(choice, "stop_reason", None), str) else "eos"
+
+
+def _speculation(reply: Any) -> dict[str, Any]:
+    metrics = (getattr(reply, "model_extra", None) or {}).get("metrics") or {}
+    return dict(metrics.get("speculative_decoding") or {})

@@ -1,0 +1,242 @@
+"""What servers are asked to hold, and who starts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from reprieve.backends.client import Client
+from reprieve.backends.request_fields import SWITCH, THRESHOLD, require_handed_out
+from reprieve.backends.running import Running, ServerFacts, facts_of, model_of
+from reprieve.backends.settings import OpenAISettings, ServerSettings, VllmSettings
+from reprieve.backends.vllm import Deployment, start_vllm
+from reprieve.drafters import DRAFTERS
+from reprieve.errors import ReprieveError, SpecError
+from reprieve.heads.binding import digest
+from reprieve.heads.certificates import portable_spec
+from reprieve.heads.files import find_head
+from reprieve.models.identity import model_folder
+from reprieve.needs import Need
+from reprieve.rules import LosslessRule, Rule, parse_rule
+from reprieve.settings import PairSettings
+
+Announce = Callable[[str], None]
+TARGET, DRAFT, PAIR = "target", "draft", "pair"
+
+
+@dataclass
+class Slot:
+    """What a server is asked for: a model alone, or the pair with rules.
+
+    Args:
+        role: target, draft or pair.
+        num_draft_tokens, drafter, rules: of a pair.
+    """
+
+    role: str
+    num_draft_tokens: int = 0
+    drafter: str = ""
+    rules: list[Rule] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        """What cannot be changed from request to request."""
+        return self.role, self.num_draft_tokens, self.drafter
+
+    def add(self, rule: Rule | None) -> None:
+        """Have it offered, unless requests can ask for it already."""
+        if rule is not None and not self.offers(rule):
+            self.rules.append(rule)
+
+    def offers(self, rule: Rule) -> bool:
+        """Whether requests can ask for this rule."""
+        if isinstance(rule, LosslessRule):
+            return True
+        return fields_of(rule, {str(number): portable_spec(one) for number, one in enumerate(self.rules)}) is not None
+
+
+def fields_of(rule: Rule | None, offered: Mapping[str, str]) -> dict[str, Any] | None:
+    """What a request says to get a rule from a server that offers these (portable specifications by name).
+
+    Returns:
+        Nothing for no rule, or where the server has none; None where it does not offer this one.
+    """
+    if rule is None or (isinstance(rule, LosslessRule) and not offered):
+        return {}
+    if isinstance(rule, LosslessRule):
+        return {SWITCH: "off"}
+    wanted = parse_rule(portable_spec(rule))
+    for name, spec in offered.items():
+        fields = _dial_of(parse_rule(spec), wanted)
+        if fields is not None:
+            return {SWITCH: name, **fields}
+    return None
+
+
+def _dial_of(offered: Rule, wanted: Rule) -> dict[str, Any] | None:
+    """The value of its dial that makes one rule of another; None where it is another rule."""
+    value = wanted.dial_value
+    if offered.spec == wanted.spec:
+        return {} if value is None else {THRESHOLD: value}
+    if offered.dial is None or offered.dial != wanted.dial or value is None:
+        return None
+    try:
+        return {THRESHOLD: value} if offered.with_dial(value).spec == wanted.spec else None
+    except SpecError:
+        return None
+
+
+class Deployer(Protocol):
+    """Brings servers up."""
+
+    @property
+    def settings(self) -> ServerSettings:
+        """As `--engine` names them."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """Of target and draft, by name."""
+        ...
+
+    def start(self, slot: Slot, announce: Announce) -> Running:
+        """A server that holds what the slot names.
+
+        Raises:
+            ReprieveError: it does not come up, or cannot be what is asked.
+        """
+        ...
+
+    def refusal(self, slot: Slot, rule: Rule | None) -> str:
+        """Why there can be no server for this; empty where there can."""
+        ...
+
+
+@dataclass(frozen=True)
+class VllmDeployer:
+    """vLLM with the plugin, on this machine.
+
+    Args:
+        dtype: of target and draft, by name.
+    """
+
+    settings: VllmSettings
+    pair: PairSettings
+    dtype: str
+
+    def start(self, slot: Slot, announce: Announce) -> Running:
+        """See `Deployer`."""
+        announce(f"starting vLLM: {self.words(slot)}")
+        return start_vllm(self.deployment(slot), self.settings)
+
+    def deployment(self, slot: Slot) -> Deployment:
+        """What vLLM is told.
+
+        Raises:
+            ReprieveError: a model that cannot be found.
+        """
+        if slot.role != PAIR:
+            name = self.pair.target if slot.role == TARGET else self.pair.whole_draft
+            return Deployment(str(model_folder(str(name), slot.role)), self.dtype)
+        speculation = {**self._speculation(slot.drafter), "num_speculative_tokens": slot.num_draft_tokens}
+        if any(Need.DRAFT_PROBS in rule.traits.needs for rule in slot.rules):
+            speculation["draft_sample_method"] = "probabilistic"
+        # Without rules too, so that the plugin says what the server is; top_k:k=1 rescues nothing.
+        rules = [rule.spec for rule in slot.rules] or ["top_k:k=1"]
+        return Deployment(str(model_folder(self.pair.target, TARGET)), self.dtype, speculation, rules)
+
+    def refusal(self, slot: Slot, rule: Rule | None) -> str:
+        """See `Deployer`."""
+        if slot.role == DRAFT and self.pair.whole_draft is None:
+            return "the pair has no draft"
+        if slot.role == PAIR:
+            try:
+                self._speculation(slot.drafter)
+                if rule is not None:
+                    require_handed_out(rule)
+            except SpecError as error:
+                return str(error)
+            if isinstance(rule, LosslessRule) and rule != LosslessRule():
+                return f"vLLM has a lossless check of its own, not {rule.spec}"
+        return ""
+
+    def _speculation(self, drafter: str) -> dict[str, Any]:
+        """A drafter in vLLM's words.
+
+        Raises:
+            SpecError: vLLM has no such drafter.
+        """
+        settings: Any = DRAFTERS.make(drafter)
+        if settings.name == "draft":
+            if self.pair.whole_draft is None:
+                raise SpecError("the pair has no draft; name one with --draft")
+            return {"method": "draft_model", "model": str(model_folder(self.pair.whole_draft, DRAFT))}
+        if settings.name == "ngram":
+            bounds = {"prompt_lookup_max": settings.max_ngram, "prompt_lookup_min": settings.min_ngram}
+            return {"method": "ngram", **bounds}
+        if settings.name == "eagle3" and settings.top_k == 1 and settings.prune is None:
+            return {"method": "eagle3", "model": str(find_head(settings.source(self.pair.target)))}
+        raise SpecError(
+            f"vLLM drafts with draft, ngram, or eagle3:path=...,top_k=1 (chains, no trees), got {drafter!r}"
+        )
+
+    def words(self, slot: Slot) -> str:
+        """What a server is to hold, for people."""
+        if slot.role != PAIR:
+            return f"the {slot.role} alone"
+        rules = f", {len(slot.rules)} rules" if slot.rules else ""
+        return f"{self.pair.target} with drafter {slot.drafter}, K = {slot.num_draft_tokens}{rules}"
+
+
+class RunningServers:
+    """Servers that somebody else has started.
+
+    Raises:
+        EngineError: one of them does not answer.
+    """
+
+    def __init__(self, settings: OpenAISettings, dtype: str) -> None:
+        self.settings = settings
+        names = [model_of(url, settings.model) for url in settings.urls]
+        facts = facts_of(settings.urls)
+        self.dtype = facts.dtype or dtype
+        self._running = Running(settings.urls, names[0], facts)
+
+    def start(self, slot: Slot, announce: Announce) -> Running:
+        """See `Deployer`; they are up already."""
+        return self._running
+
+    def refusal(self, slot: Slot, rule: Rule | None) -> str:
+        """See `Deployer`."""
+        facts: ServerFacts = self._running.facts
+        if slot.role == DRAFT or (slot.role == TARGET and facts.num_draft_tokens is not None):
+            return f"the servers do not hold the {slot.role} alone"
+        if slot.role == TARGET:
+            return ""
+        if facts.num_draft_tokens is not None and facts.num_draft_tokens != slot.num_draft_tokens:
+            return f"the servers draft K = {facts.num_draft_tokens} tokens, not {slot.num_draft_tokens}"
+        if facts.drafter is not None and facts.drafter != slot.drafter.partition(":")[0]:
+            return f"the servers draft with {facts.drafter}, not with {slot.drafter}"
+        if fields_of(rule, facts.rules) is None:
+            offered = ", ".join(facts.rules.values()) or "no rules: they run without the plugin, or without its policy"
+            return f"the servers offer {offered}"
+        return ""
+
+
+def client_of(running: Running, settings: ServerSettings) -> Client:
+    """A client of running servers."""
+    return Client(running.urls, running.model, timeout=settings.timeout, parallel=settings.parallel, why=running.why)
+
+
+def drafter_fingerprints(drafter: str, target: str) -> dict[str, str]:
+    """What identifies the weights that a drafter brings with it for a target, from its files alone."""
+    settings: Any = DRAFTERS.make(drafter)
+    if settings.name != "eagle3":
+        return {}
+    source = settings.source(target)
+    files = sorted(Path(find_head(source)).glob("*.safetensors"))
+    if not files:
+        raise ReprieveError(f"drafter {drafter!r} has no safetensors files")
+    return {source: digest(b"".join(file.read_bytes() for file in files))}

@@ -1,0 +1,42 @@
+"""The engine that `--engine` names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from reprieve.backends.settings import EngineSettings
+from reprieve.bench.engine import Engine
+from reprieve.errors import SpecError
+from reprieve.settings import PairSettings
+
+
+def make_engine(
+    settings: EngineSettings,
+    pair: PairSettings,
+    *,
+    num_workers: int = 1,
+    announce: Callable[[str], None] = lambda line: None,
+) -> Engine:
+    """An engine for a pair; close it when done.
+
+    Args:
+        num_workers: processes of the local engine.
+        announce: called with a line when a server is started.
+
+    Raises:
+        SpecError: several processes of a server's answers.
+        ReprieveError: a model that cannot be found, or a running server that does not answer.
+    """
+    if settings.local:
+        from reprieve.backends.local import LocalEngine
+        from reprieve.engine.threads import load_asked
+
+        return LocalEngine(load_asked(pair, announce), num_workers=num_workers)
+    if num_workers > 1:
+        raise SpecError("workers are processes of the local engine; servers take parallel= requests at once")
+    from reprieve.backends.deployers import make_deployer
+    from reprieve.backends.served import ServedEngine
+    from reprieve.models.identity import stored_identity
+
+    identity, tokenizer, dtype = stored_identity(pair)
+    return ServedEngine(make_deployer(settings.servers, pair, dtype), tokenizer, identity, announce=announce)

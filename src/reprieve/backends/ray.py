@@ -1,0 +1,90 @@
+"""vLLM on the nodes of a Ray cluster: an actor for each replica starts a server where Ray has room for it.
+
+Ray Serve's and Ray Data's own LLM modules are not used: they are tied to one release of vLLM, which is older than those
+the plugin works with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from reprieve.backends.deploying import Announce, Slot, VllmDeployer
+from reprieve.backends.running import Running, facts_of
+from reprieve.backends.settings import RaySettings
+from reprieve.backends.vllm import MODEL_NAME, Deployment, start_vllm
+from reprieve.errors import EngineError, ReprieveError, import_extra
+
+_CLOSING_S = 60.0
+
+
+@dataclass(frozen=True)
+class RayDeployer(VllmDeployer):
+    """See `Deployer`. On the cluster of RAY_ADDRESS, or on one started here."""
+
+    settings: RaySettings
+
+    def start(self, slot: Slot, announce: Announce) -> Running:
+        """See `Deployer`: replicas that share the work. Where one dies the others go on.
+
+        Raises:
+            ReprieveError: Ray is missing, the cluster has no room, or a replica does not come up.
+        """
+        ray = import_extra("ray", "ray")
+        if not ray.is_initialized():
+            own = {} if os.environ.get("RAY_ADDRESS") else {"include_dashboard": False}
+            ray.init(log_to_driver=False, **own)
+        num = self.settings.replicas
+        on_gpu = ray.cluster_resources().get("GPU", 0) > 0
+        needed = {"num_gpus": self.settings.tensor_parallel} if on_gpu else {"num_cpus": 1}
+        _require_room(ray, num, "GPU" if on_gpu else "CPU", self.settings.tensor_parallel if on_gpu else 1)
+        announce(f"starting vLLM on {num} replicas of a Ray cluster: {self.words(slot)}")
+        kind = ray.remote(**needed)(_Replica)
+        here = ray.util.get_node_ip_address()
+        actors = [kind.remote(self.deployment(slot), self.settings, here) for _ in range(num)]
+
+        def close() -> None:
+            with contextlib.suppress(ray.exceptions.RayError):  # the kill below ends them too
+                ray.get([actor.close.remote() for actor in actors], timeout=_CLOSING_S)
+            for actor in actors:
+                ray.kill(actor)
+
+        try:
+            started = [actor.url.remote() for actor in actors]
+            urls = tuple(ray.get(started, timeout=self.settings.startup))
+            return Running(urls, MODEL_NAME, facts_of(urls), close=close)
+        except ray.exceptions.RayError as error:
+            close()
+            raise EngineError(f"a replica did not start: {' '.join(str(error).split())[-600:]}") from None
+        except BaseException:
+            close()
+            raise
+
+
+def _require_room(ray: Any, num: int, resource: str, each: int) -> None:
+    """Refuse what would wait for ever.
+
+    Raises:
+        ReprieveError: the cluster's nodes are too small for so many replicas.
+    """
+    room = sum(int(node["Resources"].get(resource, 0)) // each for node in ray.nodes() if node["Alive"])
+    if room < num:
+        raise ReprieveError(f"replicas must be at most {room}, of {each} {resource} each on one node, got {num}")
+
+
+class _Replica:
+    """In an actor: a server on its node, ended with it."""
+
+    def __init__(self, deployment: Deployment, settings: RaySettings, driver: str) -> None:
+        import ray
+
+        node = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self._running = start_vllm(deployment, settings, host="127.0.0.1" if node == driver else node)
+
+    def url(self) -> str:
+        return self._running.urls[0]
+
+    def close(self) -> None:
+        self._running.close()

@@ -1,0 +1,257 @@
+"""Servers answer: all arms and problems in one stream, in batches as the servers like."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from reprieve.backends.asynchronous import iterate, results_of
+from reprieve.backends.client import Client, Completion
+from reprieve.backends.deploying import DRAFT, PAIR, TARGET, Deployer, Slot, client_of, drafter_fingerprints, fields_of
+from reprieve.backends.running import Running
+from reprieve.backends.settings import SERVED_DRAFT_TOKENS
+from reprieve.bench.answering import Answerer, Reply
+from reprieve.bench.arms import Arm
+from reprieve.bench.config import RunConfig
+from reprieve.bench.engine import Job
+from reprieve.bench.engine_facts import EngineFacts
+from reprieve.bench.records import ProblemRecord
+from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, SamplingParams
+from reprieve.errors import EngineError, SpecError
+from reprieve.heads.binding import PairIdentity
+from reprieve.heads.loading import require_heads_fit
+from reprieve.settings import NumDraftTokens
+from reprieve.tasks import Task, TaskProblem
+from reprieve.tasks.asking import prompt_of
+
+_FEW = 2  # tokens of an answer for which nothing may have been drafted
+
+
+class ServedEngine:
+    """See `Engine`. One server is up at a time; arms of another K or drafter, or of one model alone, have their own.
+
+    Args:
+        deployer: starts servers, or knows running ones.
+        announce: called with a line when one is started.
+    """
+
+    meter: str | None = None
+
+    def __init__(
+        self, deployer: Deployer, tokenizer: Any, identity: PairIdentity, *, announce: Callable[[str], None]
+    ) -> None:
+        self.deployer = deployer
+        self.tokenizer = tokenizer
+        self.identity = identity
+        self.num_parallel = deployer.settings.parallel
+        self._announce = announce
+        self._slots: dict[tuple[str, int, str], Slot] = {}
+        self._up: tuple[Slot, Running] | None = None
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What the server says it is; one is started for that, if none is up."""
+        if self._up is None:
+            pairs = [slot for slot in self._slots.values() if slot.role == PAIR]
+            self._serve(max(pairs, key=lambda slot: len(slot.rules), default=Slot(TARGET)))
+        assert self._up is not None
+        told = self._up[1].facts
+        return EngineFacts(
+            self.identity,
+            dtype=told.dtype or self.deployer.dtype,
+            device="server",
+            engine="openai" if told.version is None else "vllm",
+            engine_version=told.version,
+            runner=told.runner,
+            engine_arguments=getattr(self.deployer.settings, "arguments", ""),
+        )
+
+    def fingerprints(self, drafter: str) -> dict[str, str]:
+        """See `Engine`."""
+        return drafter_fingerprints(drafter, self.identity.target)
+
+    def draft_tokens(self, arm: Arm, drafter: str) -> NumDraftTokens:
+        """See `Engine`."""
+        return arm.num_draft_tokens
+
+    def refusal(self, arm: Arm, drafter: str) -> str:
+        """See `Engine`."""
+        if arm.truncation is not None:
+            return "a server does not sample from a rule's truncation; use --engine local"
+        if arm.folded:
+            return "a server holds one head, not its folds; use --engine local"
+        if isinstance(arm.num_draft_tokens, str) and arm.rule is not None:
+            return f"a server drafts as many tokens every round: give a number, as @K={SERVED_DRAFT_TOKENS}"
+        return self.deployer.refusal(self._slot(arm, drafter), arm.rule)
+
+    def expect(self, arms: Sequence[Arm], drafter: str) -> None:
+        """See `Engine`."""
+        for arm in arms:
+            slot = self._slot(arm, drafter)
+            self._slots.setdefault(slot.key, slot).add(arm.rule)
+
+    def answer(
+        self, config: RunConfig, task: Task, arms: Sequence[Arm], problems: Sequence[TaskProblem], jobs: Sequence[Job]
+    ) -> Iterator[ProblemRecord]:
+        """See `Engine`."""
+        if config.sampling.get("draft_temperature") is not None:
+            raise SpecError("draft_temperature cannot be set on a server: it drafts at the request's own temperature")
+        self.expect(arms, config.drafter)
+        by_label = {arm.label: arm for arm in arms}
+        for arm in arms:
+            if arm.rule is not None and arm.rule.heads:
+                require_heads_fit(
+                    arm.rule, self.identity, config.task, here=arm.unchecked(config.conditions(self, arm))
+                )
+        slots = {arm.label: self._slots[self._slot(arm, config.drafter).key] for arm in arms}
+        for slot in self._up_first({slot.key: slot for slot in slots.values()}):
+            ours = [job for job in jobs if slots[job.arm] is slot]
+            if not ours:
+                continue
+            running = self._serve(slot)
+
+            with asyncio.Runner() as loop:
+                client = client_of(running, self.deployer.settings)
+                answerer = Answerer(config, task, self.tokenizer, self._decoder(client, running))
+
+                async def answer(job: Job, answerer: Answerer = answerer) -> ProblemRecord:
+                    return await answerer.answer(by_label[job.arm], problems[job.number], job.number, job.trial)
+
+                made = results_of(ours, answer, num_parallel=self.num_parallel)
+                yield from iterate(loop, made, closing=client.close)
+
+    def grouped(self, arms: Sequence[Arm], drafter: str) -> list[list[Arm]]:
+        """The arms by the server that they need."""
+        self.expect(arms, drafter)
+        groups: dict[tuple[str, int, str], list[Arm]] = {}
+        for arm in arms:
+            groups.setdefault(self._slot(arm, drafter).key, []).append(arm)
+        return list(groups.values())
+
+    def timed(
+        self,
+        config: RunConfig,
+        task: Task,
+        arm: Arm,
+        problems: Sequence[TaskProblem],
+        *,
+        concurrency: int,
+        num_warm: int,
+    ) -> tuple[list[Completion], float]:
+        """Streams of one arm, so many at once, and the seconds from the first request to the last token.
+
+        Args:
+            num_warm: requests before them that do not count.
+
+        Raises:
+            EngineError: the server died.
+        """
+        running = self._serve(self._slots[self._slot(arm, config.drafter).key])
+        fields = self._fields(arm, running)
+        params = arm.params(
+            SamplingParams(max_new_tokens=task.max_new_tokens, stop=tuple(task.stop), **config.sampling)
+        )
+
+        async def all_of(client: Client) -> tuple[list[Completion], float]:
+            async def ask(numbered: tuple[int, TaskProblem]) -> Completion:
+                number, problem = numbered
+                seeded = dataclasses.replace(params, seed=params.seed + number)
+                prompt_ids = self._encode(prompt_of(problem))
+                [made] = await client.complete(prompt_ids, seeded, extra=fields, stream=True)
+                _require_numbers(arm, made)
+                return made
+
+            try:
+                warm = enumerate(problems[:num_warm])
+                _ = [one async for one in results_of(warm, ask, num_parallel=concurrency)]
+                began = time.perf_counter()
+                made = [one async for one in results_of(enumerate(problems), ask, num_parallel=concurrency)]
+                return made, time.perf_counter() - began
+            finally:
+                await client.close()
+
+        return asyncio.run(all_of(client_of(running, self.deployer.settings)))
+
+    def close(self) -> None:
+        """End the server, if it was started here."""
+        if self._up is not None:
+            self._up[1].close()
+            self._up = None
+
+    def _decoder(self, client: Client, running: Running) -> Answerer.Decode:
+        """Turns of conversations as requests to a server."""
+
+        async def decode(arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:
+            [made] = await client.complete(self._encode(prompt), params, extra=self._fields(arm, running))
+            _require_numbers(arm, made)
+            return reply_of_server(made)
+
+        return decode
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        return list(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+
+    def _fields(self, arm: Arm, running: Running) -> dict[str, Any]:
+        """What a request says to get this arm.
+
+        Raises:
+            SpecError: the server does not offer it.
+        """
+        offered = running.facts.rules
+        fields = fields_of(arm.rule, offered)
+        if fields is None:
+            raise SpecError(f"the server does not offer {arm.label}; it has {', '.join(offered.values())}")
+        return fields
+
+    def _slot(self, arm: Arm, drafter: str) -> Slot:
+        if arm.label in (TARGET_ONLY, DRAFT_ONLY):
+            return Slot(TARGET if arm.label == TARGET_ONLY else DRAFT)
+        assert isinstance(arm.num_draft_tokens, int)  # see `refusal`
+        return Slot(PAIR, arm.num_draft_tokens, arm.drafter or drafter)
+
+    def _up_first(self, slots: Mapping[Any, Slot]) -> list[Slot]:
+        """The one that is up before the others."""
+        up = None if self._up is None else self._up[0].key
+        return sorted(slots.values(), key=lambda slot: slot.key != up)
+
+    def _serve(self, slot: Slot) -> Running:
+        """The server of a slot, in place of the one that is up where that is another."""
+        if self._up is not None:
+            up, running = self._up
+            if up.key == slot.key and all(up.offers(rule) for rule in slot.rules):
+                return running
+            self.close()
+        running = self.deployer.start(slot, self._announce)
+        self._up = (dataclasses.replace(slot, rules=list(slot.rules)), running)
+        return running
+
+
+def _require_numbers(arm: Arm, made: Completion) -> None:
+    """Refuse a speculating server that tells no numbers of its requests.
+
+    Raises:
+        EngineError: says which flag it needs.
+    """
+    if arm.rule is not None and not made.speculation and len(made.token_ids) > _FEW:
+        raise EngineError(
+            "the server tells no numbers of its speculation: start it with --per-request-spec-decode-metrics summary"
+        )
+
+
+def reply_of_server(made: Completion) -> Reply:
+    """A completion, as every engine tells of it."""
+    numbers = made.speculation
+    return Reply(
+        text=made.text,
+        finish_reason=made.finish_reason,
+        num_tokens=len(made.token_ids),
+        num_rounds=made.num_steps,
+        round_lengths=made.step_lengths,
+        num_drafted=int(numbers.get("num_draft_tokens", 0)),
+        num_accepted=int(numbers.get("num_accepted_draft_tokens", 0)),
+        num_rescued=int(numbers.get("num_rescued_tokens", 0)),
+        seconds=made.seconds,
+    )

@@ -1,0 +1,157 @@
+"""Which engine answers, as `--engine` names it: a record for each kind. No server is touched here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from reprieve.errors import SpecError, require_choice, require_range, require_whole
+from reprieve.registry import Registry
+from reprieve.settings import AUTO, NumDraftTokens
+from reprieve.specs import parse_spec
+
+LOCAL = "local"
+SERVED_DRAFT_TOKENS = 8  # what `auto` is on servers, whose runners draft as many every round
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What answers.
+
+    Args:
+        engine: local; vllm (started here, with the plugin); openai:url=http://HOST:PORT (a running server); or
+            ray:replicas=N. See docs/guides/engines.md.
+    """
+
+    engine: str = LOCAL
+
+    def __post_init__(self) -> None:
+        if self.engine != LOCAL:
+            self.servers  # noqa: B018 - refuses what cannot be read
+
+    @property
+    def local(self) -> bool:
+        """Whether it is the engine of this process."""
+        return self.engine == LOCAL
+
+    def draft_tokens(self, *wanted: NumDraftTokens) -> tuple[NumDraftTokens, ...]:
+        """What was asked for, as this engine can have it, each once."""
+        if self.local:
+            return wanted
+        return tuple(dict.fromkeys(SERVED_DRAFT_TOKENS if k == AUTO else k for k in wanted))
+
+    @property
+    def servers(self) -> ServerSettings:
+        """The servers it names.
+
+        Raises:
+            SpecError: an unknown engine, or a parameter that cannot be read.
+        """
+        name, given = parse_spec(self.engine, what="engine")
+        if name == LOCAL:
+            raise SpecError(f"engine local takes no parameters, got {', '.join(given) or self.engine!r}")
+        if name not in SERVERS.names():
+            raise SpecError(f"engine must be one of {', '.join((LOCAL, *SERVERS.names()))}, got {name!r}")
+        return SERVERS.make(self.engine)
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What all servers have.
+
+    Args:
+        parallel: requests under way at once; the server makes batches of them.
+        timeout: seconds until a request without an answer is given up.
+    """
+
+    name: ClassVar[str]
+
+    parallel: int = 128
+    timeout: float = 1800.0
+
+    def __post_init__(self) -> None:
+        require_whole("parallel", self.parallel, 1)
+        require_range("timeout", self.timeout, 0.0, 1e6, low_open=True)
+
+
+SERVERS: Registry[ServerSettings] = Registry("engine", "reprieve.backends")
+
+
+@SERVERS.register
+@dataclass(frozen=True)
+class VllmSettings(ServerSettings):
+    """vLLM in a process of its own, with the plugin.
+
+    Args:
+        max_model_len, max_num_seqs, gpu_memory_utilization, tensor_parallel: vLLM's own; None for its defaults.
+        runner: v1 or v2, its model runner; None for what vLLM takes by itself.
+        eager: without compilation and CUDA graphs.
+        arguments: more of vLLM's flags, as one text.
+        startup: seconds it may take to come up.
+    """
+
+    name = "vllm"
+
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    gpu_memory_utilization: float | None = None
+    tensor_parallel: int = 1
+    runner: str | None = None
+    eager: bool = False
+    arguments: str = ""
+    startup: float = 1800.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("runner", self.runner, (None, "v1", "v2"))
+        for name in ("max_model_len", "max_num_seqs", "tensor_parallel"):
+            if getattr(self, name) is not None:
+                require_whole(name, getattr(self, name), 1)
+        if self.gpu_memory_utilization is not None:
+            require_range("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, low_open=True)
+        require_range("startup", self.startup, 0.0, 1e6, low_open=True)
+
+
+@SERVERS.register
+@dataclass(frozen=True)
+class RaySettings(VllmSettings):
+    """vLLM on the nodes of a Ray cluster: several replicas share the work.
+
+    Args:
+        replicas: engines.
+    """
+
+    name = "ray"
+
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_whole("replicas", self.replicas, 1)
+
+
+@SERVERS.register
+@dataclass(frozen=True)
+class OpenAISettings(ServerSettings):
+    """Running servers; $OPENAI_API_KEY is sent where it is set.
+
+    Args:
+        url: where they listen, such as http://127.0.0.1:8000; several are separated by `;` and share the work.
+        model: the target's name there; None for the only one that is served.
+    """
+
+    name = "openai"
+
+    url: str = ""
+    model: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.urls or any(not url.startswith(("http://", "https://")) for url in self.urls):
+            raise SpecError(f"engine openai needs url=http://HOST:PORT, several separated by `;`, got {self.url!r}")
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """One for each server, without a trailing /v1."""
+        parts = (part.strip().rstrip("/").removesuffix("/v1") for part in self.url.split(";"))
+        return tuple(part for part in parts if part)

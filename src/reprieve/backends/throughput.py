@@ -1,0 +1,175 @@
+"""Speed under load: one arm at a time, so many requests under way, arms taking turns; what was measured is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reprieve.backends.client import Completion
+from reprieve.backends.served import ServedEngine
+from reprieve.bench.arms import LOSSLESS, Arm
+from reprieve.bench.config import RunConfig
+from reprieve.bench.results import lossless_for
+from reprieve.bench.settings import SpeedSettings
+from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
+from reprieve.files import parse_json, whole_lines
+from reprieve.stats import bootstrap_interval
+from reprieve.tasks import Task, TaskProblem
+
+FILE = "throughput.jsonl"
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One arm's turn at one concurrency. Times in seconds; of a request, as p50 and p95 over requests.
+
+    Args:
+        seconds: from the first request to the last answer.
+        first: to a request's first token.
+        per_token: between a request's tokens after the first, each request's mean.
+        pieces: between the pieces of a stream, of which a block makes one.
+    """
+
+    arm: str
+    concurrency: int
+    turn: int
+    num_requests: int
+    num_tokens: int
+    seconds: float
+    tokens_per_step: float
+    num_rescued: int
+    first: tuple[float, float]
+    per_token: tuple[float, float]
+    pieces: tuple[float, float]
+
+
+def measure_throughput(
+    engine: ServedEngine,
+    config: RunConfig,
+    task: Task,
+    arms: Sequence[Arm],
+    settings: SpeedSettings,
+    folder: Path,
+    *,
+    progress: Progress = lambda done, total: None,
+) -> list[dict[str, Any]]:
+    """A row for each arm and concurrency, over all turns; goes on where it was stopped.
+
+    Arms of one server take turns, in an order that rotates; another K or drafter needs another server and is measured
+    after them.
+
+    Raises:
+        EngineError: a server died.
+    """
+    problems = task.problems(config.split, config.limit, offset=config.offset)
+    path = folder / FILE
+    levels = list(dict.fromkeys(settings.concurrency))
+    num_requests = {level: settings.num_requests or max(2 * level, _FEWEST) for level in levels}
+    known = [cell for cell in _read(path) if cell.num_requests == num_requests.get(cell.concurrency)]
+    done = {(cell.arm, cell.concurrency, cell.turn): cell for cell in known}
+    places = [
+        (level, turn, arm)
+        for slot in engine.grouped(arms, config.drafter)
+        for level in levels
+        for turn in range(settings.turns)
+        for arm in [*slot[turn % len(slot) :], *slot[: turn % len(slot)]]
+    ]
+    for number, (level, turn, arm) in enumerate(places, start=1):
+        if (arm.label, level, turn) not in done:
+            asked = _repeated(problems, num_requests[level])
+            num_warm = level if turn == 0 else 1
+            made, seconds = engine.timed(config, task, arm, asked, concurrency=level, num_warm=num_warm)
+            cell = _cell(arm.label, level, turn, made, seconds)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(dataclasses.asdict(cell)) + "\n")
+            done[arm.label, level, turn] = cell
+        progress(number, len(places))
+    return list(_rows([done[arm.label, level, turn] for level, turn, arm in places], arms))
+
+
+_FEWEST = 16  # requests of a turn
+
+
+def _repeated(problems: Sequence[TaskProblem], count: int) -> list[TaskProblem]:
+    return [problems[number % len(problems)] for number in range(count)]
+
+
+def _cell(label: str, level: int, turn: int, made: Sequence[Completion], seconds: float) -> Cell:
+    steps = sum(one.num_steps for one in made)
+    tokens = sum(len(one.token_ids) for one in made)
+    gaps = [gap for one in made for gap in np.diff(one.arrivals)]
+    per_token = [
+        (one.arrivals[-1] - one.arrivals[0]) / (len(one.token_ids) - 1) for one in made if len(one.token_ids) > 1
+    ]
+    return Cell(
+        arm=label,
+        concurrency=level,
+        turn=turn,
+        num_requests=len(made),
+        num_tokens=tokens,
+        seconds=seconds,
+        tokens_per_step=tokens / max(1, steps),
+        num_rescued=sum(int(one.speculation.get("num_rescued_tokens", 0)) for one in made),
+        first=_middle([one.arrivals[0] for one in made if one.arrivals]),
+        per_token=_middle(per_token),
+        pieces=_middle(gaps),
+    )
+
+
+def _middle(values: Sequence[float]) -> tuple[float, float]:
+    """p50 and p95; zeros of nothing."""
+    if not len(values):
+        return 0.0, 0.0
+    return float(np.quantile(values, 0.5)), float(np.quantile(values, 0.95))
+
+
+def _read(path: Path) -> Iterator[Cell]:
+    for line in whole_lines(path):
+        values = parse_json(line)
+        pairs = {name: tuple(values[name]) for name in ("first", "per_token", "pieces")}
+        yield Cell(**{**values, **pairs})
+
+
+def _rows(cells: Sequence[Cell], arms: Sequence[Arm]) -> Iterator[dict[str, Any]]:
+    """Medians over turns; ratios over lossless in the same turn, with the interval of their median."""
+    by_place = {(cell.arm, cell.concurrency, cell.turn): cell for cell in cells}
+    compared = any(arm.rule is not None and arm.rule_name == LOSSLESS for arm in arms)
+    for arm in arms:
+        base = lossless_for(arm, arms) if compared else None
+        for level in sorted({cell.concurrency for cell in cells}):
+            ours = [cell for cell in cells if cell.arm == arm.label and cell.concurrency == level]
+            if not ours:
+                continue
+            speeds = np.array([cell.num_tokens / cell.seconds for cell in ours])
+            row = {
+                "arm": arm.label,
+                "concurrency": level,
+                "num_turns": len(ours),
+                "num_requests": ours[0].num_requests,
+                "tokens_per_second": float(np.median(speeds)),
+                "tokens_per_second_range": [float(speeds.min()), float(speeds.max())],
+                "tokens_per_step": float(np.median([cell.tokens_per_step for cell in ours])),
+                "num_rescued": sum(cell.num_rescued for cell in ours),
+                "vs_lossless": None,
+                "vs_lossless_ci95": None,
+            }
+            for name in ("first", "per_token", "pieces"):
+                row[f"{name}_s"] = [float(np.median([getattr(cell, name)[at] for cell in ours])) for at in (0, 1)]
+            pairs = [by_place.get((str(base), level, cell.turn)) for cell in ours]
+            beside = arm.label not in (TARGET_ONLY, DRAFT_ONLY)
+            if beside and all(pairs):
+                strict_speeds = np.array([pair.num_tokens / pair.seconds for pair in pairs if pair])
+                row |= _ratio(speeds / strict_speeds)
+            yield row
+
+
+def _ratio(ratios: np.ndarray) -> dict[str, Any]:
+    low, high = bootstrap_interval(lambda index: float(np.median(ratios[index])), len(ratios), num_resamples=1000)
+    return {"vs_lossless": float(np.median(ratios)), "vs_lossless_ci95": [low, high]}

@@ -1,0 +1,181 @@
+"""vLLM's OpenAI server, started here with the plugin and ended again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from reprieve.backends.running import Running, ServerFacts, answers, facts_of
+from reprieve.backends.settings import VllmSettings
+from reprieve.errors import EngineError, ReprieveError
+
+SERVER = "vllm.entrypoints.openai.api_server"
+MODEL_NAME = "target"
+_GRACE_S = 30
+_POLL_S = 0.5
+_LOG_LINES = 12
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What a server is to hold.
+
+    Args:
+        model: folder or hub id.
+        speculation: vLLM's speculative configuration; None for none, and then there is no plugin either.
+        rules: what requests may ask for.
+    """
+
+    model: str
+    dtype: str
+    speculation: Mapping[str, Any] | None = None
+    rules: Sequence[str] = field(default_factory=tuple)
+
+    def flags(self, settings: VllmSettings, policy: Path) -> list[str]:
+        """vLLM's flags but for the model itself; `policy` holds the rules."""
+        given = {
+            "--generation-config": "vllm",  # sampling is the requests' own, not the model's
+            "--dtype": self.dtype,
+            "--max-model-len": settings.max_model_len,
+            "--max-num-seqs": settings.max_num_seqs,
+            "--gpu-memory-utilization": settings.gpu_memory_utilization,
+            "--tensor-parallel-size": settings.tensor_parallel if settings.tensor_parallel > 1 else None,
+        }
+        flags = [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
+        flags += ["--enforce-eager"] if settings.eager or not _has_gpu() else []
+        # In pieces, the CPU build cannot read the prompts of seeded, sampled requests, and dies of them. (vLLM warns of
+        # the flag with any model that can do without it.)
+        flags += [] if _has_gpu() else ["--no-enable-chunked-prefill"]
+        if self.speculation is not None:
+            speculation = ["--speculative-config", json.dumps(self.speculation)]
+            flags += [*speculation, "--per-request-spec-decode-metrics", "summary"]
+        if self.rules:
+            flags += ["--additional-config", json.dumps({"reprieve": str(policy)})]
+        return [*flags, *shlex.split(settings.arguments)]
+
+
+def start_vllm(deployment: Deployment, settings: VllmSettings, *, host: str = "127.0.0.1") -> Running:
+    """A server of its own, once it answers.
+
+    Args:
+        host: where it listens.
+
+    Raises:
+        ReprieveError: vLLM is not installed, refuses its configuration, or does not come up in time.
+    """
+    if find_spec("vllm") is None:
+        raise ReprieveError(
+            "engine vllm needs vLLM in this environment: pip install '.[vllm]', or `make test-vllm`'s .venv-vllm on a "
+            "machine without a GPU"
+        )
+    folder = Path(tempfile.mkdtemp(prefix="reprieve-vllm-"))
+    port = _free_port()
+    url, log = f"http://{host}:{port}", folder / "vllm.log"
+    policy = folder / "policy.json"
+    policy.write_text(json.dumps({"rules": [{"rule": rule} for rule in deployment.rules]}), encoding="utf-8")
+    model = ["--model", deployment.model, "--served-model-name", MODEL_NAME]
+    flags = [*model, *deployment.flags(settings, policy), "--host", host, "--port", str(port)]
+    command = [sys.executable, "-m", "reprieve.backends.child", str(os.getpid()), SERVER, *flags]
+    with log.open("wb") as out:
+        # A session of its own: Ctrl-C is for this process, which ends it.
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=_environment(settings), start_new_session=True)
+    why = _Why(process, log)
+    try:
+        deadline = time.monotonic() + settings.startup
+        while not answers(url):
+            if process.poll() is not None:
+                raise ReprieveError(f"vLLM did not start{why()}")
+            if time.monotonic() > deadline:
+                raise ReprieveError(f"vLLM was not up after {settings.startup:g} s (startup=){why()}")
+            time.sleep(_POLL_S)
+        facts = facts_of([url])
+        _require_told(facts, deployment)
+    except BaseException:
+        _end(process)
+        raise
+
+    def close() -> None:
+        alive = process.poll() is None
+        _end(process)
+        if alive and not why.told:  # else somebody was told to read its log
+            shutil.rmtree(folder, ignore_errors=True)
+
+    return Running((url,), MODEL_NAME, facts, close=close, why=why)
+
+
+def _require_told(facts: ServerFacts, deployment: Deployment) -> None:
+    """Refuse a server that has rules and does not say so: it would serve losslessly.
+
+    Raises:
+        EngineError: the plugin is not there.
+    """
+    if deployment.rules and not facts.rules:
+        raise EngineError("vLLM runs without the plugin: install Reprieve in its environment (VLLM_PLUGINS unset)")
+
+
+@dataclass
+class _Why:
+    """What a server that has ended said last."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    told: bool = False
+
+    def __call__(self) -> str:
+        self.told = True
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        errors = [line for line in lines if "Error" in line and "Traceback" not in line]
+        status = self.process.poll()
+        ended = "" if status is None else f"; it ended with status {status}"
+        return f"{ended}; see {self.log}:\n" + "\n".join((errors or lines)[-_LOG_LINES:])
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a server and all its processes."""
+    for stop, seconds in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
+        if process.poll() is not None:
+            break
+        try:
+            os.killpg(process.pid, stop)
+            process.wait(seconds)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # what its own processes left
+
+
+def _environment(settings: VllmSettings) -> dict[str, str]:
+    """vLLM's environment. Without a GPU its defaults take four gibibytes, and cores that another process holds."""
+    environment = dict(os.environ)
+    if settings.runner is not None:
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = str(int(settings.runner == "v2"))
+    if not _has_gpu():
+        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return environment
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

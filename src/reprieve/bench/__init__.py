@@ -1,0 +1,1 @@
+"""Arms measured side by side: runs, results, reports."""

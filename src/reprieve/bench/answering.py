@@ -1,0 +1,153 @@
+"""One arm on one problem: a conversation decoded, graded and written down."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from reprieve.bench.arms import Arm
+from reprieve.bench.config import RunConfig
+from reprieve.bench.provenance import provenance_spans
+from reprieve.bench.records import ProblemRecord
+from reprieve.engine import DRAFT_ONLY, SamplingParams
+from reprieve.engine.text_stream import Decodes
+from reprieve.errors import EngineError, PairError
+from reprieve.settings import PromptSettings
+from reprieve.tasks import Task, TaskProblem
+from reprieve.tasks.asking import Conversation, PromptFormat, prompt_of
+from reprieve.types import PARTS, Generation
+
+WARM_UP_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One turn, as an engine tells of it: counts are of tokens, and seconds wall clock."""
+
+    text: str
+    finish_reason: str  # eos, stop or length
+    num_tokens: int
+    num_rounds: int
+    num_drafted: int
+    num_accepted: int
+    num_rescued: int
+    seconds: float
+    num_pruned: int = 0
+    round_lengths: list[int] = field(default_factory=list)
+    spans: list[list[Any]] = field(default_factory=list)  # see `ProblemRecord`
+    seconds_by_part: dict[str, float] = field(default_factory=dict)
+    energy_j: float | None = None
+
+
+class Answerer:
+    """Puts a run's problems to an engine and grades what it says.
+
+    Args:
+        decode: one turn: the arm, the problem it belongs to, the prompt, and how tokens are drawn.
+    """
+
+    Decode: TypeAlias = Callable[[Arm, TaskProblem, str | list[int], SamplingParams], Awaitable[Reply]]
+
+    def __init__(self, config: RunConfig, task: Task, tokenizer: Any, decode: Decode) -> None:
+        self.config = config
+        self.task = task
+        self._decode = decode
+        self._format = PromptFormat(tokenizer, PromptSettings(**config.prompt))
+        self._params = SamplingParams(
+            max_new_tokens=task.max_new_tokens, seed=config.seed, stop=tuple(task.stop), **config.sampling
+        )
+
+    async def warm_up(self, arm: Arm, problem: TaskProblem) -> None:
+        """Answer a problem briefly and unrecorded.
+
+        Raises:
+            PairError: a head made for another pair.
+        """
+        await self._answer(arm, problem, dataclasses.replace(self._params, max_new_tokens=WARM_UP_TOKENS), 0)
+
+    async def answer(self, arm: Arm, problem: TaskProblem, number: int, trial: int) -> ProblemRecord:
+        """Answer the `number`th problem; every problem and trial has draws of its own."""
+        return await self._answer(arm, problem, self._params.for_problem(number, trial), trial)
+
+    async def _answer(self, arm: Arm, problem: TaskProblem, params: SamplingParams, trial: int) -> ProblemRecord:
+        """One arm on one problem. An error is recorded as an error, never as an answer."""
+        try:
+            made = await self._converse(arm, problem, arm.params(params))
+            answer, correct = await self._grade(made[-1].text, problem)
+        except (EngineError, PairError):  # there is nothing to answer with
+            raise
+        except Exception as error:  # whatever it is, the other problems are still worth measuring
+            failure = f"{type(error).__name__}: {error}"
+            return ProblemRecord(
+                arm.label, problem.problem_id, False, None, 0, 0, 0, 0, 0, 0.0, "error", "", error=failure, trial=trial
+            )
+        return dataclasses.replace(
+            record_of(arm, problem.problem_id, made), correct=correct, answer=answer, trial=trial
+        )
+
+    async def _grade(self, text: str, problem: TaskProblem) -> tuple[str | None, bool]:
+        answer = self.task.extract_answer(text)
+        if getattr(self.task, "runs_programs", False):  # other answers go on meanwhile
+            return answer, await asyncio.to_thread(self.task.equivalent, answer, problem.reference)
+        return answer, self.task.equivalent(answer, problem.reference)
+
+    async def _converse(self, arm: Arm, problem: TaskProblem, params: SamplingParams) -> list[Reply]:
+        """The answers of all turns; most problems have one."""
+        made = [await self._decode(arm, problem, prompt_of(problem), params)]
+        if not problem.follow_ups:
+            return made
+        talk = Conversation(self._format, problem.prompt)
+        for message in problem.follow_ups:
+            talk.add(made[-1].text, message)
+            made.append(await self._decode(arm, problem, talk.prompt(), params))
+        return made
+
+
+def reply_of(
+    arm: Arm, made: Generation, tokenizer: Decodes, stop: tuple[str, ...], *, energy_j: float | None = None
+) -> Reply:
+    """What the local engine made, as every engine tells it."""
+    return Reply(
+        text=made.text,
+        finish_reason=made.finish_reason,
+        num_tokens=len(made.tokens),
+        num_rounds=0 if arm.label == DRAFT_ONLY else made.num_rounds,  # rounds are target forwards
+        num_drafted=made.num_drafted,
+        num_accepted=made.num_accepted,
+        num_rescued=made.num_rescued,
+        seconds=made.seconds,
+        num_pruned=made.num_pruned,
+        round_lengths=made.round_lengths,
+        spans=[list(span) for span in provenance_spans(made.tokens, tokenizer, stop)],
+        seconds_by_part=made.seconds_by_part,
+        energy_j=energy_j,
+    )
+
+
+def record_of(arm: Arm, problem_id: str, made: Sequence[Reply]) -> ProblemRecord:
+    """What is kept of an answer of one turn or several, not graded yet."""
+    last = made[-1]
+    joules = [part.energy_j for part in made if part.energy_j is not None]
+    return ProblemRecord(
+        arm=arm.label,
+        problem_id=problem_id,
+        correct=False,
+        answer=None,
+        num_tokens=sum(part.num_tokens for part in made),
+        num_rounds=sum(part.num_rounds for part in made),
+        num_drafted=sum(part.num_drafted for part in made),
+        num_pruned=sum(part.num_pruned for part in made),
+        num_accepted=sum(part.num_accepted for part in made),
+        num_rescued=sum(part.num_rescued for part in made),
+        seconds=sum(part.seconds for part in made),
+        finish_reason=last.finish_reason,
+        text=last.text,
+        turns=[part.text for part in made] if len(made) > 1 else [],
+        round_lengths=[length for part in made for length in part.round_lengths],
+        spans=last.spans,
+        seconds_by_part={part: sum(turn.seconds_by_part.get(part, 0.0) for turn in made) for part in PARTS},
+        energy_j=sum(joules) if len(joules) == len(made) else None,
+    )

@@ -1,0 +1,51 @@
+"""What a run asks of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from reprieve.bench.arms import Arm
+from reprieve.bench.config import RunConfig
+from reprieve.bench.engine_facts import Described
+from reprieve.bench.records import ProblemRecord
+from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
+from reprieve.tasks import Task, TaskProblem
+
+
+@dataclass(frozen=True)
+class Job:
+    """One answer to be made: the arm's label, the problem's place in the run, and the trial."""
+
+    arm: str
+    number: int
+    trial: int
+
+
+class Engine(Described, Protocol):
+    """Answers the problems of runs. Nothing above it knows which one it is."""
+
+    tokenizer: Any
+    num_parallel: int  # answers under way at once; how long one takes says little where it is more than one
+    meter: str | None  # what measures energy
+
+    def answer(
+        self, config: RunConfig, task: Task, arms: Sequence[Arm], problems: Sequence[TaskProblem], jobs: Sequence[Job]
+    ) -> Iterator[ProblemRecord]:
+        """Records as they come, in any order; Ctrl-C drops what is under way.
+
+        Raises:
+            PairError: a head made for another pair.
+            ReprieveError: a process or server died.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what it started."""
+        ...
+
+
+def without_missing(arms: Sequence[Arm], engine: Engine, drafter: str) -> list[Arm]:
+    """The arms, but for target or draft alone where the engine has not got them: a comparison can do without."""
+    return [arm for arm in arms if arm.label not in (TARGET_ONLY, DRAFT_ONLY) or not engine.refusal(arm, drafter)]

@@ -1,0 +1,294 @@
+"""One self-contained page from runs and certificates: everything a reader needs to believe a number, and no network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from reprieve.bench.charts import COLOURS, Point, histogram, intervals, scatter, stacked
+from reprieve.bench.records import ProblemRecord, RecordFile
+from reprieve.bench.results import common_rows
+from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
+from reprieve.errors import ReprieveError
+from reprieve.files import read_json, replace_file
+from reprieve.heads.certificates import Certificate
+from reprieve.types import PARTS
+
+_LONGEST_ROUND = 40
+
+
+@dataclass
+class Sources:
+    """What the named folders hold."""
+
+    runs: list[tuple[dict[str, Any], list[ProblemRecord]]] = field(default_factory=list)
+    certificates: list[Certificate] = field(default_factory=list)
+    judged: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read_sources(folders: Sequence[Path]) -> Sources:
+    """Runs and certificates in these folders.
+
+    Raises:
+        ReprieveError: a folder that is neither a run nor one of certificates, or a file that cannot be read.
+    """
+    gathered = Sources()
+    for folder in folders:
+        before = len(gathered.runs) + len(gathered.certificates)
+        if (folder / "results.json").is_file():
+            document = read_json(folder / "results.json", "the file")
+            if not isinstance(document, dict) or document.get("schema") != 1 or not document.get("arms"):
+                raise ReprieveError(f"{str(folder)!r}: results.json has no arms, or is of another schema")
+            gathered.runs.append((document, RecordFile(folder / "problems.jsonl").records))
+        for path in sorted(folder.glob("*.json")):
+            values = read_json(path, "the file")
+            if isinstance(values, dict) and str(values.get("kind", "")).endswith("certificate"):
+                gathered.certificates.append(Certificate.load(path))
+        gathered.judged += [read_json(path, "the file") for path in sorted(folder.glob("judged-*.json"))]
+        if len(gathered.runs) + len(gathered.certificates) == before:
+            raise ReprieveError(f"{str(folder)!r} holds neither a run (results.json) nor a certificate")
+    if not gathered.runs and not gathered.certificates:
+        raise ReprieveError("a report needs at least one folder of a run or of certificates")
+    return gathered
+
+
+def write_report(folders: Sequence[Path], path: Path, *, title: str = "", num_examples: int = 4) -> Path:
+    """Write the page; returns its path.
+
+    Raises:
+        ReprieveError: a folder that holds nothing to report.
+    """
+    sources = read_sources(folders)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.filters.update(percent=_percent, signed=_signed, number=_number, interval=_interval)
+    template = environment.from_string((resources.files("reprieve.bench") / "report.html.j2").read_text())
+    page = template.render(
+        title=title or "Relaxed verification, measured",
+        runs=[_run_view(document, records, num_examples) for document, records in sources.runs],
+        certificates=[_certificate_view(certificate) for certificate in sources.certificates],
+        judged=sources.judged,
+    )
+    replace_file(path, page)
+    return path
+
+
+def short_name(spec: str) -> str:
+    """An arm's specification without its head's path, which says where, not what."""
+    rule, at, k = spec.partition("@")
+    name, colon, rest = rule.partition(":")
+    kept = [part for part in rest.split(",") if not part.startswith("path=")]
+    return name + (colon + ",".join(kept) if kept else "") + (f" @{k}" if at else "")
+
+
+def _run_view(document: dict[str, Any], records: list[ProblemRecord], num_examples: int) -> dict[str, Any]:
+    arms = [{**arm, "name": short_name(arm["spec"])} for arm in document["arms"]]
+    groups = list(dict.fromkeys(arm["rule"] for arm in arms))
+    colours = {group: COLOURS[index % len(COLOURS)] for index, group in enumerate(groups)}
+    rows = common_rows([arm["spec"] for arm in arms], records, document.get("num_trials", 1))
+    graded = document.get("graded", True)
+    strict = next((arm["spec"] for arm in arms if arm["rule"] == "lossless"), None)
+    return {
+        "document": document,
+        "arms": arms,
+        "colours": colours,
+        "graded": graded,
+        "frontier": _frontier(document, arms, colours, "speedup_vs_target", "speed, times the target alone"),
+        "by_rounds": _frontier(document, arms, colours, "tokens_per_round", "tokens per target forward"),
+        "throughput": document.get("throughput", []),
+        "load": _load(document.get("throughput", [])),
+        "lengths": _lengths(arms, rows, colours),
+        "times": Markup(_times(arms, document["num_problems"] * document.get("num_trials", 1))),
+        "time_parts": list(zip(PARTS, COLOURS, strict=False)),
+        "inflation": Markup(_inflation(arms)),
+        "examples": _examples(arms, rows, strict, num_examples) if strict else [],
+    }
+
+
+def _frontier(
+    document: dict[str, Any], arms: list[dict[str, Any]], colours: dict[str, str], x: str, label: str
+) -> Markup | None:
+    if not document.get("graded", True):
+        return None
+    points = []
+    for arm in arms:
+        if not arm.get(x):
+            continue
+        low, high = arm.get(f"{x}_ci95") or (arm[x], arm[x])
+        points.append(
+            Point(
+                group=arm["rule"],
+                x=arm[x],
+                y=100 * arm["accuracy"],
+                x_low=low,
+                x_high=high,
+                y_low=100 * arm["accuracy_ci95"][0],
+                y_high=100 * arm["accuracy_ci95"][1],
+                note=_arm_summary(arm),
+            )
+        )
+    if not points:
+        return None
+    line = []
+    if x == "speedup_vs_target":
+        line = [(point[x], 100 * point["accuracy"]) for point in document.get("random_allocation", [])]
+    chart = scatter(
+        points,
+        colours,
+        x_label=label,
+        y_label="problems solved, %",
+        line=line,
+        line_label="sending problems to the draft at random",
+    )
+    return Markup(chart)
+
+
+def _load(rows: list[dict[str, Any]]) -> Markup | None:
+    """Tokens a second against concurrency, an arm a line."""
+    names = list(dict.fromkeys(short_name(row["arm"]) for row in rows))
+    if not names:
+        return None
+    points = [
+        Point(
+            group=short_name(row["arm"]),
+            x=row["concurrency"],
+            y=row["tokens_per_second"],
+            x_low=row["concurrency"],
+            x_high=row["concurrency"],
+            y_low=row["tokens_per_second_range"][0],
+            y_high=row["tokens_per_second_range"][1],
+            note=f"{short_name(row['arm'])}: {row['tokens_per_second']:.0f} tokens a second with {row['concurrency']} "
+            f"requests at once, {row['num_turns']} turns of {row['num_requests']}",
+        )
+        for row in rows
+    ]
+    colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
+    return Markup(scatter(points, colours, x_label="requests at once", y_label="tokens a second"))
+
+
+def _arm_summary(arm: dict[str, Any]) -> str:
+    speed, rounds = arm.get("speedup_vs_target"), arm.get("tokens_per_round")
+    return (
+        f"{arm['name']}: {_percent(arm['accuracy'])} solved {_interval(arm['accuracy_ci95'], 100)}"
+        + (f", {speed:.2f}x the target's speed" if speed else "")
+        + (f", {rounds:.2f} tokens a round" if rounds else "")
+        + f", n = {arm['num_problems']}"
+    )
+
+
+def _lengths(arms: list[dict[str, Any]], rows: Any, colours: dict[str, str]) -> list[tuple[str, float, Markup]]:
+    """How many tokens each round committed, arm by arm."""
+    charts = []
+    longest = 0
+    counted = {}
+    for arm in arms:
+        if arm["spec"] in (TARGET_ONLY, DRAFT_ONLY) or arm["num_draft_tokens"] is None:
+            continue
+        lengths = [length for trials in rows[arm["spec"]] for record in trials for length in record.round_lengths]
+        if lengths:
+            counted[arm["spec"]] = lengths
+            longest = max(longest, min(_LONGEST_ROUND, max(lengths)))
+    for arm in arms:
+        if lengths := counted.get(arm["spec"], []):
+            shares = [sum(length == n for length in lengths) / len(lengths) for n in range(1, longest + 1)]
+            chart = histogram(shares, colours[arm["rule"]], title=f"tokens per round of {arm['name']}")
+            charts.append((arm["name"], sum(lengths) / len(lengths), Markup(chart)))
+    return charts
+
+
+def _times(arms: list[dict[str, Any]], num_answers: int) -> str:
+    rows = [
+        (arm["name"], [1000 * arm["seconds_by_part"][part] / max(1, num_answers) for part in PARTS])
+        for arm in arms
+        if arm["spec"] != DRAFT_ONLY and not arm["rule"].startswith("direct:")
+    ]
+    return stacked(rows, list(PARTS), unit="ms an answer")
+
+
+def _inflation(arms: list[dict[str, Any]]) -> str:
+    rows = []
+    for arm in arms:
+        difference = arm.get("tokens_vs_lossless")
+        if difference is None or arm["rule"] == "lossless":
+            continue
+        summary = (
+            f"{arm['name']}: {difference[0]:+.1f} tokens an answer [{difference[1]:.1f}, {difference[2]:.1f}], "
+            f"p = {arm['tokens_vs_lossless_p']:.2g}; {arm['num_truncated']} cut off, p = "
+            f"{arm['truncated_vs_lossless_p']:.2g}"
+        )
+        rows.append((arm["name"], *difference, summary))
+    return intervals(rows, label="tokens an answer, beside lossless") if rows else ""
+
+
+def _examples(arms: list[dict[str, Any]], rows: Any, strict: str, num: int) -> list[dict[str, Any]]:
+    """Answers side by side: most rescues with the answer kept, and answers that rescues spoiled."""
+    kept: list[tuple[str, ProblemRecord, ProblemRecord]] = []
+    spoiled: list[tuple[str, ProblemRecord, ProblemRecord]] = []
+    for arm in arms:
+        if not arm["num_rescued"] or arm["spec"] == strict:
+            continue
+        for ours, theirs in zip(rows[arm["spec"]], rows[strict], strict=True):
+            if ours[0].num_rescued and theirs[0].correct:
+                (kept if ours[0].correct else spoiled).append((arm["name"], theirs[0], ours[0]))
+    kept.sort(key=lambda item: (-item[2].num_rescued, item[2].problem_id))
+    spoiled.sort(key=lambda item: (item[2].num_rescued, item[2].problem_id))
+    chosen: list[tuple[str, ProblemRecord, ProblemRecord]] = []
+    for pool in (kept, spoiled):
+        seen: set[str] = set()
+        for item in pool:  # one example an arm, so that one lenient arm does not fill the list
+            if item[0] not in seen and len(seen) < (num + 1) // 2:
+                seen.add(item[0])
+                chosen.append(item)
+    return [
+        {
+            "arm": name,
+            "problem_id": ours.problem_id,
+            "answers": [
+                ("lossless", theirs, _pieces(theirs)),
+                (name, ours, _pieces(ours)),
+            ],
+        }
+        for name, theirs, ours in chosen[:num]
+    ]
+
+
+def _pieces(record: ProblemRecord) -> list[tuple[str, str]]:
+    """The answer's text cut by provenance: text and code."""
+    pieces, at = [], 0
+    for length, code in record.spans:
+        pieces.append((record.text[at : at + length], code))
+        at += length
+    if at < len(record.text):
+        pieces.append((record.text[at:], "t"))
+    return pieces
+
+
+def _certificate_view(certificate: Certificate) -> dict[str, Any]:
+    return {
+        "certificate": certificate,
+        "name": short_name(certificate.rule),
+        "steps": certificate.calibration["steps"],
+    }
+
+
+def _percent(value: float | None, digits: int = 1) -> str:
+    return "\u2013" if value is None else f"{100 * value:.{digits}f}%"
+
+
+def _signed(value: float | None, scale: float = 100, digits: int = 1) -> str:
+    return "\u2013" if value is None else f"{scale * value:+.{digits}f}".replace("-", "\u2212")
+
+
+def _number(value: float | None, digits: int = 2, suffix: str = "") -> str:
+    return "\u2013" if value is None else f"{value:.{digits}f}{suffix}"
+
+
+def _interval(bounds: Sequence[float] | None, scale: float = 1, digits: int = 1) -> str:
+    if bounds is None:
+        return ""
+    return "[" + ", ".join(f"{scale * bound:.{digits}f}".replace("-", "\u2212") for bound in bounds) + "]"

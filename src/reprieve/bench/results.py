@@ -1,0 +1,302 @@
+"""From records to `results.json`: every number with its interval, its n and its conditions."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reprieve.bench.arms import LOSSLESS, Arm
+from reprieve.bench.config import RunConfig
+from reprieve.bench.records import ProblemRecord
+from reprieve.bench.runner import Run
+from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
+from reprieve.files import replace_file
+from reprieve.settings import NumDraftTokens
+from reprieve.stats import bootstrap_interval, paired_difference, paired_pvalue, share_interval
+from reprieve.types import PARTS
+
+SCHEMA = 1
+_NUM_SHARES = 11
+_LARGEST = 1e9
+# What a task without right answers cannot say.
+_QUALITY = (
+    "accuracy", "accuracy_ci95", "accuracy_vs_target", "accuracy_vs_lossless", "accuracy_vs_lossless_p", "net_drop",
+    "regression_rate", "regression_rate_ci95", "improvement_rate", "seconds_per_solved", "joules_per_solved",
+)  # fmt: skip
+# What answers that shared a server's batches cannot say; `throughput.json` has it.
+_SPEED = (
+    "tokens_per_second", "speedup_vs_target", "speedup_vs_target_ci95", "speedup_vs_lossless",
+    "speedup_vs_lossless_ci95", "seconds_per_solved",
+)  # fmt: skip
+
+
+def summarise(run: Run) -> dict[str, Any]:
+    """The results document (docs/reference/results.md describes every field).
+
+    Arms are compared on the problems that all of them finished, so that an interrupted run stays fair.
+    """
+    rows = common_rows([arm.label for arm in run.arms], run.records, run.config.num_trials)
+    num_problems = len(next(iter(rows.values()), ()))
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "command": run.config.command,
+        **run.environment,
+        "complete": run.complete,
+        "seed": run.config.seed,
+        "target": run.config.target,
+        "draft": run.config.draft,
+        "drafter": run.config.drafter,
+        "dtype": run.config.dtype,
+        "device": run.config.device,
+        "engine": run.config.engine,
+        "engine_version": run.config.engine_version,
+        "runner": run.config.runner,
+        "task": run.config.task,
+        "split": run.config.split,
+        "offset": run.config.offset,
+        "num_problems": num_problems,
+        "num_trials": run.config.num_trials,
+        "num_draft_tokens": run.config.num_draft_tokens[0] if len(run.config.num_draft_tokens) == 1 else "by arm",
+        "sampling": run.config.sampling,
+        "prompt": run.config.prompt,
+        "graded": run.graded,
+        "arms": [_summarise_arm(arm, rows, run) for arm in run.arms] if num_problems else [],
+    }
+    for arm in document["arms"]:
+        if not run.graded:
+            arm.update(dict.fromkeys(_QUALITY))
+        if run.config.engine != "local":
+            arm.update(dict.fromkeys(_SPEED))
+    if num_problems and run.graded and run.config.engine == "local" and {DRAFT_ONLY, TARGET_ONLY} <= rows.keys():
+        document["random_allocation"] = _random_allocation(rows)
+        for arm in document["arms"]:
+            arm["accuracy_vs_allocation"] = _against_allocation(arm["spec"], rows)
+    return document
+
+
+def write_results(document: dict[str, Any], folder: Path) -> Path:
+    """Write `results.json`; returns its path."""
+    path = folder / "results.json"
+    replace_file(path, json.dumps(document, indent=2) + "\n")
+    return path
+
+
+@dataclass(frozen=True)
+class BestK:
+    """One arm at the K that decodes most tokens a second.
+
+    The fastest of several measurements is a little flattered; measure again on other problems before quoting it.
+    """
+
+    spec: str
+    num_draft_tokens: NumDraftTokens
+    tokens_per_second: float
+    by_k: dict[NumDraftTokens, float]  # tokens a second
+
+    @property
+    def arm(self) -> str:
+        """As `bench --arm` takes it."""
+        return f"{self.spec}@K={self.num_draft_tokens}"
+
+
+def best_ks(document: dict[str, Any]) -> list[BestK]:
+    """The fastest K of every rule in a results document that has several."""
+    speeds: dict[str, dict[NumDraftTokens, float]] = {}
+    loaded = {row["arm"]: row["tokens_per_second"] for row in document.get("throughput", ())}
+    for arm in document["arms"]:
+        speed = loaded.get(arm["spec"], arm["tokens_per_second"])
+        if arm["num_draft_tokens"] is not None and speed:
+            spec = arm["spec"].partition("@K=")[0]
+            speeds.setdefault(spec, {})[arm["num_draft_tokens"]] = speed
+    fastest = []
+    for spec, by_k in speeds.items():
+        best = max(by_k, key=by_k.__getitem__)
+        fastest.append(BestK(spec, best, by_k[best], by_k))
+    return fastest
+
+
+Rows = dict[str, list[list[ProblemRecord]]]  # by arm, a list of trials a problem, the same problems for all
+
+
+def common_rows(labels: Sequence[str], records: Sequence[ProblemRecord], num_trials: int = 1) -> Rows:
+    """The problems that every arm has answered in every trial, in one order."""
+    by_arm: dict[str, dict[str, dict[int, ProblemRecord]]] = {label: {} for label in labels}
+    for record in records:
+        if record.arm in by_arm:
+            by_arm[record.arm].setdefault(record.problem_id, {})[record.trial] = record
+    whole = [{name for name, trials in arm.items() if len(trials) == num_trials} for arm in by_arm.values()]
+    common = sorted(set.intersection(*whole)) if whole else []
+    return {
+        label: [[arm[name][trial] for trial in range(num_trials)] for name in common] for label, arm in by_arm.items()
+    }
+
+
+def column(problems: list[list[ProblemRecord]], value: Callable[[ProblemRecord], float | bool]) -> np.ndarray:
+    """One number of every record, [n, trials]."""
+    return np.array([[value(record) for record in trials] for trials in problems], dtype=float)
+
+
+def _summarise_arm(arm: Arm, rows: Rows, run: Run) -> dict[str, Any]:
+    problems, lossless = rows[arm.label], rows[lossless_for(arm, run.arms)]
+    records = [record for trials in problems for record in trials]
+    correct = column(problems, lambda record: record.correct)
+    num_correct = int(correct.sum())
+    tokens = sum(record.num_tokens for record in records)
+    seconds = sum(record.seconds for record in records)
+    rounds = sum(record.num_rounds for record in records)
+    drafted, accepted = (sum(getattr(record, name) for record in records) for name in ("num_drafted", "num_accepted"))
+    pruned = sum(record.num_pruned for record in records)
+    joules = [record.energy_j for record in records]
+    return {
+        "rule": arm.rule_name,
+        "spec": arm.label,
+        "params": {} if arm.rule is None else arm.rule.params,
+        "spec_without_dial": None if arm.rule is None else arm.rule.spec_without_dial,
+        "dial": None if arm.rule is None or arm.rule.dial is None else arm.rule.dial.name,
+        "drafter": arm.drafter,
+        "num_draft_tokens": None if arm.rule is None else arm.num_draft_tokens,
+        "num_problems": len(problems),
+        "num_failed": sum(record.error is not None for record in records),
+        "accuracy": num_correct / len(records),
+        "accuracy_ci95": list(share_interval(correct)),
+        **_against_target(problems, rows.get(TARGET_ONLY)),
+        **_against_lossless(problems, lossless),
+        "tokens_per_round": tokens / rounds if rounds else None,
+        "acceptance_rate": accepted / drafted if drafted else None,
+        "draft_share": accepted / tokens if drafted and tokens else None,
+        "sequence_bound": _sequence_bound(arm, accepted / len(records), run.config),
+        "num_rescued": sum(record.num_rescued for record in records),
+        "pruned_share": pruned / (drafted + pruned) if pruned else 0.0,
+        "tokens_per_second": tokens / seconds if seconds else None,
+        "tokens_per_answer": tokens / len(records),
+        "num_truncated": sum(record.finish_reason == "length" for record in records),
+        "seconds_per_solved": seconds / num_correct if num_correct else None,
+        "joules_per_solved": _joules_per_solved(joules, num_correct),
+        "seconds_by_part": {part: sum(record.seconds_by_part.get(part, 0.0) for record in records) for part in PARTS},
+    }
+
+
+def _sequence_bound(arm: Arm, num_drafted: float, config: RunConfig) -> float | None:
+    """The rule's bound on an answer's divergence, at the mean number of drafted tokens. It speaks of the distribution
+    that the rule compares, so none holds where drafted tokens are not drawn from it: greedy drafts, other drafters."""
+    temperatures = [config.sampling["temperature"], config.sampling.get("draft_temperature")]
+    sampled = 0 not in temperatures and (arm.drafter or config.drafter) == "draft"
+    return arm.rule.sequence_bound(num_drafted) if arm.rule is not None and sampled else None
+
+
+def _against_target(problems: list[list[ProblemRecord]], target: list[list[ProblemRecord]] | None) -> dict[str, Any]:
+    if target is None:
+        return {"accuracy_vs_target": None, "speedup_vs_target": None, "speedup_vs_target_ci95": None}
+    solved = [column(arm, lambda record: record.correct) for arm in (problems, target)]
+    return {
+        "accuracy_vs_target": _difference(problems, target, *solved),
+        "speedup_vs_target": _speedup(problems, target),
+        "speedup_vs_target_ci95": _speedup_interval(problems, target),
+    }
+
+
+def _against_lossless(problems: list[list[ProblemRecord]], lossless: list[list[ProblemRecord]]) -> dict[str, Any]:
+    """Quality, length and speed beside the lossless answers to the same problems."""
+    ours, strict = (column(arm, lambda record: record.correct) for arm in (problems, lossless))
+    tokens = [column(arm, lambda record: record.num_tokens) for arm in (problems, lossless)]
+    cut = [column(arm, lambda record: record.finish_reason == "length") for arm in (problems, lossless)]
+    regressed, improved = strict * (1 - ours), ours * (1 - strict)
+    difference = _difference(problems, lossless, ours, strict)
+    return {
+        "accuracy_vs_lossless": difference,
+        "accuracy_vs_lossless_p": paired_pvalue(ours - strict),
+        "net_drop": [-difference[0], -difference[2], -difference[1]],
+        "regression_rate": float(regressed.mean()),
+        "regression_rate_ci95": list(share_interval(regressed)),
+        "improvement_rate": float(improved.mean()),
+        "tokens_vs_lossless": _difference(problems, lossless, *tokens),
+        "tokens_vs_lossless_p": paired_pvalue(tokens[0] - tokens[1]),
+        "truncated_vs_lossless": _difference(problems, lossless, *cut),
+        "truncated_vs_lossless_p": paired_pvalue(cut[0] - cut[1]),
+        "speedup_vs_lossless": _speedup(problems, lossless),
+        "speedup_vs_lossless_ci95": _speedup_interval(problems, lossless),
+    }
+
+
+def _difference(ours: Any, theirs: Any, left: np.ndarray, right: np.ndarray) -> list[float]:
+    """[difference, low, high]; an arm beside itself differs by nothing. JSON has no infinity: the largest number is."""
+    if ours is theirs:
+        return [0.0, 0.0, 0.0]
+    return [max(-_LARGEST, min(_LARGEST, value)) for value in paired_difference(left, right)]
+
+
+def _joules_per_solved(joules: list[float | None], num_correct: int) -> float | None:
+    known = [value for value in joules if value is not None]
+    return sum(known) / num_correct if num_correct and len(known) == len(joules) else None
+
+
+def lossless_for(arm: Arm, arms: Sequence[Arm]) -> str:
+    """The lossless arm of the same drafter and K, or else of the same K, or else the first one."""
+    strict = [other for other in arms if other.rule is not None and other.rule_name == LOSSLESS]
+    same = [other for other in strict if other.drafter == arm.drafter]
+    strict = same or strict
+    same_k = [other.label for other in strict if other.num_draft_tokens == arm.num_draft_tokens]
+    return (same_k or [other.label for other in strict])[0]
+
+
+def _totals(problems: list[list[ProblemRecord]]) -> np.ndarray:
+    """[n, 2]: tokens and seconds of each problem, all trials together."""
+    return np.stack([column(problems, lambda r: r.num_tokens).sum(1), column(problems, lambda r: r.seconds).sum(1)], 1)
+
+
+def _ratio(arm: np.ndarray, baseline: np.ndarray) -> float:
+    (tokens, seconds), (base_tokens, base_seconds) = arm.sum(0), baseline.sum(0)
+    if not seconds or not base_tokens or not base_seconds:
+        return float("nan")
+    return float((tokens / seconds) / (base_tokens / base_seconds))
+
+
+def _speedup(problems: list[list[ProblemRecord]], baseline: list[list[ProblemRecord]]) -> float | None:
+    """Ratio of tokens per second over the same problems; None where one of them made no token."""
+    ratio = _ratio(_totals(problems), _totals(baseline))
+    return None if math.isnan(ratio) else ratio
+
+
+def _speedup_interval(problems: list[list[ProblemRecord]], baseline: list[list[ProblemRecord]]) -> list[float] | None:
+    if _speedup(problems, baseline) is None:
+        return None
+    arm, base = _totals(problems), _totals(baseline)
+    return list(bootstrap_interval(lambda index: _ratio(arm[index], base[index]), len(arm), num_resamples=1000))
+
+
+def _against_allocation(label: str, rows: Rows) -> list[float]:
+    """[difference, low, high] to sending problems to the draft alone with the chance that makes the same speed."""
+    arm, target, draft = (_totals(rows[name]).sum(0) for name in (label, TARGET_ONLY, DRAFT_ONLY))
+    if arm[1]:
+        # Each model's tokens beyond what the arm would make in that model's time: the mixture's must come to none.
+        above, below = (model[0] - arm[0] / arm[1] * model[1] for model in (draft, target))
+        share = min(max(below / (below - above), 0.0), 1.0) if below != above else 0.0
+    else:
+        share = 0.0
+    ours, strong, weak = (column(rows[name], lambda r: r.correct) for name in (label, TARGET_ONLY, DRAFT_ONLY))
+    return _difference(rows[label], None, ours, (1 - share) * strong + share * weak)
+
+
+def _random_allocation(rows: Rows) -> list[dict[str, float]]:
+    """What sending a share of the problems to the draft alone would give: the line every rule has to beat."""
+    target, draft = _totals(rows[TARGET_ONLY]).sum(0), _totals(rows[DRAFT_ONLY]).sum(0)
+    accuracies = [column(rows[label], lambda r: r.correct).mean() for label in (TARGET_ONLY, DRAFT_ONLY)]
+    line = []
+    for share in np.linspace(0, 1, _NUM_SHARES):
+        tokens, seconds = (1 - share) * target + share * draft
+        if not tokens or not target[0]:
+            continue
+        line.append(
+            {
+                "share_to_draft": float(share),
+                "accuracy": float((1 - share) * accuracies[0] + share * accuracies[1]),
+                "speedup_vs_target": float((tokens / seconds) / (target[0] / target[1])),
+            }
+        )
+    return line

@@ -1,0 +1,152 @@
+"""Run every arm on every problem, interleaved, resumable."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reprieve.bench.arms import Arm
+from reprieve.bench.config import RunConfig
+from reprieve.bench.engine import Engine, Job
+from reprieve.bench.environment import commit, machine, versions
+from reprieve.bench.records import ProblemRecord, RecordFile, claim_run
+from reprieve.errors import EngineError, ReprieveError, SpecError
+from reprieve.heads.origin import name_problems, seen_problems
+from reprieve.tasks import Task
+
+Progress = Callable[[int, int], None]  # finished and all (problem, trial, arm) triples
+
+
+@dataclass
+class Run:
+    """A finished or interrupted comparison."""
+
+    config: RunConfig
+    arms: list[Arm]
+    records: list[ProblemRecord]
+    environment: dict[str, Any]
+    complete: bool
+    graded: bool = True  # whether the task has right answers; else only a judge tells arms apart
+
+
+class Runner:
+    """A run's folder and problems; `measure` answers what is missing.
+
+    Arms take turns problem by problem, in an order that rotates, so that a noisy machine hits all alike.
+
+    Args:
+        extendable: arms may be added to a folder that has others. Not for timing: they would not take turns.
+
+    Raises:
+        SpecError: a task without problems here, or an arm that the engine cannot decode.
+        ReprieveError: the folder holds another run.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        arms: Sequence[Arm],
+        engine: Engine,
+        task: Task,
+        folder: Path,
+        *,
+        extendable: bool = False,
+    ) -> None:
+        self.problems = task.problems(config.split, config.limit, offset=config.offset)
+        if not arms or not self.problems:
+            raise SpecError(
+                f"offset must be below the number of problems in split {config.split!r} of task {task.name}, got "
+                f"{config.offset}"
+            )
+        self.config = config
+        self.arms = list(arms)
+        self.engine = engine
+        self.task = task
+        for arm in self.arms:
+            if arm.rule is not None and (seen := seen_problems(arm.rule, self.problems)):
+                warnings.warn(
+                    f"{arm.label}: its head was made from {len(seen)} of these {len(self.problems)} problems "
+                    f"({name_problems(seen)}): what is measured on them says little of others",
+                    stacklevel=2,
+                )
+            if arm.certificate is not None:
+                arm.certificate.check(config.conditions(engine, arm), where=f"of {arm.label}")
+        self.file: RecordFile = claim_run(
+            folder, dataclasses.asdict(config), extendable=("arms", "heads") if extendable else ()
+        )
+
+    @property
+    def records(self) -> list[ProblemRecord]:
+        return self.file.records
+
+    def measure(self, arms: Sequence[Arm] | None = None, progress: Progress = lambda done, total: None) -> bool:
+        """Answer what these arms (all by default) have not answered yet; False where Ctrl-C ended it between answers.
+
+        Raises:
+            PairError: a head made for another pair.
+            EngineError: a process or server died; what was answered is kept.
+            ReprieveError: every problem failed.
+        """
+        chosen = self.arms if arms is None else list(arms)
+        labels = {arm.label for arm in chosen}
+        try:
+            jobs = self._missing(chosen)
+            total = len(chosen) * len(self.problems) * self.config.num_trials
+            answers = self.engine.answer(self.config, self.task, chosen, self.problems, jobs) if jobs else iter(())
+            for number, record in enumerate(answers, start=total - len(jobs) + 1):
+                self.file.append(record)
+                progress(number, total)
+        except KeyboardInterrupt:
+            return False
+        except EngineError as error:
+            raise EngineError(f"{error}; {len(self.records)} answers are kept, run again to go on") from None
+        ours = [record for record in self.records if record.arm in labels]
+        if ours and all(record.error for record in ours):
+            raise ReprieveError(f"every problem failed; the first error: {ours[0].error}")
+        return True
+
+    def _missing(self, arms: list[Arm]) -> list[Job]:
+        """What is not answered yet, in the order it is to be; what failed is tried once more."""
+        done = {(record.arm, record.problem_id, record.trial) for record in self.records if not record.error}
+        jobs = []
+        places = [(number, trial) for number in range(len(self.problems)) for trial in range(self.config.num_trials)]
+        for turn, (number, trial) in enumerate(places):
+            for arm in [*arms[turn % len(arms) :], *arms[: turn % len(arms)]]:
+                if (arm.label, self.problems[number].problem_id, trial) not in done:
+                    jobs.append(Job(arm.label, number, trial))
+        return jobs
+
+
+def run_arms(
+    config: RunConfig,
+    arms: Sequence[Arm],
+    engine: Engine,
+    task: Task,
+    folder: Path,
+    *,
+    begun: Callable[[], None] = lambda: None,
+    progress: Progress = lambda done, total: None,
+) -> Run:
+    """Measure; what is already in `folder` is not measured again. Ctrl-C ends the run with `complete=False`.
+
+    Args:
+        begun: called once the folder is known to be this run's.
+
+    Raises:
+        SpecError: a task without problems here, or an arm that the engine cannot decode.
+        ReprieveError: the folder holds another run, or every problem failed.
+    """
+    runner = Runner(config, arms, engine, task, folder)
+    begun()
+    complete = runner.measure(progress=progress)
+    about = {**environment(), "energy": engine.meter, "num_workers": engine.num_parallel}
+    return Run(config, list(arms), runner.records, about, complete, graded=getattr(task, "graded", True))
+
+
+def environment() -> dict[str, Any]:
+    """Commit, versions and machine, as results record them."""
+    return {"commit": commit(), "versions": versions(), "machine": machine()}

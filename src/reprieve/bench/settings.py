@@ -1,0 +1,75 @@
+"""What is measured, and how: a record for each protocol."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from reprieve.errors import require_whole
+from reprieve.settings import (
+    MAX_PROBLEMS,
+    MAX_SEED,
+    ProblemSettings,
+    SamplingSettings,
+)
+
+
+@dataclass(frozen=True)
+class RunSettings(ProblemSettings):
+    """What a run asks of every arm.
+
+    Args:
+        num_trials: Answers per problem and arm, each with draws of its own.
+        drafter: draft, ngram:max_ngram=3, or eagle3:path=FOLDER,depth=6,top_k=8,total_tokens=32.
+        seed: Same seed, same answers.
+    """
+
+    num_trials: int = 1
+    drafter: str = "draft"
+    seed: int = 0
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_whole("num_trials", self.num_trials, 1, 10_000)
+        require_whole("seed", self.seed, 0, MAX_SEED)
+
+
+@dataclass(frozen=True)
+class SpeedSettings:
+    """How speed under load is measured, beside the answers: on servers only.
+
+    Args:
+        concurrency: Requests under way at once, such as 1,8,32.
+        turns: Turns of every arm at every concurrency.
+        num_requests: Requests of a turn. Default: twice the concurrency, at least 16.
+    """
+
+    concurrency: tuple[int, ...] = ()
+    turns: int = 3
+    num_requests: int | None = None
+
+    def __post_init__(self) -> None:
+        for level in self.concurrency:
+            require_whole("concurrency", level, 1, 65_536)
+        require_whole("turns", self.turns, 1, 10_000)
+        if self.num_requests is not None:
+            require_whole("num_requests", self.num_requests, 1, MAX_PROBLEMS)
+
+
+@dataclass(frozen=True)
+class VerdictSettings:
+    """How a language model compares the answers, for tasks without right ones (AutoJudge, appendix L).
+
+    Args:
+        judge: openai:model=NAME,url=ADDRESS; the key comes from OPENAI_API_KEY. Default: no verdicts.
+        baseline: Arm that the others are compared with.
+        num_votes: Votes on each answer; each vote asks in both orders.
+        grade: Grade each answer from 1 to 10 instead (MT-Bench).
+        num_in_flight: Questions to the judge at once.
+    """
+
+    judge: str | None = None
+    baseline: str = "lossless"
+    num_votes: int = 1
+    grade: bool = False
+    num_in_flight: int = 8

@@ -1,0 +1,204 @@
+"""A language model compares a run's answers with the lossless ones, or grades them (AutoJudge, appendix L)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reprieve.bench.records import ProblemRecord, RecordFile
+from reprieve.errors import ReprieveError, SpecError, require_whole
+from reprieve.files import parse_json, replace_file, whole_lines
+from reprieve.stats import bootstrap_interval, wilson_interval
+from reprieve.tasks import TaskProblem
+from reprieve.tasks.chat import FIRST_BETTER, SECOND_BETTER, Chat, ask_verdict
+
+_RATING = re.compile(r"\[\[\s*(\d+(?:\.\d+)?)\s*\]\]")
+_GRADE = """\
+Grade the assistant's last answer for helpfulness, relevance, accuracy, depth and clarity. Explain in a sentence or two,
+then end with a number from 1 to 10 in double brackets, such as [[7]].
+
+{conversation}"""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the judge said of one answer: -1, 0 or 1 beside the baseline's, or a grade from 1 to 10."""
+
+    arm: str
+    problem_id: str
+    trial: int
+    kind: str  # "compare" or "grade"
+    category: str
+    votes: list[str]
+    score: float | None  # None where the judge gave no verdict
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return (self.arm, self.problem_id, self.trial)
+
+
+async def judge_answer(
+    chat: Chat, problem: TaskProblem, ours: ProblemRecord, baseline: ProblemRecord, *, num_votes: int
+) -> Verdict:
+    """Compare two answers, each vote in both orders, since judges prefer a place. Equal texts need no judge."""
+    texts = (conversation(problem, baseline), conversation(problem, ours))
+    votes: list[str] = []
+    score: float | None = 0.0
+    if texts[0] != texts[1]:
+        points = []
+        for number in range(num_votes):
+            for first, second, sign in ((*texts, 1), (*texts[::-1], -1)):
+                vote = await ask_verdict(chat, problem.asked, first, second, number=number)
+                votes.append(vote or "none")
+                if vote:
+                    points.append(sign * ((vote in SECOND_BETTER) - (vote in FIRST_BETTER)))
+        score = float(np.sign(sum(points))) if points else None
+    return Verdict(ours.arm, ours.problem_id, ours.trial, "compare", problem.category, votes, score)
+
+
+async def grade_answer(chat: Chat, problem: TaskProblem, ours: ProblemRecord, *, num_votes: int) -> Verdict:
+    """Grade an answer from 1 to 10, as MT-Bench does: the mean of the votes."""
+    prompt = _GRADE.format(conversation=conversation(problem, ours))
+    votes = [_RATING.findall(await chat.ask(prompt, attempt=number)) for number in range(num_votes)]
+    grades = [float(numbers[-1]) for numbers in votes if numbers and 1 <= float(numbers[-1]) <= 10]
+    score = sum(grades) / len(grades) if grades else None
+    return Verdict(
+        ours.arm, ours.problem_id, ours.trial, "grade", problem.category, [str(grade) for grade in grades], score
+    )
+
+
+def conversation(problem: TaskProblem, record: ProblemRecord) -> str:
+    """All turns, or just the answer where there is one."""
+    if not problem.follow_ups:
+        return record.text
+    said = zip((problem.asked, *problem.follow_ups), record.turns or [record.text], strict=False)
+    return "\n\n".join(f"User: {message}\n\nAssistant: {answer}" for message, answer in said)
+
+
+def judge_run(
+    folder: Path,
+    problems: Sequence[TaskProblem],
+    chat: Chat,
+    *,
+    baseline: str = "lossless",
+    num_votes: int = 1,
+    grade: bool = False,
+    num_in_flight: int = 8,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Judge every answer of a run that is not judged yet; verdicts are kept as they come, in `verdicts.jsonl`.
+
+    Raises:
+        SpecError: no such baseline among the arms, or no votes.
+        ReprieveError: the folder holds no run, or the judge cannot be asked.
+    """
+    require_whole("votes", num_votes, 1)
+    kind = "grade" if grade else "compare"
+    path = folder / "verdicts.jsonl"
+    records, strict = _answers(folder, baseline)
+    by_id = {problem.problem_id: problem for problem in problems}
+    old = _read(path)
+    verdicts = list(old)
+    done = {verdict.key for verdict in old if verdict.kind == kind}
+    todo = [
+        record
+        for record in records
+        if (record.arm, record.problem_id, record.trial) not in done
+        and record.problem_id in by_id
+        and (grade or (record.arm != baseline and (record.problem_id, record.trial) in strict))
+    ]
+
+    async def judge(record: ProblemRecord) -> Verdict:
+        problem = by_id[record.problem_id]
+        if grade:
+            return await grade_answer(chat, problem, record, num_votes=num_votes)
+        return await judge_answer(chat, problem, record, strict[record.problem_id, record.trial], num_votes=num_votes)
+
+    async def work(waiting: Iterator[ProblemRecord]) -> None:
+        for record in waiting:
+            verdict = await judge(record)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(verdict), ensure_ascii=False) + "\n")
+            verdicts.append(verdict)
+            progress(len(verdicts), len(old) + len(todo))
+
+    async def work_all() -> None:
+        shared = iter(todo)
+        await asyncio.gather(*(work(shared) for _ in range(min(num_in_flight, len(todo)))))
+
+    try:
+        asyncio.run(work_all())
+    except Exception as error:  # a server has many ways to refuse
+        raise ReprieveError(f"the judge could not be asked: {type(error).__name__}: {error}") from None
+    document = summarise_verdicts([verdict for verdict in verdicts if verdict.kind == kind], baseline)
+    replace_file(folder / f"judged-{kind}.json", json.dumps(document, indent=2) + "\n")
+    return document
+
+
+def _answers(folder: Path, baseline: str) -> tuple[list[ProblemRecord], dict[tuple[str, int], ProblemRecord]]:
+    """All answers of a run, and the baseline's by problem and trial."""
+    if not (folder / "problems.jsonl").is_file():
+        raise ReprieveError(f"{str(folder)!r} holds no run: no problems.jsonl")
+    records = [record for record in RecordFile(folder / "problems.jsonl").records if not record.error]
+    strict = {(record.problem_id, record.trial): record for record in records if record.arm == baseline}
+    if not strict:
+        known = ", ".join(dict.fromkeys(record.arm for record in records))
+        raise SpecError(f"baseline must be an arm of the run ({known}), got {baseline!r}")
+    return records, strict
+
+
+def summarise_verdicts(verdicts: Sequence[Verdict], baseline: str) -> dict[str, Any]:
+    """Per arm and category: wins, ties and losses with the share of equal or better, or the mean grade."""
+    arms = []
+    for arm in dict.fromkeys(verdict.arm for verdict in verdicts):
+        ours = [verdict for verdict in verdicts if verdict.arm == arm]
+        row: dict[str, Any] = {"arm": arm, **_summary(ours)}
+        categories = sorted({verdict.category for verdict in ours} - {""})
+        row["categories"] = {name: _summary([v for v in ours if v.category == name]) for name in categories}
+        arms.append(row)
+    return {"schema": 1, "kind": verdicts[0].kind if verdicts else None, "baseline": baseline, "arms": arms}
+
+
+def _summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    scores = np.array([verdict.score for verdict in verdicts if verdict.score is not None])
+    counts: dict[str, Any] = {"num_judged": len(scores), "num_without_verdict": len(verdicts) - len(scores)}
+    if not len(scores):
+        return counts
+    if verdicts[0].kind == "grade":
+        low, high = bootstrap_interval(lambda index: float(scores[index].mean()), len(scores), num_resamples=1000)
+        return {**counts, "mean_grade": float(scores.mean()), "mean_grade_ci95": [low, high]}
+    ids = [verdict.problem_id for verdict in verdicts if verdict.score is not None]
+    wins, losses = int((scores > 0).sum()), int((scores < 0).sum())
+    not_worse = len(scores) - losses
+    return {
+        **counts,
+        "num_wins": wins,
+        "num_ties": not_worse - wins,
+        "num_losses": losses,
+        "equal_or_better": not_worse / len(scores),
+        "equal_or_better_ci95": list(_share_interval(scores >= 0, ids)),
+    }
+
+
+def _share_interval(successes: np.ndarray, problem_ids: list[str]) -> tuple[float, float]:
+    """Wilson's where each problem was answered once, else a bootstrap over problems."""
+    if len(set(problem_ids)) == len(problem_ids):
+        return wilson_interval(int(successes.sum()), len(successes))
+    names = np.array(problem_ids)
+    means = np.array([successes[names == name].mean() for name in np.unique(names)])
+    return bootstrap_interval(lambda index: float(means[index].mean()), len(means), num_resamples=1000)
+
+
+def _read(path: Path) -> list[Verdict]:
+    """Verdicts so far."""
+    try:
+        return [Verdict(**parse_json(line)) for line in whole_lines(path)]
+    except (ValueError, TypeError) as error:
+        raise ReprieveError(f"{str(path)!r} cannot be read: {error}") from None

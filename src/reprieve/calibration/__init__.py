@@ -1,1 +1,0 @@
-"""Thresholds with a promise: valid bounds, the walk over thresholds, certificates."""

@@ -1,0 +1,258 @@
+"""A running check on quality: a share of requests is also answered losslessly, in the background.
+
+The paired difference so far is given with a confidence sequence, so that it may be looked at after every request and
+stopped at any moment without losing its meaning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from reprieve.bench.arms import Arm
+from reprieve.bench.config import RunConfig
+from reprieve.bench.engine import Engine, Job
+from reprieve.bench.records import ProblemRecord
+from reprieve.certify.confidence_sequence import ConfidenceSequence
+from reprieve.engine import SamplingParams, SpeculativeDecoder
+from reprieve.errors import EngineError, ReprieveError, SpecError, require_range, require_whole
+from reprieve.tasks import Task, TaskProblem
+from reprieve.tasks.asking import prompt_of
+
+
+@dataclass(frozen=True)
+class Served:
+    """A request that was answered with the relaxed rule. `problem` names it, and holds its reference if it has one."""
+
+    problem: TaskProblem
+    params: SamplingParams
+    text: str
+    prompt_ids: list[int] | None = None  # what was answered, where it is not the problem's own prompt
+
+
+@dataclass(frozen=True)
+class MonitorStatus:
+    """What is known so far. The interval holds at all times at once, with the monitor's confidence."""
+
+    num_seen: int
+    num_checked: int
+    num_skipped: int  # chosen, and not checked since too many were waiting
+    num_failed: int  # chosen, and the check failed
+    drop: float  # mean of strict - relaxed over the checked
+    interval: tuple[float, float]
+    alarm: bool
+
+    def sentence(self) -> str:
+        """For logs."""
+        low, high = self.interval
+        summary = f"{self.num_checked} of {self.num_seen} requests checked: "
+        if self.num_checked:
+            summary += f"drop {100 * self.drop:+.2f} points [{100 * low:.2f}, {100 * high:.2f}] at any time"
+        else:
+            summary += "nothing is known of the drop yet"
+        if self.num_failed or self.num_skipped:
+            summary += f", {self.num_failed} checks failed, {self.num_skipped} skipped"
+        return summary + (", ALARM" if self.alarm else "")
+
+
+class QualityMonitor:
+    """Give every served request to `observe`; read `status` whenever you like.
+
+    Args:
+        check: answers one request losslessly and returns the drop, strict minus relaxed quality, in [-1, 1].
+        share: of requests to check, in (0, 1], drawn at random.
+        max_drop: raise the alarm once the drop is proved larger, with the confidence given: once the interval's lower
+            end has passed it. None for no alarm.
+        on_alarm: called once, from the monitor's thread.
+        max_waiting: requests that may wait for their check; more are let pass unchecked, and counted.
+        num_parallel: checks under way at once, for those that may be called from several threads.
+    """
+
+    def __init__(
+        self,
+        check: Callable[[Served], float],
+        *,
+        share: float = 0.05,
+        max_drop: float | None = None,
+        confidence: float = 0.95,
+        seed: int = 0,
+        on_alarm: Callable[[MonitorStatus], None] = lambda status: None,
+        max_waiting: int = 64,
+        num_parallel: int = 1,
+    ) -> None:
+        require_range("share", share, 0.0, 1.0, low_open=True)
+        if max_drop is not None:
+            require_range("max_drop", max_drop, 0.0, 1.0)
+        require_whole("max_waiting", max_waiting, 1)
+        require_whole("num_parallel", num_parallel, 1)
+        self._check = check
+        self._share = share
+        self._max_drop = max_drop
+        self._on_alarm = on_alarm
+        self._random = random.Random(seed)
+        self._sequence = ConfidenceSequence(confidence=confidence)
+        self._waiting: queue.Queue[tuple[int, Served] | None] = queue.Queue(max_waiting)
+        self._lock = threading.Lock()
+        self._num_seen = self._num_skipped = self._num_failed = 0
+        self._alarm = False
+        self._num_chosen = 0
+        self._drops: dict[int, float | None] = {}  # of checks that wait for an earlier one to end
+        self._next = 0  # to be counted
+        self._threads = [
+            threading.Thread(target=self._work, name=f"reprieve-monitor-{number}", daemon=True)
+            for number in range(num_parallel)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def observe(self, served: Served) -> None:
+        """Take note of a request, and perhaps have it checked; returns at once."""
+        with self._lock:
+            self._num_seen += 1
+            if self._random.random() >= self._share:
+                return
+            try:
+                self._waiting.put_nowait((self._num_chosen, served))
+                self._num_chosen += 1
+            except queue.Full:
+                self._num_skipped += 1
+
+    @property
+    def status(self) -> MonitorStatus:
+        with self._lock:
+            return self._status()
+
+    def close(self, *, check_waiting: bool = True) -> MonitorStatus:
+        """Check what is waiting, or let it be, stop, and say what was found."""
+        with contextlib.suppress(queue.Empty):
+            while not check_waiting:
+                self._num_skipped += self._waiting.get_nowait() is not None
+        for _ in self._threads:
+            self._waiting.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+        return self.status
+
+    def _status(self) -> MonitorStatus:
+        return MonitorStatus(
+            num_seen=self._num_seen,
+            num_checked=self._sequence.num,
+            num_skipped=self._num_skipped,
+            num_failed=self._num_failed,
+            drop=self._sequence.mean,
+            interval=self._sequence.interval,
+            alarm=self._alarm,
+        )
+
+    def _work(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            number, served = item
+            try:
+                drop = self._check(served)
+            except Exception:  # a failed check says nothing of quality; serving goes on
+                drop = None
+            for status in self._count(number, drop):
+                with contextlib.suppress(Exception):  # a callback that fails must not end the watch
+                    self._on_alarm(status)
+
+    def _count(self, number: int, drop: float | None) -> list[MonitorStatus]:
+        """In the order of requests, whichever check ends first; the status that raised the alarm, if this one did."""
+        raised = []
+        with self._lock:
+            self._drops[number] = drop
+            while self._next in self._drops:
+                one = self._drops.pop(self._next)
+                self._next += 1
+                try:
+                    if one is not None:
+                        self._sequence.update(one)
+                except SpecError:  # a check that gives what is no drop
+                    one = None
+                self._num_failed += one is None
+                if self._max_drop is not None and not self._alarm and self._sequence.interval[0] > self._max_drop:
+                    self._alarm = True
+                    raised.append(self._status())
+        return raised
+
+
+@dataclass(frozen=True)
+class LosslessCheck:
+    """Answers a request again, losslessly, and compares.
+
+    With a reference the drop is strict minus relaxed correctness. Without one it is 1 where the two answers differ:
+    no less than what quality can have lost.
+    """
+
+    decoder: SpeculativeDecoder  # its own, since it works in another thread
+    task: Task
+
+    def __call__(self, served: Served) -> float:
+        prompt = prompt_of(served.problem) if served.prompt_ids is None else served.prompt_ids
+        strict = self.decoder.generate(prompt, served.params)
+        return drop_of(self.task, served.problem, strict.text, served.text)
+
+
+def drop_of(task: Task, problem: TaskProblem, strict: str, relaxed: str) -> float:
+    """What a relaxed answer lost beside the strict one, in [-1, 1]; without a reference 1 where the two differ."""
+    answers = [task.extract_answer(text) for text in (strict, relaxed)]
+    if problem.reference:
+        solved = [task.equivalent(answer, problem.reference) for answer in answers]
+        return float(solved[0]) - float(solved[1])
+    return 0.0 if strict == relaxed or task.same(problem, *answers) else 1.0
+
+
+def watch(
+    engine: Engine,
+    config: RunConfig,
+    task: Task,
+    relaxed: Arm,
+    strict: Arm,
+    *,
+    on_answer: Callable[[MonitorStatus], None] = lambda status: None,
+    **settings: Any,
+) -> MonitorStatus:
+    """Answer a run's problems with one arm and have a `QualityMonitor` (its settings by name) check with the other.
+
+    Raises:
+        SpecError: a setting out of range.
+        EngineError: a server died.
+        ReprieveError: every problem failed.
+    """
+    problems = task.problems(config.split, config.limit, offset=config.offset)
+    places = {problem.problem_id: number for number, problem in enumerate(problems)}
+
+    def answered(arm: Arm, numbers: Iterable[int]) -> Iterator[ProblemRecord]:
+        return engine.answer(config, task, [arm], problems, [Job(arm.label, number, 0) for number in numbers])
+
+    def check(served: Served) -> float:
+        [record] = answered(strict, [places[served.problem.problem_id]])
+        if record.error:
+            raise ReprieveError(record.error)
+        return drop_of(task, served.problem, record.text, served.text)
+
+    if engine.num_parallel > 1:  # answers come faster than checks: none of those chosen may be skipped
+        settings = {"max_waiting": len(problems), "num_parallel": engine.num_parallel, **settings}
+    monitor = QualityMonitor(check, **settings)
+    params = SamplingParams(max_new_tokens=task.max_new_tokens, stop=tuple(task.stop), **config.sampling)
+    errors = []
+    try:
+        for record in answered(relaxed, range(len(problems))):
+            if record.error:
+                errors.append(record.error)
+            else:
+                monitor.observe(Served(problems[places[record.problem_id]], params, record.text))
+            on_answer(monitor.status)
+    except EngineError:
+        monitor.close(check_waiting=False)
+        raise
+    finally:
+        final = monitor.close()
+    if len(errors) == len(problems):
+        raise ReprieveError(f"every problem failed; the first error: {errors[0]}")
+    return final

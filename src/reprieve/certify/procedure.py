@@ -1,0 +1,335 @@
+"""Measure what certificates need: paired answers on a calibration split, then on held-out problems."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reprieve.backends.settings import LOCAL
+from reprieve.bench.arms import LOSSLESS, RERUN, Arm, make_arm
+from reprieve.bench.config import RunConfig
+from reprieve.bench.engine import Engine
+from reprieve.bench.results import column, common_rows
+from reprieve.bench.runner import Runner, environment
+from reprieve.bench.settings import RunSettings
+from reprieve.bundles import BUNDLED_HEADS
+from reprieve.certify.fixed_sequence import PairedTest, Step, paired_test, walk
+from reprieve.certify.settings import NET_DROP, CertifySettings, Promise
+from reprieve.errors import ReprieveError, SpecError
+from reprieve.files import replace_file
+from reprieve.heads.certificates import Certificate, portable_spec
+from reprieve.heads.files import CERTIFICATES
+from reprieve.heads.loading import attach_heads
+from reprieve.heads.origin import name_problems, seen_problems
+from reprieve.rules import Rule, parse_rule
+from reprieve.rules.learned import LearnedRule
+from reprieve.settings import NumDraftTokens
+from reprieve.stats import paired_difference
+from reprieve.tasks import Task
+
+# Where a rule has a probability for a dial, these are tried unless others are named.
+PROBABILITIES = (0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3, 0.5)
+Announce = Callable[[str], None]
+Noise = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to certify, its rule ready.
+
+    Args:
+        rule: at any threshold, heads attached.
+    """
+
+    settings: CertifySettings
+    rule: Rule
+    target: str | None = None  # the pair's
+
+    @classmethod
+    def of(cls, settings: CertifySettings, *, target: str | None = None) -> Plan:
+        """Read and check the rule.
+
+        Args:
+            target: the pair's, whose bundled heads stand in where the rule names none.
+
+        Raises:
+            SpecError: a rule that cannot be certified, or no thresholds for one that has no usual ones.
+        """
+        rule = attach_heads(parse_rule(settings.rule), target)
+        if rule.dial is None:
+            raise SpecError(f"rule {rule.name} loses nothing: there is nothing to certify")
+        plan = cls(settings, rule, target)
+        plan.candidates()
+        return plan
+
+    @property
+    def promise(self) -> Promise:
+        return self.settings.promise
+
+    @property
+    def num_draft_tokens(self) -> NumDraftTokens:
+        return self.settings.num_draft_tokens
+
+    @property
+    def held_out(self) -> RunSettings:
+        """The second measurement: other problems, all else alike."""
+        run, split = self.settings.run, self.settings.held_out_split
+        offset = run.offset + run.limit if split == run.split else 0
+        return dataclasses.replace(run, split=split, limit=self.settings.held_out_limit, offset=offset)
+
+    def candidates(self) -> list[Rule]:
+        """The rule at each threshold, from strict to lenient.
+
+        Raises:
+            SpecError: no thresholds for a rule that has no usual ones, or a value out of range.
+        """
+        usual = PROBABILITIES if isinstance(self.rule, LearnedRule) else ()
+        values = self.settings.thresholds or usual
+        if not values:
+            assert self.rule.dial is not None
+            raise SpecError(f"rule {self.rule.name} needs --thresholds: values of {self.rule.dial.name} to try")
+        return sorted((self.rule.with_dial(value) for value in values), key=lambda rule: rule.looseness)
+
+
+@dataclass(frozen=True)
+class Certification:
+    """What came of it: a certificate, or the reason why there is none."""
+
+    steps: list[Step]
+    held_out: PairedTest | None
+    certificate: Certificate | None
+    reason: str = ""
+    path: Path | None = None  # of the certificate
+
+
+def certify(
+    plan: Plan,
+    engine: Engine,
+    task: Task,
+    folder: Path,
+    *,
+    command: str,
+    announce: Announce = lambda line: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Certification | None:
+    """Walk the thresholds, confirm on held-out problems, write the certificate; None where Ctrl-C ended it.
+
+    Another rule certified into the same folder shares the strict answers. The promise rests on the calibration problems
+    alone. The held-out ones are a second, independent look: where their observed loss reaches the bound no certificate
+    is written.
+
+    Raises:
+        SpecError: a plan that cannot be read, a task without right answers, problems that one of the rule's heads was
+            made from or that both sets hold, or thresholds of this rule that these problems were not asked about first.
+        ReprieveError: the folder holds another run, or answers failed.
+    """
+    if not getattr(task, "graded", True):
+        raise SpecError(f"task {task.name} has no right answers: nothing can be certified on it")
+    strict = make_arm(LOSSLESS, plan.num_draft_tokens, target=plan.target)
+    arms = {
+        float(rule.dial_value or 0): make_arm(rule, plan.num_draft_tokens, target=plan.target)
+        for rule in plan.candidates()
+    }  # by threshold, strict first
+
+    def runner(settings: RunSettings, chosen: list[Arm], name: str) -> Runner:
+        config = RunConfig.of(engine, chosen, settings, command=command)
+        return Runner(config, chosen, engine, task, folder / name, extendable=True)
+
+    def measure(run: Runner, arm: Arm) -> tuple[np.ndarray, np.ndarray, float | None]:
+        if not run.measure([strict], progress) or not run.measure([arm], progress):
+            raise KeyboardInterrupt
+        return _outcomes(run, strict, arm)
+
+    _require_unseen(plan, task)
+    again = make_arm(RERUN, plan.num_draft_tokens, target=plan.target)
+    engine.expect([strict, again, *arms.values()], plan.settings.run.drafter)
+    served = engine.facts.engine != LOCAL  # batches of a server do not repeat greedy answers bit for bit
+    calibration = runner(plan.settings.run, [strict, *([again] if served else []), *arms.values()], "calibration")
+    _require_first_walk(plan.rule, calibration, {arm.label for arm in arms.values()})
+    noise = None
+    try:
+        if served:
+            measure(calibration, again)
+            noise = _noise_floor(calibration, strict, again)
+            announce(_noise_line(noise))
+        steps = walk(
+            list(arms),
+            plan.promise,
+            lambda threshold: measure(calibration, arms[threshold]),
+            on_step=lambda step: announce(_line(plan, step)),
+        )
+        passed = [step for step in steps if step.evidence.passed]
+        if not passed:
+            return Certification(steps, None, None, "no threshold passed: already the strictest could not be proved")
+        best = arms[passed[-1].threshold]
+        held = runner(plan.held_out, [strict, best], "held_out")
+        ours, relaxed, tokens_per_round = measure(held, best)
+    except KeyboardInterrupt:
+        return None
+    look = Step(passed[-1].threshold, paired_test(plan.promise, ours, relaxed), tokens_per_round)
+    announce(_line(plan, look, where="held out"))
+    if look.evidence.observed >= plan.promise.max_drop:
+        contradiction = f"the held-out problems contradict it: observed {look.evidence.observed:.4f}"
+        return Certification(steps, look.evidence, None, contradiction)
+    certificate = _certificate(plan, best, steps, look, calibration, held, noise)
+    path = folder / f"{best.rule_name}-{plan.promise.loss}-{plan.promise.max_drop:g}.json"
+    replace_file(path, certificate.to_json())
+    assert best.rule is not None
+    _file_beside_heads(certificate, best.rule)
+    return Certification(steps, look.evidence, certificate, path=path)
+
+
+def _require_unseen(plan: Plan, task: Task) -> None:
+    """Refuse calibration and held-out problems that something was made from, or that overlap.
+
+    Raises:
+        SpecError: names the problems that a head was made from, or that stand in both sets.
+    """
+    settings = (plan.settings.run, plan.held_out)
+    both = [task.problems(part.split, part.limit, offset=part.offset) for part in settings]
+    for name, problems in zip(("calibration", "held-out"), both, strict=True):
+        if seen := seen_problems(plan.rule, problems):
+            raise SpecError(
+                f"{len(seen)} of the {name} problems are among those that a head of {plan.rule.spec} was made from "
+                f"({name_problems(seen)}): certify on others (--split, --offset)"
+            )
+    calibration = {problem.digest for problem in both[0]}
+    if twice := [problem for problem in both[1] if problem.digest in calibration]:
+        raise SpecError(
+            f"{len(twice)} of the held-out problems stand among the calibration problems too ({name_problems(twice)}): "
+            "choose others (--offset, --held-out-split)"
+        )
+
+
+def _require_first_walk(rule: Rule, calibration: Runner, labels: set[str]) -> None:
+    """Refuse other thresholds than those these problems have been asked about: trying until one passes proves nothing.
+
+    Raises:
+        SpecError: names the earlier thresholds.
+    """
+    earlier = {record.arm for record in calibration.records} - labels - {LOSSLESS, RERUN}
+    if same := sorted(label for label in earlier if parse_rule(label).name == rule.name):
+        raise SpecError(
+            f"thresholds must be those first tried on these problems, {', '.join(same)}: choosing others after looking "
+            "breaks the promise; calibrate on other problems (--offset) into another folder"
+        )
+
+
+def _certificate(
+    plan: Plan, best: Arm, steps: list[Step], look: Step, calibration: Runner, held: Runner, noise: Noise | None
+) -> Certificate:
+    """The certificate of the last step that passed."""
+    assert best.rule is not None
+    proved = next(step for step in steps if step.threshold == look.threshold)
+    return Certificate(
+        statement=_statement(plan, best, proved, look.evidence, calibration, noise),
+        rule=best.rule.spec,
+        portable_rule=portable_spec(best.rule),
+        threshold=float(look.threshold),
+        promise=dataclasses.asdict(plan.promise),
+        verdict="confirmed" if look.evidence.passed else "consistent",
+        conditions=calibration.config.conditions(calibration.engine, best),
+        calibration={
+            **_where(calibration),
+            "num_thresholds_tried": len(steps),
+            "steps": [dataclasses.asdict(step) for step in steps],
+            **({} if noise is None else {"noise_floor": noise}),
+        },
+        held_out={
+            **_where(held),
+            "tokens_per_round": look.tokens_per_round,
+            **dataclasses.asdict(look.evidence),
+        },
+        made_with={"command": calibration.config.command, **environment()},
+    )
+
+
+def _outcomes(runner: Runner, strict_arm: Arm, arm: Arm) -> tuple[np.ndarray, np.ndarray, float | None]:
+    """Who solved what, [n, trials], strictly and relaxed, and the relaxed arm's tokens a round."""
+    labels = [strict_arm.label, arm.label]
+    rows = common_rows(labels, runner.records, runner.config.num_trials)
+    if failed := sum(record.error is not None for label in labels for trials in rows[label] for record in trials):
+        raise ReprieveError(
+            f"{failed} answers failed; a certificate needs all of them: run again to try them once more"
+        )
+    strict, relaxed = (column(rows[label], lambda record: record.correct) for label in labels)
+    if not strict.any():
+        raise ReprieveError(
+            "lossless decoding solved none of the problems: there is nothing to lose, and so nothing to certify; check "
+            "the task's grader and answers, and how the model is asked"
+        )
+    tokens = column(rows[labels[1]], lambda record: record.num_tokens).sum()
+    rounds = column(rows[labels[1]], lambda record: record.num_rounds).sum()
+    return strict, relaxed, float(tokens / rounds) if rounds else None
+
+
+def _where(runner: Runner) -> dict[str, Any]:
+    settings = {name: getattr(runner.config, name) for name in ("split", "offset", "limit", "seed")}
+    return {**settings, "problems": [problem.digest for problem in runner.problems]}
+
+
+def _words(loss: str) -> str:
+    return "loses less than" if loss == NET_DROP else "spoils fewer than"
+
+
+def _statement(plan: Plan, arm: Arm, step: Step, held: PairedTest, calibration: Runner, noise: Noise | None) -> str:
+    promise, facts = plan.promise, calibration.engine.facts
+    where = "" if noise is None else f" on {facts.engine} {facts.engine_version or ''} ({facts.runner or 'its runner'})"
+    return (
+        f"With {100 * promise.confidence:g}% confidence, {arm.label} {_words(promise.loss)} "
+        f"{100 * promise.max_drop:g} points of problems solved against lossless decoding on task "
+        f"{calibration.config.task} at "
+        f"K = {arm.num_draft_tokens}{where}, where lossless solves {100 * step.evidence.accuracy_strict:.1f}%. "
+        f"Calibrated on {step.evidence.num_problems} problems (observed {100 * step.evidence.observed:+.2f} points, at "
+        f"most {100 * step.evidence.upper_bound:.2f}); on {held.num_problems} held-out problems it lost "
+        f"{100 * held.observed:+.2f} points (at most {100 * held.upper_bound:.2f})."
+        + ("" if noise is None else f" {_noise_line(noise)}")
+    )
+
+
+def _noise_floor(runner: Runner, strict: Arm, again: Arm) -> Noise:
+    """Strict answers beside strict answers of the same server: what no rule is to blame for."""
+    rows = common_rows([strict.label, again.label], runner.records, runner.config.num_trials)
+    solved = [column(rows[arm.label], lambda record: record.correct) for arm in (strict, again)]
+    texts = [[record.text for trials in rows[arm.label] for record in trials] for arm in (strict, again)]
+    low, high = paired_difference(*solved)[1:]
+    return {
+        "num_problems": len(rows[strict.label]),
+        "same_answers": float(np.mean([ours == theirs for ours, theirs in zip(*texts, strict=True)])),
+        "difference": float(solved[0].mean() - solved[1].mean()),
+        "difference_ci95": [low, high],
+    }
+
+
+def _noise_line(noise: Noise) -> str:
+    low, high = noise["difference_ci95"]
+    return (
+        f"Noise floor: asked twice without any rule, the server gave the same answer to "
+        f"{100 * noise['same_answers']:.1f}% of {noise['num_problems']} problems, and solved "
+        f"{100 * noise['difference']:+.2f} points [{100 * low:.2f}, {100 * high:.2f}] more the first time."
+    )
+
+
+def _line(plan: Plan, step: Step, where: str = "calibration") -> str:
+    evidence, dial = step.evidence, plan.rule.dial.name if plan.rule.dial else "threshold"
+    return (
+        f"{where}: {dial} {step.threshold:g}: loss {100 * evidence.observed:+.2f} points, at most "
+        f"{100 * evidence.upper_bound:.2f}, p = {evidence.p_value:.3g}, "
+        + (f"{step.tokens_per_round:.2f} tokens a round, " if step.tokens_per_round else "")
+        + ("passed" if evidence.passed else "not proved")
+    )
+
+
+def _file_beside_heads(certificate: Certificate, rule: Rule) -> None:
+    """A copy in the folder of each head the rule has, where that is a folder of the user's."""
+    parts = [certificate.promise["loss"], f"{certificate.promise['max_drop']:g}", f"{certificate.threshold:g}"]
+    engine = certificate.conditions.engine
+    name = "-".join(parts + ([] if engine == LOCAL else [engine])) + ".json"
+    for path, _ in rule.heads:
+        if path not in BUNDLED_HEADS and Path(path).is_dir():
+            replace_file(Path(path) / CERTIFICATES / name, certificate.to_json())

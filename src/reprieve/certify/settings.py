@@ -1,0 +1,74 @@
+"""What a certificate promises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from reprieve.bench.settings import RunSettings
+from reprieve.errors import SpecError, require_choice, require_range, require_whole
+from reprieve.settings import AUTO, MAX_PROBLEMS, NumDraftTokens, require_draft_tokens
+
+NET_DROP = "net_drop"
+REGRESSION = "regression"
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What is to be certified.
+
+    Args:
+        max_drop: The loss to stay below, in (0, 1): 0.01 is one point.
+        confidence: Of the promise, in [0.5, 1).
+        loss: net_drop (solved strictly minus solved relaxed), or regression (solved strictly and failed relaxed).
+    """
+
+    max_drop: float
+    confidence: float = 0.95
+    loss: str = NET_DROP
+
+    def __post_init__(self) -> None:
+        require_range("max_drop", self.max_drop, 0.0, 0.99, low_open=True)
+        require_range("confidence", self.confidence, 0.5, 0.999999)
+        require_choice("loss", self.loss, (NET_DROP, REGRESSION))
+
+
+@dataclass(frozen=True)
+class CertifySettings:
+    """What to certify, and on which problems.
+
+    Args:
+        rule: The rule, such as judge:path=heads/j or margin.
+        thresholds: Values of the rule's dial to try. Default: probabilities from 0.005 to 0.5, for rules with a head.
+        num_draft_tokens: K, drafted tokens a round; auto for as many as pay, or auto:path=HEAD.
+        held_out_split: Split to confirm on; the same one goes on after --limit.
+        held_out_limit: Number of held-out problems.
+    """
+
+    rule: str
+    promise: Promise
+    thresholds: tuple[float, ...] = ()
+    num_draft_tokens: NumDraftTokens = AUTO
+    held_out_split: str = "test"
+    held_out_limit: int = 1000
+    run: RunSettings = field(default_factory=lambda: RunSettings(split="validation", limit=1000))
+
+    def __post_init__(self) -> None:
+        if len(set(self.thresholds)) != len(self.thresholds):
+            raise SpecError(f"thresholds must be different values, got {list(self.thresholds)}")
+        require_draft_tokens(self.num_draft_tokens)
+        require_whole("held_out_limit", self.held_out_limit, 1, MAX_PROBLEMS)
+
+
+@dataclass(frozen=True)
+class MonitorSettings:
+    """A running check on quality.
+
+    Args:
+        share: Share of requests that are also answered losslessly.
+        max_drop: Alarm once the drop is proved larger than this.
+        confidence: Of the interval, at all times at once.
+    """
+
+    share: float = 0.2
+    max_drop: float | None = 0.05
+    confidence: float = 0.95

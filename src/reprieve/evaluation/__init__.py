@@ -1,1 +1,0 @@
-"""Measuring arms side by side: runner, results, figure."""

@@ -1,1 +1,0 @@
-"""What answers a run's problems: the engine on this machine, or servers."""

@@ -1,0 +1,1 @@
+"""Miners that label mismatches, and the label store."""

@@ -1,0 +1,114 @@
+"""A target reached only through an OpenAI-compatible completions API (AutoJudge, appendix R).
+
+The trap: most servers take and give text, and one text has many spellings in tokens. A swapped token can merge with
+its neighbours, and the server then continues other tokens than the ones being judged. Such swaps are not labelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from reprieve.errors import SpecError, require_choice
+from reprieve.mining.target import Target
+from reprieve.models.batch_decoder import Session
+from reprieve.models.draws import Draw
+
+PROMPTS = ("text", "tokens")
+
+
+class ApiTarget(Target):
+    """Continues texts by requests; greedy.
+
+    Args:
+        client: an asynchronous `openai` client, or anything with its `completions.create`.
+        model: the target's name there.
+        tokenizer: the draft's, which must be the target's too.
+        eos_id: appended where the server says that the response stopped.
+        stops: whether a response's tokens so far end it by a stop text.
+        stop: the stop texts. Only servers that take tokens are sent them: others keep quiet about whether one, or the
+            end of the text, ended a completion, and leave it out.
+        prompts: send `text`, or `tokens` to servers that take and give token ids (vLLM does): nothing can be misread.
+
+    Raises:
+        SpecError: unknown `prompts`.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        model: str,
+        tokenizer: Any,
+        *,
+        eos_id: int,
+        stops: Callable[[list[int]], bool] | None = None,
+        stop: Sequence[str] = (),
+        prompts: str = "text",
+    ) -> None:
+        require_choice("prompts", prompts, PROMPTS)
+        self.client = client
+        self.model = model
+        self.tokenizer = tokenizer
+        self.eos_id = eos_id
+        self.stops = stops
+        self.stop = list(stop)
+        self.prompts = prompts
+
+    async def complete(
+        self, session: Session, prompt_ids: list[int], response_ids: list[int], max_new_tokens: int, draw: Draw | None
+    ) -> list[int] | None:
+        """See `Target`. None where the text would be read as other tokens.
+
+        Raises:
+            SpecError: sampling, which a server cannot repeat.
+        """
+        if draw is not None:
+            raise SpecError("an API target is greedy: a server's sampling cannot be keyed by the prefix")
+        prefix = [*prompt_ids, *response_ids]
+        text = self._text(prefix)
+        if self.prompts == "text" and response_ids and list(self.tokenizer.encode(text)) != prefix:
+            return None
+        reply = await self.client.completions.create(
+            model=self.model,
+            prompt=prefix if self.prompts == "tokens" else text,
+            max_tokens=max_new_tokens,
+            temperature=0.0,
+            **self._asked_of_tokens(),
+        )
+        choice = reply.choices[0]
+        new = getattr(choice, "token_ids", None)  # the server's own, where it gives them
+        new = self._tokens(prefix, text, choice.text) if new is None else list(new)
+        if new is None:
+            return None
+        stopped = self.stops is not None and self.stops([*response_ids, *new])
+        if choice.finish_reason == "stop" and not stopped and new[-1:] != [self.eos_id]:
+            new.append(self.eos_id)
+        return self._until_stop(response_ids, new[:max_new_tokens])
+
+    def _asked_of_tokens(self) -> dict[str, Any]:
+        """What servers that take tokens are asked beside: vLLM's own words."""
+        if self.prompts != "tokens":
+            return {}
+        more = {"return_token_ids": True, "include_stop_str_in_output": True}
+        return {"extra_body": more, **({"stop": self.stop} if self.stop else {})}
+
+    def _until_stop(self, response_ids: list[int], new: list[int]) -> list[int]:
+        if self.stops is None:
+            return new
+        sizes = range(1, len(new) + 1)
+        return new[: next((size for size in sizes if self.stops([*response_ids, *new[:size]])), len(new))]
+
+    def _text(self, token_ids: list[int]) -> str:
+        """The text of tokens, special ones included, but for the first one where the tokenizer adds it by itself."""
+        added = list(self.tokenizer.encode(""))
+        if added and token_ids[: len(added)] == added:
+            token_ids = token_ids[len(added) :]
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def _tokens(self, prefix: list[int], prefix_text: str, new_text: str) -> list[int] | None:
+        """A completion's tokens after the prefix's own; None where no tokens continue the prefix to that text."""
+        whole = list(self.tokenizer.encode(prefix_text + new_text))
+        if whole[: len(prefix)] == prefix:
+            return whole[len(prefix) :]
+        alone = list(self.tokenizer.encode(new_text, add_special_tokens=False))
+        return alone if self._text([*prefix, *alone]) == prefix_text + new_text else None

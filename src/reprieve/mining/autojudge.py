@@ -1,0 +1,150 @@
+"""AutoJudge's search for important tokens (Algorithm 1), its naive variant, and sampling through Gumbel noise."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from reprieve.errors import ReprieveError, require_choice
+from reprieve.mining.draft import Draft
+from reprieve.mining.equivalence import Equivalence
+from reprieve.mining.records import MINED, NO_ANSWER, Mismatch, ProblemLabels
+from reprieve.mining.responses import ResponseFormat
+from reprieve.mining.target import Target, gather_all
+from reprieve.models.batch_decoder import Session
+from reprieve.models.draws import Draw, GumbelNoise
+from reprieve.tasks import TaskProblem
+
+VARIANTS = ("search", "naive")
+
+
+@dataclass
+class AutoJudgeMiner:
+    """Finds which mismatches change the answer.
+
+    `variant="search"` is Algorithm 1: swaps that leave the answer equivalent stay, and the search goes on from the
+    new response, so that tokens are judged together. Whenever the draft's own answer differs from the target's, it
+    finds at least one important token. `variant="naive"` (appendix A) tries every mismatch of the target's response
+    alone, and misses what only does harm jointly.
+
+    Args:
+        target: continues texts.
+        make_draft: what reads one problem as the draft does.
+        responses: how responses end and read.
+        equivalence: when a response is as good.
+        noise: sampling: repeatable draws, shared by both models, for a problem; None when greedy.
+    """
+
+    target: Target
+    make_draft: Callable[[GumbelNoise | None], Draft]
+    responses: ResponseFormat
+    equivalence: Equivalence
+    noise: Callable[[TaskProblem], GumbelNoise] | None = None
+    variant: str = "search"
+
+    def __post_init__(self) -> None:
+        require_choice("variant", self.variant, VARIANTS)
+
+    async def mine(self, problem: TaskProblem) -> ProblemLabels:
+        """Label one problem's mismatches."""
+        search = _Search(self, problem)
+        started = time.perf_counter()
+        original = await search.complete([])
+        if original is None:
+            name = problem.problem_id
+            raise ReprieveError(f"the target's response to {name} cannot be spelled in the draft's tokens")
+        reference = self.responses.answer(original)
+        usable = self.equivalence.usable(reference)
+        running = original
+        mismatches: list[Mismatch] = []
+        if usable and self.variant == "search":
+            running, mismatches = await self._search(search, original)
+        elif usable:
+            mismatches = await self._try_each(search, original)
+        return ProblemLabels(
+            problem_id=problem.problem_id,
+            status=MINED if usable else NO_ANSWER,
+            prompt_ids=tuple(search.prompt_ids),
+            target_ids=tuple(original),
+            response_ids=tuple(running),
+            target_answer=reference,
+            mismatches=tuple(mismatches),
+            seconds=time.perf_counter() - started,
+            num_generated=search.num_generated,
+            source=f"autojudge-{self.variant}",
+        )
+
+    async def _search(self, search: _Search, original: list[int]) -> tuple[list[int], list[Mismatch]]:
+        """Algorithm 1, lines 6 to 20: the response after all harmless swaps, and the mismatches met."""
+        running = original
+        mismatches: list[Mismatch] = []
+        drafted = await search.draft.predict(search.prompt_ids, running)
+        position = _next_mismatch(running, drafted, 0)
+        while position is not None:
+            mismatch, response = await search.attempt(running, drafted[position], position, original)
+            mismatches.append(mismatch)
+            if mismatch.important is False:
+                assert response is not None
+                running = response
+                drafted = await search.draft.predict(search.prompt_ids, running)
+            position = _next_mismatch(running, drafted, position + 1)
+        return running, mismatches
+
+    async def _try_each(self, search: _Search, original: list[int]) -> list[Mismatch]:
+        """Every mismatch of the target's response, each alone."""
+        drafted = await search.draft.predict(search.prompt_ids, original)
+        places = [i for i, (ours, theirs) in enumerate(zip(original, drafted, strict=True)) if ours != theirs]
+        attempts = [search.attempt(original, drafted[place], place, original) for place in places]
+        return [mismatch for mismatch, _ in await gather_all(attempts)]
+
+
+class _Search:
+    """One problem's texts: what they share is read once, by target and draft."""
+
+    def __init__(self, miner: AutoJudgeMiner, problem: TaskProblem) -> None:
+        self.miner = miner
+        self.problem = problem
+        self.prompt_ids = miner.responses.encode_prompt(problem)
+        noise = miner.noise(problem) if miner.noise else None
+        self.draw: Draw | None = noise
+        self.draft = miner.make_draft(noise)
+        self.session = Session()
+        self.num_generated = 0
+
+    async def complete(self, response_ids: list[int]) -> list[int] | None:
+        """The response continued to its end by the target; unchanged where it has ended."""
+        num_left = self.miner.responses.num_left(response_ids)
+        if num_left < 1:
+            return response_ids
+        new = await self.miner.target.complete(self.session, self.prompt_ids, response_ids, num_left, self.draw)
+        if new is None:
+            return None
+        self.num_generated += len(new)
+        return [*response_ids, *new]
+
+    async def attempt(
+        self, running: list[int], draft_id: int, position: int, original: list[int]
+    ) -> tuple[Mismatch, list[int] | None]:
+        """Put the draft's token at a place, let the target go on, and compare."""
+        response = await self.complete([*running[:position], draft_id])
+        if response is None:
+            reason = "the target would read other tokens than the swapped ones"
+            return Mismatch(position, running[position], draft_id, None, reason), None
+        equivalence, answers = self.miner.equivalence, self.miner.responses
+        verdict = await equivalence.compare(self.problem, answers, original, running, response)
+        mismatch = Mismatch(
+            position,
+            running[position],
+            draft_id,
+            verdict.important,
+            reason=verdict.reason,
+            continuation_ids=tuple(response[position + 1 :]),
+            answer=answers.answer(response),
+            verdict=verdict.votes,
+        )
+        return mismatch, response
+
+
+def _next_mismatch(response: list[int], drafted: list[int], start: int) -> int | None:
+    return next((t for t in range(start, len(response)) if response[t] != drafted[t]), None)

@@ -1,0 +1,102 @@
+"""When a changed response is as good as the one it replaces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from reprieve.mining.responses import ResponseFormat
+from reprieve.tasks import Task, TaskProblem
+from reprieve.tasks.chat import FIRST_BETTER, SECOND_BETTER, Chat, ask_verdict
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Whether the changed token matters; None where it could not be decided, and why."""
+
+    important: bool | None
+    reason: str = ""
+    votes: str = ""
+
+
+class Equivalence(Protocol):
+    """Decides whether a changed response is equivalent."""
+
+    def usable(self, reference: str | None) -> bool:
+        """Whether the target's own answer can be compared with."""
+        ...
+
+    async def compare(
+        self,
+        problem: TaskProblem,
+        responses: ResponseFormat,
+        original: list[int],  # the target's own response
+        running: list[int],  # with the swaps accepted so far
+        changed: list[int],  # with one more
+    ) -> Comparison:
+        """Judge one swap."""
+        ...
+
+
+@dataclass(frozen=True)
+class SameAnswer:
+    """Equivalent when the extracted answers are (AutoJudge, Algorithm 1, line 12).
+
+    The reference is the target's own answer, right or wrong. A changed response without an answer is not equivalent.
+    """
+
+    task: Task
+
+    def usable(self, reference: str | None) -> bool:
+        return reference is not None
+
+    async def compare(
+        self,
+        problem: TaskProblem,
+        responses: ResponseFormat,
+        original: list[int],
+        running: list[int],
+        changed: list[int],
+    ) -> Comparison:
+        same = await responses.grade(self.task.same, problem, responses.answer(changed), responses.answer(original))
+        return Comparison(important=not same)
+
+
+@dataclass(frozen=True)
+class NotWorse:
+    """For open-ended tasks: unimportant unless a language model finds the changed response worse (appendix L).
+
+    The changed response is compared with the running one, swaps accepted so far included, not with the original.
+
+    Args:
+        chat: the judge.
+        num_votes: replies that are counted; important where more find it worse than better, ties left out.
+        num_tries: how often a reply without a verdict is asked for again before that vote is lost.
+    """
+
+    chat: Chat
+    num_votes: int = 3
+    num_tries: int = 3
+
+    def usable(self, reference: str | None) -> bool:
+        return bool(reference)
+
+    async def compare(
+        self,
+        problem: TaskProblem,
+        responses: ResponseFormat,
+        original: list[int],
+        running: list[int],
+        changed: list[int],
+    ) -> Comparison:
+        texts = (problem.asked, responses.text(running), responses.text(changed))
+        votes = [
+            await ask_verdict(self.chat, *texts, number=number, num_tries=self.num_tries)
+            for number in range(self.num_votes)
+        ]
+        votes_cast = ",".join(vote or "none" for vote in votes)
+        if not any(votes):
+            return Comparison(None, "the judge gave no verdict", votes_cast)
+        worse = sum(vote in FIRST_BETTER for vote in votes)
+        better = sum(vote in SECOND_BETTER for vote in votes)
+        return Comparison(worse > better, votes=votes_cast)

@@ -1,0 +1,66 @@
+"""A target behind servers, as walks read it: what it thinks of drafted tokens, without its weights here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from reprieve.errors import SpecError, require_whole
+from reprieve.mining.settings import MOST_CANDIDATES
+from reprieve.models.cached_model import CachedModel
+from reprieve.types import Block, HiddenStates, Prefill
+
+Read = Callable[[Sequence[int], int, int], list[Mapping[int, float]]]
+
+
+class ServedModel(CachedModel):
+    """Gives the log-probabilities of the likeliest next tokens as logits, -inf for all others: enough to sample by.
+
+    It caches nothing, nor does vLLM, which reads a whole text to tell of its tokens.
+
+    Args:
+        read: asks for what may follow each of the last tokens of a text: the text, how many tokens, how many
+            candidates of each.
+        stand_in: any model of the same tokenizer: its positions and device count, its weights do not.
+        num_candidates: of each place, 1 to `MOST_CANDIDATES`.
+    """
+
+    def __init__(self, read: Read, stand_in: PreTrainedModel, *, vocab_size: int, num_candidates: int) -> None:
+        super().__init__(stand_in, vocab_size=vocab_size, direct=False)
+        require_whole("num_candidates", num_candidates, 1, MOST_CANDIDATES)
+        self._read = read
+        self._num_candidates = num_candidates
+        self._num_columns = vocab_size
+
+    def start(self, token_ids: Sequence[int], *, reuse_prefix: bool = False) -> Prefill:
+        """See `CachedModel`: nothing is read before something is asked."""
+        self.cached_ids = list(token_ids)
+        return Prefill()
+
+    def keep(self, length: int) -> None:
+        """See `CachedModel`."""
+        del self.cached_ids[length:]
+
+    def keep_path(self, start: int, rows: list[int]) -> None:
+        """See `CachedModel`."""
+        self.cached_ids[start:] = [self.cached_ids[start + row] for row in rows]
+
+    def _run(
+        self, token_ids: Sequence[int] | Tensor, *, num_logits: int | None, tree: Block | None = None
+    ) -> tuple[Tensor, HiddenStates | None]:
+        if tree is not None:
+            raise SpecError("servers read chains, and the drafter draws trees")
+        new = token_ids.tolist() if isinstance(token_ids, Tensor) else list(token_ids)
+        num_rows = len(new) if num_logits is None else num_logits
+        told = self._read([*self.cached_ids, *new], num_rows, self._num_candidates)
+        logits = torch.full((num_rows, self._num_columns), -math.inf)
+        for row, candidates in enumerate(told):
+            # Beyond the draft's columns lie rows that pad the target's vocabulary.
+            known = {token_id: value for token_id, value in candidates.items() if token_id < self._num_columns}
+            logits[row, list(known)] = torch.tensor(list(known.values()))
+        self.cached_ids += new
+        return logits.to(self.device), None

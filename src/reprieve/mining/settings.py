@@ -1,0 +1,185 @@
+"""What is mined, and how: a record for each miner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from reprieve.backends.settings import EngineSettings
+from reprieve.errors import SpecError, require_choice, require_range, require_whole
+from reprieve.settings import MAX_SEED, PairSettings, ProblemSettings, SamplingParams, SamplingSettings
+
+MOST_CANDIDATES = 20  # of a place that vLLM tells, unless it is started with more (--max-logprobs)
+
+
+@dataclass(frozen=True)
+class MiningSettings(ProblemSettings):
+    """Everything that decides what labels say, and how fast they come.
+
+    Args:
+        seed: Same seed, same labels.
+        num_in_flight: Problems under way at once. Default: 16 (pivot 4), or 256 (pivot 64) on servers.
+    """
+
+    miner: ClassVar[str]
+    usual_in_flight: ClassVar[int] = 16
+    usual_on_servers: ClassVar[int] = 256
+
+    split: str = "train"
+    limit: int = 100
+    seed: int = 0
+    num_in_flight: int | None = None
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    answering: EngineSettings = field(default_factory=EngineSettings)
+    pair: PairSettings = field(default_factory=PairSettings)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_whole("seed", self.seed, 0, MAX_SEED)
+        if self.num_in_flight is not None:
+            require_whole("num_in_flight", self.num_in_flight, 1, 4096)
+
+    def _require_walk(self) -> None:
+        """Refuse a walk that servers cannot be asked for.
+
+        Raises:
+            SpecError: sampling from more tokens than they tell of.
+        """
+        if not self.answering.local and not 1 <= self.num_candidates <= MOST_CANDIDATES:
+            raise SpecError(
+                f"top_k must be in [1, {MOST_CANDIDATES}] where the target is on servers, which tell the probabilities "
+                f"of so many tokens; use --engine local for more, got {self.num_candidates}"
+            )
+
+    @property
+    def in_flight(self) -> int:
+        """Problems under way at once."""
+        return self.num_in_flight or (self.usual_in_flight if self.answering.local else self.usual_on_servers)
+
+    @property
+    def params(self) -> SamplingParams:
+        """Its sampling, for texts of any length."""
+        return SamplingParams(**vars(self.sampling), seed=self.seed)
+
+    @property
+    def num_candidates(self) -> int:
+        """How many of a place's likeliest tokens hold everything that can be sampled there."""
+        return 1 if self.sampling.greedy else self.sampling.top_k
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The miner's own settings, which labels in one store must share; None stands for what is not used."""
+        return {}
+
+    @property
+    def asks_a_judge(self) -> bool:
+        """Whether a language model compares responses, so that the task needs no right answers."""
+        return False
+
+
+@dataclass(frozen=True)
+class AutoJudgeMining(MiningSettings):
+    """AutoJudge's miner (Algorithm 1). Above temperature 0 it samples through Gumbel noise.
+
+    Args:
+        variant: search (Algorithm 1), or naive: every mismatch alone.
+        judge: Compares open-ended responses: openai:model=NAME,url=ADDRESS.
+        api_url: OpenAI-compatible address that has the target; --target is its name there.
+        api_prompts: What the API is sent: text, or tokens (vLLM).
+    """
+
+    miner: ClassVar[str] = "autojudge"
+
+    variant: str = "search"
+    judge: str | None = None
+    api_url: str | None = None
+    api_prompts: str = "text"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("variant", self.variant, ("search", "naive"))
+        if self.api_url is not None and (not self.sampling.greedy or self.pair.draft is None):
+            raise SpecError("a target behind an API needs temperature 0, and a draft by name")
+        if self.api_url is not None and not self.answering.local:
+            raise SpecError("api_url and engine both say where the target is: give one of them")
+        if not self.answering.local and not self.sampling.greedy:
+            raise SpecError(
+                "temperature must be 0 on servers: sampled AutoJudge keys its draws by the prefix, which a server's "
+                f"cannot be; use --engine local, got {self.sampling.temperature:g}"
+            )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"variant": self.variant, "judge": self.judge}
+
+    @property
+    def asks_a_judge(self) -> bool:
+        return self.judge is not None
+
+
+@dataclass(frozen=True)
+class PivotMining(MiningSettings):
+    """PAD's miner (its Algorithm 1): rollouts on both sides of every token that speculative sampling rejects.
+
+    Args:
+        num_rollouts: N: rollouts on each side of a rejected token.
+        alpha: A pivot's utility is below alpha times the base's, 0 to 1.
+        soundness: Judge of non-pivots: equations, or openai:model=NAME,url=ADDRESS.
+    """
+
+    miner: ClassVar[str] = "pivot"
+    usual_in_flight: ClassVar[int] = 4
+    usual_on_servers: ClassVar[int] = 64  # each keeps the draft's cache, and asks for N rollouts at a time
+
+    sampling: SamplingSettings = field(default_factory=lambda: SamplingSettings(temperature=0.6, top_p=0.95, top_k=20))
+    num_rollouts: int = 8
+    alpha: float = 0.8
+    soundness: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sampling.greedy:
+            raise SpecError("temperature must be above 0 for pivot mining, which labels by rollouts, got 0")
+        require_whole("num_rollouts", self.num_rollouts, 1, 4096)
+        require_range("alpha", self.alpha, 0.0, 1.0)
+        self._require_walk()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"num_rollouts": self.num_rollouts, "alpha": self.alpha, "soundness": self.soundness}
+
+
+@dataclass(frozen=True)
+class TraceMining(MiningSettings):
+    """CoSpec's traces (appendix C.1): plain speculative rounds, with a label for which side of a mismatch ends better.
+
+    Args:
+        num_draft_tokens: K of the rounds.
+        max_mismatches: Mismatches labelled in a round, from its first on.
+        num_rollouts: On each side of a mismatch, where sampled; greedily it is one.
+        greedy_branches: Continue both sides greedily although the rounds are sampled.
+        tie: Label where both sides end equally well.
+        judge: Scores both candidates instead of rollouts: openai:model=NAME,url=ADDRESS.
+    """
+
+    miner: ClassVar[str] = "arbitration"
+
+    num_draft_tokens: int = 16
+    max_mismatches: int = 4
+    num_rollouts: int = 4
+    greedy_branches: bool = False
+    tie: float = 0.8
+    judge: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_walk()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        names = ("num_draft_tokens", "max_mismatches", "num_rollouts", "greedy_branches", "tie", "judge")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def asks_a_judge(self) -> bool:
+        return self.judge is not None

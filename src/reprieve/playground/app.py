@@ -1,0 +1,262 @@
+"""The HTTP side: routes, limits, errors, streaming, metrics. Everything that takes time happens in the worker."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from importlib import resources
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.datastructures import Headers
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from reprieve.engine import SamplingParams
+from reprieve.errors import ReprieveError
+from reprieve.playground.failures import KINDS, Disconnected, TimedOut, UnknownModelError, error_of, on_error
+from reprieve.playground.metrics import Metrics
+from reprieve.playground.middleware import BodyLimit, Guard
+from reprieve.playground.prompts import Prompts
+from reprieve.playground.protocol import MAX_CHOICES, ChatBody, CompletionBody, Replies, RequestBody
+from reprieve.playground.settings import ServerSettings
+from reprieve.playground.worker import (
+    Event,
+    Failed,
+    Finished,
+    Job,
+    Piece,
+    Worker,
+    describe_worker,
+)
+from reprieve.types import Generation
+from reprieve.vllm_plugin.menu import Menu
+from reprieve.vllm_plugin.policy import RequestError
+
+
+def create_app(settings: ServerSettings, worker: Worker, menu: Menu, prompts: Prompts, metrics: Metrics) -> FastAPI:
+    """The server, around a worker that has been started."""
+    service = Service(settings, worker, menu, prompts, metrics)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        worker.close(settings.grace)  # the signal has closed it already, where `run` serves
+        await asyncio.to_thread(worker.join)
+
+    app = FastAPI(title="Reprieve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout_s=min(30.0, settings.timeout))
+    app.add_middleware(Guard, admits=service.admits, count=metrics.count_request)
+    if settings.hosts is not None:
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(settings.hosts))
+
+    for kind in KINDS:
+        app.add_exception_handler(kind, on_error)
+    app.add_api_route("/v1/completions", service.complete, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/models", service.models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", service.model, methods=["GET"])
+    app.add_api_route("/v1/reprieve", service.offer, methods=["GET"])
+    app.add_api_route("/health", service.health, methods=["GET"])
+    app.add_api_route("/metrics", service.metrics_page, methods=["GET"])
+    app.add_api_route("/", _playground, methods=["GET"])
+    return app
+
+
+class Service:
+    """What the routes do."""
+
+    def __init__(
+        self, settings: ServerSettings, worker: Worker, menu: Menu, prompts: Prompts, metrics: Metrics
+    ) -> None:
+        self.settings = settings
+        self.worker = worker
+        self.menu = menu
+        self.prompts = prompts
+        self.metrics = metrics
+
+    def admits(self, headers: Headers) -> bool:
+        """Whether a request carries the key, if one is needed."""
+        if self.settings.api_key is None:
+            return True
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), self.settings.api_key.encode())
+
+    async def complete(self, body: CompletionBody, request: Request) -> Response:
+        """`POST /v1/completions`."""
+        if body.n * len(body.prompts) > MAX_CHOICES:
+            message = f"n times the number of prompts must be at most {MAX_CHOICES}, got {body.n * len(body.prompts)}"
+            raise RequestError("n", message)
+        prompts = [await asyncio.to_thread(self.prompts.plain, prompt) for prompt in body.prompts]
+        return await self._answer(body, prompts, "completion", body.max_tokens, body.logprobs, request)
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        """`POST /v1/chat/completions`."""
+        messages = [(message.role, message.text) for message in body.messages]
+        thinking = None if body.chat_template_kwargs is None else body.chat_template_kwargs.enable_thinking
+        prompt = await asyncio.to_thread(self.prompts.chat, messages, thinking)
+        wanted = (body.top_logprobs or 0) if body.logprobs else None
+        if body.top_logprobs is not None and not body.logprobs:
+            raise RequestError("top_logprobs", "top_logprobs needs logprobs=true")
+        limit = body.max_completion_tokens or body.max_tokens
+        return await self._answer(body, [prompt], "chat", limit, wanted, request)
+
+    async def models(self) -> dict[str, Any]:
+        """`GET /v1/models`."""
+        return {"object": "list", "data": [self._model()]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """`GET /v1/models/NAME`."""
+        self._require_model(name)
+        return self._model()
+
+    async def offer(self) -> dict[str, Any]:
+        """`GET /v1/reprieve`: the rules on offer, for clients that let people choose."""
+        return {
+            "model": self.settings.model_name,
+            "num_draft_tokens": self.prompts.num_draft_tokens,
+            "example": self.prompts.example,
+            "rules": self.menu.describe(),
+        }
+
+    async def health(self) -> JSONResponse:
+        """`GET /health`: 200 while the engine's thread lives."""
+        return JSONResponse(describe_worker(self.worker), 200 if self.worker.alive else 503)
+
+    async def metrics_page(self) -> PlainTextResponse:
+        """`GET /metrics`, for Prometheus."""
+        return PlainTextResponse(self.metrics.page(self.worker), media_type=self.metrics.content_type)
+
+    def _model(self) -> dict[str, Any]:
+        return {"id": self.settings.model_name, "object": "model", "created": 0, "owned_by": "reprieve"}
+
+    def _require_model(self, name: str | None) -> None:
+        if name is not None and name != self.settings.model_name:
+            raise UnknownModelError("model", f"model must be {self.settings.model_name!r}, got {name!r}")
+
+    async def _answer(
+        self,
+        body: RequestBody,
+        prompts: Sequence[list[int]],
+        kind: str,
+        max_tokens: int | None,
+        num_logprobs: int | None,
+        request: Request,
+    ) -> Response:
+        self._require_model(body.model)
+        choice = self.menu.choose(body.leniency)
+        room = self.prompts.room(prompts, max_tokens, self.settings.max_tokens)
+        # The playground shows what the target would have said: one logprob more than may have been asked for.
+        wanted = max(num_logprobs or 0, 2) if body.reprieve_provenance else num_logprobs
+        seed = secrets.randbits(31) if body.seed is None else body.seed
+        params: list[SamplingParams] = []
+        for number in range(len(prompts) * body.n):
+            params.append(body.sampling(max_new_tokens=room, seed=(seed + number) % 2**63, num_logprobs=wanted))
+        repeated = [prompt for prompt in prompts for _ in range(body.n)]
+        job = Job(repeated, params, choice, asyncio.get_running_loop())
+        self.worker.submit(job)
+        replies = Replies(
+            kind,
+            f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}",
+            self.settings.model_name or "",
+            self.prompts,
+            choice.rule.spec,
+            provenance=body.reprieve_provenance,
+        )
+        num_read = sum(len(prompt) for prompt in prompts)
+        events = self._events(job, request)
+        if body.stream:
+            first = await anext(events)  # an error before the first token is still an ordinary response
+            lines = self._lines(first, events, replies, body.include_usage, num_read, num_logprobs)
+            return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        made = [event.made async for event in events if isinstance(event, Finished)]
+        return JSONResponse(replies.whole(made, num_read, num_logprobs))
+
+    async def _events(self, job: Job, request: Request) -> AsyncIterator[Event]:
+        """The job's events, until all choices are finished; the job is cancelled when nobody listens any more."""
+        begun = time.monotonic()
+        left, first = len(job.prompts), True
+        watcher = asyncio.create_task(_watch(job, request))
+        try:
+            while left:
+                event = await self._next(job, begun + self.settings.timeout)
+                if isinstance(event, Failed):
+                    if isinstance(event.error, Disconnected):
+                        self.metrics.ended.labels("disconnected").inc()
+                    raise event.error
+                if first:
+                    self.metrics.first_token.observe(time.monotonic() - begun)
+                    first = False
+                left -= isinstance(event, Finished)
+                yield event
+            self.metrics.duration.observe(time.monotonic() - begun)
+        finally:
+            watcher.cancel()
+            job.cancel()
+
+    async def _next(self, job: Job, deadline: float) -> Event:
+        try:
+            return await asyncio.wait_for(job.events.get(), max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            self.metrics.ended.labels("timeout").inc()
+            raise TimedOut(f"the request took longer than {self.settings.timeout:g} s") from None
+
+    async def _lines(
+        self,
+        first: Event,
+        events: AsyncIterator[Event],
+        replies: Replies,
+        include_usage: bool,
+        num_read: int,
+        num_logprobs: int | None,
+    ) -> AsyncIterator[str]:
+        """Server-sent events; an error after the first token becomes one, and ends the stream without [DONE]."""
+        made: list[Generation] = []
+        opened: set[int] = set()
+        try:
+            event: Event | None = first
+            while event is not None:
+                assert not isinstance(event, Failed)
+                if event.index not in opened:
+                    opened.add(event.index)
+                    yield _line(replies.opening(event.index))
+                if isinstance(event, Piece):
+                    yield _line(replies.piece(event.index, event.token, event.text, num_logprobs))
+                else:
+                    made.append(event.made)
+                    yield _line(replies.closing(event.index, event.made))
+                event = await anext(events, None)
+            if include_usage:
+                yield _line(replies.usage(num_read, made))
+            yield "data: [DONE]\n\n"
+        except (TimedOut, Disconnected, ReprieveError) as error:
+            yield _line(error_of(error)[1])
+        finally:
+            await events.aclose()  # type: ignore[attr-defined]
+
+
+async def _watch(job: Job, request: Request) -> None:
+    """Ends a job when its client goes away; what else a client may still send is of no use."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    job.cancel()
+    job.events.put_nowait(Failed(Disconnected("the client went away")))
+
+
+def _line(chunk: dict[str, Any] | None) -> str:
+    return "" if chunk is None else f"data: {json.dumps(chunk)}\n\n"
+
+
+async def _playground() -> HTMLResponse:
+    """The playground: one page, no build step, nothing from elsewhere."""
+    page = resources.files("reprieve.playground").joinpath("playground.html").read_text(encoding="utf-8")
+    policy = (
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+    )
+    return HTMLResponse(page, headers={"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"})

@@ -1,0 +1,202 @@
+"""From a pair and a menu to a running server."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from reprieve.bundles import BUNDLES
+from reprieve.certify.monitor import LosslessCheck, MonitorStatus, QualityMonitor, Served
+from reprieve.drafters import DRAFTERS
+from reprieve.engine import Pair, SpeculativeDecoder
+from reprieve.errors import SpecError
+from reprieve.heads.loading import fitting_length
+from reprieve.models.cached_model import max_positions
+from reprieve.playground.app import create_app
+from reprieve.playground.connections import PatientProtocol
+from reprieve.playground.metrics import Metrics
+from reprieve.playground.prompts import Prompts
+from reprieve.playground.settings import ServerSettings
+from reprieve.playground.worker import Finished, Job, Worker
+from reprieve.settings import AUTO, NumDraftTokens
+from reprieve.tasks import Task, TaskProblem, load_task
+from reprieve.vllm_plugin.menu import Menu
+from reprieve.vllm_plugin.policy import STRICT, Policy
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+
+_MOST_CONNECTIONS = 16_384  # requests are limited by the queue, half-open connections by their time
+
+
+class Monitoring:
+    """Answers a share of the relaxed requests losslessly too, in the background, and updates the metrics.
+
+    Without reference answers, what is counted are answers that the rule changed: no fewer than it can have spoiled.
+    Only greedy requests are checked, since sampled answers differ by themselves.
+
+    Args:
+        settings: of `QualityMonitor`.
+    """
+
+    def __init__(self, decoder: SpeculativeDecoder, task: Task, metrics: Metrics, **settings: Any) -> None:
+        self.monitor = QualityMonitor(LosslessCheck(decoder, task), **settings)
+        metrics.watch_quality(lambda: self.monitor.status)
+        self._seen = 0
+
+    def note(self, job: Job, finished: Finished) -> None:
+        """One finished choice."""
+        if job.choice.strict or not job.params[finished.index].greedy:
+            return
+        self._seen += 1
+        problem = TaskProblem(str(self._seen), "", "")
+        asked, params = job.prompts[finished.index], job.params[finished.index]
+        self.monitor.observe(Served(problem, params, finished.made.text, prompt_ids=asked))
+
+
+def make_app(
+    pair: Pair,
+    policies: list[Policy],
+    settings: ServerSettings,
+    *,
+    on_alarm: Callable[[MonitorStatus], None] = lambda status: None,
+    announce: Callable[[str], None] = lambda line: None,
+) -> FastAPI:
+    """A server around the pair, its rules built and its engine's thread begun.
+
+    The settings' task says when two answers are the same for the quality checks, and wraps chats where the tokenizer
+    has no template; the bundled pair has its own.
+
+    Args:
+        announce: called with a line about each rule.
+
+    Raises:
+        ReprieveError: a rule that the pair cannot serve.
+        PairError: a head or a certificate made for another pair.
+        SpecError: quality checks without a task.
+    """
+    bundle = BUNDLES.get(pair.target_name)
+    name = settings.task or (bundle.task if bundle else None)
+    task = None if name is None else load_task(name)
+    menu = Menu([_fitted(policy, pair, settings) for policy in policies])
+    metrics = Metrics()
+    for policy in menu.policies.values():
+        announce(f"offers {policy.describe()}")
+
+    def make_decoder(name: str | None) -> SpeculativeDecoder:
+        if name is None:
+            k = fitting_length(settings.num_draft_tokens, STRICT)
+            return pair.decoder(STRICT, num_draft_tokens=k, drafter=settings.drafter)
+        policy = menu.policies[name]
+        return pair.decoder(policy.rule, num_draft_tokens=_num_draft_tokens(policy, settings), drafter=settings.drafter)
+
+    watchers = [metrics.count_answer]
+    if settings.check_share:
+        if task is None:
+            raise SpecError("check_share needs a task, which says when two answers are the same: give --task")
+        watch = Monitoring(
+            make_decoder(None),
+            task,
+            metrics,
+            share=settings.check_share,
+            max_drop=settings.max_changed,
+            on_alarm=on_alarm,
+        )
+        watchers.append(watch.note)
+    worker = Worker(
+        make_decoder,
+        max_waiting=settings.max_waiting,
+        on_answer=lambda job, finished: [tell(job, finished) for tell in watchers],  # type: ignore[arg-type]
+    )
+    prompts = _prompts(pair, task, settings)
+    worker.start([None, *menu.policies])
+    app = create_app(settings, worker, menu, prompts, metrics)
+    app.state.worker = worker
+    return app
+
+
+def require_free_port(settings: ServerSettings) -> None:
+    """Refuse a port that cannot be had, before a large model is read.
+
+    Raises:
+        SpecError: names host, port and reason.
+    """
+    try:
+        family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind((settings.host, settings.port))
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SpecError(f"port {settings.port} of {settings.host} cannot be listened on: {reason}") from None
+
+
+def run(app: FastAPI, settings: ServerSettings) -> None:
+    """Serve until told to stop; then requests have `grace` seconds to finish, from the signal on."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            threading.Thread(
+                target=app.state.worker.close, args=(settings.grace,)
+            ).start()  # no locks in a signal handler
+            super().handle_exit(sig, frame)
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    config = uvicorn.Config(
+        app,
+        http=PatientProtocol,
+        host=settings.host,
+        port=settings.port,
+        access_log=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(settings.grace) + 10,  # the worker ends requests before, with a word
+    )
+    Server(config).run()
+
+
+def _fitted(policy: Policy, pair: Pair, settings: ServerSettings) -> Policy:
+    if policy.certificate is not None:
+        made_for = policy.certificate.conditions.pair
+        made_for.require_matches(pair.identity, f"the certificate of {policy.rule.spec}", reads_draft=True)
+    policy = policy.under(engine="local", drafter=settings.drafter, dtype=pair.dtype)
+    k = _num_draft_tokens(policy, settings)
+    head = pair.length_head(k, policy.rule, DRAFTERS.make(settings.drafter))
+    drafts = k if head is None else head.certified()
+    return policy.under(num_draft_tokens=drafts)
+
+
+def _num_draft_tokens(policy: Policy, settings: ServerSettings) -> NumDraftTokens:
+    """What was asked for; where that is left to us, K of the policy's certificate, which holds for no other."""
+    if settings.num_draft_tokens == AUTO and policy.certificate is not None:
+        certified = policy.certificate.conditions.num_draft_tokens
+        if isinstance(certified, int):
+            return certified
+    return fitting_length(settings.num_draft_tokens, policy.rule)
+
+
+def _prompts(pair: Pair, task: Task | None, settings: ServerSettings) -> Prompts:
+    """The pair's text side; chats without a template are wrapped as the task wraps its problems."""
+    wrap: Callable[[str], str] | None = getattr(task, "wrap", None)
+    bundled = pair.target_name in BUNDLES and task is not None
+    return Prompts(
+        pair.tokenizer,
+        max_positions=min(_positions(pair.target), _positions(pair.draft)),
+        vocab_size=pair.vocab_size,
+        wrap=wrap,
+        num_draft_tokens=AUTO if isinstance(settings.num_draft_tokens, str) else settings.num_draft_tokens,
+        asked=settings.asked,
+        example=task.problems("test", 7)[6].prompt if bundled and task is not None else "",  # both models solve it
+    )
+
+
+def _positions(model: Any) -> int:
+    return sys.maxsize if model is None else max_positions(model) or sys.maxsize

@@ -1,0 +1,131 @@
+"""From what clients send to token ids, and how much room is left for the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from reprieve.errors import SpecError
+from reprieve.settings import NumDraftTokens, PromptSettings
+from reprieve.tasks.asking import PromptFormat
+from reprieve.vllm_plugin.policy import RequestError
+
+
+class Prompts:
+    """The text side of a pair.
+
+    Args:
+        tokenizer: of the pair.
+        max_positions: what both models can read.
+        vocab_size: token ids are below it.
+        wrap: makes a prompt of a chat's last message where the tokenizer has no chat template; None refuses chats.
+        num_draft_tokens, example: shown to clients.
+        asked: system prompt and thinking of chats that do not say themselves; needs a chat template.
+
+    Raises:
+        SpecError: `asked` without a chat template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        max_positions: int,
+        vocab_size: int,
+        wrap: Callable[[str], str] | None,
+        num_draft_tokens: NumDraftTokens,
+        example: str = "",
+        asked: PromptSettings | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_positions = max_positions
+        self.vocab_size = vocab_size
+        self.num_draft_tokens = num_draft_tokens
+        self.example = example
+        self._wrap = wrap
+        self._asked = asked or PromptSettings()
+        PromptFormat(tokenizer, self._asked)  # refuses what the tokenizer has no template for
+
+    def plain(self, prompt: str | list[int]) -> list[int]:
+        """A prompt as token ids.
+
+        Raises:
+            RequestError: empty, or a token id out of range.
+        """
+        require_text("prompt", prompt)
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if not token_ids:
+            raise RequestError("prompt", "prompt must hold at least one token, got none")
+        if bad := [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]:
+            raise RequestError("prompt", f"prompt: token ids must be in [0, {self.vocab_size - 1}], got {bad[0]}")
+        return list(token_ids)
+
+    def chat(self, messages: Sequence[tuple[str, str]], thinking: bool | None = None) -> list[int]:
+        """A conversation (roles and texts) as token ids: by the tokenizer's template, else by `wrap`.
+
+        Args:
+            thinking: the request's own word for the template's `enable_thinking`.
+
+        Raises:
+            RequestError: neither is there, or the template refuses these messages.
+        """
+        for _, message in messages:
+            require_text("messages", message)
+        if self.tokenizer.chat_template:
+            turns = [{"role": role, "content": text} for role, text in messages]
+            asked = PromptSettings(
+                chat_template=True,
+                system_prompt=None if turns[0]["role"] == "system" else self._asked.system_prompt,
+                thinking=self._asked.thinking if thinking is None else "on" if thinking else "off",
+            )
+            try:
+                return self.plain(PromptFormat(self.tokenizer, asked).encode(turns))
+            except SpecError as error:
+                raise RequestError("messages", f"messages: the chat template refuses them: {error}") from None
+        if self._wrap is None:
+            raise RequestError("messages", "this model has no chat template; use /v1/completions")
+        if len(messages) != 1 or messages[0][0] != "user":
+            raise RequestError(
+                "messages",
+                f"messages: this model has no chat template and takes one user message, got {len(messages)} messages",
+            )
+        return self.plain(self._wrap(messages[0][1]))
+
+    def room(self, prompts: Sequence[list[int]], asked: int | None, largest: int) -> int:
+        """New tokens that each choice may have: what was asked for, else as many as fit, at most `largest`.
+
+        Raises:
+            RequestError: a prompt that fills the context, or more new tokens than fit or the server allows.
+        """
+        longest = max(len(prompt) for prompt in prompts)
+        left = self.max_positions - longest
+        if left < 1:
+            raise RequestError("prompt", f"prompt must hold at most {self.max_positions - 1} tokens, got {longest}")
+        if asked is not None and asked > min(left, largest):
+            raise RequestError(
+                "max_tokens",
+                f"max_tokens must be in [1, {min(left, largest)}] beside a prompt of {longest} tokens (the models read "
+                f"{self.max_positions}, this server writes up to {largest}), got {asked}",
+            )
+        return min(left if asked is None else asked, largest)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Token ids to text, special tokens included."""
+        return str(self.tokenizer.decode(token_ids))
+
+    def visible(self, token_ids: list[int]) -> str:
+        """Token ids to text as answers hold it, without special tokens."""
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def require_text(field: str, text: Any) -> None:
+    """Refuse a text with half of a character (a lone surrogate), which JSON can hold and no tokenizer can read.
+
+    Raises:
+        RequestError: names the field.
+    """
+    if isinstance(text, str):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(field, f"{field} must be valid Unicode, got {text[error.start]!r}") from None

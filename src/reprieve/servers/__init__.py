@@ -1,1 +1,0 @@
-"""OpenAI-compatible servers that hold the target: running ones, and vLLM started here."""

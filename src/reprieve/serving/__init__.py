@@ -1,1 +1,0 @@
-"""Serving: a plugin for vLLM and a small OpenAI-compatible server over the local engine."""

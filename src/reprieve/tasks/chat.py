@@ -1,0 +1,98 @@
+"""Language models as judges, behind one small protocol."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Protocol
+
+from reprieve.errors import ReprieveError, SpecError, import_extra
+
+
+class Chat(Protocol):
+    """A model that answers a prompt."""
+
+    async def ask(self, prompt: str, *, attempt: int = 0) -> str:
+        """The reply; another `attempt` may give another one."""
+        ...
+
+
+class OpenAIChat:
+    """A model behind an OpenAI-compatible chat API; the key comes from OPENAI_API_KEY.
+
+    Args:
+        model: its name there.
+        url: base address; None for the client's default.
+        temperature: of its replies; votes need one above 0 to differ.
+
+    Raises:
+        ReprieveError: the `openai` package is missing, or no key is set.
+    """
+
+    def __init__(self, model: str, *, url: str | None = None, temperature: float = 1.0, seed: int = 0) -> None:
+        if not model:
+            raise SpecError("a judge needs the name of a model, got an empty one")
+        self.model = model
+        self.temperature = temperature
+        self.seed = seed
+        self._client = openai_client(url)
+
+    async def ask(self, prompt: str, *, attempt: int = 0) -> str:
+        """See `Chat`."""
+        reply = await self._client.chat.completions.create(
+            model=self.model,
+            messages=[{"role": "user", "content": prompt}],
+            temperature=self.temperature,
+            seed=self.seed + attempt,
+        )
+        return reply.choices[0].message.content or ""
+
+
+def openai_client(url: str | None) -> Any:
+    """An asynchronous client that retries what a server refuses for a moment.
+
+    Raises:
+        ReprieveError: the `openai` package is missing, or no key is set.
+    """
+    openai = import_extra("openai", "api")
+    try:
+        return openai.AsyncOpenAI(base_url=url, max_retries=5)
+    except openai.OpenAIError as error:
+        raise ReprieveError(f"the API client cannot start: {error}") from None
+
+
+_VERDICT = re.compile(r"\[\[(A>>B|A>B|A=B|B>A|B>>A)\]\]")
+_PROMPT = """\
+Two assistants, A and B, answered the same request. Compare their answers: correctness first, then how well they do
+what was asked, then clarity. Ignore which came first, and do not prefer the longer one for its length.
+
+Request:
+{question}
+
+Answer of assistant A:
+{running}
+
+Answer of assistant B:
+{changed}
+
+Explain in a sentence or two, then end with exactly one of these verdicts:
+[[A>>B]] A is much better   [[A>B]] A is slightly better   [[A=B]] about the same
+[[B>A]] B is slightly better   [[B>>A]] B is much better"""
+
+FIRST_BETTER, SECOND_BETTER = ("A>>B", "A>B"), ("B>>A", "B>A")
+
+
+async def ask_verdict(
+    chat: Chat, question: str, first: str, second: str, *, number: int = 0, num_tries: int = 3
+) -> str | None:
+    """One vote on two answers, `A>>B` to `B>>A`; None where no reply holds a verdict.
+
+    Args:
+        number: of the vote; another one may turn out otherwise.
+        num_tries: how often a reply without a verdict is asked for again.
+    """
+    prompt = _PROMPT.format(question=question, running=first, changed=second)
+    for attempt in range(num_tries):
+        replies = _VERDICT.findall(await chat.ask(prompt, attempt=number * num_tries + attempt))
+        if replies:
+            return str(replies[-1])
+    return None

@@ -1,0 +1,1 @@
+"""Generator of the bundled tasks' word problems."""

@@ -1,0 +1,177 @@
+"""Problems of the bundled tasks: what is asked, what has to be computed, and how a solution is worded.
+
+A problem is a question, a list of arithmetic steps and an answer. The arithmetic pair tells the same steps in two
+wordings at several *choice points* (opener, hedge, body, operand order, step order, introduction). A `Style` holds the
+probability of the second wording at each of them. Target and draft are trained on different styles, so they disagree
+on words far more often than on numbers, which is what the relaxed rules need to have something to rescue. The
+miniature's wordings are in `reprieve.tasks.generated.wordings`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from reprieve.tasks.generated.families import FAMILIES, LARGE, ROUND, SMALL, Step
+
+Segments = list[tuple[str, bool]]  # text, whether a training's loss counts it
+SPLITS = ("train", "validation", "test")
+# Share of the hash space each split owns. A question belongs to exactly one split, whatever the seeds.
+_VALIDATION_BUCKETS = range(16)
+_TEST_BUCKETS = range(16, 48)
+_NUM_BUCKETS = 256
+# What the task's problems are like; the models are trained on mixtures of their own. Chosen on the validation split, so
+# that target and draft are as far apart as the papers' pairs are (docs/measured/pair.md).
+LARGE_SHARE = 0.25
+FAMILY_WEIGHTS = {"chain": 1.0, "compare": 0.3, "shop": 1.0, "work": 1.0, "share": 1.5}
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a set of problems is like.
+
+    Args:
+        family_weights: relative frequency of each family.
+        large_share: how many of the problems use large numbers, 0 to 1.
+        large_shares: the same for single families, instead.
+        round_share: how many of the `share` problems of two or more steps ask any percentage of round numbers, 0 to 1.
+        step_weights: relative frequency of each number of steps, from `fewest_steps` on; None for 2 to 6 alike.
+        fewest_steps: what `step_weights` begins with.
+    """
+
+    family_weights: Mapping[str, float]
+    large_share: float
+    large_shares: Mapping[str, float] = field(default_factory=dict)
+    round_share: float = 0.0
+    step_weights: tuple[float, ...] | None = None
+    fewest_steps: int = 2
+
+    def __post_init__(self) -> None:
+        if unknown := {*self.family_weights, *self.large_shares} - set(FAMILIES):
+            raise ValueError(f"families must be among {sorted(FAMILIES)}, got {sorted(unknown)}")
+
+
+ARITHMETIC = Contents(FAMILY_WEIGHTS, LARGE_SHARE)
+MINIATURE = Contents(
+    {"chain": 1.15, "compare": 0.05, "shop": 0.7, "work": 1.1, "share": 1.5},
+    large_share=0.25,
+    large_shares={"share": 0.5},
+    round_share=0.36,
+    step_weights=(1.0, 1.2, 1.2, 1.2, 1.2, 1.0, 0.7, 0.5),
+    fewest_steps=1,
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question, the steps that solve it, and the answer (the last step's result)."""
+
+    problem_id: str
+    family: str
+    question: str
+    steps: tuple[Step, ...]
+
+    @property
+    def answer(self) -> int:
+        return self.steps[-1].result
+
+    @property
+    def prompt(self) -> str:
+        """The exact text a model is given; the solution follows it."""
+        return f"Question: {self.question}\nAnswer:"
+
+
+class Teller(Protocol):
+    """How a model words its solutions."""
+
+    def tell(self, problem: Problem, rng: random.Random) -> Segments:
+        """A problem's worked solution."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """Probability, 0 to 1, of the second wording at each choice point."""
+
+    intro: float = 0.0
+    opener: float = 0.0
+    hedge: float = 0.0
+    body: float = 0.0
+    commute: float = 0.0
+    order: float = 0.0
+
+    @classmethod
+    def uniform(cls, probability: float) -> Style:
+        """The same probability at every choice point."""
+        return cls(*[probability] * 6)
+
+    def tell(self, problem: Problem, rng: random.Random) -> Segments:
+        """The worked solution in this style, with a leading space, ending in `The final answer is N.`."""
+
+        def second(probability: float) -> bool:
+            return rng.random() < probability
+
+        sentences = ["Here is the whole story." if second(self.intro) else "Let us work through this."]
+        steps = ordered(problem.steps, reverse=second(self.order))
+        for number, step in enumerate(steps):
+            place = 0 if number == 0 else 2 if number == len(steps) - 1 else 1
+            opener = (("First", "Initially"), ("Then", "Next"), ("Finally", "Lastly"))[place][second(self.opener)]
+            hedge = "it follows that" if second(self.hedge) else "we know that"
+            equation = step.equation(commuted=second(self.commute))
+            if second(self.body):
+                body = f"the number of {step.unit} {step.subject} {step.verb}{step.tail} is {equation}"
+            else:
+                body = f"{step.subject} {step.verb} a total of {equation} {step.unit}{step.tail}"
+            sentences.append(f"{opener}, {hedge} {body}.")
+        sentences.append(f"The final answer is {problem.answer}.")
+        return [(" " + " ".join(sentences), True)]
+
+
+def split_of(question: str) -> str:
+    """The one split a question belongs to, from a hash of its text, so that splits cannot overlap."""
+    bucket = int.from_bytes(hashlib.sha256(question.encode()).digest()[:4], "big") % _NUM_BUCKETS
+    if bucket in _VALIDATION_BUCKETS:
+        return "validation"
+    return "test" if bucket in _TEST_BUCKETS else "train"
+
+
+def draw_problem(split: str, index: int, *, seed: int = 0, contents: Contents = ARITHMETIC) -> Problem:
+    """Problem number `index` of a split; the same arguments always give the same problem.
+
+    Args:
+        split: one of `SPLITS`.
+        index: 0 or more.
+        seed: another seed gives other problems of the same split.
+        contents: what the problems are like.
+
+    Raises:
+        ValueError: unknown split, or a negative index.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+    if index < 0:
+        raise ValueError(f"index must be 0 or more, got {index}")
+    rng = random.Random(f"{seed}:{split}:{index}")
+    weights, steps_like = contents.family_weights, contents.step_weights
+    family = rng.choices(list(weights), list(weights.values()))[0]
+    while True:
+        ranges = LARGE if rng.random() < contents.large_shares.get(family, contents.large_share) else SMALL
+        if steps_like:
+            numbers = range(contents.fewest_steps, contents.fewest_steps + len(steps_like))
+            num_steps = rng.choices(numbers, steps_like)[0]
+        else:
+            num_steps = rng.randint(2, 6)
+        rounds = contents.round_share if family == "share" and num_steps > 1 else 0.0
+        if rounds and rng.random() < rounds:
+            ranges = ROUND
+        question, steps = FAMILIES[family](rng, num_steps, ranges)
+        if split_of(question) == split:
+            return Problem(f"{split}-{seed}-{index}", family, question, tuple(steps))
+
+
+def ordered(steps: tuple[Step, ...], *, reverse: bool) -> list[Step]:
+    """Steps in the order told: those marked `free` come first and may be told backwards."""
+    free = [step for step in steps if step.free]
+    return (free[::-1] if reverse else free) + [step for step in steps if not step.free]

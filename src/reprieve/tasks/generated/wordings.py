@@ -1,0 +1,135 @@
+"""How the miniature's solutions are told: five wordings of everything, preferences, slips that are noticed.
+
+At every *place* of a solution (introduction, opener, hedge, body, order of operands, order of steps) there are several
+wordings. A `Voice` prefers some of them, others in other contexts, so that both models are spread over all wordings,
+as real pairs are. One wording of each place is rare in the target's voice, and harmless. Some solutions get a result
+wrong, notice it and repair it, so that one wrong token need not end wrong.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import cache
+
+from reprieve.tasks.generated.families import Step, evaluate
+from reprieve.tasks.generated.problems import Problem, Segments, ordered
+
+# The last wording of each place is the rare one.
+SENTENCES = {
+    "intro": (
+        "Let us work through this.", "Here is the whole story.", "We go step by step.", "This is how it goes.",
+        "Take it slowly.",
+    ),
+    "first": ("First", "Initially", "To start", "At the beginning", "Straight away"),
+    "middle": ("Then", "Next", "After that", "Now", "Moving on"),
+    "last": ("Finally", "Lastly", "In the end", "At last", "To finish"),
+    "hedge": ("we know that", "it follows that", "we see that", "this means that", "clearly"),
+    "body": (
+        "{subject} {verb} a total of {equation} {unit}{tail}",
+        "the number of {unit} {subject} {verb}{tail} is {equation}",
+        "{subject} {verb} exactly {equation} {unit}{tail}",
+        "{equation} is how many {unit} {subject} {verb}{tail}",
+        "with {equation}, {subject} {verb} so many {unit}{tail}",
+    ),
+}  # fmt: skip
+SHARES = (0.55, 0.23, 0.135, 0.07)  # of a voice's first, second, third and fourth choice
+RARE = 0.015
+_SWAPPED = 0.25  # share of the operand order and step order that a voice does not prefer
+
+
+@dataclass(frozen=True)
+class Voice:
+    """What one model prefers to say, and how often it slips.
+
+    Args:
+        seed: of the order in which it prefers the wordings of each context.
+        like: another voice whose order it takes over in `agreement` of the contexts.
+        agreement: 0 to 1.
+        fond_of_rare: share of contexts, 0 to 1, where its first choice is the wording that is rare elsewhere.
+        slips: share of solutions, 0 to 1, that get one result wrong and repair it.
+    """
+
+    seed: int
+    like: Voice | None = None
+    agreement: float = 0.0
+    fond_of_rare: float = 0.0
+    slips: float = 0.25
+
+    def weights(self, place: str, context: str) -> tuple[float, ...]:
+        """Probability of each wording of a place in a context, such as a family and an operator."""
+        return _weights(self, place, context)
+
+    def swaps(self, place: str, context: str) -> float:
+        """Probability of the second of two orders."""
+        draw = _draw(self, place, context)
+        if self.like is not None and draw.random() < self.agreement:
+            return self.like.swaps(place, context)
+        return _SWAPPED if draw.random() < 0.5 else 1 - _SWAPPED
+
+    def tell(self, problem: Problem, rng: random.Random) -> Segments:
+        """The worked solution, with a leading space, ending in `The final answer is N.`; slips are not learned."""
+        family = problem.family
+        steps = ordered(problem.steps, reverse=rng.random() < self.swaps("order", family))
+        slip = rng.randrange(len(steps)) if rng.random() < self.slips else None
+        told: Segments = [(f" {self._choose('intro', family, rng)}", True)]
+        for number, step in enumerate(steps):
+            place = "first" if number == 0 else "middle" if number < len(steps) - 1 else "last"
+            context = f"{family} {step.operator}"
+            opener = self._choose(place, family, rng)
+            hedge = self._choose("hedge", context, rng)
+            commuted = rng.random() < self.swaps("commute", context)
+            said, result = step.equation(commuted=commuted).rsplit("=", 1)
+            before, after = _body(step, self._choose("body", context, rng))
+            told.append((f" {opener}, {hedge} {before}{said}=", True))
+            if number == slip:
+                told += [(_wrong(step, rng), False), (f"{after}. Wait, that is wrong: {said}={result}.", True)]
+            else:
+                told.append((f"{result}{after}.", True))
+        told.append((f" The final answer is {problem.answer}.", True))
+        return told
+
+    def _choose(self, place: str, context: str, rng: random.Random) -> str:
+        return rng.choices(SENTENCES[place], self.weights(place, context))[0]
+
+
+@cache
+def _weights(voice: Voice, place: str, context: str) -> tuple[float, ...]:
+    draw = _draw(voice, place, context)
+    if voice.like is not None and draw.random() < voice.agreement:
+        return voice.like.weights(place, context)
+    order = draw.sample(range(len(SHARES)), len(SHARES))
+    shares = [*SHARES, RARE]
+    if draw.random() < voice.fond_of_rare:
+        order, shares = [len(SHARES), *order], [SHARES[0], *SHARES[1:], RARE]
+    else:
+        order = [*order, len(SHARES)]
+    weights = [0.0] * len(shares)
+    for wording, share in zip(order, shares, strict=True):
+        weights[wording] = share
+    return tuple(weights)
+
+
+def _draw(voice: Voice, place: str, context: str) -> random.Random:
+    return random.Random(f"voice:{voice.seed}:{place}:{context}")
+
+
+def _body(step: Step, template: str) -> tuple[str, str]:
+    """What stands before and after the equation."""
+    before, after = template.split("{equation}")
+    words = {"subject": step.subject, "verb": step.verb, "unit": step.unit, "tail": step.tail}
+    return before.format(**words), after.format(**words)
+
+
+def _wrong(step: Step, rng: random.Random) -> str:
+    """A result as a slip makes it: one digit wrong, a carry forgotten, or another operation."""
+    right = str(step.result)
+    if rng.random() < 0.6:
+        place = rng.randrange(len(right))
+        digits = [digit for digit in "0123456789" if digit != right[place] and (digit != "0" or place or right == "0")]
+        return right[:place] + rng.choice(digits) + right[place + 1 :]
+    offsets = [value for value in (-10, -1, 1, 10) if step.result + value >= 0]
+    if rng.random() < 0.7 or step.operator not in "+-":
+        return str(step.result + rng.choice(offsets))
+    other = abs(evaluate(step.left, "-" if step.operator == "+" else "+", step.right))
+    return str(other if other != step.result else step.result + 1)

@@ -1,0 +1,156 @@
+"""Where the plugin's configuration comes from, and what a vLLM set-up must offer a rule."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from reprieve.backends.request_fields import require_handed_out
+from reprieve.errors import PairError, ReprieveError, SpecError, require_choice
+from reprieve.heads.binding import tokenizer_fingerprint
+from reprieve.needs import Need
+from reprieve.rules import Rule
+from reprieve.vllm_plugin.menu import Menu
+
+VARIABLE = "REPRIEVE_VLLM"
+KEY = "reprieve"
+# What was run, with which model runner; other versions are warned about, and judged by their parts (see `probing`).
+TESTED = {"0.31": ("v1", "v2"), "0.32": ("v1", "v2")}
+
+
+def source_of(additional_config: Any) -> Any:
+    """What `--additional-config` says, else the environment variable; None where the plugin is off."""
+    if isinstance(additional_config, Mapping) and KEY in additional_config:
+        given = additional_config[KEY]
+        return None if given is False else given
+    return os.environ.get(VARIABLE) or None
+
+
+def load_menu(source: Any, target: str, **conditions: Any) -> Menu:
+    """The operator's rules, read once a process.
+
+    Args:
+        target: name or folder of the model that is served.
+        conditions: that hold in this server (`Policy.under`).
+
+    Raises:
+        ReprieveError: see `Menu.load`.
+    """
+    try:
+        text = json.dumps(source, sort_keys=True)
+    except TypeError:
+        raise SpecError(f"the configuration must be what JSON can hold, got {source!r}") from None
+    return _load_under(text, target, **conditions) if conditions else _load(text, target)
+
+
+@lru_cache
+def _load(source: str, target: str) -> Menu:
+    return Menu.load(json.loads(source), target=target)
+
+
+@lru_cache
+def _load_under(source: str, target: str, **conditions: Any) -> Menu:
+    return _load(source, target).change(lambda policy: policy.under(**conditions))
+
+
+def version_warning(version: str, runner: str) -> str:
+    """What to say of a vLLM that was not run with this plugin; empty for the tested ones."""
+    if runner in TESTED.get(".".join(version.split(".")[:2]), ()):
+        return ""
+    tested = ", ".join(f"{name} ({' and '.join(runners)})" for name, runners in TESTED.items())
+    return (
+        f"Reprieve was run with vLLM {tested}, this is {version} with {runner}: its parts look right and the self-test "
+        "decides; compare some answers with the local engine's before you serve"
+    )
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The part of a vLLM configuration that decides whether a rule can work."""
+
+    method: str | None  # of speculative decoding; None without
+    rejection_sample_method: str
+    has_draft_logits: bool  # whether the drafter computes a distribution that can be read
+    heterogeneous_vocab: bool
+    runner: str  # v1 or v2
+    batch_sharded: bool  # ranks sample different requests (V2)
+    adaptive_verification: bool  # blocks are cut before they are verified (V2)
+    sampling_mask: bool  # the support of each draw is handed out (V2)
+    processed_logprobs: bool  # log-probabilities are read from logits that the rules have changed (V2)
+    async_scheduling: bool
+    hidden_size: int
+
+    def require(self, menu: Menu) -> None:
+        """Refuse what would fail, or would silently serve losslessly.
+
+        Raises:
+            ReprieveError: says what is missing and the way out.
+        """
+        if self.method is None:
+            raise ReprieveError("rules need speculative decoding: give vLLM a --speculative-config")
+        require_choice("rejection_sample_method", self.rejection_sample_method, ("standard",))
+        if self.runner == "v2" and self.processed_logprobs:
+            raise ReprieveError(
+                "on the V2 model runner rules change the logits that processed log-probabilities are read from: set "
+                "--logprobs-mode raw_logprobs"
+            )
+        if self.sampling_mask:
+            raise ReprieveError("return_sampling_mask would show the rules' edits: do not ask vLLM for it")
+        if self.batch_sharded:
+            raise ReprieveError(
+                "with batch-sharded sampling ranks sample different requests, which rules cannot follow: start vLLM "
+                "with --no-enable-batch-sharded-sampling"
+            )
+        if self.adaptive_verification:
+            raise ReprieveError(
+                "adaptive verification cuts blocks unseen by rules: give --speculative-config "
+                '"enable_adaptive_verification": false'
+            )
+        for rule in menu.rules:
+            self._require_inputs(rule)
+
+    def _require_inputs(self, rule: Rule) -> None:
+        needs = rule.traits.needs
+        require_handed_out(rule)
+        if Need.DRAFT_PROBS in needs and not self.has_draft_logits:
+            could = self.runner == "v2" and "ngram" not in str(self.method)
+            hint = ' (on the V2 model runner: add "draft_sample_method": "probabilistic")' if could else ""
+            raise SpecError(
+                f"rule {rule.spec} needs draft probabilities, which method {self.method!r} does not keep{hint}"
+            )
+        if Need.DRAFT_PROBS in needs and self.heterogeneous_vocab:
+            raise SpecError(
+                f"rule {rule.spec} needs draft probabilities over the target's vocabulary: unset "
+                "use_heterogeneous_vocab"
+            )
+        if Need.CONTEXT in needs and self.async_scheduling and self.runner == "v1":
+            raise SpecError(
+                f"rule {rule.spec} reads the text, which asynchronous scheduling has not got in time on the V1 model "
+                "runner: start vLLM with --no-async-scheduling"
+            )
+        for name, head in rule.heads:
+            wanted = head.features_of(self.hidden_size)
+            if head.num_features != wanted:
+                raise SpecError(
+                    f"head {name!r} reads {head.num_features} features, this target gives {wanted}: it was made for "
+                    f"{head.pair.target!r}"
+                )
+
+
+def require_tokenizer(rule: Rule, tokenizer: Any) -> None:
+    """Refuse heads made for another tokenizer. Weights cannot be compared: vLLM keeps them in a layout of its own.
+
+    Raises:
+        PairError: names the head and whom it was made for.
+    """
+    fingerprint = tokenizer_fingerprint(tokenizer.get_vocab())
+    for name, head in rule.heads:
+        if head.pair.tokenizer != fingerprint:
+            raise PairError(
+                f"head {name!r} was made for target {head.pair.target!r}, whose tokenizer is another one "
+                f"({head.pair.tokenizer} and {fingerprint})"
+            )

@@ -1,0 +1,145 @@
+"""The rules a server offers, and how one request chooses among them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from reprieve.backends.request_fields import FIELDS, SWITCH
+from reprieve.errors import SpecError
+from reprieve.needs import Need
+from reprieve.rules import LosslessRule, Rule
+from reprieve.vllm_plugin.policy import STRICT, Policy, RequestError, read_settings
+
+
+def stops(policy: Policy) -> list[float]:
+    """Values of the rule's dial for a slider, strict to lenient, the operator's own among them, none beyond the cap."""
+    rule = policy.rule
+    if rule.dial is None:
+        return []
+    own = rule.dial_value  # None where it sets no limit, such as math_symbols without a cap on the rank
+    values = {*rule.dial.stops, *([] if own is None else [own]), *policy.levels.values()}
+    settings = []
+    for value in values:
+        try:
+            settings.append((rule.with_dial(value).looseness, value))
+        except SpecError:  # this rule's range is narrower than its family's
+            continue
+    cap = math.inf if policy.max_threshold is None else rule.with_dial(policy.max_threshold).looseness
+    return [float(value) for looseness, value in sorted(settings) if looseness <= cap and math.isfinite(value)]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a request gets: one of the offered rules, in its own setting."""
+
+    name: str
+    rule: Rule
+    follows_load: bool = False  # nothing was asked for: the operator's table of loads decides, round by round
+
+    @property
+    def strict(self) -> bool:
+        return isinstance(self.rule, LosslessRule)
+
+    @property
+    def dial(self) -> float | None:
+        return self.rule.dial_value
+
+
+class Menu:
+    """Rules by name; the first is what a request gets that asks for nothing.
+
+    Args:
+        policies: one for each rule offered.
+
+    Raises:
+        SpecError: none, or two rules that would share a name.
+    """
+
+    def __init__(self, policies: Sequence[Policy]) -> None:
+        if not policies:
+            raise SpecError("a server needs at least one rule, got none")
+        self.policies: dict[str, Policy] = {}
+        for policy in policies:
+            if isinstance(policy.rule, LosslessRule) and policy.rule.spec != STRICT.spec:
+                raise SpecError(f"rule {policy.rule.spec} cannot be offered; lossless always is, as {SWITCH}=off")
+            if any(policy.rule.spec == other.rule.spec for other in self.policies.values()):
+                raise SpecError(f"rule {policy.rule.spec} is offered twice")
+            name = policy.rule.name if policy.rule.name not in self.policies else policy.rule.spec
+            self.policies[name] = policy
+
+    @classmethod
+    def load(cls, source: str | Mapping[str, Any], *, target: str | None = None) -> Menu:
+        """From a rule's specification, a JSON file, or its content; `{"rules": [...]}` holds several of these.
+
+        Raises:
+            ReprieveError: see `Policy.load`.
+            SpecError: see `Policy.load`.
+        """
+        settings = read_settings(source)
+        if "rules" not in settings:
+            return cls([Policy.load(settings, target=target)])
+        offered = settings["rules"]
+        if len(settings) > 1 or not isinstance(offered, list) or not offered:
+            raise SpecError(f"rules must stand alone and be a list of rules, got {settings!r}")
+        return cls([Policy.load(item, target=target) for item in offered])
+
+    def change(self, change: Callable[[Policy], Policy]) -> Menu:
+        """The same rules, by the same names, with a change made to each policy."""
+        menu = Menu(list(self.policies.values()))
+        menu.policies = {name: change(policy) for name, policy in self.policies.items()}
+        return menu
+
+    @property
+    def rules(self) -> list[Rule]:
+        """The operator's rules, as they stand."""
+        return [policy.rule for policy in self.policies.values()]
+
+    @cached_property
+    def needs(self) -> frozenset[Need]:
+        """What at least one of the rules reads."""
+        return frozenset().union(*(rule.traits.needs for rule in self.rules))
+
+    @cached_property
+    def reads_raw_logits(self) -> bool:
+        """Whether a rule reads the model's own distribution, as heads do, beside the one that tokens are drawn from."""
+        states = {Need.NODE_HIDDEN, Need.PARENT_HIDDEN}
+        return bool(states & self.needs) or any(rule.traits.beyond_truncation for rule in self.rules)
+
+    def choose(self, fields: Mapping[str, Any] | None, *, num_running: int = 1) -> Choice:
+        """The rule and setting a request gets, while so many are running.
+
+        Raises:
+            RequestError: a rule that is not offered, or what `Policy.resolve` refuses.
+        """
+        asked = dict(fields or {})
+        name = asked.get(SWITCH)
+        if name is None or name in ("on", "off"):
+            name = next(iter(self.policies))
+        elif isinstance(name, str) and name in self.policies:
+            asked[SWITCH] = "on"
+        else:
+            raise RequestError(SWITCH, f"{SWITCH} must be one of on, off, {', '.join(self.policies)}, got {name!r}")
+        silent = not any(asked.get(field) not in (None, "on") for field in FIELDS)
+        policy = self.policies[name]
+        if silent and policy.by_load:
+            return Choice(name, policy.at_load(num_running), follows_load=True)
+        return Choice(name, policy.resolve(asked))
+
+    def describe(self) -> list[dict[str, Any]]:
+        """For clients: each rule, its dial, where a slider may stop, and its certificate."""
+        return [
+            {
+                "name": name,
+                "spec": policy.rule.spec,
+                "dial": None if policy.rule.dial is None else policy.rule.dial.name,
+                "value": policy.standard.dial_value,
+                "stops": stops(policy),
+                "levels": {"strict": None, **policy.levels},
+                "certificate": None if policy.certificate is None else policy.certificate.statement,
+            }
+            for name, policy in self.policies.items()
+        ]

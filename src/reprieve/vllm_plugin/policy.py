@@ -1,0 +1,322 @@
+"""What a request may ask of the rule, and what it gets: the same words on vLLM and on the local server.
+
+A request names a threshold, a level (`strict`, `certified`, `fast`), or switches the rule off. The operator says what
+the levels mean and how far a request may go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from reprieve.backends.request_fields import FIELDS, LEVEL, PREFIX, SWITCH, THRESHOLD
+from reprieve.errors import ReprieveError, SpecError
+from reprieve.files import read_json
+from reprieve.heads.certificates import Certificate, portable_spec, read_certificates
+from reprieve.heads.loading import attach_heads, head_folders
+from reprieve.rules import LosslessRule, Rule, parse_rule
+
+LEVELS = ("strict", "certified", "fast")
+STRICT = LosslessRule()
+_LONGEST_NAME = 100
+_LONGEST = 500  # characters of a message: it goes into logs, with what a client sent
+_KEYS = ("rule", "certified", "fast", "default", "max_threshold", "certificate", "by_load")
+
+
+class RequestError(SpecError):
+    """A request that asks for what it cannot have; `parameter` names the field."""
+
+    def __init__(self, parameter: str, message: str) -> None:
+        super().__init__(message if len(message) <= _LONGEST else f"{message[:_LONGEST]}...")
+        self.parameter = parameter
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The operator's rule, what the levels mean, and the cap.
+
+    Args:
+        rule: in force where a request asks for nothing and there is no `default`; heads attached.
+        levels: value of the rule's dial at `certified` and `fast`, as far as the operator names them; `strict` is
+            always the lossless check.
+        default: level of requests that ask for nothing; None for the rule as it stands.
+        max_threshold: most lenient value of the dial a request may ask for; None for no cap.
+        certificate: what was promised of the `certified` level; None where nothing was.
+        other_certificates: of the same rule, made under other conditions or of stricter thresholds.
+        by_load: for requests that ask for nothing: from how many running requests on, which value of the dial; the
+            last that fits is in force, and below the first the default is.
+        set_aside: why a certificate that was found does not hold here; empty where none was set aside.
+
+    Raises:
+        SpecError: an unknown level, a value out of the dial's range, or a level beyond the cap.
+    """
+
+    rule: Rule
+    levels: Mapping[str, float] = field(default_factory=dict)
+    default: str | None = None
+    max_threshold: float | None = None
+    certificate: Certificate | None = None
+    other_certificates: tuple[Certificate, ...] = ()
+    by_load: tuple[tuple[int, float], ...] = ()
+    set_aside: str = ""
+
+    def __post_init__(self) -> None:
+        if self.max_threshold is not None:
+            self.rule.with_dial(self.max_threshold)
+        for level, value in self.levels.items():
+            if level not in LEVELS[1:]:
+                raise SpecError(f"levels must be among certified, fast, got {level!r}")
+            self._within_cap(self.rule.with_dial(value), level)
+        at = {level: self.rule.with_dial(value).looseness for level, value in self.levels.items()}
+        if len(at) == 2 and at["fast"] < at["certified"]:
+            raise SpecError(
+                f"fast must be no stricter than certified ({self.levels['certified']:g}), got {self.levels['fast']:g}"
+            )
+        if self.default is not None and self.default != "strict" and self.default not in self.levels:
+            known = ", ".join(("strict", *self.levels))
+            raise SpecError(f"default must be one of {known}, got {self.default!r}")
+        self._within_cap(self.rule, "rule")
+        self._require_loads()
+
+    def _require_loads(self) -> None:
+        counts = [count for count, _ in self.by_load]
+        if counts != sorted(set(counts)) or any(count < 1 for count in counts):
+            raise SpecError(f"by_load must name rising numbers of requests, 1 or more, got {counts}")
+        certified = self.certificate and self.rule.with_dial(self.certificate.threshold)
+        for count, value in self.by_load:
+            rule = self.rule.with_dial(value)
+            self._within_cap(rule, f"by_load at {count} requests")
+            if certified and rule.looseness > certified.looseness:
+                raise SpecError(
+                    f"by_load at {count} requests must be no more lenient than the certificate allows "
+                    f"({certified.dial_value:g}), got {value:g}"
+                )
+
+    @classmethod
+    def load(cls, source: str | Mapping[str, Any], *, target: str | None = None) -> Policy:
+        """From a rule's specification, a JSON file, or its content.
+
+        A certificate that belongs to the rule's head, or is named, gives the `certified` level.
+
+        Args:
+            target: the pair's, whose bundled heads stand in where the rule names none.
+
+        Raises:
+            ReprieveError: a file that cannot be read, unknown keys, a head that cannot be loaded.
+            SpecError: a rule or a value that cannot be read.
+        """
+        settings = read_settings(source)
+        if unknown := settings.keys() - set(_KEYS):
+            raise SpecError(f"the configuration takes {', '.join(_KEYS)}, got {', '.join(sorted(map(str, unknown)))}")
+        if not isinstance(settings.get("rule"), str):
+            raise SpecError(f"the configuration needs rule, a specification such as margin:delta=2, got {settings!r}")
+        for key in ("default", "certificate"):
+            if not isinstance(settings.get(key), str | None):
+                raise SpecError(f"{key} must be a text, got {settings[key]!r}")
+        rule = attach_heads(parse_rule(settings["rule"]), target)
+        levels = {level: _number(level, settings[level]) for level in LEVELS[1:] if level in settings}
+        certificates = _certificates(rule, settings.get("certificate"), levels.get("certified"))
+        certificate = next(iter(certificates), None)
+        if certificate is not None:
+            levels.setdefault("certified", certificate.threshold)
+        cap = settings.get("max_threshold")
+        return cls(
+            rule,
+            levels=levels,
+            default=settings.get("default"),
+            max_threshold=None if cap is None else _number("max_threshold", cap),
+            certificate=certificate,
+            other_certificates=tuple(certificates[1:]),
+            by_load=_loads(settings.get("by_load")),
+        )
+
+    def with_rule(self, rule: Rule) -> Policy:
+        """The same policy over the rule once it is bound to a tokenizer and a device."""
+        return dataclasses.replace(self, rule=rule)
+
+    def under(self, **conditions: Any) -> Policy:
+        """The policy where these conditions hold, as far as they are known (not None): fields of a certificate's.
+
+        Of several certificates the most lenient that holds here is taken. Where none does, what there was is set aside,
+        and the `certified` level it gave with it.
+
+        Raises:
+            SpecError: `certified` is the default, and nothing is left that it could mean.
+        """
+        if self.certificate is None:
+            return self
+        known = (self.certificate, *self.other_certificates)
+        holding = [one for one in known if not _differences(one, conditions)]
+        if len(holding) == len(known):
+            return self
+        ours = self.levels.get("certified") != self.certificate.threshold
+        levels = {level: value for level, value in self.levels.items() if level != "certified" or ours}
+        if holding:
+            best = max(holding, key=lambda one: self.rule.with_dial(one.threshold).looseness)
+            others = tuple(one for one in holding if one is not best)
+            levels.setdefault("certified", best.threshold)
+            return dataclasses.replace(self, levels=levels, certificate=best, other_certificates=others)
+        nearest = min(known, key=lambda one: len(_differences(one, conditions)))
+        reasons = "; ".join(_differences(nearest, conditions))
+        if self.default is not None and self.default not in ("strict", *levels):
+            raise SpecError(f"default {self.default}: the certificate does not hold here: {reasons}")
+        return dataclasses.replace(self, levels=levels, certificate=None, other_certificates=(), set_aside=reasons)
+
+    @cached_property
+    def standard(self) -> Rule:
+        """The rule of a request that asks for nothing."""
+        return self.rule if self.default is None else self._at_level(self.default)
+
+    def at_load(self, num_running: int) -> Rule:
+        """The rule of a request that asks for nothing, while so many are running."""
+        rules = [rule for count, rule in self._rules_by_load if num_running >= count]
+        return rules[-1] if rules else self.standard
+
+    @cached_property
+    def _rules_by_load(self) -> list[tuple[int, Rule]]:
+        return [(count, self.rule.with_dial(value)) for count, value in self.by_load]
+
+    @cached_property
+    def named_values(self) -> frozenset[float | None]:
+        """Values of the dial that the operator set: the rule's own, those of the levels and of the loads."""
+        return frozenset((self.rule.dial_value, *self.levels.values(), *(value for _, value in self.by_load)))
+
+    def resolve(self, fields: Mapping[str, Any] | None) -> Rule:
+        """The rule a request gets, from its fields (`FIELDS`); others are ignored.
+
+        Raises:
+            RequestError: a bad value, a misspelt field, two wishes at once, or more leniency than the operator allows.
+        """
+        asked = fields or {}
+        for name in asked:
+            if name.startswith(PREFIX) and name not in FIELDS:
+                shown = name if name.isprintable() and len(name) < _LONGEST_NAME else repr(name[:_LONGEST_NAME])
+                raise RequestError(shown, f"{shown} is not known; a request may give {', '.join(FIELDS)}")
+        given = {name: asked[name] for name in FIELDS if asked.get(name) is not None}
+        if SWITCH in given:
+            switch = given.pop(SWITCH)
+            if switch not in ("on", "off"):
+                raise RequestError(SWITCH, f"{SWITCH} must be one of on, off, got {switch!r}")
+            if switch == "off":
+                if given:
+                    raise RequestError(SWITCH, f"{SWITCH}=off cannot go with {', '.join(given)}")
+                return STRICT
+        if len(given) > 1:
+            raise RequestError(THRESHOLD, f"give {THRESHOLD} or {LEVEL}, not both")
+        if LEVEL in given:
+            return self._asked_level(given[LEVEL])
+        return self._asked_threshold(given[THRESHOLD]) if given else self.standard
+
+    def _asked_level(self, level: Any) -> Rule:
+        known = ("strict", *(name for name in LEVELS[1:] if name in self.levels))
+        if level not in known:
+            raise RequestError(LEVEL, f"{LEVEL} must be one of {', '.join(known)} on this server, got {level!r}")
+        return self._at_level(level)
+
+    def _at_level(self, level: str) -> Rule:
+        return STRICT if level == "strict" else self.rule.with_dial(self.levels[level])
+
+    def _asked_threshold(self, value: Any) -> Rule:
+        if self.rule.dial is None:
+            reason = f"{THRESHOLD}: this server's rule is {self.rule.name}, which has no threshold"
+            raise RequestError(THRESHOLD, reason)
+        try:
+            rule = self.rule.with_dial(_number(THRESHOLD, value))
+            self._within_cap(rule, THRESHOLD)
+        except SpecError as error:
+            raise RequestError(THRESHOLD, f"{THRESHOLD} ({self.rule.dial.name} of {self.rule.name}): {error}") from None
+        return rule
+
+    def _within_cap(self, rule: Rule, what: str) -> None:
+        if self.max_threshold is not None and rule.looseness > self.rule.with_dial(self.max_threshold).looseness:
+            limit = f"{rule.dial.name}={self.max_threshold:g}" if rule.dial is not None else "lossless"
+            raise SpecError(f"{what} must be no more lenient than {limit}, got {rule.dial_value!r}")
+
+    def describe(self) -> str:
+        """The line a server logs when it starts: what is active, and which certificate covers it."""
+        levels = ", ".join(["strict", *(f"{level}={value:g}" for level, value in self.levels.items())])
+        text = f"rule {self.rule.spec}; default {self.default or 'the rule as it stands'}; levels {levels}"
+        if self.max_threshold is not None and self.rule.dial is not None:
+            text += f"; requests may ask up to {self.rule.dial.name}={self.max_threshold:g}"
+        if self.set_aside:
+            return f"{text}; its certificate does not hold here: {self.set_aside}"
+        if self.certificate is None:
+            return text + "; no certificate covers it"
+        covered = self.standard.looseness <= self.rule.with_dial(self.certificate.threshold).looseness
+        return (
+            text
+            + ("; certificate: " if covered else "; MORE LENIENT than its certificate: ")
+            + (self.certificate.statement)
+        )
+
+
+def read_settings(source: Any) -> dict[str, Any]:
+    """What a configuration says: a rule's specification, a JSON file's path, or its content.
+
+    Raises:
+        ReprieveError: a file that cannot be read.
+        SpecError: neither a text nor an object.
+    """
+    if isinstance(source, Mapping):
+        return dict(source)
+    if not isinstance(source, str):
+        raise SpecError(f"the configuration must be a rule, a file's path or an object, got {source!r}")
+    if not source.endswith(".json"):
+        return {"rule": source}
+    settings = read_json(source, "the configuration")
+    if not isinstance(settings, dict):
+        raise ReprieveError(f"the configuration {source!r} must hold a JSON object, got {type(settings).__name__}")
+    return settings
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        raise SpecError(f"{name} must be a number, got {value!r}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise SpecError(f"{name} must be a number that fits, got one of {int(value).bit_length()} bits") from None
+
+
+def _loads(given: Any) -> tuple[tuple[int, float], ...]:
+    """`{"8": 0.02, "32": 0.04}`: JSON's keys are texts."""
+    if given is None:
+        return ()
+    if not isinstance(given, Mapping) or not all(str(count).isdecimal() for count in given):
+        raise SpecError(f"by_load must map numbers of running requests to values of the dial, got {given!r}")
+    return tuple(sorted((int(count), _number("by_load", value)) for count, value in given.items()))
+
+
+def _differences(certificate: Certificate, conditions: Mapping[str, Any]) -> list[str]:
+    """What is known to be otherwise than where a certificate was made."""
+    made = certificate.conditions
+    return [
+        f"{name} {value} (certified: {getattr(made, name)})"
+        for name, value in conditions.items()
+        if value is not None and _known(name, value) != _known(name, getattr(made, name))
+    ]
+
+
+def _known(name: str, value: Any) -> Any:
+    """As far as a server knows it: vLLM names a drafter's kind only."""
+    return str(value).partition(":")[0] if name == "drafter" else value
+
+
+def _certificates(rule: Rule, path: str | None, threshold: float | None) -> list[Certificate]:
+    """The one named; else those beside the rule's heads, the most lenient first, or those of the threshold given."""
+    if path is not None:
+        named = Certificate.load(path)
+        if portable_spec(rule.with_dial(named.threshold)) != named.portable_rule:
+            raise SpecError(f"certificate {path!r} is about {named.rule}, not about {rule.spec}")
+        return [named]
+    certificates = [item for folder in head_folders(rule).values() for item in read_certificates(folder)]
+    fitting = [
+        item
+        for item in certificates
+        if portable_spec(rule.with_dial(item.threshold)) == item.portable_rule
+        and (threshold is None or item.threshold == threshold)
+    ]
+    return sorted(fitting, key=lambda item: -rule.with_dial(item.threshold).looseness)

@@ -1,0 +1,288 @@
+"""One worker's rules at work: requests to rows, a round's tensors to decisions, and what came of them to counts.
+
+Knows vLLM's tensors and request ids, none of its classes: those are the runners' (`v1_runner`, `v2_runner`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reprieve.errors import ReprieveError
+from reprieve.needs import Need
+from reprieve.rules import RiskBudget, Rule
+from reprieve.transfers import spread, to_device
+from reprieve.vllm_plugin.batch import Batch, Decisions, Row, decide
+from reprieve.vllm_plugin.menu import Choice, Menu
+from reprieve.vllm_plugin.policy import STRICT
+
+logger = logging.getLogger("vllm.reprieve")
+
+
+@dataclass(frozen=True)
+class RequestRules:
+    """What a request chose, and what is left of its budget."""
+
+    choice: Choice
+    budget: RiskBudget
+
+    @property
+    def strict(self) -> bool:
+        """Whether no rule will ever touch it."""
+        return self.choice.strict and not self.choice.follows_load
+
+
+@dataclass(frozen=True)
+class RoundRequest:
+    """A request as the engine's batch knows it."""
+
+    request_id: str
+    num_drafted: int
+    greedy: bool
+    asked: Callable[[], Mapping[str, Any] | None]  # its extra arguments
+    context_ids: Callable[[], Tensor]
+
+
+@dataclass
+class Counts:
+    """What one round or several did for one request; lists are by position in the block."""
+
+    rule: str
+    num_rounds: int = 0
+    drafted: list[int] = field(default_factory=list)
+    matched: list[int] = field(default_factory=list)
+    rescued: list[int] = field(default_factory=list)
+
+    @property
+    def num_rescued(self) -> int:
+        return sum(self.rescued)
+
+    def add(self, num_drafted: int, num_accepted: int, rescued: Sequence[bool]) -> None:
+        """One round's."""
+        self.num_rounds += 1
+        for name, flags in (
+            ("drafted", [True] * num_drafted),
+            ("matched", [not flag for flag in rescued[:num_accepted]]),
+            ("rescued", rescued[:num_accepted]),
+        ):
+            counts: list[int] = getattr(self, name)
+            counts.extend([0] * (len(flags) - len(counts)))
+            for place, flag in enumerate(flags):
+                counts[place] += flag
+
+
+@dataclass
+class _Pending:
+    """Counts that are on their way from the device."""
+
+    request_ids: list[str]
+    rules: list[str]  # labels of the counters; empty where the lossless check stood
+    num_drafted: list[int]
+    kept: Tensor  # [B, K + 2], int16, on the CPU once `ready` is: number accepted, then 1 for each that was rescued
+    ready: Any
+
+
+@dataclass
+class WorkerRules:
+    """The state of the plugin in one worker.
+
+    Args:
+        menu: the operator's rules, bound to the tokenizer and on the worker's device.
+        rank: of the worker.
+        seed: of the noise that random rules draw; the same on every rank.
+    """
+
+    menu: Menu
+    rank: int = 0
+    seed: int = 0
+    failures: int = 0
+    num_rounds: int = 0
+    num_rescued: int = 0
+    _known: dict[str, RequestRules] = field(default_factory=dict)
+    _drafted: dict[str, bool] = field(default_factory=dict)
+    _draft_probs: dict[str, Tensor] = field(default_factory=dict)
+    # Ranks that give no output never take their counts: the oldest are dropped. Appended and taken by two threads.
+    _pending: deque[_Pending] = field(default_factory=lambda: deque(maxlen=256))
+
+    def __post_init__(self) -> None:
+        self._noise = torch.Generator().manual_seed(self.seed)
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """For health checks: plain values that travel between processes."""
+        return {
+            "active": True,
+            "rank": self.rank,
+            "rule": "; ".join(rule.spec for rule in self.menu.rules),
+            "failures": self.failures,
+            "num_rounds": self.num_rounds,
+            "num_rescued": self.num_rescued,
+        }
+
+    def note_drafts(self, request_ids: Sequence[str], probs: Tensor | None, *, real: bool = True) -> None:
+        """Remember whose next drafts come from the drafter, and the distributions they came from [B, K, V]."""
+        for place, request_id in enumerate(request_ids):
+            self._drafted[request_id] = real
+            if probs is None or not real:
+                self._draft_probs.pop(request_id, None)
+            else:
+                self._draft_probs[request_id] = probs[place]
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Drop what belongs to requests that have ended; another may come by the same name."""
+        for request_id in request_ids:
+            for kept in (self._known, self._drafted, self._draft_probs):
+                kept.pop(request_id, None)
+
+    def forget_all_but(self, request_ids: Mapping[str, Any]) -> None:
+        """Drop what belongs to none of these requests."""
+        self.forget([known for known in {**self._known, **self._drafted} if known not in request_ids])
+
+    def rows(self, requests: Sequence[RoundRequest]) -> list[Row]:
+        """The batch's requests with their rules."""
+        rows = []
+        for request in requests:
+            known = self.known(request.request_id, request.asked)
+            rule = self.rule_of(known.choice, len(requests))
+            trusted = self._drafted.get(request.request_id, False)
+            if Need.DRAFT_PROBS in rule.traits.needs:
+                trusted = trusted and request.request_id in self._draft_probs
+            rows.append(
+                Row(
+                    known.choice.name,
+                    rule,
+                    request.num_drafted,
+                    request.greedy,
+                    trusted,
+                    known.budget,
+                    request.context_ids,
+                )
+            )
+        return rows
+
+    def known(self, request_id: str, asked: Callable[[], Mapping[str, Any] | None]) -> RequestRules:
+        """What a request chose, resolved at its first round."""
+        known = self._known.get(request_id)
+        return self.admit(request_id, asked) if known is None else known
+
+    def admit(self, request_id: str, asked: Callable[[], Mapping[str, Any] | None]) -> RequestRules:
+        """A request that enters the batch, or comes again: its budget goes on where its choice is the same."""
+        try:
+            choice = self.menu.choose(asked())
+        except ReprieveError as error:  # the front end refuses such requests; a worker must not fall over one
+            logger.error("request %s is served losslessly: %s", request_id, error)
+            choice = Choice("", STRICT)
+        before = self._known.get(request_id)
+        if before is None or before.choice != choice:
+            self._known[request_id] = RequestRules(choice, RiskBudget.of(choice.rule))
+        return self._known[request_id]
+
+    def rule_of(self, choice: Choice, num_running: int) -> Rule:
+        """The rule in force for a request in this round."""
+        return self.menu.policies[choice.name].at_load(num_running) if choice.follows_load else choice.rule
+
+    def flat_draft_probs(self, requests: Sequence[RoundRequest], like: Tensor) -> Tensor:
+        """The drafted tokens' distributions one after another, [N, V]; uniform where there is none."""
+        parts = []
+        for request in requests:
+            if request.num_drafted:
+                probs = self._draft_probs.get(request.request_id)
+                if probs is None:
+                    probs = torch.full_like(like[: request.num_drafted], 1 / like.shape[-1])
+                parts.append(probs[: request.num_drafted])
+        return torch.cat(parts)
+
+    def noise(self, size: int, device: torch.device) -> Tensor | None:
+        """Draws for rules that are random themselves, [size]: the same on every rank."""
+        if Need.NOISE not in self.menu.needs:
+            return None
+        return to_device(torch.rand(size, generator=self._noise), device)
+
+    def decide(self, rows: Sequence[Row], make_batch: Callable[[], Batch]) -> Decisions | None:
+        """Decisions for a round; None where nobody asked for leniency, or where the rule failed.
+
+        A rule that raises is a defect; it is logged, counted, and makes the health check fail, and requests are served
+        losslessly meanwhile.
+        """
+        if all(row.strict for row in rows):
+            return None
+        with self.guarded("the rule failed; its requests are served losslessly"):
+            return decide(rows, make_batch())
+        return None
+
+    @contextmanager
+    def guarded(self, message: str) -> Iterator[None]:
+        """A defect of ours must not end the engine: it is logged once, and counted."""
+        try:
+            yield
+        except Exception:
+            self.failures += 1
+            if self.failures == 1:
+                logger.exception(message)
+
+    def count(self, requests: Sequence[RoundRequest], rows: Sequence[Row], made: Decisions, output_ids: Tensor) -> None:
+        """Take note of a round's outcome: output token ids [B, K + 1], -1 where there is none."""
+        with self.guarded("counting failed"):
+            flat = [
+                place * output_ids.shape[-1] + token
+                for place, row in enumerate(rows)
+                for token in range(row.num_drafted)
+            ]
+            lossless = torch.ones(output_ids.shape, dtype=torch.bool, device=output_ids.device)
+            lossless.view(-1)[spread(flat, torch.long, output_ids.device)] = made.lossless
+            self.note(
+                [request.request_id for request in requests],
+                ["" if row.strict else self.label(row.name, row.rule) for row in rows],
+                [row.num_drafted for row in rows],
+                (output_ids >= 0).sum(-1) - 1,
+                ~lossless,
+            )
+
+    def label(self, name: str, rule: Rule) -> str:
+        """What counters call a rule in force: its name and, where the operator set it, the value of its dial."""
+        value = rule.dial_value
+        if value is None:
+            return name
+        return f"{name}@{value:g}" if value in self.menu.policies[name].named_values else f"{name}@asked"
+
+    def note(
+        self,
+        request_ids: list[str],
+        labels: list[str],
+        num_drafted: list[int],
+        num_accepted: Tensor,  # [B]
+        against: Tensor,  # [B, K + 1], bool: drafted tokens that the lossless check refuses
+    ) -> None:
+        """Send a round's counts on their way to the host."""
+        kept = torch.cat([num_accepted.unsqueeze(-1), against], -1).to(torch.int16)
+        ready = None
+        if kept.device.type == "cuda":
+            kept = kept.to("cpu", non_blocking=True)
+            ready = torch.cuda.Event()
+            ready.record()
+        self._pending.append(_Pending(request_ids, labels, num_drafted, kept, ready))
+
+    def take_counts(self) -> dict[tuple[str, str], Counts]:
+        """Counts that have arrived since the last call, by request and label."""
+        counts: dict[tuple[str, str], Counts] = {}
+        while self._pending:
+            pending = self._pending.popleft()
+            if pending.ready is not None and not pending.ready.query():
+                self._pending.appendleft(pending)
+                break
+            for request_id, rule, num_drafted, (num_accepted, *rescued) in zip(
+                pending.request_ids, pending.rules, pending.num_drafted, pending.kept.tolist(), strict=True
+            ):
+                if rule and num_drafted:
+                    made = counts.setdefault((request_id, rule), Counts(rule))
+                    made.add(num_drafted, num_accepted, [bool(flag) for flag in rescued])
+                    self.num_rounds += 1
+                    self.num_rescued += sum(rescued[:num_accepted])
+        return counts

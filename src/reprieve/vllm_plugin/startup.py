@@ -1,0 +1,270 @@
+"""Where vLLM starts up, and where requests come in: on both model runners.
+
+No kernel is replaced: see `v1_sampler` and `v2_processor`. What a version must have for that is listed in `probing`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from reprieve.backends.request_fields import PREFIX
+from reprieve.errors import ReprieveError
+from reprieve.heads.certificates import portable_spec
+from reprieve.vllm_plugin import configuration, numbers, probing
+from reprieve.vllm_plugin.health import require_healthy
+from reprieve.vllm_plugin.menu import Menu
+from reprieve.vllm_plugin.policy import Policy, RequestError
+from reprieve.vllm_plugin.rounds import WorkerRules
+from reprieve.vllm_plugin.selftest import require_last_states, require_works
+
+logger = logging.getLogger("vllm.reprieve")
+
+
+def register() -> None:
+    """Wrap the places where vLLM starts up, once a process. Every wrapper asks first whether the plugin is configured.
+
+    The worker's wrapper comes first: whatever else has moved in another vLLM, it can still refuse a configured start.
+    """
+    from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
+
+    if hasattr(WorkerBase, "reprieve_status"):
+        return
+    WorkerBase.reprieve_status = _status
+    _after(WorkerWrapperBase, "init_device", lambda wrapper: _install(wrapper.worker))
+    try:
+        _wrap_front_end()
+    except (ImportError, AttributeError) as error:
+        logger.warning("Reprieve's plugin does not fit this vLLM and refuses to be configured: %s", error)
+
+
+def _wrap_front_end() -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    _before(InputProcessor, "__init__", lambda processor, vllm_config, *rest, **more: _prepare(vllm_config))
+    _before(InputProcessor, "_validate_params", _validate)
+    _after(EngineCore, "_initialize_kv_caches", _require_workers)
+    _after_async(AsyncLLM, "check_health", _check_health)
+
+
+def _menu(vllm_config: Any) -> Menu | None:
+    source = configuration.source_of(vllm_config.additional_config)
+    if source is None:
+        return None
+    return configuration.load_menu(source, vllm_config.model_config.model, **_conditions(vllm_config))
+
+
+def _conditions(vllm_config: Any) -> dict[str, Any]:
+    """What a server knows of what a certificate holds for."""
+    from vllm.version import __version__
+
+    spec = vllm_config.speculative_config
+    return {
+        "engine": "vllm",
+        "engine_version": __version__,
+        "runner": _runner(vllm_config),
+        "dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
+        "drafter": None if spec is None else {"draft_model": "draft"}.get(spec.method, spec.method),
+        "num_draft_tokens": None if spec is None else spec.num_speculative_tokens,
+    }
+
+
+def _runner(vllm_config: Any) -> str:
+    return "v2" if vllm_config.use_v2_model_runner else "v1"
+
+
+def _about(vllm_config: Any, menu: Menu) -> dict[str, str]:
+    """What the metrics page says of this server."""
+    rules = {name: portable_spec(policy.rule) for name, policy in menu.policies.items()}
+    return {**{name: str(value) for name, value in _conditions(vllm_config).items()}, "rules": json.dumps(rules)}
+
+
+def _prepare(vllm_config: Any) -> None:
+    """In the front end, before the engine starts: refuse what cannot work, and make room for our numbers."""
+    menu = _menu(vllm_config)
+    if menu is None:
+        return
+    from vllm.version import __version__
+
+    setup = _setup(vllm_config)
+    if warning := configuration.version_warning(__version__, setup.runner):
+        logger.warning(warning)
+    setup.require(menu)
+    numbers.extend(_about(vllm_config, menu))
+
+
+def _setup(vllm_config: Any) -> configuration.Setup:
+    spec = vllm_config.speculative_config
+    runner = _runner(vllm_config)
+    method = None if spec is None else spec.method
+    return configuration.Setup(
+        method=method,
+        runner=runner,
+        rejection_sample_method="standard" if spec is None else spec.rejection_sample_method,
+        has_draft_logits=method in ("draft_model", "eagle", "eagle3", "mtp")
+        if runner == "v1"
+        else spec is not None and spec.draft_sample_method == "probabilistic" and "ngram" not in str(method),
+        heterogeneous_vocab=bool(spec is not None and spec.use_heterogeneous_vocab),
+        batch_sharded=bool(getattr(vllm_config.parallel_config, "enable_batch_sharded_sampling", False)),
+        adaptive_verification=bool(getattr(spec, "enable_adaptive_verification", False)),
+        sampling_mask=bool(getattr(vllm_config.model_config, "return_sampling_mask", False)),
+        processed_logprobs=str(vllm_config.model_config.logprobs_mode).startswith("processed"),
+        async_scheduling=bool(vllm_config.scheduler_config.async_scheduling),
+        hidden_size=vllm_config.model_config.get_hidden_size(),
+    )
+
+
+def _validate(processor: Any, params: Any, *rest: Any) -> None:
+    """A request's fields, in the front end: an error the client sees as 400."""
+    asked = getattr(params, "extra_args", None)
+    if not asked or not any(name.startswith(PREFIX) for name in asked):
+        return
+    menu = _menu(processor.vllm_config)
+    if menu is None:
+        return
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        menu.choose(asked)
+    except RequestError as error:
+        # Without its `value`, which vLLM would repeat however long it is: the message has what there is to see.
+        raise VLLMValidationError(str(error), parameter=error.parameter) from None
+
+
+def _require_workers(engine: Any, vllm_config: Any) -> None:
+    """In the engine's process, after the workers came up: a worker without the plugin must not serve."""
+    menu = _menu(vllm_config)
+    if menu is None:
+        return
+    numbers.extend()
+    try:
+        statuses = engine.collective_rpc("reprieve_status")
+    except Exception as error:
+        raise ReprieveError(f"Reprieve's plugin is configured and did not load in a worker: {error}") from None
+    require_healthy(statuses)
+    described = "; ".join(policy.describe() for policy in menu.policies.values())
+    logger.info("Reprieve is active in %d worker(s): %s", len(statuses), described)
+    if any(policy.certificate is not None for policy in menu.policies.values()):
+        logger.info(
+            "Of a certificate a server can check engine, version, runner, dtype, drafter and K; task, prompt format "
+            "and sampling are the clients', weights the operator's"
+        )
+
+
+async def _check_health(engine: Any) -> None:
+    if _menu(engine.vllm_config) is None:
+        return
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        require_healthy(await engine.collective_rpc("reprieve_status", timeout=10))
+    except Exception as error:
+        logger.error("unhealthy: %s", error)
+        raise EngineDeadError from error
+
+
+def _status(worker: Any) -> dict[str, Any]:
+    hooks = getattr(worker.model_runner, "reprieve", None)
+    if hooks is None:
+        return {"active": False, "rank": worker.rank, "failures": 0}
+    status: dict[str, Any] = hooks.rules.status
+    return status
+
+
+def _install(worker: Any) -> None:
+    """In a worker, once its runner exists: refuse what cannot work, and go on once the model is there."""
+    menu = _menu(worker.vllm_config)
+    if menu is None:
+        return
+    _setup(worker.vllm_config).require(menu)
+    runner = worker.model_runner
+    kind = probing.runner_kind(runner)
+    probing.require_parts(kind, probing.live)
+    rules = worker_rules(menu, worker)
+    load_model = runner.load_model
+
+    @functools.wraps(load_model)
+    def load_and_activate(*args: Any, **kwargs: Any) -> Any:
+        runner.load_model = load_model
+        made = load_model(*args, **kwargs)
+        runner.reprieve = _hooks(kind)(rules, runner)
+        if getattr(runner, "rejection_sampler", None) is not None:  # else not the last stage: nothing is sampled here
+            runner.reprieve.install()
+            require_works(runner.reprieve, kind)
+            require_last_states(runner, rules.menu)
+        return made
+
+    runner.load_model = load_and_activate
+
+
+def _hooks(kind: str) -> Any:
+    if kind == "v1":
+        from reprieve.vllm_plugin.v1.runner import RunnerHooks as V1Hooks
+
+        return V1Hooks
+    from reprieve.vllm_plugin.v2.runner import RunnerHooks as V2Hooks
+
+    return V2Hooks
+
+
+def worker_rules(menu: Menu, worker: Any) -> WorkerRules:
+    """The operator's rules, made ready for a worker: bound to its tokenizer, their heads on its device.
+
+    Raises:
+        PairError: a head made for another tokenizer.
+    """
+    tokenizer: Any = None
+    if any(rule.traits.reads_text or rule.heads for rule in menu.rules):
+        from transformers import AutoTokenizer
+
+        model = worker.vllm_config.model_config
+        tokenizer = AutoTokenizer.from_pretrained(model.tokenizer, trust_remote_code=model.trust_remote_code)
+
+    def ready(policy: Policy) -> Policy:
+        rule = policy.rule
+        if rule.traits.reads_text or rule.heads:
+            configuration.require_tokenizer(rule, tokenizer)
+            rule = rule.bind(tokenizer)
+        return policy.with_rule(rule.to(worker.model_runner.device))
+
+    return WorkerRules(menu.change(ready), rank=worker.rank)
+
+
+def _after(kind: type, name: str, then: Callable[..., None]) -> None:
+    original = getattr(kind, name)
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = original(self, *args, **kwargs)
+        then(self, *args, **kwargs)
+        return made
+
+    setattr(kind, name, wrapped)
+
+
+def _before(kind: type, name: str, first: Callable[..., None]) -> None:
+    original = getattr(kind, name)
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        first(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    setattr(kind, name, wrapped)
+
+
+def _after_async(kind: type, name: str, then: Callable[..., Any]) -> None:
+    original = getattr(kind, name)
+
+    @functools.wraps(original)
+    async def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = await original(self, *args, **kwargs)
+        await then(self)
+        return made
+
+    setattr(kind, name, wrapped)

@@ -1,0 +1,172 @@
+"""The hooks on a V1 model runner of vLLM: what was drafted, what a round holds, what goes back with its output."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reprieve.needs import Need
+from reprieve.transfers import spread
+from reprieve.types import gather_token
+from reprieve.vllm_plugin import numbers
+from reprieve.vllm_plugin.batch import Batch
+from reprieve.vllm_plugin.rounds import RoundRequest, WorkerRules
+from reprieve.vllm_plugin.v1.sampler import ROUND, Round, patch_sampler
+
+
+class RunnerHooks:
+    """The hooks on one model runner."""
+
+    def __init__(self, rules: WorkerRules, runner: Any) -> None:
+        self.rules = rules
+        self.runner = runner
+        self._reads_draft = Need.DRAFT_PROBS in rules.menu.needs
+        self._recorded: list[Tensor] = []
+
+    def install(self) -> None:
+        """Wrap this runner's methods, its drafter's, and the sampler's functions."""
+        runner = self.runner
+        patch_sampler()
+        sample_tokens, propose = runner.sample_tokens, runner.propose_draft_token_ids
+        copy_drafts = runner._copy_draft_token_ids_to_cpu
+
+        def sample(grammar_output: Any) -> Any:
+            with self._round():
+                output = sample_tokens(grammar_output)
+            self._attach(output)
+            return output
+
+        def propose_drafts(*args: Any, **kwargs: Any) -> Any:
+            self._recorded = []
+            drafts = propose(*args, **kwargs)
+            self.rules.note_drafts(runner.input_batch.req_ids, self._drafted_probs())
+            return drafts
+
+        def copy(scheduler_output: Any, zeros_only: bool = False) -> Any:
+            if zeros_only:  # a request nears its end: vLLM hands out tokens that nobody drafted
+                self.rules.note_drafts(runner.input_batch.req_ids, None, real=False)
+            return copy_drafts(scheduler_output, zeros_only)
+
+        runner.sample_tokens, runner.propose_draft_token_ids = sample, propose_drafts
+        runner._copy_draft_token_ids_to_cpu = copy
+        if self._reads_draft:
+            self._record_drafts(runner.drafter)
+
+    def _record_drafts(self, drafter: Any) -> None:
+        """Keep the distribution of each drafted token, which vLLM itself drops in greedy batches."""
+        sample_draft = drafter._sample_draft_tokens
+
+        def sample(hidden_states: Tensor, sampling_metadata: Any) -> Any:
+            if drafter._enable_probabilistic_draft_probs and not sampling_metadata.all_greedy:
+                token_ids, probs = sample_draft(hidden_states, sampling_metadata)
+                self._recorded.append(probs)
+                return token_ids, probs
+            logits = drafter.model.compute_logits(hidden_states)
+            self._recorded.append(logits.softmax(-1, dtype=torch.float32))
+            return logits.argmax(-1), None
+
+        drafter._sample_draft_tokens = sample
+
+    def _drafted_probs(self) -> Tensor | None:
+        return torch.stack(self._recorded, dim=1) if self._recorded else None  # [B, K, V]
+
+    @contextmanager
+    def _round(self) -> Iterator[None]:
+        state = self.runner.execute_model_state
+        if state is not None:
+            self.rules.forget(state.scheduler_output.finished_req_ids)
+        drafted = state is not None and state.spec_decode_metadata is not None
+        token = ROUND.set(Round(self, state) if drafted else None)
+        try:
+            yield
+        finally:
+            ROUND.reset(token)
+            self.rules.forget_all_but(self.runner.requests)
+
+    def _attach(self, output: Any) -> None:
+        """Send the counts along with the output, to the scheduler."""
+        numbers.attach(getattr(output, "_model_runner_output", output), self.rules)
+
+    def requests(self, num_draft_tokens: list[int]) -> list[RoundRequest]:
+        """The batch in vLLM's order, which changes from round to round."""
+        batch = self.runner.input_batch
+        return [
+            RoundRequest(
+                request_id=request_id,
+                num_drafted=num_drafted,
+                greedy=request_id in batch.greedy_reqs,
+                asked=functools.partial(self._asked, request_id),
+                context_ids=functools.partial(self._context_ids, place),
+            )
+            for place, (request_id, num_drafted) in enumerate(zip(batch.req_ids, num_draft_tokens, strict=True))
+        ]
+
+    def _asked(self, request_id: str) -> Any:
+        return self.runner.requests[request_id].sampling_params.extra_args
+
+    def _context_ids(self, place: int) -> Tensor:
+        batch = self.runner.input_batch
+        return torch.from_numpy(batch.token_ids_cpu[place, : batch.num_tokens_no_spec[place]])
+
+    def batch(
+        self,
+        current: Round,
+        requests: list[RoundRequest],
+        target_logits: Tensor,
+        draft_probs: Tensor | None,
+        meta: Any,
+    ) -> Batch:
+        """The round's tensors, as far as the rule reads them."""
+        needs = self.rules.menu.needs
+        state = current.state
+        token_ids = state.spec_decode_metadata.draft_token_ids.long()
+        judging = state.spec_decode_metadata.target_logits_indices
+        hidden = state.sample_hidden_states
+        assert current.possible is not None
+        proposal = None
+        if draft_probs is not None:
+            proposal = gather_token(draft_probs, token_ids.clamp_min(0))
+        return Batch(
+            token_ids=token_ids,
+            scores=target_logits,
+            logits=state.logits[judging].float() if self.rules.menu.reads_raw_logits else target_logits,
+            possible=current.possible,
+            proposal_probs=proposal,
+            draft_scores=self._draft_scores(requests, target_logits, meta) if self._reads_draft else None,
+            uniforms=current.uniforms,
+            noise=self.rules.noise(len(token_ids), token_ids.device),
+            node_hidden={-1: hidden[judging + 1]} if Need.NODE_HIDDEN in needs else None,
+            parent_hidden={-1: hidden[judging]} if Need.PARENT_HIDDEN in needs else None,
+            **(self._embeddings(token_ids.clamp_min(0), target_logits) if Need.EMBEDDINGS in needs else {}),
+        )
+
+    def _embeddings(self, token_ids: Tensor, target_logits: Tensor) -> dict[str, Tensor]:
+        """What the target reads for each drafted token, and for its own most likely one; every rank takes part."""
+        embed = self.runner.get_model().embed_input_ids
+        return {"token_embeddings": embed(token_ids), "top_embeddings": embed(target_logits.argmax(-1))}
+
+    def _draft_scores(self, requests: list[RoundRequest], target_logits: Tensor, meta: Any) -> Tensor:
+        """The draft's distributions under the request's own temperature, top-k and top-p, as the target's are."""
+        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+        scores = self.rules.flat_draft_probs(requests, target_logits).log()
+        if meta.all_greedy:
+            return scores
+        counts = spread([request.num_drafted for request in requests], torch.long, scores.device)
+
+        def by_token(values: Tensor | None) -> Tensor | None:
+            if values is None:
+                return None
+            return values.repeat_interleave(counts, output_size=len(scores))
+
+        if not self.runner.drafter._enable_probabilistic_draft_probs:
+            temperature = by_token(meta.temperature)
+            assert temperature is not None
+            scores = scores / torch.where(temperature == 0, 1.0, temperature).unsqueeze(-1)
+        kept: Tensor = apply_top_k_top_p(scores, by_token(meta.top_k), by_token(meta.top_p))
+        return kept

@@ -1,0 +1,264 @@
+"""The operator's rules as a logits processor of vLLM's V2 model runner: its documented door.
+
+vLLM calls it after penalties, bad words and grammar and before temperature, with a row of logits for each drafted token
+and one for the bonus token. Where a rule accepts a drafted token its logit is raised above the row's best, so that
+vLLM's own rejection sampler accepts it, greedy or sampling. Logits are vLLM's own copy: log-probabilities are read from
+the originals. Everything stays on the device, but for rules that are asked request by request.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
+
+from reprieve.needs import Need
+from reprieve.rules import LosslessRule, RiskBudget, Rule
+from reprieve.transfers import spread
+from reprieve.types import gather_token
+from reprieve.vllm_plugin.batch import (
+    Asked,
+    Batch,
+    Decisions,
+    Row,
+    by_request,
+    decide_each,
+    decide_together,
+)
+from reprieve.vllm_plugin.policy import STRICT
+from reprieve.vllm_plugin.rounds import RequestRules, WorkerRules
+from reprieve.vllm_plugin.v2.round import Round
+
+# How far an accepted token is raised above the best: enough at any temperature up to 100, and finite at any above 0.
+LIFT = 1e4
+
+
+@dataclass
+class Chunk:
+    """The N rows of logits that vLLM verifies at once, bonus rows included, and what was decided about them."""
+
+    context: LogitsContext
+    draft_token_ids: Tensor  # [N], the drafted token that each row judges; -1 for none
+    decisions: Decisions
+    request_ids: list[str]
+    num_drafted: list[int]  # by request
+    labels: list[str]  # of the counters, by request
+
+
+class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there where types are checked
+    """Rules by request slot.
+
+    Args:
+        rules: the worker's.
+        runner: the V2 model runner, which knows requests by slot.
+    """
+
+    def __init__(self, rules: WorkerRules, runner: Any) -> None:
+        self.rules = rules
+        self.runner = runner
+        self.round: Round | None = None  # set while a batch with drafts is sampled
+        self.chunk: Chunk | None = None  # what was decided last
+        self._slots: dict[int, RequestRules] = {}
+        self._tables: dict[tuple[str, float | None], Asked] = {}
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        """A request enters a slot; whether a rule may touch it."""
+        request_id = self.runner.req_states.index_to_req_id.get(req_idx)
+        if request_id is None:  # vLLM tries its sampler out
+            request_id = f"slot {req_idx}"
+            self.rules.forget([request_id])
+        self._slots[req_idx] = known = self.rules.admit(request_id, lambda: sampling_params.extra_args)
+        self._tables.clear()
+        return not known.strict
+
+    @property
+    def _states(self) -> Any:
+        """vLLM's own table of how each slot samples, on the host and on the device."""
+        return self.runner.sampler.sampling_states
+
+    def _greedy(self, slot: int) -> bool:
+        return bool(self._states.temperature.np[slot] == 0.0)
+
+    def forget_slots(self) -> None:
+        """As before the first request."""
+        self._slots.clear()
+        self._tables.clear()
+
+    def begin_chunk(self, raw_logits: Tensor, num_requests: int) -> None:
+        """vLLM turns to the next requests; `apply` follows only if one of them wants its logits processed."""
+        self.chunk = None
+        if self.round is not None:
+            self.round.begin_chunk(raw_logits, num_requests)
+
+    def apply(self, logits: Tensor, ctx: LogitsContext) -> Tensor:
+        """Raise the drafted tokens that a rule accepts."""
+        if self.round is None:
+            return logits
+        with self.rules.guarded("the rule failed; its requests are served losslessly"):
+            self.chunk = self._decided(logits, ctx, self.round)
+            if self.chunk is not None:
+                _raise(logits, self.chunk.draft_token_ids, self.chunk.decisions.accept)
+        return logits
+
+    def _decided(self, logits: Tensor, ctx: LogitsContext, current: Round) -> Chunk | None:
+        slots = [int(slot) for slot in ctx.idx_mapping_np]
+        in_force = [self._in_force(slot) for slot in slots]
+        if all(rule is None for rule in in_force):
+            return None
+        draft_token_ids = judged_ids(ctx)
+        batch = self._batch(logits, ctx, draft_token_ids, slots, current)
+        decisions = Decisions.none(batch)
+        names = [
+            "" if rule is None else self._slots[slot].choice.name for slot, rule in zip(slots, in_force, strict=True)
+        ]
+        rules = {name: rule for name, rule in zip(names, in_force, strict=True) if rule is not None}
+        for name, rule in rules.items():
+            if by_request(rule):
+                decide_each(name, self._rows(names, slots, in_force, current), batch, decisions)
+            else:
+                mine = [slot for slot, other in zip(slots, names, strict=True) if other == name]
+                decide_together(rule, self._asked(name, mine, ctx), batch, decisions)
+        decisions.accept &= batch.real
+        labels = [
+            "" if rule is None else self.rules.label(name, rule) for name, rule in zip(names, in_force, strict=True)
+        ]
+        requests = current.requests
+        num_drafted = [int(count) - 1 for count in current.num_rows[requests]]
+        return Chunk(ctx, draft_token_ids, decisions, current.request_ids[requests], num_drafted, labels)
+
+    def _in_force(self, slot: int) -> Rule | None:
+        """The rule of the request in a slot, in this round; None for the lossless check."""
+        known = self._slots.get(slot)
+        if known is None or known.strict:
+            return None
+        assert self.round is not None
+        rule = self.rules.rule_of(known.choice, self.round.num_requests)
+        return None if isinstance(rule, LosslessRule) else rule
+
+    def _asked(self, name: str, slots: Sequence[int], ctx: LogitsContext) -> Asked:
+        """What each row's request asked of a rule, gathered from a table by slot that changes with requests only."""
+        assert self.round is not None
+        policy = self.rules.menu.policies[name]
+        at_load = policy.at_load(self.round.num_requests).dial_value if policy.by_load else None
+        table = self._tables.get((name, at_load))
+        if table is None:
+            self._tables = {key: kept for key, kept in self._tables.items() if key[0] != name}
+            table = self._tables[name, at_load] = self._table(name, ctx.expanded_idx_mapping.device)
+        rows = ctx.expanded_idx_mapping.long()
+        return Asked(
+            limits=table.limits[rows],
+            relaxed=table.relaxed[rows],
+            greedy=table.greedy[rows],
+            kinds=tuple({self._greedy(slot) for slot in slots}),
+        )
+
+    def _table(self, name: str, device: torch.device) -> Asked:
+        size = max(self._slots) + 1
+        limits, relaxed, greedy = [-math.inf] * size, [False] * size, [True] * size
+        for slot, known in self._slots.items():
+            rule = self._in_force(slot)
+            if rule is not None and known.choice.name == name:
+                limits[slot], relaxed[slot] = rule.threshold, True
+            greedy[slot] = self._greedy(slot)
+        return Asked(
+            spread(limits, torch.float64, device),
+            spread(relaxed, torch.bool, device),
+            spread(greedy, torch.bool, device),
+            (),
+        )
+
+    def _rows(
+        self, names: Sequence[str], slots: Sequence[int], in_force: Sequence[Rule | None], current: Round
+    ) -> list[Row]:
+        """The chunk's requests for rules that are asked one by one; a bonus row ends each block as padding does."""
+        num_rows = current.num_rows[current.requests]
+        nothing = RiskBudget.of(STRICT)
+        return [
+            Row(
+                name,
+                rule or STRICT,
+                int(num),
+                self._greedy(slot),
+                rule is not None,
+                nothing if rule is None else self._slots[slot].budget,
+                functools.partial(self._text, slot),
+            )
+            for name, slot, rule, num in zip(names, slots, in_force, num_rows, strict=True)
+        ]
+
+    def _text(self, slot: int) -> Tensor:
+        """Prompt and committed tokens, which lie on the device: nothing of the scheduler's is asked for."""
+        states = self.runner.req_states
+        length = int(states.total_len.gpu[slot])
+        committed: Tensor = states.all_token_ids.gpu[slot, :length]
+        return committed
+
+    def _batch(
+        self, logits: Tensor, ctx: LogitsContext, draft_token_ids: Tensor, slots: Sequence[int], current: Round
+    ) -> Batch:
+        """The chunk's tensors, as far as the rules read them; vLLM's row r judges the token that row r + 1 was fed."""
+        needs = self.rules.menu.needs
+        token_ids = draft_token_ids.clamp_min(0)
+        sampling = not all(self._greedy(slot) for slot in slots)
+        given: dict[str, Any] = {}
+        scores = logits
+        if sampling:
+            scores = self._shaped(logits, ctx)
+            given["uniforms"] = current.uniforms(ctx)
+        if sampling or Need.DRAFT_PROBS in needs:
+            given |= self._draft(ctx, current, token_ids, sampling=sampling)
+        if Need.NODE_HIDDEN in needs:
+            given["node_hidden"] = {-1: current.hidden(ahead=1)}
+        if Need.PARENT_HIDDEN in needs:
+            given["parent_hidden"] = {-1: current.hidden()}
+        if Need.EMBEDDINGS in needs:
+            embed = self.runner.model.embed_input_ids
+            given |= {"token_embeddings": embed(token_ids), "top_embeddings": embed(logits.argmax(-1))}
+        raw = current.raw_logits if self.rules.menu.reads_raw_logits else None
+        return Batch(
+            token_ids=draft_token_ids,
+            scores=scores,
+            logits=scores if raw is None else raw.float(),
+            possible=gather_token(logits, token_ids) > -math.inf,
+            noise=current.noise(ctx) if Need.NOISE in needs else None,
+            **given,
+        )
+
+    def _draft(self, ctx: LogitsContext, current: Round, token_ids: Tensor, *, sampling: bool) -> dict[str, Tensor]:
+        """What the drafter's distributions say of the drafted tokens; nothing where it keeps none."""
+        draft = current.draft_scores(ctx)
+        if draft is None:
+            return {}
+        shaped = self._shaped(draft, ctx, truncated=Need.DRAFT_PROBS in self.rules.menu.needs)
+        given = {"draft_scores": shaped}
+        if sampling:
+            given["proposal_probs"] = (gather_token(shaped, token_ids) - shaped.logsumexp(-1)).exp()
+        return given
+
+    def _shaped(self, logits: Tensor, ctx: LogitsContext, *, truncated: bool = True) -> Tensor:
+        """A copy under each request's temperature, top-k and top-p, as vLLM will draw from it; raw where greedy."""
+        scores = logits.float().clone()
+        self._states.apply_temperature(scores, ctx.expanded_idx_mapping, ctx.idx_mapping_np)
+        if truncated:
+            scores = self._states.apply_top_k_top_p(scores, ctx.expanded_idx_mapping, ctx.idx_mapping_np)
+        return scores
+
+
+def judged_ids(ctx: LogitsContext) -> Tensor:
+    """The drafted token that each row judges, [N], int64: the one fed at the next row of its request; -1 for none."""
+    token_ids = torch.full_like(ctx.input_ids, -1, dtype=torch.long)
+    goes_on = (ctx.expanded_idx_mapping[1:] == ctx.expanded_idx_mapping[:-1]) & (ctx.expanded_local_pos[1:] > 0)
+    token_ids[:-1] = torch.where(goes_on, ctx.input_ids[1:].long(), -1)
+    return token_ids
+
+
+def _raise(logits: Tensor, token_ids: Tensor, accept: Tensor) -> None:
+    columns = token_ids.clamp_min(0).unsqueeze(-1)
+    lifted = logits.amax(-1, keepdim=True) + LIFT
+    logits.scatter_(-1, columns, torch.where(accept.unsqueeze(-1), lifted, logits.gather(-1, columns)))

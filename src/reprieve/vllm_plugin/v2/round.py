@@ -1,0 +1,59 @@
+"""One batch on the V2 runner while it is verified: what vLLM knows of it beside a chunk's logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
+
+from reprieve.vllm_plugin.v2.uniforms import uniforms_of
+
+NOISE_KEY = 0x5DEECE66D  # sets a request's noise apart from the draws of vLLM's own samplers
+
+
+@dataclass
+class Round:
+    """One batch that is being verified; vLLM may cut it into chunks of whole requests."""
+
+    request_ids: list[str]
+    num_rows: np.ndarray  # [B], logits rows of each request
+    states: Tensor | None  # [rows, D], the target's hidden states
+    draft_logits: Tensor | None  # [slots, K, V], before temperature
+    seeds: Tensor  # [slots]
+    raw_logits: Tensor | None = field(default=None, init=False)  # [N, V] of the chunk, before any processor
+    requests: slice = field(default_factory=lambda: slice(0, 0), init=False)  # of the chunk
+    rows: slice = field(default_factory=lambda: slice(0, 0), init=False)  # of the chunk
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.request_ids)
+
+    def begin_chunk(self, raw_logits: Tensor, num_requests: int) -> None:
+        """vLLM turns to the next requests, whether or not any of them asked for a rule."""
+        self.raw_logits = raw_logits
+        self.requests = slice(self.requests.stop, self.requests.stop + num_requests)
+        self.rows = slice(self.rows.stop, self.rows.stop + len(raw_logits))
+
+    def hidden(self, *, ahead: int = 0) -> Tensor:
+        """The states at the chunk's rows, or so many rows ahead of them: [N, D]. Behind the last row it is repeated."""
+        assert self.states is not None
+        places = torch.arange(self.rows.start + ahead, self.rows.stop + ahead, device=self.states.device)
+        return self.states[places.clamp_max(len(self.states) - 1)]
+
+    def draft_scores(self, ctx: LogitsContext) -> Tensor | None:
+        """The logits that each row's drafted token was drawn from, [N, V]; None where the drafter keeps none."""
+        if self.draft_logits is None:
+            return None
+        steps = ctx.expanded_local_pos.long().clamp_max(self.draft_logits.shape[1] - 1)
+        return self.draft_logits[ctx.expanded_idx_mapping.long(), steps].float()
+
+    def uniforms(self, ctx: LogitsContext) -> Tensor:
+        """The draws that vLLM's rejection sampler will use, [N]."""
+        return uniforms_of(self.seeds, ctx.expanded_idx_mapping, ctx.pos)
+
+    def noise(self, ctx: LogitsContext) -> Tensor:
+        """Draws for rules that are random themselves, [N]: by seed and position, whoever shares the batch."""
+        return uniforms_of(self.seeds ^ NOISE_KEY, ctx.expanded_idx_mapping, ctx.pos)

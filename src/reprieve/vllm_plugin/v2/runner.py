@@ -1,0 +1,166 @@
+"""The hooks on a V2 model runner of vLLM: what a round holds beside logits, and what goes back with its output.
+
+The rules themselves sit in `RuleProcessor`. Around it: `runner.sample`, for the batch and the hidden states;
+`sampler.apply_sampling_params`, for each chunk that is verified and its raw logits; `rejection_sample`, for what a
+processor cannot say (a token that must be refused although the target would have chosen it) and for counts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reprieve.needs import Need
+from reprieve.vllm_plugin import numbers
+from reprieve.vllm_plugin.rounds import WorkerRules
+from reprieve.vllm_plugin.v2.processor import Chunk, RuleProcessor
+from reprieve.vllm_plugin.v2.round import Round
+
+
+class RunnerHooks:
+    """The hooks on one model runner; `rules` is what its status says."""
+
+    def __init__(self, rules: WorkerRules, runner: Any) -> None:
+        self.runner = runner
+        self.processor = RuleProcessor(rules, runner)
+
+    @property
+    def rules(self) -> WorkerRules:
+        return self.processor.rules
+
+    @rules.setter
+    def rules(self, rules: WorkerRules) -> None:
+        self.processor.rules = rules
+
+    def install(self) -> None:
+        """Give the runner's sampler the processor, and wrap what brings it the rest."""
+        runner = self.runner
+        runner.sampler.logits_processors.append(self.processor)
+        sample, sample_tokens, finish = runner.sample, runner.sample_tokens, runner.finish_requests
+
+        def sample_round(hidden_states: Tensor, input_batch: Any, *rest: Any, **more: Any) -> Any:
+            self._begin(hidden_states, input_batch)
+            try:
+                return sample(hidden_states, input_batch, *rest, **more)
+            finally:
+                self._end()
+
+        def sample_and_count(*args: Any, **kwargs: Any) -> Any:
+            output = sample_tokens(*args, **kwargs)
+            _when_ready(output, lambda made: numbers.attach(made, self.rules))
+            return output
+
+        def finish_requests(scheduler_output: Any) -> Any:
+            self.rules.forget(scheduler_output.finished_req_ids)
+            return finish(scheduler_output)
+
+        runner.sample, runner.sample_tokens, runner.finish_requests = sample_round, sample_and_count, finish_requests
+        self._watch_chunks(runner.sampler)
+        patch_rejection(self.processor)
+
+    def _begin(self, hidden_states: Tensor, input_batch: Any) -> None:
+        if input_batch.num_draft_tokens == 0 or input_batch.num_reqs == 0:
+            return
+        needs = self.rules.menu.needs
+        reads_states = {Need.NODE_HIDDEN, Need.PARENT_HIDDEN} & needs
+        self.processor.round = Round(
+            request_ids=list(input_batch.req_ids),
+            num_rows=np.diff(input_batch.cu_num_logits_np),
+            states=hidden_states[input_batch.logits_indices] if reads_states else None,
+            draft_logits=getattr(self.runner.speculator, "draft_logits", None),
+            seeds=self.runner.sampler.sampling_states.seeds.gpu,
+        )
+
+    def _end(self) -> None:
+        self.processor.round = self.processor.chunk = None
+
+    def _watch_chunks(self, sampler: Any) -> None:
+        """Learn of each chunk that vLLM verifies, and of the logits before penalties and masks of requests."""
+        apply = sampler.apply_sampling_params
+
+        @functools.wraps(apply)
+        def watched(
+            logits: Tensor,
+            expanded_idx_mapping: Tensor,
+            idx_mapping: Tensor,
+            idx_mapping_np: Any,
+            *rest: Any,
+            **more: Any,
+        ) -> Tensor:
+            self.processor.begin_chunk(logits, len(idx_mapping_np))
+            output: Tensor = apply(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *rest, **more)
+            return output
+
+        sampler.apply_sampling_params = watched
+
+
+def _when_ready(output: Any, then: Callable[[Any], None]) -> None:
+    """Do it to a runner's output: at once, or when vLLM fetches what is still on its way from the device."""
+    fetch = getattr(output, "get_output", None)
+    if fetch is None:
+        if output is not None:
+            then(output)
+        return
+
+    def get_output() -> Any:
+        made = fetch()
+        then(made)
+        return made
+
+    output.get_output = get_output
+
+
+def patch_rejection(processor: RuleProcessor) -> None:
+    """Wrap the function of vLLM's module, once a process; it serves the processor that was given last."""
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler as module
+
+    if hasattr(module.rejection_sample, "__wrapped__"):
+        module.rejection_sample.reprieve[0] = processor
+        return
+    original, current = module.rejection_sample, [processor]
+
+    @functools.wraps(original)
+    def rejection_sample(
+        target_logits: Tensor, draft_logits: Any, draft_sampled: Tensor, *rest: Any, **more: Any
+    ) -> tuple[Tensor, Tensor]:
+        chunk = current[0].chunk
+        if chunk is None:
+            plain: tuple[Tensor, Tensor] = original(target_logits, draft_logits, draft_sampled, *rest, **more)
+            return plain
+        with current[0].rules.guarded("the rule failed; its requests are served losslessly"):
+            target_logits, draft_sampled = _refused(chunk, target_logits, draft_sampled)
+        sampled, num_sampled = original(target_logits, draft_logits, draft_sampled, *rest, **more)
+        with current[0].rules.guarded("counting failed"):
+            _note(current[0].rules, chunk, num_sampled, sampled.shape[-1])
+        return sampled, num_sampled
+
+    rejection_sample.reprieve = current  # type: ignore[attr-defined]
+    module.rejection_sample = rejection_sample
+
+
+def _refused(chunk: Chunk, target_logits: Tensor, draft_sampled: Tensor) -> tuple[Tensor, Tensor]:
+    """What vLLM verifies, changed where a rule refuses a token or verifies against another distribution."""
+    decisions = chunk.decisions
+    if decisions.scores is not None:
+        target_logits = torch.where(decisions.relaxed.unsqueeze(-1), decisions.scores, target_logits)
+    refused = torch.zeros_like(decisions.refuse)
+    refused[1:] = decisions.refuse[:-1]  # row r judges what row r + 1 was fed
+    return target_logits, draft_sampled.masked_fill(refused, -1)
+
+
+def _note(rules: WorkerRules, chunk: Chunk, num_sampled: Tensor, width: int) -> None:
+    """Send the chunk's counts on their way; nothing waits for the device."""
+    ctx = chunk.context
+    num, device = len(ctx.idx_mapping_np), num_sampled.device
+    places = torch.zeros(int(ctx.idx_mapping_np.max()) + 1, dtype=torch.long, device=device)
+    places[ctx.idx_mapping.long()] = torch.arange(num, device=device)
+    against = torch.zeros(num, width, dtype=torch.bool, device=device)
+    rows = places[ctx.expanded_idx_mapping.long()]
+    against[rows, ctx.expanded_local_pos.long()] = ~chunk.decisions.lossless
+    num_accepted = num_sampled.long() - 1  # the last is vLLM's own token
+    rules.note(chunk.request_ids, chunk.labels, chunk.num_drafted, num_accepted, against)

@@ -1,0 +1,59 @@
+"""Servers end with whoever started them, and leave nothing when they are killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+# A server that starts an engine of its own, and says who that is.
+SERVER = """
+import subprocess, sys, time
+engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open(sys.argv[1], "w").write(str(engine.pid))
+time.sleep(600)
+"""
+# Whoever starts it, as the last of the arguments.
+STARTER = """
+import os, subprocess, sys, time
+command = [sys.executable, "-m", "reprieve.backends.child", str(os.getpid()), *sys.argv[1:]]
+print(subprocess.Popen(command, start_new_session=True).pid, flush=True)
+time.sleep(600)
+"""
+
+
+def gone(pid):
+    """Whether a process has ended, within a while."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] == "Z":
+                    return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="looks at Linux's processes")
+@pytest.mark.parametrize("killed", ["starter", "server"])
+def test_nothing_is_left_of_a_server(tmp_path, killed):
+    (tmp_path / "a_server.py").write_text(SERVER)
+    told = tmp_path / "engine"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTER, "a_server", str(told)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    server = int(starter.stdout.readline())
+    deadline = time.monotonic() + 30
+    while not (told.exists() and told.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    engine = int(told.read_text())
+    os.kill(starter.pid if killed == "starter" else server, signal.SIGKILL)  # alone
+    assert gone(engine) and gone(server)
+    starter.kill()
+    starter.wait()

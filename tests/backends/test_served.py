@@ -1,0 +1,190 @@
+"""Runs whose answers come from servers: the same answers, nothing lost, nothing twice."""
+
+import json
+
+import pytest
+
+from reprieve.backends.local import LocalEngine
+from reprieve.backends.making import make_engine
+from reprieve.backends.settings import EngineSettings
+from reprieve.backends.throughput import FILE, measure_throughput
+from reprieve.bench.arms import make_arms
+from reprieve.bench.config import RunConfig
+from reprieve.bench.records import RecordFile
+from reprieve.bench.report import write_report
+from reprieve.bench.results import summarise, write_results
+from reprieve.bench.runner import Runner, run_arms
+from reprieve.bench.settings import RunSettings, SpeedSettings
+from reprieve.bundles import ARITHMETIC
+from reprieve.cli.main import main
+from reprieve.errors import EngineError, SpecError
+from reprieve.settings import PairSettings, SamplingSettings
+from reprieve.tasks import load_task
+from reprieve.tasks.asking import ask
+from tests.kit.pairs import SMALL
+from tests.kit.servers import PairServer
+
+RULES = ("judge:path=reprieve/arithmetic-judge,threshold=0.02", "top_k:k=2")
+ARMS = ("judge:threshold=0.04", "judge:threshold=0.2", "top_k:k=4")
+SETTINGS = RunSettings(task="arithmetic", limit=5)
+
+
+@pytest.fixture
+def task(bundled_pair):
+    return ask(load_task("arithmetic"), bundled_pair.tokenizer)
+
+
+def engine_of(*servers, **more):
+    urls = ";".join(server.url for server in servers)
+    given = "".join(f",{name}={value}" for name, value in more.items())
+    return make_engine(EngineSettings(f'openai:url="{urls}"{given}'), PairSettings(ARITHMETIC.name, dtype="float32"))
+
+
+def arms_of(*specs, k=8):
+    return [arm for arm in make_arms(specs, [k], target="reprieve/arithmetic-pair") if arm.rule is not None]
+
+
+def test_a_server_answers_as_the_local_engine_does(bundled_pair, task, tmp_path):
+    arms = arms_of(*ARMS)
+    local = LocalEngine(bundled_pair)
+    ours = run_arms(RunConfig.of(local, arms, SETTINGS), arms, local, task, tmp_path / "local")
+    with PairServer(bundled_pair, RULES) as server:
+        engine = engine_of(server)
+        config = RunConfig.of(engine, arms, SETTINGS)
+        theirs = run_arms(config, arms, engine, task, tmp_path / "served")
+    assert (config.engine, config.engine_version, config.runner) == ("vllm", "0.32.0", "v1")
+
+    def told(run):
+        names = ("arm", "problem_id", "answer", "correct", "text", "num_tokens", "num_rounds", "num_rescued")
+        return sorted(tuple(getattr(record, name) for name in names) for record in run.records)
+
+    assert told(ours) == told(theirs)
+    document = summarise(theirs)
+    assert document["engine"] == "vllm" and all(arm["tokens_per_second"] is None for arm in document["arms"])
+    assert document["arms"][1]["num_rescued"] > 0 and document["arms"][1]["tokens_per_round"] > 5
+    asked = [request.get("vllm_xargs") for request in server.requests]
+    assert {"reprieve_rule": "judge", "reprieve_threshold": 0.2} in asked and {"reprieve_rule": "off"} in asked
+
+
+def test_a_server_that_dies_loses_nothing_and_nothing_is_asked_twice(bundled_pair, task, tmp_path):
+    arms = arms_of(*ARMS)
+    with PairServer(bundled_pair, RULES, dies_after=7) as server:
+        engine = engine_of(server, parallel=3)
+        with pytest.raises(EngineError, match=r"does not answer .*7 answers are kept, run again to go on"):
+            Runner(RunConfig.of(engine, arms, SETTINGS), arms, engine, task, tmp_path).measure()
+    before = [(record.arm, record.problem_id) for record in RecordFile(tmp_path / "problems.jsonl").records]
+    assert len(before) == len(server.requests) == 7
+    with PairServer(bundled_pair, RULES) as server:
+        engine = engine_of(server)
+        runner = Runner(RunConfig.of(engine, arms, SETTINGS), arms, engine, task, tmp_path)
+        assert runner.measure()
+    after = [(record.arm, record.problem_id) for record in runner.records]
+    assert after[:7] == before and len(after) == len(set(after)) == 20 and len(server.requests) == 13
+
+
+def test_where_one_server_dies_the_others_take_its_share(bundled_pair, task, tmp_path):
+    arms = arms_of("top_k:k=4")
+    with PairServer(bundled_pair, RULES, dies_after=2) as weak, PairServer(bundled_pair, RULES) as strong:
+        engine = engine_of(weak, strong, parallel=4)
+        runner = Runner(RunConfig.of(engine, arms, SETTINGS), arms, engine, task, tmp_path)
+        assert runner.measure()
+    assert len(weak.requests) == 2 and len(strong.requests) == 8
+    assert not any(record.error for record in runner.records)
+
+
+@pytest.mark.parametrize(
+    ("arms", "rules", "said"),
+    [
+        (arms_of("top_k:k=4", k=4), RULES, "the servers draft K = 8 tokens, not 4"),
+        (arms_of("margin:delta=2"), RULES, "the servers offer judge"),
+        (arms_of("top_k:k=4"), (), "without the plugin"),
+        (make_arms(["direct:top_k:k=2"], [8])[3:], RULES, "use --engine local"),
+        (make_arms([], [8])[:1], RULES, "do not hold the target alone"),
+    ],
+)
+def test_an_arm_that_a_server_cannot_be_is_refused_by_name(bundled_pair, task, tmp_path, arms, rules, said):
+    with PairServer(bundled_pair, rules) as server:
+        engine = engine_of(server)
+        with pytest.raises(SpecError, match=rf"arm .* cannot be measured here: .*{said}"):
+            Runner(RunConfig.of(engine, arms, SETTINGS), arms, engine, task, tmp_path)
+
+
+def test_a_servers_drafts_have_no_temperature_of_their_own(bundled_pair, task, tmp_path):
+    arms = arms_of("top_k:k=4")
+    settings = RunSettings(
+        task="arithmetic", limit=2, sampling=SamplingSettings(temperature=1.0, draft_temperature=0.5)
+    )
+    with PairServer(bundled_pair, RULES) as server:
+        engine = engine_of(server)
+        with pytest.raises(SpecError, match="draft_temperature cannot be set on a server"):
+            Runner(RunConfig.of(engine, arms, settings), arms, engine, task, tmp_path).measure()
+
+
+def test_speed_under_load_is_measured_in_turns_and_goes_on(bundled_pair, task, tmp_path):
+    arms = arms_of(*ARMS[:1])
+    speed = SpeedSettings(concurrency=(1, 2), turns=2, num_requests=3)
+    with PairServer(bundled_pair, RULES) as server:
+        engine = engine_of(server)
+        config = RunConfig.of(engine, arms, SETTINGS)
+        run = run_arms(config, arms, engine, task, tmp_path)
+        rows = measure_throughput(engine, config, task, arms, speed, tmp_path)
+        again = measure_throughput(engine, config, task, arms, speed, tmp_path)
+        kept = (tmp_path / FILE).read_text().splitlines()
+        (tmp_path / FILE).write_text("\n".join(kept[:-1]) + "\n")
+        num_before = len(server.requests)
+        measure_throughput(engine, config, task, arms, speed, tmp_path)
+        assert len(server.requests) == num_before + 4  # one turn: a warm-up and three
+    assert rows == again and len(rows) == 4 and len(kept) == 8
+    assert [json.loads(line)["arm"] for line in kept[:4]] == [
+        arms[0].label,
+        arms[1].label,
+        arms[1].label,
+        arms[0].label,
+    ]
+    judge = rows[2]
+    assert judge["concurrency"] == 1 and judge["num_requests"] == 3 and judge["num_rescued"] > 0
+    assert judge["vs_lossless"] > 0 and judge["first_s"][1] >= judge["first_s"][0] > 0
+    document = {**summarise(run), "throughput": rows}
+    write_results(document, tmp_path)
+    page = write_report([tmp_path], tmp_path / "report.html").read_text()
+    assert "Under load" in page and "requests at once" in page and "vllm 0.32.0 (v1)" in page
+
+
+def test_speed_under_load_is_of_servers(capsys):
+    assert main(["bench", "--concurrency", "1,8"]) == 2
+    assert "--concurrency requires a server engine (--engine vllm)" in capsys.readouterr().err
+
+
+def test_a_certificate_says_which_engine_and_its_noise(bundled_pair, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    certify = ["certify", *SMALL, "--rule", "judge", "--thresholds", "0.02", "--max-drop", "0.3"]
+    certify += [
+        "--num-draft-tokens",
+        "8",
+        "--limit",
+        "20",
+        "--held-out-limit",
+        "10",
+        "--dtype",
+        "float32",
+        "--out",
+        "c",
+    ]
+    with PairServer(bundled_pair, RULES) as server:
+        assert main([*certify, "--engine", f"openai:url={server.url}"]) in (0, 1), capsys.readouterr().err
+    said = capsys.readouterr().out
+    assert "Noise floor: asked twice without any rule, the server gave the same answer to 100.0% of 20 problems" in said
+    [path] = (tmp_path / "c").glob("judge-*.json")
+    made = json.loads(path.read_text())
+    conditions = made["conditions"]
+    assert (conditions["engine"], conditions["engine_version"], conditions["runner"]) == ("vllm", "0.32.0", "v1")
+    assert made["calibration"]["noise_floor"]["same_answers"] == 1.0 and "on vllm 0.32.0 (v1)" in made["statement"]
+
+
+def test_monitoring_asks_the_server_twice(bundled_pair, capsys):
+    monitor = ["monitor", *SMALL, "--rule", "judge:threshold=0.04", "--share", "1"]
+    monitor += ["--limit", "4", "--num-draft-tokens", "8"]
+    with PairServer(bundled_pair, RULES) as server:
+        assert main([*monitor, "--dtype", "float32", "--engine", f"openai:url={server.url}"]) == 0
+    assert "final: 4 of 4 requests checked" in capsys.readouterr().out
+    assert sum(request.get("vllm_xargs") == {"reprieve_rule": "off"} for request in server.requests) == 4

@@ -1,0 +1,126 @@
+"""What `--engine` may say, and what vLLM is told."""
+
+import json
+
+import pytest
+
+from reprieve.backends.deploying import DRAFT, PAIR, TARGET, Slot, VllmDeployer, fields_of
+from reprieve.backends.settings import EngineSettings, OpenAISettings, RaySettings, VllmSettings
+from reprieve.backends.vllm import Deployment, start_vllm
+from reprieve.bundles import ARITHMETIC
+from reprieve.errors import ReprieveError, SpecError
+from reprieve.heads.loading import attach_heads
+from reprieve.rules import parse_rule
+from reprieve.settings import PairSettings
+
+JUDGE = "judge:path=reprieve/arithmetic-judge,threshold="
+
+
+def rule(spec):
+    return attach_heads(parse_rule(spec), ARITHMETIC.name)
+
+
+def test_engines_are_named_and_set():
+    assert EngineSettings().local
+    assert EngineSettings("vllm").servers == VllmSettings()
+    assert EngineSettings("vllm:max_num_seqs=64,runner=v2,eager=true").servers == VllmSettings(
+        max_num_seqs=64, runner="v2", eager=True
+    )
+    assert EngineSettings("ray:replicas=3,parallel=9").servers == RaySettings(replicas=3, parallel=9)
+    several = EngineSettings('openai:url="http://a:1/v1;https://b:2/"').servers
+    assert isinstance(several, OpenAISettings) and several.urls == ("http://a:1", "https://b:2")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("cuda", "engine must be one of local, openai, ray, vllm, got 'cuda'"),
+        ("openai", "needs url=http://HOST:PORT"),
+        ('openai:url="ftp://x"', "needs url=http://HOST:PORT"),
+        ("vllm:seqs=3", "no parameter 'seqs'"),
+        ("vllm:runner=v3", "runner must be one of None, v1, v2"),
+        ("ray:replicas=0", "replicas must be 1 or more"),
+        ("vllm:parallel=0", "parallel must be 1 or more"),
+        ("vllm:gpu_memory_utilization=1.5", "gpu_memory_utilization must be in"),
+    ],
+)
+def test_what_cannot_be_is_refused(text, said):
+    with pytest.raises(SpecError, match=said):
+        EngineSettings(text)
+
+
+def test_one_offered_rule_stands_for_all_its_thresholds():
+    slot = Slot(PAIR, 8, "draft")
+    for value in ("0.02", "0.1", "0.5"):
+        slot.add(rule(JUDGE + value))
+    slot.add(rule("margin:delta=2"))
+    slot.add(rule("margin:delta=2,k=3"))
+    slot.add(rule("lossless"))
+    slot.add(None)
+    assert [part.spec for part in slot.rules] == [JUDGE + "0.02", "margin:delta=2", "margin:delta=2,k=3"]
+
+
+def test_requests_ask_for_rules_by_name_and_dial():
+    offered = {"judge": "judge:path=abc,threshold=0.02", "top_k": "top_k:k=2"}
+    assert fields_of(rule("top_k:k=4"), offered) == {"reprieve_rule": "top_k", "reprieve_threshold": 4.0}
+    assert fields_of(rule("lossless"), offered) == {"reprieve_rule": "off"}
+    assert fields_of(rule("lossless"), {}) == {} and fields_of(None, offered) == {}
+    assert fields_of(rule(JUDGE + "0.02"), offered) is None  # another head
+    assert fields_of(rule("margin:delta=2"), offered) is None
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_prompts_are_read_whole_where_vllm_would_die_of_pieces(tmp_path, monkeypatch, has_gpu):
+    monkeypatch.setattr("reprieve.backends.vllm._has_gpu", lambda: has_gpu)
+    flags = Deployment("target", "float32").flags(VllmSettings(), tmp_path / "policy.json")
+    assert ("--no-enable-chunked-prefill" in flags) is not has_gpu
+
+
+def test_vllm_is_told_what_the_slot_says(tmp_path):
+    deployer = VllmDeployer(
+        VllmSettings(max_model_len=512, arguments="--seed 3"), PairSettings(ARITHMETIC.name), "float32"
+    )
+    slot = Slot(PAIR, 4, "draft")
+    slot.add(rule("fuzzy:threshold=0.1"))
+    made = deployer.deployment(slot)
+    assert made.speculation["method"] == "draft_model" and made.speculation["num_speculative_tokens"] == 4
+    assert made.speculation["draft_sample_method"] == "probabilistic"  # fuzzy reads the draft's distribution
+    flags = made.flags(deployer.settings, tmp_path / "policy.json")
+    assert list(made.rules) == ["fuzzy:threshold=0.1"]
+    assert json.loads(flags[flags.index("--additional-config") + 1]) == {"reprieve": str(tmp_path / "policy.json")}
+    assert flags[flags.index("--generation-config") + 1] == "vllm"  # else the model's own penalties would count
+    assert flags[flags.index("--max-model-len") + 1] == "512" and flags[-2:] == ["--seed", "3"]
+    alone = deployer.deployment(Slot(TARGET))
+    assert alone.speculation is None and not alone.rules
+    ngram = deployer.deployment(Slot(PAIR, 4, "ngram:max_ngram=2"))
+    assert ngram.speculation == {
+        "method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 1, "num_speculative_tokens": 4
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("slot", "spec", "said"),
+    [
+        (Slot(PAIR, 4, "eagle3:top_k=8"), "lossless", "chains, no trees"),
+        (Slot(PAIR, 4, "draft"), "arbiter", "an advisor"),
+        (Slot(PAIR, 4, "draft"), "lossless:verification=block", "a lossless check of its own"),
+        (Slot(PAIR, 4, "draft"), "top_k:k=2", ""),
+    ],
+)
+def test_what_vllm_has_not_is_said_before(slot, spec, said):
+    deployer = VllmDeployer(VllmSettings(), PairSettings(ARITHMETIC.name), "float32")
+    reason = deployer.refusal(slot, rule(spec))
+    assert said in reason if said else reason == ""
+
+
+def test_a_pair_without_a_draft_has_no_draft_alone():
+    deployer = VllmDeployer(VllmSettings(), PairSettings("some/target"), "float32")
+    assert deployer.refusal(Slot(DRAFT), None) == "the pair has no draft"
+    assert "name one with --draft" in deployer.refusal(Slot(PAIR, 4, "draft"), None)
+
+
+def test_without_vllm_the_way_to_it_is_said(monkeypatch):
+    monkeypatch.setattr("reprieve.backends.vllm.find_spec", lambda name: None)
+    deployer = VllmDeployer(VllmSettings(), PairSettings(ARITHMETIC.name), "float32")
+    with pytest.raises(ReprieveError, match="needs vLLM in this environment"):
+        start_vllm(deployer.deployment(Slot(TARGET)), deployer.settings)

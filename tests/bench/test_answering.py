@@ -1,0 +1,87 @@
+"""Conversations, energy, provenance."""
+
+from __future__ import annotations
+
+import pytest
+
+from reprieve.backends.local import LocalEngine
+from reprieve.bench.arms import make_arms
+from reprieve.bench.config import RunConfig
+from reprieve.bench.energy import EnergyMeter
+from reprieve.bench.provenance import provenance_spans
+from reprieve.bench.results import summarise
+from reprieve.bench.runner import run_arms
+from reprieve.errors import SpecError
+from reprieve.settings import PromptSettings, SamplingParams
+from reprieve.tasks.asking import Conversation, PromptFormat
+from reprieve.types import Provenance, Token
+from tests.bench.toys import TwoTurns, run, settings
+from tests.kit.tiny import NumberTokenizer
+
+
+class Template:
+    chat_template = "yes"
+
+    def apply_chat_template(self, messages, *, add_generation_prompt, tokenize):
+        assert add_generation_prompt and not tokenize
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+
+    def encode(self, text, *, add_special_tokens):
+        assert not add_special_tokens
+        return [ord(c) for c in text]
+
+
+def test_conversations_follow_the_template_or_go_on_as_text():
+    talk = Conversation(PromptFormat(Template(), PromptSettings(chat_template=True)), "Hi")
+    talk.add("Yes?", "More")
+    assert "".join(map(chr, talk.prompt())) == "<user>Hi<assistant>Yes?<user>More<assistant>"
+    plain = Conversation(PromptFormat(NumberTokenizer()), "1 2")
+    plain.add("3", "4")
+    assert plain.prompt() == [1, 2, 3, 4]
+    with pytest.raises(SpecError, match="chat template"):
+        PromptFormat(NumberTokenizer(), PromptSettings(chat_template=True))
+
+
+def test_later_turns_read_earlier_answers_and_count(pair, tmp_path):
+    arms = make_arms([], [4])
+    config = RunConfig.of(LocalEngine(pair), arms, settings(limit=2))
+    whole = run_arms(config, arms, LocalEngine(pair), TwoTurns(), tmp_path)
+    record = next(r for r in whole.records if r.arm == "lossless")
+    assert len(record.turns) == 2 and record.text == record.turns[1] and record.num_tokens == 24
+    second = (
+        arms[2]
+        .decoder(pair)
+        .generate([1, 2, 3, *map(int, record.turns[0].split()), 7, 8], SamplingParams(max_new_tokens=12))
+    )
+    assert second.text == record.turns[1]
+    row = summarise(whole)["arms"][2]
+    assert row["accuracy"] is None and row["tokens_per_answer"] == 24
+
+
+def test_energy_is_read_where_there_is_a_counter_and_said_to_be_missing_elsewhere(tmp_path):
+    nothing = EnergyMeter("cpu", rapl=tmp_path / "none")
+    assert nothing.joules() is None and nothing.source.startswith("unavailable")
+    domain = tmp_path / "intel-rapl:0"
+    domain.mkdir()
+    (domain / "energy_uj").write_text("9000000")
+    (domain / "max_energy_range_uj").write_text("10000000")
+    meter = EnergyMeter("cpu", rapl=tmp_path)
+    first = meter.joules()
+    (domain / "energy_uj").write_text("500000")  # the counter starts anew at 10 J
+    assert meter.joules() - first == pytest.approx(1.5) and meter.source == "RAPL"
+
+
+def test_spans_cover_the_text_and_merge_neighbours():
+    kinds = [Provenance.TARGET, Provenance.MATCHED, Provenance.MATCHED, Provenance.RESCUED]
+    tokens = [Token(i, kind) for i, kind in zip((5, 11, 7, 40), kinds, strict=True)]
+    assert provenance_spans(tokens, NumberTokenizer()) == [(2, "t"), (5, "m"), (3, "r")]
+    assert provenance_spans(tokens, NumberTokenizer(), stop=("7",)) == [(2, "t"), (3, "m")]
+    assert provenance_spans([], NumberTokenizer()) == []
+
+
+def test_records_keep_rounds_and_spans(pair, tmp_path):
+    whole = run(pair, make_arms(["margin:delta=3"], [4]), tmp_path)
+    for record in whole.records:
+        assert sum(record.round_lengths) == record.num_tokens
+        assert sum(length for length, _ in record.spans) == len(record.text)
+    assert any(code == "r" for record in whole.records for _, code in record.spans)

@@ -1,0 +1,135 @@
+"""Arms: their own K, controls, direct sampling."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from reprieve.backends.local import LocalEngine
+from reprieve.backends.settings import EngineSettings
+from reprieve.bench.arms import make_arm, make_arms, rule_arms
+from reprieve.bench.config import RunConfig
+from reprieve.bench.results import summarise
+from reprieve.bench.settings import RunSettings
+from reprieve.errors import ReprieveError, SpecError
+from reprieve.heads.loading import load_head
+from reprieve.rules import parse_rule
+from reprieve.rules.judge import JudgeRule
+from reprieve.rules.top_k import TopKRule
+from reprieve.rules.truncation import truncated_tokens
+from reprieve.settings import SamplingParams, SamplingSettings
+from tests.bench.toys import run
+from tests.kit.tiny import random_head
+
+
+def test_an_arm_may_have_a_k_of_its_own_and_lossless_too():
+    arms = make_arms(["lossless@K=4", "top_k:k=3@K=8", "margin"], [16])
+    assert [(arm.label, arm.num_draft_tokens) for arm in arms[2:]] == [
+        ("lossless@K=4", 4), ("top_k:k=3@K=8", 8), ("margin:delta=1", 16),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "spec", ["margin@K=", "margin@K=x", "direct:judge:path=x", "direct:fuzzy", "direct:top_k@K=4", "certified:none"]
+)
+def test_arms_that_cannot_be_are_refused(spec):
+    with pytest.raises(ReprieveError):
+        make_arms([spec], [16])
+
+
+def test_lossless_beside_itself_is_the_noise_floor(pair, tmp_path):
+    arms = make_arms(["lossless_rerun"], [4])
+    greedy = {row["spec"]: row for row in summarise(run(pair, arms, tmp_path / "greedy"))["arms"]}
+    difference, low, high = greedy["lossless_rerun"]["accuracy_vs_lossless"]
+    assert difference == 0 and low < 0 < high, "six equal problems do not prove equality"
+    assert greedy["lossless"]["accuracy_vs_lossless"] == [0.0, 0.0, 0.0], "it is the same arm"
+    sampled = run(pair, arms, tmp_path / "sampled", sampling=SamplingSettings(temperature=1.0))
+    texts = {label: [r.text for r in sampled.records if r.arm == label] for label in ("lossless", "lossless_rerun")}
+    assert texts["lossless"] != texts["lossless_rerun"], "draws of its own"
+
+
+ACCEPTED = {
+    "top_k:k=3": lambda probs: probs >= probs.topk(3).values[-1],
+    "margin:delta=1.5": lambda probs: probs.log() >= probs.max().log() - 1.5,
+    "ratio:ratio=0.4,k=none": lambda probs: probs >= 0.4 * probs.max(),
+    "floor:min_prob=0.05": lambda probs: probs >= 0.05,
+    "typical": lambda probs: probs >= min(0.09, 0.3 * math.exp(float((probs * probs.log()).sum()))),
+}
+
+
+@pytest.mark.parametrize("spec", ACCEPTED)
+def test_direct_arms_sample_from_what_the_rule_accepts(spec):
+    torch.manual_seed(0)
+    for _ in range(5):
+        logits = 3 * torch.randn(300)
+        wanted = ACCEPTED[spec](logits.softmax(-1))
+        wanted[logits.argmax()] = True
+        assert torch.equal(truncated_tokens(parse_rule(spec), logits, logits), wanted)
+
+
+def test_a_direct_arm_draws_only_from_the_set_and_in_its_proportions(pair, tmp_path):
+    arm = make_arms(["direct:top_k:k=2"], [4])[-1]
+    decoder = arm.decoder(pair)
+    firsts = []
+    for seed in range(300):
+        params = arm.params(SamplingParams(max_new_tokens=1, temperature=1.0, seed=seed))
+        firsts.append(decoder.generate([1, 2, 3], params).token_ids[0])
+    logits = pair.target(torch.tensor([[1, 2, 3]])).logits[0, -1].detach()
+    top = logits.topk(2).indices.tolist()
+    share = float(logits[top].softmax(-1)[0])
+    assert set(firsts) <= set(top)
+    assert firsts.count(top[0]) / 300 == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / 300) + 1e-3)
+
+
+def test_rules_for_single_tokens_only_are_refused_by_direct_arms():
+    with pytest.raises(SpecError, match="distribution alone"):
+        SamplingParams(truncation=JudgeRule.of(random_head()))
+    assert dataclasses.replace(SamplingParams(), truncation=TopKRule()).truncation == TopKRule()
+
+
+class TestAuto:
+    JUDGE = "reprieve/arithmetic-length-judge"
+
+    def test_a_run_wide_head_serves_its_rule_and_leaves_the_others_to_auto(self):
+        judge = "judge:path=reprieve/arithmetic-judge,threshold=0.03"
+        named = f"auto:path={self.JUDGE}"
+        made = {arm.label: arm.num_draft_tokens for arm in make_arms([judge], [named])[2:]}
+        assert made == {"lossless": "auto", f"{judge}@K={named}": named}, "a label says who has it"
+        with pytest.raises(SpecError, match="serves none of the arms"):
+            make_arms(["typical"], [named])
+
+    def test_an_arms_own_head_stays(self, bundled_pair):
+        [arm] = rule_arms([f"lossless@K=auto:path={self.JUDGE}"], 8)
+        assert arm.num_draft_tokens == f"auto:path={self.JUDGE}"
+        with pytest.raises(SpecError, match="trained for judge"):
+            arm.decoder(bundled_pair)
+
+    @pytest.mark.parametrize("k", ["0", "atuo", "\u00b2", "auto:", "-1", "8.5"])
+    def test_other_texts_are_refused(self, k):
+        with pytest.raises(SpecError, match="own K"):
+            make_arm(f"lossless@K={k}", 8)
+
+    def test_a_certificate_names_what_decided(self, bundled_pair):
+        engine = LocalEngine(bundled_pair)
+        [arm] = rule_arms(["lossless@K=auto"], 8)
+        named = engine.draft_tokens(arm, "draft")
+        head = load_head("reprieve/arithmetic-length-lossless")
+        assert named == f"auto:{head.fingerprint}"
+        assert engine.draft_tokens(arm, "ngram") == "auto", "there no head decides"
+        assert engine.draft_tokens(dataclasses.replace(arm, num_draft_tokens=8), "draft") == 8
+        config = RunConfig.of(engine, [arm], RunSettings())
+        assert config.conditions(engine, arm).num_draft_tokens == named
+        assert named in config.heads.values()
+        assert "length of" not in str(RunConfig.of(engine, [arm], RunSettings(drafter="ngram")).heads)
+
+    def test_the_price_is_part_of_what_a_head_is(self):
+        head = load_head("reprieve/arithmetic-length-lossless")
+        assert dataclasses.replace(head, price=head.price / 2).fingerprint != head.fingerprint
+
+    def test_servers_have_a_number(self):
+        served = EngineSettings("vllm")
+        assert served.draft_tokens("auto", 4, 8) == (8, 4)
+        assert EngineSettings().draft_tokens("auto", 4) == ("auto", 4)

@@ -1,0 +1,194 @@
+"""Runs: the results contract, turns, resumption."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+
+import pytest
+
+from reprieve.backends.local import LocalEngine
+from reprieve.bench.arms import make_arms, sweep_rules
+from reprieve.bench.config import RunConfig
+from reprieve.bench.figure import draw_frontier
+from reprieve.bench.records import RecordFile
+from reprieve.bench.results import summarise, write_results
+from reprieve.bench.runner import run_arms
+from reprieve.errors import ReprieveError, SpecError
+from reprieve.tasks import TaskProblem
+from tests.kit.toys import ToyTask
+
+ARM_FIELDS = {
+    "rule", "spec", "params", "num_problems", "accuracy", "accuracy_ci95", "tokens_per_round", "acceptance_rate",
+    "draft_share",
+    "num_rescued", "tokens_per_second", "speedup_vs_target", "speedup_vs_lossless", "tokens_per_answer",
+    "num_truncated", "seconds_per_solved",
+}  # fmt: skip
+
+
+TOP_FIELDS = {
+    "schema", "command", "commit", "versions", "machine", "seed", "task", "split", "num_draft_tokens", "sampling",
+    "arms",
+}  # fmt: skip
+
+
+ARMS = ["top_k:k=3", "margin:delta=2.0", "random:rate=0.5"]
+
+
+def config(arms, **changes):
+    values = dict(
+        command="reprieve bench", target="toy-target", draft="toy-draft", drafter="draft", dtype="float32",
+        device="cpu", weights="w",
+        task="toy", split="test", limit=6, seed=0, sampling={"temperature": 0.0}, num_draft_tokens=[4],
+        arms=[arm.label for arm in arms],
+    )  # fmt: skip
+    return RunConfig(**{**values, **changes})
+
+
+def without_times(records):
+    return [
+        (r.arm, r.problem_id, r.correct, r.answer, r.num_tokens, r.num_rounds, r.num_rescued, r.text) for r in records
+    ]
+
+
+def test_a_line_joins_only_what_a_dial_tells_apart(pair, tmp_path):
+    forms = ["fuzzy:threshold=0.1", "fuzzy:threshold=0.4", "fuzzy:threshold=2,divergence=kl", "fuzzy:threshold=0.1,k=2"]
+    others = ["margin:delta=1", "margin:delta=2@drafter=ngram@K=2", "margin:delta=2@K=4@drafter=ngram"]
+    mixed = ["margin:delta=1&math_symbols", "margin:delta=2&math_symbols", "margin:delta=1&ratio:ratio=0.5",
+             "margin:delta=1&ratio:ratio=0.5|margin:delta=1&math_symbols"]  # fmt: skip
+    arms = make_arms([*forms, *others, *mixed], [4])
+    drawn = tmp_path / "drawn"
+    drawn.mkdir()
+    draw_frontier(summarise(run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path)), drawn)
+    names = set(re.findall(r"<!-- (.+?) -->", html.unescape((drawn / "frontier.svg").read_text())))
+    for line in (
+        "fuzzy, divergence=js", "fuzzy, divergence=kl", "fuzzy, divergence=js, k=2", "margin, K=4",
+        "margin, K=2, drafter=ngram", "margin, K=4, drafter=ngram", "margin&math_symbols:k=none",
+        "margin&ratio:ratio=0.5", "margin&ratio:ratio=0.5|margin:delta=1&math_symbols:k=none",
+    ):  # fmt: skip
+        assert line in names, line
+
+
+@pytest.mark.parametrize(
+    ("sampling", "bounded"),
+    [
+        ({"temperature": 1.0, "draft_temperature": None}, True),
+        ({"temperature": 1.0, "draft_temperature": 0.0}, False),
+        ({"temperature": 0.0, "draft_temperature": None}, False),
+    ],
+)
+def test_an_answers_bound_is_told_where_drafts_are_sampled(pair, tmp_path, sampling, bounded):
+    arms = make_arms(["fuzzy:threshold=0.3,divergence=tv", "fuzzy:threshold=0.3", "margin:delta=1"], [4])
+    sampled = config(arms, sampling={"top_p": 1.0, "top_k": 0, **sampling})
+    rows = summarise(run_arms(sampled, arms, LocalEngine(pair), ToyTask(), tmp_path))["arms"]
+    drafted = rows[3]["draft_share"] * rows[3]["tokens_per_answer"]
+    assert rows[3]["sequence_bound"] == (pytest.approx(0.3 * drafted) if bounded else None)
+    assert drafted > 0 and all(row["sequence_bound"] is None for row in (*rows[:3], *rows[4:]))
+
+
+def test_results_hold_the_contract_and_the_figure_is_drawn(pair, tmp_path):
+    arms = make_arms(ARMS, [4])
+    document = summarise(run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path))
+    write_results(document, tmp_path)
+    text = (tmp_path / "results.json").read_text()
+    read = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
+    assert read.keys() >= TOP_FIELDS
+    assert read["schema"] == 1
+    assert [arm["spec"] for arm in read["arms"]][:3] == ["target_only", "draft_only", "lossless"]
+    for arm in read["arms"]:
+        assert arm.keys() >= ARM_FIELDS
+        assert arm["num_problems"] == 6
+        assert arm["accuracy_ci95"][0] <= arm["accuracy"] <= arm["accuracy_ci95"][1]
+    assert read["arms"][0]["speedup_vs_target"] == 1.0
+    assert read["arms"][2]["speedup_vs_lossless"] == 1.0
+    lines = [json.loads(line) for line in (tmp_path / "problems.jsonl").read_text().splitlines()]
+    assert len(lines) == 6 * len(arms)
+    own = [line for line in lines if line["arm"] == read["arms"][2]["spec"]]
+    accepted, tokens = (sum(line[name] for line in own) for name in ("num_accepted", "num_tokens"))
+    assert read["arms"][2]["draft_share"] == accepted / tokens <= 1
+    assert read["arms"][0]["draft_share"] is read["arms"][1]["draft_share"] is None
+    assert lines[0].keys() >= {"arm", "problem_id", "correct", "answer", "num_tokens", "num_rounds", "seconds", "text"}
+    for path in draw_frontier(document, tmp_path):
+        assert path.stat().st_size > 1000
+    assert read["random_allocation"][0]["speedup_vs_target"] == pytest.approx(1.0)
+    assert read["random_allocation"][-1]["accuracy"] == pytest.approx(read["arms"][1]["accuracy"])
+    ends = [arm["accuracy_vs_allocation"][0] for arm in read["arms"][:2]]
+    assert ends == pytest.approx([0.0, 0.0]), "the line begins and ends with them"
+
+
+def test_lossless_gives_the_targets_answers(pair, tmp_path):
+    arms = make_arms([], [4])
+    run = run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path)
+    texts = {label: [r.text for r in run.records if r.arm == label] for label in ("target_only", "lossless")}
+    assert texts["target_only"] == texts["lossless"]
+
+
+def test_arms_take_turns_problem_by_problem(pair, tmp_path):
+    arms = make_arms(ARMS, [4])
+    run = run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path)
+    order = [(record.problem_id, record.arm) for record in run.records]
+    assert [problem for problem, _ in order] == [f"p{i}" for i in range(6) for _ in arms]
+    assert len({arm for place, (_, arm) in enumerate(order) if place % len(arms) == 0}) == len(arms)
+
+
+def test_interrupted_run_keeps_what_is_done_and_resumes_to_the_same_records(pair, tmp_path):
+    arms = make_arms(ARMS, [4])
+    whole = run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path / "whole")
+
+    def interrupt(done, total):
+        if done == 11:
+            raise KeyboardInterrupt
+
+    first = run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path / "cut", progress=interrupt)
+    assert not first.complete
+    assert len(first.records) == 11
+    assert summarise(first)["num_problems"] == 1, "only problems every arm finished are compared"
+    with (tmp_path / "cut" / "problems.jsonl").open("a") as file:
+        file.write('{"arm": "half a li')  # what a kill in the middle of a write leaves
+    second = run_arms(config(arms, command="typed otherwise"), arms, LocalEngine(pair), ToyTask(), tmp_path / "cut")
+    assert second.complete
+    assert without_times(second.records) == without_times(whole.records)
+    third = run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path / "cut")
+    assert len(third.records) == len(whole.records), "nothing is measured twice"
+
+
+def test_another_run_in_the_folder_is_refused_by_name(pair, tmp_path):
+    arms = make_arms([], [4])
+    run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path)
+    with pytest.raises(ReprieveError, match="with seed = 0 instead of 7"):
+        run_arms(config(arms, seed=7), arms, LocalEngine(pair), ToyTask(), tmp_path)
+
+
+def test_failures_are_counted_and_never_answers(pair, tmp_path):
+    class TooLong(ToyTask):
+        def problems(self, split, limit, *, offset=0):
+            good = super().problems(split, limit)
+            return [*good[:-1], TaskProblem("long", " ".join(["3"] * 400), "1")]
+
+    arms = make_arms([], [4])
+    document = summarise(run_arms(config(arms), arms, LocalEngine(pair), TooLong(), tmp_path))
+    assert [arm["num_failed"] for arm in document["arms"]] == [1, 1, 1]
+    lines = [json.loads(line) for line in (tmp_path / "problems.jsonl").read_text().splitlines()]
+    failed = [line for line in lines if line["error"]]
+    assert {line["problem_id"] for line in failed} == {"long"}
+    assert not any(line["correct"] or line["text"] for line in failed)
+
+
+def test_damaged_line_is_named(tmp_path):
+    (tmp_path / "problems.jsonl").write_text('{"arm": 1}\n')
+    with pytest.raises(ReprieveError, match="line 1: not a problem record"):
+        RecordFile(tmp_path / "problems.jsonl")
+
+
+def test_sweep_sets_the_papers_own_parameter_at_every_k():
+    rules = sweep_rules("lenience", [1.0, 0.5])
+    assert [rule.spec for rule in rules] == ["lenience:lenience=1", "lenience:lenience=0.5"]
+    assert [rule.params["epsilon"] for rule in sweep_rules("typical", [0.1, 0.2], dial="epsilon")] == [0.1, 0.2]
+    labels = [arm.label for arm in make_arms(rules, [4, 8])]
+    assert labels[:3] == ["target_only", "draft_only", "lossless@K=4"]
+    assert "lenience:lenience=0.5@K=8" in labels
+    with pytest.raises(SpecError, match="dial must be one of epsilon, delta, slack, got 'theta'"):
+        sweep_rules("typical", [0.1], dial="theta")
+    with pytest.raises(SpecError, match="nothing to sweep"):
+        sweep_rules("lossless", [0.1])

@@ -1,0 +1,65 @@
+"""Trials, differences and their tests."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from reprieve.bench.arms import make_arms
+from reprieve.bench.records import ProblemRecord
+from reprieve.bench.results import _against_allocation, summarise
+from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
+from reprieve.settings import SamplingSettings
+from reprieve.stats import clustered_interval, paired_difference, paired_pvalue
+from tests.bench.toys import run
+
+
+def test_trials_have_draws_of_their_own_and_count_as_one_problem(pair, tmp_path):
+    arms = make_arms(["margin:delta=2"], [4])
+    whole = run(pair, arms, tmp_path, num_trials=3, sampling=SamplingSettings(temperature=1.0))
+    ours = [r for r in whole.records if r.arm == "margin:delta=2" and r.problem_id == "p0"]
+    assert [record.trial for record in ours] == [0, 1, 2] and len({record.text for record in ours}) > 1
+    document = summarise(whole)
+    assert (document["num_problems"], document["num_trials"]) == (6, 3)
+    row = document["arms"][-1]
+    assert row["accuracy"] == np.mean([r.correct for r in whole.records if r.arm == "margin:delta=2"])
+    again = run(pair, arms, tmp_path, num_trials=3, sampling=SamplingSettings(temperature=1.0))
+    assert len(again.records) == len(whole.records), "nothing is answered twice"
+
+
+def test_regressions_and_improvements_make_the_net_drop(pair, tmp_path):
+    document = summarise(run(pair, make_arms(["random:rate=0.9"], [4]), tmp_path, limit=20))
+    row = document["arms"][-1]
+    assert row["net_drop"][0] == pytest.approx(row["regression_rate"] - row["improvement_rate"])
+    assert row["net_drop"][0] == pytest.approx(-row["accuracy_vs_lossless"][0])
+    assert 0 < row["tokens_vs_lossless_p"] <= 1 and row["truncated_vs_lossless"][0] == 0
+
+
+def test_correlated_trials_do_not_narrow_an_interval():
+    rng = np.random.default_rng(0)
+    problems = rng.integers(0, 2, (60, 1)).astype(float)
+    repeated = np.repeat(problems, 5, axis=1)
+    low, high = clustered_interval(repeated)
+    independent = np.std(repeated) / math.sqrt(repeated.size) * 2 * 1.96
+    assert high - low > 1.8 * independent
+    assert paired_difference(repeated, np.zeros_like(repeated))[0] == pytest.approx(problems.mean())
+
+
+def test_sign_flips_find_differences_and_keep_their_level():
+    rng = np.random.default_rng(1)
+    assert paired_pvalue(rng.normal(0.5, 1, 200)) < 0.001
+    assert paired_pvalue(np.zeros(50)) == 1.0
+    rejected = sum(paired_pvalue(rng.normal(0, 1, 40), num_flips=199, seed=i) <= 0.05 for i in range(400))
+    assert rejected / 400 < 0.05 + 0.03
+
+
+def test_random_allocation_is_at_the_arms_speed():
+    def row(correct, seconds):
+        return [[ProblemRecord("a", "p", correct, None, 10, 1, 0, 0, 0, seconds, "eos", "")]]
+
+    # One is right and slow, the other wrong and fast: a third of the problems to it makes 1.5 times the speed.
+    target, draft, arm = row(True, 10.0) * 90, row(False, 0.0) * 90, row(True, 20 / 3) * 90
+    difference, low, high = _against_allocation("arm", {TARGET_ONLY: target, DRAFT_ONLY: draft, "arm": arm})
+    assert difference == pytest.approx(1 / 3) and low <= difference <= high

@@ -1,0 +1,51 @@
+"""Answers compared by a language model."""
+
+from __future__ import annotations
+
+import pytest
+
+from reprieve.backends.local import LocalEngine
+from reprieve.bench.arms import make_arms
+from reprieve.bench.config import RunConfig
+from reprieve.bench.runner import run_arms
+from reprieve.bench.verdicts import judge_run
+from reprieve.errors import ReprieveError, SpecError
+from tests.bench.toys import TwoTurns, settings
+
+
+class FirstIsBetter:
+    """A judge that prefers whatever it reads first, unless one answer holds a 7."""
+
+    def __init__(self):
+        self.num_asked = 0
+
+    async def ask(self, prompt, *, attempt=0):
+        self.num_asked += 1
+        if "double brackets" in prompt:
+            return "Fine. [[8]]"
+        first, second = prompt.split("assistant A:")[1].split("assistant B:")
+        second = second.split("Explain in a sentence")[0]
+        if ("7" in first.split()) != ("7" in second.split()):
+            return "[[A>B]]" if "7" in first.split() else "[[B>A]]"
+        return "[[A>B]]"
+
+
+def test_a_judges_love_of_first_place_cancels_out(pair, tmp_path):
+    arms = make_arms(["random:rate=0.9"], [4])
+    run_arms(RunConfig.of(LocalEngine(pair), arms, settings(limit=4)), arms, LocalEngine(pair), TwoTurns(), tmp_path)
+    problems = TwoTurns().problems("test", 4)
+    chat = FirstIsBetter()
+    document = judge_run(tmp_path, problems, chat)
+    rows = {row["arm"]: row for row in document["arms"]}
+    assert set(rows) == {"target_only", "draft_only", "random:rate=0.9"}
+    same = rows["target_only"]
+    assert (same["num_ties"], same["num_judged"], same["equal_or_better"]) == (4, 4, 1.0), "equal texts are ties"
+    assert rows["random:rate=0.9"]["num_judged"] == 4 and "chat" in rows["random:rate=0.9"]["categories"]
+    asked = chat.num_asked
+    assert judge_run(tmp_path, problems, chat) == document and chat.num_asked == asked, "verdicts are kept"
+    graded = judge_run(tmp_path, problems, chat, grade=True)
+    assert all(row["mean_grade"] == 8.0 for row in graded["arms"])
+    with pytest.raises(SpecError, match="baseline"):
+        judge_run(tmp_path, problems, chat, baseline="nothing")
+    with pytest.raises(ReprieveError, match=r"no problems\.jsonl"):
+        judge_run(tmp_path / "none", problems, chat)

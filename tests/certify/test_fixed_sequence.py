@@ -1,0 +1,273 @@
+"""Certified leniency: bounds beside MAPIE and scipy, validity by simulation, the walk, certificates."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import warnings
+
+import numpy as np
+import pytest
+from mapie.risk_control.fwer_control import control_fwer
+from mapie.risk_control.methods import compute_hoeffding_bentkus_p_value
+from scipy.stats import binom
+
+from reprieve.certify.bounds import betting_pvalue, hoeffding_bentkus_pvalue, upper_bound
+from reprieve.certify.confidence_sequence import ConfidenceSequence
+from reprieve.certify.fixed_sequence import losses_of, paired_test, pvalue, walk
+from reprieve.certify.settings import NET_DROP, REGRESSION, Promise
+from reprieve.errors import PairError, ReprieveError, SpecError
+from reprieve.heads.binding import PairIdentity
+from reprieve.heads.certificates import Certificate, Conditions, portable_spec, read_certificates, warn_of_certificates
+from reprieve.rules.judge import JudgeRule
+from reprieve.rules.margin import MarginRule
+from tests.kit.tiny import random_head
+
+NUM_REPETITIONS = 2000
+# Two standard errors of a share of 5% in 2,000 repetitions: an exact test may exceed 5% by chance, not by more.
+TOLERANCE = 2 * math.sqrt(0.05 * 0.95 / NUM_REPETITIONS)
+
+
+@pytest.mark.parametrize("num_failed", [0, 1, 5, 20])
+@pytest.mark.parametrize("bound", [0.01, 0.05, 0.2])
+@pytest.mark.parametrize("binary", [True, False])
+def test_hoeffding_bentkus_is_mapies(num_failed, bound, binary):
+    losses = np.array([1.0 if binary else 0.5] * num_failed + [0.0] * (300 - num_failed))
+    binary = binary or not num_failed  # all zeros are binary either way
+    theirs = compute_hoeffding_bentkus_p_value(np.array([losses.mean()]), 300, np.array([bound]), binary=binary)
+    wanted = min(1.0, float(np.ravel(theirs)[0]))
+    if losses.mean() >= bound:  # nothing to be proved: ours says 1 at once
+        assert hoeffding_bentkus_pvalue(losses, bound) == 1.0 and wanted > 0.3
+    else:
+        assert hoeffding_bentkus_pvalue(losses, bound) == pytest.approx(wanted, rel=1e-9)
+
+
+def test_regressions_are_tested_by_the_exact_binomial_test():
+    for num_failed in range(12):
+        losses = np.array([1.0] * num_failed + [0.0] * (400 - num_failed))
+        assert hoeffding_bentkus_pvalue(losses, 0.03) == pytest.approx(
+            binom.cdf(num_failed, 400, 0.03) if num_failed / 400 < 0.03 else 1.0
+        )
+
+
+def test_zero_failures_certify_one_percent_with_299_problems_and_not_with_298():
+    assert hoeffding_bentkus_pvalue(np.zeros(299), 0.01) <= 0.05 < hoeffding_bentkus_pvalue(np.zeros(298), 0.01)
+    assert hoeffding_bentkus_pvalue(np.zeros(149), 0.02) <= 0.05
+
+
+def test_betting_bound_is_what_the_literature_says_at_gsm8ks_size():
+    rng = np.random.default_rng(0)
+    samples = [rng.choice([1.0, 0.0, -1.0], p=[0.03, 0.94, 0.03], size=1319) for _ in range(40)]
+    above = [upper_bound(betting_pvalue, drops, confidence=0.95, low=-1.0) - drops.mean() for drops in samples]
+    assert np.mean(above) == pytest.approx(0.015, abs=0.002), "Hoeffding's would be 0.067"
+
+
+@pytest.mark.parametrize(
+    ("loss", "shares", "bound"),
+    [
+        (NET_DROP, (0.03, 0.01), 0.0199),  # regressions, improvements: the true net drop is 0.02
+        (NET_DROP, (0.1, 0.08), 0.0199),
+        (NET_DROP, (0.02, 0.0), 0.0199),
+        (REGRESSION, (0.03, 0.01), 0.0299),
+    ],
+)
+def test_a_wrong_certificate_comes_out_in_at_most_one_of_twenty(loss, shares, bound):
+    """All thresholds truly lose a little more than promised: any that passes is wrong. Tested through the walk."""
+    rng = np.random.default_rng(1)
+    promise = Promise(bound, 0.95, loss)
+
+    def measure(_):
+        kind = rng.choice([1, 2, 0], p=[*shares, 1 - sum(shares)], size=(1000, 1))
+        return (kind == 1).astype(float) + (kind == 0), (kind == 2).astype(float) + (kind == 0), None
+
+    wrong = sum(
+        any(step.evidence.passed for step in walk([1, 2, 3, 4], promise, measure)) for _ in range(NUM_REPETITIONS)
+    )
+    assert wrong / NUM_REPETITIONS <= 0.05 + TOLERANCE
+
+
+@pytest.mark.parametrize("where", ["first", "last", "mixed"])
+def test_the_order_of_a_data_set_cannot_make_a_wrong_certificate(where):
+    """All the loss is in one category of a tenth of the problems, and data sets are sorted by category."""
+    rng = np.random.default_rng(4)
+    wrong = 0
+    for _ in range(NUM_REPETITIONS):
+        lossy = rng.choice([1.0, 0.0], p=[0.21, 0.79], size=100)  # a true drop of 0.021 over all 1,000
+        rest = rng.choice([1.0, 0.0, -1.0], p=[0.01, 0.98, 0.01], size=900)
+        drops = np.concatenate([rest, lossy] if where == "last" else [lossy, rest])
+        wrong += betting_pvalue(rng.permutation(drops) if where == "mixed" else drops, 0.02) <= 0.05
+    assert wrong / NUM_REPETITIONS <= 0.05 + TOLERANCE
+
+
+def test_trying_all_thresholds_instead_of_stopping_would_be_noticed():
+    """Many thresholds, all wrong: the walk stops at the first failure; taking any that passes breaks the promise."""
+    rng = np.random.default_rng(2)
+    promise = Promise(0.0199, 0.95)
+
+    def passes():
+        drops = rng.choice([1.0, 0.0, -1.0], p=[0.09, 0.84, 0.07], size=300)
+        return pvalue(promise, drops, promise.max_drop) <= 0.05
+
+    tried = [[passes() for _ in range(8)] for _ in range(500)]
+    assert sum(map(any, tried)) > 2 * sum(first for first, *_ in tried)
+
+
+def test_the_walk_is_mapies_fixed_sequence():
+    outcomes = {0.1: 0, 0.2: 2, 0.3: 9, 0.4: 0}
+
+    def measure(threshold):
+        spoiled = np.arange(400) < outcomes[threshold]
+        return np.ones((400, 1)), 1.0 - spoiled[:, None], 5.0
+
+    promise = Promise(0.02, 0.95, REGRESSION)
+    steps = walk(list(outcomes), promise, measure)
+    assert [step.threshold for step in steps] == [0.1, 0.2, 0.3], "the failure ends it, whatever comes after"
+    pvalues = np.array([paired_test(promise, *measure(threshold)[:2]).p_value for threshold in outcomes])
+    theirs = control_fwer(pvalues, 0.05, fwer_method="fixed_sequence")
+    assert [i for i, step in enumerate(steps) if step.evidence.passed] == list(np.ravel(theirs))
+
+
+def test_several_trials_of_a_problem_are_one_observation():
+    strict, relaxed = np.ones((100, 3)), np.ones((100, 3))
+    relaxed[0, 0] = 0
+    losses = losses_of(Promise(0.1), strict, relaxed)
+    assert losses.shape == (100,) and losses[0] == pytest.approx(1 / 3)
+
+
+def test_evidence_says_what_was_lost_both_ways():
+    strict, relaxed = np.array([[1.0], [1], [0], [1]]), np.array([[1.0], [0], [1], [1]])
+    evidence = paired_test(Promise(0.5), strict, relaxed)
+    assert (evidence.regressions, evidence.improvements, evidence.observed) == (0.25, 0.25, 0.0)
+    assert not evidence.passed and evidence.upper_bound > 0.5
+
+
+def test_sequence_covers_the_truth_at_all_times_in_nineteen_of_twenty():
+    rng = np.random.default_rng(3)
+    missed = 0
+    for _ in range(100):
+        sequence = ConfidenceSequence(resolution=0.01)
+        for drop in rng.choice([1.0, 0.0, -1.0], p=[0.13, 0.84, 0.03], size=300):
+            sequence.update(drop)
+            if not sequence.interval[0] - 1e-9 <= 0.1 <= sequence.interval[1] + 1e-9:
+                missed += 1
+                break
+    assert missed <= 5 + 4, "two standard errors above 5 of 100"
+
+
+def test_means_between_the_grids_candidates_are_covered():
+    sequence = ConfidenceSequence(resolution=0.01)
+    for _ in range(3000):
+        sequence.update(0.005)
+    low, high = sequence.interval
+    assert low <= 0.005 <= high
+
+
+def test_sequence_narrows_and_starts_knowing_nothing():
+    sequence = ConfidenceSequence()
+    assert sequence.interval == (-1.0, 1.0)
+    for _ in range(400):
+        sequence.update(0.0)
+    low, high = sequence.interval
+    assert sequence.mean == 0 and -0.1 < low < 0 < high < 0.1
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (dict(max_drop=0.0), "max_drop"),
+        (dict(max_drop=0.1, confidence=1.0), "confidence"),
+        (dict(max_drop=0.1, loss="mean"), "net_drop, regression"),
+    ],
+)
+def test_promises_out_of_range_are_refused(values, message):
+    with pytest.raises(SpecError, match=message):
+        Promise(**values)
+
+
+def test_losses_out_of_range_are_refused():
+    with pytest.raises(ValueError, match=r"\[0, 1\]"):
+        hoeffding_bentkus_pvalue(np.array([-1.0, 0.0]), 0.1)
+    with pytest.raises(ValueError, match="none"):
+        betting_pvalue(np.array([]), 0.1)
+    with pytest.raises(SpecError, match="different values"):
+        walk([1, 1], Promise(0.1), lambda threshold: None)
+
+
+IDENTITY = PairIdentity("t", "d", "tw", "dw", "tok")
+HERE = Conditions(IDENTITY, "arithmetic", {"temperature": 0.0}, 16, "draft", "float32")
+
+
+def certificate(rule, **changes):
+    values = dict(
+        statement="It holds.", rule=rule.spec, portable_rule=portable_spec(rule), threshold=rule.dial_value,
+        promise={"max_drop": 0.02, "confidence": 0.95, "loss": "net_drop"}, verdict="confirmed", conditions=HERE,
+        calibration={"split": "validation", "steps": []}, held_out={"split": "test"},
+    )  # fmt: skip
+    return Certificate(**{**values, **changes})
+
+
+def test_certificates_survive_the_disk(tmp_path):
+    made = certificate(MarginRule(delta=2))
+    (tmp_path / "c.json").write_text(made.to_json())
+    assert Certificate.load(tmp_path / "c.json") == made
+    assert json.loads(made.to_json())["statement"] == "It holds."
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"kind": "reprieve certificate", "schema": 9}'])
+def test_what_is_no_certificate_is_refused(tmp_path, content):
+    (tmp_path / "c.json").write_text(content)
+    with pytest.raises(ReprieveError, match="cannot be read"):
+        Certificate.load(tmp_path / "c.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (dict(task="gsm8k:path=x"), "task gsm8k"),
+        (dict(sampling={"temperature": 0.6}), "temperature 0.6 "),
+        (dict(num_draft_tokens=8), "num_draft_tokens 8 "),
+        (dict(dtype="bfloat16"), "dtype bfloat16"),
+        (dict(drafter="ngram"), "drafter ngram"),
+        (dict(max_new_tokens=64), "max_new_tokens 64 "),
+    ],
+)
+def test_other_conditions_are_warned_of_and_named(change, told):
+    with pytest.warns(UserWarning, match=f"does not hold here: .*{told}"):
+        certificate(MarginRule()).check(dataclasses.replace(HERE, **change), where="of margin")
+
+
+def test_another_prompt_format_is_refused():
+    for change in (dict(chat_template=True), dict(chat_template=True, thinking="off")):
+        with pytest.raises(SpecError, match=r"made with raw prompts, here it is the chat template"):
+            certificate(MarginRule()).check(dataclasses.replace(HERE, **change), where="of margin")
+
+
+def test_the_same_conditions_are_silent_and_another_pair_is_refused():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        certificate(MarginRule()).check(HERE, where="of margin")
+    other = dataclasses.replace(HERE, pair=dataclasses.replace(IDENTITY, target_weights="other"))
+    with pytest.raises(PairError, match="target_weights"):
+        certificate(MarginRule()).check(other, where="of margin")
+
+
+def test_certificates_beside_a_head_follow_it_and_warn_elsewhere(tmp_path):
+    folder = tmp_path / "moved"
+    head = random_head(pair=IDENTITY)
+    head.save_pretrained(folder)
+    rule = JudgeRule.of(head, threshold=0.1)
+    made = certificate(rule, portable_rule=f"judge:path={head.fingerprint},threshold=0.1")
+    (folder / "certificates").mkdir()
+    (folder / "certificates" / "c.json").write_text(made.to_json())
+    here = dataclasses.replace(rule, path=str(folder))
+    assert len(read_certificates(folder)) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_certificates(here, {str(folder): folder}, HERE)
+        # Another threshold was promised nothing, so that nothing is broken.
+        warn_of_certificates(
+            dataclasses.replace(here, threshold=0.2), {str(folder): folder}, dataclasses.replace(HERE, dtype="bfloat16")
+        )
+    with pytest.warns(UserWarning, match="dtype bfloat16"):
+        warn_of_certificates(here, {str(folder): folder}, dataclasses.replace(HERE, dtype="bfloat16"))

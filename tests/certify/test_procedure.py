@@ -1,0 +1,155 @@
+"""Certificates: the walk, resumption, refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from reprieve.backends.local import LocalEngine
+from reprieve.bench.arms import make_arms
+from reprieve.bench.config import RunConfig
+from reprieve.bench.records import ProblemRecord, claim_run
+from reprieve.bench.runner import Runner
+from reprieve.certify.procedure import Plan, certify
+from reprieve.certify.settings import CertifySettings, Promise
+from reprieve.errors import ReprieveError, SpecError
+from reprieve.heads.certificates import Certificate
+from reprieve.settings import SamplingSettings
+from reprieve.tasks import load_task
+from tests.bench.toys import TwoTurns, run, settings
+from tests.kit.toys import ToyTask
+
+
+def plan(**changes):
+    values = dict(
+        rule="margin", promise=Promise(0.6), thresholds=(0.5, 2.0), num_draft_tokens=4, held_out_limit=8,
+        run=settings(limit=12),
+    )  # fmt: skip
+    return Plan.of(CertifySettings(**{**values, **changes}))
+
+
+def test_a_certificate_names_what_it_promises_and_can_be_used(pair, tmp_path, monkeypatch):
+    outcome = certify(plan(), LocalEngine(pair), ToyTask(), tmp_path, command="reprieve certify")
+    made = Certificate.load(outcome.path)
+    assert made == outcome.certificate
+    assert made.threshold == outcome.steps[-1].threshold == 2.0 or not outcome.steps[-1].evidence.passed
+    assert f"{made.held_out['num_problems']} held-out problems" in made.statement
+    assert made.held_out["offset"] == 12 and made.conditions.num_draft_tokens == 4
+    arm = make_arms([f"certified:{outcome.path}"], [16])[-1]
+    here = outcome.certificate.conditions
+    assert arm.unchecked(here) is None, "the run holds the named certificate against its conditions, and no other"
+    assert make_arms(["margin"], [16])[-1].unchecked(here) is here
+    assert (arm.rule.spec, arm.num_draft_tokens) == (made.rule, 4)
+    with pytest.warns(UserWarning, match="temperature 1.0"):
+        run(
+            pair,
+            [*make_arms([], [4]), arm],
+            tmp_path / "elsewhere",
+            limit=1,
+            sampling=SamplingSettings(temperature=1.0),
+        )
+
+
+def test_no_certificate_without_proof_and_the_walk_resumes(pair, tmp_path):
+    outcome = certify(plan(promise=Promise(0.01)), LocalEngine(pair), ToyTask(), tmp_path, command="c")
+    assert outcome.certificate is None and "strictest" in outcome.reason and len(outcome.steps) == 1
+    lines = (tmp_path / "calibration" / "problems.jsonl").read_text().splitlines()
+    certify(plan(promise=Promise(0.01)), LocalEngine(pair), ToyTask(), tmp_path, command="c")
+    assert (tmp_path / "calibration" / "problems.jsonl").read_text().splitlines() == lines
+
+
+def test_trying_thresholds_until_one_passes_is_refused(pair, tmp_path):
+    certify(plan(thresholds=(3.0,)), LocalEngine(pair), ToyTask(), tmp_path, command="c")
+    certify(plan(thresholds=(3.0,)), LocalEngine(pair), ToyTask(), tmp_path, command="c")
+    with pytest.raises(SpecError, match=r"first tried on these problems, margin:delta=3: .*--offset"):
+        certify(plan(thresholds=(0.5, 2.0)), LocalEngine(pair), ToyTask(), tmp_path, command="c")
+
+
+def test_nothing_is_certified_without_right_answers_or_with_failed_ones(pair, tmp_path):
+    with pytest.raises(SpecError, match="no right answers"):
+        certify(plan(), LocalEngine(pair), TwoTurns(), tmp_path / "a", command="c")
+
+    class Breaks(ToyTask):
+        def extract_answer(self, text):
+            raise ValueError("unreadable") if hash(text) % 2 else ValueError("unreadable too")
+
+    class BreaksOnce(ToyTask):
+        num_left = 1
+
+        def extract_answer(self, text):
+            if self.num_left and len(text.split()) == self.max_new_tokens:
+                self.num_left -= 1
+                raise ValueError("unreadable")
+            return super().extract_answer(text)
+
+    with pytest.raises(ReprieveError, match="every problem failed"):
+        certify(plan(), LocalEngine(pair), Breaks(), tmp_path / "b", command="c")
+    with pytest.raises(ReprieveError, match="1 answers failed"):
+        certify(plan(), LocalEngine(pair), BreaksOnce(), tmp_path / "c", command="c")
+    again = certify(plan(), LocalEngine(pair), ToyTask(), tmp_path / "c", command="c")
+    assert again is not None and again.steps, "what failed is tried once more"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(thresholds=[1, 1]), "different values"),
+        (dict(rule="lossless"), "nothing to certify"),
+        (dict(held_out_limit=0), r"held_out_limit must be in \[1, 10000000\]"),
+    ],
+)
+def test_plans_that_cannot_be_are_refused_before_anything_is_measured(changes, message):
+    with pytest.raises(SpecError, match=message):
+        plan(**changes)
+
+
+def test_a_second_rule_shares_the_strict_answers(pair, tmp_path):
+    certify(plan(), LocalEngine(pair), ToyTask(), tmp_path, command="c")
+    certify(plan(rule="top_k", thresholds=(2, 3)), LocalEngine(pair), ToyTask(), tmp_path, command="c")
+    records = [json.loads(line) for line in (tmp_path / "calibration" / "problems.jsonl").read_text().splitlines()]
+    assert sum(record["arm"] == "lossless" for record in records) == 12
+
+
+def test_thresholds_are_tried_from_strict_to_lenient_whatever_their_order():
+    assert [rule.delta for rule in plan(thresholds=(3, 1, 2)).candidates()] == [1, 2, 3]
+    assert [rule.ratio for rule in plan(rule="ratio", thresholds=(0.2, 0.9)).candidates()] == [0.9, 0.2]
+    with pytest.raises(SpecError, match="--thresholds"):
+        plan(thresholds=()).candidates()
+
+
+def test_folders_grow_only_where_that_is_harmless(tmp_path):
+    begun = claim_run(tmp_path, {"arms": ["a"], "heads": {"h": "1"}}, extendable=("arms", "heads"))
+    begun.append(ProblemRecord("a", "p", True, None, 10, 1, 0, 0, 0, 1.0, "eos", ""))
+    claim_run(tmp_path, {"arms": ["b"], "heads": {"i": "2"}}, extendable=("arms", "heads"))
+    assert json.loads((tmp_path / "run.json").read_text()) == {"arms": ["a", "b"], "heads": {"h": "1", "i": "2"}}
+    with pytest.raises(ReprieveError, match="with heads = "):
+        claim_run(tmp_path, {"arms": ["a"], "heads": {"h": "9"}}, extendable=("arms", "heads"))
+    with pytest.raises(ReprieveError, match="with arms = "):
+        claim_run(tmp_path, {"arms": ["c"], "heads": {}})
+
+
+def test_a_larger_limit_goes_on_in_the_same_folder(tmp_path):
+    begun = claim_run(tmp_path, {"arms": ["a"], "limit": 2})
+    begun.append(ProblemRecord("a", "p", True, None, 10, 1, 0, 0, 0, 1.0, "eos", ""))
+    assert len(claim_run(tmp_path, {"arms": ["a"], "limit": 5}).records) == 1
+    with pytest.raises(ReprieveError, match="with limit = 5 instead of 2"):
+        claim_run(tmp_path, {"arms": ["a"], "limit": 2})
+
+
+def test_a_folder_without_an_answer_is_anyones(tmp_path):
+    """As one is left by a command that was refused after it had named its folder."""
+    claim_run(tmp_path, {"arms": ["a"], "drafter": "ngram"})
+    claim_run(tmp_path, {"arms": ["a"], "drafter": "draft"})
+    assert json.loads((tmp_path / "run.json").read_text())["drafter"] == "draft"
+
+
+@pytest.mark.slow
+def test_several_processes_give_the_same_answers(tmp_path, bundled_pair):
+    arms = make_arms(["margin:delta=2"], [4])[2:]
+    task = load_task("arithmetic")
+    config = RunConfig.of(LocalEngine(bundled_pair), arms, settings(task="arithmetic", limit=5))
+    runners = [Runner(config, arms, LocalEngine(bundled_pair, num_workers=n), task, tmp_path / str(n)) for n in (1, 2)]
+    assert all(runner.measure() for runner in runners)
+    alone, together = ({(r.arm, r.problem_id): r.text for r in runner.records} for runner in runners)
+    assert alone == together and len(alone) == 10

@@ -1,0 +1,167 @@
+"""A target behind an API gives the labels it gives locally."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+
+from reprieve.errors import SpecError
+from reprieve.mining.api_target import ApiTarget
+from reprieve.mining.recipes import build
+from reprieve.mining.settings import AutoJudgeMining
+from reprieve.models.batch_decoder import Session
+from reprieve.settings import PairSettings, SamplingParams
+from tests.kit.mining import EOS, ScriptedTarget, miner, problem
+
+BUNDLED = "reprieve/arithmetic-pair"
+
+
+class FakeApi(BaseHTTPRequestHandler):
+    """A completions server over the bundled target: text in, text out."""
+
+    decoder = None
+    tokenizer = None
+    lock = threading.Lock()
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        prompt = asked["prompt"]
+        ids = prompt if isinstance(prompt, list) else self.tokenizer.encode(prompt)
+        with self.lock:
+            made = self.decoder.generate(ids, SamplingParams(max_new_tokens=asked["max_tokens"]))
+        choice = {
+            "index": 0,
+            "text": made.text,
+            "finish_reason": "stop" if made.finish_reason == "eos" else "length",
+            "logprobs": None,
+        }
+        reply = {"id": "x", "object": "text_completion", "created": 0, "model": asked["model"], "choices": [choice]}
+        content = json.dumps(reply).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.parametrize("prompts", ["text", "tokens"])
+def test_a_target_behind_an_api_gives_the_labels_it_gives_locally(prompts, monkeypatch, bundled_pair):
+    FakeApi.tokenizer = bundled_pair.tokenizer
+    FakeApi.decoder = bundled_pair.decoder("target_only")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeApi)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    local = build(AutoJudgeMining(limit=1, task="arithmetic", pair=PairSettings(BUNDLED)))
+    big = PairSettings("big", BUNDLED)
+    served = build(AutoJudgeMining(limit=1, task="arithmetic", pair=big, api_url=url, api_prompts=prompts))
+    try:
+        ours = asyncio.run(local.miner.mine(local.problems[0]))
+        theirs = asyncio.run(served.miner.mine(served.problems[0]))
+    finally:
+        server.shutdown()
+    assert [m.important for m in ours.labelled()] == [m.important for m in theirs.labelled()]
+    assert (ours.target_ids, ours.response_ids) == (theirs.target_ids, theirs.response_ids)
+    assert served.manifest["target_weights"] == "api:big"
+
+
+class MergingTokenizer:
+    """Letters, but `ab` and `bc` are tokens of their own wherever they occur: one text, several spellings."""
+
+    vocabulary = ("<eos>", "a", "b", "c", "ab", "bc", " ")
+    eos_token_id = 0
+
+    def encode(self, text, *, add_special_tokens=True):
+        ids = []
+        while text:
+            piece = next(p for p in sorted(self.vocabulary, key=len, reverse=True) if text.startswith(p))
+            ids.append(self.vocabulary.index(piece))
+            text = text[len(piece) :]
+        return ids
+
+    def decode(self, token_ids, *, skip_special_tokens=False):
+        return "".join(self.vocabulary[i] for i in token_ids if not (skip_special_tokens and i == 0))
+
+
+def api(reply, *, finish="stop", **options):
+    seen = []
+
+    async def create(**asked):
+        seen.append(asked)
+        return SimpleNamespace(choices=[SimpleNamespace(text=reply, finish_reason=finish)])
+
+    client = SimpleNamespace(completions=SimpleNamespace(create=create))
+    return ApiTarget(client, "m", MergingTokenizer(), eos_id=0, **options), seen
+
+
+def complete(target, prompt, response, size=9):
+    return asyncio.run(target.complete(Session(), prompt, response, size, None))
+
+
+A, B, C, AB, BC, SPACE = range(1, 7)
+
+
+def test_a_swap_the_server_would_spell_otherwise_is_not_tried():
+    target, seen = api("c")
+    assert complete(target, [C], [A, B]) is None  # "cab" is read as c, ab
+    assert not seen
+    assert complete(target, [C], [AB]) == [C, EOS]
+
+
+def test_tokens_can_be_sent_where_a_server_takes_them():
+    target, seen = api("c", prompts="tokens")
+    assert complete(target, [C], [A, B]) == [C, EOS]
+    assert seen[0]["prompt"] == [C, A, B]
+
+
+def test_a_completion_that_merges_with_the_prefix_keeps_the_prefix():
+    target, _ = api("bc")
+    # "a" + "bc" would be read as ab, c: the prefix's own token must not change under the label.
+    assert complete(target, [SPACE], [A]) == [BC, EOS]
+
+
+def test_api_budgets_are_cut_and_endings_told_apart():
+    target, seen = api("ccc", finish="length")
+    assert complete(target, [A], [], size=3) == [C, C, C]
+    assert seen[0]["max_tokens"] == 3
+    target, _ = api("ccccc")
+    assert complete(target, [A], [], size=3) == [C, C, C]
+    with pytest.raises(SpecError, match="API target is greedy"):
+        asyncio.run(target.complete(Session(), [A], [], 3, lambda scores, ids: 0))
+    with pytest.raises(SpecError, match="prompts must be one of text, tokens, got 'ids'"):
+        api("c", prompts="ids")
+
+
+def test_stop_texts_are_cut_here_and_no_end_is_invented():
+    """The server is sent none, so that what ended the completion is known."""
+    stops = lambda ids: MergingTokenizer().decode(ids).endswith("cc")  # noqa: E731
+    target, seen = api("acca", stops=stops)
+    assert complete(target, [C], []) == [A, C, C]
+    assert "stop" not in seen[0]
+    target, _ = api("ca", stops=stops)
+    assert complete(target, [A], [C]) == [C], "a stop text can begin in what was given"
+    target, _ = api("a", stops=stops)
+    assert complete(target, [A], [C]) == [A, EOS]
+
+
+def test_unlabelled_swaps_keep_the_targets_token():
+    class Refusing(ScriptedTarget):
+        async def complete(self, session, prompt_ids, response_ids, max_new_tokens, draw):
+            if response_ids and response_ids[-1] == 2:
+                return None
+            return await super().complete(session, prompt_ids, response_ids, max_new_tokens, draw)
+
+    script = [1, 3, 9, 5, EOS]
+    target = Refusing(lambda before: script[len(before)])
+    found = asyncio.run(miner(target, lambda before: [2, 3, 9, 6, 0][len(before)]).mine(problem()))
+    assert [(m.important, bool(m.reason)) for m in found.mismatches] == [(None, True), (True, False)]
+    assert found.response_ids == (1, 3, 9, 5, EOS)
+    assert len(found.labelled()) == 1

@@ -1,0 +1,311 @@
+"""AutoJudge's search: by hand on scripted models, its guarantee, its edges, and its texts on real ones."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+import reprieve
+from reprieve.errors import SpecError
+from reprieve.mining.draft import BatchedDraft, DraftReader
+from reprieve.mining.recipes import build
+from reprieve.mining.records import MINED, NO_ANSWER
+from reprieve.mining.settings import AutoJudgeMining, PivotMining
+from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest
+from reprieve.models.cached_model import CachedModel
+from reprieve.models.draws import GumbelNoise, UniformDraw, choose, gumbel_choice
+from reprieve.models.sampling import Sampler
+from reprieve.settings import PairSettings, SamplingParams, SamplingSettings
+from tests.kit.mining import EOS, miner, problem
+from tests.kit.tiny import ARCHITECTURES, NumberTokenizer, tiny_model
+
+BUNDLED = "reprieve/arithmetic-pair"
+OURS = {"task": "arithmetic", "pair": PairSettings(BUNDLED)}
+
+
+def mine(*args, **options):
+    return asyncio.run(miner(*args, **options).mine(problem()))
+
+
+def script(text):
+    """A model that says a fixed text, whatever was said before."""
+    return lambda before: text[len(before)] if len(before) < len(text) else EOS
+
+
+def labels(found):
+    return [(m.position, m.target_id, m.draft_id, m.important) for m in found.mismatches]
+
+
+def test_search_by_hand_important_tokens_stay_and_harmless_ones_are_swapped():
+    # The draft would say 2 for 1 (wording) and 6 for the answer 5.
+    found = mine(script([1, 3, 9, 5, EOS]), script([2, 3, 9, 6, EOS]))
+    assert found.status == MINED
+    assert labels(found) == [(0, 1, 2, False), (3, 5, 6, True)]
+    assert found.response_ids == (2, 3, 9, 5, EOS)
+    assert found.target_ids == (1, 3, 9, 5, EOS)
+    assert found.mismatches[0].continuation_ids == (3, 9, 5, EOS)
+    assert (found.mismatches[0].answer, found.mismatches[1].answer) == ("5", "6")
+
+
+def jointly_harmful(before):
+    """Recovers from one wrong token (7) but not from two."""
+    text = [1, 1, 9, 6 if before.count(7) >= 2 else 5, EOS]
+    return text[len(before)] if len(before) < len(text) else EOS
+
+
+def test_search_finds_what_only_does_harm_jointly_and_the_naive_variant_does_not():
+    draft = script([7, 7, 9, 5, EOS])
+    assert labels(mine(jointly_harmful, draft)) == [(0, 1, 7, False), (1, 1, 7, True)]
+    naive = mine(jointly_harmful, draft, variant="naive")
+    assert labels(naive) == [(0, 1, 7, False), (1, 1, 7, False)]
+    assert naive.response_ids == naive.target_ids
+
+
+def test_mismatches_after_a_swap_are_those_of_the_new_response():
+    target = lambda before: script([2, 4, 9, 5, EOS] if before[:1] == [2] else [1, 3, 9, 5, EOS])(before)  # noqa: E731
+    draft = lambda before: script([2, 8, 9, 5, EOS] if before[:1] == [2] else [2, 3, 9, 5, EOS])(before)  # noqa: E731
+    assert labels(mine(target, draft)) == [(0, 1, 2, False), (1, 4, 8, False)]
+
+
+def test_a_draft_that_ends_early_ends_the_response_there():
+    found = mine(script([1, 9, 5, EOS]), script([1, EOS]))
+    assert labels(found)[0] == (1, 9, EOS, True)  # no answer before the end
+    assert found.mismatches[0].continuation_ids == ()
+    late = mine(script([9, 5, 1, EOS]), script([9, 5, EOS]))
+    assert labels(late) == [(2, 1, EOS, False)]
+    assert late.response_ids == (9, 5, EOS)
+
+
+def test_a_draft_that_goes_on_past_the_end_is_tried_too():
+    found = mine(script([9, 5, EOS]), script([9, 5, 1, EOS]))
+    assert labels(found) == [(2, EOS, 1, False)]
+    assert found.response_ids == (9, 5, 1, EOS)
+
+
+def test_a_target_without_an_answer_gives_no_labels():
+    found = mine(script([1, 2, EOS]), script([3, 4, EOS]))
+    assert (found.status, found.mismatches, found.target_answer) == (NO_ANSWER, (), None)
+
+
+def test_a_swap_that_loses_the_answer_is_important():
+    target = lambda before: 1 if before[:1] == [2] else script([1, 9, 5, EOS])(before)  # noqa: E731
+    found = mine(target, script([2, 9, 5, EOS]))
+    assert labels(found) == [(0, 1, 2, True)]
+    assert found.mismatches[0].answer is None
+
+
+def test_the_budget_is_of_the_whole_response_and_exact():
+    scripted = miner(script([1, 2, 3, 9, 5, 1, 1, 1, 1]), script([1, 2, 4, 9, 5, 1]), max_new_tokens=6)
+    found = asyncio.run(scripted.mine(problem()))
+    assert found.target_ids == (1, 2, 3, 9, 5, 1)
+    assert scripted.target.asked == [([], 6), ([1, 2, 4], 3)]
+    assert found.response_ids == (1, 2, 4, 9, 5, 1)
+    last = miner(script([9, 5, 1, 1]), script([9, 5, 2, 1]), max_new_tokens=3)
+    found = asyncio.run(last.mine(problem()))
+    assert labels(found) == [(2, 1, 2, False)]
+    assert last.target.asked == [([], 3)], "nothing is left to generate after the last token of the budget"
+
+
+def test_unknown_variants_are_refused():
+    with pytest.raises(SpecError, match="variant must be one of search, naive, got 'greedy'"):
+        miner(script([]), script([]), variant="greedy")
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_batched_texts_equal_texts_alone_and_prefixes_are_read_once(kind):
+    model = tiny_model(kind, seed=2)
+    texts = [[3, 4, 5, 6], [9, 8, 7], [30, 2, 2, 2, 2, 2, 11], [5]]
+    alone = reprieve.SpeculativeDecoder(CachedModel(model), None, NumberTokenizer())
+    params = SamplingParams(max_new_tokens=20)
+    wanted = [alone.generate(text, params).token_ids for text in texts]
+    decoder = BatchDecoder(model, num_rows=3, params=params, eos_ids=frozenset())
+    got, sessions = {}, [Session() for _ in texts]
+
+    def ask(number, prefix, size):
+        decoder.submit(TextRequest(sessions[number], prefix, size, None, lambda ids: got.__setitem__(number, ids)))
+
+    for number, text in enumerate(texts):
+        ask(number, text, 20)
+    while not decoder.idle:
+        decoder.step()
+    assert [got[number] for number in range(len(texts))] == wanted
+    # A regenerated suffix reads the swapped token and its own tokens, and nothing else.
+    before = decoder.num_read
+    ask(0, [*texts[0], *wanted[0][:7], 13], 5)
+    while not decoder.idle:
+        decoder.step()
+    assert decoder.num_read - before == 5
+    assert got[0] == alone.generate([*texts[0], *wanted[0][:7], 13], SamplingParams(max_new_tokens=5)).token_ids
+
+
+def test_batches_need_rows_and_room():
+    model = tiny_model()
+    with pytest.raises(SpecError, match="num_rows must be 1 or more, got 0"):
+        BatchDecoder(model, num_rows=0, params=SamplingParams(), eos_ids=frozenset())
+    decoder = BatchDecoder(model, num_rows=1, params=SamplingParams(), eos_ids=frozenset())
+    with pytest.raises(reprieve.errors.ContextOverflowError, match="need 321 positions"):
+        decoder.submit(TextRequest(Session(), [1] * 21, 300, None, print))
+
+
+def test_draft_reader_equals_a_forward_over_the_whole_text():
+    model = tiny_model(seed=4)
+    reader = DraftReader(CachedModel(model), Sampler(SamplingParams(), torch.device("cpu")))
+    prompt = [3, 1, 4, 1, 5]
+    first = [9, 2, 6, 5, 3, 5, 8]
+    second = [*first[:3], 40, 41, 42]
+    for response in (first, second, first, second[:4]):
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *response]])).logits[0]
+        assert asyncio.run(reader.predict(prompt, response)) == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def test_texts_that_wait_together_are_read_in_one_forward(monkeypatch):
+    model = tiny_model(seed=4)
+    alone = DraftReader(CachedModel(model), Sampler(SamplingParams(), torch.device("cpu")))
+    texts = [([3, 1, 4], [1, 5, 9, 2]), ([2, 7], [1, 8, 2, 8, 1, 8]), ([5], [3]), ([6, 6], [])]
+
+    async def read(draft):
+        return await asyncio.gather(*(draft.predict(*text) for text in texts))
+
+    expected = [asyncio.run(alone.predict(*text)) for text in texts]
+    together = BatchedDraft(model, 64)
+    assert asyncio.run(read(together)) == expected
+    assert together.num_forwards == 1
+    monkeypatch.setattr("reprieve.mining.draft._MOST_LOGITS", 64 * 8)
+    small = BatchedDraft(model, 64)
+    assert asyncio.run(read(small)) == expected
+    assert small.num_forwards == 3, "no more than fits into one forward"
+
+
+def test_a_failed_forward_fails_its_texts_and_not_the_next(monkeypatch):
+    model = tiny_model(seed=4)
+    draft = BatchedDraft(model, 64)
+    with pytest.raises(IndexError):
+        asyncio.run(draft.predict([10**6], [1, 2]))
+    assert len(asyncio.run(draft.predict([3], [1, 2]))) == 2
+
+
+def test_gumbel_noise_is_keyed_by_seed_and_prefix():
+    noise = GumbelNoise(7)
+    row = noise.after([1, 2, 3], 50)
+    assert torch.equal(row, GumbelNoise(7).after([1, 2, 3], 50))
+    assert noise.keys([1, 2, 3, 4], 2) == [noise.keys([1, 2, 3, 4][:length])[0] for length in (2, 3, 4)]
+    assert not torch.equal(row, noise.after([1, 2, 4], 50))
+    assert not torch.equal(row, GumbelNoise(8).after([1, 2, 3], 50))
+
+
+def test_gumbel_and_inverse_cdf_draws_follow_the_distribution():
+    from scipy.stats import chisquare
+
+    probs = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
+    generator = torch.Generator().manual_seed(0)
+    uniform = UniformDraw(lambda: float(torch.rand((), generator=generator)))
+    size = 4000
+    for draws in ([GumbelNoise(n) for n in range(size)], [uniform] * size):
+        drawn = choose(probs.log().expand(size, -1), draws, [[3, 4]] * size)
+        counts = torch.bincount(torch.tensor(drawn), minlength=5)
+        assert counts[1] == 0
+        kept = probs > 0
+        assert chisquare(counts[kept].tolist(), (size * probs[kept]).tolist()).pvalue > 1e-3
+
+
+def test_noise_for_the_likely_tokens_alone_is_the_same_noise():
+    scores = torch.randn(6, 400, generator=torch.Generator().manual_seed(0))
+    few = scores.masked_fill(scores < scores.topk(9).values[:, -1:], -torch.inf)
+    keys = [GumbelNoise(3).keys([row])[0] for row in range(6)]
+    noise = torch.stack([GumbelNoise(3).after([row], 400) for row in range(6)])
+    assert gumbel_choice(few, keys).tolist() == (few + noise).argmax(-1).tolist()
+    assert gumbel_choice(scores, keys).tolist() == (scores + noise).argmax(-1).tolist()
+    mixed = choose(few, [None, GumbelNoise(3), *[None] * 4], [[row] for row in range(6)])
+    assert mixed[0] == int(few[0].argmax()) and mixed[1] == gumbel_choice(few, keys).tolist()[1]
+
+
+def test_noise_is_uniform_in_every_bit_that_counts():
+    from scipy.stats import kstest
+
+    noise = GumbelNoise(11).after([5], 20000)
+    assert kstest(noise.numpy(), "gumbel_r").pvalue > 1e-3
+
+
+def test_sampled_suffixes_with_the_same_prefix_are_the_same():
+    model = tiny_model(seed=3, scale=1.5)
+    params = SamplingParams(temperature=1.0)
+    texts = []
+    for _ in range(2):
+        decoder = BatchDecoder(model, num_rows=2, params=params, eos_ids=frozenset())
+        got = []
+        draw = GumbelNoise(5)
+        decoder.submit(TextRequest(Session(), [1, 2, 3], 12, draw, got.append))
+        while not decoder.idle:
+            decoder.step()
+        decoder.submit(TextRequest(Session(), [1, 2, 3, *got[0][:5]], 7, draw, got.append))
+        while not decoder.idle:
+            decoder.step()
+        assert got[1] == got[0][5:]
+        texts.append(got[0])
+    assert texts[0] == texts[1]
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    """Problems the draft gets wrong on its own, mined."""
+    config = AutoJudgeMining(limit=6, num_in_flight=6, **OURS)
+    bench = build(config)
+
+    async def mine_all():
+        return await asyncio.gather(*(bench.miner.mine(item) for item in bench.problems))
+
+    return config, bench, asyncio.run(mine_all())
+
+
+@pytest.mark.slow
+def test_a_draft_that_answers_differently_leaves_an_important_token(bundled, bundled_pair):
+    _, bench, found = bundled
+    draft = bundled_pair.decoder("draft_only")
+    num_different = 0
+    for item, problem_labels in zip(bench.problems, found, strict=True):
+        alone = draft.generate(item.prompt, SamplingParams(max_new_tokens=256))
+        task = bench.miner.responses.task
+        important = sum(bool(m.important) for m in problem_labels.mismatches)
+        if not task.equivalent(task.extract_answer(alone.text), problem_labels.target_answer):
+            num_different += 1
+            assert important > 0
+        if not important:
+            assert alone.token_ids == list(problem_labels.response_ids)
+    assert num_different > 0
+
+
+@pytest.mark.slow
+def test_labels_do_not_depend_on_how_many_problems_are_in_flight(bundled):
+    _, _, found = bundled
+    again = build(AutoJudgeMining(limit=2, num_in_flight=1, **OURS))
+    for item, before in zip(again.problems, found, strict=False):
+        assert labels(asyncio.run(again.miner.mine(item))) == labels(before)
+
+
+@pytest.mark.slow
+def test_sampled_mining_is_repeatable_and_depends_on_the_seed():
+    def once(seed):
+        sampling = SamplingSettings(temperature=0.8, top_p=0.95)
+        config = AutoJudgeMining(limit=1, sampling=sampling, seed=seed, **OURS)
+        bench = build(config)
+        return asyncio.run(bench.miner.mine(bench.problems[0]))
+
+    first = once(1)
+    assert (first.target_ids, labels(first)) == (once(1).target_ids, labels(once(1)))
+    assert any(first.target_ids != once(seed).target_ids for seed in (2, 3, 4))
+
+
+def test_mining_configurations_out_of_range_are_refused():
+    for options, says in (
+        ({"variant": "magic"}, "variant must be one of search, naive"),
+        ({"limit": 0}, r"limit must be in \[1, 10000000\]"),
+        ({"num_in_flight": 0}, r"num_in_flight must be in \[1, 4096\], got 0"),
+        ({"api_url": "http://x", "sampling": SamplingSettings(1.0), "pair": PairSettings(draft="d")}, "temperature 0"),
+    ):
+        with pytest.raises(SpecError, match=says):
+            AutoJudgeMining(**options)
+    with pytest.raises(SpecError, match="temperature must be above 0 for pivot mining"):
+        PivotMining(sampling=SamplingSettings())

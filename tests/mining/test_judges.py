@@ -1,0 +1,116 @@
+"""Language models as judges, and equations checked by hand."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from reprieve.errors import ReprieveError, SpecError
+from reprieve.mining.equivalence import NotWorse
+from reprieve.mining.recipes import make_chat, make_soundness
+from reprieve.mining.soundness import (
+    NO_VERDICT,
+    SOUND,
+    UNSOUND,
+    EquationSoundness,
+    ModelSoundness,
+    parse_verdict,
+)
+from tests.kit.mining import EOS, miner, problem, responses
+from tests.mining.toys import FakeChat
+
+A, B, C, AB, BC, SPACE = range(1, 7)
+
+
+@pytest.mark.parametrize(
+    ("replies", "important", "votes"),
+    [
+        (["[[A>>B]]", "[[A>B]]", "[[B>A]]"], True, "A>>B,A>B,B>A"),
+        (["[[A=B]]", "[[A>B]]", "[[B>>A]]"], False, "A=B,A>B,B>>A"),
+        (["first [[A>B]], no: [[A=B]]", "[[A=B]]", "[[A=B]]"], False, "A=B,A=B,A=B"),
+        (["?", "[[A>B]]", "A>B", "x", "y", "[[A=B]]"], True, "A>B,none,A=B"),
+        (["?"] * 9, None, "none,none,none"),
+    ],
+)
+def test_pairwise_votes_by_majority(replies, important, votes):
+    chat = FakeChat(*replies)
+    judge = NotWorse(chat)
+    verdict = asyncio.run(judge.compare(problem(), responses(), [1], [2, 2], [3, 3]))
+    assert (verdict.important, verdict.votes) == (important, votes)
+    assert "assistant A:\n2 2" in chat.prompts[0]
+    assert "assistant B:\n3 3" in chat.prompts[0]
+
+
+def test_open_ended_mining_compares_with_the_running_response():
+    """After one accepted swap, A is the response that has it."""
+    chat = FakeChat(*["[[A=B]]"] * 3, *["[[A>B]]"] * 3)
+    script = lambda text: lambda before: text[len(before)] if len(before) < len(text) else EOS  # noqa: E731
+    found = asyncio.run(
+        miner(script([1, 3, EOS]), script([2, 4, EOS]), equivalence=NotWorse(chat), task=Open()).mine(problem())
+    )
+    assert [m.important for m in found.mismatches] == [False, True]
+    assert "assistant A:\n1 3\n" in chat.prompts[0]
+    assert "assistant A:\n2 3\n" in chat.prompts[3]
+    assert "assistant B:\n2 4\n" in chat.prompts[3]
+
+
+class Open:
+    """No answers: the response is the answer."""
+
+    stop = ()
+    graded = False
+
+    def extract_answer(self, text):
+        return text or None
+
+    def equivalent(self, answer, other):
+        raise AssertionError("a judge decides")
+
+
+@pytest.mark.parametrize(
+    ("reply", "flawed"),
+    [
+        ('{"analysis": "ok", "flawed": false}', False),
+        ('```json\n{"analysis": "a {b} c", "flawed": true}\n```', True),
+        ('{"analysis": "ok", "flawed": "no"}', None),
+        ('{"flawed": true}', None),
+        ("[]", None),
+        ("{not json}", None),
+        ("it is sound", None),
+    ],
+)
+def test_soundness_verdicts_are_strict_json(reply, flawed):
+    assert parse_verdict(reply) is flawed
+
+
+def test_malformed_soundness_verdicts_are_asked_for_again_and_then_count_as_none():
+    good = '{"analysis": "", "flawed": true}'
+    assert asyncio.run(ModelSoundness(FakeChat("?", "{", good)).judge("q", "5", "r")) == UNSOUND
+    assert asyncio.run(ModelSoundness(FakeChat("?", "?", "?", good)).judge("q", "5", "r")) == NO_VERDICT
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ("2+3=5. Then 5*4=20 and 20/5=4.", SOUND),
+        ("2+3=6.", UNSOUND),
+        ("7/2=3", UNSOUND),
+        ("25% of 84=21", SOUND),
+        ("no equation", SOUND),
+    ],
+)
+def test_equations_are_checked(text, verdict):
+    assert asyncio.run(EquationSoundness().judge("q", "5", text)) == verdict
+
+
+def test_judges_are_named_by_text(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    assert make_soundness(None) is None
+    assert make_chat("openai:model=m,url=http://127.0.0.1:1/v1").model == "m"
+    for spec in ("gemini", "openai:url=x", "openai:model=m,size=3"):
+        with pytest.raises(SpecError, match="a judge is written openai:model=NAME"):
+            make_chat(spec)
+    monkeypatch.delenv("OPENAI_API_KEY")
+    with pytest.raises(ReprieveError, match="API client cannot start"):
+        make_chat("openai:model=m")

@@ -1,0 +1,155 @@
+"""PAD's miner, by hand and in distribution."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+import torch
+
+from reprieve.errors import SpecError
+from reprieve.mining.pivot import Candidate, CandidateSource, PivotMiner, median_length
+from reprieve.mining.recipes import build
+from reprieve.mining.settings import PivotMining
+from reprieve.mining.soundness import (
+    NO_VERDICT,
+    UNSOUND,
+    ModelSoundness,
+)
+from reprieve.mining.target import Target
+from reprieve.models.cached_model import CachedModel
+from reprieve.settings import PromptSettings, SamplingParams
+from tests.kit.mining import EOS, problem, responses
+from tests.kit.tiny import perturbed, tiny_model
+from tests.mining.toys import FakeChat
+
+A, B, C, AB, BC, SPACE = range(1, 7)
+
+
+class ListedSource:
+    """Candidates written out: (accepted before it, candidate, fallback)."""
+
+    def __init__(self, *steps):
+        self.steps = list(steps)
+
+    def next(self, prompt_ids, response_ids, num_left):
+        accepted, draft_id, fallback_id = self.steps.pop(0)
+        return accepted, None if draft_id is None else Candidate(draft_id, fallback_id)
+
+
+class RolloutTarget(Target):
+    """Ends well after a prefix as often as a table says."""
+
+    def __init__(self, shares):
+        self.shares = shares
+        self.count: dict[tuple[int, ...], int] = {}
+
+    async def complete(self, session, prompt_ids, response_ids, max_new_tokens, draw):
+        key = tuple(response_ids)
+        number = self.count[key] = self.count.get(key, 0) + 1
+        good = number <= self.shares[key]
+        return [*([3] * number), 9, 5 if good else 6, EOS]
+
+
+def pivots(source, shares, **options):
+    made = PivotMiner(
+        target=RolloutTarget(shares),
+        make_source=lambda seed: source,
+        responses=responses(max_new_tokens=30),
+        make_seed=lambda item: 1,
+        num_rollouts=4,
+        **options,
+    )
+    return asyncio.run(made.mine(problem()))
+
+
+def test_pivot_labels_and_the_prefix_by_hand():
+    source = ListedSource(([1], 7, 8), ([], 6, 2), ([9, 5, EOS], None, None))
+    # 7: 3 of 4 against 4 of 4 is under 0.8, a pivot: 8 takes its place. 6: 3 of 4 against 3 of 4 is none.
+    found = pivots(source, {(1,): 4, (1, 7): 3, (1, 8): 3, (1, 8, 6): 3})
+    assert [(m.position, m.draft_id, m.important) for m in found.mismatches] == [(1, 7, True), (2, 6, False)]
+    assert [(m.base_utility, m.candidate_utility) for m in found.mismatches] == [(1.0, 0.75), (0.75, 0.75)]
+    assert found.response_ids == (1, 8, 6, 9, 5, EOS)
+
+
+def test_alpha_sets_the_tolerance():
+    shares = {(): 4, (7,): 3}
+    steps = ([], 7, 8), ([EOS], None, None)
+    assert pivots(ListedSource(*steps), shares, alpha=0.8).mismatches[0].important
+    assert not pivots(ListedSource(*steps), shares, alpha=0.75).mismatches[0].important
+    with pytest.raises(SpecError, match=r"alpha must be in \[0, 1\], got 1.5"):
+        pivots(ListedSource(*steps), shares, alpha=1.5)
+
+
+def test_a_base_that_never_ends_well_makes_no_pivots():
+    found = pivots(ListedSource(([], 7, 8), ([EOS], None, None)), {(): 0, (7,): 0})
+    assert not found.mismatches[0].important
+
+
+def test_soundness_flips_non_pivots_only_and_sees_the_median_rollout():
+    chat = FakeChat('{"analysis": "", "flawed": true}')
+    shares = {(): 4, (7,): 4}
+    found = pivots(ListedSource(([], 7, 8), ([EOS], None, None)), shares, soundness=ModelSoundness(chat))
+    assert found.mismatches[0].important
+    assert found.mismatches[0].verdict == UNSOUND
+    assert found.response_ids == (8, EOS), "a flipped token falls back like any pivot"
+    assert "7 3 3 3 9 5\n" in chat.prompts[0]
+    never_asked = FakeChat()
+    found = pivots(
+        ListedSource(([], 7, 8), ([EOS], None, None)), {(): 4, (7,): 1}, soundness=ModelSoundness(never_asked)
+    )
+    assert found.mismatches[0].important
+    lost = FakeChat("?", "?", "?")
+    found = pivots(ListedSource(([], 7, 8), ([EOS], None, None)), shares, soundness=ModelSoundness(lost))
+    assert (found.mismatches[0].important, found.mismatches[0].verdict) == (False, NO_VERDICT)
+
+
+def test_a_candidate_that_ends_the_text_is_judged_as_it_stands():
+    found = pivots(ListedSource(([9, 5], EOS, 8)), {(9, 5): 4})
+    assert found.mismatches[0].candidate_utility == 1.0
+    assert found.response_ids == (9, 5, EOS)
+
+
+def test_accepted_tokens_end_the_walk_at_the_end_of_text():
+    found = pivots(ListedSource(([9, 5, EOS, 3], 7, 8)), {})
+    assert found.response_ids == (9, 5, EOS)
+    assert not found.mismatches
+
+
+def test_median_length_is_the_middle_one():
+    assert median_length([[1, 1, 1], [2], [3, 3]]) == [3, 3]
+    assert median_length([[1] * 4, [2] * 3, [3], [4] * 2]) == [2] * 3
+
+
+def test_candidates_are_what_speculative_sampling_rejects():
+    """Accepted tokens and fallbacks together are distributed as the target's own (chi-square)."""
+    from scipy.stats import chisquare
+
+    target = tiny_model(seed=1, scale=1.2, vocab_size=8)
+    draft = perturbed(target, noise=0.3)
+    params = SamplingParams(temperature=1.0)
+    with torch.inference_mode():
+        probs = target(torch.tensor([[3, 1, 2]])).logits[0, -1].softmax(-1)
+    counts, num_rejected, size = torch.zeros(8), 0, 1500
+    source = CandidateSource(CachedModel(target), CachedModel(draft), params, block_size=2)
+    for _ in range(size):
+        accepted, candidate = source.next([3, 1], [2], 5)
+        if not accepted:
+            assert candidate is not None
+            num_rejected += 1
+        counts[accepted[0] if accepted else candidate.fallback_id] += 1
+    assert 0.02 * size < num_rejected < 0.98 * size
+    expected = size * probs.double() / probs.double().sum()
+    assert chisquare(counts.tolist(), expected.tolist()).pvalue > 1e-3
+
+
+@pytest.mark.slow
+def test_pivot_mining_is_repeatable():
+    config = PivotMining(
+        limit=1, prompt=PromptSettings(max_new_tokens=60), num_in_flight=1, num_rollouts=2, soundness="equations"
+    )
+    first, second = (build(config) for _ in range(2))
+    one, two = (asyncio.run(bench.miner.mine(bench.problems[0])) for bench in (first, second))
+    assert dataclasses.replace(one, seconds=0) == dataclasses.replace(two, seconds=0)
+    assert one.mismatches

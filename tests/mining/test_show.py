@@ -1,0 +1,90 @@
+"""Labels for people: pages, classes, annotations."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from reprieve.errors import ReprieveError
+from reprieve.mining.annotations import read_annotations
+from reprieve.mining.show import html_page, terminal_text
+from reprieve.mining.summary import shares_by_class, summarise, token_class
+from tests.kit.mining import WordTokenizer
+from tests.mining.toys import labels
+
+A, B, C, AB, BC, SPACE = range(1, 7)
+
+
+def test_labels_are_shown_with_alternatives_and_outcomes():
+    tokenizer = WordTokenizer()
+    item = dataclasses.replace(labels(), response_ids=(1, 5, 9, 5, 0))
+    shown = terminal_text(item, tokenizer)
+    assert "5[6]" in shown.plain.replace(" ", "")
+    assert "✗ 6" in shown.plain
+    red = [shown.plain[span.start : span.end] for span in shown.spans if "red" in str(span.style)]
+    assert any("5" in text for text in red)
+    page = html_page([item], tokenizer, title="a <b>")
+    assert '<span class="important" title="...9 6 ✗ 6"> 5</span><span class="other">[6]</span>' in page
+    assert "<title>a &lt;b&gt;</title>" in page
+    harmless = dataclasses.replace(labels(important=False), response_ids=(1, 6, 9, 5, 0))
+    assert '<span class="harmless" title="...9 6 ✓ 6"> 6</span>' in html_page([harmless], tokenizer, title="t")
+    assert "6[5]" in terminal_text(harmless, tokenizer).plain.replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (" 12", "number"),
+        ("=", "operator"),
+        (" then", "word"),
+        (".", "punctuation"),
+        ("\n", "space"),
+        ("<eos>", "end of text"),
+        ("a1", "other"),
+    ],
+)
+def test_token_classes(text, kind):
+    assert token_class(text) == kind
+
+
+def test_summaries_count_labels_and_classes():
+    items = [labels("a"), labels("b", False), labels("c", None)]
+    summary = summarise(items)
+    assert (summary.num_labelled, summary.num_important, summary.num_unlabelled) == (2, 1, 1)
+    assert "1 important: 50.0%" in summary.sentence()
+    assert [(row.name, row.num_labelled, row.num_important) for row in shares_by_class(items, WordTokenizer())] == [
+        ("number", 2, 1)
+    ]
+    assert "no labelled mismatches" in summarise([]).sentence()
+
+
+def test_annotations_label_every_token_by_its_span(tmp_path, bundled_pair):
+    tokenizer = bundled_pair.tokenizer
+    path = tmp_path / "a.jsonl"
+    response = " First, 5+3=9. The final answer is 9."
+    start = response.index("9.")
+    path.write_text(
+        json.dumps({"id": "x", "prompt": "Question: ?\nAnswer:", "response": response, "wrong": [[start, start + 1]]})
+        + "\n"
+    )
+    (found,) = read_annotations(path, tokenizer)
+    path.write_text(path.read_text() * 2)
+    with pytest.raises(ReprieveError, match="got 'x' twice"):
+        read_annotations(path, tokenizer)
+    wrong = [tokenizer.decode([m.draft_id]) for m in found.mismatches if m.important]
+    assert wrong == ["9"]
+    assert len(found.mismatches) == len(found.response_ids)
+    for row, says in (
+        ({"prompt": "p", "response": "r"}, "wrong is missing"),
+        ({"prompt": "p", "response": "r", "wrong": 5}, "wrong must be a list"),
+        ({"prompt": "p", "response": "r", "wrong": [["a", 1]]}, "a span must be"),
+        (
+            {"prompt": "p", "response": "r", "wrong": [[0, 9]]},
+            r"a span must be \[start, end\) in \[0, 1\], got \[0, 9\]",
+        ),
+    ):
+        path.write_text(json.dumps(row))
+        with pytest.raises(ReprieveError, match=says):
+            read_annotations(path, tokenizer)

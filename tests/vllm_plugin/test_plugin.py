@@ -1,0 +1,296 @@
+"""The plugin without vLLM: decisions over a batch, its state, and what it refuses. `make test-vllm` has the rest."""
+
+import dataclasses
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from reprieve.errors import PairError, ReprieveError, SpecError
+from reprieve.rules import RiskBudget, accepts, parse_rule
+from reprieve.vllm_plugin.batch import Batch, Row, decide
+from reprieve.vllm_plugin.configuration import (
+    Setup,
+    load_menu,
+    require_tokenizer,
+    source_of,
+    version_warning,
+)
+from reprieve.vllm_plugin.menu import Menu
+from reprieve.vllm_plugin.policy import STRICT, Policy
+from reprieve.vllm_plugin.rounds import RoundRequest, WorkerRules
+
+V = 12
+
+
+def row(rule, num_drafted, *, greedy=True, trusted=True):
+    rule = parse_rule(rule) if isinstance(rule, str) else rule
+    text = torch.empty(0, dtype=torch.long)
+    return Row(rule.name, rule, num_drafted, greedy, trusted, RiskBudget.of(rule), lambda: text)
+
+
+def batch_of(num_tokens, seed=0, **more):
+    draw = torch.Generator().manual_seed(seed)
+    scores = torch.randn(num_tokens, V, generator=draw) * 2
+    given = dict(
+        token_ids=torch.randint(0, V, (num_tokens,), generator=draw),
+        scores=scores,
+        logits=scores,
+        possible=torch.ones(num_tokens, dtype=torch.bool),
+        uniforms=torch.rand(num_tokens, generator=draw),
+        draft_scores=torch.randn(num_tokens, V, generator=draw),
+    )
+    return Batch(**{**given, **more})
+
+
+def test_rows_have_their_own_thresholds():
+    """Worked by hand: gaps to the best token are 0, 1, 2, 3 in each request's block."""
+    scores = torch.full((8, V), -9.0)
+    for token in range(8):
+        scores[token, 0], scores[token, 1] = 5.0, 5.0 - token % 4
+    batch = batch_of(8, scores=scores, logits=scores, token_ids=torch.ones(8, dtype=torch.long))
+    made = decide([row("margin:delta=1", 4), row("margin:delta=2", 4)], batch)
+    assert (made.accept | made.lossless).tolist() == [True, True, False, False, True, True, True, False]
+    assert made.lossless.tolist() == [scores[t].argmax().item() == 1 for t in range(8)]
+
+
+@pytest.mark.parametrize("spec", ["margin:delta=2", "fuzzy:threshold=0.3", "asd:regret=4", "fly:theta=0.1,window=1"])
+def test_order_and_company_change_nothing(spec):
+    """Each request's decisions are those it gets alone, whatever the others ask for and however they sample."""
+    rule = parse_rule(spec)
+    rows = [
+        row(rule, 3),
+        row(STRICT, 2),
+        row(rule, 4, greedy=False),
+        row(rule, 0),
+        row(rule, 2, trusted=False),
+        row(rule, 3, greedy=False),
+    ]
+    whole = batch_of(14)
+    made = decide(rows, whole)
+    start = 0
+    for item in rows:
+        span = slice(start, start + item.num_drafted)
+        start += item.num_drafted
+        if not item.num_drafted:
+            continue
+        fields = ("token_ids", "scores", "logits", "possible", "uniforms", "draft_scores")
+        alone = Batch(**{name: getattr(whole, name)[span] for name in fields})
+        again = dataclasses.replace(item, budget=RiskBudget.of(item.rule))
+        own = decide([again], alone)
+        assert own.accept.tolist() == made.accept[span].tolist()
+        assert own.refuse.tolist() == made.refuse[span].tolist()
+        assert own.lossless.tolist() == made.lossless[span].tolist()
+        if item.strict:
+            assert not own.accept.any() and not own.refuse.any()
+
+
+def test_a_replacing_rule_decides_every_token():
+    rule = parse_rule("fuzzy:threshold=0.3")
+    batch = batch_of(10)
+    made = decide([row(rule, 10)], batch)
+    evidence = batch.evidence(slice(None), greedy=True)
+    assert made.accept.tolist() == accepts(rule, evidence).tolist()
+    assert (made.accept ^ made.refuse).all()
+
+
+def test_impossible_and_padded_tokens_are_never_accepted():
+    rule = parse_rule("top_k:k=12")
+    possible = torch.tensor([True, False, True])
+    made = decide([row(rule, 3)], batch_of(3, possible=possible, token_ids=torch.tensor([3, 4, -1])))
+    assert made.accept.tolist()[1:] == [False, False]
+    masked = torch.zeros(3, V)
+    masked[0, 4] = -math.inf
+    made = decide([row(rule, 3)], batch_of(3, scores=masked, logits=masked, token_ids=torch.tensor([4, 5, 6])))
+    assert made.accept.tolist() == [False, True, True]
+
+
+def test_limits_count_what_the_walk_rescues():
+    """Two rescues a block, and a budget of the answer that earlier blocks have used up."""
+    scores = torch.zeros(4, V)
+    scores[:, 0] = 1.0
+    batch = batch_of(4, scores=scores, logits=scores, token_ids=torch.full((4,), 3))
+    rule = parse_rule("asd:regret=2,per_block=2,budget=3.5")
+    item = row(rule, 4)
+    assert decide([item], batch).accept.tolist() == [True, True, False, False]
+    assert item.budget.left == pytest.approx(1.5)
+    assert decide([item], batch).accept.tolist() == [True, False, False, False]
+
+
+def request(name, num_drafted=2, asked=None):
+    return RoundRequest(name, num_drafted, True, lambda: asked, lambda: torch.empty(0))
+
+
+def test_drafts_are_trusted_only_after_the_drafter_made_them():
+    rules = WorkerRules(Menu.load("margin:delta=2"))
+    assert rules.rows([request("a")])[0].strict
+    rules.note_drafts(["a"], None)
+    assert not rules.rows([request("a")])[0].strict
+    rules.note_drafts(["a", "b"], None, real=False)
+    assert all(item.strict for item in rules.rows([request("a"), request("b")]))
+    reads_draft = WorkerRules(Menu.load("fuzzy:threshold=0.3"))
+    reads_draft.note_drafts(["a"], None)
+    assert reads_draft.rows([request("a")])[0].strict, "without the draft's distribution the lossless check stands"
+    reads_draft.note_drafts(["a"], torch.full((1, 2, V), 1 / V))
+    assert not reads_draft.rows([request("a")])[0].strict
+
+
+def test_a_request_keeps_its_budget_and_is_forgotten_when_it_ends():
+    rules = WorkerRules(Menu.load("asd"))
+    rules.note_drafts(["a"], None)
+    rules.rows([request("a")])[0].budget.left = 1.25
+    assert rules.rows([request("a")])[0].budget.left == 1.25
+    for number in range(40):
+        rules.rows([request(str(number))])
+    rules.forget_all_but({"a": None})
+    assert rules.rows([request("a")])[0].budget.left == 1.25 and len(rules._known) == 1
+
+
+def test_a_bad_request_in_a_worker_is_served_losslessly(caplog):
+    rules = WorkerRules(Menu.load("margin:delta=2"))
+    rules.note_drafts(["a"], None)
+    assert rules.rows([request("a", asked={"reprieve_threshold": -3})])[0].strict
+    assert "is served losslessly" in caplog.text
+
+
+def test_counts_are_rescued_tokens_that_were_kept():
+    rules = WorkerRules(Menu.load("margin:delta=9"))
+    rules.note_drafts(["a", "b"], None)
+    requests = [request("a", 3), request("b", 2), request("c", 0)]
+    rows = rules.rows(requests)
+    made = decide(rows, batch_of(5))
+    made.lossless = torch.tensor([True, False, False, False, True])
+    output = torch.tensor([[4, 5, 6, -1], [7, -1, -1, -1], [8, -1, -1, -1]])
+    rules.count(requests, rows, made, output)
+    counts = rules.take_counts()
+    assert {key: item.num_rescued for key, item in counts.items()} == {("a", "margin@9"): 1, ("b", "margin@9"): 0}
+    assert rules.num_rescued == 1 and rules.take_counts() == {}
+
+
+GOOD = dict(
+    method="draft_model",
+    rejection_sample_method="standard",
+    has_draft_logits=True,
+    heterogeneous_vocab=False,
+    runner="v1",
+    batch_sharded=False,
+    processed_logprobs=False,
+    adaptive_verification=False,
+    sampling_mask=False,
+    async_scheduling=False,
+    hidden_size=256,
+)
+SPAN = 'margin:delta=2,start="<think>",end="</think>"'
+
+
+@pytest.mark.parametrize(
+    ("spec", "change", "told"),
+    [
+        ("margin", {"runner": "v2", "processed_logprobs": True}, "--logprobs-mode raw_logprobs"),
+        ("fuzzy", {"runner": "v2", "has_draft_logits": False}, '"draft_sample_method": "probabilistic"'),
+        ("margin", {"batch_sharded": True}, "--no-enable-batch-sharded-sampling"),
+        ("margin", {"adaptive_verification": True}, '"enable_adaptive_verification": false'),
+        ("margin", {"sampling_mask": True}, "return_sampling_mask"),
+        ("margin", {"method": None}, "speculative-config"),
+        ("margin", {"rejection_sample_method": "block"}, "rejection_sample_method must be one of standard"),
+        ("fuzzy", {"method": "ngram", "has_draft_logits": False}, "draft probabilities, which method 'ngram'"),
+        ("cascade", {"heterogeneous_vocab": True}, "use_heterogeneous_vocab"),
+        (SPAN, {"async_scheduling": True}, "--no-async-scheduling"),
+        ("lossless:verification=exact", {}, "cannot be offered"),
+        ("judge:path=reprieve/arithmetic-judge", {"hidden_size": 4096}, "reads .* features, this target gives"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_way_out(spec, change, told):
+    Setup(**GOOD)
+    with pytest.raises(ReprieveError, match=told):
+        Setup(**{**GOOD, **change}).require(Menu.load(spec))
+
+
+def test_what_can_work_is_not_refused():
+    setup = Setup(**{**GOOD, "hidden_size": Policy.load("judge:path=reprieve/arithmetic-judge").rule.head.num_features})
+    for spec in ("lossless", "margin", "fuzzy", SPAN, "judge:path=reprieve/arithmetic-judge", "fly", "cascade"):
+        setup.require(Menu.load(spec))
+    Setup(**{**GOOD, "method": "ngram", "has_draft_logits": False}).require(Menu.load("margin"))
+    Setup(**{**GOOD, "runner": "v2", "async_scheduling": True}).require(Menu.load(SPAN))
+
+
+def test_an_untested_version_is_warned_about_and_not_refused():
+    assert version_warning("0.32.4.post1", "v1") == version_warning("0.32.0", "v2") == ""
+    said = version_warning("1.7.0", "v2")
+    assert "0.32 (v1 and v2)" in said and "1.7.0 with v2" in said
+
+
+def test_a_head_for_another_tokenizer_is_refused():
+    class Other:
+        def get_vocab(self):
+            return {"a": 0}
+
+    with pytest.raises(PairError, match="whose tokenizer is another one"):
+        require_tokenizer(Policy.load("judge:path=reprieve/arithmetic-judge").rule, Other())
+
+
+def test_the_configuration_comes_from_vllm_or_the_environment(monkeypatch):
+    monkeypatch.delenv("REPRIEVE_VLLM", raising=False)
+    assert source_of({}) is None and source_of(None) is None
+    assert source_of({"reprieve": "margin"}) == "margin"
+    monkeypatch.setenv("REPRIEVE_VLLM", "top_k:k=2")
+    assert source_of({}) == "top_k:k=2" and source_of({"reprieve": "margin"}) == "margin"
+    assert source_of({"reprieve": False}) is None
+
+
+def test_a_policy_is_read_once_a_process(monkeypatch):
+    reads = []
+    monkeypatch.setattr(Menu, "load", lambda source, target: reads.append(source))
+    for _ in range(3):
+        load_menu({"rule": "margin:delta=7.125"}, "t")
+        load_menu("margin:delta=7.25", "t")
+    assert len(reads) == 2
+
+
+def test_another_request_by_the_same_name_starts_anew():
+    rules = WorkerRules(Menu.load("margin:delta=2"))
+    rules.note_drafts(["a"], None)
+    assert rules.rows([request("a", asked={"reprieve_rule": "off"})])[0].strict
+    rules.forget(["a", "unknown"])
+    assert rules.rows([request("a")])[0].strict, "no drafts of its own yet"
+    rules.note_drafts(["a"], None)
+    assert not rules.rows([request("a")])[0].strict
+
+
+def test_the_plugin_reads_rules_and_heads_only():
+    """What vLLM loads in every process must stay small: no engine, no evaluation, no web framework."""
+    code = (
+        "import sys; import reprieve.vllm_plugin.rounds, reprieve.vllm_plugin.configuration; "
+        "extra = [m for m in sys.modules if m.startswith(('reprieve.engine', 'reprieve.models', 'reprieve.bench',"
+        " 'reprieve.tasks', 'fastapi', 'transformers', 'scipy', 'matplotlib'))]; print(extra); sys.exit(bool(extra))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_risk_does_not_depend_on_the_dial():
+    """One risk serves a batch of different thresholds."""
+    batch = batch_of(20, noise=torch.rand(20))
+    for spec in ("top_k", "typical", "margin", "ratio", "floor", "lenience", "fuzzy", "random", "cascade", "asd"):
+        rule = parse_rule(spec)
+        other = rule.with_dial({"top_k": 5, "cascade": 0.7}.get(spec, 0.6))
+        for greedy in (True, False):
+            evidence = batch.evidence(slice(None), greedy=greedy)
+            torch.testing.assert_close(rule.risk(evidence), other.risk(evidence))
+
+
+def test_a_head_that_reads_another_layer_is_refused():
+    rule = Policy.load("judge:path=reprieve/arithmetic-judge").rule
+    recipe = dataclasses.replace(rule.head.recipe, layers=(-2,))
+    moved = dataclasses.replace(rule, head=dataclasses.replace(rule.head, recipe=recipe))
+    with pytest.raises(SpecError, match="reads layer -2"):
+        Setup(**GOOD).require(Menu([Policy(moved)]))
+
+
+def test_rules_see_processed_scores_and_heads_the_models_own():
+    """Penalties and masks are part of what a rule judges by; a head was trained on raw distributions."""
+    batch = batch_of(4, logits=torch.zeros(4, V))
+    evidence = batch.evidence(slice(None), greedy=True)
+    assert torch.equal(evidence.scores, batch.scores) and torch.equal(evidence.target_logits, batch.logits)
