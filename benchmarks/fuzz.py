@@ -91,7 +91,7 @@ def changed(valid: str, draw: Callable[[Any], Any]) -> str:
     return valid[:start] + piece + valid[start:]
 
 
-CERTIFICATE = next((find_head("reprieve/arithmetic-judge") / "certificates").glob("*-0.04.json")).read_text()
+CERTIFICATE = next((find_head("reprieve/miniature-judge") / "certificates").glob("*-0.05.json")).read_text()
 POLICY = json.dumps({"rule": "margin:delta=2", "fast": 3.0, "max_threshold": 5.0, "by_load": {"8": 1.0}})
 RUN = json.dumps({"schema": 1, "task": "arithmetic", "chat_template": False, "arms": ["lossless"]})
 STORE = json.dumps({"schema": 1, "task": "arithmetic", "target_weights": "x", "tokenizer": "y", "answers": 2})

@@ -36,9 +36,9 @@ GROUPS = {
     "files: JSON, gzip, pipes": ("tests/test_files.py", "not options and not command"),
     "command line": ("tests/test_files.py tests/cli/test_main.py tests/cli/test_flags.py", "options or line or usage"),
     "label store": ("tests/mining/test_store.py", ""),
-    "server": ("tests/playground/test_server.py tests/playground/test_connections.py tests/engine/test_text_stream.py", ""),
+    "server": ("tests/playground tests/engine/test_text_stream.py", ""),
 }  # fmt: skip
-PAIR = ["--target", "reprieve/arithmetic-pair"]
+PAIR = ["--target", "reprieve/miniature"]
 LABELS = ["mine", "autojudge", *PAIR, "--limit", "6", "--in-flight", "2", "--dtype", "float32"]
 JOBS = {
     "mine": LABELS,

@@ -58,8 +58,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/pair-families"))
     parser.add_argument("--num", type=whole(1), default=60, help="problems of each family and size")
     parser.add_argument("--families", nargs="*", choices=list(FAMILIES), default=list(FAMILIES))
-    parser.add_argument("--task", default="arithmetic")
-    parser.add_argument("--target", default="reprieve/arithmetic-pair")
+    parser.add_argument("--task", default="word_problems")
+    parser.add_argument("--target", default="reprieve/miniature")
     parser.add_argument("--draft", default=None)
     arguments = parser.parse_args()
     if arguments.num < 1:

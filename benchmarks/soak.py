@@ -210,7 +210,7 @@ def resident_mib(pid):
 async def soak(options, port, server):
     from reprieve.tasks import load_task
 
-    prompts = [problem.prompt for problem in load_task("arithmetic").problems("test", options.prompts)]
+    prompts = [problem.prompt for problem in load_task("word_problems").problems("test", options.prompts)]
     expected = {}
     for place, prompt in enumerate(prompts):
         for threshold in THRESHOLDS:
@@ -241,7 +241,7 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("runs/soak"))
     options = parser.parse_args()
     command = [sys.executable, "-m", "reprieve.cli.main", "serve", "--port", str(options.port), "--timeout", "60"]
-    server = subprocess.Popen([*command, "--target", "reprieve/arithmetic-pair", "--max-waiting", "32"])
+    server = subprocess.Popen([*command, "--target", "reprieve/miniature", "--max-waiting", "32"])
     try:
         while server.poll() is None:
             try:

@@ -9,14 +9,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reprieve.backends.settings import EngineSettings
+from reprieve.bench.settings import RunSettings
+from reprieve.certify.settings import CertifySettings, Promise
+from reprieve.cli.bench import Bench
+from reprieve.cli.certify import Certify
 from reprieve.cli.command import Command
 from reprieve.cli.main import run_command
-from reprieve.cli.stages import Stage, StageFailed, Stages, engine_flags, pair_flags, prompt_flags
+from reprieve.cli.report import Report
+from reprieve.cli.stages import Pipeline
 from reprieve.files import read_json
+from reprieve.heads.loading import attach_heads
+from reprieve.rules import parse_rule
 from reprieve.settings import AUTO, BUNDLED_TASK, NumDraftTokens, PairSettings, PromptSettings
 
 CONTROLS = ("direct:top_k:k=2", "direct:margin:delta=2")
-CERTIFIED = {"margin": "2"}
+CERTIFIED = {"margin": (2.0,)}
 # A bundled task's first thousand calibration problems chose the thresholds and the bound
 # (docs/guides/evidence.md), so that certificates rest on the next.
 BUNDLED_OFFSET = 1000
@@ -56,37 +63,68 @@ class StudyCommand(Command):
     out: Path = Path("runs/study")
 
     def run(self) -> int:
-        study = self._study()
         self.keep_config(self.out)
-        ks = ",".join(map(str, self.answering.draft_tokens(*self.num_draft_tokens)))
-        try:
-            study.measure(["--num-draft-tokens", ks, "--limit", str(self.tune_limit)], ["--limit", str(self.limit)])
-            study.report(f"{self.pair.target} on {self.task}")
-        except StageFailed as failure:
-            return study.stages.tell(failure)
+        stages = Pipeline(self.out, "study")
+        stages.run("tune", self._bench(self._rules(), "validation", self.tune_limit, self.out / "tune"))
+        stages.run("frontier", self._bench(self._tuned_arms(), "test", self.limit, self.out / "frontier"))
+        for rule, thresholds in self._certified().items():
+            # That no threshold of a rule could be certified is a result, not a failure.
+            stages.run(f"certify {rule.partition(':')[0]}", self._certify(rule, thresholds), results=(0, 1))
+        certificates = self.out / "certificates"
+        folders = (self.out / "frontier", *([certificates] if any(certificates.glob("*.json")) else []))
+        title = f"{self.pair.target} on {self.task}"
+        stages.run("report", Report(folders=folders, title=title, out=self.out / "report.html"))
         return 0
 
-    def _study(self) -> Study:
-        pair, bundle, served = self.pair, self.pair.bundle, not self.answering.local
-        shared = ["--task", self.task, "--seed", str(self.seed), *pair_flags(pair), *prompt_flags(self.prompt)]
-        shared += engine_flags(self.answering)
-        limit, [k] = str(self.certify_limit), self.answering.draft_tokens(AUTO)
-        return Study(
-            rules={
-                **usual_rules(() if bundle is None else bundle.heads, served=served),
-                **{name: (name,) for name in self.arm},
-            },
-            certified={**({} if bundle is None else {"judge": bundle.certified}), **CERTIFIED},
-            shared=shared,
-            certify=[
-                *("--max-drop", f"{self.max_drop:g}", "--num-draft-tokens", str(k), "--limit", limit),
-                *("--held-out-limit", limit, "--offset", str(BUNDLED_OFFSET if bundle else 0)),
-            ],
-            num_workers=self._workers(),
-            out=self.out,
-            target=pair.target,
-            controls=() if served else CONTROLS,  # servers do not sample from a truncation
+    def _rules(self) -> list[str]:
+        """Each rule at the setting that chooses its K."""
+        bundle = self.pair.bundle
+        return [*usual_rules(() if bundle is None else bundle.heads, served=not self.answering.local), *self.arm]
+
+    def _tuned_arms(self) -> list[str]:
+        """Every setting of every rule at the K that its rule is fastest at; lossless at its own, twice."""
+        fastest = read_json(self.out / "tune" / "results.json", "the values of K")["fastest"]
+        tuned = {best["spec"]: best["num_draft_tokens"] for best in fastest}
+        arms = [f"{name}@K={tuned['lossless']}" for name in ("lossless", "lossless_rerun")]
+        arms += [] if not self.answering.local else CONTROLS  # servers do not sample from a truncation
+        bundle = self.pair.bundle
+        usual = usual_rules(() if bundle is None else bundle.heads, served=not self.answering.local)
+        for rule in self._rules():
+            k = tuned[attach_heads(parse_rule(rule), self.pair.target).spec]  # which may differ from what was typed
+            arms += [f"{setting}@K={k}" for setting in usual.get(rule, (rule,))]
+        return arms
+
+    def _certified(self) -> dict[str, tuple[float, ...]]:
+        """The rules to certify, and their thresholds."""
+        bundle = self.pair.bundle
+        judge = {} if bundle is None else {"judge": tuple(map(float, bundle.certified.split(",")))}
+        return {**judge, **CERTIFIED}
+
+    def _run_settings(self, split: str, limit: int, offset: int = 0) -> RunSettings:
+        return RunSettings(task=self.task, split=split, limit=limit, offset=offset, prompt=self.prompt, seed=self.seed)
+
+    def _bench(self, arms: list[str], split: str, limit: int, out: Path) -> Bench:
+        ks = self.answering.draft_tokens(*self.num_draft_tokens)
+        settings = self._run_settings(split, limit)
+        return Bench(
+            arm=tuple(arms), num_draft_tokens=tuple(ks), settings=settings, answering=self.answering, pair=self.pair,
+            out=out,
+        )  # fmt: skip
+
+    def _certify(self, rule: str, thresholds: tuple[float, ...]) -> Certify:
+        [k] = self.answering.draft_tokens(AUTO)
+        settings = CertifySettings(
+            rule=rule,
+            promise=Promise(self.max_drop),
+            thresholds=thresholds,
+            num_draft_tokens=k,
+            held_out_limit=self.certify_limit,
+            run=self._run_settings("validation", self.certify_limit, BUNDLED_OFFSET if self.pair.bundle else 0),
         )
+        return Certify(
+            settings=settings, num_workers=self._workers(), answering=self.answering, pair=self.pair,
+            out=self.out / "certificates",
+        )  # fmt: skip
 
     def _workers(self) -> int:
         if not self.answering.local:
@@ -110,81 +148,6 @@ def usual_rules(heads: Collection[str], *, served: bool = False) -> dict[str, tu
         unserved = {Need.ADVICE, Need.DRAFT_HIDDEN}
         kinds = [kind for kind in kinds if not unserved & set(kind.own_traits.needs)]
     return {kind.about.study[0]: kind.about.study for kind in kinds}
-
-
-@dataclass
-class Study:
-    """The stages of a study, run as the commands a user would type; each resumes by itself.
-
-    Args:
-        rules: for each rule at the setting that chooses its K, the settings to measure.
-        controls: arms that no rule stands behind.
-        certified: for each rule to certify, its thresholds.
-        shared: arguments of every measuring command; `certify` those of `certify`.
-    """
-
-    rules: dict[str, tuple[str, ...]]
-    certified: dict[str, str]
-    shared: list[str]
-    certify: list[str]
-    num_workers: int
-    out: Path
-    target: str
-    controls: tuple[str, ...] = CONTROLS
-
-    def __post_init__(self) -> None:
-        self.stages = Stages(self.out, "study")
-
-    def measure(self, tune: list[str], bench: list[str]) -> None:
-        """K for each rule, the frontier, and the certificates, the first of them beside the others on a second core.
-
-        Raises:
-            StageFailed: names the stage.
-        """
-        first, *others = self.certified
-        beside = self._certify(first, 1) if self.num_workers > 1 else None
-        if beside:
-            self.stages.start(beside)
-        arms = [part for rule in self.rules for part in ("--arm", rule)]
-        self.stages.run(
-            Stage(
-                "tune", ["bench", *arms, "--split", "validation", *tune, *self.shared, "--out", str(self.out / "tune")]
-            )
-        )
-        arms = [part for name in self._arms() for part in ("--arm", name)]
-        self.stages.run(Stage("frontier", ["bench", *arms, *bench, *self.shared, "--out", str(self.out / "frontier")]))
-        for stage in [beside or self._certify(first, 1), *(self._certify(rule, self.num_workers) for rule in others)]:
-            self.stages.run(stage)
-
-    def report(self, title: str) -> None:
-        """One page of all of it.
-
-        Raises:
-            StageFailed: it could not be written.
-        """
-        folders = [self.out / "frontier"]
-        folders += [self.out / "certificates"] if any((self.out / "certificates").glob("*.json")) else []
-        named = ["--title", title, "--out", str(self.out / "report.html")]
-        self.stages.run(Stage("report", ["report", *map(str, folders), *named]))
-
-    def _certify(self, rule: str, num_workers: int) -> Stage:
-        asked = ["--rule", rule, "--thresholds", self.certified[rule], *self.certify, "--workers", str(num_workers)]
-        arguments = ["certify", *asked, *self.shared, "--out", str(self.out / "certificates")]
-        # That no threshold of a rule could be certified is a result, not a failure.
-        return Stage(f"certify {rule.partition(':')[0]}", arguments, passes=(0, 1))
-
-    def _arms(self) -> list[str]:
-        """Every setting of every rule at the K that its rule is fastest at; lossless at its own, twice."""
-        from reprieve.heads.loading import attach_heads
-        from reprieve.rules import parse_rule
-
-        arms = read_json(self.out / "tune" / "results.json", "the values of K")["fastest"]
-        tuned = {best["spec"]: best["num_draft_tokens"] for best in arms}
-        arms = [f"lossless@K={tuned['lossless']}", f"lossless_rerun@K={tuned['lossless']}", *self.controls]
-        for rule, settings in self.rules.items():
-            k = tuned[attach_heads(parse_rule(rule), self.target).spec]  # which may differ from what was typed
-            arms += [f"{setting}@K={k}" for setting in settings]
-        return arms
 
 
 if __name__ == "__main__":

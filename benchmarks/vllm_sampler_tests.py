@@ -43,7 +43,7 @@ def _behind_the_plugin():
     from reprieve.vllm_plugin.menu import Menu
     from reprieve.vllm_plugin.rounds import RoundRequest, WorkerRules
     from reprieve.vllm_plugin.v1 import sampler
-    from reprieve.vllm_plugin.v1.runner import RunnerHooks
+    from reprieve.vllm_plugin.v1.runner import V1Hooks
 
     sampler.patch_sampler()
     patched = module.rejection_sample
@@ -53,7 +53,7 @@ def _behind_the_plugin():
         zero = torch.zeros(len(counts)) if meta.temperature is None else meta.temperature
         rules = WorkerRules(Menu.load("margin:delta=0"))
         rules.note_drafts(names, None)
-        hooks = RunnerHooks(rules, None)
+        hooks = V1Hooks(rules, None)
         hooks.requests = lambda given: [  # type: ignore[method-assign, assignment]
             RoundRequest(name, count, bool(zero[int(name)] == 0) or meta.all_greedy, lambda: None, lambda: None)
             for name, count in zip(names, given, strict=True)
@@ -61,7 +61,7 @@ def _behind_the_plugin():
         metadata = SimpleNamespace(draft_token_ids=token_ids, target_logits_indices=torch.arange(len(token_ids)))
         state = SimpleNamespace(spec_decode_metadata=metadata, logits=logits, sample_hidden_states=None)
         everything = torch.ones(len(token_ids), dtype=torch.bool)
-        token = sampler.ROUND.set(sampler.Round(hooks, state, possible=everything))
+        token = sampler.ROUND.set(sampler.V1Round(hooks, state, possible=everything))
         try:
             output = patched(token_ids, counts, max_spec_len, ends, probs, logits, bonus, meta, *rest, **more)
         finally:

@@ -2,9 +2,9 @@
 
 import reprieve
 
-pair = reprieve.load_pair("reprieve/arithmetic-pair")
-problem = reprieve.load_task("arithmetic").problems("test", 7)[6]
-decoder = pair.decoder("arbiter:lambda=0.7", num_draft_tokens=12)
+pair = reprieve.load_pair()
+problem = reprieve.load_task("word_problems").problems("test", 7)[6]
+decoder = pair.decoder("arbiter", num_draft_tokens=16)
 answer = decoder.generate(problem.prompt, trace=True)
 print(f"{answer.text.strip()}\n\n{answer.tokens_per_round:.2f} tokens a round; mismatches it was asked about:")
 

@@ -2,8 +2,10 @@
 
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too
+os.environ["REPRIEVE_BUNDLES"] = str(Path(__file__).parent / "fixtures")  # of those processes, too
 
 import pytest
 import torch
@@ -22,9 +24,9 @@ if find_spec("hypothesis"):
 
 @pytest.fixture(scope="session")
 def bundled_pair():
-    """The smaller bundled pair, which most tests name, loaded once a worker."""
-    from reprieve.bundles import ARITHMETIC
+    """The fixture pair, which most tests name, loaded once a worker."""
     from reprieve.engine import load_pair
+    from tests.kit.pairs import ARITHMETIC
 
     return load_pair(ARITHMETIC.name, dtype="float32")
 

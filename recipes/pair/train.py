@@ -28,7 +28,7 @@ from recipes.pair.card import greedy_accuracy, install, write_card
 from recipes.pair.corpus import RowStream
 from recipes.pair.presets import CONTENTS, HALF, RECIPES, TOKENIZER_TEXTS, Recipe
 from recipes.pair.tokenizer import train_tokenizer
-from reprieve.bundles import ARITHMETIC, BY_KEY
+from reprieve.bundles import BY_KEY
 from reprieve.tasks.generated.families import FAMILIES
 from reprieve.tasks.generated.problems import Contents, Teller, draw_problem
 from reprieve.training.loop import Learner, learning_rate_at, load_network, network_state, train
@@ -55,7 +55,7 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForC
         )
     )
     if recipe.start is not None:
-        _start_from(ARITHMETIC.role_folder(recipe.start), model, tokenizer)
+        _start_from(BY_KEY["arithmetic"].role_folder(recipe.start), model, tokenizer)
     # On a CPU, heads of 64 train faster unfused, and heads of 32 fused.
     model.set_attn_implementation("eager" if recipe.hidden_size // recipe.num_heads >= 64 else "sdpa")
     return model
@@ -257,7 +257,7 @@ def train_model(
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a bundled pair's target and draft (resumes when run again).")
     parser.add_argument("roles", nargs="*", default=["target", "draft"], help="target, draft or both (default)")
-    parser.add_argument("--pair", choices=list(RECIPES), default="arithmetic")
+    parser.add_argument("--pair", choices=list(RECIPES), default="miniature")
     parser.add_argument("--out", type=Path, default=Path("runs/pair"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
+
+_FILE = "bundle.json"
+_OTHERS = "REPRIEVE_BUNDLES"  # folders with further bundles
 
 
 @dataclass(frozen=True)
@@ -14,6 +19,7 @@ class Bundle:
         name: as `--target` says it.
         key: what its heads' names and its folder begin with.
         task: what it was trained for, and what plain questions are wrapped as.
+        folder: its models, heads and `bundle.json`.
         heads: the folders of its heads.
         menu: rules that `serve` offers for it; the first is what a request gets that asks for none.
         certified: the judge's thresholds that `study` certifies.
@@ -22,14 +28,10 @@ class Bundle:
     name: str
     key: str
     task: str
+    folder: Path
     heads: tuple[str, ...] = ()
     menu: tuple[str, ...] = ()
     certified: str = ""
-
-    @property
-    def folder(self) -> Path:
-        """Where its models and heads lie."""
-        return Path(__file__).parent / "bundled" / self.key
 
     def role_folder(self, role: str) -> Path:
         """Where its `target` or `draft` lies: a plain transformers model folder."""
@@ -45,32 +47,23 @@ class Bundle:
         return {folder: self.head(folder) for folder in self.heads}
 
 
-ARITHMETIC = Bundle(
-    "reprieve/arithmetic-pair",
-    "arithmetic",
-    "arithmetic",
-    ("judge", "pivot", "lts", "eagle3", "arbiter", "length-lossless", "length-judge"),
-    menu=("judge:threshold=0.04", "pivot", "margin:delta=2", "top_k:k=2", "typical", "fuzzy:threshold=0.1"),
-    certified="0.02,0.04",
-)
-MINIATURE = Bundle(
-    "reprieve/miniature",
-    "miniature",
-    "word_problems",
-    ("judge", "pivot", "eagle3", "lts", "arbiter", "state_arbiter"),
-    menu=(
-        "judge:threshold=0.1",
-        "state_arbiter:threshold=0.51",
-        "pivot",
-        "margin:delta=2",
-        "typical",
-        "fuzzy:threshold=1,divergence=kl,form=released",
-    ),
-    certified="0.05,0.1",
-)
-BUNDLES = {bundle.name: bundle for bundle in (ARITHMETIC, MINIATURE)}
+def _read(folder: Path) -> Bundle:
+    """Return the bundle that a folder's `bundle.json` describes."""
+    found = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+    heads, menu = tuple(found["heads"]), tuple(found["menu"])
+    return Bundle(found["name"], folder.name, found["task"], folder, heads, menu, found["certified"])
+
+
+def _bundles() -> dict[str, Bundle]:
+    """Return the package's bundles and those under the folders that REPRIEVE_BUNDLES names, by name."""
+    roots = [Path(__file__).parent / "bundled", *map(Path, filter(None, os.environ.get(_OTHERS, "").split(os.pathsep)))]
+    read = [_read(path.parent) for root in roots for path in sorted(root.glob(f"*/{_FILE}"))]
+    return {bundle.name: bundle for bundle in read}
+
+
+BUNDLES = _bundles()
 BY_KEY = {bundle.key: bundle for bundle in BUNDLES.values()}
-DEFAULT = MINIATURE
+DEFAULT = BUNDLES["reprieve/miniature"]
 BUNDLED_HEADS = {name: bundle.folder / head for bundle in BUNDLES.values() for head, name in bundle.head_names.items()}
 
 

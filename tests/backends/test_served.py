@@ -15,13 +15,12 @@ from reprieve.bench.report import write_report
 from reprieve.bench.results import summarise, write_results
 from reprieve.bench.runner import Runner, run_arms
 from reprieve.bench.settings import RunSettings, SpeedSettings
-from reprieve.bundles import ARITHMETIC
 from reprieve.cli.main import main
 from reprieve.errors import EngineError, SpecError
 from reprieve.settings import PairSettings, SamplingSettings
 from reprieve.tasks import load_task
 from reprieve.tasks.asking import ask
-from tests.kit.pairs import SMALL
+from tests.kit.pairs import ARITHMETIC, SMALL
 from tests.kit.servers import PairServer
 
 RULES = ("judge:path=reprieve/arithmetic-judge,threshold=0.02", "top_k:k=2")

@@ -7,11 +7,11 @@ import pytest
 from reprieve.backends.deploying import DRAFT, PAIR, TARGET, Slot, VllmDeployer, fields_of
 from reprieve.backends.settings import EngineSettings, OpenAISettings, RaySettings, VllmSettings
 from reprieve.backends.vllm import Deployment, start_vllm
-from reprieve.bundles import ARITHMETIC
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.heads.loading import attach_heads
 from reprieve.rules import parse_rule
 from reprieve.settings import PairSettings
+from tests.kit.pairs import ARITHMETIC
 
 JUDGE = "judge:path=reprieve/arithmetic-judge,threshold="
 

@@ -11,7 +11,7 @@ from reprieve.backends.local import LocalEngine
 from reprieve.bench.arms import make_arms
 from reprieve.bench.config import RunConfig
 from reprieve.bench.results import summarise
-from reprieve.certify.monitor import LosslessCheck, QualityMonitor, Served, watch
+from reprieve.certify.monitor import MonitorCheck, QualityMonitor, ServedAnswer, watch
 from reprieve.errors import SpecError
 from reprieve.settings import SamplingParams
 from reprieve.tasks import TaskProblem
@@ -20,7 +20,7 @@ from tests.kit.toys import ToyTask
 
 
 def served(number=0):
-    return Served(TaskProblem(f"p{number}", "1 2 3", "1"), SamplingParams(max_new_tokens=8), "")
+    return ServedAnswer(TaskProblem(f"p{number}", "1 2 3", "1"), SamplingParams(max_new_tokens=8), "")
 
 
 def test_the_alarm_is_raised_once_when_the_drop_is_proved():
@@ -102,13 +102,13 @@ def test_without_references_a_changed_answer_counts_as_lost(pair):
         def same(self, problem, answer, other):
             return answer == other
 
-    check = LosslessCheck(make_arms([], [4])[2].decoder(pair), Unlabelled())
+    check = MonitorCheck(make_arms([], [4])[2].decoder(pair), Unlabelled())
     problem = TaskProblem("p", "1 2 3", "")
     params = SamplingParams(max_new_tokens=8)
     strict = check.decoder.generate(problem.prompt, params).text
     odd = str(int(strict.split()[-1]) + 1)
-    assert check(Served(problem, params, strict)) == 0.0
-    assert check(Served(problem, params, odd)) == 1.0
+    assert check(ServedAnswer(problem, params, strict)) == 0.0
+    assert check(ServedAnswer(problem, params, odd)) == 1.0
 
 
 @pytest.mark.parametrize("values", [dict(share=0.0), dict(share=2), dict(max_drop=-1), dict(max_waiting=0)])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from reprieve.cli.main import main
-from reprieve.cli.stages import Stages
+from reprieve.cli.stages import Pipeline
 from reprieve.tasks import load_task
 from tests.kit.pairs import SMALL
 
@@ -28,7 +28,7 @@ def test_it_looks_first(data, capsys):
     assert main(["quickstart", *SMALL, "--data", str(data), *FLAGS, "--look"]) == 0
     said = capsys.readouterr()
     assert "train" in said.out and "prompts: raw prompts" in said.out and "were right" in said.out
-    assert "plan: mine" in said.out and "calibration problems prove little" in said.err
+    assert "plan: mine" in said.out and "cannot prove a loss below 5 points: 68 or more are needed" in said.err
     plain = ["--data", str(data), "--grader", "number", "--prompt-template", "t.txt"]
     assert main(["quickstart", *SMALL, *plain, "--look"]) == 0
     assert "the models read no more" in capsys.readouterr().err
@@ -57,6 +57,25 @@ def test_a_field_without_an_answer_is_named(data, capsys):
     assert "line 3: grader number finds no answer in field 'answer', got 'some words'" in capsys.readouterr().err
 
 
+def test_it_stops_before_any_work_where_no_answer_can_be_read(data, capsys):
+    (data.parent / "t.txt").write_text("{question} Never mind:")
+    limits = ["--mine-limit", "2", "--certify-limit", "2", "--max-new-tokens", "4", "--out", "unread"]
+    assert main(["quickstart", *SMALL, "--data", str(data), *FLAGS[:4], *limits]) == 1
+    said = capsys.readouterr()
+    assert "no answer could be read: check --grader and the prompt" in said.err
+    assert "--unread goes on all the same" in said.err
+    assert not Path("unread").exists()
+
+
+@pytest.mark.slow
+def test_without_enough_problems_it_ends_with_a_report_and_a_strict_policy(data, capsys):
+    small = ["--mine-limit", "10", "--certify-limit", "10", "--workers", "1", "--out", "few"]
+    assert main(["quickstart", *SMALL, "--data", str(data), *FLAGS, *small]) == 0
+    assert "no certificate: the policy decodes losslessly" in capsys.readouterr().err
+    assert json.loads((Path("few") / "policy.json").read_text())["default"] == "strict"
+    assert (Path("few") / "report.html").exists() and not (Path("few") / "certificates").exists()
+
+
 @pytest.mark.slow
 def test_it_goes_from_a_file_to_a_certificate_and_goes_on_where_it_was_stopped(data, monkeypatch, capsys):
     rows = [
@@ -71,16 +90,16 @@ def test_it_goes_from_a_file_to_a_certificate_and_goes_on_where_it_was_stopped(d
     assert "loses less than 90 points" in said and "reprieve serve" in said and "--engine vllm" in said
 
     stages = []
-    run = Stages.run
+    run = Pipeline.run
 
-    def interrupted(self, stage):
-        status = run(self, stage)
-        stages.append(stage.name)
+    def interrupted(self, name, command, **options):
+        status = run(self, name, command, **options)
+        stages.append(name)
         if len(stages) in (1, 2, 3):
             raise KeyboardInterrupt
         return status
 
-    monkeypatch.setattr(Stages, "run", interrupted)
+    monkeypatch.setattr(Pipeline, "run", interrupted)
     stopped = [*whole[:-1], "stopped"]
     assert [main(stopped) for _ in range(4)] == [130, 130, 130, 0]
     paths = [next(Path(name).glob("certificates/judge-*.json")) for name in ("whole", "stopped")]

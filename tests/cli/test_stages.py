@@ -1,61 +1,54 @@
-"""Commands that run other commands: what they started ends with them."""
+"""Verbs run one after another: what is done is passed over, what fails ends the pipeline."""
 
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
+from dataclasses import dataclass, field
 
 import pytest
 
-from reprieve.cli.stages import Stage, StageFailed, Stages
+from reprieve.cli.command import Command
+from reprieve.cli.stages import Pipeline
+from reprieve.errors import ReprieveError
 
 
-@pytest.fixture
-def sleeping(monkeypatch):
-    """Stages that sleep, in place of commands."""
-    started = []
-    popen = subprocess.Popen
+@dataclass(frozen=True)
+class Scripted(Command):
+    """A verb that ends as it is told.
 
-    def start(command, **options):
-        started.append(popen([sys.executable, "-c", "import time; time.sleep(60)"], **options))
-        return started[-1]
+    Args:
+        status: Exit status.
+    """
 
-    monkeypatch.setattr(subprocess, "Popen", start)
-    yield started
-    for process in started:
-        process.kill()
+    verb = "scripted"
 
+    status: int = 0
+    calls: list = field(default_factory=list, metadata={"flag": False}, compare=False)
 
-@pytest.fixture
-def interruptible():
-    """A shell's background job, and all it starts, ignores Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+    def run(self):
+        self.calls.append(self.status)
+        return self.status
 
 
-def test_an_interrupted_stage_ends_with_those_beside_it(sleeping, tmp_path, interruptible):
-    stages = Stages(tmp_path, "account")
-    stages.start(Stage("beside", ["x"]))
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+def test_a_finished_stage_is_passed_over_until_its_flags_change(tmp_path, capsys):
+    calls = []
+    for status in (0, 0, 1):
+        assert Pipeline(tmp_path, "account").run("one", Scripted(status, calls), results=(0, 1)) == status
+    assert calls == [0, 1]
+    assert "one: done before" in capsys.readouterr().out
+
+
+def test_a_failed_stage_ends_the_pipeline_and_is_tried_again(tmp_path):
+    calls = []
+    for _ in range(2):
+        with pytest.raises(ReprieveError, match="stage one .*failed with status 1"):
+            Pipeline(tmp_path, "account").run("one", Scripted(1, calls))
+    assert calls == [1, 1]
+
+
+def test_an_interrupted_stage_is_not_in_the_account(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        stages.run(Stage("one", ["y"]))
-    deadline = time.monotonic() + 10
-    while any(process.poll() is None for process in sleeping) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert [process.returncode for process in sleeping] == [-signal.SIGTERM] * 2
+        Pipeline(tmp_path, "account").run("one", Scripted(130))
     assert not (tmp_path / "account.json").exists()
 
 
-def test_a_failed_stage_ends_those_beside_it(sleeping, tmp_path):
-    stages = Stages(tmp_path, "account")
-    stages.start(Stage("beside", ["x"]))
-    stage = Stage("one", ["y"])
-    stages.start(stage)
-    sleeping[1].kill()
-    with pytest.raises(StageFailed) as failed:
-        stages.run(stage)
-    assert stages.tell(failed.value) == 1
-    assert sleeping[0].wait(10) == -signal.SIGTERM
+def test_an_account_that_cannot_be_read_counts_as_none(tmp_path):
+    (tmp_path / "account.json").write_text("{")
+    assert Pipeline(tmp_path, "account").run("one", Scripted(0)) == 0

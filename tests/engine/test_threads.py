@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from reprieve.bundles import ARITHMETIC
 from reprieve.engine import threads
 from reprieve.errors import SpecError
 from reprieve.models.timing import forward_seconds
 from reprieve.settings import PairSettings
+from tests.kit.pairs import ARITHMETIC
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
-"""The bundled pair that tests name on command lines: the smaller one."""
+"""The pair that most tests name: small, trained, with every kind of head."""
 
-from reprieve.bundles import ARITHMETIC
+from reprieve.bundles import BUNDLES
 
+ARITHMETIC = BUNDLES["reprieve/arithmetic-pair"]  # tests/fixtures/arithmetic; tests/conftest.py names the folder
 SMALL = ("--target", ARITHMETIC.name)

@@ -8,11 +8,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
 
-from reprieve.bundles import ARITHMETIC
 from reprieve.heads.certificates import portable_spec
 from reprieve.settings import SamplingParams
 from reprieve.vllm_plugin.menu import Menu
 from reprieve.vllm_plugin.policy import STRICT, RequestError
+from tests.kit.pairs import ARITHMETIC
 
 
 class PairServer:

@@ -11,7 +11,6 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import reprieve
 from reprieve.backends.settings import EngineSettings
-from reprieve.bundles import ARITHMETIC
 from reprieve.cli.main import main
 from reprieve.errors import EngineError, SpecError
 from reprieve.mining.recipes import build
@@ -19,7 +18,7 @@ from reprieve.mining.runner import mine_problems
 from reprieve.mining.settings import AutoJudgeMining, PivotMining, TraceMining
 from reprieve.mining.store import LabelStore
 from reprieve.settings import PairSettings, PromptSettings, SamplingSettings
-from tests.kit.pairs import SMALL
+from tests.kit.pairs import ARITHMETIC, SMALL
 from tests.kit.servers import PairServer
 
 PAIR = PairSettings(ARITHMETIC.name, dtype="float32")

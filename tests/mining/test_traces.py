@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from recipes.arbiter.rollouts import RolloutJob, RolloutMaker, RolloutSettings
-from reprieve.bundles import ARITHMETIC
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.heads.settings import ArbiterShape
@@ -21,6 +20,7 @@ from reprieve.models import CachedModel
 from reprieve.settings import PairSettings, SamplingSettings
 from reprieve.tasks import load_task
 from reprieve.training.arbiter_warm_up import untrained
+from tests.kit.pairs import ARITHMETIC
 from tests.kit.parity import ParityTask, mine, miner_of
 from tests.kit.tiny import NumberTokenizer, perturbed, tiny_model
 

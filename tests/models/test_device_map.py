@@ -1,7 +1,7 @@
 """Targets that accelerate places."""
 
-from reprieve.bundles import ARITHMETIC
 from reprieve.engine import SamplingParams, load_pair
+from tests.kit.pairs import ARITHMETIC
 
 
 def test_a_device_map_answers_as_one_device_does():

@@ -5,13 +5,13 @@ import torch
 import transformers
 from torch import nn
 
-from reprieve.bundles import ARITHMETIC
 from reprieve.engine import load_pair
 from reprieve.errors import PairError, ReprieveError
 from reprieve.models.identity import stored_fingerprint, stored_identity
 from reprieve.models.loading import weights_fingerprint
 from reprieve.settings import PairSettings
 from tests.kit.chats import save_chat_pair
+from tests.kit.pairs import ARITHMETIC
 
 
 def test_the_bundled_pair_is_known_by_its_files(bundled_pair):

@@ -12,7 +12,7 @@ import uvicorn
 from reprieve.cli.main import main
 from reprieve.errors import SpecError
 from reprieve.playground import connections, launch
-from reprieve.playground.settings import ServerSettings
+from reprieve.playground.settings import PlaygroundSettings
 
 
 @pytest.fixture
@@ -93,10 +93,10 @@ def test_a_port_in_use_is_told_before_a_model_is_read(monkeypatch, capsys):
 @pytest.mark.parametrize("host", ["256.0.0.1", "no.such.host.invalid", "203.0.113.7", "x" * 300, "é" * 80])
 def test_hosts_that_are_not_ours_are_told(host):
     with pytest.raises(SpecError, match="cannot be listened on"):
-        launch.require_free_port(ServerSettings(host=host, port=0))
+        launch.require_free_port(PlaygroundSettings(host=host, port=0))
 
 
 @pytest.mark.parametrize("key", ["schlüssel", "clé", "🔑", "a\nb", "a\0b", "", " "])
 def test_keys_that_no_header_holds_are_refused(key, monkeypatch, capsys):
     with pytest.raises(SpecError, match="api_key must be of printable ASCII"):
-        ServerSettings(api_key=key)
+        PlaygroundSettings(api_key=key)

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from reprieve.errors import SpecError
 from reprieve.playground.prompts import Prompts
-from reprieve.playground.settings import ServerSettings
+from reprieve.playground.settings import PlaygroundSettings
 from reprieve.vllm_plugin.policy import RequestError
 from tests.kit.chats import save_chat_pair
 
@@ -19,7 +19,7 @@ def tokenizer(tmp_path_factory):
 
 
 def prompts(tokenizer, **settings):
-    asked = ServerSettings(**settings).asked
+    asked = PlaygroundSettings(**settings).asked
     return Prompts(tokenizer, max_positions=4096, vocab_size=len(tokenizer), wrap=None, num_draft_tokens=4, asked=asked)
 
 
@@ -47,7 +47,7 @@ def test_a_requests_thinking_comes_before_the_servers(tokenizer):
 
 def test_what_the_tokenizer_has_no_template_for_is_refused(tokenizer):
     with pytest.raises(SpecError, match="thinking must be one of on, off, got 'maybe'"):
-        ServerSettings(thinking="maybe")
+        PlaygroundSettings(thinking="maybe")
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = "{{ raise_exception('no roles here') }}"
     with pytest.raises(SpecError, match="no roles here"):

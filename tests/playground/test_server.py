@@ -21,7 +21,7 @@ import uvicorn
 
 from reprieve.engine import SamplingParams
 from reprieve.playground.launch import make_app
-from reprieve.playground.settings import ServerSettings
+from reprieve.playground.settings import PlaygroundSettings
 from reprieve.tasks import load_task
 from reprieve.vllm_plugin.policy import Policy
 
@@ -42,7 +42,7 @@ def prompt():
 
 @contextmanager
 def serving(pair, *, rules=(JUDGE, "margin:delta=2"), settings=None, **options):
-    asked = ServerSettings(model_name=MODEL, num_draft_tokens=K, **(settings or {}))
+    asked = PlaygroundSettings(model_name=MODEL, num_draft_tokens=K, **(settings or {}))
     app = make_app(pair, [Policy.load(rule) for rule in rules], asked, **options)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, daemon=True)
@@ -80,10 +80,10 @@ def post(port, body, path="/v1/completions", headers=None):
 def test_where_k_is_left_to_us_a_policy_has_that_of_its_certificate(pair):
     told = []
     policies = [Policy.load({"rule": JUDGE, "default": "certified"}), Policy.load("margin:delta=2")]
-    app = make_app(pair, policies, ServerSettings(), announce=told.append)
+    app = make_app(pair, policies, PlaygroundSettings(), announce=told.append)
     assert app and "; certificate: With 95% confidence" in told[0], "K = 8 there, as it was made"
     told.clear()
-    make_app(pair, policies[1:], ServerSettings(num_draft_tokens="auto:path=reprieve/arithmetic-length-judge"))
+    make_app(pair, policies[1:], PlaygroundSettings(num_draft_tokens="auto:path=reprieve/arithmetic-length-judge"))
 
 
 def test_k_is_of_the_certificate_that_holds_on_this_engine(pair):
@@ -94,7 +94,7 @@ def test_k_is_of_the_certificate_that_holds_on_this_engine(pair):
     local = dataclasses.replace(by_engine["local"], conditions=conditions)
     both = dataclasses.replace(policy, certificate=by_engine["vllm"], other_certificates=(local,))
     told = []
-    make_app(pair, [both], ServerSettings(), announce=told.append)
+    make_app(pair, [both], PlaygroundSettings(), announce=told.append)
     assert "levels strict, certified=" in told[0] and "does not hold" not in told[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import shutil
 
 import pytest
 import torch
@@ -255,7 +256,13 @@ def test_a_training_may_start_from_the_arithmetic_pair(tokenizer):
 
 
 def test_half_weights_travel_and_are_loaded_as_they_were_trained(tmp_path):
-    source, out = BUNDLES["reprieve/arithmetic-pair"].role_folder("draft"), tmp_path / "draft"
+    shipped = AutoModelForCausalLM.from_pretrained(BUNDLES["reprieve/arithmetic-pair"].role_folder("draft"))
+    source, out = tmp_path / "trained", tmp_path / "draft"
+    shutil.copytree(BUNDLES["reprieve/arithmetic-pair"].role_folder("draft"), source)
+    with torch.no_grad():
+        for parameter in shipped.parameters():
+            parameter += 1e-5  # digits that half precision has not
+    shipped.float().save_pretrained(source)
     install(source, out, half=True)
     assert (out / "model.safetensors").stat().st_size < 0.51 * (source / "model.safetensors").stat().st_size
     whole, rounded = (AutoModelForCausalLM.from_pretrained(folder, dtype="auto") for folder in (source, out))

@@ -10,9 +10,9 @@ from tests.vllm.runner import V2  # sets the environment that vLLM reads when it
 import pytest
 from vllm import LLM
 
-from reprieve.bundles import ARITHMETIC
 from reprieve.vllm_plugin import startup
 from reprieve.vllm_plugin.menu import Menu
+from tests.kit.pairs import ARITHMETIC
 
 K = 8
 _ALIVE = []  # an engine that is dropped takes the process group of the others with it

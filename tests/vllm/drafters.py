@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from reprieve.bundles import ARITHMETIC
+from tests.kit.pairs import ARITHMETIC
 
 K = 4
 

@@ -5,7 +5,7 @@ import os
 import sys
 
 import tests.vllm.runner  # noqa: F401  # the environment
-from reprieve.bundles import ARITHMETIC
+from tests.kit.pairs import ARITHMETIC
 
 RULES = ("judge:threshold=0.1", "random:rate=0.7", "fuzzy:threshold=0.3", "margin:delta=3")
 

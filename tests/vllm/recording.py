@@ -5,8 +5,8 @@ from functools import cache
 import torch
 
 import reprieve.engine.decoder as engine
-from reprieve.bundles import ARITHMETIC
 from reprieve.engine import SpeculativeDecoder, load_pair
+from tests.kit.pairs import ARITHMETIC
 
 RULES = [
     "judge:path=reprieve/arithmetic-judge,threshold=0.15",

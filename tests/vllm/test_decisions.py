@@ -6,12 +6,12 @@ import pytest
 import torch
 from vllm.v1.sample import rejection_sampler as module
 
-from reprieve.bundles import ARITHMETIC
 from reprieve.engine import SamplingParams
-from reprieve.vllm_plugin import v1_sampler as sampler
 from reprieve.vllm_plugin.menu import Menu
 from reprieve.vllm_plugin.rounds import WorkerRules
-from reprieve.vllm_plugin.v1.runner import RunnerHooks
+from reprieve.vllm_plugin.v1 import sampler
+from reprieve.vllm_plugin.v1.runner import V1Hooks
+from tests.kit.pairs import ARITHMETIC
 from tests.vllm import cpu_kernels
 from tests.vllm.conftest import local_decoder
 from tests.vllm.recording import RULES, Recorder, embedding
@@ -92,12 +92,12 @@ def verify(rules, batch, temperature, monkeypatch):
         monkeypatch.setattr(rules, "noise", lambda size, device: torch.cat([item.noise for item in evidence]))
     metadata = SimpleNamespace(draft_token_ids=token_ids, target_logits_indices=judging)
     state = SimpleNamespace(logits=logits, sample_hidden_states=states, spec_decode_metadata=metadata)
-    hooks = RunnerHooks(rules, runner)
+    hooks = V1Hooks(rules, runner)
     possible = logits[judging].gather(-1, token_ids.long().unsqueeze(-1)).squeeze(-1) > -torch.inf
     if not greedy:
         uniforms = torch.cat([item.uniforms for item in evidence]).double()
         monkeypatch.setattr(sampler, "_unwrapped", lambda name: lambda *args: uniforms)
-    token = sampler.ROUND.set(sampler.Round(hooks, state, possible=possible))
+    token = sampler.ROUND.set(sampler.V1Round(hooks, state, possible=possible))
     meta = SimpleNamespace(
         all_greedy=greedy,
         all_random=not greedy,

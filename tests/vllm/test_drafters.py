@@ -3,7 +3,6 @@
 import pytest
 from vllm import SamplingParams
 
-from reprieve.bundles import ARITHMETIC
 from reprieve.drafters import DRAFTERS
 from reprieve.drafters.length import FixedLength
 from reprieve.engine import SamplingParams as LocalParams
@@ -11,6 +10,7 @@ from reprieve.engine import SpeculativeDecoder, load_pair
 from reprieve.errors import ReprieveError
 from reprieve.heads.files import find_head
 from reprieve.rules import parse_rule
+from tests.kit.pairs import ARITHMETIC
 from tests.vllm import drafters
 from tests.vllm.conftest import make_llm, rules_of, use_rule
 from tests.vllm.drafters import K

@@ -19,7 +19,6 @@ from reprieve.bench.records import RecordFile
 from reprieve.bench.results import summarise
 from reprieve.bench.runner import run_arms
 from reprieve.bench.settings import RunSettings, SpeedSettings
-from reprieve.bundles import ARITHMETIC
 from reprieve.errors import EngineError
 from reprieve.heads.certificates import Certificate
 from reprieve.heads.files import find_head
@@ -30,6 +29,7 @@ from reprieve.mining.store import LabelStore
 from reprieve.settings import PairSettings
 from reprieve.tasks import load_task
 from reprieve.tasks.asking import ask
+from tests.kit.pairs import ARITHMETIC
 from tests.vllm.runner import V2
 
 pytestmark = pytest.mark.skipif(V2, reason="these start servers; V2's interpreter is too slow for whole runs")

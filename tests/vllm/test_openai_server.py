@@ -12,7 +12,7 @@ import urllib.request
 import openai
 import pytest
 
-from reprieve.bundles import ARITHMETIC
+from tests.kit.pairs import ARITHMETIC
 from tests.vllm.conftest import K
 
 with socket.socket() as _probe:

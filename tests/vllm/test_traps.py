@@ -144,9 +144,9 @@ def test_state_of_finished_requests_is_forgotten(llm, problems):
 def test_without_a_round_the_wrapped_sampler_only_passes_on(llm):
     from vllm.v1.sample import rejection_sampler as module
 
-    from reprieve.vllm_plugin import v1_sampler
+    from reprieve.vllm_plugin.v1 import sampler
 
-    assert v1_sampler.ROUND.get() is None
+    assert sampler.ROUND.get() is None
     assert module.rejection_sample.__wrapped__ is not None
 
 

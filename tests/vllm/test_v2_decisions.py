@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from reprieve.bundles import ARITHMETIC
 from reprieve.engine import SamplingParams
 from reprieve.vllm_plugin.menu import Menu
 from reprieve.vllm_plugin.rounds import WorkerRules
+from tests.kit.pairs import ARITHMETIC
 from tests.vllm import cpu_kernels
 from tests.vllm.conftest import local_decoder
 from tests.vllm.recording import RULES, Recorder, embedding
@@ -102,12 +102,12 @@ class Batch:
         """Through the processor and vLLM's rejection sampler, chunk by chunk: tokens of each request."""
         from vllm.v1.worker.gpu.spec_decode import rejection_sampler as module
 
-        from reprieve.vllm_plugin.v2.round import Round
+        from reprieve.vllm_plugin.v2.round import V2Round
         from reprieve.vllm_plugin.v2.runner import patch_rejection
 
         patch_rejection(processor)
         names = [f"request {slot}" for slot in range(len(self.blocks))]
-        processor.round = Round(names, self.num_rows, states, draft_logits, self.seeds)
+        processor.round = V2Round(names, self.num_rows, states, draft_logits, self.seeds)
         outputs = []
         for requests in chunks:
             rows, context = self.context(requests)
@@ -141,7 +141,7 @@ class Batch:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("spec", RULES)
 def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypatch):
-    from reprieve.vllm_plugin.v2.round import Round
+    from reprieve.vllm_plugin.v2.round import V2Round
 
     recorder = Recorder(monkeypatch)
     decoder = local_decoder(spec)
@@ -181,9 +181,9 @@ def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypa
             return torch.cat([torch.cat([getattr(item, name).float(), torch.tensor([fill])]) for item in evidence])
 
         if evidence[0].noise is not None:
-            monkeypatch.setattr(Round, "noise", lambda self, ctx: spread_rows("noise", fill=2.0))
+            monkeypatch.setattr(V2Round, "noise", lambda self, ctx: spread_rows("noise", fill=2.0))
         if temperature:
-            monkeypatch.setattr(Round, "uniforms", lambda self, ctx: spread_rows("uniforms").double())
+            monkeypatch.setattr(V2Round, "uniforms", lambda self, ctx: spread_rows("uniforms").double())
         heat = torch.full((64,), temperature)
         outputs = batch.verify(processor, temperatures=heat, draft_logits=draft_logits, states=states)
         decisions = batch.decided.decisions
@@ -356,7 +356,7 @@ def test_leniency_follows_the_load():
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_round_waits_for_the_device_only_along_blocks(spec, most, temperature):
     """From the processor to the counts on their way: rules that judge token by token never wait."""
-    from reprieve.vllm_plugin.v2.round import Round
+    from reprieve.vllm_plugin.v2.round import V2Round
     from tests.kit.waits import HostWaits
 
     batch = random_batch(4)
@@ -366,7 +366,7 @@ def test_a_round_waits_for_the_device_only_along_blocks(spec, most, temperature)
     draft_logits = torch.randn(64, 3, V)
     uniforms = torch.rand(16)
     for _ in range(2):  # the first round uploads what requests asked for
-        processor.round = Round([str(slot) for slot in range(4)], batch.num_rows, None, draft_logits, batch.seeds)
+        processor.round = V2Round([str(slot) for slot in range(4)], batch.num_rows, None, draft_logits, batch.seeds)
         processor.round.uniforms = lambda ctx: uniforms  # a kernel of vLLM's, which the interpreter reads on the host
         _, context = batch.context()
         logits = batch.logits.clone()

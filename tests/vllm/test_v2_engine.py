@@ -191,8 +191,8 @@ def test_n_grams_serve_rules_that_need_no_draft(problems):
 @pytest.mark.parametrize("broken", ["the processor is lost", "the edit is lost", "everybody is edited"])
 def test_the_self_test_fails_where_a_hook_is_broken(llm, broken, monkeypatch):
     from reprieve.errors import ReprieveError
-    from reprieve.vllm_plugin import v2_processor
     from reprieve.vllm_plugin.selftest import require_works
+    from reprieve.vllm_plugin.v2 import processor as v2_processor
 
     hooks = worker_of(llm).model_runner.reprieve
     require_works(hooks, "v2")

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from reprieve.bundles import ARITHMETIC
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.rules import RULES, parse_rule
 from reprieve.vllm_plugin.menu import Menu, stops
 from reprieve.vllm_plugin.policy import Policy, RequestError
+from tests.kit.pairs import ARITHMETIC
 from tests.kit.tiny import random_head
 
 JUDGE = "judge:path=reprieve/arithmetic-judge,threshold=0.1"

@@ -33,6 +33,18 @@ def pvalue(promise: Promise, losses: np.ndarray, bound: float) -> float:
     return hoeffding_bentkus_pvalue(losses, bound)
 
 
+def num_needed(promise: Promise) -> int:
+    """Return how many problems prove a promise where the relaxed rule loses nothing on any of them."""
+    low, high = 0, 1
+    while pvalue(promise, np.zeros(high), promise.max_drop) > 1 - promise.confidence:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        proved = pvalue(promise, np.zeros(middle), promise.max_drop) <= 1 - promise.confidence
+        low, high = (low, middle) if proved else (middle, high)
+    return high
+
+
 def paired_test(promise: Promise, strict: np.ndarray, relaxed: np.ndarray) -> PairedTest:
     """Whether these paired outcomes prove the promise.
 
@@ -81,7 +93,7 @@ class PairedTest:
 
 
 @dataclass(frozen=True)
-class Step:
+class ThresholdStep:
     """One threshold of the walk."""
 
     threshold: float
@@ -94,8 +106,8 @@ def walk(
     promise: Promise,
     measure: Callable[[float], tuple[np.ndarray, np.ndarray, float | None]],
     *,
-    on_step: Callable[[Step], None] = lambda step: None,
-) -> list[Step]:
+    on_step: Callable[[ThresholdStep], None] = lambda step: None,
+) -> list[ThresholdStep]:
     """Test thresholds in the given order, from strict to lenient, up to and including the first that fails.
 
     The last step that passed is the one to use; none passed where the first step failed.
@@ -109,10 +121,10 @@ def walk(
     """
     if not thresholds or len(set(thresholds)) != len(thresholds):
         raise SpecError(f"thresholds must be different values, at least one, got {list(thresholds)}")
-    steps: list[Step] = []
+    steps: list[ThresholdStep] = []
     for threshold in thresholds:
         strict, relaxed, tokens_per_round = measure(threshold)
-        steps.append(Step(threshold, paired_test(promise, strict, relaxed), tokens_per_round))
+        steps.append(ThresholdStep(threshold, paired_test(promise, strict, relaxed), tokens_per_round))
         on_step(steps[-1])
         if not steps[-1].evidence.passed:
             break

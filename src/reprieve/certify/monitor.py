@@ -26,7 +26,7 @@ from reprieve.tasks.asking import prompt_of
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedAnswer:
     """A request that was answered with the relaxed rule. `problem` names it, and holds its reference if it has one."""
 
     problem: TaskProblem
@@ -75,7 +75,7 @@ class QualityMonitor:
 
     def __init__(
         self,
-        check: Callable[[Served], float],
+        check: Callable[[ServedAnswer], float],
         *,
         share: float = 0.05,
         max_drop: float | None = None,
@@ -96,7 +96,7 @@ class QualityMonitor:
         self._on_alarm = on_alarm
         self._random = random.Random(seed)
         self._sequence = ConfidenceSequence(confidence=confidence)
-        self._waiting: queue.Queue[tuple[int, Served] | None] = queue.Queue(max_waiting)
+        self._waiting: queue.Queue[tuple[int, ServedAnswer] | None] = queue.Queue(max_waiting)
         self._lock = threading.Lock()
         self._num_seen = self._num_skipped = self._num_failed = 0
         self._alarm = False
@@ -110,7 +110,7 @@ class QualityMonitor:
         for thread in self._threads:
             thread.start()
 
-    def observe(self, served: Served) -> None:
+    def observe(self, served: ServedAnswer) -> None:
         """Take note of a request, and perhaps have it checked; returns at once."""
         with self._lock:
             self._num_seen += 1
@@ -182,7 +182,7 @@ class QualityMonitor:
 
 
 @dataclass(frozen=True)
-class LosslessCheck:
+class MonitorCheck:
     """Answers a request again, losslessly, and compares.
 
     With a reference the drop is strict minus relaxed correctness. Without one it is 1 where the two answers differ:
@@ -192,7 +192,7 @@ class LosslessCheck:
     decoder: SpeculativeDecoder  # its own, since it works in another thread
     task: Task
 
-    def __call__(self, served: Served) -> float:
+    def __call__(self, served: ServedAnswer) -> float:
         prompt = prompt_of(served.problem) if served.prompt_ids is None else served.prompt_ids
         strict = self.decoder.generate(prompt, served.params)
         return drop_of(self.task, served.problem, strict.text, served.text)
@@ -230,7 +230,7 @@ def watch(
     def answered(arm: Arm, numbers: Iterable[int]) -> Iterator[ProblemRecord]:
         return engine.answer(config, task, [arm], problems, [Job(arm.label, number, 0) for number in numbers])
 
-    def check(served: Served) -> float:
+    def check(served: ServedAnswer) -> float:
         [record] = answered(strict, [places[served.problem.problem_id]])
         if record.error:
             raise ReprieveError(record.error)
@@ -246,7 +246,7 @@ def watch(
             if record.error:
                 errors.append(record.error)
             else:
-                monitor.observe(Served(problems[places[record.problem_id]], params, record.text))
+                monitor.observe(ServedAnswer(problems[places[record.problem_id]], params, record.text))
             on_answer(monitor.status)
     except EngineError:
         monitor.close(check_waiting=False)

@@ -18,7 +18,7 @@ from reprieve.bench.results import column, common_rows
 from reprieve.bench.runner import Runner, environment
 from reprieve.bench.settings import RunSettings
 from reprieve.bundles import BUNDLED_HEADS
-from reprieve.certify.fixed_sequence import PairedTest, Step, paired_test, walk
+from reprieve.certify.fixed_sequence import PairedTest, ThresholdStep, paired_test, walk
 from reprieve.certify.settings import NET_DROP, CertifySettings, Promise
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.files import replace_file
@@ -100,7 +100,7 @@ class Plan:
 class Certification:
     """What came of it: a certificate, or the reason why there is none."""
 
-    steps: list[Step]
+    steps: list[ThresholdStep]
     held_out: PairedTest | None
     certificate: Certificate | None
     reason: str = ""
@@ -171,7 +171,7 @@ def certify(
         ours, relaxed, tokens_per_round = measure(held, best)
     except KeyboardInterrupt:
         return None
-    look = Step(passed[-1].threshold, paired_test(plan.promise, ours, relaxed), tokens_per_round)
+    look = ThresholdStep(passed[-1].threshold, paired_test(plan.promise, ours, relaxed), tokens_per_round)
     announce(_line(plan, look, where="held out"))
     if look.evidence.observed >= plan.promise.max_drop:
         contradiction = f"the held-out problems contradict it: observed {look.evidence.observed:.4f}"
@@ -221,7 +221,13 @@ def _require_first_walk(rule: Rule, calibration: Runner, labels: set[str]) -> No
 
 
 def _certificate(
-    plan: Plan, best: Arm, steps: list[Step], look: Step, calibration: Runner, held: Runner, noise: Noise | None
+    plan: Plan,
+    best: Arm,
+    steps: list[ThresholdStep],
+    look: ThresholdStep,
+    calibration: Runner,
+    held: Runner,
+    noise: Noise | None,
 ) -> Certificate:
     """The certificate of the last step that passed."""
     assert best.rule is not None
@@ -277,7 +283,9 @@ def _words(loss: str) -> str:
     return "loses less than" if loss == NET_DROP else "spoils fewer than"
 
 
-def _statement(plan: Plan, arm: Arm, step: Step, held: PairedTest, calibration: Runner, noise: Noise | None) -> str:
+def _statement(
+    plan: Plan, arm: Arm, step: ThresholdStep, held: PairedTest, calibration: Runner, noise: Noise | None
+) -> str:
     promise, facts = plan.promise, calibration.engine.facts
     where = "" if noise is None else f" on {facts.engine} {facts.engine_version or ''} ({facts.runner or 'its runner'})"
     return (
@@ -315,7 +323,7 @@ def _noise_line(noise: Noise) -> str:
     )
 
 
-def _line(plan: Plan, step: Step, where: str = "calibration") -> str:
+def _line(plan: Plan, step: ThresholdStep, where: str = "calibration") -> str:
     evidence, dial = step.evidence, plan.rule.dial.name if plan.rule.dial else "threshold"
     return (
         f"{where}: {dial} {step.threshold:g}: loss {100 * evidence.observed:+.2f} points, at most "

@@ -12,12 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reprieve.backends.settings import EngineSettings
+from reprieve.bench.settings import RunSettings
+from reprieve.certify.settings import CertifySettings, Promise
 from reprieve.cli import screen
+from reprieve.cli.bench import Bench
+from reprieve.cli.certify import Certify
 from reprieve.cli.command import Command
-from reprieve.cli.stages import Stage, StageFailed, Stages, engine_flags, pair_flags, prompt_flags
+from reprieve.cli.mine import MineAutoJudge
+from reprieve.cli.report import Report
+from reprieve.cli.stages import Pipeline
+from reprieve.cli.train_head import TrainJudge
 from reprieve.errors import ReprieveError, SpecError, require_choice, require_range, require_whole
 from reprieve.files import read_json, replace_file
 from reprieve.heads.binding import digest
+from reprieve.mining.settings import AutoJudgeMining
 from reprieve.settings import AUTO, NumDraftTokens, PairSettings, PromptSettings, describe_format, require_draft_tokens
 from reprieve.specs import quoted
 
@@ -27,10 +35,9 @@ if TYPE_CHECKING:
     from reprieve.tasks.asking import AskedTask
 
 _NUM_TRIED = 4  # problems that speeds are measured on
-_FEWEST = 60  # calibration problems: fewer cannot prove a bound of 5 points even where nothing is lost
 _COMPARED = 40  # problems of the last comparison
 _MOST = 10_000  # problems counted of a split
-_FREE = ("out", "look", "num_workers")  # settings that may change from run to run
+_FREE = ("out", "look", "unread", "num_workers")  # settings that may change from run to run
 _THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.4)  # coarser than usual: each is measured in full
 _SHARED = 16  # answers that a server makes in the time of one: a guess, and a low one on a GPU
 _WALKED = 4  # of them, before one cannot be proved: for the estimate
@@ -59,6 +66,7 @@ class Quickstart(Command):
         num_workers: Processes side by side while mining and certifying. Default: the cores, at most 4; 1 on a GPU.
         seed: Same seed, same result.
         look: Look at the pair and the data, say what would be done, and stop.
+        unread: Go on although no answer of the trial could be read.
         out: Folder for everything; run again with it to go on.
     """
 
@@ -82,6 +90,7 @@ class Quickstart(Command):
     num_workers: int | None = None
     seed: int = 0
     look: bool = False
+    unread: bool = False
     answering: EngineSettings = field(default_factory=EngineSettings)
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("runs/quickstart")
@@ -105,38 +114,72 @@ class Quickstart(Command):
             return 0
         self._require_same_start()
         self.keep_config(self.out)
-        stages = Stages(self.out, "quickstart", skip_done=True)
-        pair, prompted = pair_flags(self.pair), prompt_flags(prompt)
-        shared = ["--task", self.task_spec, *pair, *prompted, "--seed", str(self.seed), *engine_flags(self.answering)]
-        labels, head, rule = str(self.out / "labels"), str(self.out / "head"), f"judge:path={self.out / 'head'}"
-        k = ["--num-draft-tokens", str(self._num_draft_tokens)]
-        limits = ["--limit", str(num_certified), "--held-out-limit", str(num_certified)]
-        promise = ["--max-drop", f"{self.max_drop:g}", "--workers", str(self._workers())]
-        mine = ["mine", "autojudge", *shared, "--split", "train", "--limit", str(num_mined), "--out", labels]
-        mine += ["--workers", str(self._workers())]
-        train = ["train", "judge", "--labels", labels, *pair, "--out", head]
-        promise += ["--thresholds", ",".join(f"{value:g}" for value in _THRESHOLDS)]
-        certify = ["certify", "--rule", rule, *promise, *k, *limits, *shared, "--out", str(self.out / "certificates")]
-        try:
-            stages.run(Stage("mine", mine))
-            screen.say(_last_line(self.out / "mine.log", "labelled mismatches"))
-            stages.run(Stage("train", train))
-            screen.say(_last_line(self.out / "train.log", "held-out ROC AUC"))
-            certifying = Stage("certify", certify, passes=(0, 1))
-            if stages.run(certifying) != 0:
-                if not (reason := _last_line(certifying.log(self.out), "no certificate")):
-                    raise StageFailed(certifying)
-                return self._without_certificate(reason)
-            certificate = self._certificate()
-            arms = ["--arm", certificate.rule, *k, "--split", "test", "--limit", str(min(_COMPARED, num_certified))]
-            stages.run(Stage("bench", ["bench", *arms, *shared, "--out", str(self.out / "bench")]))
-            folders = [str(self.out / "bench"), str(self.out / "certificates")]
-            titled = ["--title", f"{self.pair.target} on {self.data or self.task}"]
-            stages.run(Stage("report", ["report", *folders, *titled, "--out", str(self.out / "report.html")]))
-        except StageFailed as failure:
-            return stages.tell(failure)
-        self._tell_how_to_serve(certificate)
+        stages = Pipeline(self.out, "quickstart")
+        judge = f"judge:path={self.out / 'head'}"
+        stages.run("mine", self._mining(prompt, num_mined))
+        stages.run("train", TrainJudge(labels=self.out / "labels", pair=self.pair, out=self.out / "head"))
+        certificate = None
+        if self._provable(num_certified):
+            status = stages.run("certify", self._certification(prompt, judge, num_certified), results=(0, 1))
+            certificate = self._certificate() if status == 0 else None
+        arm = judge if certificate is None else certificate.rule
+        stages.run("bench", self._comparison(prompt, arm, num_certified))
+        stages.run("report", self._report(certificate))
+        self._tell_how_to_serve(arm, certificate)
         return 0
+
+    def _mining(self, prompt: PromptSettings, limit: int) -> MineAutoJudge:
+        settings = AutoJudgeMining(
+            task=self.task_spec,
+            split="train",
+            limit=limit,
+            prompt=prompt,
+            seed=self.seed,
+            answering=self.answering,
+            pair=self.pair,
+        )
+        return MineAutoJudge(settings=settings, workers=str(self._workers()), out=self.out / "labels")
+
+    def _run_settings(self, prompt: PromptSettings, split: str, limit: int) -> RunSettings:
+        return RunSettings(task=self.task_spec, split=split, limit=limit, prompt=prompt, seed=self.seed)
+
+    def _certification(self, prompt: PromptSettings, rule: str, limit: int) -> Certify:
+        settings = CertifySettings(
+            rule=rule,
+            promise=Promise(self.max_drop),
+            thresholds=_THRESHOLDS,
+            num_draft_tokens=self._num_draft_tokens,
+            held_out_limit=limit,
+            run=self._run_settings(prompt, "validation", limit),
+        )
+        return Certify(
+            settings=settings,
+            num_workers=self._workers(),
+            answering=self.answering,
+            pair=self.pair,
+            out=self.out / "certificates",
+        )
+
+    def _comparison(self, prompt: PromptSettings, arm: str, limit: int) -> Bench:
+        return Bench(
+            arm=(arm,),
+            num_draft_tokens=(self._num_draft_tokens,),
+            settings=self._run_settings(prompt, "test", min(_COMPARED, limit)),
+            answering=self.answering,
+            pair=self.pair,
+            out=self.out / "bench",
+        )
+
+    def _report(self, certificate: Certificate | None) -> Report:
+        folders = (self.out / "bench", *([] if certificate is None else [self.out / "certificates"]))
+        title = f"{self.pair.target} on {self.data or self.task}"
+        return Report(folders=folders, title=title, out=self.out / "report.html")
+
+    def _provable(self, num_problems: int) -> bool:
+        """Whether so many problems can prove the promise, were nothing lost on any of them."""
+        from reprieve.certify.fixed_sequence import num_needed
+
+        return num_problems >= num_needed(Promise(self.max_drop))
 
     def _require_same_start(self) -> None:
         """Refuse a folder whose stages stand on other data or settings.
@@ -185,12 +228,18 @@ class Quickstart(Command):
         sizes = {split: len(plain.problems(split, _MOST)) for split in ("train", "validation", "test")}
         told = (f"{size}{' or more' if size == _MOST else ''} {split}" for split, size in sizes.items())
         screen.say(f"data: {self.data or self.task}: {', '.join(told)}")
+        from reprieve.certify.fixed_sequence import num_needed
+
         num_mined = min(self.mine_limit, sizes["train"])
         num_certified = min(self.certify_limit, sizes["validation"], sizes["test"])
         if num_mined < 2 or num_certified < 2:
             raise SpecError("quickstart needs two problems or more in each split: give it more data")
-        if num_certified < _FEWEST:
-            screen.warn(f"{num_certified} calibration problems prove little: more data, or a larger --certify-limit")
+        if not self._provable(num_certified):
+            screen.warn(
+                f"{num_certified} calibration problems cannot prove a loss below {100 * self.max_drop:g} points: "
+                f"{num_needed(Promise(self.max_drop))} or more are needed. No certificate will be tried; add data, or "
+                "raise --max-drop or --certify-limit"
+            )
         from reprieve.backends.making import make_engine
 
         screen.quiet_transformers()
@@ -238,7 +287,6 @@ class Quickstart(Command):
         from reprieve.bench.arms import LOSSLESS, make_arm
         from reprieve.bench.config import RunConfig
         from reprieve.bench.engine import Job
-        from reprieve.bench.settings import RunSettings
 
         arms = [make_arm(LOSSLESS, self._num_draft_tokens, target=self.pair.target)]
         settings = RunSettings(task=self.task_spec, split="train", limit=_NUM_TRIED, seed=self.seed)
@@ -264,7 +312,10 @@ class Quickstart(Command):
             )
         if not read:
             shown = answers[0].text.strip()[-300:]
-            screen.warn(f"NO ANSWER COULD BE READ: check --grader and the prompt. The first response ends:\n{shown}")
+            message = f"no answer could be read: check --grader and the prompt. The first response ends:\n{shown}"
+            if not (self.look or self.unread):
+                raise ReprieveError(f"{message}\n--unread goes on all the same")
+            screen.warn(message)
         # A rollout from half of the answer for every second round; rollouts and a server's answers share forwards.
         rounds = sum(answer.num_rounds for answer in answers) / len(answers)
         mining = num_mined * seconds * (1 + rounds / 2) / 3 / self._workers()
@@ -294,40 +345,32 @@ class Quickstart(Command):
     def _certificate_path(self) -> Path:
         return self.out / "certificates" / f"judge-net_drop-{self.max_drop:g}.json"
 
-    def _without_certificate(self, reason: str) -> int:
-        screen.say(reason)
-        screen.warn(
-            f"nothing was certified; {self.out / 'certify.log'} has every step. In another folder (--out): more "
-            "problems (--certify-limit), a weaker promise (--max-drop), or more labels (--mine-limit)"
-        )
-        return 1
-
-    def _tell_how_to_serve(self, certificate: Certificate) -> None:
-        policy = self.out / "policy.json"
-        about = {
-            "rule": certificate.rule,
-            "certificate": str(self._certificate_path().resolve()),
-            "default": "certified",
-        }
-        head = str(self.out / "head")
-        about["rule"] = about["rule"].replace(f"path={head}", f"path={Path(head).resolve()}")
+    def _tell_how_to_serve(self, rule: str, certificate: Certificate | None) -> None:
+        """Write the policy that servers take: at the certified threshold, or strict where nothing was certified."""
+        policy, head = self.out / "policy.json", self.out / "head"
+        about = {"rule": rule.replace(f"path={head}", f"path={head.resolve()}")}
+        if certificate is None:
+            about["default"] = "strict"
+        else:
+            about |= {"certificate": str(self._certificate_path().resolve()), "default": "certified"}
         replace_file(policy, json.dumps(about, indent=2) + "\n")
-        screen.say(f"\n{certificate.statement}\n")
-        screen.say(f"report: {self.out / 'report.html'}   policy: {policy}")
+        screen.say(f"\nreport: {self.out / 'report.html'}   policy: {policy}")
+        if certificate is None:
+            screen.warn(
+                "no certificate: the policy decodes losslessly unless a request asks for a threshold. For one, run in "
+                "another folder (--out) with more problems (--certify-limit), a weaker promise (--max-drop) or more "
+                "labels (--mine-limit)"
+            )
+        else:
+            screen.say(certificate.statement)
         if self.answering.local:
-            local = [
-                "reprieve",
-                "serve",
-                *pair_flags(self.pair),
-                "--rule",
-                str(policy),
-                "--num-draft-tokens",
-                str(self._num_draft_tokens),
-            ]
-            screen.say(f"serve it: {shlex.join(local)}")
+            models = {"--target": self.pair.target, "--draft": self.pair.draft, "--dtype": self.pair.dtype}
+            given = [part for flag, value in models.items() if value is not None for part in (flag, value)]
+            k = ["--num-draft-tokens", str(self._num_draft_tokens)]
+            screen.say(f"serve it: {shlex.join(['reprieve', 'serve', *given, '--rule', str(policy), *k])}")
             screen.say("for vLLM, certify on vLLM: the same command with --engine vllm and another --out")
-            return
-        screen.say(f"serve it: {self._vllm_command(certificate, policy)}")
+        elif certificate is not None:
+            screen.say(f"serve it: {self._vllm_command(certificate, policy)}")
 
     def _vllm_command(self, certificate: Certificate, policy: Path) -> str:
         """vLLM as it was measured."""
@@ -366,11 +409,3 @@ def _about(engine: Engine) -> str:
 
 def _minutes(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-
-
-def _last_line(log: Path, word: str) -> str:
-    """The last line of a log that holds a word; empty where there is none."""
-    if not log.is_file():
-        return ""
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if word in line]
-    return lines[-1] if lines else ""

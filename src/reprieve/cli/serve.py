@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.errors import import_extra
-from reprieve.playground.settings import LOOPBACK, ServerSettings
+from reprieve.playground.settings import LOOPBACK, PlaygroundSettings
 from reprieve.settings import PairSettings
 
 KEY = "REPRIEVE_API_KEY"
@@ -27,7 +27,7 @@ class Serve(Command):
     verb = "serve"
 
     rule: tuple[str, ...] = ()
-    settings: ServerSettings = field(default_factory=ServerSettings)
+    settings: PlaygroundSettings = field(default_factory=PlaygroundSettings)
     pair: PairSettings = field(default_factory=PairSettings)
 
     def run(self) -> int:

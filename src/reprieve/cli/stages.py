@@ -1,160 +1,69 @@
-"""Long work in stages: each is a command that a user could type, resumes by itself, and logs to a file of its name."""
+"""Long work in stages: each is a verb with its flags, run in this process; what is done is not done again."""
 
 from __future__ import annotations
 
+import gc
 import json
-import os
-import shlex
-import subprocess
-import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from reprieve.backends.settings import EngineSettings
 from reprieve.cli import screen
+from reprieve.cli.command import Command
+from reprieve.cli.flags import to_yaml
 from reprieve.errors import ReprieveError
 from reprieve.files import read_json, replace_file
-from reprieve.settings import PairSettings, PromptSettings
+
+INTERRUPTED = 130
 
 
-@dataclass
-class Stage:
-    """One command.
-
-    Args:
-        passes: exit statuses that are results, not failures.
-    """
-
-    name: str
-    arguments: list[str]
-    passes: tuple[int, ...] = (0,)
-    seconds: float = 0.0
-    status: int | None = None
-    process: Any = field(default=None, repr=False)
-
-    @property
-    def command(self) -> str:
-        return shlex.join(["reprieve", *self.arguments])
-
-    def log(self, out: Path) -> Path:
-        """The file with all it said."""
-        return out / f"{self.name.replace(' ', '-')}.log"
-
-    @property
-    def account(self) -> dict[str, Any]:
-        return {"name": self.name, "command": self.command, "seconds": self.seconds, "status": self.status}
-
-
-class StageFailed(Exception):
-    """A stage ended badly."""
-
-    def __init__(self, stage: Stage) -> None:
-        super().__init__(stage.name)
-        self.stage = stage
-
-
-class Stages:
-    """Runs stages and keeps an account of them in a JSON file.
+class Pipeline:
+    """Runs verbs one after another and keeps an account of them: a stage that ended well is passed over.
 
     Args:
-        out: folder of the account and of what the stages say.
+        out: folder of the account.
         name: of the account, without its ending.
-        skip_done: pass over a stage that the account has with the same command and a good end.
     """
 
-    def __init__(self, out: Path, name: str, *, skip_done: bool = False) -> None:
-        self.out = out
+    def __init__(self, out: Path, name: str) -> None:
         self._path = out / f"{name}.json"
-        self._stages: list[Stage] = []
-        self._account = _read_account(self._path) if skip_done else {}
-        self._skip_done = skip_done
+        self._account = _read_account(self._path)
 
-    def start(self, stage: Stage) -> None:
-        """Start a stage."""
-        self._stages.append(stage)
-        self.out.mkdir(parents=True, exist_ok=True)
-        screen.say(f"{stage.name}: {stage.command}")
-        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        command = [sys.executable, "-m", "reprieve.cli.main", *stage.arguments]
-        stage.seconds = -time.monotonic()
-        with stage.log(self.out).open("wb") as log:
-            stage.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    def run(self, name: str, command: Command, *, results: Sequence[int] = (0,)) -> int:
+        """Run a stage; returns its exit status.
 
-    def run(self, stage: Stage) -> int:
-        """Run a stage to its end, from where it was started; returns its exit status. Ctrl-C ends all that run.
+        Args:
+            results: exit statuses that are results. Others end the pipeline.
 
         Raises:
-            StageFailed: it ended badly.
+            KeyboardInterrupt: the stage was interrupted; it goes on when run again.
+            ReprieveError: the stage failed.
         """
-        known = self._account.get(stage.name)
-        if (
-            self._skip_done
-            and stage.process is None
-            and known
-            and known["command"] == stage.command
-            and known["status"] == 0
-        ):
-            screen.say(f"{stage.name}: done before")
-            return 0
-        if stage.process is None:
-            self.start(stage)
-        try:
-            stage.status = stage.process.wait()
-        except KeyboardInterrupt:
-            self.stop()
-            raise
-        stage.seconds += time.monotonic()
-        self._account[stage.name] = stage.account
+        flags = to_yaml(command, command.verb)
+        known = self._account.get(name, {})
+        if known.get("flags") == flags and known.get("status") in results:
+            screen.say(f"{name}: done before")
+            return int(known["status"])
+        screen.say(f"\n{name} (reprieve {command.verb})")
+        started = time.monotonic()
+        status = command.run()
+        gc.collect()  # the models of this stage, before the next one loads its own
+        if status == INTERRUPTED:
+            raise KeyboardInterrupt
+        seconds = time.monotonic() - started
+        self._account[name] = {"name": name, "flags": flags, "seconds": seconds, "status": status}
         replace_file(self._path, json.dumps({"stages": list(self._account.values())}, indent=2) + "\n")
-        screen.say(f"{stage.name}: {stage.seconds:.0f} s, exit status {stage.status}")
-        if stage.status not in stage.passes:
-            raise StageFailed(stage)
-        return int(stage.status)
-
-    def tell(self, failure: StageFailed) -> int:
-        """Say which stage ended badly, end the others; returns the exit status of it all."""
-        self.stop()
-        failed = failure.stage
-        screen.warn(f"{failed.name} ended with status {failed.status}; see {failed.log(self.out)}; run again to go on")
-        return 130 if failed.status in (130, -2) else 1
-
-    def stop(self) -> None:
-        """End what still runs."""
-        for stage in self._stages:
-            if stage.process is not None and stage.process.poll() is None:
-                stage.process.terminate()
+        if status not in results:
+            raise ReprieveError(
+                f"stage {name} (reprieve {command.verb}) failed with status {status}; run again to go on"
+            )
+        return status
 
 
 def _read_account(path: Path) -> dict[str, dict[str, Any]]:
-    """What an earlier run says of its stages, by name."""
+    """Return what an earlier run did, by stage; nothing where there is no account."""
     try:
         return {stage["name"]: stage for stage in read_json(path, "the account")["stages"]}
     except (ReprieveError, KeyError, TypeError):
         return {}
-
-
-def prompt_flags(prompt: PromptSettings) -> list[str]:
-    """A prompt format as flags."""
-    length = None if prompt.max_new_tokens is None else str(prompt.max_new_tokens)
-    given = {"--system-prompt": prompt.system_prompt, "--thinking": prompt.thinking, "--max-new-tokens": length}
-    return (["--chat-template"] if prompt.chat_template else []) + _flags(given)
-
-
-def pair_flags(pair: PairSettings) -> list[str]:
-    """A pair as flags."""
-    given = {"--target": pair.target, "--draft": pair.draft, "--dtype": pair.dtype, "--device": pair.device}
-    threads = None if pair.num_threads is None else str(pair.num_threads)
-    return _flags({**given, "--device-map": pair.device_map, "--num-threads": threads})
-
-
-def engine_flags(engine: EngineSettings) -> list[str]:
-    """An engine as flags; none for the local one, which every verb takes by itself."""
-    return [] if engine.local else ["--engine", engine.engine]
-
-
-def _flags(given: Mapping[str, str | None]) -> list[str]:
-    """Those that have a value."""
-    return [part for flag, value in given.items() if value is not None for part in (flag, value)]

@@ -150,7 +150,7 @@ def load_pair(
     """Load a pair from the hub, from folders, or the bundled one.
 
     Args:
-        target: hub id or folder; `reprieve/arithmetic-pair` is the bundled target.
+        target: hub id or folder; `reprieve/miniature` is the bundled target.
         draft: hub id or folder; None takes the bundled draft with the bundled target, and otherwise no draft.
         dtype: auto, float32, bfloat16, float16, or int8 (linear layers, on CPUs).
         device: cpu, cuda, cuda:1, mps; the first GPU, or the CPU, when None.

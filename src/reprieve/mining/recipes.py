@@ -65,7 +65,7 @@ def build(settings: MiningSettings, *, announce: Callable[[str], None] = lambda 
     plain = load_task(settings.task)
     if not plain.graded and not settings.asks_a_judge:
         raise SpecError(f"task {plain.name} has no answers to compare; mine autojudge or arbitration with --judge")
-    served = None if settings.answering.local else Served.of(settings, announce)
+    served = None if settings.answering.local else TargetServers.of(settings, announce)
     try:
         return _build(settings, plain, served)
     except BaseException:
@@ -74,7 +74,7 @@ def build(settings: MiningSettings, *, announce: Callable[[str], None] = lambda 
         raise
 
 
-def _build(settings: MiningSettings, plain: Task, served: Served | None) -> Workbench:
+def _build(settings: MiningSettings, plain: Task, served: TargetServers | None) -> Workbench:
     pair = _load(settings, served)
     task = ask(plain, pair.tokenizer, settings.prompt)
     problems = task.problems(settings.split, settings.limit, offset=settings.offset)
@@ -97,7 +97,7 @@ def _build(settings: MiningSettings, plain: Task, served: Served | None) -> Work
 
 
 @dataclass(frozen=True)
-class Served:
+class TargetServers:
     """The target on servers."""
 
     running: Running
@@ -106,7 +106,7 @@ class Served:
     tokenizer: Any
 
     @classmethod
-    def of(cls, settings: MiningSettings, announce: Callable[[str], None]) -> Served:
+    def of(cls, settings: MiningSettings, announce: Callable[[str], None]) -> TargetServers:
         """Servers that hold the target alone, or running ones."""
         identity, tokenizer, dtype = stored_identity(settings.pair)
         deployer = make_deployer(settings.answering.servers, settings.pair, dtype)
@@ -137,7 +137,7 @@ class ServedPair(Pair):
         return ServedModel(self.read, self.target, vocab_size=self.vocab_size, num_candidates=self.num_candidates)
 
 
-def _miner(settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: Served | None) -> Miner:
+def _miner(settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: TargetServers | None) -> Miner:
     if isinstance(settings, AutoJudgeMining):
         return _autojudge(settings, pair, responses, served)
     if isinstance(settings, PivotMining):
@@ -146,7 +146,7 @@ def _miner(settings: MiningSettings, pair: Pair, responses: ResponseFormat, serv
     return _traces(settings, pair, responses, served)
 
 
-def _load(settings: MiningSettings, served: Served | None) -> Pair:
+def _load(settings: MiningSettings, served: TargetServers | None) -> Pair:
     """The pair; the draft stands on both sides where only servers have the target.
 
     It then takes on what the target's files say of text: the tokenizer with its chat template, and which tokens end a
@@ -172,7 +172,7 @@ def _load(settings: MiningSettings, served: Served | None) -> Pair:
 
 
 def _autojudge(
-    settings: AutoJudgeMining, pair: Pair, responses: ResponseFormat, served: Served | None
+    settings: AutoJudgeMining, pair: Pair, responses: ResponseFormat, served: TargetServers | None
 ) -> AutoJudgeMiner:
     params = settings.params
     assert pair.draft is not None
@@ -192,7 +192,7 @@ def _autojudge(
     )
 
 
-def _pivot(settings: PivotMining, pair: Pair, responses: ResponseFormat, served: Served | None) -> PivotMiner:
+def _pivot(settings: PivotMining, pair: Pair, responses: ResponseFormat, served: TargetServers | None) -> PivotMiner:
     # Half of what it asks for: rows stay full.
     pair, target = _walked(settings, pair, responses, served, rows=settings.num_rollouts)
 
@@ -211,7 +211,9 @@ def _pivot(settings: PivotMining, pair: Pair, responses: ResponseFormat, served:
     )
 
 
-def _traces(settings: TraceMining, pair: Pair, responses: ResponseFormat, served: Served | None) -> ArbitrationMiner:
+def _traces(
+    settings: TraceMining, pair: Pair, responses: ResponseFormat, served: TargetServers | None
+) -> ArbitrationMiner:
     # Two rows: a problem's branches that are under way at once.
     pair, target = _walked(settings, pair, responses, served, rows=2)
     return ArbitrationMiner(
@@ -232,7 +234,7 @@ def _traces(settings: TraceMining, pair: Pair, responses: ResponseFormat, served
 
 
 def _walked(
-    settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: Served | None, *, rows: int
+    settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: TargetServers | None, *, rows: int
 ) -> tuple[Pair, Target]:
     """The pair that walks, and the target that continues its texts, `rows` of a problem at once where it is here."""
     if served is None:
@@ -272,7 +274,7 @@ def make_chat(spec: str) -> Chat:
     return OpenAIChat(given["model"], url=given.get("url"), temperature=temperature)
 
 
-def _target(settings: AutoJudgeMining, pair: Pair, responses: ResponseFormat, served: Served | None) -> Target:
+def _target(settings: AutoJudgeMining, pair: Pair, responses: ResponseFormat, served: TargetServers | None) -> Target:
     if served is not None:
         return served.target(settings, responses)
     if settings.api_url is None:
@@ -299,7 +301,9 @@ def _local_target(settings: MiningSettings, pair: Pair, responses: ResponseForma
     return LocalTarget(decoder)
 
 
-def _manifest(settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: Served | None) -> dict[str, Any]:
+def _manifest(
+    settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: TargetServers | None
+) -> dict[str, Any]:
     """What labels must have in common to lie in one store; how fast they were made is left out."""
     identity = dataclasses.asdict(pair.identity if served is None else served.identity)
     if served is not None:

@@ -17,7 +17,7 @@ _CONTINUATION = 60  # characters shown of what followed a swap
 
 
 @dataclass(frozen=True)
-class Piece:
+class LabelPiece:
     """One token of the final response and, where target and draft differed, the other one and what it led to."""
 
     text: str
@@ -26,7 +26,7 @@ class Piece:
     continuation: str = ""
 
 
-def pieces_of(problem: ProblemLabels, tokenizer: Any) -> list[Piece]:
+def pieces_of(problem: ProblemLabels, tokenizer: Any) -> list[LabelPiece]:
     """The response token by token."""
     by_place = {mismatch.position: mismatch for mismatch in problem.mismatches}
     pieces, before = [], ""
@@ -35,11 +35,11 @@ def pieces_of(problem: ProblemLabels, tokenizer: Any) -> list[Piece]:
         text, before = upto[len(before) :], upto
         mismatch = by_place.get(place)
         if mismatch is None:
-            pieces.append(Piece(text))
+            pieces.append(LabelPiece(text))
             continue
         other = mismatch.target_id if token_id == mismatch.draft_id else mismatch.draft_id
         continuation = tokenizer.decode(list(mismatch.continuation_ids), skip_special_tokens=True)
-        pieces.append(Piece(text, mismatch, tokenizer.decode([other]), continuation))
+        pieces.append(LabelPiece(text, mismatch, tokenizer.decode([other]), continuation))
     return pieces
 
 
@@ -61,7 +61,7 @@ def terminal_text(problem: ProblemLabels, tokenizer: Any) -> Text:
     return shown + Text("\n") + swaps
 
 
-def _swap_line(piece: Piece, tokenizer: Any, style: str) -> Text:
+def _swap_line(piece: LabelPiece, tokenizer: Any, style: str) -> Text:
     """The draft's token in the target's place, and how the target went on."""
     mismatch = piece.mismatch
     assert mismatch is not None
@@ -117,7 +117,7 @@ def _section(problem: ProblemLabels, tokenizer: Any) -> str:
     )
 
 
-def _span(piece: Piece) -> str:
+def _span(piece: LabelPiece) -> str:
     if piece.mismatch is None:
         return html.escape(piece.text)
     note = html.escape(f"...{_shortened(piece.continuation)} {outcome(piece.mismatch)}", quote=True)

@@ -25,13 +25,13 @@ from reprieve.playground.metrics import Metrics
 from reprieve.playground.middleware import BodyLimit, Guard
 from reprieve.playground.prompts import Prompts
 from reprieve.playground.protocol import MAX_CHOICES, ChatBody, CompletionBody, Replies, RequestBody
-from reprieve.playground.settings import ServerSettings
+from reprieve.playground.settings import PlaygroundSettings
 from reprieve.playground.worker import (
     Event,
     Failed,
     Finished,
-    Job,
     Piece,
+    QueuedRequest,
     Worker,
     describe_worker,
 )
@@ -40,7 +40,7 @@ from reprieve.vllm_plugin.menu import Menu
 from reprieve.vllm_plugin.policy import RequestError
 
 
-def create_app(settings: ServerSettings, worker: Worker, menu: Menu, prompts: Prompts, metrics: Metrics) -> FastAPI:
+def create_app(settings: PlaygroundSettings, worker: Worker, menu: Menu, prompts: Prompts, metrics: Metrics) -> FastAPI:
     """The server, around a worker that has been started."""
     service = Service(settings, worker, menu, prompts, metrics)
 
@@ -73,7 +73,7 @@ class Service:
     """What the routes do."""
 
     def __init__(
-        self, settings: ServerSettings, worker: Worker, menu: Menu, prompts: Prompts, metrics: Metrics
+        self, settings: PlaygroundSettings, worker: Worker, menu: Menu, prompts: Prompts, metrics: Metrics
     ) -> None:
         self.settings = settings
         self.worker = worker
@@ -159,7 +159,7 @@ class Service:
         for number in range(len(prompts) * body.n):
             params.append(body.sampling(max_new_tokens=room, seed=(seed + number) % 2**63, num_logprobs=wanted))
         repeated = [prompt for prompt in prompts for _ in range(body.n)]
-        job = Job(repeated, params, choice, asyncio.get_running_loop())
+        job = QueuedRequest(repeated, params, choice, asyncio.get_running_loop())
         self.worker.submit(job)
         replies = Replies(
             kind,
@@ -178,7 +178,7 @@ class Service:
         made = [event.made async for event in events if isinstance(event, Finished)]
         return JSONResponse(replies.whole(made, num_read, num_logprobs))
 
-    async def _events(self, job: Job, request: Request) -> AsyncIterator[Event]:
+    async def _events(self, job: QueuedRequest, request: Request) -> AsyncIterator[Event]:
         """The job's events, until all choices are finished; the job is cancelled when nobody listens any more."""
         begun = time.monotonic()
         left, first = len(job.prompts), True
@@ -200,7 +200,7 @@ class Service:
             watcher.cancel()
             job.cancel()
 
-    async def _next(self, job: Job, deadline: float) -> Event:
+    async def _next(self, job: QueuedRequest, deadline: float) -> Event:
         try:
             return await asyncio.wait_for(job.events.get(), max(0.0, deadline - time.monotonic()))
         except TimeoutError:
@@ -241,7 +241,7 @@ class Service:
             await events.aclose()  # type: ignore[attr-defined]
 
 
-async def _watch(job: Job, request: Request) -> None:
+async def _watch(job: QueuedRequest, request: Request) -> None:
     """Ends a job when its client goes away; what else a client may still send is of no use."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

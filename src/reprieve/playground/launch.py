@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from reprieve.bundles import BUNDLES
-from reprieve.certify.monitor import LosslessCheck, MonitorStatus, QualityMonitor, Served
+from reprieve.certify.monitor import MonitorCheck, MonitorStatus, QualityMonitor, ServedAnswer
 from reprieve.drafters import DRAFTERS
 from reprieve.engine import Pair, SpeculativeDecoder
 from reprieve.errors import SpecError
@@ -20,8 +20,8 @@ from reprieve.playground.app import create_app
 from reprieve.playground.connections import PatientProtocol
 from reprieve.playground.metrics import Metrics
 from reprieve.playground.prompts import Prompts
-from reprieve.playground.settings import ServerSettings
-from reprieve.playground.worker import Finished, Job, Worker
+from reprieve.playground.settings import PlaygroundSettings
+from reprieve.playground.worker import Finished, QueuedRequest, Worker
 from reprieve.settings import AUTO, NumDraftTokens
 from reprieve.tasks import Task, TaskProblem, load_task
 from reprieve.vllm_plugin.menu import Menu
@@ -45,24 +45,24 @@ class Monitoring:
     """
 
     def __init__(self, decoder: SpeculativeDecoder, task: Task, metrics: Metrics, **settings: Any) -> None:
-        self.monitor = QualityMonitor(LosslessCheck(decoder, task), **settings)
+        self.monitor = QualityMonitor(MonitorCheck(decoder, task), **settings)
         metrics.watch_quality(lambda: self.monitor.status)
         self._seen = 0
 
-    def note(self, job: Job, finished: Finished) -> None:
+    def note(self, job: QueuedRequest, finished: Finished) -> None:
         """One finished choice."""
         if job.choice.strict or not job.params[finished.index].greedy:
             return
         self._seen += 1
         problem = TaskProblem(str(self._seen), "", "")
         asked, params = job.prompts[finished.index], job.params[finished.index]
-        self.monitor.observe(Served(problem, params, finished.made.text, prompt_ids=asked))
+        self.monitor.observe(ServedAnswer(problem, params, finished.made.text, prompt_ids=asked))
 
 
 def make_app(
     pair: Pair,
     policies: list[Policy],
-    settings: ServerSettings,
+    settings: PlaygroundSettings,
     *,
     on_alarm: Callable[[MonitorStatus], None] = lambda status: None,
     announce: Callable[[str], None] = lambda line: None,
@@ -120,7 +120,7 @@ def make_app(
     return app
 
 
-def require_free_port(settings: ServerSettings) -> None:
+def require_free_port(settings: PlaygroundSettings) -> None:
     """Refuse a port that cannot be had, before a large model is read.
 
     Raises:
@@ -136,7 +136,7 @@ def require_free_port(settings: ServerSettings) -> None:
         raise SpecError(f"port {settings.port} of {settings.host} cannot be listened on: {reason}") from None
 
 
-def run(app: FastAPI, settings: ServerSettings) -> None:
+def run(app: FastAPI, settings: PlaygroundSettings) -> None:
     """Serve until told to stop; then requests have `grace` seconds to finish, from the signal on."""
     import uvicorn
 
@@ -163,7 +163,7 @@ def run(app: FastAPI, settings: ServerSettings) -> None:
     Server(config).run()
 
 
-def _fitted(policy: Policy, pair: Pair, settings: ServerSettings) -> Policy:
+def _fitted(policy: Policy, pair: Pair, settings: PlaygroundSettings) -> Policy:
     if policy.certificate is not None:
         made_for = policy.certificate.conditions.pair
         made_for.require_matches(pair.identity, f"the certificate of {policy.rule.spec}", reads_draft=True)
@@ -174,7 +174,7 @@ def _fitted(policy: Policy, pair: Pair, settings: ServerSettings) -> Policy:
     return policy.under(num_draft_tokens=drafts)
 
 
-def _num_draft_tokens(policy: Policy, settings: ServerSettings) -> NumDraftTokens:
+def _num_draft_tokens(policy: Policy, settings: PlaygroundSettings) -> NumDraftTokens:
     """What was asked for; where that is left to us, K of the policy's certificate, which holds for no other."""
     if settings.num_draft_tokens == AUTO and policy.certificate is not None:
         certified = policy.certificate.conditions.num_draft_tokens
@@ -183,7 +183,7 @@ def _num_draft_tokens(policy: Policy, settings: ServerSettings) -> NumDraftToken
     return fitting_length(settings.num_draft_tokens, policy.rule)
 
 
-def _prompts(pair: Pair, task: Task | None, settings: ServerSettings) -> Prompts:
+def _prompts(pair: Pair, task: Task | None, settings: PlaygroundSettings) -> Prompts:
     """The pair's text side; chats without a template are wrapped as the task wraps its problems."""
     wrap: Callable[[str], str] | None = getattr(task, "wrap", None)
     bundled = pair.target_name in BUNDLES and task is not None

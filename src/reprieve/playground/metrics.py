@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from reprieve.playground.worker import Finished, Job, Worker
+from reprieve.playground.worker import Finished, QueuedRequest, Worker
 
 if TYPE_CHECKING:
     from reprieve.certify.monitor import MonitorStatus
@@ -59,7 +59,7 @@ class Metrics:
         known = path if path in _PATHS else "other"
         self._requests.labels(known, str(status)).inc()
 
-    def count_answer(self, job: Job, finished: Finished) -> None:
+    def count_answer(self, job: QueuedRequest, finished: Finished) -> None:
         """One finished choice."""
         rule = "lossless" if job.choice.strict else job.choice.name
         for token in finished.made.tokens:

@@ -11,7 +11,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
-class ServerSettings:
+class PlaygroundSettings:
     """How a server behaves.
 
     Args:

@@ -26,7 +26,7 @@ class StoppedError(ReprieveError):
     """The server is shutting down."""
 
 
-class EngineError(ReprieveError):
+class WorkerError(ReprieveError):
     """A defect: the log has its traceback."""
 
 
@@ -62,7 +62,7 @@ class _Cancelled(Exception):
 
 
 @dataclass
-class Job:
+class QueuedRequest:
     """What a request wants, and the way its events come back to the event loop that asked.
 
     Args:
@@ -109,16 +109,16 @@ class Worker:
         make_decoder: Callable[[str | None], SpeculativeDecoder],
         *,
         max_waiting: int,
-        on_answer: Callable[[Job, Finished], None] = lambda job, finished: None,
+        on_answer: Callable[[QueuedRequest, Finished], None] = lambda job, finished: None,
     ) -> None:
         self._make_decoder = make_decoder
         self._decoders: dict[str | None, SpeculativeDecoder] = {}
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[QueuedRequest] = deque()
         self._changed = threading.Condition()
         self._max_waiting = max_waiting
         self._on_answer = on_answer
         self._stopped = False
-        self.running: Job | None = None
+        self.running: QueuedRequest | None = None
         self._thread = threading.Thread(target=self._work, name="reprieve-engine", daemon=True)
 
     def start(self, names: Sequence[str | None]) -> None:
@@ -144,7 +144,7 @@ class Worker:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: QueuedRequest) -> None:
         """Take a job, or refuse it at once.
 
         Raises:
@@ -192,9 +192,9 @@ class Worker:
                 job.send(Failed(error))
             except Exception:
                 logger.exception("a request failed")
-                job.send(Failed(EngineError("the engine failed; the server's log says more")))
+                job.send(Failed(WorkerError("the engine failed; the server's log says more")))
 
-    def _next(self) -> Job | None:
+    def _next(self) -> QueuedRequest | None:
         """The next job whose client is still there; None once there is nothing left and the worker was closed."""
         with self._changed:
             self.running = None
@@ -208,7 +208,7 @@ class Worker:
                     return None
                 self._changed.wait()
 
-    def _answer(self, job: Job) -> None:
+    def _answer(self, job: QueuedRequest) -> None:
         decoder = self._decoder(None if job.choice.strict else job.choice.name)
         for index, (prompt, params) in enumerate(zip(job.prompts, job.params, strict=True)):
 

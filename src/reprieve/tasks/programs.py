@@ -17,7 +17,7 @@ from reprieve.errors import ReprieveError, require_choice
 from reprieve.files import parse_json
 from reprieve.tasks.base import FileTask, TaskProblem, problem_digest, register_task
 from reprieve.tasks.jsonl import read_jsonl
-from reprieve.tasks.sandbox import Finished, Limits, Sandbox
+from reprieve.tasks.sandbox import Limits, ProgramResult, Sandbox
 
 _MOST_KNOWN = 4096  # programs whose verdicts are kept
 _FRACTION = re.compile(r"[+-]?(?=.*[.eE])\d*\.?\d*(?:[eE][+-]?\d{1,3})?")
@@ -227,7 +227,7 @@ def _imports(setup: str) -> str:
     return "\n".join(line for line in setup.splitlines() if line.startswith(("import ", "from ")))
 
 
-def _printed(finished: Finished, wanted: str) -> bool:
+def _printed(finished: ProgramResult, wanted: str) -> bool:
     """Whether a program ended well and printed the wanted lines; numbers may be written otherwise."""
     if finished.exit_code != 0:
         return False

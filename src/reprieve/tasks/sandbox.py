@@ -71,7 +71,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Finished:
+class ProgramResult:
     """How a program ended. Output is what it wrote before, cut where it was too long."""
 
     exit_code: int  # negative: killed, by a limit or a signal
@@ -102,7 +102,7 @@ class Sandbox:
                 "pip install 'reprieve[code]', or accept that the code can do what you can: unsafe=true in the task"
             )
 
-    def run(self, program: str, stdin: str = "") -> Finished:
+    def run(self, program: str, stdin: str = "") -> ProgramResult:
         """Run a program to its end, or to a limit; all its processes are gone afterwards, and all its files."""
         return self._run(program, stdin)
 
@@ -122,12 +122,12 @@ class Sandbox:
         finished = self._run("", "", json.dumps(job).encode())
         return finished.exit_code == 0 and finished.stdout.rstrip().endswith(token)
 
-    def _run(self, program: str, stdin: str, job: bytes | None = None) -> Finished:
+    def _run(self, program: str, stdin: str, job: bytes | None = None) -> ProgramResult:
         with _folder(program, stdin) as folder:
             started = time.monotonic()
             code, timed_out = (self._run_isolated if self.isolated else self._run_limited)(folder, job)
             seconds = time.monotonic() - started
-            return Finished(code, self._read(folder / "stdout"), self._read(folder / "stderr"), timed_out, seconds)
+            return ProgramResult(code, self._read(folder / "stdout"), self._read(folder / "stderr"), timed_out, seconds)
 
     @cached_property
     def _why_not(self) -> str | None:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from reprieve.errors import require_choice
 from reprieve.tasks.base import Task, TaskProblem, register_task
-from reprieve.tasks.generated.problems import ARITHMETIC, MINIATURE, SPLITS, Contents, Problem, draw_problem
+from reprieve.tasks.generated.problems import ARITHMETIC, MINIATURE, SPLITS, Contents, GeneratedProblem, draw_problem
 from reprieve.tasks.graders import Grader, NumberGrader
 
 
@@ -45,6 +45,6 @@ class WordProblemsTask(ArithmeticTask):
     max_new_tokens: int = field(default=300, init=False)
 
 
-def as_task_problem(problem: Problem) -> TaskProblem:
+def as_task_problem(problem: GeneratedProblem) -> TaskProblem:
     """A drawn problem as tasks have them."""
     return TaskProblem(problem.problem_id, problem.prompt, str(problem.answer), question=problem.question)

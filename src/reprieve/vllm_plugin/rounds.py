@@ -1,6 +1,6 @@
 """One worker's rules at work: requests to rows, a round's tensors to decisions, and what came of them to counts.
 
-Knows vLLM's tensors and request ids, none of its classes: those are the runners' (`v1_runner`, `v2_runner`).
+Knows vLLM's tensors and request ids, none of its classes: those are the runners' (`v1.runner`, `v2.runner`).
 """
 
 from __future__ import annotations

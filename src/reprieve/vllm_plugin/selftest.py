@@ -81,7 +81,7 @@ def _logits(num_rows: int, size: int, device: torch.device) -> Tensor:
 def _v1(hooks: Any, size: int) -> tuple[int, int]:
     from vllm.v1.sample import rejection_sampler
 
-    from reprieve.vllm_plugin.v1.sampler import ROUND, Round
+    from reprieve.vllm_plugin.v1.sampler import ROUND, V1Round
 
     device = hooks.runner.device
     names = ["reprieve self-test 0", "reprieve self-test 1"]
@@ -100,7 +100,7 @@ def _v1(hooks: Any, size: int) -> tuple[int, int]:
 
     fake: Any = SimpleNamespace(rules=hooks.rules, requests=lambda counts: requests, batch=batch)
     meta = SimpleNamespace(all_greedy=True, all_random=False, temperature=None, generators={}, top_k=None, top_p=None)
-    token = ROUND.set(Round(fake, state=None))
+    token = ROUND.set(V1Round(fake, state=None))
     try:
         output = rejection_sampler.rejection_sample(
             drafts, [1, 1], 1, ends, None, _logits(2, size, device), bonus, meta
@@ -126,7 +126,7 @@ def _v2_token(hooks: Any, size: int, asked: dict[str, str], temperature: float) 
     from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
-    from reprieve.vllm_plugin.v2.round import Round
+    from reprieve.vllm_plugin.v2.round import V2Round
 
     sampler, device = hooks.runner.sampler, hooks.runner.device
     sampler.add_request(0, SamplingParams(temperature=temperature, seed=0, extra_args=dict(asked)))
@@ -138,7 +138,7 @@ def _v2_token(hooks: Any, size: int, asked: dict[str, str], temperature: float) 
     slots, row_slots, places = rows([0]), rows([0, 0]), rows([0, 1])
     positions, fed = rows([5, 6], torch.int64), rows([OWN, DRAFTED])
     states = sampler.sampling_states
-    hooks.processor.round = Round(["self-test"], np.array([2]), None, None, states.seeds.gpu)
+    hooks.processor.round = V2Round(["self-test"], np.array([2]), None, None, states.seeds.gpu)
     hosts = np.array([0])
     processed = sampler.apply_sampling_params(
         _logits(2, size, device), row_slots, slots, hosts, positions, fed, places, np.array([7])

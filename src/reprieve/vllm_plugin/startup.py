@@ -1,6 +1,6 @@
 """Where vLLM starts up, and where requests come in: on both model runners.
 
-No kernel is replaced: see `v1_sampler` and `v2_processor`. What a version must have for that is listed in `probing`.
+No kernel is replaced: see `v1.sampler` and `v2.processor`. What a version must have for that is listed in `probing`.
 """
 
 from __future__ import annotations
@@ -204,10 +204,10 @@ def _install(worker: Any) -> None:
 
 def _hooks(kind: str) -> Any:
     if kind == "v1":
-        from reprieve.vllm_plugin.v1.runner import RunnerHooks as V1Hooks
+        from reprieve.vllm_plugin.v1.runner import V1Hooks
 
         return V1Hooks
-    from reprieve.vllm_plugin.v2.runner import RunnerHooks as V2Hooks
+    from reprieve.vllm_plugin.v2.runner import V2Hooks
 
     return V2Hooks
 

@@ -79,7 +79,7 @@ ROUND = replace(LARGE, group=(1, 12), percents=tuple(range(1, 100)), group_unit=
 
 
 @dataclass(frozen=True)
-class Step:
+class ProblemStep:
     """One computed quantity: `left operator right = result`, and the words that say what it is."""
 
     left: int
@@ -125,13 +125,13 @@ def format_equation(left: int, operator: str, right: int) -> str:
     return f"{right}% of {left}={result}" if operator == "%" else f"{left}{operator}{right}={result}"
 
 
-def chain(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[Step]]:
+def chain(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[ProblemStep]]:
     """One person's collection goes up and down."""
     name, pronoun = rng.choice(list(NAMES.items()))
     item = rng.choice(ITEMS)
     value = rng.randint(*ranges.start)
     said = [f"{name} has {value} {item}."]
-    steps: list[Step] = []
+    steps: list[ProblemStep] = []
     while len(steps) < num_steps:
         room = num_steps - len(steps)
         divisors = [k for k in range(2, 10) if value % k == 0 and value // k >= 5]
@@ -146,29 +146,29 @@ def chain(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list
         if kind == "boxes":
             boxes, size = rng.randint(*ranges.boxes), rng.randint(*ranges.box_size)
             said.append(f"{pronoun} gets {boxes} boxes with {size} {item} in each box.")
-            steps.append(Step(boxes, "*", size, "the boxes", "hold", item))
-            steps.append(Step(value, "+", boxes * size, name, "has", item))
+            steps.append(ProblemStep(boxes, "*", size, "the boxes", "hold", item))
+            steps.append(ProblemStep(value, "+", boxes * size, name, "has", item))
         elif kind == "buy":
             amount = rng.randint(2, ranges.change)
             said.append(f"{pronoun} {rng.choice(('buys', 'finds', 'wins'))} {amount} more {item}.")
-            steps.append(Step(value, "+", amount, name, "has", item))
+            steps.append(ProblemStep(value, "+", amount, name, "has", item))
         elif kind == "give":
             amount = rng.randint(2, value - 5)
             said.append(f"{pronoun} {rng.choice(('gives away', 'loses', 'sells'))} {amount} {item}.")
-            steps.append(Step(value, "-", amount, name, "has", item, " left"))
+            steps.append(ProblemStep(value, "-", amount, name, "has", item, " left"))
         elif kind == "grow":
             factor = rng.randint(2, ranges.factor)
             said.append(f"Then the collection grows to {factor} times its size.")
-            steps.append(Step(value, "*", factor, name, "has", item))
+            steps.append(ProblemStep(value, "*", factor, name, "has", item))
         else:
             people = rng.choice(divisors)
             said.append(f"{pronoun} splits everything into {people} equal parts and keeps one part.")
-            steps.append(Step(value, "/", people, name, "has", item, " left"))
+            steps.append(ProblemStep(value, "/", people, name, "has", item, " left"))
         value = steps[-1].result
     return " ".join([*said, f"How many {item} does {name} have now?"]), steps
 
 
-def compare(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[Step]]:
+def compare(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[ProblemStep]]:
     """Several people, each described by another one; a sum or a difference of two of them is asked."""
     people = rng.sample(list(NAMES), max(2, num_steps))
     item = rng.choice(ITEMS)
@@ -186,20 +186,20 @@ def compare(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, li
         amount = rng.randint(2, most)
         relation = f"{amount} times as many {item} as" if kind == "times" else f"{amount} {kind} {item} than"
         said.append(f"{name} has {relation} {other}.")
-        steps.append(Step(base, {"more": "+", "fewer": "-", "times": "*"}[kind], amount, name, "has", item))
+        steps.append(ProblemStep(base, {"more": "+", "fewer": "-", "times": "*"}[kind], amount, name, "has", item))
         owned[name] = steps[-1].result
     one, two = rng.sample(people, 2)
     if rng.random() < 0.5 or owned[one] == owned[two]:
-        steps.append(Step(owned[one], "+", owned[two], f"{one} and {two}", "have", item))
+        steps.append(ProblemStep(owned[one], "+", owned[two], f"{one} and {two}", "have", item))
         ask = f"How many {item} do {one} and {two} have together?"
     else:
         one, two = (one, two) if owned[one] > owned[two] else (two, one)
-        steps.append(Step(owned[one], "-", owned[two], one, "has", item, f" more than {two}"))
+        steps.append(ProblemStep(owned[one], "-", owned[two], one, "has", item, f" more than {two}"))
         ask = f"How many more {item} does {one} have than {two}?"
     return " ".join([*said, ask]), steps
 
 
-def shop(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[Step]]:
+def shop(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[ProblemStep]]:
     """Several things are bought at different prices; the total, or the change, is asked."""
     name, pronoun = rng.choice(list(NAMES.items()))
     num_goods, coupon, change = {
@@ -208,82 +208,84 @@ def shop(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[
     }[num_steps]  # fmt: skip
     goods = [(item, rng.randint(*ranges.count), rng.randint(*ranges.price)) for item in rng.sample(ITEMS, num_goods)]
     said = [f"{name} buys {_listing([f'{count} {item} for {price} dollars each' for item, count, price in goods])}."]
-    steps = [Step(count, "*", price, f"the {item}", "cost", "dollars", free=True) for item, count, price in goods]
+    steps = [
+        ProblemStep(count, "*", price, f"the {item}", "cost", "dollars", free=True) for item, count, price in goods
+    ]
     total = steps[0].result
     for step in steps[1:num_goods]:
         words = ("all of this", "costs") if step is steps[num_goods - 1] else ("the first part", "costs")
-        steps.append(Step(total, "+", step.result, *words, "dollars"))
+        steps.append(ProblemStep(total, "+", step.result, *words, "dollars"))
         total = steps[-1].result
     if coupon:
         discount = rng.randint(2, min(ranges.change, total - 1))
         said.append(f"{pronoun} has a coupon for {discount} dollars off.")
-        steps.append(Step(total, "-", discount, name, "pays", "dollars"))
+        steps.append(ProblemStep(total, "-", discount, name, "pays", "dollars"))
         total -= discount
     if change:
         paid = total + rng.randint(2, ranges.change)
         said.append(f"{pronoun} had {paid} dollars before.")
-        steps.append(Step(paid, "-", total, name, "has", "dollars", " left"))
+        steps.append(ProblemStep(paid, "-", total, name, "has", "dollars", " left"))
         return " ".join([*said, f"How many dollars does {name} have left?"]), steps
     return " ".join([*said, f"How many dollars does {name} pay?"]), steps
 
 
-def work(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[Step]]:
+def work(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[ProblemStep]]:
     """Hours, wages, expenses and savings."""
     name, pronoun = rng.choice(list(NAMES.items()))
     hours, days, wage = rng.randint(*ranges.hours), rng.randint(*ranges.days), rng.randint(*ranges.wage)
     if num_steps == 1:
         asked = f"{name} works {hours} hours a day for {days} days. How many hours does {name} work?"
-        return asked, [Step(hours, "*", days, name, "works", "hours")]
+        return asked, [ProblemStep(hours, "*", days, name, "works", "hours")]
     said = [f"{name} works {hours} hours a day for {days} days and earns {wage} dollars per hour."]
-    steps = [Step(hours, "*", days, name, "works", "hours")]
-    steps.append(Step(steps[0].result, "*", wage, name, "earns", "dollars"))
+    steps = [ProblemStep(hours, "*", days, name, "works", "hours")]
+    steps.append(ProblemStep(steps[0].result, "*", wage, name, "earns", "dollars"))
     value = steps[-1].result
     while len(steps) < num_steps:
         kind = rng.choice(["bonus"] + ["spend"] * (value >= 20) + ["parts"] * any(value % k == 0 for k in range(2, 10)))
         if kind == "parts":
             parts = rng.choice([k for k in range(2, 10) if value % k == 0])
             said.append(f"{pronoun} divides the money equally among {parts} people.")
-            steps.append(Step(value, "/", parts, "each person", "gets", "dollars"))
+            steps.append(ProblemStep(value, "/", parts, "each person", "gets", "dollars"))
             value = steps[-1].result
             break
         amount = rng.randint(2, min(2 * ranges.change, value - 5) if kind == "spend" else ranges.change)
         if kind == "spend":
             said.append(f"{pronoun} spends {amount} dollars on {rng.choice(('food', 'rent', 'a bike', 'a trip'))}.")
-            steps.append(Step(value, "-", amount, name, "has", "dollars", " left"))
+            steps.append(ProblemStep(value, "-", amount, name, "has", "dollars", " left"))
         else:
             said.append(f"{pronoun} also gets a bonus of {amount} dollars.")
-            steps.append(Step(value, "+", amount, name, "has", "dollars"))
+            steps.append(ProblemStep(value, "+", amount, name, "has", "dollars"))
         value = steps[-1].result
     last = "each person get" if steps[-1].subject == "each person" else f"{name} have now"
     return " ".join([*said, f"How many dollars does {last}?"]), steps
 
 
-def share(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[Step]]:
+def share(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[ProblemStep]]:
     """Percentages and fractions of a group, and what remains of it."""
     place, unit = rng.choice(GROUPS)
     value = ranges.group_unit * rng.randint(*ranges.group)
     said = [f"A {place} has {value} {unit}."]
-    steps: list[Step] = []
+    steps: list[ProblemStep] = []
     while len(steps) < num_steps:
         fractions = [k for k in FRACTIONS if value % k == 0]
         percents = [p for p in ranges.percents if value * p % 100 == 0]
         if (not fractions and not percents) or value < 12:
             amount = rng.randint(2, ranges.change)
             said.append(f"Then {amount} new {unit} join them.")
-            steps.append(Step(value, "+", amount, "the group", "has", unit))
+            steps.append(ProblemStep(value, "+", amount, "the group", "has", unit))
         elif percents and (not fractions or rng.random() < 0.6):
             percent = rng.choice(percents)
             said.append(f"{percent}% of them {rng.choice(('are young', 'are new', 'like music'))}; look only at these.")
-            steps.append(Step(value, "%", percent, "the group", "has", unit))
+            steps.append(ProblemStep(value, "%", percent, "the group", "has", unit))
         elif len(steps) + 2 <= num_steps and rng.random() < 0.6:
             parts = rng.choice(fractions)
             said.append(f"Of these, {FRACTIONS[parts]} leave and the rest stay.")
-            steps.append(Step(value, "/", parts, "those who leave", "make", unit))
-            steps.append(Step(value, "-", value // parts, "the group", "has", unit, " left"))
+            steps.append(ProblemStep(value, "/", parts, "those who leave", "make", unit))
+            steps.append(ProblemStep(value, "-", value // parts, "the group", "has", unit, " left"))
         elif fractions:
             parts = rng.choice(fractions)
             said.append(f"Only {FRACTIONS[parts]} of these stay.")
-            steps.append(Step(value, "/", parts, "the group", "has", unit, " left"))
+            steps.append(ProblemStep(value, "/", parts, "the group", "has", unit, " left"))
         value = steps[-1].result if steps else value
     return " ".join([*said, f"How many {unit} does the group have at the end?"]), steps
 
@@ -292,5 +294,5 @@ def _listing(parts: list[str]) -> str:
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
-Family = Callable[[random.Random, int, Ranges], tuple[str, list[Step]]]
+Family = Callable[[random.Random, int, Ranges], tuple[str, list[ProblemStep]]]
 FAMILIES: dict[str, Family] = {"chain": chain, "compare": compare, "shop": shop, "work": work, "share": share}

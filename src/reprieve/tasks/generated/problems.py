@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from reprieve.tasks.generated.families import FAMILIES, LARGE, ROUND, SMALL, Step
+from reprieve.tasks.generated.families import FAMILIES, LARGE, ROUND, SMALL, ProblemStep
 
 Segments = list[tuple[str, bool]]  # text, whether a training's loss counts it
 SPLITS = ("train", "validation", "test")
@@ -66,13 +66,13 @@ MINIATURE = Contents(
 
 
 @dataclass(frozen=True)
-class Problem:
+class GeneratedProblem:
     """A question, the steps that solve it, and the answer (the last step's result)."""
 
     problem_id: str
     family: str
     question: str
-    steps: tuple[Step, ...]
+    steps: tuple[ProblemStep, ...]
 
     @property
     def answer(self) -> int:
@@ -87,7 +87,7 @@ class Problem:
 class Teller(Protocol):
     """How a model words its solutions."""
 
-    def tell(self, problem: Problem, rng: random.Random) -> Segments:
+    def tell(self, problem: GeneratedProblem, rng: random.Random) -> Segments:
         """A problem's worked solution."""
 
 
@@ -107,7 +107,7 @@ class Style:
         """The same probability at every choice point."""
         return cls(*[probability] * 6)
 
-    def tell(self, problem: Problem, rng: random.Random) -> Segments:
+    def tell(self, problem: GeneratedProblem, rng: random.Random) -> Segments:
         """The worked solution in this style, with a leading space, ending in `The final answer is N.`."""
 
         def second(probability: float) -> bool:
@@ -137,8 +137,8 @@ def split_of(question: str) -> str:
     return "test" if bucket in _TEST_BUCKETS else "train"
 
 
-def draw_problem(split: str, index: int, *, seed: int = 0, contents: Contents = ARITHMETIC) -> Problem:
-    """Problem number `index` of a split; the same arguments always give the same problem.
+def draw_problem(split: str, index: int, *, seed: int = 0, contents: Contents = ARITHMETIC) -> GeneratedProblem:
+    """GeneratedProblem number `index` of a split; the same arguments always give the same problem.
 
     Args:
         split: one of `SPLITS`.
@@ -168,10 +168,10 @@ def draw_problem(split: str, index: int, *, seed: int = 0, contents: Contents = 
             ranges = ROUND
         question, steps = FAMILIES[family](rng, num_steps, ranges)
         if split_of(question) == split:
-            return Problem(f"{split}-{seed}-{index}", family, question, tuple(steps))
+            return GeneratedProblem(f"{split}-{seed}-{index}", family, question, tuple(steps))
 
 
-def ordered(steps: tuple[Step, ...], *, reverse: bool) -> list[Step]:
+def ordered(steps: tuple[ProblemStep, ...], *, reverse: bool) -> list[ProblemStep]:
     """Steps in the order told: those marked `free` come first and may be told backwards."""
     free = [step for step in steps if step.free]
     return (free[::-1] if reverse else free) + [step for step in steps if not step.free]

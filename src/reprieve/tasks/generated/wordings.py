@@ -12,8 +12,8 @@ import random
 from dataclasses import dataclass
 from functools import cache
 
-from reprieve.tasks.generated.families import Step, evaluate
-from reprieve.tasks.generated.problems import Problem, Segments, ordered
+from reprieve.tasks.generated.families import ProblemStep, evaluate
+from reprieve.tasks.generated.problems import GeneratedProblem, Segments, ordered
 
 # The last wording of each place is the rare one.
 SENTENCES = {
@@ -67,7 +67,7 @@ class Voice:
             return self.like.swaps(place, context)
         return _SWAPPED if draw.random() < 0.5 else 1 - _SWAPPED
 
-    def tell(self, problem: Problem, rng: random.Random) -> Segments:
+    def tell(self, problem: GeneratedProblem, rng: random.Random) -> Segments:
         """The worked solution, with a leading space, ending in `The final answer is N.`; slips are not learned."""
         family = problem.family
         steps = ordered(problem.steps, reverse=rng.random() < self.swaps("order", family))
@@ -114,14 +114,14 @@ def _draw(voice: Voice, place: str, context: str) -> random.Random:
     return random.Random(f"voice:{voice.seed}:{place}:{context}")
 
 
-def _body(step: Step, template: str) -> tuple[str, str]:
+def _body(step: ProblemStep, template: str) -> tuple[str, str]:
     """What stands before and after the equation."""
     before, after = template.split("{equation}")
     words = {"subject": step.subject, "verb": step.verb, "unit": step.unit, "tail": step.tail}
     return before.format(**words), after.format(**words)
 
 
-def _wrong(step: Step, rng: random.Random) -> str:
+def _wrong(step: ProblemStep, rng: random.Random) -> str:
     """A result as a slip makes it: one digit wrong, a carry forgotten, or another operation."""
     right = str(step.result)
     if rng.random() < 0.6:

@@ -16,10 +16,10 @@ from reprieve.types import gather_token
 from reprieve.vllm_plugin import numbers
 from reprieve.vllm_plugin.batch import Batch
 from reprieve.vllm_plugin.rounds import RoundRequest, WorkerRules
-from reprieve.vllm_plugin.v1.sampler import ROUND, Round, patch_sampler
+from reprieve.vllm_plugin.v1.sampler import ROUND, V1Round, patch_sampler
 
 
-class RunnerHooks:
+class V1Hooks:
     """The hooks on one model runner."""
 
     def __init__(self, rules: WorkerRules, runner: Any) -> None:
@@ -81,7 +81,7 @@ class RunnerHooks:
         if state is not None:
             self.rules.forget(state.scheduler_output.finished_req_ids)
         drafted = state is not None and state.spec_decode_metadata is not None
-        token = ROUND.set(Round(self, state) if drafted else None)
+        token = ROUND.set(V1Round(self, state) if drafted else None)
         try:
             yield
         finally:
@@ -115,7 +115,7 @@ class RunnerHooks:
 
     def batch(
         self,
-        current: Round,
+        current: V1Round,
         requests: list[RoundRequest],
         target_logits: Tensor,
         draft_probs: Tensor | None,

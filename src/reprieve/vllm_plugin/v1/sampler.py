@@ -33,7 +33,7 @@ class Hooks(Protocol):
     def requests(self, num_draft_tokens: list[int]) -> list[RoundRequest]: ...
     def batch(
         self,
-        current: Round,
+        current: V1Round,
         requests: list[RoundRequest],
         target_logits: Tensor,
         draft_probs: Tensor | None,
@@ -42,7 +42,7 @@ class Hooks(Protocol):
 
 
 @dataclass
-class Round:
+class V1Round:
     """What belongs to the round that is being sampled."""
 
     hooks: Hooks
@@ -52,7 +52,7 @@ class Round:
 
 
 # vLLM's sampling functions belong to a module, not to a runner: they find their round here while a batch is sampled.
-ROUND: ContextVar[Round | None] = ContextVar("reprieve_round", default=None)
+ROUND: ContextVar[V1Round | None] = ContextVar("reprieve_round", default=None)
 
 
 def patch_sampler() -> None:

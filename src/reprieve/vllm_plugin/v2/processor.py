@@ -33,7 +33,7 @@ from reprieve.vllm_plugin.batch import (
 )
 from reprieve.vllm_plugin.policy import STRICT
 from reprieve.vllm_plugin.rounds import RequestRules, WorkerRules
-from reprieve.vllm_plugin.v2.round import Round
+from reprieve.vllm_plugin.v2.round import V2Round
 
 # How far an accepted token is raised above the best: enough at any temperature up to 100, and finite at any above 0.
 LIFT = 1e4
@@ -62,7 +62,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
     def __init__(self, rules: WorkerRules, runner: Any) -> None:
         self.rules = rules
         self.runner = runner
-        self.round: Round | None = None  # set while a batch with drafts is sampled
+        self.round: V2Round | None = None  # set while a batch with drafts is sampled
         self.chunk: Chunk | None = None  # what was decided last
         self._slots: dict[int, RequestRules] = {}
         self._tables: dict[tuple[str, float | None], Asked] = {}
@@ -106,7 +106,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
                 _raise(logits, self.chunk.draft_token_ids, self.chunk.decisions.accept)
         return logits
 
-    def _decided(self, logits: Tensor, ctx: LogitsContext, current: Round) -> Chunk | None:
+    def _decided(self, logits: Tensor, ctx: LogitsContext, current: V2Round) -> Chunk | None:
         slots = [int(slot) for slot in ctx.idx_mapping_np]
         in_force = [self._in_force(slot) for slot in slots]
         if all(rule is None for rule in in_force):
@@ -174,7 +174,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
         )
 
     def _rows(
-        self, names: Sequence[str], slots: Sequence[int], in_force: Sequence[Rule | None], current: Round
+        self, names: Sequence[str], slots: Sequence[int], in_force: Sequence[Rule | None], current: V2Round
     ) -> list[Row]:
         """The chunk's requests for rules that are asked one by one; a bonus row ends each block as padding does."""
         num_rows = current.num_rows[current.requests]
@@ -200,7 +200,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
         return committed
 
     def _batch(
-        self, logits: Tensor, ctx: LogitsContext, draft_token_ids: Tensor, slots: Sequence[int], current: Round
+        self, logits: Tensor, ctx: LogitsContext, draft_token_ids: Tensor, slots: Sequence[int], current: V2Round
     ) -> Batch:
         """The chunk's tensors, as far as the rules read them; vLLM's row r judges the token that row r + 1 was fed."""
         needs = self.rules.menu.needs
@@ -230,7 +230,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
             **given,
         )
 
-    def _draft(self, ctx: LogitsContext, current: Round, token_ids: Tensor, *, sampling: bool) -> dict[str, Tensor]:
+    def _draft(self, ctx: LogitsContext, current: V2Round, token_ids: Tensor, *, sampling: bool) -> dict[str, Tensor]:
         """What the drafter's distributions say of the drafted tokens; nothing where it keeps none."""
         draft = current.draft_scores(ctx)
         if draft is None:

@@ -15,7 +15,7 @@ NOISE_KEY = 0x5DEECE66D  # sets a request's noise apart from the draws of vLLM's
 
 
 @dataclass
-class Round:
+class V2Round:
     """One batch that is being verified; vLLM may cut it into chunks of whole requests."""
 
     request_ids: list[str]

@@ -19,10 +19,10 @@ from reprieve.needs import Need
 from reprieve.vllm_plugin import numbers
 from reprieve.vllm_plugin.rounds import WorkerRules
 from reprieve.vllm_plugin.v2.processor import Chunk, RuleProcessor
-from reprieve.vllm_plugin.v2.round import Round
+from reprieve.vllm_plugin.v2.round import V2Round
 
 
-class RunnerHooks:
+class V2Hooks:
     """The hooks on one model runner; `rules` is what its status says."""
 
     def __init__(self, rules: WorkerRules, runner: Any) -> None:
@@ -68,7 +68,7 @@ class RunnerHooks:
             return
         needs = self.rules.menu.needs
         reads_states = {Need.NODE_HIDDEN, Need.PARENT_HIDDEN} & needs
-        self.processor.round = Round(
+        self.processor.round = V2Round(
             request_ids=list(input_batch.req_ids),
             num_rows=np.diff(input_batch.cu_num_logits_np),
             states=hidden_states[input_batch.logits_indices] if reads_states else None,
