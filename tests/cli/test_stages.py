@@ -38,7 +38,7 @@ def test_a_finished_stage_is_passed_over_until_its_flags_change(tmp_path, capsys
 def test_a_failed_stage_ends_the_pipeline_and_is_tried_again(tmp_path):
     calls = []
     for _ in range(2):
-        with pytest.raises(ReprieveError, match="stage one .*failed with status 1"):
+        with pytest.raises(ReprieveError, match=r"stage one .*failed with status 1"):
             Pipeline(tmp_path, "account").run("one", Scripted(1, calls))
     assert calls == [1, 1]
 
