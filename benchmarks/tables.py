@@ -106,6 +106,9 @@ COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Any], str], str]]] = {
     "speedup_vs_lossless": ("over lossless", lambda arm, name: _with_interval(arm, name, 1, 2)),
     "pruned_share": ("pruned", _plain(0, 100, "%")),
     "tokens_per_answer": ("tokens an answer", _plain(0)),
+    "answers_vs_lossless": ("answers a second, over lossless", lambda arm, name: _with_interval(arm, name, 1, 2)),
+    "num_truncated": ("unfinished", _plain(0)),
+    "num_unread": ("not read", _plain(0)),
 }
 USUAL = ("spec", "accuracy", "accuracy_vs_lossless", "tokens_per_round", "speedup_vs_target", "speedup_vs_lossless")
 

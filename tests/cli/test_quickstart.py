@@ -50,11 +50,19 @@ def test_what_cannot_be_is_refused(data, capsys, given, said):
     assert said in capsys.readouterr().err
 
 
-def test_a_field_without_an_answer_is_named(data, capsys):
-    rows = data.read_text().splitlines()
-    data.write_text("\n".join([*rows[:2], '{"question": "How many?", "answer": "some words"}']) + "\n")
+def test_a_row_without_a_readable_answer_is_left_out_and_named(data, recwarn):
+    row = '{"question": "How many?", "answer": "some words"}'
+    data.write_text("\n".join([*data.read_text().splitlines(), row]) + "\n")
+    assert main(["quickstart", *SMALL, "--data", str(data), *FLAGS, "--look"]) == 0
+    said = [str(item.message) for item in recwarn]
+    named = "line 121: grader number finds no answer in field 'answer', got 'some words'"
+    assert any("1 rows of" in text and named in text for text in said)
+
+
+def test_a_file_without_any_readable_answer_is_refused(data, capsys):
+    data.write_text('{"question": "How many?", "answer": "some words"}\n')
     assert main(["quickstart", *SMALL, "--data", str(data), *FLAGS]) == 1
-    assert "line 3: grader number finds no answer in field 'answer', got 'some words'" in capsys.readouterr().err
+    assert "line 1: grader number finds no answer in field 'answer', got 'some words'" in capsys.readouterr().err
 
 
 def test_it_stops_before_any_work_where_no_answer_can_be_read(data, capsys):

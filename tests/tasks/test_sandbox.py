@@ -345,7 +345,7 @@ def test_a_function_named_as_a_builtin_is_the_answers(sandbox, tmp_path):
     ("left", "right", "same"),
     [
         ("1000000007", "1000000008", False), ("999999999999999999", "1000000000000000000", False), ("5", "inf", False),
-        ("3.0", "3", False), ("3", "3.0", True), ("0.30000000001", "0.3", True), ("0.31", "0.3", False),
+        ("3.0", "3", True), ("3", "3.0", True), ("0.30000000001", "0.3", True), ("0.31", "0.3", False),
         ("1e-3", "0.001", True), ("nan", "nan", True), ("x", "1.0", False), ("1.0", "e", False), ("1", ".", False),
     ],
 )  # fmt: skip

@@ -37,6 +37,11 @@ class ProblemRecord:
     energy_j: float | None = None
     num_pruned: int = 0  # drafted, and cut away before verification
 
+    @property
+    def unread(self) -> bool:
+        """Whether it ended by itself and no answer could be read in it: counted as wrong, and apart from wrong ones."""
+        return self.answer is None and self.error is None and self.finish_reason != "length"
+
 
 class RecordFile:
     """`problems.jsonl`: append-only. A line cut off by a kill is dropped when the file is opened again."""

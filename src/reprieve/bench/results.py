@@ -31,6 +31,7 @@ _QUALITY = (
 )  # fmt: skip
 # What answers that shared a server's batches cannot say; `throughput.json` has it.
 _SPEED = (
+    "answers_per_second", "answers_vs_lossless", "answers_vs_lossless_ci95",
     "tokens_per_second", "speedup_vs_target", "speedup_vs_target_ci95", "speedup_vs_lossless",
     "speedup_vs_lossless_ci95", "seconds_per_solved",
 )  # fmt: skip
@@ -175,7 +176,9 @@ def _summarise_arm(arm: Arm, rows: Rows, run: Run) -> dict[str, Any]:
         "pruned_share": pruned / (drafted + pruned) if pruned else 0.0,
         "tokens_per_second": tokens / seconds if seconds else None,
         "tokens_per_answer": tokens / len(records),
-        "num_truncated": sum(record.finish_reason == "length" for record in records),
+        "num_truncated": sum(_cut_off(record) for record in records),
+        "num_unread": sum(record.unread for record in records),
+        "answers_per_second": _finished_rate(_answer_totals(problems)),
         "seconds_per_solved": seconds / num_correct if num_correct else None,
         "joules_per_solved": _joules_per_solved(joules, num_correct),
         "seconds_by_part": {part: sum(record.seconds_by_part.get(part, 0.0) for record in records) for part in PARTS},
@@ -221,7 +224,40 @@ def _against_lossless(problems: list[list[ProblemRecord]], lossless: list[list[P
         "truncated_vs_lossless_p": paired_pvalue(cut[0] - cut[1]),
         "speedup_vs_lossless": _speedup(problems, lossless),
         "speedup_vs_lossless_ci95": _speedup_interval(problems, lossless),
+        **_answers_against(problems, lossless),
     }
+
+
+def _cut_off(record: ProblemRecord) -> bool:
+    return record.finish_reason == "length"
+
+
+def _answer_totals(problems: list[list[ProblemRecord]]) -> np.ndarray:
+    """[n, 2]: finished answers and seconds of each problem, all trials together."""
+    finished = column(problems, lambda record: not _cut_off(record) and record.error is None)
+    return np.stack([finished.sum(1), column(problems, lambda record: record.seconds).sum(1)], 1)
+
+
+def _finished_rate(totals: np.ndarray) -> float | None:
+    """Finished answers a second; None where no time was taken."""
+    finished, seconds = totals.sum(0)
+    return float(finished / seconds) if seconds else None
+
+
+def _answers_against(problems: list[list[ProblemRecord]], lossless: list[list[ProblemRecord]]) -> dict[str, Any]:
+    """Ratio of finished answers a second to lossless decoding's: a rule whose answers grow gains less than tokens."""
+    ours, theirs = _answer_totals(problems), _answer_totals(lossless)
+    nothing = {"answers_vs_lossless": None, "answers_vs_lossless_ci95": None}
+    if not ours[:, 1].all() or not theirs[:, 1].all() or not theirs[:, 0].any():
+        return nothing
+
+    def ratio(index: Any) -> float:
+        one, other = _finished_rate(ours[index]), _finished_rate(theirs[index])
+        return float("nan") if one is None or not other else one / other
+
+    everything = np.arange(len(ours))
+    low, high = bootstrap_interval(ratio, len(ours), num_resamples=1000)
+    return {"answers_vs_lossless": ratio(everything), "answers_vs_lossless_ci95": [low, high]}
 
 
 def _difference(ours: Any, theirs: Any, left: np.ndarray, right: np.ndarray) -> list[float]:

@@ -242,12 +242,14 @@ def _certificate(
         conditions=calibration.config.conditions(calibration.engine, best),
         calibration={
             **_where(calibration),
+            "num_unread": _unread(calibration),
             "num_thresholds_tried": len(steps),
             "steps": [dataclasses.asdict(step) for step in steps],
             **({} if noise is None else {"noise_floor": noise}),
         },
         held_out={
             **_where(held),
+            "num_unread": _unread(held),
             "tokens_per_round": look.tokens_per_round,
             **dataclasses.asdict(look.evidence),
         },
@@ -277,6 +279,13 @@ def _outcomes(runner: Runner, strict_arm: Arm, arm: Arm) -> tuple[np.ndarray, np
 def _where(runner: Runner) -> dict[str, Any]:
     settings = {name: getattr(runner.config, name) for name in ("split", "offset", "limit", "seed")}
     return {**settings, "problems": [problem.digest for problem in runner.problems]}
+
+
+def _unread(runner: Runner) -> dict[str, int]:
+    """Return how many answers of each arm could not be read; they count as wrong."""
+    return {
+        arm.label: sum(record.unread for record in runner.records if record.arm == arm.label) for arm in runner.arms
+    }
 
 
 def _words(loss: str) -> str:

@@ -34,6 +34,8 @@ def report(run: Run, document: dict[str, Any], engine: EngineSettings, out: Path
     document["fastest"] = [asdict(best) for best in best_ks(document)]
     write_results(document, out)
     screen.show_results(document)
+    if unread := next((record for record in run.records if record.unread and document["graded"]), None):
+        screen.say(f"an answer that was not read ({unread.arm}, {unread.problem_id}) ends: {unread.text[-200:]!r}")
     screen.show_throughput(document)
     for best in document["fastest"]:
         if len(best["by_k"]) > 1:

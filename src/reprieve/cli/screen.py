@@ -211,6 +211,7 @@ def results_table(document: dict[str, Any], *, width: int) -> Table:
 
 
 _WIDE = 150
+MOST_UNREAD = 0.03  # of the answers
 MOST_CUT_OFF = 0.05  # of the answers; more is said loudly
 
 
@@ -223,6 +224,10 @@ def show_results(document: dict[str, Any]) -> None:
     if loud := {name: share for name, share in cut.items() if share > MOST_CUT_OFF}:
         shares = ", ".join(f"{share:.0%} of {name}" for name, share in loud.items())
         warn(f"ANSWERS CUT OFF: {shares}. What was cut off counts as wrong: raise --max-new-tokens")
+    unread = {arm["spec"]: arm["num_unread"] / answers for arm in document["arms"] if answers and document["graded"]}
+    if loud := {name: share for name, share in unread.items() if share > MOST_UNREAD}:
+        shares = ", ".join(f"{share:.0%} of {name}" for name, share in loud.items())
+        warn(f"ANSWERS NOT READ: {shares}. They count as wrong: check the grader and the prompt")
 
 
 def show_throughput(document: dict[str, Any]) -> None:
@@ -251,7 +256,7 @@ def show_throughput(document: dict[str, Any]) -> None:
 
 def table_width(terminal: Console) -> int:
     """A terminal's own width; wide enough for every column in a file or a pipe."""
-    return terminal.width if terminal.is_terminal else 170
+    return terminal.width if terminal.is_terminal else 200
 
 
 def _row(arm: dict[str, Any]) -> dict[str, str]:
@@ -264,7 +269,9 @@ def _row(arm: dict[str, Any]) -> dict[str, str]:
         "speedup vs target": _speedup(arm, "speedup_vs_target"),
         "vs lossless ": _speedup(arm, "speedup_vs_lossless"),
         "tokens/answer": _number(arm["tokens_per_answer"], ".0f"),
+        "answers/s vs lossless": _speedup(arm, "answers_vs_lossless"),
         "cut off": str(arm["num_truncated"]),
+        "unread": "-" if arm["accuracy"] is None else str(arm["num_unread"]),
     }
 
 

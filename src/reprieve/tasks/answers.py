@@ -9,23 +9,24 @@ from dataclasses import dataclass
 from reprieve.tasks.numbers import whole_number
 
 # Version of the reader; labels made by another one may say something else.
-ANSWERS_VERSION = 2
+ANSWERS_VERSION = 3
 _LONGEST = 1000  # characters of an answer
 
 THINKING_ENDS = ("</think>", "</thinking>", "</thought>", "<channel|>", "assistantfinal")
 THINKING_BEGINS = ("<think>", "<thinking>", "<thought>")
 
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BOXED_DIGITS = re.compile(r"\\(?:boxed|fbox)\s*(-?\d[\d.,]*)")  # without braces, as people write it
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped one is none
 _HASHES = re.compile(r"^\s*#{4}(?!#)[ \t]*", re.MULTILINE)
 # "The final answer is:", "**Final Answer:**", and a heading of its own line.
 _FINAL = re.compile(
-    r"\b(?:final|correct)\s+answer(?:\s+to\s+[^.:\n]{1,60}?)?[\s*_]*(?:is|would\s+be|=|:)[*_]*[\s:]*(?:that\b|simply\b)?"
+    r"\b(?:final|correct)\s+answer(?:\s+to\s+[^.:\n]{1,60}?)?[\s*_]*(?:is\b|would\s+be|=|:)[*_]*[\s:]*(?:that\b|simply\b)?"
     r"|^[\s#*_]*final\s+answer[ \t*_]*$",
     re.IGNORECASE | re.MULTILINE,
 )
 _ANSWER = re.compile(
-    r"\banswer[*_ \t]*(?:is|would\s+be|=|:)[*_]*[\s:]*(?:that\b|simply\b)?|答案[是为:：]", re.IGNORECASE
+    r"\banswer[*_ \t]*(?:is\b|would\s+be|=|:)[*_]*[\s:]*(?:that\b|simply\b)?|答案[是为:：]", re.IGNORECASE
 )
 _SENTENCE_END = re.compile(
     r"(?<!\bSt)(?<!\bDr)(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bRs)(?<!\bNo)(?<!approx)[.!?。](?=\s|$|\*|\\\)|\$(?!\d))|\n\s*\n"
@@ -35,6 +36,11 @@ _DELIMITERS = re.compile(r"\$\$|\\\[|\\\]|\\\(|\\\)|`+|\*\*+|__+|~~")
 _BOLD = re.compile(r"\s*\*\*([^*\n]*\w[^*\n]*)\*\*")
 _BOLD_INSIDE = re.compile(r"\*\*([^*\n]+)\*\*")
 _STRUCK = re.compile(r"~~[^~\n]*~~")
+# Where a model goes on with a question of its own: the answer before it is the answer.
+RUN_ON = re.compile(
+    r"^[\s#*_>]*(?:Question|Q|Problem|Human|User)\s*\d*\s*[*_]*(?::|[ \t]*$)|<\|im_start\|>|<\|start_header_id\|>",
+    re.MULTILINE,
+)
 _QUOTES = "\"'“”‘’«»"
 
 
@@ -63,17 +69,25 @@ def final_answer(text: str) -> str | None:
     said = after_thinking(text)
     if said is None:
         return None
+    places = _places(said)
+    if places and (run_on := RUN_ON.search(said, places[0].start)):
+        places = _places(said[: run_on.start()])
+    ranks = [(place.final and place.firm, place.firm, place.final) for place in places]
+    best = max(range(len(places)), key=lambda number: (ranks[number], number), default=None)
+    return None if best is None else places[best].answer
+
+
+def _places(said: str) -> list[_Place]:
+    """Return the places of a text that name an answer, in order."""
     finals, others = _FINAL.finditer(said), _ANSWER.finditer(said)
     places = [
         *(_Place(start, answer, boxed=True) for start, answer in _boxed(said)),
+        *(_Place(match.start(), _cleaned(match[1]), boxed=True) for match in _BOXED_DIGITS.finditer(said)),
         *(_Place(match.start(), _result_line(_behind(said, match))) for match in _HASHES.finditer(said)),
         *(_Place(match.end(), _first_sentence(_behind(said, match))) for match in finals),
         *(_Place(match.end(), _first_sentence(_behind(said, match)), final=False) for match in others),
     ]
-    places = sorted(place for place in places if place.answer)
-    ranks = [(place.final and place.firm, place.firm, place.final) for place in places]
-    best = max(range(len(places)), key=lambda number: (ranks[number], number), default=None)
-    return None if best is None else places[best].answer
+    return sorted(place for place in places if place.answer)
 
 
 def after_thinking(text: str) -> str | None:

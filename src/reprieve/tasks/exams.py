@@ -10,26 +10,13 @@ from typing import Any, ClassVar
 from reprieve.errors import ReprieveError
 from reprieve.tasks.answers import final_answer
 from reprieve.tasks.base import TaskProblem, register_task
-from reprieve.tasks.graders import ExactGrader, Grader, MathGrader, NumberGrader, register_grader
+from reprieve.tasks.choices import ChoiceGrader
+from reprieve.tasks.graders import Grader, MathGrader, NumberGrader, register_grader
 from reprieve.tasks.table import TableTask, text_of
 
 _BOXED = "{question}\n\nReason step by step, and put the final answer within \\boxed{{}}."
 _LETTER = "{question}\n\n{choices}\n\nAnswer with the letter of the right choice."
 _LETTERS = string.ascii_uppercase
-_OPENING = r"[\s*_:\"“`\[(]*(?:\\boxed\{)?(?:\\(?:text|textbf|mathrm|mathbf)\{)?\(?\s*"
-# "A" and "I" are words, too, unless a reason follows; a small letter is a choice only where nothing does.
-_REASON = r"(?:because|since|as|for|which|due|and\s+not|not)\b"
-_MARK = (
-    rf"(?:\s+(?i:not)\s+\(?[A-Z]\)?,?\s+(?i:but))?{_OPENING}"
-    rf"(?:([B-HJ-Z])\b(?!')|([AI])\b(?!')(?!\s+(?!{_REASON})[a-z])|([a-z])\b(?=[\s*_).\"”`}}\]$]*(?:\n|$)))"
-)
-_CHOSEN = (
-    re.compile(r"\\boxed\{\s*(?:\\(?:text|textbf|mathrm|mathbf)\{)?\(?([A-Za-z])\b"),
-    re.compile(r"\b(?i:answer|option|choice)[\s*_]*(?i:is|would\s+be|:)?(?:\s+(?i:option|choice))?" + _MARK),
-    re.compile(r"^\W*([A-Z])(?:[).:,]|\s*$)"),
-    re.compile(r"\(([A-Z])\)"),
-    re.compile(r"^\W*([A-Z])[).:]?\W*$", re.MULTILINE),
-)
 
 
 @register_task
@@ -117,20 +104,6 @@ class TriviaQaTask(TableTask):
         return TaskProblem(
             self.named(question), prompt, "\n".join(text.replace("\n", " ") for text in texts), question=question
         )
-
-
-@register_grader
-@dataclass(frozen=True)
-class ChoiceGrader(ExactGrader):
-    """A letter: in a box, after "answer is", at the beginning, or alone; of each kind the last."""
-
-    name: ClassVar[str] = "choice"
-
-    def extract(self, text: str) -> str | None:
-        for pattern in _CHOSEN:
-            if found := [match[match.lastindex or 0] for match in pattern.finditer(text.strip())]:
-                return found[-1].upper()
-        return None
 
 
 @dataclass

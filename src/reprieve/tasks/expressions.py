@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from reprieve.errors import import_extra
-from reprieve.tasks.numbers import number_in, same_number, whole_number
+from reprieve.tasks.numbers import number_in, same_number, ungrouped, whole_number
 
 _LONGEST = 200  # characters
 _HUGE_EXPONENT = re.compile(r"(\^|\*\*)\s*[({]?\s*-?\d{3,}|[)}]\s*(\^|\*\*)\s*[({]?\s*\d{2,}")
@@ -18,7 +18,23 @@ _SUM = re.compile(
     r"(?:\\(?:frac|times|cdot|div)|[\d\s+*/×÷().,$%{}-])*=[\d\s+*/×÷().,$%-]+|\d+ dollars? and \d+ cents?"
 )
 # What math-verify would pass over, though answers may differ in it.
-_NOT_READ = re.compile(r"_\s*\{?\d|[²³⁰¹⁴-⁹√]|\b(?:or|and)\b|\\pm|±|\d:\d|=.*,.*=|\d\s*[A-Za-z]{2,}")
+_NOT_READ = re.compile(r"_\s*\{?\d|\b(?:or|and)\b|\\pm|±|\d:\d|=.*,.*=|\d\s*[A-Za-z]{2,}")
+_TOWER = re.compile(r"\^\s*(?:\{[^{}]*\^|\w+\s*\^)")
+_DIGITS = 40  # at which values are compared once more
+_CLOSE = 1e-9  # relative
+_SUPERSCRIPT = re.compile("[⁰¹²³⁴-⁹⁻]+")
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+# As programs and plain text write mathematics.
+_REWRITTEN = (
+    (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?![\w.])"), r"\1 \\cdot 10^{\2}"),
+    (re.compile(r"\*\*\s*(\w+|\([^()]*\))"), r"^{\1}"),
+    (re.compile(r"\*"), r" \\cdot "),
+    (re.compile(r"(?<![\\A-Za-z])(?:pi(?![A-Za-z])|π)|(?<=[A-Za-z])π"), r"\\pi "),
+    (re.compile(r"(?:(?<!\\)\bsqrt|√)\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"√\s*(\w+)"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<!\\)\bexp\s*\(([^()]*)\)"), r"e^{\1}"),
+    (re.compile(r"(?<![\\A-Za-z])(sin|cos|tan|ln|log)(?=\s*[({\d]|\s+\w)"), r"\\\1"),
+)
 _CHOICE = re.compile(r"\(\s*([A-Za-z])\s*\)")
 
 
@@ -31,7 +47,7 @@ def same_expression(answer: str, other: str) -> bool:
     Raises:
         ReprieveError: math-verify is needed and missing.
     """
-    left, right = (_bare(text) for text in (answer, other))
+    left, right = (_rewritten(_bare(text)) for text in (answer, other))
     if left == right:
         return bool(left)
     one, two = whole_number(left), whole_number(right)
@@ -49,7 +65,31 @@ def same_expression(answer: str, other: str) -> bool:
         return False
     math_verify = import_extra("math_verify", "tasks")
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns of the missing time limit at every call
-    return bool(math_verify.verify(_parse(math_verify, left), _parse(math_verify, right), timeout_seconds=None))
+    ours, theirs = _parse(math_verify, left), _parse(math_verify, right)
+    return bool(math_verify.verify(ours, theirs, timeout_seconds=None)) and not _apart(ours, theirs)
+
+
+def _rewritten(text: str) -> str:
+    """Return an answer in the notation that math-verify reads: `2*pi` as `2 \\cdot \\pi`, `x²` as `x^{2}`."""
+    text = _SUPERSCRIPT.sub(lambda match: "^{" + match[0].translate(_RAISED) + "}", ungrouped(text))
+    for pattern, replacement in _REWRITTEN:
+        text = pattern.sub(replacement, text)
+    return text.strip()
+
+
+def _apart(ours: list[Any], theirs: list[Any]) -> bool:
+    """Whether both are values that differ by more than rounding: math-verify rounds, so that 2^-99 equals 2^-98."""
+    values = []
+    for side in (ours, theirs):
+        value: Any = side[0] if side else None
+        if not hasattr(value, "free_symbols") or value.free_symbols or not getattr(value, "is_number", False):
+            return False
+        values.append(value.evalf(_DIGITS))
+    one, other = values
+    try:
+        return bool(abs(one - other) > _CLOSE * max(abs(one), abs(other)))
+    except TypeError:  # no order: infinities, undefined values
+        return False
 
 
 def _bare(text: str) -> str:
@@ -64,7 +104,7 @@ def _too_hard(text: str) -> bool:
     """Whether evaluating an answer could take for ever: factorials, towers, huge exponents; or it is no answer."""
     if len(text) > _LONGEST or max(map(text.count, "({[")) > 20:
         return True
-    return "!" in text or text.count("^") > 1 or bool(_HUGE_EXPONENT.search(text))
+    return "!" in text or text.count("^") > 8 or bool(_TOWER.search(text) or _HUGE_EXPONENT.search(text))
 
 
 def _parse(math_verify: Any, text: str) -> Any:

@@ -15,48 +15,59 @@ _LATEX = (
     (re.compile(r"\\[dt]?frac\s*\{\s*(-?[\d.,]+)\s*\}\s*\{\s*([\d.,]+)\s*\}"), r" \1/\2 "),
     (re.compile(r"\\[dt]?frac\s*(\d)\s*(\d)"), r" \1/\2 "),
     (re.compile(r"\{,\}"), ","),
-    (re.compile(r"\\,(?=\d{3})|\\!"), ""),
-    (re.compile(r"\\[,;:!]|\\quad|\\qquad|~|\\left|\\right"), " "),
+    (re.compile(r"\\!"), ""),
+    (re.compile(r"\\[,;: ]|\\quad|\\qquad|~|\\left|\\right"), " "),
     (re.compile(r"\\%"), "%"),
     (re.compile(r"\\(?:\$|pounds|euro)"), "$"),
     (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree|°"), " degrees "),
-    (re.compile(r"(?<=\d)[\u00a0\u202f](?=\d{3})"), ""),
-    (re.compile(r"[\u00a0\u202f]"), " "),
+    (re.compile(r"[\u00a0\u202f\u2009]"), " "),
     (re.compile(r"\\approx|\\sim|≈"), " = "),
     (re.compile(r"\b(?:minus|negative)\s+(?=\d)", re.IGNORECASE), "-"),
 )  # fmt: skip
+# Groups of digits: 1 000 000, 1'000'000, 1_000_000; 12,34,567; 1.234.567.
+_GROUPED = re.compile(r"(?<![\w.,])(\d{1,3})(?:([ '’_])\d{3})(?:\2\d{3})*(?!\d)(?!\s*/)")
+_INDIAN = re.compile(r"(?<![\w.,])\d{1,2}(?:,\d{2})+,\d{3}(?!\d)")
+_DOTTED = re.compile(r"(?<![\w.,])\d{1,3}(?:\.\d{3}){2,}(?!\d)")
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _CURRENCY = "$€£¥₹"
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _LONGEST = 400  # characters of a number with its unit, or of the sentence that states it
 _MOST_DIGITS = 60
 _CURRENCIES = {"dollar": "$", "usd": "$", "euro": "€", "eur": "€", "pound": "£", "gbp": "£"}
 _MAGNITUDES = {
+    "k": 1000, "m": 10**6, "mn": 10**6, "b": 10**9, "bn": 10**9,
     "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
 }  # fmt: skip
 _NUMBER = re.compile(
     rf"""(?=\S)(?P<sign>[-+]?)\s*[{_CURRENCY}]?\s*(?P<sign_behind>-?)\s*
     (?:(?P<whole>\d+)\s*(?:\s|-|and\s)\s*(?P<top>\d+)\s*/\s*(?P<bottom>\d+)   # 2 1/2
       |(?P<over>{_DIGITS})\s*/\s*(?P<under>{_DIGITS})                         # 3/4
-      |(?P<plain>{_DIGITS}))
-    (?P<times>\s*(?:hundred|thousand|million|billion|trillion|dozen)\b)?
+      |10\s*\^\s*\{{?\s*(?P<power>[-+]?\d{{1,3}})\s*\}}?                     # 10^6
+      |(?P<plain>{_DIGITS})
+       (?:[eE](?P<exponent>[-+]?\d{{1,3}})(?![\w.])                           # 4.5e2, 4.5 x 10^2, 4.5 x 10²
+         |\s*(?:[×xX*·]|\\times|\\cdot)\s*10\s*(?:\^\s*\{{?\s*(?P<tens>[-+]?\d{{1,3}})\s*\}}?|(?P<raised>⁻?[⁰¹²³⁴-⁹]{{1,3}})))?)
+    (?P<times>\s*(?:hundred|thousand|million|billion|trillion|dozen)\b|(?-i:\s?k|K|M|B|\s?mn|\s?bn)\b(?!\s*/))?
     (?P<percent>\s*(?:%|percent\b|per\s+cent\b))?""",
     re.VERBOSE | re.IGNORECASE,
 )
 _CENTS = re.compile(r"^\s*(?:dollars?|euros?|pounds?)\s*,?\s*(?:and\s+)?(\d{1,2})\s*(?:cents?|pence)\b", re.IGNORECASE)
 _VARIABLE = r"[a-zA-Z](?<![mgshLCFVWJN])(?=\s*(?:$|[-+*/^=)(]))"  # and not a unit
 _GOES_ON = re.compile(
-    rf"^\s*(?:[:^]|[-*/+x×·]\s*[\d({_CURRENCY}]|\\(?:times|cdot|pm|div|sqrt|pi)|\*\*|(?:to|or|and)\s+[{_CURRENCY}]?\d"
+    rf"^\s*(?:\d|\(\s*or\b|out\s+of\b|outta\b|,\s*(?:maybe|perhaps|possibly)\s+\d|[:^]|[-*/+x×·]\s*[\d({_CURRENCY}]|\\(?:times|cdot|pm|div|sqrt|pi)|\*\*|(?:to|or|and)\s+[{_CURRENCY}]?\d"
     rf"|,\s*(?:and\s+|or\s+)?[{_CURRENCY}]?\d|[A-Za-z]+(?:\s*,\s*(?:and|or)?|\s+(?:and|or|to))\s*[{_CURRENCY}]?\d"
     rf"|[A-Za-z]+\s+\d|[.'_,]\d|\.?\\[a-z]|[eE][-+]?\d|!|[π√÷²³⅛⅜⅝⅞⁰¹⁴-⁹]|{_VARIABLE})",
 )
 _BEFORE = re.compile(r"[\w.)}\]/^:\\]$|\d\s*[-+*/×^]$|(?:sqrt|log|pi)\s*[({]?\s*$")
 # What is said of an answer in passing, and what an answer can follow in its sentence.
 _ASIDE = re.compile(
-    r"\((?=[^()]*[A-Za-z=])[^()]*\)|\b(?:where|when|with|since|because|using)\b.*", re.IGNORECASE | re.DOTALL
+    r"\((?!\s*or\b)(?=[^()]*[A-Za-z=])[^()]*\)|\b(?:where|when|with|since|because|using)\b.*", re.IGNORECASE | re.DOTALL
 )
 _BULLET = re.compile(r"^\s*(?:[-*•]|\d+[.)])\s+")
 _VERB = re.compile(r"\b(?:is|are|was|were|equals|be|lays?|makes?|costs?)\b", re.IGNORECASE)
-_OTHER = re.compile(r"\b(?:not|in|per|every|from|after|of)\s*$|-\s*\($", re.IGNORECASE)
+_OTHER = re.compile(r"\b(?:not|never|in|per|every|from|after|of)\s*$|n['’]t\s*$|(?:\\pm|±)\s*$|-\s*\($", re.IGNORECASE)
+# "x = 4, y = 5" names several values; "not 14 but 15" states the second.
+_SEVERAL = re.compile(r"\d[^=]*(?:[,;]|\b(?:and|or)\b)\s*[A-Za-z]\w*\s*(?:_\s*\{?\w+\}?)?\s*=")
+_BUT = re.compile(r"\bnot\b[^,;]*?\bbut\b", re.IGNORECASE)
 _UNIT = re.compile(r"^\s*+(?:[A-Za-z%][A-Za-z'.-]*+\s*+(?:\^\s*+\{?[23]\}?|[²³])?\s*+/?\s*+){0,4}$")
 
 
@@ -78,6 +89,9 @@ def number_in(text: str) -> Number | None:
     if len(text) > _LONGEST:
         return None
     plain = _ASIDE.sub(" ", _plain(_BULLET.sub("", text)))
+    if _SEVERAL.search(plain):
+        return None
+    plain = _BUT.split(plain)[-1]
     for side in reversed(plain.split("=")):
         if not any(character.isdigit() for character in side):
             continue
@@ -152,7 +166,14 @@ def _plain(text: str) -> str:
         text = text.replace(symbol, replacement)
     for pattern, replacement in _LATEX:
         text = pattern.sub(replacement, text)
-    return text
+    return ungrouped(text)
+
+
+def ungrouped(text: str) -> str:
+    """Return a text whose numbers are written without separators between groups of digits."""
+    text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
+    text = _INDIAN.sub(lambda match: match[0].replace(",", ""), text)
+    return _DOTTED.sub(lambda match: match[0].replace(".", ""), text)
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
@@ -168,8 +189,11 @@ def _value(match: re.Match[str]) -> Fraction | None:
     elif match["over"]:
         bottom = part("under")
         value = None if not bottom else part("over") / bottom
+    elif match["power"]:
+        value = Fraction(10) ** int(match["power"])
     else:
-        value = part("plain")
+        raised = match["exponent"] or match["tens"] or (match["raised"] or "0").translate(_SUPERSCRIPTS)
+        value = part("plain") * Fraction(10) ** int(raised)
     if value is None:
         return None
     if match["times"]:

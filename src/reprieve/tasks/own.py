@@ -15,7 +15,7 @@ from reprieve.errors import ReprieveError, SpecError
 from reprieve.tasks.answers import final_answer
 from reprieve.tasks.base import TaskProblem, register_task
 from reprieve.tasks.graders import GRADERS, ExactGrader, Grader
-from reprieve.tasks.table import TableTask, text_of
+from reprieve.tasks.table import TableTask, UnreadReferenceError, text_of
 
 _STEPS = '{question}\n\nReason step by step. End with "The final answer is" and the answer.'
 _TEMPLATES = {"number": _STEPS, "math": _STEPS}
@@ -66,7 +66,7 @@ class JsonlTask(TableTask):
         """The right answer as the grader has it; it may be a whole solution, as GSM8K's and MATH's are.
 
         Raises:
-            ReprieveError: the grader finds none in it: every response would be wrong.
+            UnreadReferenceError: the grader finds none in it: every response would be wrong.
         """
         grader: Any = self.grader
         name = grader.name
@@ -77,7 +77,7 @@ class JsonlTask(TableTask):
         else:
             return written.strip()
         if not reference or not grader.equivalent(reference, reference):
-            raise ReprieveError(
+            raise UnreadReferenceError(
                 f"{where}: grader {name} finds no answer in field {self.answer!r}, got {written[:60]!r}"
             )
         return str(reference)

@@ -10,19 +10,23 @@ import re
 import threading
 import zlib
 from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
 from reprieve.errors import ReprieveError, require_choice
 from reprieve.files import parse_json
+from reprieve.tasks.answers import after_thinking
 from reprieve.tasks.base import FileTask, TaskProblem, problem_digest, register_task
+from reprieve.tasks.code_blocks import BREAK, code_blocks, defined_names, future_first, is_fenced, program_of
 from reprieve.tasks.jsonl import read_jsonl
 from reprieve.tasks.sandbox import Limits, ProgramResult, Sandbox
 
 _MOST_KNOWN = 4096  # programs whose verdicts are kept
 _FRACTION = re.compile(r"[+-]?(?=.*[.eE])\d*\.?\d*(?:[eE][+-]?\d{1,3})?")
+_CLOSE = Decimal("1e-9")  # relative: 0.1 + 0.2 is 0.3
+_NAME = re.compile(r"[A-Za-z_]\w*")
 _DEFINED = re.compile(r"^def (\w+)", re.MULTILINE)
-_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 
 
 @dataclass
@@ -54,9 +58,9 @@ class ProgramsTask(FileTask):
         return [self._problem(row, f"{self.path}, line {line}") for line, row in rows]
 
     def extract_answer(self, text: str) -> str | None:
-        """The last fenced block, else all of the response."""
-        fenced = _FENCE.findall(text)
-        return fenced[-1] if fenced else text.rstrip() or None
+        """Return the programs of a response's fenced blocks, or all of it; `program_of` chooses among them."""
+        said = after_thinking(text)
+        return None if said is None else BREAK.join(code_blocks(said)).rstrip() or None
 
     def equivalent(self, answer: str | None, other: str | None) -> bool:
         """Whether a program passes; `other` is the problem's reference: its tests."""
@@ -103,9 +107,10 @@ class HumanEvalTask(ProgramsTask):
 
     def verdicts(self, answer: str, reference: str) -> list[bool]:
         parts = json.loads(reference)
-        whole = f"def {parts['entry_point']}(" in answer
+        chosen = program_of(answer, {parts["entry_point"]})
+        whole = parts["entry_point"] in defined_names(chosen)
         # A rewritten function may rely on the imports above the given one.
-        program = parts["prompt"] + ("    pass\n\n" if whole else "") + answer
+        program = future_first(parts["prompt"] + ("    pass\n\n" if whole else "") + chosen)
         # Tests may use helpers of the given beginning: from there, not from the answer.
         name = parts["entry_point"]
         setup = f"{parts['prompt']}\n    pass\n{name} = __candidate__({name!r})"
@@ -129,7 +134,8 @@ class MbppTask(ProgramsTask):
         parts = json.loads(reference)
         named = [f"{name} = __candidate__({name!r})" for name in parts.get("hidden", ())]
         setup = "\n".join([_imports(parts["setup"]), *named])
-        return [self._sandbox.passes(f"{parts['setup']}\n{answer}", test, setup) for test in parts["tests"]]
+        program = future_first(f"{parts['setup']}\n{program_of(answer, set(_NAME.findall(' '.join(parts['tests']))))}")
+        return [self._sandbox.passes(program, test, setup) for test in parts["tests"]]
 
     def _problem(self, row: dict[str, Any], where: str) -> TaskProblem:
         text = _text(row, "prompt" if "prompt" in row else "text", where)
@@ -173,8 +179,7 @@ class LiveCodeBenchTask(ProgramsTask):
         return [self._problem(row, f"{self.path}, line {line}") for line, row in rows[offset : offset + limit]]
 
     def extract_answer(self, text: str) -> str | None:
-        fenced = _FENCE.findall(text)
-        return fenced[-1] if fenced else None
+        return super().extract_answer(text) if is_fenced(text) else None
 
     def verdicts(self, answer: str, reference: str) -> list[bool]:
         parts = json.loads(reference)
@@ -182,7 +187,7 @@ class LiveCodeBenchTask(ProgramsTask):
 
     def _passes(self, answer: str, test: dict[str, str], function: str | None) -> bool:
         if test["testtype"] == "stdin":
-            finished = self._sandbox.run(answer, test["input"])
+            finished = self._sandbox.run(future_first(_PRELUDE + program_of(answer, set())), test["input"])
             return _printed(finished, test["output"])
         call = f"getattr(Solution(), {function!r}) if 'Solution' in globals() else globals()[{function!r}]"
         checks = (
@@ -190,9 +195,16 @@ class LiveCodeBenchTask(ProgramsTask):
             f"_arguments = [_json.loads(line) for line in {test['input']!r}.split(chr(10)) if line.strip()]\n"
             f"_call = __candidate__({call!r})\n"
             "_got = _call(*_arguments)\n"
-            f"assert _json.loads(_json.dumps(_got)) == _json.loads({test['output']!r}), _got"
+            "def _same(one, other):\n"
+            "    if isinstance(one, list) and isinstance(other, list):\n"
+            "        return len(one) == len(other) and all(map(_same, one, other))\n"
+            "    if isinstance(other, float) and isinstance(one, (int, float)):\n"
+            f"        return abs(one - other) <= {_CLOSE} * max(1, abs(other))\n"
+            "    return one == other\n"
+            f"assert _same(_json.loads(_json.dumps(_got)), _json.loads({test['output']!r})), _got"
         )
-        return self._sandbox.passes(_PRELUDE + answer, checks)
+        names = {str(function), "Solution"}
+        return self._sandbox.passes(future_first(_PRELUDE + program_of(answer, names)), checks)
 
     def _problem(self, row: dict[str, Any], where: str) -> TaskProblem:
         tests = _tests(row.get("public_test_cases", "[]"), where) + _tests(row.get("private_test_cases", "[]"), where)
@@ -215,10 +227,15 @@ class LiveCodeBenchTask(ProgramsTask):
 _INSTRUCTION = "Write a correct Python program for this problem.\n\n{question}\n\n"
 _WITH_STARTER = "Complete this code and answer with all of it in one ```python block.\n\n```python\n{starter}\n```\n"
 _WITH_STDIN = "Read standard input, write standard output, and answer with one ```python block.\n"
-# What LeetCode's starter code takes for granted.
+# What the benchmark's own grader puts before each program.
+_MODULES = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *("itertools", "functools", "operator", "io", "sys", "json", "typing", "builtins"),
+)
 _PRELUDE = (
-    "from typing import *\nfrom collections import *\nfrom functools import *\nfrom itertools import *\n"
-    "from heapq import *\nfrom bisect import *\nimport math, re, string, sys\n"
+    "".join(f"from {name} import *\n" for name in _MODULES)
+    + "".join(f"import {name}\n" for name in _MODULES)
+    + "sys.setrecursionlimit(50_000)\nsys.set_int_max_str_digits(50_000)\n"
 )
 
 
@@ -228,7 +245,7 @@ def _imports(setup: str) -> str:
 
 
 def _printed(finished: ProgramResult, wanted: str) -> bool:
-    """Whether a program ended well and printed the wanted lines; numbers may be written otherwise."""
+    """Whether a program ended well and printed the wanted lines; 0.30 is 0.3."""
     if finished.exit_code != 0:
         return False
     ours, theirs = ([line.split() for line in text.strip().splitlines()] for text in (finished.stdout, wanted))
@@ -242,11 +259,11 @@ def _printed(finished: ProgramResult, wanted: str) -> bool:
 def _same_word(left: str, right: str) -> bool:
     if left == right:
         return True
-    if not _FRACTION.fullmatch(right):  # whole numbers and words are what they are
-        return False
     try:
-        return abs(float(left) - float(right)) <= 1e-9 * max(1.0, abs(float(right)))
-    except ValueError:
+        ours, theirs = Decimal(left), Decimal(right)
+        close = _FRACTION.fullmatch(right) and abs(ours - theirs) <= _CLOSE * max(Decimal(1), abs(theirs))
+        return ours == theirs or bool(close)  # whole numbers are what they are
+    except InvalidOperation:
         return False
 
 

@@ -16,6 +16,10 @@ CARVED = ("train", "validation", "test", "all")
 _SHARES = {"train": range(60), "validation": range(60, 80), "test": range(80, 100), "all": range(100)}  # per cent
 
 
+class UnreadReferenceError(ReprieveError):
+    """A row whose right answer the grader cannot read; the row is left out."""
+
+
 @dataclass
 class TableTask(FileTask):
     """Problems from the rows of a JSONL file, or of a data set on the hub.
@@ -73,11 +77,23 @@ class TableTask(FileTask):
     def _read(self, split: str) -> list[TaskProblem]:
         problems: dict[str, TaskProblem] = {}
         repeated = contradicted = 0
+        refused: list[UnreadReferenceError] = []
         for row, where in self._rows(split):
-            problem = self.problem_of(row, where)
+            try:
+                problem = self.problem_of(row, where)
+            except UnreadReferenceError as error:
+                refused.append(error)
+                continue
             first = problems.setdefault(problem.digest, problem)
             repeated += first is not problem
             contradicted += first.reference != problem.reference
+        if refused and len(refused) >= max(1, len(problems)):
+            raise refused[0]
+        if refused:
+            warnings.warn(
+                f"task {self.name}: {len(refused)} rows of {self._source(split)} are left out; the first: {refused[0]}",
+                stacklevel=5,
+            )
         if not problems:
             raise ReprieveError(f"task {self.name}: {self._source(split)} holds no problems")
         if repeated:
