@@ -10,9 +10,15 @@ import stat
 import threading
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 from reprieve.errors import ReprieveError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 _LARGEST = 1 << 30  # bytes
 _HOST = socket.gethostname()
@@ -107,7 +113,7 @@ def whole_lines(path: Path) -> list[str]:
     """The lines of a file that is appended to; none without a file, and one cut off by a kill is dropped for good."""
     if not path.exists():
         return []
-    raw = path.read_bytes()
+    raw = read_file(path, "the file")
     whole = raw[: raw.rfind(b"\n") + 1]
     if len(whole) != len(raw):
         replace_file(path, whole)
@@ -115,3 +121,34 @@ def whole_lines(path: Path) -> list[str]:
         return whole.decode().split("\n")[:-1]  # a text may hold other line separators
     except UnicodeDecodeError as error:
         raise ReprieveError(f"{str(path)!r} must be UTF-8: {error}") from None
+
+
+class FolderLock:
+    """Holds a folder for this process until it is collected; the system releases it when the process ends.
+
+    Raises:
+        ReprieveError: another process holds the folder.
+    """
+
+    _held: ClassVar[WeakValueDictionary[Path, FolderLock]] = WeakValueDictionary()
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / ".lock").open("wb")
+        if fcntl is None:  # no such locks on this system
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ReprieveError(
+                f"--out {str(folder)!r} is in use by another run: wait for it, or name another folder"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+
+    @classmethod
+    def of(cls, folder: Path) -> FolderLock:
+        """Return the lock of a folder: the one that this process holds already, if it does."""
+        key = folder.resolve()
+        lock = cls._held.get(key) or cls(folder)
+        cls._held[key] = lock
+        return lock

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -201,3 +202,46 @@ def test_a_bundled_target_brings_its_task():
     assert task("--target", "reprieve/arithmetic-pair") == "arithmetic"
     assert task("--target", "reprieve/arithmetic-pair", "--task", "word_problems") == "word_problems"
     assert task("--target", "Qwen/Qwen3-8B", "--task", "gsm8k") == "gsm8k"
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ("limit: 3\nlimit: 4\n", "the key 'limit' stands twice"),
+        ("limit: 1:30\n", "limit must be a whole number, got '1:30'"),
+        ('out: ""\n', "out must name a path, got ''"),
+        ('target: "a\\0b"\n', "target must be text without NUL"),
+        ('target: "a\\uD800b"\n', "must be text without NUL and lone surrogates|cannot be read"),
+    ],
+)
+def test_configurations_that_mean_something_else_are_refused(written, told, tmp_path, capsys):
+    path = tmp_path / "c.yaml"
+    path.write_text(written)
+    assert main(["bench", "--config", str(path)]) in (1, 2)
+    assert re.search(told, capsys.readouterr().err)
+
+
+def test_numbers_in_configurations_are_as_people_read_them(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("temperature: 1e-3\ntop_p: 0.5\nlimit: 010\n")
+    made = parse(command_of("bench"), ["--config", str(path)], command="bench").settings
+    assert (made.sampling.temperature, made.sampling.top_p, made.limit) == (0.001, 0.5, 10)
+
+
+def test_an_empty_path_is_refused(capsys):
+    assert main(["bench", "--out", ""]) == 2
+    assert "must name a path, got ''" in capsys.readouterr().err
+
+
+def test_an_argument_that_is_no_text_is_refused_before_models_load(capsys):
+    assert main(["generate", "caf\udce9"]) == 2
+    assert "argument 2 must be UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["bench", "--help"]])
+def test_a_reader_that_goes_away_is_met_with_silence(arguments):
+    command = [sys.executable, "-u", "-c", "from reprieve.cli.main import run; run()", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.wait()

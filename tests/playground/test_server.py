@@ -508,3 +508,32 @@ def test_the_playground_is_driven_by_keyboard_and_pointer(port, size, tmp_path):
         expect(page.locator("#error")).to_contain_text("temperature")
         assert [text for text in complaints if "400" not in text] == []
         browser.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"temperature": True}, "temperature"),
+        ({"top_k": True}, "top_k"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens and max_completion_tokens"),
+        ({"vllm_xargs": {"reprieve_threshold": True}}, "reprieve_threshold"),
+        ({"vllm_xargs": {f"x{i}": 1 for i in range(50_000)}}, "vllm_xargs must hold at most 64 fields"),
+        ({f"x{i}": 1 for i in range(50_000)}, "the body must hold at most 64 fields"),
+        ({"x" * 100_000: 1}, "xxx"),
+        ({"messages": [{"role": "user", "content": [{}] * 330_000}]}, "messages"),
+        ({"messages": [{}] * 330_000}, "messages"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_hostile_chat_bodies_are_short_400s_at_once(port, body, named):
+    given = {"messages": [{"role": "user", "content": "?"}], **body}
+    compact = json.dumps(given, separators=(",", ":")).encode()
+    status, reply = post(port, compact, "/v1/chat/completions")
+    assert status == 400
+    message = reply["error"]["message"]
+    assert named in message and len(message) < 400
+
+
+def test_infinity_among_the_extra_arguments_is_a_400(port):
+    body = b'{"messages": [{"role": "user", "content": "?"}], "vllm_xargs": {"reprieve_threshold": Infinity}}'
+    assert post(port, body, "/v1/chat/completions")[0] == 400

@@ -16,6 +16,7 @@ from reprieve.bench.environment import commit, machine, versions
 from reprieve.bench.records import ProblemRecord, RecordFile, claim_run
 from reprieve.errors import EngineError, ReprieveError, SpecError
 from reprieve.heads.origin import name_problems, seen_problems
+from reprieve.settings import MAX_PROBLEMS
 from reprieve.tasks import Task
 
 Progress = Callable[[int, int], None]  # finished and all (problem, trial, arm) triples
@@ -58,10 +59,7 @@ class Runner:
     ) -> None:
         self.problems = task.problems(config.split, config.limit, offset=config.offset)
         if not arms or not self.problems:
-            raise SpecError(
-                f"offset must be below the number of problems in split {config.split!r} of task {task.name}, got "
-                f"{config.offset}"
-            )
+            raise SpecError(no_problems(task, config.split, config.offset))
         self.config = config
         self.arms = list(arms)
         self.engine = engine
@@ -119,6 +117,15 @@ class Runner:
                 if (arm.label, self.problems[number].problem_id, trial) not in done:
                     jobs.append(Job(arm.label, number, trial))
         return jobs
+
+
+def no_problems(task: Task, split: str, offset: int) -> str:
+    """Return why a run has no problems: an offset beyond them, or a split that is empty."""
+    sizes = {name: len(task.problems(name, MAX_PROBLEMS)) for name in task.splits if name != "all"}
+    if size := sizes.get(split, 0):
+        return f"offset must be below the {size} problems in split {split!r} of task {task.name}, got {offset}"
+    others = ", ".join(f"{size} in {name!r}" for name, size in sizes.items() if size) or "none anywhere"
+    return f"split {split!r} of task {task.name} holds no problems; there are {others}"
 
 
 def run_arms(

@@ -17,7 +17,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from reprieve.bundles import bundle_of
 from reprieve.errors import ReprieveError, SpecError, require_choice
@@ -211,7 +211,7 @@ def _from_file(path: Path, flags: Mapping[str, Flag], command: str) -> dict[str,
     import yaml
 
     try:
-        written = yaml.safe_load(read_file(path, "--config").decode("utf-8"))
+        written = _read_yaml(read_file(path, "--config"))
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ReprieveError(f"--config {str(path)!r} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(written, dict):
@@ -230,6 +230,36 @@ def _from_file(path: Path, flags: Mapping[str, Flag], command: str) -> dict[str,
         flag = by_key[key]
         values[flag.name] = _checked(flag, value, f"--config {str(path)!r}: {key}")
     return values
+
+
+def _read_yaml(content: bytes) -> Any:
+    """Return what a configuration file says.
+
+    Raises:
+        ValueError: not UTF-8, or a key that is there twice.
+        yaml.YAMLError: not YAML.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """YAML whose numbers are as people read them: 1:30 is no number of seconds, and no key stands twice."""
+
+        # Without YAML 1.1's numbers to the base of 60.
+        yaml_implicit_resolvers: ClassVar[Any] = {
+            first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBER_TAGS]
+            for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value]
+            if twice := sorted({key for key in keys if keys.count(key) > 1}):
+                raise ValueError(f"the key {twice[0]!r} stands twice")
+            return super().construct_mapping(node, deep)
+
+    Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))  # 010 is ten
+    for tag, pattern in _NUMBER_TAGS.items():
+        Loader.add_implicit_resolver(tag, pattern, list("-+.0123456789"))
+    return yaml.load(content.decode("utf-8"), Loader)  # a SafeLoader
 
 
 def _preset(presets: Mapping[str, Mapping[str, Any]], name: str) -> Mapping[str, Any]:
@@ -257,9 +287,29 @@ def _scalar(kind: Any, value: Any, where: str) -> Any:
             pass
     if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
         raise SpecError(f"{where} must be {_WANTED[kind]}, got {value!r}")
+    if isinstance(value, str):
+        _require_text(kind, value, where)
     return kind(value)
 
 
+def _require_text(kind: Any, value: str, where: str) -> None:
+    """Refuse texts that no file or model can take: an empty path, a NUL, half of a surrogate pair.
+
+    Raises:
+        SpecError: names the value.
+    """
+    if kind is Path and not value:
+        raise SpecError(f"{where} must name a path, got ''")
+    if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+        raise SpecError(f"{where} must be text without NUL and lone surrogates, got {value!r}")
+
+
+_NUMBER_TAGS = {
+    "tag:yaml.org,2002:int": re.compile(r"^[-+]?\d+$"),
+    "tag:yaml.org,2002:float": re.compile(
+        r"^[-+]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][-+]?\d+)?$|^[-+]?\.inf$|^\.nan$"
+    ),
+}
 _WANTED = {
     read_draft_tokens: "a whole number, or a text",
     int: "a whole number",
@@ -316,7 +366,7 @@ def command_in(path: Path) -> str | None:
     import yaml
 
     try:
-        written = yaml.safe_load(read_file(path, "--config").decode("utf-8"))
+        written = _read_yaml(read_file(path, "--config"))
     except (ReprieveError, ValueError, RecursionError, yaml.YAMLError):
         return None
     return written.get(_COMMAND) if isinstance(written, dict) else None
@@ -337,6 +387,8 @@ def _escaped(text: str) -> str:
 
 def _converter(kind: Any) -> Callable[[str], Any]:
     def convert(text: str) -> Any:
+        if kind is Path and not text:
+            raise argparse.ArgumentTypeError("must name a path, got ''")
         try:
             return kind(text)
         except ValueError:

@@ -60,6 +60,12 @@ def command_of(name: str) -> type[Command]:
 def main(arguments: Sequence[str]) -> int:
     """Run one command; returns the exit status."""
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    for number, argument in enumerate(arguments, start=1):
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            print(f"reprieve: argument {number} must be UTF-8, got {argument!r}", file=sys.stderr)
+            return 2
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
         return 0 if arguments else 2
@@ -116,7 +122,13 @@ def run_command(kind: type[Command], arguments: Sequence[str]) -> int:
 def run() -> NoReturn:
     """The `reprieve` script. SIGTERM ends it as Ctrl-C does, so that what it started ends with it."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.exit(main(sys.argv[1:]))
+    try:
+        status = main(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of a pipe has gone away
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from torch import Tensor
 from reprieve.drafters.base import DrafterSettings, register_drafter
 from reprieve.drafters.length import DraftLength, RoundLength
 from reprieve.models.cached_model import CachedModel, HiddenLayers
+from reprieve.models.int8 import num_weights
 from reprieve.models.loading import ModelPair
 from reprieve.models.sampling import Sampler
 from reprieve.needs import Need
@@ -39,7 +40,7 @@ class DraftModelSettings(DrafterSettings):
             return 0.0
         draft, target = pair.draft, pair.target
         layers = [int(model.config.get_text_config().num_hidden_layers) for model in (draft, target)]
-        weights = [sum(tensor.numel() for tensor in model.parameters()) for model in (draft, target)]
+        weights = [num_weights(model) for model in (draft, target)]
         return max(layers[0] / layers[1], weights[0] / weights[1])
 
 

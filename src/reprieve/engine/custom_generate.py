@@ -55,7 +55,36 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guidance_scale": (None, 1.0),
     "max_time": (None,),
     "return_dict_in_generate": (None, False),
+    "begin_suppress_tokens": (None,),
+    "watermarking_config": (None,),
+    "top_h": (None,),
+    "penalty_alpha": (None, 0.0),
+    "dola_layers": (None,),
+    "exponential_decay_length_penalty": (None,),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "num_beam_groups": (None, 1),
+    "diversity_penalty": (None, 0.0),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "token_healing": (None, False),
+    "renormalize_logits": (None, False),
+    "assistant_ensemble_weight": (None,),
+    "use_mtp": (None, False),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "output_logits": (None, False),
+    "output_scores": (None, False),
 }
+# Settings that are taken over, and settings that do not change which tokens are generated here.
+_TAKEN = ("do_sample", "temperature", "top_p", "top_k", "max_length", "max_new_tokens", "eos_token_id", "stop_strings")
+_WITHOUT_EFFECT = (
+    *("bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "_from_model_config"),
+    *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size"),
+    *("compile_config", "disable_compile", "continuous_batching_config", "is_assistant", "early_stopping"),
+    *("length_penalty", "remove_invalid_values", "speculation_type", "target_lookbehind", "assistant_lookbehind"),
+    *("assistant_confidence_threshold", "assistant_early_exit", "num_assistant_tokens", "max_matching_ngram_size"),
+    *("num_assistant_tokens_schedule", "prompt_lookup_num_tokens"),
+)
 
 
 def custom_generate(
@@ -69,6 +98,7 @@ def custom_generate(
     text_tokenizer: Any = None,
     on_token: OnToken | None = None,
     seed: int | None = None,
+    stop: str | tuple[str, ...] | list[str] = (),
     **extra: Any,
 ) -> Tensor:  # [1, prompt length + new tokens]
     """Speculative decoding with a relaxed rule, as a `custom_generate` callable.
@@ -80,6 +110,8 @@ def custom_generate(
         text_tokenizer: needed for stop strings, for rules that read tokens' text, and for trained heads. (What is
             passed as `tokenizer`, transformers keeps to itself.)
         on_token: called with each token and the text it makes certain; transformers hands callables no `streamer`.
+        stop: texts that end the answer. Use it in place of `stop_strings`, for which transformers wants a `tokenizer`
+            that it keeps from callables.
         seed: of the sampling; drawn from torch's global generator when None.
 
     Raises:
@@ -91,7 +123,7 @@ def custom_generate(
     parsed = parse_rule(rule) if isinstance(rule, str) else rule
     _refuse_unsupported(input_ids, config, extra)
     has_head = any(isinstance(leaf, HeadRule) for leaf in parsed.leaves)
-    if text_tokenizer is None and (parsed.traits.reads_text or config.stop_strings or has_head):
+    if text_tokenizer is None and (parsed.traits.reads_text or stop or config.stop_strings or has_head):
         raise SpecError(f"rule {parsed.spec}, or a stop string, needs the tokenizer: pass text_tokenizer= to generate")
     vocab_size = model.get_output_embeddings().weight.shape[0]
     tokenizer = _IdsOnly(vocab_size) if text_tokenizer is None else text_tokenizer
@@ -106,7 +138,7 @@ def custom_generate(
     drafter = "ngram" if draft_model is None else "draft"
     decoder = pair.decoder(parsed, num_draft_tokens=num_draft_tokens, drafter=drafter)
     seed = int(torch.randint(2**31, ())) if seed is None else seed
-    made = decoder.generate(input_ids[0].tolist(), _params(config, input_ids.shape[1], seed), on_token=on_token)
+    made = decoder.generate(input_ids[0].tolist(), _params(config, input_ids.shape[1], seed, stop), on_token=on_token)
     return torch.cat([input_ids, torch.tensor([made.token_ids], device=input_ids.device)], dim=1)
 
 
@@ -125,11 +157,13 @@ def _refuse_unsupported(input_ids: Tensor, config: GenerationConfig, extra: dict
                 raise SpecError(f"{kind} of your own is not supported, got {type(item).__name__}")
 
 
-def _params(config: GenerationConfig, prompt_length: int, seed: int) -> SamplingParams:
+def _params(
+    config: GenerationConfig, prompt_length: int, seed: int, stop: str | tuple[str, ...] | list[str]
+) -> SamplingParams:
     max_new_tokens = config.max_new_tokens
     if max_new_tokens is None:
         max_new_tokens = (config.max_length or 20) - prompt_length
-    stop = config.stop_strings or ()
+    stop = stop or config.stop_strings or ()
     eos = config.eos_token_id
     sampling: dict[str, Any] = {}
     if config.do_sample:

@@ -83,6 +83,7 @@ class SpeculativeDecoder:
         rule: which drafted tokens pass; None is lossless.
         num_draft_tokens: K, the deepest block a round drafts, 1 to 512; or what decides how deep.
         advisor: for a rule that needs advice.
+        num_token_ids: ids that a prompt may hold are below it; None for all that the target has.
 
     Raises:
         SpecError: K out of range, or a rule whose inputs nothing here provides.
@@ -98,6 +99,7 @@ class SpeculativeDecoder:
         rule: Rule | None = None,
         num_draft_tokens: int | DraftLength = 16,
         advisor: Advisor | None = None,
+        num_token_ids: int | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter or NoDrafter(target.device)
@@ -106,6 +108,7 @@ class SpeculativeDecoder:
         given = num_draft_tokens
         self.length = given if isinstance(given, DraftLength) else FixedLength(given)
         self.advisor = advisor
+        self._num_token_ids = num_token_ids or int(target.model.config.get_text_config().vocab_size)
         self._require_inputs()
 
     def _require_inputs(self) -> None:
@@ -181,9 +184,8 @@ class SpeculativeDecoder:
             raise SpecError("prompt must hold at least one token, got none")
         if isinstance(prompt, str):
             return prompt_ids
-        highest = self.target.model.config.get_text_config().vocab_size - 1
         for token_id in prompt_ids:
-            require_whole("a token id of the prompt", token_id, 0, highest)
+            require_whole("a token id of the prompt", token_id, 0, self._num_token_ids - 1)
         return prompt_ids
 
     def _start(

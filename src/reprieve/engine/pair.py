@@ -76,6 +76,7 @@ class Pair(ModelPair):
             rule=ready,
             num_draft_tokens=length,
             advisor=advisor or make_advisor(ready, self.draft),
+            num_token_ids=self.num_token_ids,
         )
 
     def _length(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from reprieve.engine.pair import Pair, load_pair
+from reprieve.models.int8 import num_weights
 from reprieve.models.timing import forward_seconds
 from reprieve.settings import PairSettings
 
@@ -37,7 +38,7 @@ def load_asked(
 
 def _choose(pair: Pair, all_threads: int) -> int:
     """One thread, or all where a forward of the target is clearly faster with them."""
-    if all_threads == 1 or sum(tensor.numel() for tensor in pair.target.parameters()) > _LARGE:
+    if all_threads == 1 or num_weights(pair.target) > _LARGE:
         return all_threads
     times: dict[int, list[float]] = {1: [], all_threads: []}
     model = pair.cached_target()

@@ -11,6 +11,7 @@ from typing import Any
 from reprieve.backends.deployers import make_deployer
 from reprieve.backends.deploying import TARGET, Deployer, Slot, client_of, fields_of
 from reprieve.backends.running import Running
+from reprieve.bench.runner import no_problems
 from reprieve.engine import Pair
 from reprieve.engine.threads import load_asked
 from reprieve.errors import SpecError
@@ -79,9 +80,7 @@ def _build(settings: MiningSettings, plain: Task, served: TargetServers | None) 
     task = ask(plain, pair.tokenizer, settings.prompt)
     problems = task.problems(settings.split, settings.limit, offset=settings.offset)
     if not problems:
-        raise SpecError(
-            f"offset must be below the number of problems of split {settings.split!r}, got {settings.offset}"
-        )
+        raise SpecError(no_problems(task, settings.split, settings.offset))
     responses = ResponseFormat(
         tokenizer=pair.tokenizer,
         task=task,

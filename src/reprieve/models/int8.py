@@ -126,6 +126,12 @@ def is_int8(model: nn.Module) -> bool:
     return any(isinstance(module, Int8Linear) for module in model.modules())
 
 
+def num_weights(model: nn.Module) -> int:
+    """Return how many weights a model has, int8 ones included."""
+    packed = sum(module.weight.numel() for module in model.modules() if isinstance(module, Int8Linear))
+    return packed + sum(parameter.numel() for parameter in model.parameters())
+
+
 def dtype_name(model: PreTrainedModel) -> str:
     """Return the name of a model's precision: int8, or its floating-point dtype."""
     return INT8 if is_int8(model) else str(model.dtype).removeprefix("torch.")

@@ -63,6 +63,12 @@ class ModelPair:
         return int(self.target.get_output_embeddings().weight.shape[0])
 
     @property
+    def num_token_ids(self) -> int:
+        """Token ids that both models know: families pad their vocabularies differently."""
+        models = [self.target, *([] if self.draft is None else [self.draft])]
+        return min(int(model.config.get_text_config().vocab_size) for model in models)
+
+    @property
     def dtype(self) -> str:
         """Name of the target's precision, such as bfloat16 or int8."""
         return dtype_name(self.target)

@@ -190,7 +190,7 @@ def _prompts(pair: Pair, task: Task | None, settings: PlaygroundSettings) -> Pro
     return Prompts(
         pair.tokenizer,
         max_positions=min(_positions(pair.target), _positions(pair.draft)),
-        vocab_size=pair.vocab_size,
+        vocab_size=pair.num_token_ids,
         wrap=wrap,
         num_draft_tokens=AUTO if isinstance(settings.num_draft_tokens, str) else settings.num_draft_tokens,
         asked=settings.asked,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from reprieve.backends.request_fields import LEVEL, SWITCH, THRESHOLD
 from reprieve.engine import SamplingParams
@@ -15,7 +15,19 @@ from reprieve.settings import MAX_STOP_LENGTH
 from reprieve.types import Generation, Token
 
 Whole = Annotated[int, Field(strict=True)]  # true is no number
-TokenIds = list[Whole]
+_MOST_ITEMS = 100_000  # of a prompt's token ids, and of the parts of all messages
+_MOST_MESSAGES = 4096
+_MOST_FIELDS = 64  # of a body, and of an object in it
+
+
+def _no_boolean(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"a number is wanted, got {value}")
+    return value
+
+
+Real = Annotated[float, BeforeValidator(_no_boolean)]
+TokenIds = Annotated[list[Whole], Field(max_length=_MOST_ITEMS, fail_fast=True)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 MAX_CHOICES = 128
 _GREEDY = 1e-5  # temperatures below it are 0, as in vLLM: dividing by much less overflows
@@ -28,9 +40,9 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     model: str | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    temperature: Annotated[Real, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[Real, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1)] | None = None
     n: Annotated[int, Field(ge=1, le=16, strict=True)] = 1
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63, strict=True)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
@@ -45,14 +57,33 @@ class RequestBody(BaseModel):
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     vllm_xargs: dict[Literal["reprieve_threshold", "reprieve_rule", "reprieve_leniency"], Any] | None = None
     reprieve_rule: str | None = None
-    reprieve_threshold: float | None = None
+    reprieve_threshold: Real | None = None
     reprieve_leniency: str | None = None
     reprieve_provenance: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, body: Any) -> Any:
+        """Bound the number of fields before any of them is looked at."""
+        if isinstance(body, dict):
+            for name, value in [("the body", body), *list(body.items())[:_MOST_FIELDS]]:
+                if isinstance(value, dict) and len(value) > _MOST_FIELDS:
+                    raise ValueError(f"{str(name)[:100]} must hold at most {_MOST_FIELDS} fields, got {len(value)}")
+        return body
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> RequestBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream=true")
+        return self
+
+    @model_validator(mode="after")
+    def _extra_arguments_are_plain(self) -> RequestBody:
+        for name, value in (self.vllm_xargs or {}).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name} must be finite, got {value}")
+            if isinstance(value, list | dict):
+                raise ValueError(f"{name} must be a number or a text, got {type(value).__name__}")
         return self
 
     @property
@@ -117,7 +148,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(max_length=_MOST_MESSAGES, fail_fast=True)]
 
     @property
     def text(self) -> str:
@@ -137,14 +168,21 @@ class TemplateOptions(BaseModel):
 class ChatBody(RequestBody):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
+    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
     chat_template_kwargs: TemplateOptions | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> ChatBody:
+        given = {value for value in (self.max_tokens, self.max_completion_tokens) if value is not None}
+        if len(given) > 1:
+            raise ValueError("max_tokens and max_completion_tokens must agree where both are given")
+        return self
 
 
 class Texts(Protocol):
@@ -313,12 +351,12 @@ _SHAPES = {  # fields that take several shapes: the checks of each shape alone w
 def field_error(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     """The first thing wrong with a body: a sentence, and the field."""
     first = errors[0]
-    where = [str(part) for part in first["loc"] if part != "body"]
+    where = [str(part)[:100] for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         return f"the body is not JSON: {first['ctx']['error']} at character {where[0]}", None
     if first["type"] == "value_error":
         reason = str(first["ctx"]["error"])
-        return reason, reason.partition(" ")[0]
+        return (f"{'.'.join(where)}: {reason}", where[0]) if where else (reason, reason.partition(" ")[0])
     if not where:
         return "send a JSON object, with Content-Type: application/json", None
     if where[0] in _SHAPES and first["type"] != "missing":
