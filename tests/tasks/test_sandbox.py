@@ -112,6 +112,8 @@ ESCAPES = {
     "more processor time": "import resource as r; r.setrlimit(r.RLIMIT_CPU, (9999, 9999))",
     "a core file": "import resource as r; r.setrlimit(r.RLIMIT_CORE, (1 << 20, 1 << 20))",
     "becoming root again": "import ctypes, os; ctypes.CDLL(None).setuid(0); os.sched_setaffinity(1, {0})",
+    "memory without a file": "import os; os.memfd_create('x')",
+    "names made outside": "import ctypes; raise SystemExit(ctypes.CDLL(None).inotify_init1(0) < 0 or 0)",
     "mounting": "import ctypes; raise SystemExit(ctypes.CDLL(None).mount(b'none', b'/tmp', b'tmpfs', 0, None))",
 }
 
