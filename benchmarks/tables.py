@@ -228,6 +228,9 @@ def shown(place: str) -> str:
     document = kept(name)
     if not part:
         return SHOWN[tables()[name]["shown"]](tables()[name], document)
+    if view := tables()[name].get("views", {}).get(part):  # some arms and columns of a table
+        arms = [arm for arm in document["arms"] if arm["spec"] in view["arms"]]
+        return arms_table({**tables()[name], **view}, {**document, "arms": arms})
     parts = document.get("parts", {})
     if part not in parts:
         raise ReprieveError(f"table {name} has no part {part!r}; it has {', '.join(parts) or 'none'}")

@@ -44,7 +44,7 @@ _REFUSED_CALLS = (
     "process_madvise", "migrate_pages", "move_pages", "io_uring_setup", "userfaultfd", "perf_event_open", "bpf",
     "keyctl", "add_key", "request_key", "quotactl", "acct", "swapon", "swapoff", "reboot", "kexec_load",
     "open_by_handle_at", "name_to_handle_at", "unshare", "setns", "chroot", "fanotify_init",
-    "inotify_init", "inotify_init1", "inotify_add_watch", "memfd_create", "memfd_secret",  # names outside; uncounted memory
+    "inotify_init", "inotify_init1", "inotify_add_watch", "memfd_create", "memfd_secret",
 )  # fmt: skip
 
 
