@@ -11,12 +11,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from reprieve.certify.bounds import betting_pvalue, hoeffding_bentkus_pvalue, upper_bound
+from reprieve.certify.risks import Lengths, RiskTest, length_risks
 from reprieve.certify.settings import NET_DROP, Promise
 from reprieve.errors import SpecError
+
+
+class Outcomes(NamedTuple):
+    """Outcomes of the same problems, strictly and relaxed, [n] or [n, trials] in [0, 1]."""
+
+    strict: np.ndarray
+    relaxed: np.ndarray
+    tokens_per_round: float | None = None
+    lengths: Lengths | None = None
 
 
 def losses_of(promise: Promise, strict: np.ndarray, relaxed: np.ndarray) -> np.ndarray:
@@ -45,12 +56,20 @@ def num_needed(promise: Promise) -> int:
     return high
 
 
-def paired_test(promise: Promise, strict: np.ndarray, relaxed: np.ndarray) -> PairedTest:
+def paired_test(
+    promise: Promise, strict: np.ndarray, relaxed: np.ndarray, lengths: Lengths | None = None
+) -> PairedTest:
     """Whether these paired outcomes prove the promise.
 
+    Args:
+        lengths: of the same answers; needed where the promise bounds them.
+
     Raises:
-        ValueError: different shapes, or none.
+        ValueError: different shapes, or none, or no lengths for a promise that bounds them.
     """
+    if lengths is None and (promise.max_growth is not None or promise.max_unfinished is not None):
+        raise ValueError("a promise about lengths needs the answers' lengths")
+    risks = () if lengths is None else length_risks(promise, lengths)
     if strict.shape != relaxed.shape or not len(strict):
         raise ValueError(f"outcomes must be of the same problems, got shapes {strict.shape} and {relaxed.shape}")
     losses = losses_of(promise, strict, relaxed)
@@ -69,7 +88,8 @@ def paired_test(promise: Promise, strict: np.ndarray, relaxed: np.ndarray) -> Pa
             low=-1.0 if promise.loss == NET_DROP else 0.0,
         ),
         p_value=p_value,
-        passed=p_value <= 1 - promise.confidence,
+        passed=p_value <= 1 - promise.confidence and all(risk.passed for risk in risks),
+        risks=risks,
     )
 
 
@@ -89,7 +109,8 @@ class PairedTest:
     observed: float  # the loss
     upper_bound: float
     p_value: float  # of "the loss is max_drop or more"
-    passed: bool
+    passed: bool  # the loss and every other risk
+    risks: tuple[RiskTest, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,7 +125,7 @@ class ThresholdStep:
 def walk(
     thresholds: Sequence[float],
     promise: Promise,
-    measure: Callable[[float], tuple[np.ndarray, np.ndarray, float | None]],
+    measure: Callable[[float], tuple[Any, ...]],
     *,
     on_step: Callable[[ThresholdStep], None] = lambda step: None,
 ) -> list[ThresholdStep]:
@@ -113,8 +134,7 @@ def walk(
     The last step that passed is the one to use; none passed where the first step failed.
 
     Args:
-        measure: from a threshold to strict and relaxed outcomes of the same problems, [n] or [n, trials] in [0, 1],
-            and tokens a round.
+        measure: from a threshold to `Outcomes`, or as much of them as the promise needs.
 
     Raises:
         SpecError: no thresholds, or one twice.
@@ -123,8 +143,9 @@ def walk(
         raise SpecError(f"thresholds must be different values, at least one, got {list(thresholds)}")
     steps: list[ThresholdStep] = []
     for threshold in thresholds:
-        strict, relaxed, tokens_per_round = measure(threshold)
-        steps.append(ThresholdStep(threshold, paired_test(promise, strict, relaxed), tokens_per_round))
+        found = Outcomes(*measure(threshold))
+        evidence = paired_test(promise, found.strict, found.relaxed, found.lengths)
+        steps.append(ThresholdStep(threshold, evidence, found.tokens_per_round))
         on_step(steps[-1])
         if not steps[-1].evidence.passed:
             break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ from reprieve.bench.results import column, common_rows
 from reprieve.bench.runner import Runner, environment
 from reprieve.bench.settings import RunSettings
 from reprieve.bundles import BUNDLED_HEADS
-from reprieve.certify.fixed_sequence import PairedTest, ThresholdStep, paired_test, walk
+from reprieve.certify.fixed_sequence import Outcomes, PairedTest, ThresholdStep, paired_test, walk
+from reprieve.certify.risks import Lengths, RiskTest
 from reprieve.certify.settings import NET_DROP, CertifySettings, Promise
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.files import replace_file
@@ -140,10 +142,10 @@ def certify(
         config = RunConfig.of(engine, chosen, settings, command=command)
         return Runner(config, chosen, engine, task, folder / name, extendable=True)
 
-    def measure(run: Runner, arm: Arm) -> tuple[np.ndarray, np.ndarray, float | None]:
+    def measure(run: Runner, arm: Arm) -> Outcomes:
         if not run.measure([strict], progress) or not run.measure([arm], progress):
             raise KeyboardInterrupt
-        return _outcomes(run, strict, arm)
+        return _outcomes(run, strict, arm, task.max_new_tokens)
 
     _require_unseen(plan, task)
     again = make_arm(RERUN, plan.num_draft_tokens, target=plan.target)
@@ -168,13 +170,17 @@ def certify(
             return Certification(steps, None, None, "no threshold passed: already the strictest could not be proved")
         best = arms[passed[-1].threshold]
         held = runner(plan.held_out, [strict, best], "held_out")
-        ours, relaxed, tokens_per_round = measure(held, best)
+        found = measure(held, best)
     except KeyboardInterrupt:
         return None
-    look = ThresholdStep(passed[-1].threshold, paired_test(plan.promise, ours, relaxed), tokens_per_round)
+    evidence = paired_test(plan.promise, found.strict, found.relaxed, found.lengths)
+    look = ThresholdStep(passed[-1].threshold, evidence, found.tokens_per_round)
     announce(_line(plan, look, where="held out"))
     if look.evidence.observed >= plan.promise.max_drop:
         contradiction = f"the held-out problems contradict it: observed {look.evidence.observed:.4f}"
+        return Certification(steps, look.evidence, None, contradiction)
+    if against := next((risk for risk in evidence.risks if risk.contradicted), None):
+        contradiction = f"the held-out problems contradict it: {against.name} {against.observed:.4f}"
         return Certification(steps, look.evidence, None, contradiction)
     certificate = _certificate(plan, best, steps, look, calibration, held, noise)
     path = folder / f"{best.rule_name}-{plan.promise.loss}-{plan.promise.max_drop:g}.json"
@@ -244,21 +250,21 @@ def _certificate(
             **_where(calibration),
             "num_unread": _unread(calibration),
             "num_thresholds_tried": len(steps),
-            "steps": [dataclasses.asdict(step) for step in steps],
+            "steps": [_plain(step) for step in steps],
             **({} if noise is None else {"noise_floor": noise}),
         },
         held_out={
             **_where(held),
             "num_unread": _unread(held),
             "tokens_per_round": look.tokens_per_round,
-            **dataclasses.asdict(look.evidence),
+            **_plain(look.evidence),
         },
         made_with={"command": calibration.config.command, **environment()},
     )
 
 
-def _outcomes(runner: Runner, strict_arm: Arm, arm: Arm) -> tuple[np.ndarray, np.ndarray, float | None]:
-    """Who solved what, [n, trials], strictly and relaxed, and the relaxed arm's tokens a round."""
+def _outcomes(runner: Runner, strict_arm: Arm, arm: Arm, budget: int) -> Outcomes:
+    """Return who solved what, [n, trials], strictly and relaxed, with lengths and the relaxed arm's tokens a round."""
     labels = [strict_arm.label, arm.label]
     rows = common_rows(labels, runner.records, runner.config.num_trials)
     if failed := sum(record.error is not None for label in labels for trials in rows[label] for record in trials):
@@ -271,14 +277,22 @@ def _outcomes(runner: Runner, strict_arm: Arm, arm: Arm) -> tuple[np.ndarray, np
             "lossless decoding solved none of the problems: there is nothing to lose, and so nothing to certify; check "
             "the task's grader and answers, and how the model is asked"
         )
-    tokens = column(rows[labels[1]], lambda record: record.num_tokens).sum()
+    tokens = [column(rows[label], lambda record: record.num_tokens) for label in labels]
+    cut = [column(rows[label], lambda record: record.finish_reason == "length") for label in labels]
     rounds = column(rows[labels[1]], lambda record: record.num_rounds).sum()
-    return strict, relaxed, float(tokens / rounds) if rounds else None
+    tokens_per_round = float(tokens[1].sum() / rounds) if rounds else None
+    return Outcomes(strict, relaxed, tokens_per_round, Lengths(tokens[0], tokens[1], cut[0], cut[1], budget))
 
 
 def _where(runner: Runner) -> dict[str, Any]:
     settings = {name: getattr(runner.config, name) for name in ("split", "offset", "limit", "seed")}
     return {**settings, "problems": [problem.digest for problem in runner.problems]}
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    """Return a record as JSON holds it."""
+    made: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(record)))
+    return made
 
 
 def _unread(runner: Runner) -> dict[str, int]:
@@ -305,8 +319,16 @@ def _statement(
         f"Calibrated on {step.evidence.num_problems} problems (observed {100 * step.evidence.observed:+.2f} points, at "
         f"most {100 * step.evidence.upper_bound:.2f}); on {held.num_problems} held-out problems it lost "
         f"{100 * held.observed:+.2f} points (at most {100 * held.upper_bound:.2f})."
+        + "".join(map(_risk_sentence, step.evidence.risks))
         + ("" if noise is None else f" {_noise_line(noise)}")
     )
+
+
+def _risk_sentence(risk: RiskTest) -> str:
+    observed = f"(observed {100 * risk.observed:+.1f}, at most {100 * risk.upper_bound:.1f})"
+    if risk.name == "growth":
+        return f" Answers grow by less than {100 * risk.bound:g}% {observed}."
+    return f" Unfinished answers grow by less than {100 * risk.bound:g} points {observed}."
 
 
 def _noise_floor(runner: Runner, strict: Arm, again: Arm) -> Noise:
@@ -337,6 +359,10 @@ def _line(plan: Plan, step: ThresholdStep, where: str = "calibration") -> str:
     return (
         f"{where}: {dial} {step.threshold:g}: loss {100 * evidence.observed:+.2f} points, at most "
         f"{100 * evidence.upper_bound:.2f}, p = {evidence.p_value:.3g}, "
+        + "".join(
+            f"{risk.name} {100 * risk.observed:+.1f}%, at most {100 * risk.upper_bound:.1f}%, p = {risk.p_value:.3g}, "
+            for risk in evidence.risks
+        )
         + (f"{step.tokens_per_round:.2f} tokens a round, " if step.tokens_per_round else "")
         + ("passed" if evidence.passed else "not proved")
     )

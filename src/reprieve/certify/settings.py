@@ -20,16 +20,25 @@ class Promise:
         max_drop: The loss to stay below, in (0, 1): 0.01 is one point.
         confidence: Of the promise, in [0.5, 1).
         loss: net_drop (solved strictly minus solved relaxed), or regression (solved strictly and failed relaxed).
+        max_growth: Growth of the mean answer length to stay below as well: 0.1 is a tenth longer. Default: not bounded.
+        max_unfinished: Unfinished answers beyond lossless decoding's to stay below as well: 0.01 is one in a hundred.
+            Default: not bounded.
     """
 
     max_drop: float
     confidence: float = 0.95
     loss: str = NET_DROP
+    max_growth: float | None = None
+    max_unfinished: float | None = None
 
     def __post_init__(self) -> None:
         require_range("max_drop", self.max_drop, 0.0, 0.99, low_open=True)
         require_range("confidence", self.confidence, 0.5, 0.999999)
         require_choice("loss", self.loss, (NET_DROP, REGRESSION))
+        if self.max_growth is not None:
+            require_range("max_growth", self.max_growth, 0.0, 10.0, low_open=True)
+        if self.max_unfinished is not None:
+            require_range("max_unfinished", self.max_unfinished, 0.0, 0.99, low_open=True)
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ class Quickstart(Command):
         mine_limit: Problems to mine, from the train split.
         certify_limit: Calibration problems from the validation split, and as many held-out ones from the test split.
         max_drop: What the certificate promises to stay below: 0.05 is five points.
+        max_growth: Growth of the answers' length that it promises to stay below: 0.25 is a quarter longer.
         num_draft_tokens: K, drafted tokens a round; auto for as many as pay, or auto:path=HEAD.
         num_workers: Processes side by side while mining and certifying. Default: the cores, at most 4; 1 on a GPU.
         seed: Same seed, same result.
@@ -86,6 +87,7 @@ class Quickstart(Command):
     mine_limit: int = 400
     certify_limit: int = 400
     max_drop: float = 0.05
+    max_growth: float | None = 0.25
     num_draft_tokens: NumDraftTokens = AUTO
     num_workers: int | None = None
     seed: int = 0
@@ -146,7 +148,7 @@ class Quickstart(Command):
     def _certification(self, prompt: PromptSettings, rule: str, limit: int) -> Certify:
         settings = CertifySettings(
             rule=rule,
-            promise=Promise(self.max_drop),
+            promise=Promise(self.max_drop, max_growth=self.max_growth),
             thresholds=_THRESHOLDS,
             num_draft_tokens=self._num_draft_tokens,
             held_out_limit=limit,

@@ -1,0 +1,106 @@
+"""Risks of a relaxed rule besides lost answers: answers that grow, and answers that never end.
+
+Each is a paired difference with a bound, tested as the loss of quality is (`bounds.betting_pvalue`), valid at any
+number of problems. A threshold is certified where every risk is proved at the same level. The hypothesis that is
+rejected is then "at least one risk is too large", and the largest of the p-values is a valid p-value of it, whatever the
+risks have to do with each other (Berger, 1982: intersection-union tests). So no level is divided among them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from reprieve.certify.bounds import betting_pvalue, upper_bound
+from reprieve.certify.settings import Promise
+
+_MOST_GROWTH = 100.0
+_PRECISION = 1e-3
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of the same answers, strict and relaxed.
+
+    Args:
+        strict, relaxed: tokens, [n] or [n, trials].
+        strict_cut, relaxed_cut: whether the answer reached the token budget, as 0 or 1, in the same shapes.
+        budget: largest length an answer can have.
+    """
+
+    strict: np.ndarray
+    relaxed: np.ndarray
+    strict_cut: np.ndarray
+    relaxed_cut: np.ndarray
+    budget: int
+
+
+@dataclass(frozen=True)
+class RiskTest:
+    """What paired lengths say of one risk.
+
+    Args:
+        name: growth (of the mean length, as a share of the strict one) or unfinished (share of answers, beyond strict).
+        bound: what was promised to stay below.
+        upper_bound: the smallest bound that these problems prove.
+    """
+
+    name: str
+    bound: float
+    observed: float
+    upper_bound: float
+    p_value: float
+    passed: bool
+
+    @property
+    def contradicted(self) -> bool:
+        """Whether what was observed is no smaller than what was promised."""
+        return self.observed >= self.bound
+
+
+def length_risks(promise: Promise, lengths: Lengths) -> tuple[RiskTest, ...]:
+    """Test the risks that a promise names."""
+    tests = []
+    if promise.max_growth is not None:
+        tests.append(_growth(promise, lengths, promise.max_growth))
+    if promise.max_unfinished is not None:
+        tests.append(_unfinished(promise, lengths, promise.max_unfinished))
+    return tuple(tests)
+
+
+def growth_pvalue(promise: Promise, lengths: Lengths, growth: float) -> float:
+    """P-value of "the mean relaxed length is (1 + growth) times the mean strict one, or more".
+
+    The mean of relaxed - (1 + growth) * strict is then 0 or more; divided by its largest size it lies in [-1, 1].
+    """
+    excess = _means(lengths.relaxed) - (1 + growth) * _means(lengths.strict)
+    return betting_pvalue(excess / ((1 + growth) * lengths.budget), 0.0, confidence=promise.confidence)
+
+
+def _growth(promise: Promise, lengths: Lengths, bound: float) -> RiskTest:
+    observed = float(lengths.relaxed.mean() / lengths.strict.mean()) - 1 if lengths.strict.any() else 0.0
+    p_value = growth_pvalue(promise, lengths, bound)
+    low, high = 0.0, _MOST_GROWTH
+    while high - low > _PRECISION * max(1.0, high):
+        middle = (low + high) / 2
+        proved = growth_pvalue(promise, lengths, middle) <= 1 - promise.confidence
+        low, high = (low, middle) if proved else (middle, high)
+    return RiskTest("growth", bound, observed, high, p_value, p_value <= 1 - promise.confidence)
+
+
+def _unfinished(promise: Promise, lengths: Lengths, bound: float) -> RiskTest:
+    more = _means(lengths.relaxed_cut) - _means(lengths.strict_cut)
+
+    def pvalue(values: np.ndarray, at: float) -> float:
+        return betting_pvalue(values, at, confidence=promise.confidence)
+
+    p_value = pvalue(more, bound)
+    highest = upper_bound(pvalue, more, confidence=promise.confidence, low=-1.0)
+    return RiskTest("unfinished", bound, float(more.mean()), highest, p_value, p_value <= 1 - promise.confidence)
+
+
+def _means(values: np.ndarray) -> np.ndarray:
+    """Of each problem, over its trials: [n] or [n, trials] to [n]."""
+    means: np.ndarray = np.asarray(values, dtype=float).reshape(len(values), -1).mean(1)
+    return means
