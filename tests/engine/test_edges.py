@@ -236,3 +236,19 @@ def test_a_matched_sibling_of_a_sampled_tree_is_no_rescue():
     outcome = accept(parse_rule("lossless"), block, case, check.settle(block), budget=RiskBudget())
     assert outcome.path == [1]
     assert outcome.provenance == [Provenance.MATCHED]
+
+
+def test_a_stop_text_that_is_a_special_token_ends_the_answer(target):
+    """Decoded answers leave special tokens out, so that their text never comes."""
+    from types import SimpleNamespace
+
+    free = SpeculativeDecoder(CachedModel(target), None, NumberTokenizer()).generate(
+        [1, 2], SamplingParams(max_new_tokens=12)
+    )
+    third = free.token_ids[2]
+    tokenizer = NumberTokenizer()
+    tokenizer.added_tokens_decoder = {third: SimpleNamespace(content="<|end|>", special=True)}
+    decoder = SpeculativeDecoder(CachedModel(target), None, tokenizer)
+    params = SamplingParams(max_new_tokens=12, stop=("<|end|>",), ignore_eos=True)
+    made = decoder.generate([1, 2], params)
+    assert made.finish_reason == "stop" and made.token_ids == free.token_ids[: free.token_ids.index(third) + 1]

@@ -50,3 +50,17 @@ def test_long_stop_texts_take_linear_time():
 def test_stop_texts_are_bounded(stop):
     with pytest.raises(SpecError, match="stop must hold"):
         SamplingParams(stop=stop)
+
+
+def test_bytes_that_are_no_character_are_released_and_take_linear_time():
+    decoded = []
+
+    class Bytes:
+        def decode(self, token_ids, *, skip_special_tokens=False):
+            decoded.append(len(token_ids))
+            return bytes(token_ids).decode(errors="replace")
+
+    stream = TextStream(Bytes())
+    released = "".join(stream.push(0x80) for _ in range(4000)) + stream.finish()
+    assert released == "\ufffd" * 4000
+    assert max(decoded) <= 20, "a window, not all of it"

@@ -2,8 +2,8 @@
 
 Each is a paired difference with a bound, tested as the loss of quality is (`bounds.betting_pvalue`), valid at any
 number of problems. A threshold is certified where every risk is proved at the same level. The hypothesis that is
-rejected is then "at least one risk is too large", and the largest of the p-values is a valid p-value of it, whatever the
-risks have to do with each other (Berger, 1982: intersection-union tests). So no level is divided among them.
+rejected is then "at least one risk is too large", and the largest of the p-values is a valid p-value of it, whatever
+the risks have to do with each other (Berger, 1982: intersection-union tests). So no level is divided among them.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ class Answer:
     budget: RiskBudget
     length: RoundLength
     eos_ids: frozenset[int]
+    stop_ids: frozenset[int]  # special tokens that a stop text names
     watch: Stopwatch
     on_token: OnToken | None
     tokens: list[Token] = field(default_factory=list)
@@ -60,7 +61,9 @@ class Answer:
         self.tokens.append(token)
         ended = token.token_id in self.eos_ids
         text = self.stream.push(token.token_id) if self.streams else ""
-        if ended:
+        if token.token_id in self.stop_ids:
+            self.finish_reason = "stop"
+        elif ended:
             self.finish_reason = "eos"
         elif self.stream.stopped:
             self.finish_reason = "stop"

@@ -17,7 +17,7 @@ from reprieve.drafters import Drafter, NoDrafter
 from reprieve.drafters.length import DraftLength, FixedLength
 from reprieve.engine.answer import Answer, OnToken, with_logprobs
 from reprieve.engine.stopwatch import Stopwatch
-from reprieve.engine.text_stream import TextStream
+from reprieve.engine.text_stream import TextStream, special_tokens
 from reprieve.errors import SpecError, UnsupportedModelError, require_whole
 from reprieve.heads.loading import attach_heads
 from reprieve.models.cached_model import CachedModel, eos_token_ids
@@ -212,6 +212,7 @@ class SpeculativeDecoder:
             if self.advisor is not None:
                 self.advisor.start(prompt_ids, max_length=num_positions, num_draft_tokens=self.length.most)
         eos = eos_token_ids(self.target.model, self.tokenizer) if params.eos_token_ids is None else params.eos_token_ids
+        special = special_tokens(self.tokenizer) if params.stop else {}
         return Answer(
             prompt_ids=prompt_ids,
             unread=unread,
@@ -222,6 +223,7 @@ class SpeculativeDecoder:
             budget=RiskBudget.of(rule),
             length=self.length.start(rule.dial_value, params.temperature),
             eos_ids=frozenset() if params.ignore_eos else frozenset(eos),
+            stop_ids=frozenset(special[text] for text in params.stop if text in special),
             watch=watch,
             on_token=on_token,
             trace=[] if trace else None,

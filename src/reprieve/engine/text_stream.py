@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 _REPLACEMENT = "\ufffd"
+_LONGEST_CHARACTER = 8  # tokens; more of them are no character but bytes that are none
 
 
 class Decodes(Protocol):
     """The part of a tokenizer that turns ids into text."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str: ...
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return a tokenizer's special tokens, by text: decoded answers leave them out."""
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    return {token.content: token_id for token_id, token in added.items() if token.special}
 
 
 class _Stop:
@@ -74,7 +81,7 @@ class TextStream:
     def _take(self, *, final: bool) -> None:
         known = self._decode(self._ids[self._context : self._read])
         window = self._decode(self._ids[self._context :])
-        if window.endswith(_REPLACEMENT) and not final:
+        if window.endswith(_REPLACEMENT) and not final and len(self._ids) - self._read < _LONGEST_CHARACTER:
             return  # half a character
         new = window[len(known) :]
         self._context, self._read = self._read, len(self._ids)

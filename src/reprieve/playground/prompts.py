@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -113,9 +114,31 @@ class Prompts:
         """Token ids to text, special tokens included."""
         return str(self.tokenizer.decode(token_ids))
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return a token's own bytes, also where they are half a character; None where the tokenizer does not say."""
+        token = self.tokenizer.convert_ids_to_tokens(token_id)
+        if not isinstance(token, str):
+            return None
+        if byte := _BYTE.fullmatch(token):  # SentencePiece's byte tokens
+            return bytes([int(byte[1], 16)])
+        if "\ufffd" not in self.decode([token_id]) or any(character not in _BYTES for character in token):
+            return None
+        return bytes(_BYTES[character] for character in token)
+
     def visible(self, token_ids: list[int]) -> str:
         """Token ids to text as answers hold it, without special tokens."""
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def _byte_characters() -> dict[str, int]:
+    """Return which byte each character of a byte-level tokenizer stands for: printable ones for themselves."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BYTES = _byte_characters()
 
 
 def require_text(field: str, text: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -30,6 +31,7 @@ Real = Annotated[float, BeforeValidator(_no_boolean)]
 TokenIds = Annotated[list[Whole], Field(max_length=_MOST_ITEMS, fail_fast=True)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 MAX_CHOICES = 128
+_HALF, _LONGEST_CHARACTER = "\ufffd", 8
 _GREEDY = 1e-5  # temperatures below it are 0, as in vLLM: dividing by much less overflows
 _FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 
@@ -190,6 +192,17 @@ class Texts(Protocol):
 
     def decode(self, token_ids: list[int]) -> str: ...
     def visible(self, token_ids: list[int]) -> str: ...
+    def token_bytes(self, token_id: int) -> bytes | None: ...
+
+
+@dataclass
+class _Place:
+    """Where a choice's log-probabilities have come to."""
+
+    num_characters: int = 0
+    last: int | None = None  # token
+    complete: int | None = None  # the last token that ended a character
+    pending: list[int] = field(default_factory=list)  # tokens of a character that is not whole yet
 
 
 class Replies:
@@ -208,7 +221,8 @@ class Replies:
         self.spec = spec
         self.provenance = provenance
         self._base = {"id": request_id, "created": int(time.time()), "model": model}
-        self._offsets: dict[int, int] = {}
+        self.token_bytes = texts.token_bytes
+        self._places: dict[int, _Place] = {}  # of each choice
 
     def whole(self, made: Sequence[Generation], num_prompt_tokens: int, num_logprobs: int | None) -> dict[str, Any]:
         """The response of a request that does not stream."""
@@ -302,25 +316,45 @@ class Replies:
             return None
         if self.chat:
             return {"content": [self._chat_logprob(token, num_logprobs) for token in tokens], "refusal": None}
-        texts = [self.decode([token.token_id]) for token in tokens]
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offsets.get(index, 0))
-            self._offsets[index] = offsets[-1] + len(self.visible([token.token_id]))
-        return {
-            "tokens": texts,
-            "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [
-                {self.decode([token_id]): _finite(value) for token_id, value in token.alternatives[:num_logprobs]}
-                for token in tokens
-            ],
-            "text_offset": offsets,
-        }
+        place = self._places.setdefault(index, _Place())
+        entries = [self._completion_logprob(place, token, num_logprobs) for token in tokens]
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return (
+            dict(zip(names, map(list, zip(*entries, strict=True)), strict=True)) if entries else {n: [] for n in names}
+        )
+
+    def _completion_logprob(
+        self, place: _Place, token: Token, num_logprobs: int
+    ) -> tuple[str, float | None, dict[str, float | None], int]:
+        """A token's text, log-probability and alternatives, and the character of the answer that it begins at."""
+        text = self._text(place.last, token.token_id)
+        top: dict[str, float | None] = {}
+        for token_id, value in token.alternatives[:num_logprobs]:
+            name = self._text(place.last, token_id)
+            top[name if name not in top else f"token_id:{token_id}"] = _finite(value)  # two tokens with one text
+        offset = place.num_characters
+        place.pending.append(token.token_id)
+        before = [] if place.complete is None else [place.complete]
+        grown = self.visible([*before, *place.pending])[len(self.visible(before)) if before else 0 :]
+        if not grown.endswith(_HALF) or len(place.pending) >= _LONGEST_CHARACTER:  # else half a character
+            place.num_characters += len(grown)
+            place.complete, place.pending = token.token_id, []
+        place.last = token.token_id
+        return text, _finite(token.logprob), top, offset
+
+    def _text(self, before: int | None, token_id: int) -> str:
+        """A token's text behind another: alone, some tokenizers leave out the space that it begins with."""
+        alone = self.decode([token_id])
+        if before is None:
+            return alone
+        known, both = self.decode([before]), self.decode([before, token_id])
+        return both[len(known) :] if both.startswith(known) and both[len(known) :].endswith(alone) else alone
 
     def _chat_logprob(self, token: Token, num_logprobs: int) -> dict[str, Any]:
         def entry(token_id: int, value: float | None) -> dict[str, Any]:
             text = self.decode([token_id])
-            return {"token": text, "logprob": _finite(value), "bytes": list(text.encode())}
+            own = self.token_bytes(token_id)
+            return {"token": text, "logprob": _finite(value), "bytes": list(text.encode() if own is None else own)}
 
         top = [entry(token_id, value) for token_id, value in token.alternatives[:num_logprobs]]
         return {**entry(token.token_id, token.logprob), "top_logprobs": top}

@@ -1,0 +1,59 @@
+"""Log-probabilities as clients read them: every alternative, offsets by characters, a token's own bytes."""
+
+import pytest
+
+from reprieve.playground.prompts import Prompts
+from reprieve.playground.protocol import Replies
+from reprieve.types import Provenance, Token
+from tests.kit.chats import byte_tokenizer
+
+
+class Words:
+    """Tokens of a SentencePiece kind: each with a space before it, which is left out at the beginning of a text."""
+
+    vocabulary = ("hello", "world", "world", "!")
+
+    def decode(self, token_ids):
+        return " ".join(self.vocabulary[token_id] for token_id in token_ids)
+
+    visible = decode
+
+    def token_bytes(self, token_id):
+        return None
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return Prompts(byte_tokenizer(), max_positions=100, vocab_size=500, wrap=None, num_draft_tokens=4)
+
+
+def token(token_id, alternatives=()):
+    return Token(token_id, Provenance.TARGET, logprob=-0.5, alternatives=tuple(alternatives))
+
+
+def completion(texts, tokens, num=5):
+    return Replies("completion", "id", "m", texts, "lossless", provenance=False)._logprobs(0, tokens, num)
+
+
+def test_words_keep_the_space_before_them_and_offsets_count_it():
+    found = completion(Words(), [token(0), token(1), token(3)])
+    assert found["tokens"] == ["hello", " world", " !"]
+    assert found["text_offset"] == [0, 5, 11]
+
+
+def test_tokens_with_the_same_text_are_both_told():
+    (top,) = completion(Words(), [token(0, [(1, -1.0), (2, -2.0), (3, -3.0)])])["top_logprobs"]
+    assert top == {"world": -1.0, "token_id:2": -2.0, "!": -3.0}
+
+
+def test_offsets_behind_an_emoji_count_characters(prompts):
+    ids = prompts.plain("a😀b")
+    found = completion(prompts, [token(token_id) for token_id in ids])
+    assert found["text_offset"][0] == 0 and found["text_offset"][-1] == 2
+
+
+def test_half_a_character_has_its_own_bytes(prompts):
+    ids = prompts.plain("😀")
+    replies = Replies("chat", "id", "m", prompts, "lossless", provenance=False)
+    content = replies._logprobs(0, [token(token_id) for token_id in ids], 0)["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in content) == "😀".encode()
