@@ -7,7 +7,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from reprieve.errors import SpecError
+
 _FILE = "bundle.json"
+_OURS = "reprieve/"  # names beginning so are not asked of the hub
 _OTHERS = "REPRIEVE_BUNDLES"  # folders with further bundles
 
 
@@ -68,8 +71,14 @@ BUNDLED_HEADS = {name: bundle.folder / head for bundle in BUNDLES.values() for h
 
 
 def source_of(name: str | Path, role: str) -> str | Path:
-    """Where a model is read from: the folder of a bundled one, else what its name says."""
+    """Return where a model is read from: the folder of a bundled one, else what its name says.
+
+    Raises:
+        SpecError: a name of a bundled pair that there is not.
+    """
     bundle = BUNDLES.get(str(name))
+    if bundle is None and str(name).startswith(_OURS) and not Path(name).exists():
+        raise SpecError(f"{role} must be one of {', '.join(BUNDLES)} or another model, got {str(name)!r}")
     return name if bundle is None else bundle.role_folder(role)
 
 

@@ -7,6 +7,7 @@ No module that holds settings imports torch, so that `--help` answers at once. S
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral
@@ -224,6 +225,20 @@ class SamplingParams(SamplingSettings):
             raise SpecError(
                 f"truncation takes a rule that judges by the target's distribution alone, got {self.truncation.name}"
             )
+
+    def with_fields(self, **fields: Any) -> SamplingParams:
+        """Return the same with some fields set.
+
+        Raises:
+            SpecError: an unknown field, with the one that may have been meant; a value out of range.
+        """
+        known = {field.name for field in dataclasses.fields(self)}
+        for name in fields.keys() - known:
+            near = {"max_tokens": "max_new_tokens"}.get(name) or next(
+                iter(difflib.get_close_matches(name, known)), None
+            )
+            raise SpecError(f"no sampling parameter {name!r}" + (f"; did you mean {near}?" if near else ""))
+        return dataclasses.replace(self, **fields) if fields else self
 
     def for_problem(self, number: int, trial: int = 0) -> SamplingParams:
         """The same, with draws of its own for the `number`th problem of a task and a trial of it."""

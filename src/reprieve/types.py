@@ -263,7 +263,7 @@ class RoundTrace:
     committed: list[Token]
 
 
-@dataclass
+@dataclass(repr=False)
 class Generation:
     """A finished answer and how it was made."""
 
@@ -278,6 +278,12 @@ class Generation:
     seconds_by_part: dict[str, float] = field(default_factory=dict)  # of each of PARTS; {} unless they were timed
     round_lengths: list[int] = field(default_factory=list)  # committed tokens of each round
     trace: list[RoundTrace] | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"Generation({self.text!r:.80}, {len(self.tokens)} tokens in {self.num_rounds} rounds, "
+            f"{self.num_rescued} rescued, {self.finish_reason})"
+        )
 
     @property
     def token_ids(self) -> list[int]:

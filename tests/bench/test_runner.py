@@ -15,6 +15,7 @@ from reprieve.bench.figure import draw_frontier
 from reprieve.bench.records import RecordFile
 from reprieve.bench.results import summarise, write_results
 from reprieve.bench.runner import run_arms
+from reprieve.bench.settings import RunSettings
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.tasks import TaskProblem
 from tests.kit.toys import ToyTask
@@ -192,3 +193,19 @@ def test_sweep_sets_the_papers_own_parameter_at_every_k():
         sweep_rules("typical", [0.1], dial="theta")
     with pytest.raises(SpecError, match="nothing to sweep"):
         sweep_rules("lossless", [0.1])
+
+
+def test_answers_are_cut_to_the_room_that_the_models_have(bundled_pair, tmp_path):
+    """Data files ask for 1,024 tokens; a pair of 512 positions still answers."""
+    from reprieve.tasks import load_task
+    from reprieve.tasks.asking import ask
+
+    path = tmp_path / "q.jsonl"
+    path.write_text(json.dumps({"question": "How many?", "answer": "3"}) + "\n")
+    task = ask(load_task(f"jsonl:path={path},grader=number"), bundled_pair.tokenizer)
+    engine, arms = LocalEngine(bundled_pair), make_arms([], [4])
+    asked = RunSettings(task="jsonl", split="all", limit=1)
+    config = RunConfig.of(engine, arms, asked)
+    with pytest.warns(UserWarning, match="max_new_tokens is .* instead of 1024: the models read 512 tokens"):
+        run = run_arms(config, arms, engine, task, tmp_path / "run")
+    assert run.complete and not any(record.error for record in run.records)

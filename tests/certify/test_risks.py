@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from reprieve.certify.fixed_sequence import paired_test, walk
+from reprieve.certify.fixed_sequence import num_needed, paired_test, walk
 from reprieve.certify.risks import Lengths, growth_pvalue, length_risks
 from reprieve.certify.settings import Promise
 from reprieve.errors import SpecError
@@ -84,3 +84,8 @@ def test_bounds_out_of_range_and_missing_lengths_are_refused():
         Promise(0.03, max_unfinished=1)
     with pytest.raises(ValueError, match="needs the answers' lengths"):
         paired_test(PROMISE, np.ones(3), np.ones(3))
+
+
+def test_more_problems_are_needed_the_further_answers_lie_below_their_budget():
+    needed = [num_needed(PROMISE, answer_length=200, budget=budget) for budget in (256, 512, 2048)]
+    assert needed == sorted(needed) and needed[0] >= num_needed(Promise(0.03))

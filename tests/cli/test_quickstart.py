@@ -28,7 +28,7 @@ def test_it_looks_first(data, capsys):
     assert main(["quickstart", *SMALL, "--data", str(data), *FLAGS, "--look"]) == 0
     said = capsys.readouterr()
     assert "train" in said.out and "prompts: raw prompts" in said.out and "were right" in said.out
-    assert "plan: mine" in said.out and "cannot prove a loss below 5 points: 68 or more are needed" in said.err
+    assert "plan: mine" in said.out and "cannot prove a loss below 5 points and growth below 25%: " in said.err
     plain = ["--data", str(data), "--grader", "number", "--prompt-template", "t.txt"]
     assert main(["quickstart", *SMALL, *plain, "--look"]) == 0
     assert "the models read no more" in capsys.readouterr().err
@@ -91,7 +91,8 @@ def test_it_goes_from_a_file_to_a_certificate_and_goes_on_where_it_was_stopped(d
         for problem in load_task("arithmetic").problems("train", 160)
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    small = ["--mine-limit", "10", "--certify-limit", "10", "--max-drop", "0.9", "--workers", "1"]
+    small = ["--mine-limit", "10", "--certify-limit", "16", "--max-drop", "0.9", "--workers", "1"]
+    small += ["--max-growth", "10"]
     whole = ["quickstart", *SMALL, "--data", str(data), *FLAGS, *small, "--out", "whole"]
     assert main(whole) == 0
     said = capsys.readouterr().out

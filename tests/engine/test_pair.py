@@ -142,3 +142,19 @@ def test_two_decoders_of_one_pair_do_not_disturb_each_other(bundled_pair):
     seen = []
     first.generate(QUESTION, on_token=lambda *_: seen.append(0) if seen else seen.append(second.generate("Question:")))
     assert first.generate(QUESTION).text == alone
+
+
+def test_sampling_can_be_given_by_name(bundled_pair):
+    decoder = bundled_pair.decoder("lossless", num_draft_tokens=4)
+    made = decoder.generate("Question: 1 + 1?\nAnswer:", max_new_tokens=3)
+    assert len(made.tokens) == 3 and repr(made).startswith("Generation(")
+    with pytest.raises(SpecError, match="no sampling parameter 'max_tokens'; did you mean max_new_tokens"):
+        decoder.generate("x", max_tokens=3)
+    assert repr(bundled_pair) == (
+        "Pair(target='reprieve/arithmetic-pair', draft='reprieve/arithmetic-pair', dtype='float32', device='cpu')"
+    )
+
+
+def test_a_bundled_name_that_is_not_there_is_refused_without_asking_the_hub():
+    with pytest.raises(SpecError, match=r"target must be one of reprieve/.* or another model, got 'reprieve/nope'"):
+        reprieve.load_pair("reprieve/nope")

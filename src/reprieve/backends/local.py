@@ -41,6 +41,7 @@ class LocalEngine:
         self.facts = EngineFacts(pair.identity, pair.dtype, str(pair.device))
         self._meter = EnergyMeter(str(pair.device))
         self.meter: str | None = self._meter.source
+        self.num_positions = pair.num_positions
         self._decoders: dict[str, FoldedDecoder] = {}
         self._config: RunConfig | None = None
         self._arms: dict[str, Arm] = {}
@@ -126,6 +127,8 @@ class _Worker:
         self.task = ask(load_task(config.task), pair.tokenizer, PromptSettings(**config.prompt))
         self.problems = self.task.problems(config.split, config.limit, offset=config.offset)
         self.engine = LocalEngine(pair)
+        if pair.num_positions is not None:
+            self.task.fit(self.problems, pair.num_positions)
 
     def answer(self, jobs: Sequence[Job]) -> list[ProblemRecord]:
         return list(self.engine.answer(self.config, self.task, self.arms, self.problems, jobs))

@@ -47,6 +47,7 @@ class ServedEngine:
         self.tokenizer = tokenizer
         self.identity = identity
         self.num_parallel = deployer.settings.parallel
+        self.num_positions: int | None = None  # the server says so itself
         self._announce = announce
         self._slots: dict[tuple[str, int, str], Slot] = {}
         self._up: tuple[Slot, Running] | None = None

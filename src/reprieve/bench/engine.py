@@ -29,6 +29,7 @@ class Engine(Described, Protocol):
     tokenizer: Any
     num_parallel: int  # answers under way at once; how long one takes says little where it is more than one
     meter: str | None  # what measures energy
+    num_positions: int | None  # tokens of a text that it can read, as far as is known
 
     def answer(
         self, config: RunConfig, task: Task, arms: Sequence[Arm], problems: Sequence[TaskProblem], jobs: Sequence[Job]

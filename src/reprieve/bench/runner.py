@@ -18,6 +18,7 @@ from reprieve.errors import EngineError, ReprieveError, SpecError
 from reprieve.heads.origin import name_problems, seen_problems
 from reprieve.settings import MAX_PROBLEMS
 from reprieve.tasks import Task
+from reprieve.tasks.asking import AskedTask
 
 Progress = Callable[[int, int], None]  # finished and all (problem, trial, arm) triples
 
@@ -60,6 +61,8 @@ class Runner:
         self.problems = task.problems(config.split, config.limit, offset=config.offset)
         if not arms or not self.problems:
             raise SpecError(no_problems(task, config.split, config.offset))
+        if isinstance(task, AskedTask) and engine.num_positions is not None:
+            task.fit(self.problems, engine.num_positions)
         self.config = config
         self.arms = list(arms)
         self.engine = engine

@@ -44,15 +44,25 @@ def pvalue(promise: Promise, losses: np.ndarray, bound: float) -> float:
     return hoeffding_bentkus_pvalue(losses, bound)
 
 
-def num_needed(promise: Promise) -> int:
-    """Return how many problems prove a promise where the relaxed rule loses nothing on any of them."""
+def num_needed(promise: Promise, *, answer_length: float = 1.0, budget: int = 1) -> int:
+    """Return how many problems prove a promise where the relaxed rule changes nothing on any of them.
+
+    Args:
+        answer_length: tokens of an answer, for a promise about growth. The further answers lie below their `budget`,
+            the more a single runaway answer could add, and the more problems it takes to exclude that.
+    """
+
+    def proved(num: int) -> bool:
+        lengths = np.full(num, answer_length)
+        nothing, solved = np.zeros(num), np.ones(num)
+        return paired_test(promise, solved, solved, Lengths(lengths, lengths, nothing, nothing, budget)).passed
+
     low, high = 0, 1
-    while pvalue(promise, np.zeros(high), promise.max_drop) > 1 - promise.confidence:
+    while not proved(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        proved = pvalue(promise, np.zeros(middle), promise.max_drop) <= 1 - promise.confidence
-        low, high = (low, middle) if proved else (middle, high)
+        low, high = (low, middle) if proved(middle) else (middle, high)
     return high
 
 

@@ -296,10 +296,10 @@ def _plain(record: Any) -> dict[str, Any]:
 
 
 def _unread(runner: Runner) -> dict[str, int]:
-    """Return how many answers of each arm could not be read; they count as wrong."""
-    return {
-        arm.label: sum(record.unread for record in runner.records if record.arm == arm.label) for arm in runner.arms
-    }
+    """Return how many answers could not be read, strict ones and those of all relaxed arms; they count as wrong."""
+    unread = [record.arm for record in runner.records if record.unread]
+    strict = sum(label in (LOSSLESS, RERUN) for label in unread)
+    return {"strict": strict, "relaxed": len(unread) - strict}
 
 
 def _words(loss: str) -> str:

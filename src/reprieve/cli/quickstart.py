@@ -111,7 +111,7 @@ class Quickstart(Command):
             require_whole(name, getattr(self, name), 1)
 
     def run(self) -> int:
-        prompt, num_mined, num_certified = self._look()
+        prompt, num_mined, num_certified, provable = self._look()
         if self.look:
             return 0
         self._require_same_start()
@@ -121,7 +121,7 @@ class Quickstart(Command):
         stages.run("mine", self._mining(prompt, num_mined))
         stages.run("train", TrainJudge(labels=self.out / "labels", pair=self.pair, out=self.out / "head"))
         certificate = None
-        if self._provable(num_certified):
+        if provable:
             status = stages.run("certify", self._certification(prompt, judge, num_certified), results=(0, 1))
             certificate = self._certificate() if status == 0 else None
         arm = judge if certificate is None else certificate.rule
@@ -148,7 +148,7 @@ class Quickstart(Command):
     def _certification(self, prompt: PromptSettings, rule: str, limit: int) -> Certify:
         settings = CertifySettings(
             rule=rule,
-            promise=Promise(self.max_drop, max_growth=self.max_growth),
+            promise=self._promise,
             thresholds=_THRESHOLDS,
             num_draft_tokens=self._num_draft_tokens,
             held_out_limit=limit,
@@ -177,11 +177,9 @@ class Quickstart(Command):
         title = f"{self.pair.target} on {self.data or self.task}"
         return Report(folders=folders, title=title, out=self.out / "report.html")
 
-    def _provable(self, num_problems: int) -> bool:
-        """Whether so many problems can prove the promise, were nothing lost on any of them."""
-        from reprieve.certify.fixed_sequence import num_needed
-
-        return num_problems >= num_needed(Promise(self.max_drop))
+    @property
+    def _promise(self) -> Promise:
+        return Promise(self.max_drop, max_growth=self.max_growth)
 
     def _require_same_start(self) -> None:
         """Refuse a folder whose stages stand on other data or settings.
@@ -219,8 +217,12 @@ class Quickstart(Command):
         }
         return "jsonl:" + ",".join(f"{name}={quoted(value)}" for name, value in given.items() if value)
 
-    def _look(self) -> tuple[PromptSettings, int, int]:
-        """Read data and pair, say what is there and what will be done; how to ask, and how much to mine and certify."""
+    def _look(self) -> tuple[PromptSettings, int, int, bool]:
+        """Read data and pair, and say what is there and what will be done.
+
+        Returns:
+            how to ask, how many problems to mine and to certify on, and whether those can prove the promise.
+        """
         from reprieve.tasks import load_task
         from reprieve.tasks.asking import ask
 
@@ -236,12 +238,6 @@ class Quickstart(Command):
         num_certified = min(self.certify_limit, sizes["validation"], sizes["test"])
         if num_mined < 2 or num_certified < 2:
             raise SpecError("quickstart needs two problems or more in each split: give it more data")
-        if not self._provable(num_certified):
-            screen.warn(
-                f"{num_certified} calibration problems cannot prove a loss below {100 * self.max_drop:g} points: "
-                f"{num_needed(Promise(self.max_drop))} or more are needed. No certificate will be tried; add data, or "
-                "raise --max-drop or --certify-limit"
-            )
         from reprieve.backends.making import make_engine
 
         screen.quiet_transformers()
@@ -252,12 +248,21 @@ class Quickstart(Command):
             prompt = dataclasses.replace(prompt, max_new_tokens=self._room(task, num_mined, num_certified))
             task = ask(plain, engine.tokenizer, prompt)
             screen.say(f"pair: {_about(engine)}; prompts: {describe_format(prompt.format)}")
-            self._estimate(engine, task, num_mined, num_certified)
+            answer_length = self._estimate(engine, task, num_mined, num_certified)
         finally:
             engine.close()
         del engine, task
         gc.collect()
-        return prompt, num_mined, num_certified
+        assert prompt.max_new_tokens is not None
+        needed = num_needed(self._promise, answer_length=answer_length, budget=prompt.max_new_tokens)
+        if num_certified < needed:
+            screen.warn(
+                f"{num_certified} calibration problems cannot prove a loss below {100 * self.max_drop:g} points"
+                + ("" if self.max_growth is None else f" and growth below {100 * self.max_growth:g}%")
+                + f": {needed} or more are needed. No certificate will be tried; add data, raise --max-drop or "
+                "--max-growth, or lower --max-new-tokens to what answers need"
+            )
+        return prompt, num_mined, num_certified, num_certified >= needed
 
     def _room(self, task: AskedTask, *limits: int) -> int:
         """The largest answer that the models have room for behind the longest prompt."""
@@ -284,8 +289,8 @@ class Quickstart(Command):
             max_new_tokens=self.max_new_tokens,
         )
 
-    def _estimate(self, engine: Engine, task: AskedTask, num_mined: int, num_certified: int) -> None:
-        """Answer a few problems, and say how fast, how well and how long all of it will take."""
+    def _estimate(self, engine: Engine, task: AskedTask, num_mined: int, num_certified: int) -> float:
+        """Answer a few problems, and say how fast, how well and how long all of it will take; the mean length."""
         from reprieve.bench.arms import LOSSLESS, make_arm
         from reprieve.bench.config import RunConfig
         from reprieve.bench.engine import Job
@@ -330,6 +335,7 @@ class Quickstart(Command):
             f"{_minutes(certifying)}), compare on {min(_COMPARED, num_certified)}, write the report. "
             f"Everything goes to {self.out}"
         )
+        return num_tokens
 
     def _workers(self) -> int:
         if self.num_workers is not None or not self.answering.local:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -137,6 +137,7 @@ class SpeculativeDecoder:
         on_token: OnToken | None = None,
         trace: bool = False,
         timed: bool = False,
+        **sampling: Any,
     ) -> Generation:
         """Answer one prompt.
 
@@ -146,6 +147,7 @@ class SpeculativeDecoder:
             on_token: called with each committed token and the text it makes certain.
             trace: keep a `RoundTrace` of every round.
             timed: tell where the time went; on a GPU this makes the host wait for every part.
+            sampling: fields of `SamplingParams`, such as max_new_tokens or temperature, over those of `params`.
 
         Raises:
             ContextOverflowError: prompt and `max_new_tokens` exceed a model's positions.
@@ -155,7 +157,8 @@ class SpeculativeDecoder:
         watch = Stopwatch(self.target.device, running=timed)
         if not isinstance(params, SamplingParams | None):
             raise SpecError(f"params must be SamplingParams, got {params!r}")
-        answer = self._start(prompt, params or SamplingParams(), dial, on_token, trace, watch)
+        params = (params or SamplingParams()).with_fields(**sampling)
+        answer = self._start(prompt, params, dial, on_token, trace, watch)
         while answer.finish_reason is None:
             self._round(answer)
         seconds = time.perf_counter() - started

@@ -25,9 +25,13 @@ TARGET_ONLY = "target_only"
 DRAFT_ONLY = "draft_only"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Pair(ModelPair):
     """A target, a draft and their one tokenizer."""
+
+    def __repr__(self) -> str:
+        names = f"target={self.target_name!r}, draft={self.draft_name!r}"
+        return f"Pair({names}, dtype={self.dtype!r}, device={str(self.device)!r})"
 
     def decoder(
         self,

@@ -24,7 +24,7 @@ from reprieve.errors import (
     require_choice,
 )
 from reprieve.heads.binding import PairIdentity, digest, tokenizer_fingerprint
-from reprieve.models.cached_model import CachedModel, HiddenLayers, execution_device
+from reprieve.models.cached_model import CachedModel, HiddenLayers, execution_device, max_positions
 from reprieve.models.eagle3 import EagleHead, load_eagle3
 from reprieve.models.int8 import INT8, dtype_name, quantise, require_int8
 from reprieve.settings import BUNDLED_PAIR
@@ -61,6 +61,13 @@ class ModelPair:
     def vocab_size(self) -> int:
         """Columns of the target's logits; the draft's are brought to as many."""
         return int(self.target.get_output_embeddings().weight.shape[0])
+
+    @property
+    def num_positions(self) -> int | None:
+        """Tokens of a text that both models can read; None where neither sets a limit."""
+        models = [self.target, *([] if self.draft is None else [self.draft])]
+        limits = [limit for model in models if (limit := max_positions(model)) is not None]
+        return min(limits, default=None)
 
     @property
     def num_token_ids(self) -> int:

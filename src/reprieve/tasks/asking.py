@@ -7,6 +7,7 @@ model thought before.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,6 +115,16 @@ class AskedTask:
             dataclasses.replace(problem, prompt_ids=tuple(Conversation(self.format, problem.prompt).prompt()))
             for problem in found
         ]
+
+    def fit(self, problems: Sequence[TaskProblem], num_positions: int) -> None:
+        """Shorten the largest answer to what the models have room for behind the longest of these prompts."""
+        room = num_positions - max(len(problem.prompt_ids) for problem in problems)
+        if 0 < room < self.max_new_tokens:
+            warnings.warn(
+                f"max_new_tokens is {room} instead of {self.max_new_tokens}: the models read {num_positions} tokens",
+                stacklevel=2,
+            )
+            self.max_new_tokens = room
 
     def wrap(self, question: str) -> str:
         return self.task.wrap(question)
