@@ -231,3 +231,11 @@ def test_a_drafting_head_is_trained_kept_and_resumed(tmp_path, capsys):
     drafted = json.loads(capsys.readouterr().out)["text"]
     assert main(["generate", *SMALL, QUESTION, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["text"] == drafted
+
+
+def test_help_has_every_command_in_a_group(capsys):
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, (_, text) in COMMANDS.items():
+        assert any(line.split() == [*name.split(), *text.split()] for line in lines), name
+        assert text[0].islower() and not text.startswith(("what ", "which ", "how "))

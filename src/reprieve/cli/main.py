@@ -14,40 +14,55 @@ from reprieve.cli.command import Command
 
 # Every verb, its class, and what it is for: help is printed without importing any of them.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("demo:Demo", "the main job on the bundled pair: a trained head and three rules beside lossless"),
-    "generate": ("generate:Generate", "answer one prompt, streamed, each token coloured by where it comes from"),
-    "bench": ("bench:Bench", "compare rules side by side on a task"),
-    "certify": ("certify:Certify", "the most lenient threshold whose loss is proved to stay below a bound"),
-    "quickstart": ("quickstart:Quickstart", "your pair and your data: mine, train, certify, report, serve"),
-    "serve": ("serve:Serve", "an OpenAI-compatible server with rules per request, and a playground"),
-    "monitor": ("monitor:Monitor", "answer with a rule while a share of requests is checked losslessly"),
-    "report": ("report:Report", "one self-contained page from runs and certificates"),
-    "mine autojudge": ("mine:MineAutoJudge", "label the mismatches that change the answer (AutoJudge)"),
-    "mine pivot": ("mine:MinePivot", "label the tokens that sampling rejects by rollouts (PAD)"),
+    "demo": ("demo:Demo", "compare a trained rule and three others with lossless decoding, on the bundled pair"),
+    "generate": ("generate:Generate", "answer one prompt, each token coloured by where it comes from"),
+    "serve": ("serve:Serve", "serve an OpenAI-compatible API with rules per request, and a playground"),
+    "bench": ("bench:Bench", "compare rules on a task: accuracy, speed, answer length"),
+    "report": ("report:Report", "write one HTML page from runs and certificates"),
+    "monitor": ("monitor:Monitor", "check a share of answers against lossless decoding while serving"),
+    "quickstart": ("quickstart:Quickstart", "your pair and your data: mine, train, certify, report"),
+    "certify": ("certify:Certify", "find the most lenient threshold whose loss is provably below a bound"),
+    "mine autojudge": ("mine:MineAutoJudge", "label mismatches that change the answer (AutoJudge)"),
+    "mine pivot": ("mine:MinePivot", "label tokens that sampling rejects, by rollouts (PAD)"),
     "mine arbitration": ("mine:MineArbitration", "label which side of a mismatch ends better (CoSpec)"),
-    "train judge": ("train_head:TrainJudge", "fit AutoJudge's linear head to labels"),
-    "train pivot": ("train_head:TrainPivot", "fit PAD's MLP to labels"),
-    "train state-arbiter": ("train_head:TrainStateArbiter", "two linear heads: which side of a mismatch ends better"),
-    "train length": ("train_length:TrainLength", "a head that says where drafting ends"),
-    "train eagle": ("train_eagle:TrainEagle", "an EAGLE-3 drafting head, from the target's own answers"),
-    "train arbiter": ("train_arbiter:TrainArbiter", "warm CoSpec's arbiter up on labelled traces"),
-    "train lts": ("train_lts:TrainLts", "the constants of ARC-Decode's bound, once per target"),
-    "labels show": ("labels:ShowLabels", "labelled problems, token by token"),
-    "labels stats": ("labels:LabelStats", "counts, shares by class of token, frequent important tokens"),
-    "labels import": ("labels:ImportLabels", "labels made by hand into a store"),
-    "rules": ("rules:Rules", "the rules, their parameters and their sources"),
+    "labels show": ("labels:ShowLabels", "show labelled problems, token by token"),
+    "labels stats": ("labels:LabelStats", "count labels by class of token"),
+    "labels import": ("labels:ImportLabels", "add labels made by hand to a store"),
+    "train judge": ("train_head:TrainJudge", "fit a linear head to labels (AutoJudge)"),
+    "train pivot": ("train_head:TrainPivot", "fit an MLP to labels (PAD)"),
+    "train state-arbiter": ("train_head:TrainStateArbiter", "fit two linear heads to traces: which side ends better"),
+    "train arbiter": ("train_arbiter:TrainArbiter", "train an arbiter on traces (CoSpec)"),
+    "train lts": ("train_lts:TrainLts", "measure the constants of a target's bound (ARC-Decode)"),
+    "train length": ("train_length:TrainLength", "train a head that decides how many tokens to draft"),
+    "train eagle": ("train_eagle:TrainEagle", "train an EAGLE-3 drafting head on the target's own answers"),
+    "rules": ("rules:Rules", "list rules with their parameters and sources"),
+}
+_GROUPS = {  # of `reprieve --help`: what a person wants, and the verbs for it
+    "Decode": ("demo", "generate", "serve"),
+    "Measure": ("bench", "report", "monitor", "rules"),
+    "Prove": ("quickstart", "certify"),
+    "Train": ("mine", "labels", "train"),
 }
 
 
 def usage(verb: str = "") -> str:
-    """What `reprieve --help` prints, or that of a verb with several commands."""
-    chosen = {name: text for name, (_, text) in COMMANDS.items() if not verb or name.startswith(f"{verb} ")}
-    width = max(map(len, chosen))
-    lines = [f"usage: reprieve {verb or 'COMMAND'} {'COMMAND ' if verb else ''}[FLAGS]", ""]
-    if not verb:
-        lines += ["Relaxed verification for speculative decoding.", ""]
-    lines += [f"  {name:<{width}}  {text}" for name, text in chosen.items()]
-    return "\n".join([*lines, "", f"`reprieve {verb + ' ' if verb else ''}COMMAND --help` lists a command's flags."])
+    """Return what `reprieve --help` prints, or the help of a verb with several commands."""
+    width = max(map(len, COMMANDS))
+
+    def lines_of(*verbs: str) -> list[str]:
+        return [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items() if name.split()[0] in verbs]
+
+    if verb:
+        return "\n".join(
+            [f"usage: reprieve {verb} COMMAND [FLAGS]", "", *lines_of(verb), "", _hint(f"reprieve {verb} COMMAND")]
+        )
+    groups = [line for name, verbs in _GROUPS.items() for line in (f"{name}:", *lines_of(*verbs), "")]
+    head = ["usage: reprieve COMMAND [FLAGS]", "", "Relaxed verification for speculative decoding.", ""]
+    return "\n".join([*head, *groups, _hint("reprieve COMMAND")])
+
+
+def _hint(command: str) -> str:
+    return f"`{command} --help` lists a command's flags."
 
 
 def command_of(name: str) -> type[Command]:
