@@ -1,7 +1,7 @@
 """Certificates: what was promised of a rule at a threshold, under which conditions, on what evidence.
 
 A certificate is a JSON file that people can read. It lies beside the head it is about, in `certificates/`, or wherever
-`reprieve certify` was asked to put it; `reprieve.calibration` makes them.
+`reprieve certify` was asked to put it; `reprieve.certify` makes them.
 """
 
 from __future__ import annotations

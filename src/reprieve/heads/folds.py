@@ -114,4 +114,4 @@ class FoldedHead:
         Raises:
             SpecError: always.
         """
-        raise SpecError("out-of-fold heads need to know the problem: use them in bench, sweep or certify")
+        raise SpecError("out-of-fold heads need to know the problem: use them in bench or certify")
