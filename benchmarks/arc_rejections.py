@@ -42,6 +42,7 @@ from reprieve.stats import share_with_interval
 from reprieve.tasks.asking import prompt_of
 from reprieve.tasks.base import Task, TaskProblem
 from reprieve.types import ROOT, Generation
+from tables import share_text
 
 ALIKE = 0.9  # cosine similarity from which on two texts count as saying the same
 CONTRADICTS = 0.5  # probability of contradiction from which on they do not
@@ -380,15 +381,8 @@ def _rejection_table(summary: dict[str, Any], measures: list[str]) -> Table:
         table.add_column(name, justify="left" if name == "compared by" else "right")
     for measure in measures:
         values = summary[measure]
-        table.add_row(measure, *(_interval(values[name]) for name in ("tokens", "places_any", "places_all")))
+        table.add_row(measure, *(share_text(values[name]) for name in ("tokens", "places_any", "places_all")))
     return table
-
-
-def _interval(values: list[float] | None) -> str:
-    if values is None:
-        return "-"
-    share, low, high = (100 * value for value in values)
-    return f"{share:.1f} [{low:.1f}, {high:.1f}]"
 
 
 if __name__ == "__main__":

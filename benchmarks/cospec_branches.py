@@ -41,6 +41,7 @@ from reprieve.stats import BranchChoices, share_with_interval
 from reprieve.tasks.asking import prompt_of
 from reprieve.tasks.base import Task, TaskProblem
 from reprieve.types import Generation, RoundTrace
+from tables import share_text
 
 CATEGORIES = ("all", "draft_better", "target_better", "both_right", "both_wrong")
 _SHARES = {
@@ -266,16 +267,9 @@ def _branch_table(summary: dict[str, Any], spec: str) -> Table:
         table.add_column(name, justify="left" if name == "category" else "right")
     for category in CATEGORIES:
         values = summary[category]
-        shares = (_interval(values[name]) for name in ("share", "draft_not_worse", "draft_chosen", "agreement"))
+        shares = (share_text(values[name]) for name in ("share", "draft_not_worse", "draft_chosen", "agreement"))
         table.add_row(category.replace("_", " "), str(values["num"]), *shares)
     return table
-
-
-def _interval(values: list[float] | None) -> str:
-    if values is None:
-        return "-"
-    share, low, high = (100 * value for value in values)
-    return f"{share:.1f} [{low:.1f}, {high:.1f}]"
 
 
 if __name__ == "__main__":

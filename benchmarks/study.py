@@ -78,8 +78,11 @@ class StudyCommand(Command):
 
     def _rules(self) -> list[str]:
         """Each rule at the setting that chooses its K."""
+        return [*self._usual_rules(), *self.arm]
+
+    def _usual_rules(self) -> dict[str, tuple[str, ...]]:
         bundle = self.pair.bundle
-        return [*usual_rules(() if bundle is None else bundle.heads, served=not self.answering.local), *self.arm]
+        return usual_rules(() if bundle is None else bundle.heads, served=not self.answering.local)
 
     def _tuned_arms(self) -> list[str]:
         """Every setting of every rule at the K that its rule is fastest at; lossless at its own, twice."""
@@ -87,8 +90,7 @@ class StudyCommand(Command):
         tuned = {best["spec"]: best["num_draft_tokens"] for best in fastest}
         arms = [f"{name}@K={tuned['lossless']}" for name in ("lossless", "lossless_rerun")]
         arms += [] if not self.answering.local else CONTROLS  # servers do not sample from a truncation
-        bundle = self.pair.bundle
-        usual = usual_rules(() if bundle is None else bundle.heads, served=not self.answering.local)
+        usual = self._usual_rules()
         for rule in self._rules():
             k = tuned[attach_heads(parse_rule(rule), self.pair.target).spec]  # which may differ from what was typed
             arms += [f"{setting}@K={k}" for setting in usual.get(rule, (rule,))]

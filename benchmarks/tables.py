@@ -147,7 +147,7 @@ def parts_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
     return "\n\n".join(rows_table(table, document | part) for part in document["parts"].values())
 
 
-def _share(values: list[float] | None) -> str:
+def share_text(values: list[float] | None) -> str:
     return "-" if values is None else f"{100 * values[0]:.1f} {interval(values[1:], 100, 1)}"
 
 
@@ -155,7 +155,7 @@ def rejections_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> s
     """What `benchmarks/arc_rejections.py` found, a line for each way of comparing."""
     found = document["rejections"]
     rows = [
-        [name, *(_share(of[share]) for share in ("tokens", "places_any", "places_all"))]
+        [name, *(share_text(of[share]) for share in ("tokens", "places_any", "places_all"))]
         for name, of in found.items()
         if isinstance(of, dict)
     ]
@@ -171,7 +171,11 @@ def branches_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str
     """What `benchmarks/cospec_branches.py` found, a line for each kind of mismatch (CoSpec, Table 3)."""
     found = document["diagnosis"]
     rows = [
-        [name.replace("_", " "), str(of["num"]), *(_share(of[one]) for one in ("share", "draft_chosen", "agreement"))]
+        [
+            name.replace("_", " "),
+            str(of["num"]),
+            *(share_text(of[one]) for one in ("share", "draft_chosen", "agreement")),
+        ]
         for name, of in found.items()
         if isinstance(of, dict)
     ]

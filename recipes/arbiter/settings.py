@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from reprieve.errors import SpecError, require_range, require_whole
+from reprieve.errors import SpecError, require_counts, require_range
 from reprieve.settings import BUNDLED_TASK, PairSettings, PromptSettings
-
-
-def _require_counts(record: object, *names: str) -> None:
-    for name in names:
-        value = getattr(record, name)
-        if value is not None:
-            require_whole(name, value, 1)
 
 
 @dataclass(frozen=True)
@@ -96,7 +89,7 @@ class Reinforcement:
     rewards: RewardSettings = field(default_factory=RewardSettings)
 
     def __post_init__(self) -> None:
-        _require_counts(
+        require_counts(
             self, "num_problems", "prompts_per_update", "num_updates", "num_epochs", "steps_per_epoch",
             "num_validation", "validate_every",
         )  # fmt: skip
@@ -130,7 +123,7 @@ class RolloutSettings:
     pair: PairSettings = field(default_factory=PairSettings)
 
     def __post_init__(self) -> None:
-        _require_counts(self, "num_draft_tokens")
+        require_counts(self, "num_draft_tokens")
         for name in ("temperature", "validation_temperature", "draft_temperature"):
             if (value := getattr(self, name)) is not None:
                 require_range(name, value, 0.0, 100.0)

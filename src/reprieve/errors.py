@@ -71,6 +71,18 @@ def require_whole(name: str, value: int, low: int, high: int | None = None) -> N
         raise SpecError(f"{name} must be {wanted}, got {value!r}")
 
 
+def require_counts(record: object, *names: str) -> None:
+    """Refuse a record with a field among these that is neither None nor a whole number of 1 or more.
+
+    Raises:
+        SpecError: names the field, the range and the value.
+    """
+    for name in names:
+        value = getattr(record, name)
+        if value is not None:
+            require_whole(name, value, 1)
+
+
 def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Refuse a value that is not among the choices.
 

@@ -73,12 +73,20 @@ def upper_bound(
         low: the smallest loss there is: 0 for regressions, -1 for drops.
     """
     high, alpha = 1.0 - 1e-6, 1 - confidence
-    low += 1e-6
     if pvalue(losses, high) > alpha:
         return 1.0
-    while high - low > _PRECISION:
+    return smallest_proved(lambda bound: pvalue(losses, bound) <= alpha, low + 1e-6, high, precision=_PRECISION)
+
+
+def smallest_proved(proved: Callable[[float], bool], low: float, high: float, *, precision: float) -> float:
+    """The smallest bound from `low` to `high` that is proved, where every larger one is; `high` where none is.
+
+    Args:
+        precision: of the result; relative where it is above 1.
+    """
+    while high - low > precision * max(1.0, high):
         middle = (low + high) / 2
-        low, high = (low, middle) if pvalue(losses, middle) <= alpha else (middle, high)
+        low, high = (low, middle) if proved(middle) else (middle, high)
     return high
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reprieve.certify.bounds import betting_pvalue, upper_bound
+from reprieve.certify.bounds import betting_pvalue, smallest_proved, upper_bound
 from reprieve.certify.settings import Promise
 
 _MOST_GROWTH = 100.0
@@ -81,12 +81,12 @@ def growth_pvalue(promise: Promise, lengths: Lengths, growth: float) -> float:
 def _growth(promise: Promise, lengths: Lengths, bound: float) -> RiskTest:
     observed = float(lengths.relaxed.mean() / lengths.strict.mean()) - 1 if lengths.strict.any() else 0.0
     p_value = growth_pvalue(promise, lengths, bound)
-    low, high = 0.0, _MOST_GROWTH
-    while high - low > _PRECISION * max(1.0, high):
-        middle = (low + high) / 2
-        proved = growth_pvalue(promise, lengths, middle) <= 1 - promise.confidence
-        low, high = (low, middle) if proved else (middle, high)
-    return RiskTest("growth", bound, observed, high, p_value, p_value <= 1 - promise.confidence)
+
+    def proved(growth: float) -> bool:
+        return growth_pvalue(promise, lengths, growth) <= 1 - promise.confidence
+
+    highest = smallest_proved(proved, 0.0, _MOST_GROWTH, precision=_PRECISION)
+    return RiskTest("growth", bound, observed, highest, p_value, p_value <= 1 - promise.confidence)
 
 
 def _unfinished(promise: Promise, lengths: Lengths, bound: float) -> RiskTest:

@@ -27,20 +27,21 @@ def report(run: Run, document: dict[str, Any], engine: EngineSettings, out: Path
     from reprieve.bench.figure import draw_frontier
     from reprieve.bench.results import best_ks, write_results
 
+    fastest = best_ks(document)
+    if document["arms"]:
+        document["fastest"] = [asdict(best) for best in fastest]
     write_results(document, out)
     if not document["arms"]:
         screen.warn(f"interrupted before every arm had answered a problem; records kept in {out}")
         return 130
-    document["fastest"] = [asdict(best) for best in best_ks(document)]
-    write_results(document, out)
     screen.show_results(document)
     if unread := next((record for record in run.records if record.unread and document["graded"]), None):
         screen.say(f"an answer that was not read ({unread.arm}, {unread.problem_id}) ends: {unread.text[-200:]!r}")
     screen.show_throughput(document)
-    for best in document["fastest"]:
-        if len(best["by_k"]) > 1:
-            speeds = ", ".join(f"{k}: {speed:.0f}" for k, speed in best["by_k"].items())
-            screen.say(f"fastest: --arm {best['spec']}@K={best['num_draft_tokens']}   (tokens/s by K: {speeds})")
+    for best in fastest:
+        if len(best.by_k) > 1:
+            speeds = ", ".join(f"{k}: {speed:.0f}" for k, speed in best.by_k.items())
+            screen.say(f"fastest: --arm {best.arm}   (tokens/s by K: {speeds})")
     screen.say(f"results: {out / 'results.json'}")
     if not engine.local and "throughput" not in document:
         screen.warn("answers shared the servers' batches: `reprieve bench --concurrency` measures speed")

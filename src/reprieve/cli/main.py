@@ -125,13 +125,18 @@ def run_command(kind: type[Command], arguments: Sequence[str]) -> int:
         kept = f"; what is done is kept in {folder}: run again to go on" if folder else ""
         print(f"{name}: interrupted{kept}", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of a pipe has gone away
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except BrokenPipeError:
+        return _reader_gone()
     except OSError as error:
         where = "" if error.filename is None else f"{str(error.filename)!r}: "
         print(f"{name}: {where}{error.strerror or error}", file=sys.stderr)
         return 1
+
+
+def _reader_gone() -> int:
+    """Drop what is still to be printed after the reader of a pipe has gone away; returns the exit status."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
 
 
 def run() -> NoReturn:
@@ -140,9 +145,8 @@ def run() -> NoReturn:
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of a pipe has gone away
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 1
+    except BrokenPipeError:
+        status = _reader_gone()
     sys.exit(status)
 
 

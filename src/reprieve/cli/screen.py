@@ -220,14 +220,16 @@ def show_results(document: dict[str, Any]) -> None:
     width = table_width(console())
     console(width=width).print(results_table(document, width=width))
     answers = document["num_problems"] * document.get("num_trials", 1)
-    cut = {arm["spec"]: arm["num_truncated"] / answers for arm in document["arms"] if answers}
-    if loud := {name: share for name, share in cut.items() if share > MOST_CUT_OFF}:
-        shares = ", ".join(f"{share:.0%} of {name}" for name, share in loud.items())
-        warn(f"ANSWERS CUT OFF: {shares}. What was cut off counts as wrong: raise --max-new-tokens")
-    unread = {arm["spec"]: arm["num_unread"] / answers for arm in document["arms"] if answers and document["graded"]}
-    if loud := {name: share for name, share in unread.items() if share > MOST_UNREAD}:
-        shares = ", ".join(f"{share:.0%} of {name}" for name, share in loud.items())
-        warn(f"ANSWERS NOT READ: {shares}. They count as wrong: check the grader and the prompt")
+    if cut := _shares_above(document["arms"], "num_truncated", answers, MOST_CUT_OFF):
+        warn(f"ANSWERS CUT OFF: {cut}. What was cut off counts as wrong: raise --max-new-tokens")
+    if document["graded"] and (unread := _shares_above(document["arms"], "num_unread", answers, MOST_UNREAD)):
+        warn(f"ANSWERS NOT READ: {unread}. They count as wrong: check the grader and the prompt")
+
+
+def _shares_above(arms: list[dict[str, Any]], count: str, num_answers: int, most: float) -> str:
+    """Name the arms in which a count is more than this share of the answers, with their shares."""
+    shares = {arm["spec"]: arm[count] / num_answers for arm in arms if num_answers}
+    return ", ".join(f"{share:.0%} of {name}" for name, share in shares.items() if share > most)
 
 
 def show_throughput(document: dict[str, Any]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-_REPLACEMENT = "\ufffd"
-_LONGEST_CHARACTER = 8  # tokens; more of them are no character but bytes that are none
+REPLACEMENT = "\ufffd"  # what bytes that are not a whole character are decoded to
+LONGEST_CHARACTER = 8  # tokens; more of them are no character but bytes that are none
 
 
 class Decodes(Protocol):
@@ -81,7 +81,7 @@ class TextStream:
     def _take(self, *, final: bool) -> None:
         known = self._decode(self._ids[self._context : self._read])
         window = self._decode(self._ids[self._context :])
-        if window.endswith(_REPLACEMENT) and not final and len(self._ids) - self._read < _LONGEST_CHARACTER:
+        if window.endswith(REPLACEMENT) and not final and len(self._ids) - self._read < LONGEST_CHARACTER:
             return  # half a character
         new = window[len(known) :]
         self._context, self._read = self._read, len(self._ids)

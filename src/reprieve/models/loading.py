@@ -63,17 +63,19 @@ class ModelPair:
         return int(self.target.get_output_embeddings().weight.shape[0])
 
     @property
+    def _models(self) -> list[PreTrainedModel]:
+        return [self.target] if self.draft is None else [self.target, self.draft]
+
+    @property
     def num_positions(self) -> int | None:
         """Tokens of a text that both models can read; None where neither sets a limit."""
-        models = [self.target, *([] if self.draft is None else [self.draft])]
-        limits = [limit for model in models if (limit := max_positions(model)) is not None]
+        limits = [limit for model in self._models if (limit := max_positions(model)) is not None]
         return min(limits, default=None)
 
     @property
     def num_token_ids(self) -> int:
         """Token ids that both models know: families pad their vocabularies differently."""
-        models = [self.target, *([] if self.draft is None else [self.draft])]
-        return min(int(model.config.get_text_config().vocab_size) for model in models)
+        return min(int(model.config.get_text_config().vocab_size) for model in self._models)
 
     @property
     def dtype(self) -> str:

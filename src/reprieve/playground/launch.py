@@ -15,7 +15,6 @@ from reprieve.drafters import DRAFTERS
 from reprieve.engine import Pair, SpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.heads.loading import fitting_length
-from reprieve.models.cached_model import max_positions
 from reprieve.playground.app import create_app
 from reprieve.playground.connections import PatientProtocol
 from reprieve.playground.metrics import Metrics
@@ -189,14 +188,10 @@ def _prompts(pair: Pair, task: Task | None, settings: PlaygroundSettings) -> Pro
     bundled = pair.target_name in BUNDLES and task is not None
     return Prompts(
         pair.tokenizer,
-        max_positions=min(_positions(pair.target), _positions(pair.draft)),
+        max_positions=pair.num_positions or sys.maxsize,
         vocab_size=pair.num_token_ids,
         wrap=wrap,
         num_draft_tokens=AUTO if isinstance(settings.num_draft_tokens, str) else settings.num_draft_tokens,
         asked=settings.asked,
         example=task.problems("test", 7)[6].prompt if bundled and task is not None else "",  # both models solve it
     )
-
-
-def _positions(model: Any) -> int:
-    return sys.maxsize if model is None else max_positions(model) or sys.maxsize

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from reprieve.engine.text_stream import REPLACEMENT
 from reprieve.errors import SpecError
 from reprieve.settings import NumDraftTokens, PromptSettings
 from reprieve.tasks.asking import PromptFormat
@@ -121,7 +122,7 @@ class Prompts:
             return None
         if byte := _BYTE.fullmatch(token):  # SentencePiece's byte tokens
             return bytes([int(byte[1], 16)])
-        if "\ufffd" not in self.decode([token_id]) or any(character not in _BYTES for character in token):
+        if REPLACEMENT not in self.decode([token_id]) or any(character not in _BYTES for character in token):
             return None
         return bytes(_BYTES[character] for character in token)
 

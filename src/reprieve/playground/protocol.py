@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from reprieve.backends.request_fields import LEVEL, SWITCH, THRESHOLD
 from reprieve.engine import SamplingParams
+from reprieve.engine.text_stream import LONGEST_CHARACTER, REPLACEMENT
 from reprieve.settings import MAX_STOP_LENGTH
 from reprieve.types import Generation, Token
 
@@ -31,7 +32,6 @@ Real = Annotated[float, BeforeValidator(_no_boolean)]
 TokenIds = Annotated[list[Whole], Field(max_length=_MOST_ITEMS, fail_fast=True)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 MAX_CHOICES = 128
-_HALF, _LONGEST_CHARACTER = "\ufffd", 8
 _GREEDY = 1e-5  # temperatures below it are 0, as in vLLM: dividing by much less overflows
 _FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 
@@ -336,7 +336,7 @@ class Replies:
         place.pending.append(token.token_id)
         before = [] if place.complete is None else [place.complete]
         grown = self.visible([*before, *place.pending])[len(self.visible(before)) if before else 0 :]
-        if not grown.endswith(_HALF) or len(place.pending) >= _LONGEST_CHARACTER:  # else half a character
+        if not grown.endswith(REPLACEMENT) or len(place.pending) >= LONGEST_CHARACTER:  # else half a character
             place.num_characters += len(grown)
             place.complete, place.pending = token.token_id, []
         place.last = token.token_id

@@ -5,16 +5,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from reprieve.errors import SpecError, require_choice, require_range, require_whole
+from reprieve.errors import SpecError, require_choice, require_counts, require_range, require_whole
 from reprieve.heads.settings import BUCKETS, ArbiterShape, FeatureRecipe, default_layers
 from reprieve.settings import MAX_DRAFT_TOKENS, MAX_SEED
-
-
-def _require_counts(record: object, *names: str) -> None:
-    for name in names:
-        value = getattr(record, name)
-        if value is not None:
-            require_whole(name, value, 1)
 
 
 @dataclass(frozen=True)
@@ -104,7 +97,7 @@ class PivotTraining:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require_counts(self, "hidden_size", "scalar_size", "fuse_size", "batch_size", "num_epochs", "patience")
+        require_counts(self, "hidden_size", "scalar_size", "fuse_size", "batch_size", "num_epochs", "patience")
         require_range("learning_rate", self.learning_rate, 0.0, 1.0, low_open=True)
         require_range("weight_decay", self.weight_decay, 0.0, 10.0)
         require_range("dropout", self.dropout, 0.0, 0.9)
@@ -182,7 +175,7 @@ class EagleTraining:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require_counts(self, "draft_vocab_size", "num_steps", "num_passes", "tokens_per_update", "intermediate_size")
+        require_counts(self, "draft_vocab_size", "num_steps", "num_passes", "tokens_per_update", "intermediate_size")
         require_range("step_decay", self.step_decay, 0.0, 1.0, low_open=True)
         require_range("learning_rate", self.learning_rate, 0.0, 1.0, low_open=True)
         require_range("warmup_updates", self.warmup_updates, 0, 1e9)
@@ -233,7 +226,7 @@ class WarmUp:
     def __post_init__(self) -> None:
         if self.tie is not None:
             require_range("tie", self.tie, 0.0, 1.0)
-        _require_counts(self, "decisions_per_update", "num_epochs")
+        require_counts(self, "decisions_per_update", "num_epochs")
         require_range("learning_rate", self.learning_rate, 0.0, 1.0, low_open=True)
         require_range("weight_decay", self.weight_decay, 0.0, 10.0)
         require_range("held_out", self.held_out, 0.0, 0.9, low_open=True)
