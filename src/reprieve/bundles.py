@@ -25,7 +25,7 @@ class Bundle:
         folder: its models, heads and `bundle.json`.
         heads: the folders of its heads.
         menu: rules that `serve` offers for it; the first is what a request gets that asks for none.
-        certified: the judge's thresholds that `study` certifies.
+        certified: the judge's thresholds that `benchmarks/study.py` certifies.
     """
 
     name: str

@@ -14,7 +14,7 @@ class Report(Command):
     """Write one self-contained HTML page: frontier, table, certificates, examples, commands.
 
     Args:
-        folders: Folders of bench, sweep, tune, eval or certify.
+        folders: Folders of bench or certify.
         title: Of the page.
         num_examples: Answers shown side by side, of each run.
         out: The HTML file.
