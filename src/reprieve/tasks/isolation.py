@@ -1,111 +1,102 @@
-"""The grading process's end of the supervisors: jobs go out, what came of them comes back."""
+"""Ways to isolate a program: bubblewrap where it works, else the `sandlock` library."""
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
-import socket
-import subprocess
+import shutil
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
-from reprieve.errors import ReprieveError
-
+_DEVICES = tuple(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom"))
+_SYSTEM = ("/usr", "/lib", "/lib64", sys.prefix, sys.base_prefix)
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
-_PATIENCE_S = 60.0  # beyond a job's own time: then its warden is not well
-_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TMPDIR")  # a supervisor has no use for more, keys least of all
+FOLDER = "/program"  # of a program in bubblewrap; not /tmp, which hostile programs name
 
 
-class ForkServer:
-    """A process that forks supervisors; begun at the first job, and again if it should end. For several threads."""
+class Unisolated:
+    """No isolation: limits and an end only."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        os.register_at_fork(after_in_child=self._forget)
+    name = "none"
+    needs_folder = True  # on the host's disk
+    own_files = False  # whether modes and times can be changed of the program's own files and of no others
+    cleans_up = False  # on SIGTERM, as well as at its end
 
-    def run(
-        self, settings: dict[str, Any], command: list[str], content: bytes | None, seconds: float
-    ) -> dict[str, Any]:
-        """One program in a sandbox with a supervisor of its own, begun again once if that is killed.
-
-        Args:
-            settings: of `sandlock.Sandbox`, plain values.
-            command: what runs inside.
-            content: its standard input, UTF-8; None for none.
-            seconds: until it is ended.
-
-        Returns:
-            `code`, the exit status, and whether it was `late`.
-
-        Raises:
-            OSError: the sandbox could not be begun.
-            ReprieveError: its warden was killed, twice.
-        """
-        text = None if content is None else content.decode()
-        job = {"settings": settings, "command": command, "input": text, "seconds": seconds}
-        for _ in range(2):
-            line = self._ask(json.dumps(job).encode() + b"\n", seconds + _PATIENCE_S)
-            if line:
-                found: dict[str, Any] = json.loads(line)
-                if "error" in found:
-                    raise OSError(found["error"])
-                return found
-        raise ReprieveError("a program could not be run: who stands over it was killed, twice (is memory short?)")
-
-    def close(self) -> None:
-        """End it; what it runs ends with the jobs' own sockets."""
-        process, control = self._process, self._control
-        self._process = self._control = None
-        if process is not None and control is not None:
-            control.close()
-            process.terminate()
-            process.wait()
-
-    def _ask(self, job: bytes, patience_s: float) -> bytes:
-        """The answer, or nothing where nobody lives to give one. Left early, the program is ended."""
-        ours, theirs = socket.socketpair()
-        with ours:
-            ours.settimeout(patience_s)
-            try:
-                with theirs, self._lock:
-                    socket.send_fds(self._begun(), [b"j"], [theirs.fileno()])
-                ours.sendall(job)
-                with ours.makefile("rb") as file:
-                    return file.readline()
-            except OSError:
-                return b""
-
-    def _begun(self) -> socket.socket:
-        if self._process is None:
-            atexit.register(self.close)
-        if self._control is not None and self._process is not None and self._process.poll() is None:
-            return self._control
-        if self._control is not None:
-            self._control.close()
-        self._control, theirs = socket.socketpair()
-        with theirs:
-            path = json.dumps([entry for entry in sys.path if entry])  # without the current folder
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _SUPERVISOR.read_text(encoding="utf-8"), path],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
-                start_new_session=True,  # Ctrl-C is for us
-            )
-        return self._control
-
-    def _forget(self) -> None:
-        """In a forked process: it has a server of its own."""
-        if self._control is not None:
-            self._control.close()
-        self._lock = threading.Lock()
-        self._process = self._control = None
+    def command(self, program: list[str], *, folder: str, disk_bytes: int, num_processes: int) -> list[str]:
+        """Return the command that runs `program`, itself a command, isolated."""
+        return program
 
 
-fork_server = ForkServer()
+class Bubblewrap(Unisolated):
+    """Namespaces of its own for each program, by the `bwrap` command: the kernel ends all with the first process.
+
+    Files are on a memory file system of bounded size that ends with the program.
+    """
+
+    name = "bubblewrap"
+    needs_folder = False
+    own_files = True
+
+    def why_not(self) -> str | None:
+        """Return why it is not installed; None where it is."""
+        return None if shutil.which("bwrap") else "the bwrap command is missing"
+
+    def command(self, program: list[str], *, folder: str, disk_bytes: int, num_processes: int) -> list[str]:
+        readable = [word for path in _SYSTEM for word in ("--ro-bind-try", path, path)]
+        devices = [word for path in _DEVICES for word in ("--dev-bind-try", path, path)]
+        return [
+            *(
+                shutil.which("bwrap") or "bwrap",
+                "--unshare-all",
+                "--die-with-parent",
+                "--new-session",
+                "--cap-drop",
+                "ALL",
+                "--clearenv",
+            ),
+            *(word for name, value in environment(FOLDER).items() for word in ("--setenv", name, value)),
+            *(*readable, "--symlink", "usr/bin", "/bin", *devices),
+            *("--size", str(disk_bytes), "--tmpfs", FOLDER, "--remount-ro", "/", "--chdir", FOLDER),
+            *("--", *program),
+        ]
+
+
+class Sandlock(Unisolated):
+    """Landlock and seccomp by the `sandlock` library: Linux 6.12 or newer, no privileges, works inside containers."""
+
+    name = "sandlock"
+    cleans_up = True
+
+    def why_not(self) -> str | None:
+        """Return why the library cannot work here; None where it can."""
+        try:
+            import sandlock
+        except ImportError as error:
+            return f"the sandlock package is missing ({error})"
+        except OSError as error:
+            return f"sandlock cannot be loaded ({error})"
+        have, need = sandlock.landlock_abi_version(), sandlock.min_landlock_abi()
+        return f"the kernel's Landlock has version {have}, {need} is needed" if have < need else None
+
+    def command(self, program: list[str], *, folder: str, disk_bytes: int, num_processes: int) -> list[str]:
+        settings: dict[str, Any] = {
+            "fs_readable": [path for path in (*_SYSTEM, *_DEVICES) if os.path.exists(path)],
+            "fs_writable": [folder, os.devnull],
+            "cwd": folder,
+            "max_processes": num_processes,
+            "clean_env": True,
+            "env": environment(folder),
+            "no_coredump": True,
+        }
+        path = [entry for entry in sys.path if entry]  # without the current folder
+        job = {"path": path, "settings": settings, "command": program}
+        return [sys.executable, "-I", "-c", _SUPERVISOR.read_text(encoding="utf-8"), json.dumps(job)]
+
+
+MECHANISMS = (Bubblewrap(), Sandlock())  # the better ones first
+
+
+def environment(folder: str) -> dict[str, str]:
+    """Return the environment of a program; keys and secrets are not in it."""
+    return {"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}

@@ -1,7 +1,7 @@
-"""Generated code runs here and nowhere else: no network, a folder of its own, limits, and an end.
+"""Runs generated programs: isolated, with limits, and with an end.
 
-Isolation is the `sandlock` library's (Landlock, seccomp; Linux 6.12 or newer, no root needed). On a host without it
-nothing runs, unless one says so: then processes have limits and an end, but the network and the files of the user.
+`isolation` has the mechanisms: bubblewrap, else sandlock. Where neither works nothing runs, unless `unsafe` is set:
+then programs have limits and an end, but the network and the files of the user.
 """
 
 from __future__ import annotations
@@ -13,39 +13,29 @@ import os
 import secrets
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 from reprieve.errors import ReprieveError, require_range
 from reprieve.files import is_running
-from reprieve.tasks.isolation import fork_server
-from reprieve.tasks.supervisor import feed
+from reprieve.tasks.isolation import FOLDER, MECHANISMS, Unisolated, environment
+from reprieve.tasks.usage import descendants, disk_bytes, memory_bytes
 
-_MEGABYTE = 1 << 20
+_KILOBYTE, _MEGABYTE = 1 << 10, 1 << 20
 _FOLDERS = "reprieve-program-"
-_DEVICES = ("null", "zero", "full", "random", "urandom")
-_READABLE = ("/usr", "/lib", "/lib64", sys.prefix, sys.base_prefix, *(f"/dev/{name}" for name in _DEVICES))
-_INSIDE = Path(__file__).with_name("inside.py")
-# Landlock guards files' contents, not what is told about them; root's programs could set clocks and others' priorities.
-# More is refused by `inside`, which knows what a call is about.
-_REFUSED_CALLS = (
-    "setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr",
-    "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr", "setpriority", "ioprio_set",
-    "clock_settime", "clock_adjtime", "adjtimex", "settimeofday", "syslog", "sethostname", "setdomainname",
-    "process_vm_readv", "process_vm_writev", "kcmp", "pidfd_open", "pidfd_getfd", "pidfd_send_signal",
-    "process_madvise", "migrate_pages", "move_pages", "io_uring_setup", "userfaultfd", "perf_event_open", "bpf",
-    "keyctl", "add_key", "request_key", "quotactl", "acct", "swapon", "swapoff", "reboot", "kexec_load",
-    "open_by_handle_at", "name_to_handle_at", "unshare", "setns", "chroot", "fanotify_init",
-    "inotify_init", "inotify_init1", "inotify_add_watch", "memfd_create", "memfd_secret",
-)  # fmt: skip
+_IN_MEMORY = "/dev/shm"
+_RUNNER = Path(__file__).with_name("program_runner.py")
+_WATCH_S = 0.02  # between looks at what a program uses
+_PROBE_S = 60.0  # for the first programs, on a busy machine
+_GRACE_S = 5.0  # to end a program in
+_NOT_STARTED = (125, 126, 127)  # exit statuses of what should have started a program, or of the program itself
+_MOST_THREADS = 32  # of each process, on average
 
 
 @dataclass(frozen=True)
@@ -75,7 +65,7 @@ class Limits:
 class ProgramResult:
     """How a program ended. Output is what it wrote before, cut where it was too long."""
 
-    exit_code: int  # negative: killed, by a limit or a signal
+    exit_code: int  # negative, or above 128: killed, by a limit or a signal
     stdout: str
     stderr: str
     timed_out: bool
@@ -96,16 +86,34 @@ class Sandbox:
     def __init__(self, limits: Limits | None = None, *, unsafe: bool = False) -> None:
         self.limits = limits or Limits()
         _sweep()
-        self.isolated = self._why_not is None
+        self._mechanism = Unisolated()
+        reasons = []
+        for mechanism in MECHANISMS:
+            why_not = mechanism.why_not() or self._why_not(mechanism)
+            if why_not is None:
+                self._mechanism = mechanism
+                break
+            reasons.append(f"{mechanism.name}: {why_not}")
         if not self.isolated and not unsafe:
             raise ReprieveError(
-                f"generated code needs isolation, which this host lacks: {self._why_not}. Use Linux 6.12 or newer with "
-                "pip install 'reprieve[code]', or accept that the code can do what you can: unsafe=true in the task"
+                f"generated code needs isolation, which this host lacks ({'; '.join(reasons)}). Install bubblewrap, or "
+                "use Linux 6.12 or newer with pip install 'reprieve[code]', or accept that the code can do what you "
+                "can: unsafe=true in the task"
             )
+
+    @property
+    def mechanism(self) -> str:
+        """What isolates programs here: "bubblewrap", "sandlock", or "none"."""
+        return self._mechanism.name
+
+    @property
+    def isolated(self) -> bool:
+        """Whether programs are isolated."""
+        return type(self._mechanism) is not Unisolated
 
     def run(self, program: str, stdin: str = "") -> ProgramResult:
         """Run a program to its end, or to a limit; all its processes are gone afterwards, and all its files."""
-        return self._run(program, stdin)
+        return self._run({"program": program, "stdin": stdin}, grade=False)
 
     def passes(self, candidate: str, checks: str, setup: str = "") -> bool:
         """Whether `checks`, run on what a candidate's functions give, reach their end.
@@ -119,128 +127,158 @@ class Sandbox:
             setup: what the checks rely on: imports and helpers.
         """
         token = secrets.token_hex(16)
-        job = {"candidate": candidate, "checks": checks, "setup": setup, "token": token}
-        finished = self._run("", "", json.dumps(job).encode())
+        finished = self._run({"candidate": candidate, "checks": checks, "setup": setup, "token": token}, grade=True)
         return finished.exit_code == 0 and finished.stdout.rstrip().endswith(token)
 
-    def _run(self, program: str, stdin: str, job: bytes | None = None) -> ProgramResult:
-        with _folder(program, stdin) as folder:
+    def _run(self, job: dict[str, str], *, grade: bool) -> ProgramResult:
+        """Run a job, twice if the isolation itself failed.
+
+        Raises:
+            ReprieveError: the isolation failed twice, and does not work for other programs either.
+        """
+        content = json.dumps(job).encode()
+        for _ in range(2):
+            finished, failed = self._run_once(self._mechanism, content, self.limits, grade=grade)
+            if not failed:
+                return finished
+        if why_not := self._why_not(self._mechanism):
+            raise ReprieveError(f"programs can no longer be isolated by {self._mechanism.name}: {why_not}")
+        return finished
+
+    def _why_not(self, mechanism: Unisolated) -> str | None:
+        """Why a mechanism does not isolate here; None where it does. Tried, not guessed."""
+        limits = replace(self.limits, seconds=max(self.limits.seconds, _PROBE_S))
+        for program, wanted in (("print(1)", "1"), ("open('/var/tmp/reprieve-probe', 'w')", None)):
+            try:
+                job = json.dumps({"program": program, "stdin": ""}).encode()
+                finished, _ = self._run_once(mechanism, job, limits, grade=False)
+            except OSError as error:
+                return f"a first program could not be started ({error})"
+            if wanted is None:
+                return None if finished.exit_code == 1 else "a program was not stopped from writing"
+            if finished.exit_code != 0 or finished.stdout.strip() != wanted:
+                said = (finished.stderr.strip().splitlines() or [f"exit status {finished.exit_code}"])[-1]
+                return f"a first program, {program}, did not run ({said})"
+        return None
+
+    def _run_once(
+        self, mechanism: Unisolated, job: bytes, limits: Limits, *, grade: bool
+    ) -> tuple[ProgramResult, bool]:
+        """Run a job; its result, and whether that may be the isolation's own failure."""
+        disk = limits.disk_mb * _MEGABYTE + len(job)  # the program's text and input are files, too
+        with _folder(disk) if mechanism.needs_folder else contextlib.nullcontext() as folder, _output() as (out, err):
+            program = _program(limits, disk, own_files=mechanism.own_files, grade=grade)
             started = time.monotonic()
-            code, timed_out = (self._run_isolated if self.isolated else self._run_limited)(folder, job)
+            process = subprocess.Popen(
+                mechanism.command(program, folder=str(folder), disk_bytes=disk, num_processes=limits.num_processes),
+                cwd=folder or "/",
+                env=environment(str(folder)),
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,  # Ctrl-C is for us
+            )
+            try:
+                within = _wait(process, job, limits, lambda: _is_within(process.pid, mechanism, limits, folder, disk))
+            finally:
+                _end(process, mechanism)
+            if folder and within:
+                within = disk_bytes(folder, disk) <= disk
             seconds = time.monotonic() - started
-            return ProgramResult(code, self._read(folder / "stdout"), self._read(folder / "stderr"), timed_out, seconds)
+            said = [_read(file, limits.disk_mb * _MEGABYTE) for file in (out, err)]
+            code = int(process.returncode) if within else -int(signal.SIGKILL)
+            result = ProgramResult(code, *said, timed_out=seconds >= limits.seconds, seconds=seconds)
+            failed = within and (code < 0 or code in _NOT_STARTED or said[1].startswith("bwrap: "))
+            return result, failed and type(mechanism) is not Unisolated
 
-    @cached_property
-    def _why_not(self) -> str | None:
-        """Why programs cannot be isolated here; None where they can. Tried, not guessed."""
-        try:
-            import sandlock
-        except ImportError as error:
-            return f"the sandlock package is missing ({error})"
-        except OSError as error:
-            return f"sandlock cannot be loaded ({error})"
-        have, need = sandlock.landlock_abi_version(), sandlock.min_landlock_abi()
-        if have < need:
-            return f"the kernel's Landlock has version {have}, {need} is needed"
-        try:
-            with _folder("print(1)", "") as folder:
-                code, _ = self._run_isolated(folder)
-                said = self._read(folder / "stdout").strip(), self._read(folder / "stderr").strip()
-            if code != 0 or said[0] != "1":
-                why = said[1].splitlines()[-1] if said[1] else f"exit status {code}"
-                return f"a first program, print(1), did not run ({why})"
-            with _folder("open('/var/tmp/reprieve-probe', 'w')", "") as folder:
-                code, _ = self._run_isolated(folder)
-        except Exception as error:  # whatever the kernel refused: then there is no isolation
-            return f"a first program could not be started ({error})"
-        return None if code == 1 else f"a program was not stopped from writing (exit status {code})"
 
-    def _run_isolated(self, folder: Path, job: bytes | None = None) -> tuple[int, bool]:
-        limits = self.limits
-        with tempfile.TemporaryDirectory(prefix=_prefix()) as storage:
-            settings = {
-                "fs_readable": [*(path for path in _READABLE if os.path.exists(path)), str(folder)],
-                "workdir": str(folder),  # writes go to the storage, up to the quota, and are then moved here
-                "cwd": str(folder),
-                "fs_storage": storage,
-                "max_disk": f"{limits.disk_mb}M",
-                "max_memory": f"{limits.memory_mb}M",
-                "max_processes": limits.num_processes,
-                "max_open_files": 64,
-                "extra_deny_syscalls": _REFUSED_CALLS,
-                "clean_env": True,
-                "env": _environment(folder),
-                "no_coredump": True,
-            }
-            found = fork_server.run(settings, self._command(0, grade=job is not None), job, limits.seconds)
-        return found["code"], found["late"]
-
-    def _run_limited(self, folder: Path, job: bytes | None = None) -> tuple[int, bool]:
-        """Limits and an end, no isolation."""
-        process = subprocess.Popen(
-            self._command(self.limits.memory_mb * _MEGABYTE, grade=job is not None),
-            cwd=folder,
-            env=_environment(folder),
-            stdin=subprocess.DEVNULL if job is None else subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+def _wait(process: subprocess.Popen[bytes], job: bytes, limits: Limits, is_within: Callable[[], bool]) -> bool:
+    """Send the job; whether the program then came to its end within the limits."""
+    deadline = time.monotonic() + limits.seconds
+    given: bytes | None = job
+    while True:
         try:
-            if job is not None:
-                feed(process.stdin, job, self.limits.seconds)
-            return process.wait(self.limits.seconds), False
+            process.communicate(given, timeout=_WATCH_S)
         except subprocess.TimeoutExpired:
-            return -int(signal.SIGKILL), True
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-    def _command(self, memory_bytes: int, *, grade: bool) -> list[str]:
-        cpu_s = math.ceil(self.limits.seconds) + 1  # beyond the clock, which alone can tell that it was time
-        limits = cpu_s, self.limits.disk_mb * _MEGABYTE, memory_bytes
-        inside = _INSIDE.read_text(encoding="utf-8")
-        return [sys.executable, "-I", "-c", inside, *(str(int(number)) for number in (grade, *limits))]
-
-    def _read(self, path: Path) -> str:
-        """A file the program may have replaced by anything: only a plain one is read."""
-        try:
-            number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            return ""
-        if not stat.S_ISREG(os.fstat(number).st_mode):
-            os.close(number)
-            return ""
-        with open(number, "rb") as file:
-            return file.read(self.limits.disk_mb * _MEGABYTE).decode(errors="replace")
+            given = None  # the rest of it is sent on
+        else:
+            return True
+        if time.monotonic() >= deadline or not is_within():
+            return False
 
 
-def _prefix() -> str:
-    """Of folders in the temporary folder, which name the process that removes them."""
-    return f"{_FOLDERS}{os.getpid()}-"
+def _is_within(process: int, mechanism: Unisolated, limits: Limits, folder: Path | None, disk: int) -> bool:
+    """Whether all of a program's processes together keep within the limits now."""
+    found = descendants(process)
+    programs = [process, *found] if type(mechanism) is Unisolated else list(found)[1:]  # the first stands over them
+    if len(programs) > limits.num_processes or sum(found.values()) > _MOST_THREADS * limits.num_processes:
+        return False
+    in_memory = 0
+    if folder is None:  # a file system in memory, which the kernel bounds, but not its number of files
+        with contextlib.suppress(OSError, IndexError):
+            system = os.statvfs(f"/proc/{programs[0]}/root{FOLDER}")
+            in_memory = (system.f_blocks - system.f_bfree) * system.f_frsize
+            if (system.f_files - system.f_ffree) * _KILOBYTE > disk:
+                return False
+    elif (in_memory := disk_bytes(folder, disk)) > disk:
+        return False
+    memory = limits.memory_mb * _MEGABYTE - in_memory
+    return memory_bytes(programs, memory) <= memory
+
+
+def _program(limits: Limits, disk: int, *, own_files: bool, grade: bool) -> list[str]:
+    cpu_s = math.ceil(limits.seconds) + 1  # beyond the clock, which alone can tell that it was time
+    numbers = grade, own_files, cpu_s, disk, limits.memory_mb * _MEGABYTE
+    runner = _RUNNER.read_text(encoding="utf-8")
+    return [sys.executable, "-I", "-c", runner, *(str(int(number)) for number in numbers)]
+
+
+def _end(process: subprocess.Popen[bytes], mechanism: Unisolated) -> None:
+    """End a program and all that it started."""
+    if mechanism.cleans_up:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@contextlib.contextmanager
+def _output() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Two files in memory, without names."""
+    with os.fdopen(os.memfd_create("stdout"), "w+b") as out, os.fdopen(os.memfd_create("stderr"), "w+b") as err:
+        yield out, err
+
+
+def _read(file: IO[bytes], length: int) -> str:
+    file.seek(0)
+    return file.read(length).decode(errors="replace")
+
+
+@contextlib.contextmanager
+def _folder(disk: int) -> Iterator[Path]:
+    """A folder that is removed, in memory where there is room: thousands of files take seconds on some disks."""
+    writable = os.access(_IN_MEMORY, os.W_OK)
+    parent = _IN_MEMORY if writable and shutil.disk_usage(_IN_MEMORY).free > 4 * disk else None
+    folder = tempfile.mkdtemp(prefix=f"{_FOLDERS}{os.getpid()}-", dir=parent)  # named after the process that removes it
+    try:
+        yield Path(folder)
+    finally:
+        _remove(folder)
 
 
 def _sweep() -> None:
     """Remove what processes left behind that were killed."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*-*"):
-        number = path.name.removeprefix(_FOLDERS).partition("-")[0]
-        if number.isdigit() and not is_running(int(number)):
-            shutil.rmtree(path, ignore_errors=True)
+    for parent in (tempfile.gettempdir(), _IN_MEMORY):
+        for path in Path(parent).glob(f"{_FOLDERS}*-*"):
+            number = path.name.removeprefix(_FOLDERS).partition("-")[0]
+            if number.isdigit() and not is_running(int(number)):
+                _remove(str(path))
 
 
-def _environment(folder: Path) -> dict[str, Any]:
-    return {"PATH": "/usr/bin:/bin", "HOME": str(folder), "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-
-
-@contextlib.contextmanager
-def _folder(program: str, stdin: str) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix=_prefix()))
-    try:
-        (folder / "program.py").write_text(program, encoding="utf-8", errors="replace")
-        (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
-        (folder / "stdout").touch()
-        (folder / "stderr").touch()
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def _remove(folder: str) -> None:
+    """Remove a folder however deep it is, and whatever modes its folders have."""
+    for command in (["rm", "-rf"], ["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+        if os.path.lexists(folder):
+            subprocess.run([*command, "--", folder], stderr=subprocess.DEVNULL, check=False)

@@ -1,9 +1,9 @@
-"""What runs inside the sandbox, before and around a program: nothing of Reprieve is imported here.
+"""Program that runs a generated program inside its sandbox, or grades one. Nothing of Reprieve is imported here.
 
-Its text is given to a fresh interpreter (`python -I -c`), the job as an argument. It gives up what it may, and then
-either runs `program.py`, or grades a candidate in two processes that share nothing but two pipes: one has the candidate
-and says what its calls give, as JSON; the other has the tests and the number that a pass must show, and compares plain
-values. Those come over a pipe that is read once: a file of theirs could be found by another path.
+Its text is given to a fresh interpreter (`python -I -c`), the job over standard input. It limits itself, and then runs
+the program, or grades a candidate in two processes that share nothing but two pipes: one has the candidate and sends
+what its calls give, as JSON; the other has the tests and the number that a pass must show, and compares plain values.
+Those come over a pipe that is read once: a file of theirs could be found by another path.
 """
 
 from __future__ import annotations
@@ -23,47 +23,89 @@ if TYPE_CHECKING:
 
 _LONGEST = 1 << 25  # characters of a message
 _DEEPEST = 100  # values in values
-# Of the kernel: an architecture, the numbers of prlimit64 and socket there, and those of calls that are refused: the
-# sandbox's own copy-on-write handles these by path, and lets them through outside its folder.
-_ARCHITECTURES = {
-    # chmod, fchmod, chown, fchown, lchown, utime, utimes, fchownat, futimesat, fchmodat, utimensat, fchmodat2
-    "x86_64": (0xC000003E, 302, 41, (90, 91, 92, 93, 94, 132, 235, 260, 261, 268, 280, 452)),
-    # fchmod, fchmodat, fchownat, fchown, utimensat, fchmodat2
-    "aarch64": (0xC00000B7, 261, 198, (52, 53, 54, 55, 88, 452)),
-}
-_ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000  # refuse: with EPERM
-_LOAD, _IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
-_NETLINK = 16
+_MOST_OPEN_FILES = 64
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+# Numbers of system calls on x86_64 and aarch64; 0 where there is none.
+# Refused: memory that no process maps, what tells of other processes and files, and what capabilities would allow.
+_REFUSED = {
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
+    "semget": (64, 190), "mq_open": (240, 180), "inotify_init": (253, 0), "inotify_init1": (294, 26),
+    "inotify_add_watch": (254, 27), "fanotify_init": (300, 262), "fanotify_mark": (301, 263),
+    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "chown": (92, 0), "fchown": (93, 55),
+    "lchown": (94, 0), "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
+    "setxattrat": (463, 463), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "removexattrat": (466, 466), "file_setattr": (469, 469), "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
+    "setpriority": (141, 140), "ioprio_set": (251, 30), "clock_settime": (227, 112), "clock_adjtime": (305, 266),
+    "adjtimex": (159, 171), "settimeofday": (164, 170), "syslog": (103, 116), "sethostname": (170, 161),
+    "setdomainname": (171, 162), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440), "kcmp": (312, 272), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438),
+    "pidfd_send_signal": (424, 424), "migrate_pages": (256, 238), "move_pages": (279, 239),
+    "io_uring_setup": (425, 425), "userfaultfd": (323, 282), "perf_event_open": (298, 241), "bpf": (321, 280),
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "quotactl": (179, 60), "acct": (163, 89),
+    "swapon": (167, 224), "swapoff": (168, 225), "reboot": (169, 142), "kexec_load": (246, 104), "unshare": (272, 97),
+    "setns": (308, 268), "chroot": (161, 51), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
+    "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsmount": (432, 432),
+    "mount_setattr": (442, 442), "personality": (135, 92),
+}  # fmt: skip
+# Modes and times: without effect where nothing tells a program's own files from others.
+_OF_OWN_FILES = {
+    "chmod": (90, 0), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "utime": (132, 0),
+    "utimes": (235, 0), "futimesat": (261, 0), "utimensat": (280, 88),
+}  # fmt: skip
+_PRLIMIT, _SOCKET, _CLONE, _CLONE3 = (302, 261), (41, 198), (56, 220), (435, 435)
+_CLONE_NEWUSER, _AF_UNIX, _X32 = 0x10000000, 1, 0x40000000
+_ALLOW, _REFUSE, _IGNORE, _MISSING, _KILL = 0x7FFF0000, 0x00050001, 0x00050000, 0x00050026, 0x80000000
+_LOAD, _IF_EQUAL, _IF_ABOVE, _IF_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets of what a filter sees
 _CAPABILITIES_VERSION, _LAST_CAPABILITY = 0x20080522, 63
 _PR_CAPBSET_DROP, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_FILTER = 24, 22, 38, 2
 
 
-def give_up(cpu_s: int, file_bytes: int, memory_bytes: int) -> None:
-    """Limits that cannot be raised again, no capabilities, and no hands on the limits of others."""
-    for name, value in ((resource.RLIMIT_CPU, cpu_s), (resource.RLIMIT_FSIZE, file_bytes), (resource.RLIMIT_CORE, 0)):
-        resource.setrlimit(name, (value, value))
-    if memory_bytes:
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+def give_up(own_files: int, cpu_s: int, file_bytes: int, memory_bytes: int) -> None:
+    """Take on limits that cannot be raised again, and lose capabilities and system calls.
+
+    Args:
+        own_files: 1 where changing modes and times can reach the program's own files only.
+        cpu_s: processor seconds of each process.
+        file_bytes: of each file.
+        memory_bytes: of each process.
+    """
+    hard = {"CPU": cpu_s, "FSIZE": file_bytes, "CORE": 0, "AS": memory_bytes, "NOFILE": _MOST_OPEN_FILES}
+    for name, value in hard.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
     libc = ctypes.CDLL(None, use_errno=True)
     for number in range(_LAST_CAPABILITY + 1):
         libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)  # fails for what there is not, or without being root
     libc.capset((ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)())
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if os.uname().machine in _ARCHITECTURES:
-        _filter_calls(libc, *_ARCHITECTURES[os.uname().machine])
+    _filter_calls(libc, own_files)
 
 
-def _filter_calls(libc: Any, architecture: int, prlimit: int, socket: int, refused: tuple[int, ...]) -> None:
-    """A seccomp program: `refused` fail, and so do prlimit64 for any process but its own, and netlink sockets.
+def _filter_calls(libc: Any, own_files: int) -> None:
+    """Have the kernel refuse calls: those above, prlimit64 for others, sockets but local ones, user namespaces.
 
     Raises:
-        OSError: the kernel does not take it.
+        OSError: the kernel does not take it, or the processor's calls are not known here.
     """
-    steps = [(_LOAD, 0, 0, 4), (_IF_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
-    steps += [step for number in refused for step in ((_IF_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE))]
-    steps += [(_IF_EQUAL, 0, 4, prlimit), (_LOAD, 0, 0, 16), (_IF_EQUAL, 1, 0, 0), (_RETURN, 0, 0, _REFUSE)]
-    steps += [(_RETURN, 0, 0, _ALLOW)]
-    steps += [(_IF_EQUAL, 0, 3, socket), (_LOAD, 0, 0, 16), (_IF_EQUAL, 0, 1, _NETLINK), (_RETURN, 0, 0, _REFUSE)]
+    machine = os.uname().machine
+    if machine not in _ARCHITECTURES:
+        raise OSError(f"system calls of {machine} are not known, only those of {', '.join(_ARCHITECTURES)}")
+    column = list(_ARCHITECTURES).index(machine)
+    steps = [(_LOAD, 0, 0, _ARCHITECTURE), (_IF_EQUAL, 1, 0, _ARCHITECTURES[machine]), (_RETURN, 0, 0, _KILL)]
+    steps += [(_LOAD, 0, 0, _NUMBER), (_IF_ABOVE, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
+    answers = dict.fromkeys(_REFUSED.values(), _REFUSE) | {_CLONE3: _MISSING}  # then libraries use clone
+    answers |= {} if own_files else dict.fromkeys(_OF_OWN_FILES.values(), _IGNORE)
+    for numbers, answer in answers.items():
+        if numbers[column]:
+            steps += [(_IF_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, answer)]
+    for numbers, test in (
+        (_PRLIMIT, (_IF_EQUAL, 1, 0, 0)),
+        (_SOCKET, (_IF_EQUAL, 1, 0, _AF_UNIX)),
+        (_CLONE, (_IF_BITS, 0, 1, _CLONE_NEWUSER)),
+    ):
+        steps += [(_IF_EQUAL, 0, 4, numbers[column]), (_LOAD, 0, 0, _FIRST_ARGUMENT), test]
+        steps += [(_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW)]
     steps += [(_RETURN, 0, 0, _ALLOW)]
     code = b"".join(
         operation.to_bytes(2, "little") + bytes((true, false)) + value.to_bytes(4, "little")
@@ -79,12 +121,20 @@ def _filter_calls(libc: Any, architecture: int, prlimit: int, socket: int, refus
         raise OSError(ctypes.get_errno(), "seccomp")
 
 
-def redirect(*, keep_input: bool) -> None:
-    """Input and output from and to files."""
-    for number, name in list(enumerate(("stdin", "stdout", "stderr")))[keep_input:]:
-        opened = os.open(name, os.O_WRONLY if number else os.O_RDONLY)
-        os.dup2(opened, number)
-        os.close(opened)
+def run() -> None:
+    """Read the job, and run its program on its input."""
+    import json
+    import runpy
+
+    job = json.loads(sys.stdin.buffer.read())
+    for name, text in (("program.py", job["program"]), ("stdin", job["stdin"])):
+        with open(name, "w", encoding="utf-8", errors="replace", newline="") as file:
+            file.write(text)
+    opened = os.open("stdin", os.O_RDONLY)
+    os.dup2(opened, 0)
+    os.close(opened)
+    with open(0, encoding="utf-8", errors="surrogateescape") as sys.stdin:
+        runpy.run_path("program.py", run_name="__main__")
 
 
 def as_json(value: Any, kept: list[Any] | None = None, depth: int = 0) -> Any:
@@ -295,8 +345,9 @@ def grade() -> None:
         os.close(to_candidate[1])
         os.close(from_candidate[0])
         channel = Channel(to_candidate[0], from_candidate[1])
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)  # the job comes that way, once, to the other process
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):  # the job and the verdict go that way, to and from the other process
+            os.dup2(nothing, number)
         os.close(nothing)
         try:
             answer_calls(channel)
@@ -312,22 +363,16 @@ def grade() -> None:
     channel.send(job["candidate"])
     exec(compile(job["setup"], "setup", "exec"), names)
     exec(compile(job["checks"], "checks", "exec"), names)
-    with open("stdout", "a") as out:
-        out.write(f"\n{job['token']}\n")
+    sys.stdout.write(f"\n{job['token']}\n")
+    sys.stdout.flush()
     with contextlib.suppress(OSError):
         os.kill(candidate, 9)
 
 
 def main() -> None:
     grades, *limits = (int(number) for number in sys.argv[1:])
-    redirect(keep_input=bool(grades))
     give_up(*limits)
-    if grades:
-        grade()
-        return
-    import runpy
-
-    runpy.run_path("program.py", run_name="__main__")
+    grade() if grades else run()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,76 @@
+"""Memory, processes and disk that a program uses, counted over all its processes. Linux only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+_KILOBYTE = 1 << 10
+
+
+def descendants(root: int) -> dict[int, int]:
+    """Return the number of threads of each process below `root`, in the order of their birth."""
+    found: dict[int, int] = {}
+    level = [root]
+    while level:
+        children: list[int] = []
+        for process in level:
+            with contextlib.suppress(OSError):
+                tasks = os.listdir(f"/proc/{process}/task")
+                found[process] = len(tasks)
+                for task in tasks:
+                    children += map(int, _text(f"/proc/{process}/task/{task}/children").split())
+        level = [child for child in children if child not in found]
+    found.pop(root, None)
+    return found
+
+
+def memory_bytes(processes: list[int], enough: int) -> int:
+    """Return the memory of processes together, files apart; pages that several share count once.
+
+    Args:
+        processes: their numbers.
+        enough: bytes below which the count may be too high; it is faster.
+    """
+    rough = sum(_kilobytes(f"/proc/{process}/status", ("RssAnon:", "RssShmem:")) or 0 for process in processes)
+    if rough * _KILOBYTE <= enough:
+        return rough * _KILOBYTE
+    total = 0
+    for process in processes:
+        exact = _kilobytes(f"/proc/{process}/smaps_rollup", ("Pss_Anon:", "Pss_Shmem:"))
+        if exact is None:  # not readable: without being root, of processes that dump no core
+            exact = _kilobytes(f"/proc/{process}/status", ("RssAnon:", "RssShmem:")) or 0
+        total += exact
+    return total * _KILOBYTE
+
+
+def disk_bytes(folder: str | Path, enough: int) -> int:
+    """Return what files in a folder take, or some number above `enough`; an empty file counts for a kilobyte."""
+    total, folders = 0, [str(folder)]
+    while folders and total <= enough:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    total += max(_KILOBYTE, entry.stat(follow_symlinks=False).st_blocks * 512)
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+        except FileNotFoundError:
+            pass  # removed meanwhile
+        except OSError:  # too deep for a path, or closed to readers: what it holds cannot be counted
+            return enough + 1
+    return total
+
+
+def _kilobytes(path: str, names: tuple[str, ...]) -> int | None:
+    """Sum of these fields of a file in /proc; None where it cannot be read."""
+    text = _text(path)
+    return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith(names)) if text else None
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:  # ended meanwhile
+        return ""
