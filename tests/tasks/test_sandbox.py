@@ -22,7 +22,8 @@ from reprieve.errors import ReprieveError, SpecError
 from reprieve.tasks import isolation, load_task
 from reprieve.tasks import sandbox as module
 from reprieve.tasks.isolation import MECHANISMS
-from reprieve.tasks.sandbox import Limits, Sandbox
+from reprieve.tasks.programs import _printed
+from reprieve.tasks.sandbox import Limits, ProgramResult, Sandbox
 
 OURS = f"reprieve-program-{os.getpid()}-"  # folders of this process's programs
 LIMITS = Limits(seconds=8.0, memory_mb=256, disk_mb=8, num_processes=8)
@@ -423,14 +424,31 @@ def test_a_function_named_as_a_builtin_is_the_answers(sandbox, tmp_path):
     ("left", "right", "same"),
     [
         ("1000000007", "1000000008", False), ("999999999999999999", "1000000000000000000", False), ("5", "inf", False),
-        ("3.0", "3", True), ("3", "3.0", True), ("0.30000000001", "0.3", True), ("0.31", "0.3", False),
-        ("1e-3", "0.001", True), ("nan", "nan", True), ("x", "1.0", False), ("1.0", "e", False), ("1", ".", False),
+        ("3.0", "3", True), ("3", "3.0", True), ("0.30000000000000004", "0.3", False), ("0.30", "0.3", True),
+        ("1e-3", "0.001", True), ("nan", "nan", True), ("nan", "NaN", False), ("x", "1.0", False), ("1", ".", False),
+        ("1  2.0", "1 2", True), ("a  b", "a b", False), ("YES 1.0", "YES 1", False), (" x ", "x", True),
+        ("snan", "1", False), ("1\n2", "1 2", False), ("1\n\n2\n", "1\n\n2", True), ("9" * 5000, "9" * 5000, True),
     ],
 )  # fmt: skip
-def test_printed_numbers_are_compared_as_they_are_written(left, right, same):
-    from reprieve.tasks.programs import _same_word
+def test_printed_lines_are_compared_as_livecodebench_does(left, right, same):
+    finished = ProgramResult(0, left, "", timed_out=False, seconds=0.1)
+    assert _printed(finished, right) is same
 
-    assert _same_word(left, right) is same
+
+@pytest.mark.parametrize(
+    ("returned", "wanted", "same"),
+    [
+        ("0.1 + 0.2", "0.3", False), ("0.1 + 0.2", "0.30000000000000004", True), ("(1, 2)", "[1, 2]", True),
+        ("[(1, 2)]", "[[1, 2]]", False), ("1", "1.0", True), ("True", "true", True), ("None", "null", True),
+        ("{'a': [1]}", '{"a": [1]}', True), ("'x'", '"y"', False),
+    ],
+)  # fmt: skip
+def test_returned_values_are_compared_as_livecodebench_does(sandbox, tmp_path, returned, wanted, same):
+    path = tmp_path / "none.jsonl"
+    path.write_text("")
+    test = {"input": "1", "output": wanted, "testtype": "functional"}
+    reference = json.dumps({"tests": [test], "function": "f"})
+    assert load_task(f"livecodebench:path={path}").verdicts(f"def f(x): return {returned}", reference) == [same]
 
 
 def test_only_harmless_devices_are_there(sandbox):

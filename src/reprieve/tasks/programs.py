@@ -23,8 +23,6 @@ from reprieve.tasks.jsonl import read_jsonl
 from reprieve.tasks.sandbox import Limits, ProgramResult, Sandbox
 
 _MOST_KNOWN = 4096  # programs whose verdicts are kept
-_FRACTION = re.compile(r"[+-]?(?=.*[.eE])\d*\.?\d*(?:[eE][+-]?\d{1,3})?")
-_CLOSE = Decimal("1e-9")  # relative: 0.1 + 0.2 is 0.3
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _DEFINED = re.compile(r"^def (\w+)", re.MULTILINE)
 
@@ -195,13 +193,8 @@ class LiveCodeBenchTask(ProgramsTask):
             f"_arguments = [_json.loads(line) for line in {test['input']!r}.split(chr(10)) if line.strip()]\n"
             f"_call = __candidate__({call!r})\n"
             "_got = _call(*_arguments)\n"
-            "def _same(one, other):\n"
-            "    if isinstance(one, list) and isinstance(other, list):\n"
-            "        return len(one) == len(other) and all(map(_same, one, other))\n"
-            "    if isinstance(other, float) and isinstance(one, (int, float)):\n"
-            f"        return abs(one - other) <= {_CLOSE} * max(1, abs(other))\n"
-            "    return one == other\n"
-            f"assert _same(_json.loads(_json.dumps(_got)), _json.loads({test['output']!r})), _got"
+            "_got = list(_got) if isinstance(_got, tuple) else _got\n"
+            f"assert _got == _json.loads({test['output']!r}), _got"
         )
         names = {str(function), "Solution"}
         return self._sandbox.passes(future_first(_PRELUDE + program_of(answer, names)), checks)
@@ -245,24 +238,23 @@ def _imports(setup: str) -> str:
 
 
 def _printed(finished: ProgramResult, wanted: str) -> bool:
-    """Whether a program ended well and printed the wanted lines; 0.30 is 0.3."""
+    """Whether a program ended well and printed the wanted lines, compared as the benchmark's own grader does.
+
+    `testing_util.py` of LiveCodeBench compares lines as texts, and else their numbers, exactly: 0.30 is 0.3, but what
+    0.1 + 0.2 prints is not.
+    """
     if finished.exit_code != 0:
         return False
-    ours, theirs = ([line.split() for line in text.strip().splitlines()] for text in (finished.stdout, wanted))
-    if len(ours) != len(theirs):
-        return False
-    return all(
-        len(left) == len(right) and all(map(_same_word, left, right)) for left, right in zip(ours, theirs, strict=True)
-    )
+    ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (finished.stdout, wanted))
+    return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
 
 
-def _same_word(left: str, right: str) -> bool:
+def _same_line(left: str, right: str) -> bool:
     if left == right:
         return True
     try:
-        ours, theirs = Decimal(left), Decimal(right)
-        close = _FRACTION.fullmatch(right) and abs(ours - theirs) <= _CLOSE * max(Decimal(1), abs(theirs))
-        return ours == theirs or bool(close)  # whole numbers are what they are
+        ours, theirs = ([Decimal(word) for word in line.split()] for line in (left, right))
+        return ours == theirs
     except InvalidOperation:
         return False
 

@@ -185,10 +185,10 @@ class Sandbox:
             if folder and within:
                 within = disk_bytes(folder, disk) <= disk
             seconds = time.monotonic() - started
-            said = [_read(file, limits.disk_mb * _MEGABYTE) for file in (out, err)]
+            stdout, stderr = (_read(file, limits.disk_mb * _MEGABYTE) for file in (out, err))
             code = int(process.returncode) if within else -int(signal.SIGKILL)
-            result = ProgramResult(code, *said, timed_out=seconds >= limits.seconds, seconds=seconds)
-            failed = within and (code < 0 or code in _NOT_STARTED or said[1].startswith("bwrap: "))
+            result = ProgramResult(code, stdout, stderr, timed_out=seconds >= limits.seconds, seconds=seconds)
+            failed = within and (code < 0 or code in _NOT_STARTED or stderr.startswith("bwrap: "))
             return result, failed and type(mechanism) is not Unisolated
 
 
