@@ -2,21 +2,27 @@
 
     python benchmarks/fuzz.py specs --minutes 5
 
+    python benchmarks/fuzz.py journals bodies yaml answers --count 500 --seed 0
+
 - `specs`: rules, drafters, engines, from texts made of their own names, signs and numbers;
 - `json`: the one reader of JSON, certificates, policies, runs and label stores, from texts that were valid once;
-- `bodies`: what a server and the vLLM plugin are asked: completions, chats, and the fields that choose a rule.
+- `bodies`: what a server and the vLLM plugin are asked: completions, chats, and the fields that choose a rule;
+- `journals`: records of runs;
+- `yaml`: configuration files of `reprieve bench`;
+- `answers`: responses and references, given to each grader.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import tempfile
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +31,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from reprieve.backends.settings import EngineSettings
-from reprieve.bench.records import read_run
+from reprieve.bench.records import ProblemRecord, RecordFile, read_run
+from reprieve.cli.flags import parse
 from reprieve.drafters import DRAFTERS
 from reprieve.errors import ReprieveError
 from reprieve.files import parse_json, read_json
@@ -34,6 +41,8 @@ from reprieve.heads.files import find_head
 from reprieve.mining.store import LabelStore
 from reprieve.playground.protocol import ChatBody, CompletionBody, field_error
 from reprieve.rules import RULES, parse_rule
+from reprieve.tasks.code_blocks import BREAK, code_blocks, program_of
+from reprieve.tasks.graders import GRADERS
 from reprieve.vllm_plugin.menu import Menu
 from reprieve.vllm_plugin.policy import Policy
 
@@ -136,36 +145,116 @@ def read_bodies(draw: Callable[[Any], Any]) -> None:
         MENU.choose(draw(st.dictionaries(KEYS, VALUES, max_size=3)), num_running=draw(st.integers(0, 10**6)))
 
 
+RECORD = json.dumps(asdict(ProblemRecord("a", "p", True, "7", 10, 2, 8, 6, 1, 0.5, "eos", "7", {"draft": 0.1})))
+
+
+def read_journals(draw: Callable[[Any], Any], folder: Path) -> None:
+    """Lines of a journal, some damaged, and the sums that results are made of."""
+    path = folder / "problems.jsonl"
+    lines = [RECORD if draw(st.booleans()) else changed(RECORD, draw) for _ in range(draw(st.integers(1, 3)))]
+    path.write_text("\n".join(lines) + draw(st.sampled_from(["", "\n"])), encoding="utf-8", errors="replace")
+    with contextlib.suppress(ReprieveError):
+        for record in RecordFile(path).records:
+            assert record.num_tokens / (record.num_rounds + 1) + record.seconds < float("inf")
+            json.dumps(asdict(record))
+
+
+CONFIG = "command: bench\ntarget: reprieve/miniature\nlimit: 3\narms: [lossless, 'margin:delta=2']\nseed: 1\n"
+YAML = st.sampled_from(
+    ["1:30", "010", "&a [*a]", "!!python/object:os.system x", "<<: {limit: 2}", "- ", "? ", "%", "~"]
+)
+
+
+def read_configs(draw: Callable[[Any], Any], folder: Path) -> None:
+    """A configuration with a line of another kind, a value changed, or a piece cut out."""
+    from reprieve.cli.main import command_of  # the command's module is loaded once
+
+    path, lines = folder / "config.yaml", CONFIG.splitlines()
+    key = draw(st.sampled_from(["limit", "target", "arms", "seed", "task", "timeout", "out", "", "draft"]))
+    value = draw(st.one_of(YAML, VALUES.map(json.dumps), st.text(max_size=12)))
+    lines.insert(draw(st.integers(0, len(lines))), f"{key}: {value}" if draw(st.booleans()) else value)
+    text = "\n".join(lines if draw(st.booleans()) else [*lines[:1], f"{key}: {value}"])
+    start = draw(st.integers(0, len(text)))
+    text = text if draw(st.booleans()) else text[:start] + text[start + draw(st.integers(0, 9)) :]
+    path.write_text(text, encoding="utf-8", errors="replace")
+    kind = command_of("bench")
+    with contextlib.suppress(ReprieveError, SystemExit), contextlib.redirect_stderr(io.StringIO()):
+        parse(kind, ["--config", str(path)], command=kind.verb)
+
+
+PIECES = st.sampled_from(
+    [
+        "The answer is ", "#### ", r"\boxed{", "}", r"\frac{", r"\sqrt", "^", "_", "{", "(", ")", "1,000",
+        "1 000", "3.5e400", "10^", "9" * 400, "-", "%", "$", "=", "A", "B.", "</think>", "<think>", "\n",
+        "Question:", "```python\n", "```",
+        "def f(x):\n", "x", "+", "/", "!", r"\cdot", r"\pi", "\u0661", "\u00bd", "\x00", "inf", "nan", "12k", "**",
+    ]
+)  # fmt: skip
+ANSWERS = st.lists(st.one_of(PIECES, st.text(max_size=6)), max_size=14).map("".join)
+
+
+def read_answers(draw: Callable[[Any], Any]) -> None:
+    """A response and another, given to every grader, as it is and as it was read."""
+    response, other = draw(ANSWERS), draw(ANSWERS)
+    for name in GRADERS.names():
+        if name != "python":
+            grader = GRADERS.make(name)
+            read = grader.extract(response)
+            assert isinstance(grader.equivalent(read, other), bool)
+            assert isinstance(grader.equivalent(response, grader.extract(other)), bool)
+    program_of(BREAK.join(code_blocks(response)), {"f"})
+
+
+READERS: dict[str, Callable[[Callable[[Any], Any], Path], None]] = {
+    "specs": lambda draw, folder: read_specs(draw(SPECS)),
+    "json": read_documents,
+    "bodies": lambda draw, folder: read_bodies(draw),
+    "journals": read_journals,
+    "yaml": read_configs,
+    "answers": lambda draw, folder: read_answers(draw),
+}
+
+
+def fuzz(what: str, count: int, first: int, folder: Path) -> int:
+    """Try so many cases; the number tried.
+
+    Raises:
+        Exception: whatever came out that is none of ours; hypothesis names the case, made small.
+        DeadlineExceeded: a case took more than five seconds.
+    """
+    tried = 0
+
+    def once(data: Any) -> None:
+        nonlocal tried
+        tried += 1
+        READERS[what](data.draw, folder)
+
+    quiet = settings(
+        max_examples=count, deadline=5000, database=None, suppress_health_check=list(HealthCheck),
+        phases=(Phase.explicit, Phase.generate, Phase.shrink),
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        seed(first)(quiet(given(data=st.data())(once)))()
+    return tried
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("specs", "json", "bodies"))
-    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("what", nargs="+", choices=tuple(READERS))
+    parser.add_argument("--minutes", type=float, default=5.0, help="of each kind, without --count")
+    parser.add_argument("--count", type=int, help="cases of each kind")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    count: Counter[str] = Counter()
-    end = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as folder:
-
-        def once(data: Any, text: str) -> None:
-            count["tried"] += 1
-            if options.what == "specs":
-                read_specs(text)
-            elif options.what == "json":
-                read_documents(data.draw, Path(folder))
-            else:
-                read_bodies(data.draw)
-
-        number = 0
-        while time.monotonic() < end:  # in portions: hypothesis itself has no limit on time
-            quiet = settings(
-                max_examples=500, deadline=5000, database=None, suppress_health_check=list(HealthCheck),
-                phases=(Phase.explicit, Phase.generate, Phase.shrink),
-            )  # fmt: skip
-            texts = SPECS if options.what == "specs" else st.just("")
-            seed(options.seed + number)(quiet(given(data=st.data(), text=texts)(once)))()
-            number += 1
-    print(f"{options.what}: {count['tried']} tried in {options.minutes:g} minutes, every error one of ours")
+        for what in options.what:
+            began, tried, number = time.monotonic(), 0, options.seed
+            if options.count:
+                tried = fuzz(what, options.count, number, Path(folder))
+            while not options.count and time.monotonic() < began + 60 * options.minutes:
+                tried += fuzz(what, 500, number, Path(folder))  # in portions: hypothesis has no limit on time
+                number += 1
+            print(f"{what}: {tried} tried in {time.monotonic() - began:.0f} s, every error one of ours", flush=True)
 
 
 if __name__ == "__main__":

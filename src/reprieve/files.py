@@ -127,13 +127,19 @@ class FolderLock:
     """Holds a folder for this process until it is collected; the system releases it when the process ends.
 
     Raises:
-        ReprieveError: another process holds the folder.
+        ReprieveError: another process holds the folder, or its `.lock` cannot be written or is no plain file.
     """
 
     _held: ClassVar[WeakValueDictionary[Path, FolderLock]] = WeakValueDictionary()
 
     def __init__(self, folder: Path) -> None:
-        self._file = (folder / ".lock").open("wb")
+        path = folder / ".lock"
+        if path.exists() and not path.is_file():  # opening a pipe would wait for its other end
+            raise ReprieveError(f"{str(path)!r} cannot be written: it is no plain file; remove it")
+        try:
+            self._file = path.open("wb")
+        except OSError as error:
+            raise ReprieveError(f"{str(path)!r} cannot be written: {error.strerror}; nothing was changed") from None
         if fcntl is None:  # no such locks on this system
             return
         try:

@@ -10,6 +10,7 @@ import pytest
 
 from reprieve.bench.records import ProblemRecord, RecordFile, claim_run
 from reprieve.errors import ReprieveError
+from reprieve.files import replace_file
 
 GOOD = dataclasses.asdict(ProblemRecord("a", "p", True, "7", 10, 2, 8, 6, 1, 0.5, "eos", "7", {"draft": 0.1}))
 
@@ -18,6 +19,7 @@ GOOD = dataclasses.asdict(ProblemRecord("a", "p", True, "7", 10, 2, 8, 6, 1, 0.5
     ("name", "value"),
     [
         *((name, {"x": 1} if not isinstance(value, dict) else 3) for name, value in GOOD.items()),
+        ("num_tokens", 10**400), ("seconds", 1e300),
         ("num_tokens", -1), ("seconds", float("nan")), ("seconds", float("inf")), ("num_tokens", True),
         ("correct", 1), ("round_lengths", ["3"]), ("seconds_by_part", {"draft": "long"}), ("num_rounds", 1.5),
     ],
@@ -42,6 +44,46 @@ def test_a_pipe_in_the_place_of_a_journal_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "problems.jsonl")
     with pytest.raises(ReprieveError, match="no plain file"):
         RecordFile(tmp_path / "problems.jsonl")
+
+
+@pytest.mark.parametrize("name", ["problems.jsonl", "run.json", ".lock"])
+def test_a_pipe_in_a_runs_folder_is_refused_at_once(tmp_path, name):
+    if name == "run.json":
+        (tmp_path / "problems.jsonl").write_text(json.dumps(GOOD) + "\n")
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ReprieveError, match="no plain file"):
+        claim_run(tmp_path, {"arms": ["a"]})
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 64 KB; only root can have one."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_disk_that_fills_up_keeps_every_whole_answer(small_disk):
+    records = claim_run(small_disk, {"arms": ["a"]})
+
+    def fill():
+        for _ in range(100):
+            records.append(ProblemRecord(**{**GOOD, "text": "x" * 5000}))
+
+    message = r"problems.jsonl' cannot be written: No space left.*the \d+ answers"
+    with pytest.raises(ReprieveError, match=message) as error:
+        fill()
+    kept = len(records.records)
+    assert f"the {kept} answers before it are kept" in str(error.value) and kept > 3
+    whole = (small_disk / "problems.jsonl").read_text().rpartition("\n")[0]
+    assert len(whole.splitlines()) == kept, "what is on the disk"
+    with pytest.raises(ReprieveError, match=r"cannot be written: No space left"):
+        replace_file(small_disk / "results.json", "x" * 100_000)
+    assert not (small_disk / "results.json").exists()
 
 
 def test_a_full_disk_names_the_file_and_what_is_kept(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import types
 import typing
 from collections.abc import Mapping
@@ -13,6 +12,8 @@ from typing import Any
 
 from reprieve.errors import ReprieveError
 from reprieve.files import FolderLock, parse_json, read_json, replace_file, whole_lines
+
+_LARGEST = 1e15  # of any count or time: sums stay exact
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,8 @@ def _require_type(name: str, value: Any, hint: Any) -> None:
     allowed = (int, float) if kind is float else kind
     if kind is not Any and (not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool)):
         raise ValueError(f"{name} must be of type {kind.__name__}, got {value!r:.80}")
-    if isinstance(value, int | float) and not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be 0 or more and finite, got {value!r}")
+    if isinstance(value, int | float) and not 0 <= value < _LARGEST:
+        raise ValueError(f"{name} must be 0 or more and below {_LARGEST:g}, got {value!r:.80}")
     items = typing.get_args(options[0])
     if isinstance(value, list):
         for item in value:
