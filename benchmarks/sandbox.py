@@ -26,9 +26,10 @@ from reprieve.stats import bootstrap_interval
 
 WORKER = """
 import sys, time
-from reprieve.tasks.sandbox import Sandbox
-sandbox = Sandbox()
-sandbox.isolated = sys.argv[1] == "isolated"
+from reprieve.tasks import sandbox as module
+if sys.argv[1] != "any":
+    module.MECHANISMS = [mechanism for mechanism in module.MECHANISMS if mechanism.name == sys.argv[1]]
+sandbox = module.Sandbox(unsafe=sys.argv[1] == "none")
 function, check = "def f(x):\\n    return x + 1\\n", "assert f(1) == 2\\n"
 print("ready", flush=True)
 for line in sys.stdin:
@@ -75,9 +76,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/sandbox"))
     options = parser.parse_args()
     now = Path(__file__).parents[1] / "src"
-    versions = {"now": Version(now, "isolated"), "without isolation": Version(now, "limited")}
+    versions = {"now": Version(now, "any"), "without isolation": Version(now, "none")}
+    versions["sandlock"] = Version(now, "sandlock")
     if options.before:
-        versions["before"] = Version(options.before, "isolated")
+        versions["before"] = Version(options.before, "any")
     times: dict[str, dict[str, list[float]]] = {what: {name: [] for name in versions} for what in ("run", "graded")}
     for turn in range(options.turns + 3):
         for what, taken in times.items():
