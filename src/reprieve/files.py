@@ -109,13 +109,20 @@ def read_json(path: str | Path, what: str, *, most: int = _LARGEST) -> Any:
         raise ReprieveError(f"{what} {str(path)!r} cannot be read: {error}") from None
 
 
-def whole_lines(path: Path) -> list[str]:
-    """The lines of a file that is appended to; none without a file, and one cut off by a kill is dropped for good."""
+def whole_lines(path: Path, *, repair: bool = False) -> list[str]:
+    """Return the lines of a file that is appended to; none without a file. A last line cut off by a kill is dropped.
+
+    Args:
+        repair: remove such a line from the file, so that it can be appended to. Only the file's one writer may.
+
+    Raises:
+        ReprieveError: the file cannot be read, or is not UTF-8.
+    """
     if not path.exists():
         return []
     raw = read_file(path, "the file")
     whole = raw[: raw.rfind(b"\n") + 1]
-    if len(whole) != len(raw):
+    if repair and len(whole) != len(raw):
         replace_file(path, whole)
     try:
         return whole.decode().split("\n")[:-1]  # a text may hold other line separators

@@ -140,7 +140,7 @@ class Quickstart(Command):
             answering=self.answering,
             pair=self.pair,
         )
-        return MineAutoJudge(settings=settings, workers=str(self._workers()), out=self.out / "labels")
+        return MineAutoJudge(settings=settings, num_workers=self._workers(), out=self.out / "labels")
 
     def _run_settings(self, prompt: PromptSettings, split: str, limit: int) -> RunSettings:
         return RunSettings(task=self.task_spec, split=split, limit=limit, prompt=prompt, seed=self.seed)

@@ -1,9 +1,8 @@
-"""What miners find out about one problem, and its form in Parquet."""
+"""Results of mining one problem."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass
 
 MINED = "mined"
 NO_ANSWER = "no_answer"  # the target's own response gives no answer: there is nothing to compare with
@@ -44,12 +43,6 @@ class TracedRound:
     draft_utilities: tuple[float | None, ...] = ()  # of going on with the draft's token
     target_utilities: tuple[float | None, ...] = ()
 
-    @classmethod
-    def from_row(cls, row: dict[str, Any]) -> TracedRound:
-        """From Parquet."""
-        values: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in row.items()}
-        return cls(**values)
-
 
 @dataclass(frozen=True)
 class ProblemLabels:
@@ -64,28 +57,10 @@ class ProblemLabels:
     mismatches: tuple[Mismatch, ...]
     seconds: float = 0.0
     num_generated: int = 0  # tokens the target generated for it
-    source: str = field(default="")  # the miner's name
+    source: str = ""  # the miner's name
     rounds: tuple[TracedRound, ...] = ()  # of the response, where the miner keeps them
-    digest: str = ""  # of the problem's question; empty in stores made before version 0.3
+    digest: str = ""  # of the problem's question
 
     def labelled(self) -> list[Mismatch]:
         """The mismatches that got a label."""
         return [mismatch for mismatch in self.mismatches if mismatch.important is not None]
-
-    def to_row(self) -> dict[str, Any]:
-        """As Parquet holds it."""
-        return asdict(self)
-
-    @classmethod
-    def from_row(cls, row: dict[str, Any]) -> ProblemLabels:
-        """The inverse of `to_row`; columns of later versions are passed over."""
-        values = {f.name: row[f.name] for f in fields(cls) if f.name in row}
-        for name in ("prompt_ids", "target_ids", "response_ids"):
-            values[name] = tuple(values[name])
-        values["mismatches"] = tuple(
-            Mismatch(**{**mismatch, "continuation_ids": tuple(mismatch["continuation_ids"])})
-            for mismatch in values["mismatches"]
-        )
-        values["digest"] = values.get("digest") or ""
-        values["rounds"] = tuple(map(TracedRound.from_row, values.get("rounds") or ()))
-        return cls(**values)

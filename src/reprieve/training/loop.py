@@ -187,7 +187,7 @@ class RunLog:
         if folder is None or self.path is None:
             return
         try:
-            kept = [line for line in whole_lines(self.path) if parse_json(line)["step"] < first_step]
+            kept = [line for line in whole_lines(self.path, repair=True) if parse_json(line)["step"] < first_step]
         except (ValueError, KeyError, TypeError):
             raise ReprieveError(f"{str(self.path)!r} is damaged: move it away to go on without its lines") from None
         replace_file(self.path, "".join(f"{line}\n" for line in kept))

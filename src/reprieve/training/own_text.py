@@ -113,7 +113,7 @@ def _read(path: Path, vocab_size: int) -> dict[str, OwnText]:
     """The texts of a file."""
     texts = {}
     try:
-        for line in whole_lines(path):
+        for line in whole_lines(path, repair=True):
             record = parse_json(line)
             text = OwnText(record["prompt_ids"], record["answer_ids"])
             if not all(0 <= token < vocab_size for token in (*text.prompt_ids, *text.answer_ids)):
