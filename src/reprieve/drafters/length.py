@@ -7,6 +7,7 @@ drawn stays in the block, so that a decision which looked at it cannot bias what
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -18,7 +19,11 @@ from reprieve.settings import require_draft_tokens
 
 _MEMORY = 0.8  # weight of the rounds before
 _VERIFIED = 0.03  # what a further token costs a verification, in target forwards
-_MOST = 16
+_MOST, _MOST_LEVELS = 32, 16
+_PRIOR_RATE = 0.9  # of a block's first place, before anything is known
+_PLACE_WEIGHT = 8.0  # judged tokens that the rate of the place before counts for
+_ANSWERS_WEIGHT = 16.0  # judged tokens that the rate over earlier answers counts for
+_BLOCK_MEMORY = 0.97
 
 
 class RoundLength(Protocol):
@@ -136,39 +141,95 @@ class FixedLength:
     def learn(self, num_drafted: int, num_accepted: int) -> None: ...
 
 
-@dataclass(frozen=True)
-class AcceptanceLength:
-    """The K that pays best if tokens go on being accepted as often as lately.
+class AcceptanceRates:
+    """How often each place of a block was accepted, given that all places before it were.
 
-    Expected tokens of a round and its walltime are those of Leviathan et al. (2023, Eq. 1 and Theorem 3.8).
+    Tokens are not accepted independently of each other: a block is mostly accepted whole or rejected early. So every
+    place has a rate of its own. Where little was seen, the rate of the place before it counts.
+
+    Args:
+        num_places: of the longest block.
+        memory: weight of what was seen before each new block, (0, 1].
+    """
+
+    def __init__(self, num_places: int, memory: float = 1.0) -> None:
+        self._accepted = [0.0] * num_places
+        self._judged = [0.0] * num_places
+        self._memory = memory
+
+    def learn(self, num_drafted: int, num_accepted: int) -> None:
+        """See `RoundLength`."""
+        if not num_drafted:
+            return
+        for place in range(len(self._judged)):
+            judged = place < min(num_drafted, num_accepted + 1)
+            self._judged[place] = self._memory * self._judged[place] + judged
+            self._accepted[place] = self._memory * self._accepted[place] + (place < num_accepted)
+
+    def rates(self, prior: Sequence[float] | None = None) -> list[float]:
+        """Return the rate of each place.
+
+        Args:
+            prior: rates of other answers; None if there are none.
+        """
+        rates, before = [], _PRIOR_RATE
+        for place, (accepted, judged) in enumerate(zip(self._accepted, self._judged, strict=True)):
+            expected, weight = (before, _PLACE_WEIGHT) if prior is None else (prior[place], _ANSWERS_WEIGHT)
+            before = (accepted + weight * expected) / (judged + weight)
+            rates.append(before)
+        return rates
+
+
+def best_length(rates: Sequence[float], cost: float) -> int:
+    """Return the K with most expected tokens for its time (Leviathan et al. 2023, Theorem 3.8, with a rate a place).
+
+    Args:
+        rates: chance of each place to be accepted if all before it are.
+        cost: of drafting and verifying a token, in target forwards.
+    """
+    reached, expected, best, length = 1.0, 1.0, 0.0, 1
+    for place, rate in enumerate(rates, start=1):
+        reached *= rate
+        expected += reached
+        if (speed := expected / (1 + cost * place)) > best:
+            best, length = speed, place
+    return length
+
+
+class AcceptanceLength:
+    """The K that pays best if tokens go on being accepted as often as before.
 
     Args:
         cost: of a drafted token, or of a level of a tree, in target forwards.
         drafts_trees: whether blocks branch; their levels and nodes are then weighed one by one.
-        most: longest block.
+        exact: whether the answer does not depend on K when decoding greedily. Answers then begin with the rates of
+            earlier ones. Otherwise each begins with the same ones, so that the same request gives the same answer.
     """
 
-    cost: float
-    drafts_trees: bool = False
-    most: int = _MOST
     reads_states = False
 
+    def __init__(self, cost: float, drafts_trees: bool = False, *, exact: bool = False) -> None:
+        self.cost = cost
+        self.drafts_trees = drafts_trees
+        self.most = _MOST_LEVELS if drafts_trees else _MOST
+        self._answers = AcceptanceRates(self.most) if exact else None
+
     def start(self, dial: float | None, temperature: float) -> RoundLength:
-        return _Acceptance(self.cost, self.most, TreeLength(self.cost) if self.drafts_trees else None)
+        trees = TreeLength(self.cost) if self.drafts_trees else None
+        return _Acceptance(self.cost, self.most, trees, None if temperature else self._answers)
 
 
 class _Acceptance:
     reads_states = False
 
-    def __init__(self, cost: float, most: int, trees: TreeLength | None) -> None:
+    def __init__(self, cost: float, most: int, trees: TreeLength | None, answers: AcceptanceRates | None) -> None:
         self.cost, self.most, self.trees = cost + _VERIFIED, most, trees
-        self._accepted, self._judged = 3.2, 4.0  # as if four tokens had been seen, most of them good
+        self._rates, self._answers = AcceptanceRates(most, _BLOCK_MEMORY), answers
 
     def begin(self) -> int:
         if self.trees is not None:
             return self.most
-        rate = min(self._accepted / self._judged, 0.999)
-        return max(range(1, self.most + 1), key=lambda k: (1 - rate ** (k + 1)) / (1 - rate) / (1 + self.cost * k))
+        return best_length(self._rates.rates(self._answers.rates() if self._answers else None), self.cost)
 
     def goes_on(self, hidden: Tensor | None, logits: Tensor, token_id: Tensor) -> bool:
         return True
@@ -176,9 +237,10 @@ class _Acceptance:
     def learn(self, num_drafted: int, num_accepted: int) -> None:
         if self.trees is not None:
             self.trees.learn(num_drafted, num_accepted)
-        elif num_drafted:
-            self._accepted = _MEMORY * self._accepted + num_accepted
-            self._judged = _MEMORY * self._judged + min(num_drafted, num_accepted + 1)
+            return
+        for rates in (self._rates, self._answers):
+            if rates is not None:
+                rates.learn(num_drafted, num_accepted)
 
 
 @dataclass(frozen=True)

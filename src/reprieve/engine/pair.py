@@ -18,7 +18,7 @@ from reprieve.heads.folds import fold_of
 from reprieve.heads.length import LengthHead
 from reprieve.heads.loading import attach_heads, length_head, require_heads_fit, split_folds
 from reprieve.models.loading import ModelPair, load_models
-from reprieve.rules import Rule, parse_rule
+from reprieve.rules import LosslessRule, Rule, parse_rule
 from reprieve.settings import AUTO, BUNDLED_PAIR, NumDraftTokens, require_draft_tokens
 
 TARGET_ONLY = "target_only"
@@ -96,7 +96,7 @@ class Pair(ModelPair):
             return FixedLength(num_draft_tokens)
         head = self.length_head(num_draft_tokens, rule, drafter)
         if head is None:
-            return AcceptanceLength(drafter.cost(self), drafter.drafts_trees)
+            return AcceptanceLength(drafter.cost(self), drafter.drafts_trees, exact=isinstance(rule, LosslessRule))
         return LearnedLength(head.to(self.device if self.draft is None else self.draft.device))
 
     def length_head(
