@@ -113,9 +113,8 @@ class Certificate:
             values = read_json(path, "certificate")
             if not isinstance(values, dict) or values.get("kind") != _KIND:
                 raise ValueError(f"it is no {_KIND}")
-            wanted = values.pop("sha256", None)
-            if wanted not in (None, signature(values)):
-                raise ValueError("it was changed after it was made: certify anew")
+            if values.pop("sha256", None) != signature(values):
+                raise ValueError("it was changed after it was made: certify again")
             del values["kind"]
             if values.pop("schema") != SCHEMA:
                 raise ValueError(f"not a {_KIND} of schema {SCHEMA}")
@@ -123,12 +122,6 @@ class Certificate:
             pair = PairIdentity(**conditions.pop("pair"))
             made = cls(conditions=Conditions(pair=pair, **conditions), **values)
             made._require_agreement()
-            if wanted is None:
-                warnings.warn(
-                    f"certificate {str(path)!r} was made before version 0.3 and cannot show that nobody changed it: "
-                    "certify anew",
-                    stacklevel=2,
-                )
             return made
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ReprieveError(f"certificate {str(path)!r} cannot be read: {error}") from None
