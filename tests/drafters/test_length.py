@@ -82,15 +82,16 @@ def test_a_head_computes_what_it_says():
     assert one._chance == pytest.approx(float(this * then), rel=1e-5), "of all tokens so far"
 
 
-def test_recent_acceptance_chooses_what_pays():
-    good, bad = AcceptanceLength(0.1).start(None, 0.0), AcceptanceLength(0.1).start(None, 0.0)
+@pytest.mark.parametrize("exact", [False, True])
+def test_recent_acceptance_chooses_what_pays(exact):
+    good, bad = (AcceptanceLength(0.1, exact=exact).start(None, 0.0) for _ in range(2))
     for _ in range(12):
         good.learn(good.begin(), good.begin())
         bad.learn(bad.begin(), 0)
-    assert good.begin() > AcceptanceLength(0.1).start(None, 0.0).begin() > 1 == bad.begin()
+    assert (good.begin() > 16 if exact else good.begin() == 16) and bad.begin() == 1
     bad.learn(0, 0)
     assert bad.begin() == 1, "a round without a block says nothing"
-    dear = AcceptanceLength(2.0).start(None, 0.0)
+    dear = AcceptanceLength(2.0, exact=exact).start(None, 0.0)
     assert dear.begin() == 1
 
 

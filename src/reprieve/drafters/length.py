@@ -19,7 +19,7 @@ from reprieve.settings import require_draft_tokens
 
 _MEMORY = 0.8  # weight of the rounds before
 _VERIFIED = 0.03  # what a further token costs a verification, in target forwards
-_MOST, _MOST_LEVELS = 32, 16
+_MOST, _MOST_EXACT = 16, 32
 _PRIOR_RATE = 0.9  # of a block's first place, before anything is known
 _PLACE_WEIGHT = 8.0  # judged tokens that the rate of the place before counts for
 _ANSWERS_WEIGHT = 16.0  # judged tokens that the rate over earlier answers counts for
@@ -202,8 +202,9 @@ class AcceptanceLength:
     Args:
         cost: of a drafted token, or of a level of a tree, in target forwards.
         drafts_trees: whether blocks branch; their levels and nodes are then weighed one by one.
-        exact: whether the answer does not depend on K when decoding greedily. Answers then begin with the rates of
-            earlier ones. Otherwise each begins with the same ones, so that the same request gives the same answer.
+        exact: whether a greedy answer is the same for every K. K then comes from a rate a place, and an answer begins
+            with the rates of earlier ones. Otherwise K follows from the answer itself, so that a request repeated
+            gives the same answer, and from one rate for all places, as in the certificates that say `auto`.
     """
 
     reads_states = False
@@ -211,36 +212,62 @@ class AcceptanceLength:
     def __init__(self, cost: float, drafts_trees: bool = False, *, exact: bool = False) -> None:
         self.cost = cost
         self.drafts_trees = drafts_trees
-        self.most = _MOST_LEVELS if drafts_trees else _MOST
+        self.most = _MOST_EXACT if exact and not drafts_trees else _MOST
         self._answers = AcceptanceRates(self.most) if exact else None
 
     def start(self, dial: float | None, temperature: float) -> RoundLength:
-        trees = TreeLength(self.cost) if self.drafts_trees else None
-        return _Acceptance(self.cost, self.most, trees, None if temperature else self._answers)
+        if self.drafts_trees:
+            return _TreeAcceptance(TreeLength(self.cost), self.most)
+        if self._answers is None or temperature:
+            return _RecentAcceptance(self.cost + _VERIFIED)
+        return _PlaceAcceptance(self.cost + _VERIFIED, self._answers, self.most)
 
 
 class _Acceptance:
     reads_states = False
-
-    def __init__(self, cost: float, most: int, trees: TreeLength | None, answers: AcceptanceRates | None) -> None:
-        self.cost, self.most, self.trees = cost + _VERIFIED, most, trees
-        self._rates, self._answers = AcceptanceRates(most, _BLOCK_MEMORY), answers
-
-    def begin(self) -> int:
-        if self.trees is not None:
-            return self.most
-        return best_length(self._rates.rates(self._answers.rates() if self._answers else None), self.cost)
+    trees: TreeLength | None = None
 
     def goes_on(self, hidden: Tensor | None, logits: Tensor, token_id: Tensor) -> bool:
         return True
 
+
+class _TreeAcceptance(_Acceptance):
+    def __init__(self, trees: TreeLength, most: int) -> None:
+        self.trees = self._tree = trees
+        self.most = most
+
+    def begin(self) -> int:
+        return self.most
+
     def learn(self, num_drafted: int, num_accepted: int) -> None:
-        if self.trees is not None:
-            self.trees.learn(num_drafted, num_accepted)
-            return
-        for rates in (self._rates, self._answers):
-            if rates is not None:
-                rates.learn(num_drafted, num_accepted)
+        self._tree.learn(num_drafted, num_accepted)
+
+
+class _RecentAcceptance(_Acceptance):
+    def __init__(self, cost: float) -> None:
+        self.cost = cost
+        self._accepted, self._judged = 3.2, 4.0  # as if four tokens had been seen, most of them good
+
+    def begin(self) -> int:
+        return best_length([min(self._accepted / self._judged, 0.999)] * _MOST, self.cost)
+
+    def learn(self, num_drafted: int, num_accepted: int) -> None:
+        if num_drafted:
+            self._accepted = _MEMORY * self._accepted + num_accepted
+            self._judged = _MEMORY * self._judged + min(num_drafted, num_accepted + 1)
+
+
+class _PlaceAcceptance(_Acceptance):
+    def __init__(self, cost: float, answers: AcceptanceRates, most: int) -> None:
+        self.cost = cost
+        self._answers, self._answer = answers, AcceptanceRates(most, _BLOCK_MEMORY)
+
+    def begin(self) -> int:
+        return best_length(self._answer.rates(self._answers.rates()), self.cost)
+
+    def learn(self, num_drafted: int, num_accepted: int) -> None:
+        self._answer.learn(num_drafted, num_accepted)
+        self._answers.learn(num_drafted, num_accepted)
 
 
 @dataclass(frozen=True)
