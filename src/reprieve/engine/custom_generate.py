@@ -1,4 +1,4 @@
-"""Reprieve from plain transformers: `model.generate(..., custom_generate=reprieve.custom_generate, ...)`."""
+"""Reprieve inside plain transformers: `model.generate(..., custom_generate=reprieve.custom_generate, ...)`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reprieve.settings import AUTO, NumDraftTokens, SamplingParams
 
 
 class _IdsOnly:
-    """Stands in for a tokenizer when none is given: enough for rules and stops that read no text."""
+    """Stand-in for a tokenizer: enough for rules and stops that read no text."""
 
     eos_token_id: int | None = None
 
@@ -34,7 +34,7 @@ class _IdsOnly:
         raise SpecError("this rule reads tokens' text: pass text_tokenizer= to generate")
 
 
-# Generation settings that would change the answer and that the engine does not have, with their neutral values.
+# Unsupported generation settings that would change the answer, with their neutral values.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "num_return_sequences": (None, 1),
@@ -75,7 +75,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "output_logits": (None, False),
     "output_scores": (None, False),
 }
-# Settings that are taken over, and settings that do not change which tokens are generated here.
+# Supported settings, and settings that do not change the generated tokens here.
 _TAKEN = ("do_sample", "temperature", "top_p", "top_k", "max_length", "max_new_tokens", "eos_token_id", "stop_strings")
 _WITHOUT_EFFECT = (
     *("bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "_from_model_config"),
@@ -101,22 +101,22 @@ def custom_generate(
     stop: str | tuple[str, ...] | list[str] = (),
     **extra: Any,
 ) -> Tensor:  # [1, prompt length + new tokens]
-    """Speculative decoding with a relaxed rule, as a `custom_generate` callable.
+    """Decode speculatively with a relaxed rule, as a `custom_generate` callable of transformers.
 
-    `max_new_tokens`, `max_length`, `do_sample`, `temperature`, `top_p`, `top_k`, `eos_token_id` and `stop_strings` are
-    taken from the generation configuration. Without a `draft_model`, n-grams of the text itself are proposed.
+    `max_new_tokens`, `max_length`, `do_sample`, `temperature`, `top_p`, `top_k`, `eos_token_id` and `stop_strings` come
+    from the generation configuration. Without a `draft_model`, n-grams of the text itself are proposed.
 
     Args:
-        text_tokenizer: needed for stop strings, for rules that read tokens' text, and for trained heads. (What is
-            passed as `tokenizer`, transformers keeps to itself.)
-        on_token: called with each token and the text it makes certain; transformers hands callables no `streamer`.
-        stop: texts that end the answer. Use it in place of `stop_strings`, for which transformers wants a `tokenizer`
-            that it keeps from callables.
+        text_tokenizer: needed for stop strings, for rules that read tokens' text, and for trained heads. transformers
+            does not pass `tokenizer` on to callables.
+        on_token: called with each token and the text that became final; replaces `streamer`, which transformers does
+            not pass on.
+        stop: texts that end the answer; use it instead of `stop_strings`, which requires a `tokenizer`.
         seed: of the sampling; drawn from torch's global generator when None.
 
     Raises:
-        SpecError: more than one prompt, a generation setting the engine does not have, or a rule that cannot be read.
-        PairError: the draft's vocabulary differs from the target's, or the rule's head was made for other models.
+        SpecError: more than one prompt, an unsupported generation setting, or a rule that cannot be read.
+        PairError: the draft's vocabulary differs from the target's, or the rule's head belongs to other models.
         ContextOverflowError: prompt and new tokens exceed the model's positions.
     """
     config = generation_config or model.generation_config

@@ -1,8 +1,8 @@
-"""From the text of the command line to a rule: `fuzzy:divergence=js,threshold=0.3`, `top_k:k=4&floor:min_prob=0.01`.
+"""Parse rule specifications such as `fuzzy:divergence=js,threshold=0.3` and `top_k:k=4&floor:min_prob=0.01`.
 
-Grammar: `name:parameter=value,...`; `a&b` rescues what both rescue, `a|b` what either does (`&` binds tighter). Any
-rule that rescues takes `start=` and `end=`, or `span=` with the name of a model family that thinks, and then holds only
-between these two markers in the text; with `outside=true` everywhere else.
+Grammar: `name:parameter=value,...`. `a&b` rescues what both rescue, `a|b` what either does (`&` binds tighter). Any
+rescuing rule takes `start=` and `end=`, or `span=` with a model family, and then applies only between these two
+markers in the text; with `outside=true`, only outside them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from reprieve.specs import construct, parse_spec, split
 
 
 def parse_rule(spec: str) -> Rule:
-    """The rule a specification describes.
+    """Return the rule described by a specification.
 
     Raises:
         SpecError: unknown rule or parameter, or a value that cannot be read or is out of range; the message lists
