@@ -1,4 +1,4 @@
-"""The same miner in several processes or over a Ray cluster: every worker reads the same problems, writes one store."""
+"""Mining in several processes or on a Ray cluster: all workers read the same problems and write one store."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def mine_in_processes(
     num_workers: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> MiningReport:
-    """Mine in processes of this machine, each with the pair in its own memory and one thread.
+    """Mine in processes of this machine, each with its own copy of the pair and one thread.
 
     Raises:
-        ReprieveError: a worker died; what was mined is kept.
+        ReprieveError: a worker died; finished labels are kept.
     """
     context = multiprocessing.get_context("spawn")
     replies, workers, total = [], [], MiningReport()
@@ -38,7 +38,7 @@ def mine_in_processes(
         arguments = (answers, settings, str(folder.resolve()), number, num_workers)
         workers.append(context.Process(target=_reply, args=arguments, daemon=True))
         workers[-1].start()
-        answers.close()  # so that the end of the worker ends the pipe
+        answers.close()  # so that the pipe ends with the worker
         replies.append(reply)
     try:
         pending = set(replies)
@@ -63,7 +63,7 @@ def mine_in_processes(
 
 
 def _reply(answers: Any, settings: MiningSettings, folder: str, number: int, num_workers: int) -> None:
-    """In a worker process: mine, and send what came of it, or the error."""
+    """Mine in a worker process, and send its report or its error."""
     start_worker()
     try:
         answers.send(_work(settings, folder, number, num_workers))
@@ -83,13 +83,13 @@ def mine_on_ray(
     num_workers: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> MiningReport:
-    """Mine on the cluster Ray is connected to (RAY_ADDRESS), or on one started here.
+    """Mine on the Ray cluster in RAY_ADDRESS, or on one started here.
 
-    Problems are claimed one by one through the store, which must lie where every worker sees it; so fast workers take
-    more, and a worker that dies gives back what it had in hand.
+    Workers claim problems one by one through the store, which must be in a folder that every worker sees. Fast workers
+    claim more, and a worker that dies releases its problems.
 
     Args:
-        num_workers: 0 for one a CPU of the cluster, or a GPU where the models run on one.
+        num_workers: 0 for one per CPU of the cluster, or per GPU if the models run on one.
 
     Raises:
         ReprieveError: Ray is missing, or a worker could not start.
@@ -124,7 +124,7 @@ def mine_on_ray(
 
 
 def _work(settings: MiningSettings, folder: str, number: int, num_workers: int) -> MiningReport:
-    """One worker: all problems, beginning at a place of its own; what others have or had is passed over."""
+    """Mine all problems from a worker's own starting point; skip those claimed or done by others."""
     import torch
 
     torch.set_num_threads(1)

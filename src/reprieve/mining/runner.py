@@ -1,4 +1,4 @@
-"""Mine many problems, several in flight, into a store; the same code for one process and for a cluster's workers."""
+"""Mine many problems, several in flight, into a store; used by one process and by a cluster's workers."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from reprieve.mining.records import ProblemLabels
 from reprieve.mining.store import LabelStore
 from reprieve.tasks import TaskProblem
 
-Progress = Callable[[int, int], None]  # finished and all problems
+Progress = Callable[[int, int], None]  # finished problems and their total
 
 
 class Miner(Protocol):
-    """Labels one problem at a time; several may be under way."""
+    """Labels one problem; several calls can be in flight."""
 
     async def mine(self, problem: TaskProblem) -> ProblemLabels: ...
 
 
 @dataclass
 class MiningReport:
-    """What one run did."""
+    """Result of one run."""
 
     num_mined: int = 0
-    num_skipped: int = 0  # done before, or in another worker's hands
-    errors: dict[str, str] = field(default_factory=dict)  # by problem id; a rerun tries them again
+    num_skipped: int = 0  # done before, or claimed by another worker
+    errors: dict[str, str] = field(default_factory=dict)  # by problem id; a rerun retries them
     interrupted: bool = False
 
     def require_some(self) -> None:
@@ -51,7 +51,7 @@ def mine_problems(
     num_in_flight: int = 16,
     progress: Progress = lambda done, total: None,
 ) -> MiningReport:
-    """Mine what the store does not have yet.
+    """Mine the problems that the store does not have.
 
     Ctrl-C drops the problems in flight and keeps the finished ones. A problem that fails is reported, not labelled.
 
@@ -97,12 +97,12 @@ async def _mine_all(
 
     await work_all(problems)
     again, elsewhere = elsewhere, []
-    await work_all(again)  # what a worker had in hand that has died since
+    await work_all(again)  # problems of workers that died since
     report.num_skipped += len(elsewhere)
 
 
 async def _mine_one(miner: Miner, problem: TaskProblem, store: LabelStore, report: MiningReport) -> bool:
-    """Mine one problem; False where another worker is at it."""
+    """Mine one problem; return False if another worker has claimed it."""
     if problem.problem_id in store.done():
         report.num_skipped += 1
         return True
@@ -111,9 +111,9 @@ async def _mine_one(miner: Miner, problem: TaskProblem, store: LabelStore, repor
             return False
         try:
             labels = await miner.mine(problem)
-        except EngineError:  # there is nothing to mine with
+        except EngineError:  # mining cannot continue without it
             raise
-        except Exception as error:  # whatever it is, the other problems are still worth mining
+        except Exception as error:  # other problems can still be mined
             report.errors[problem.problem_id] = f"{type(error).__name__}: {error}"
             print(f"{problem.problem_id}: {report.errors[problem.problem_id]}", file=sys.stderr)
             return True

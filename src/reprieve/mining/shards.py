@@ -1,8 +1,8 @@
-"""The files of a label store: Parquet shards that know their own digest, and a journal of which there are.
+"""Files of a label store: Parquet shards with digests, and a journal of them.
 
-A shard's name ends in the digest of its bytes, so that a flipped bit is seen; its pages have checksums of their own.
-The journal is appended to after a shard is in its place: what it names must be there, until it says that it was folded
-away. Stores made before version 0.3 have neither; they are read as they are.
+A shard's name ends in the digest of its bytes, so changes are detected; its pages have checksums. The journal is
+appended to after a shard has been written. A shard named in it must exist until the journal records that it was
+folded. Stores made before version 0.3 have neither and are read as they are.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _NAMED = re.compile(r"-([0-9a-f]{16})\.parquet$")
 
 
 class Shards:
-    """The shards of one store.
+    """Shards of one store.
 
     Args:
-        folder: of the store; they lie in `shards` inside.
+        folder: of the store; shards are in its `shards`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -35,11 +35,11 @@ class Shards:
         self._journal = folder / _JOURNAL
 
     def names(self) -> list[str]:
-        """Those in place, sorted."""
+        """Names of existing shards, sorted."""
         return sorted(path.name for path in self.folder.glob("*.parquet"))
 
     def write(self, table: Any, prefix: str) -> str:
-        """Put a shard in its place; it outlives the process when this returns its name."""
+        """Write a shard; it is on disk when this returns its name."""
         parquet = import_extra("pyarrow.parquet", "labels")
         content = io.BytesIO()
         parquet.write_table(table, content, compression="zstd", write_page_checksum=True)
@@ -50,13 +50,13 @@ class Shards:
         return name
 
     def remove(self, names: list[str]) -> None:
-        """Take away shards whose rows are in another."""
+        """Remove shards whose rows are in another."""
         self._note(remove=names)
         for name in names:
             (self.folder / name).unlink(missing_ok=True)
 
     def read(self, name: str, columns: list[str] | None = None) -> Any:
-        """A shard's table.
+        """Return a shard's table.
 
         Raises:
             FileNotFoundError: another worker has folded it away.
@@ -82,17 +82,17 @@ class Shards:
         """Refuse a store that lost a shard.
 
         Raises:
-            ReprieveError: names the first that is not in its place.
+            ReprieveError: names the first missing one.
         """
         gone = {name for name in self._expected() if not (self.folder / name).exists()}
-        if gone and (gone := gone & self._expected()):  # another worker may have folded them since
+        if gone and (gone := gone & self._expected()):  # another worker may have folded them
             raise ReprieveError(
                 f"label store {str(self.folder.parent)!r} has lost {len(gone)} of its shards, such as "
                 f"{min(gone)}: put them back, or delete {_JOURNAL} to go on without"
             )
 
     def _expected(self) -> set[str]:
-        """What the journal says is there."""
+        """Return the shards that must exist according to the journal."""
         known: set[str] = set()
         for entry in self._entries():
             known |= set(entry.get("add", ()))
@@ -100,7 +100,7 @@ class Shards:
         return known
 
     def _entries(self) -> Iterator[dict[str, list[str]]]:
-        """What the journal says; a line that a kill cut off says nothing, and its shard is taken as it is."""
+        """Return the journal's entries; a line cut off by a kill is ignored, and its shard is accepted."""
         for line in self._journal.read_bytes().splitlines() if self._journal.exists() else ():
             with contextlib.suppress(ValueError):
                 entry = parse_json(line)
@@ -108,5 +108,5 @@ class Shards:
                     yield entry
 
     def _note(self, **entry: list[str]) -> None:
-        with self._journal.open("ab", buffering=0) as file:  # one write: lines of several workers do not mix
+        with self._journal.open("ab", buffering=0) as file:  # one write, so that lines of several workers do not mix
             file.write(b"\n" + json.dumps(entry).encode() + b"\n")

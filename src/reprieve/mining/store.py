@@ -1,8 +1,8 @@
-"""The label store: append-only Parquet shards, a journal of them, and a manifest, in one folder.
+"""Label store: append-only Parquet shards, their journal, and a manifest, in one folder.
 
-Every finished problem is a shard of its own, written to a temporary name and renamed, so that a run killed at any
-moment loses only the problems in hand. A run that ends in good order folds its shards into one. Workers claim problems
-by file locks, which the system releases when a process dies.
+Every finished problem is its own shard, written to a temporary name and renamed, so a killed run loses only the
+problems in progress. A run that ends normally folds its shards into one. Workers claim problems by file locks, which
+the system releases when a process dies.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from reprieve.tasks.answers import ANSWERS_VERSION
 
 SCHEMA = 1
 _MANIFEST = "manifest.json"
-# Tasks whose answers all versions of the reader read alike.
+# Tasks whose answers all versions of the reader read in the same way.
 _READ_ALIKE = ("arithmetic", "humaneval", "livecodebench", "prompts")
-API_WEIGHTS = "api:"  # begins the target's fingerprint where its weights were never seen
+API_WEIGHTS = "api:"  # prefix of the target's fingerprint if its weights are unknown
 
 
 class LabelStore:
-    """A folder of labels that were all made in the same way.
+    """Folder of labels made with the same settings.
 
     Args:
-        folder: where; made if it is not there.
-        manifest: what the labels are for (pair, tokenizer, task, miner and its settings). A store that exists must
-            have been made with the same. None opens an existing store as it is.
+        folder: created if missing.
+        manifest: origin of the labels (pair, tokenizer, task, miner and its settings). An existing store must have the
+            same. None opens an existing store as it is.
 
     Raises:
-        ReprieveError: no store there, or one made for something else; the message names the first difference.
+        ReprieveError: no store there, or one with another manifest; the message names the first difference.
     """
 
     def __init__(self, folder: Path, manifest: Mapping[str, Any] | None = None) -> None:
@@ -56,7 +56,7 @@ class LabelStore:
             if (version := self.manifest["answers"]) != ANSWERS_VERSION:
                 warnings.warn(
                     f"label store {str(folder)!r} was made by version {version} of the answer reader, this is version "
-                    f"{ANSWERS_VERSION}: it may have taken different answers for equal ones; mine it anew",
+                    f"{ANSWERS_VERSION}: it may have taken different answers for equal ones; mine again",
                     stacklevel=2,
                 )
             return
@@ -91,13 +91,13 @@ class LabelStore:
         """
         names = (f.name for f in dataclasses.fields(PairIdentity))
         ours = PairIdentity(**{name: self.manifest.get(name) for name in names})  # type: ignore[arg-type]
-        if ours.target_weights.startswith(API_WEIGHTS):  # the same model, served elsewhere: the user vouches for it
+        if ours.target_weights.startswith(API_WEIGHTS):  # the user vouches that the server has the same model
             ours = dataclasses.replace(ours, target_weights=pair.target_weights)
         ours.require_matches(pair, f"label store {str(self.folder)!r}", reads_draft=True)
 
     @contextlib.contextmanager
     def claim(self, problem_id: str) -> Iterator[bool]:
-        """Whether this problem is ours to mine now: not done, and no other worker is at it."""
+        """Claim a problem; yields False if it is done or claimed by another worker."""
         lock = _file_lock(self.folder / "claims" / f"{_file_name(problem_id)}.lock")
         try:
             lock.acquire(timeout=0)
@@ -110,18 +110,18 @@ class LabelStore:
             lock.release()
 
     def append(self, labels: ProblemLabels) -> None:
-        """Write one problem; it outlives the process when this returns."""
+        """Write one problem; it is on disk when this returns."""
         self._write([labels], f"one-{_file_name(labels.problem_id)}")
         self._done.add(labels.problem_id)
 
     def done(self) -> set[str]:
-        """Problems that are in the store, whoever mined them."""
+        """Return the problems in the store, by any worker."""
         for table in self._tables(self._read_shards, columns=["problem_id"]):
             self._done.update(table["problem_id"].to_pylist())
         return self._done
 
     def problems(self) -> list[ProblemLabels]:
-        """All problems, each once, by problem id.
+        """Return all problems, each once, by problem id.
 
         Raises:
             ReprieveError: a shard that cannot be read.
@@ -138,9 +138,9 @@ class LabelStore:
         return [by_problem[key] for key in sorted(by_problem, key=_natural)]
 
     def _tables(self, seen: set[str], *, columns: list[str] | None = None) -> Iterator[Any]:
-        """Every shard whose name is not in `seen`, which is added to.
+        """Yield every shard whose name is not in `seen`, which is extended.
 
-        Another worker may fold shards while we read: what has gone then is in a shard that came since.
+        Another worker may fold shards while we read; the contents of a removed shard are in a newer one.
 
         Raises:
             ReprieveError: a shard that cannot be read.
@@ -155,11 +155,11 @@ class LabelStore:
                     continue
                 seen.add(name)
                 yield table
-        if whole:  # else it was asked before, and only what is new since
+        if whole:  # otherwise a later read of new shards only
             self._shards.require_all()
 
     def num_lost(self) -> int:
-        """Problems that a worker had in hand and that are not here: it was killed, failed, or is at them still."""
+        """Return the number of started problems that are missing: killed, failed or still running."""
         done = {f"{_file_name(problem_id)}.lock" for problem_id in self.done()}
         return sum(path.name not in done for path in (self.folder / "claims").glob("[!.]*.lock"))
 
@@ -173,7 +173,7 @@ class LabelStore:
             before = set(read)
             rows = [ProblemLabels.from_row(row) for table in self._tables(read) for row in table.to_pylist()]
             self._write(rows, "many")
-            self._shards.remove(sorted(read - before))  # also what another worker has written since
+            self._shards.remove(sorted(read - before))  # includes shards that another worker has written since
 
     def _write(self, labels: list[ProblemLabels], prefix: str) -> None:
         pyarrow = import_extra("pyarrow", "labels")
@@ -243,13 +243,13 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _complete(manifest: dict[str, Any]) -> dict[str, Any]:
-    """With what stores made before version 0.3 do not say."""
+    """Add the settings that stores made before version 0.3 do not record."""
     known = str(manifest.get("task")).partition(":")[0] in _READ_ALIKE
     return {"prompt": {}, "answers": ANSWERS_VERSION if known else 1, **manifest}
 
 
 def _file_name(problem_id: str) -> str:
-    """Readable, short, and different for every id."""
+    """Return a readable, short and unique file name for an id."""
     readable = re.sub(r"[^A-Za-z0-9._-]", "_", problem_id)[:80]
     return f"{readable}-{hashlib.blake2b(problem_id.encode(), digest_size=4).hexdigest()}"
 
