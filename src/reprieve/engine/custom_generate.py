@@ -101,22 +101,22 @@ def custom_generate(
     stop: str | tuple[str, ...] | list[str] = (),
     **extra: Any,
 ) -> Tensor:  # [1, prompt length + new tokens]
-    """Decode speculatively with a relaxed rule, as a `custom_generate` callable of transformers.
+    """Speculative decoding with a relaxed rule, as a `custom_generate` callable.
 
-    `max_new_tokens`, `max_length`, `do_sample`, `temperature`, `top_p`, `top_k`, `eos_token_id` and `stop_strings` come
-    from the generation configuration. Without a `draft_model`, n-grams of the text itself are proposed.
+    `max_new_tokens`, `max_length`, `do_sample`, `temperature`, `top_p`, `top_k`, `eos_token_id` and `stop_strings` are
+    taken from the generation configuration. Without a `draft_model`, n-grams of the text itself are proposed.
 
     Args:
-        text_tokenizer: needed for stop strings, for rules that read tokens' text, and for trained heads. transformers
-            does not pass `tokenizer` on to callables.
-        on_token: called with each token and the text that became final; replaces `streamer`, which transformers does
-            not pass on.
-        stop: texts that end the answer; use it instead of `stop_strings`, which requires a `tokenizer`.
+        text_tokenizer: needed for stop strings, for rules that read tokens' text, and for trained heads. (What is
+            passed as `tokenizer`, transformers keeps to itself.)
+        on_token: called with each token and the text it makes certain; transformers hands callables no `streamer`.
+        stop: texts that end the answer. Use it in place of `stop_strings`, for which transformers wants a `tokenizer`
+            that it keeps from callables.
         seed: of the sampling; drawn from torch's global generator when None.
 
     Raises:
-        SpecError: more than one prompt, an unsupported generation setting, or a rule that cannot be read.
-        PairError: the draft's vocabulary differs from the target's, or the rule's head belongs to other models.
+        SpecError: more than one prompt, a generation setting the engine does not have, or a rule that cannot be read.
+        PairError: the draft's vocabulary differs from the target's, or the rule's head was made for other models.
         ContextOverflowError: prompt and new tokens exceed the model's positions.
     """
     config = generation_config or model.generation_config

@@ -43,7 +43,7 @@ from reprieve.types import (
 
 
 class Tokenizer(Protocol):
-    """Part of a tokenizer needed by the engine."""
+    """What the engine needs of a tokenizer."""
 
     eos_token_id: int | None
 
@@ -143,12 +143,11 @@ class SpeculativeDecoder:
 
         Args:
             prompt: text, or token ids.
-            dial: value of the rule's dial for this request, in the paper's unit; None for the rule's own.
-            on_token: called with each committed token and the text that became final.
+            dial: this request's own value of the rule's dial, in the paper's unit; None for the rule's.
+            on_token: called with each committed token and the text it makes certain.
             trace: keep a `RoundTrace` of every round.
-            timed: measure seconds by part; on a GPU the host then waits for every part.
-            sampling: fields of `SamplingParams`, such as max_new_tokens or temperature; they override those of
-                `params`.
+            timed: tell where the time went; on a GPU this makes the host wait for every part.
+            sampling: fields of `SamplingParams`, such as max_new_tokens or temperature, over those of `params`.
 
         Raises:
             ContextOverflowError: prompt and `max_new_tokens` exceed a model's positions.

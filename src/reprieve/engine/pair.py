@@ -1,4 +1,4 @@
-"""Pair of models and factory of decoders: combines models, a drafter, a rule and its heads."""
+"""A pair that makes decoders: the one place where models, a drafter, a rule and its heads are put together."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Pair(ModelPair):
     def _length(
         self, num_draft_tokens: NumDraftTokens | LengthHead | DraftLength, rule: Rule, drafter: DrafterSettings
     ) -> DraftLength:
-        """Return the policy for the block length; raises the errors of `length_head`."""
+        """What decides how many tokens a round drafts; raises what `length_head` does."""
         if isinstance(num_draft_tokens, LengthHead):
             num_draft_tokens.require_pair(self.identity, "num_draft_tokens")
             num_draft_tokens.require_rule(rule, "num_draft_tokens")

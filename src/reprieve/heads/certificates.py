@@ -126,7 +126,7 @@ class Certificate:
             if wanted is None:
                 warnings.warn(
                     f"certificate {str(path)!r} was made before version 0.3 and cannot show that nobody changed it: "
-                    "certify again",
+                    "certify anew",
                     stacklevel=2,
                 )
             return made

@@ -40,13 +40,13 @@ def load_head(source: str | Path, *, kind: str | None = None) -> Artefact | Fold
 
 
 def attach_heads(rule: Rule, target: str | None = None) -> Rule:
-    """Return the rule, or composition of rules, with its heads loaded.
+    """The rule, or composition of rules, with the heads it names loaded.
 
     Args:
-        target: name of the pair's target; for the bundled one, rules without a path use the bundled heads.
+        target: name of the pair's target: where it is the bundled one, rules that name no head take the bundled heads.
 
     Raises:
-        SpecError: a rule without a path, and no default head.
+        SpecError: a rule that names no head, where there is none by default.
         ReprieveError: a head that cannot be loaded.
     """
     bundle = bundle_of(target)

@@ -43,13 +43,13 @@ def model_card(
     certificates: Sequence[str],
     use: str | None = None,
 ) -> str:
-    """Return the model card, Markdown.
+    """The card, Markdown.
 
     Args:
-        draft: None if its weights do not matter.
-        facts: one row each.
-        certificates: contents of their files.
-        use: the arm that uses it; None for the rule of its kind.
+        draft: None where its weights do not matter.
+        facts: a row each.
+        certificates: their files' contents.
+        use: the arm that has it; None for the rule of its kind.
     """
     rows = {"target": target, **({"draft": draft} if draft else {}), **facts}
     statements = [f"> **Certified.** {json.loads(text)['statement']}" for text in certificates]
@@ -61,6 +61,6 @@ def model_card(
         target=target,
         draft_or_yours=draft or "DRAFT",
         base_model=f"base_model: {target}\n" if target.count("/") == 1 and not target.startswith((".", "/")) else "",
-        promises="\n>\n".join(statements) or "No certificate yet: `reprieve certify` makes one.",
+        promises="\n>\n".join(statements) or "No certificate lies beside it: `reprieve certify` makes one.",
         facts="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
     )

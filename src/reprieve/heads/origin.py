@@ -28,10 +28,10 @@ P = TypeVar("P", bound=Problem)
 
 
 def seen_problems(rule: Rule, problems: Sequence[P]) -> list[P]:
-    """Return the problems that one of the rule's heads was trained on, compared by question.
+    """The problems that one of the rule's heads was made from, by their questions.
 
-    Out-of-fold heads answer each problem with a head that was not trained on it. Heads made before 0.3 do not record
-    their problems.
+    Out-of-fold heads answer each problem with the head that never saw it. Heads made before 0.3 do not say what they
+    were made from.
     """
     found = []
     for problem in problems:

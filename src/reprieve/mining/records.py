@@ -65,7 +65,7 @@ class ProblemLabels:
     seconds: float = 0.0
     num_generated: int = 0  # tokens the target generated for it
     source: str = field(default="")  # the miner's name
-    rounds: tuple[TracedRound, ...] = ()  # of the response, if the miner records them
+    rounds: tuple[TracedRound, ...] = ()  # of the response, where the miner keeps them
     digest: str = ""  # of the problem's question; empty in stores made before version 0.3
 
     def labelled(self) -> list[Mismatch]:

@@ -1,8 +1,8 @@
-"""Files of a label store: Parquet shards with digests, and a journal of them.
+"""The files of a label store: Parquet shards that know their own digest, and a journal of which there are.
 
-A shard's name ends in the digest of its bytes, so changes are detected; its pages have checksums. The journal is
-appended to after a shard has been written. A shard named in it must exist until the journal records that it was
-folded. Stores made before version 0.3 have neither and are read as they are.
+A shard's name ends in the digest of its bytes, so that a flipped bit is seen; its pages have checksums of their own.
+The journal is appended to after a shard is in its place: what it names must be there, until it says that it was folded
+away. Stores made before version 0.3 have neither; they are read as they are.
 """
 
 from __future__ import annotations

@@ -243,7 +243,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _complete(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Add the settings that stores made before version 0.3 do not record."""
+    """With what stores made before version 0.3 do not say."""
     known = str(manifest.get("task")).partition(":")[0] in _READ_ALIKE
     return {"prompt": {}, "answers": ANSWERS_VERSION if known else 1, **manifest}
 

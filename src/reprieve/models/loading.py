@@ -84,7 +84,7 @@ class ModelPair:
 
     @property
     def device(self) -> torch.device:
-        """Device of the target."""
+        """Where the target runs."""
         return execution_device(self.target)
 
     def cached_target(self, hidden_layers: HiddenLayers = ()) -> CachedModel:
@@ -158,7 +158,7 @@ def load_models(
     device: str | None = None,
     device_map: str | None = None,
 ) -> ModelPair:
-    """Load the models of a pair; parameters and errors are those of `reprieve.load_pair`."""
+    """What `reprieve.load_pair` loads, with its parameters and errors."""
     require_choice("dtype", dtype, tuple(DTYPES))
     require_device(device)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -182,10 +182,10 @@ def load_models(
 
 
 def require_device(name: str | None) -> None:
-    """Refuse a device that this machine does not have; None is the default one.
+    """Refuse what is no device of this machine; None stands for the usual one.
 
     Raises:
-        SpecError: names it and the available ones.
+        SpecError: names it, and those there are.
     """
     kinds = ["cpu", *([] if (found := torch.accelerator.current_accelerator()) is None else [found.type])]
     try:

@@ -1,6 +1,6 @@
-"""Compositions of rules: all of, any of, and inside a span of the text.
+"""Rules made of rules: both, either, and only inside a span of the text.
 
-The first rule of a composition keeps its dial, risk and threshold; the others decide by their own.
+The first rule of a composition is its dial: its risk and threshold are kept, the others decide by their own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from reprieve.types import ROOT, Evidence
 
 
 class _Wrapper(Rule):
-    """Rule composed of parts; the first part provides dial and threshold."""
+    """A rule made of parts, the first of which gives it dial and threshold."""
 
     @property
     def traits(self) -> Traits:
@@ -156,7 +156,7 @@ def any_of(*rules: Rule) -> AnyOf:
 
 
 def last_occurrence(tokens: Sequence[int], marker: Sequence[int]) -> int:
-    """Return the index just past the last occurrence of `marker` in `tokens`, or -1."""
+    """Index just past the last occurrence of `marker` in `tokens`, or -1."""
     size = len(marker)
     for end in range(len(tokens), size - 1, -1):
         if list(tokens[end - size : end]) == list(marker):
@@ -165,11 +165,11 @@ def last_occurrence(tokens: Sequence[int], marker: Sequence[int]) -> int:
 
 
 def inside_span(tokens: Sequence[int], start_ids: Sequence[int], end_ids: Sequence[int]) -> bool:
-    """Return True if `start_ids` occurs after the last `end_ids`."""
+    """Whether a text is inside a span: `start` was seen, and `end` not since."""
     return last_occurrence(tokens, start_ids) > last_occurrence(tokens, end_ids)
 
 
-# Markers of the thinking span in the chat templates of model families.
+# Where models think, by family: the markers of their chat templates.
 SPANS = {
     "qwen3": ("<think>", "</think>"),
     "deepseek-r1": ("<think>", "</think>"),
@@ -179,10 +179,10 @@ SPANS = {
 
 @dataclass(frozen=True)
 class InsideSpan(_Wrapper):
-    """Apply a rescuing rule only between two markers, such as those of a thinking span, or only outside them.
+    """A rescuing rule that holds only between two markers (thinking tokens, say); strict outside. Or the reverse.
 
-    A token is judged by the text before it, including the drafted tokens it follows. The first token of the marker that
-    ends the active region is never rescued, so that the rule cannot move the span.
+    A token is judged by the text before it, the drafted tokens it follows included; the first token of the marker that
+    would end its hold is itself never rescued, so that relaxing cannot move the span.
     """
 
     name = "inside_span"
@@ -190,7 +190,7 @@ class InsideSpan(_Wrapper):
     rule: Rule
     start: str
     end: str
-    outside: bool = False  # apply the rule outside the markers instead
+    outside: bool = False  # the reverse: strict between the markers
     start_ids: tuple[int, ...] | None = field(default=None, compare=False)
     end_ids: tuple[int, ...] | None = field(default=None, compare=False)
 
@@ -208,7 +208,7 @@ class InsideSpan(_Wrapper):
 
     @property
     def traits(self) -> Traits:
-        """Traits of the inner rule, plus reading the text."""
+        """Those of the rule inside, which now reads the text."""
         inside = self.rule.traits
         needs = inside.needs | {Need.CONTEXT}
         return dataclasses.replace(inside, needs=needs, reads_text=True, reads_block=True, truncates=False)
@@ -238,14 +238,14 @@ class InsideSpan(_Wrapper):
         return f"{rule}{joint}start={quoted(self.start)},end={quoted(self.end)}{reverse}"
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """Return the inner rule's risk, [N]; infinite where the rule does not apply."""
+        """The inner rule's risk; infinite where the rule does not hold."""
         assert self.start_ids is not None and self.end_ids is not None, "bind the rule to a tokenizer first"
         assert evidence.context_ids is not None, "a span needs the text before the block: Need.CONTEXT"
         parents = range(-1, len(evidence.token_ids) - 1) if evidence.parents is None else evidence.parents
         context = evidence.context_ids.tolist()
         drafted = evidence.token_ids.tolist()
         longest = max(len(self.start_ids), len(self.end_ids))
-        # After each node: the last few tokens, and True if the span is open.
+        # After each place: the last few tokens, and whether the span is open there.
         states = {ROOT: (context[-longest:], inside_span(context, self.start_ids, self.end_ids))}
         inside = []
         for node, parent in enumerate(parents):

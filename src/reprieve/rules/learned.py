@@ -99,13 +99,14 @@ class HeadRule(Rule):
 
 @dataclass(frozen=True)
 class LearnedRule(HeadRule):
-    """Accept tokens that the lossless check rejects if the head's risk is low enough.
-
-    A head judges the content of a token, not its probability: tokens that top-k or top-p cut off can be rescued too.
+    """Ask a head about tokens the lossless check would reject; accept those of low enough risk.
 
     Args:
         path: folder or hub id of the head.
-        threshold: largest accepted P(important), 0 to 1; 0 is lossless. None uses the head's own recommendation.
+        threshold: largest accepted P(important), 0 to 1; 0 is lossless. None takes the head's own recommendation.
+
+    A head judges by what a token says, not by how likely sampling would draw it: tokens that top-k or top-p cut off
+    can be rescued too.
     """
 
     own_dial: ClassVar[Dial | None] = Dial(

@@ -1,8 +1,8 @@
-"""Parse rule specifications such as `fuzzy:divergence=js,threshold=0.3` and `top_k:k=4&floor:min_prob=0.01`.
+"""From the text of the command line to a rule: `fuzzy:divergence=js,threshold=0.3`, `top_k:k=4&floor:min_prob=0.01`.
 
-Grammar: `name:parameter=value,...`. `a&b` rescues what both rescue, `a|b` what either does (`&` binds tighter). Any
-rescuing rule takes `start=` and `end=`, or `span=` with a model family, and then applies only between these two
-markers in the text; with `outside=true`, only outside them.
+Grammar: `name:parameter=value,...`; `a&b` rescues what both rescue, `a|b` what either does (`&` binds tighter). Any
+rule that rescues takes `start=` and `end=`, or `span=` with the name of a model family that thinks, and then holds only
+between these two markers in the text; with `outside=true` everywhere else.
 """
 
 from __future__ import annotations
