@@ -20,7 +20,7 @@ from reprieve.heads.model_card import model_card
 from reprieve.registry import Registry
 
 _ORIGIN = frozenset({"prompt", "problems"})  # heads made before version 0.3 do not say
-_TENSORS = "tensors"  # a field with all weights by name; without it, each tensor is a field
+_TENSORS = "tensors"  # a field that holds all weights by name; else each is a field of its own
 
 
 @dataclass(frozen=True)

@@ -236,7 +236,7 @@ def _load(
         return quantise(model).eval() if dtype == INT8 else model.eval(), tokenizer
     except UnsupportedModelError:
         raise
-    except Exception as error:  # any invalid folder content or missing device feature
+    except Exception as error:  # whatever a foreign folder holds, and whatever a device lacks
         raise ReprieveError(f"could not load the {role} {str(name)!r} on {device}: {error}") from error
 
 
