@@ -177,7 +177,7 @@ class Evidence:
 
     @property
     def scores(self) -> Tensor:
-        """Scores that rules compare: the target's processed scores when sampling, its raw logits when greedy. [..., V]"""
+        """Scores for comparisons: the target's processed scores when sampling, its raw logits when greedy. [..., V]"""
         return self.target_logits if self.target_scores is None else self.target_scores
 
     @cached_property
