@@ -92,8 +92,8 @@ def test_every_rule_has_its_page_and_its_origin():
         assert kind.about.origin, f"{kind.__name__}.about names no paper or origin"
         page = (ROOT / "docs" / "rules" / f"{kind.name}.md").read_text()
         assert page.startswith(f"# `{kind.name}`")
-        assert "**Price" in page
-        assert "**Source" in page or kind.name == "lossless"
+        sections = ("Formula", "Parameters", "Guarantee lost", "When to use", "Example", "Source")
+        assert re.findall(r"^\*\*([^*]+)\*\*", page, flags=re.M) == list(sections), kind.name
 
 
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

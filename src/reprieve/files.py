@@ -50,7 +50,7 @@ def sweep(folder: Path) -> None:
 
 
 def is_running(process: int) -> bool:
-    """Whether a process of this machine, by its number, is alive."""
+    """Return True if a process of this machine with this number is alive."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -61,7 +61,7 @@ def is_running(process: int) -> bool:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a text of JSON says.
+    """Parse a JSON text.
 
     Raises:
         ValueError: it is none, nests too deep, or holds a number of thousands of digits.
@@ -97,7 +97,7 @@ def read_file(path: str | Path, what: str, *, most: int = _LARGEST) -> bytes:
 
 
 def read_json(path: str | Path, what: str, *, most: int = _LARGEST) -> Any:
-    """What a file of JSON says: the one way Reprieve reads such files.
+    """Read a JSON file; all JSON files are read by this function.
 
     Raises:
         ReprieveError: see `read_file`; it is not UTF-8, or no JSON (`parse_json`).

@@ -1,6 +1,6 @@
-"""Settings that several rooms share. Each is declared once, on the record that the code uses, and is a flag as it is.
+"""Settings shared by several packages. Each is declared once, on the record that the code uses, and becomes a flag.
 
-No module that holds settings imports torch, so that `--help` answers at once. Settings of one room are in its own
+No module with settings imports torch, so that `--help` answers at once. Settings of one package are in its own
 `settings` module.
 """
 
@@ -53,7 +53,7 @@ def read_draft_tokens(text: NumDraftTokens) -> NumDraftTokens:
 
 @dataclass(frozen=True)
 class PairSettings:
-    """Which models.
+    """Models of a pair.
 
     Args:
         target: Target model: hub id or folder. Default: the bundled pair.
@@ -77,7 +77,7 @@ class PairSettings:
 
     @property
     def models(self) -> dict[str, Any]:
-        """What `load_pair` takes."""
+        """Arguments of `load_pair`."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "num_threads"}
 
     @property
@@ -93,7 +93,7 @@ class PairSettings:
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """How problems are put to the model.
+    """Format of prompts.
 
     Args:
         chat_template: Wrap prompts in the tokenizer's chat template.
@@ -120,7 +120,7 @@ class PromptSettings:
 
     @property
     def format(self) -> dict[str, Any]:
-        """What decides the tokens that the model reads, and nothing that is as it is by default."""
+        """Settings that change the tokens the model reads; defaults are left out."""
         given = {"chat_template": self.chat_template, "system_prompt": self.system_prompt, "thinking": self.thinking}
         return {name: value for name, value in given.items() if value}
 
@@ -135,7 +135,7 @@ def describe_format(given: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class ProblemSettings:
-    """Which problems.
+    """Task, split and range of problems.
 
     Args:
         task: Task, such as gsm8k:path=gsm8k_{split}.jsonl. Default: that of the bundled pair.
@@ -157,7 +157,7 @@ class ProblemSettings:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How tokens are drawn.
+    """Sampling of tokens.
 
     Args:
         temperature: 0 is greedy.
@@ -180,13 +180,13 @@ class SamplingSettings:
 
     @property
     def greedy(self) -> bool:
-        """Whether the target's most likely token is always taken."""
+        """True if the target's most likely token is always taken."""
         return self.temperature == 0.0
 
 
 @dataclass(frozen=True)
 class SamplingParams(SamplingSettings):
-    """What is asked of one answer.
+    """Sampling, length and stops of one answer.
 
     Args:
         max_new_tokens: exact largest number of generated tokens, the end-of-text token included.
@@ -194,9 +194,9 @@ class SamplingParams(SamplingSettings):
         stop: texts that end the answer; the answer's text stops before them.
         ignore_eos: go on after the end-of-text token.
         eos_token_ids: tokens that end the answer; None for the model's and the tokenizer's own.
-        num_logprobs: tell each token's log-probability under the target, and those of this many most likely ones, 0
-            to 20; None for neither.
-        truncation: draw the target's tokens only from those that this rule would accept; None for no such limit.
+        num_logprobs: return each token's log-probability under the target, and those of this many most likely ones,
+            0 to 20; None for neither.
+        truncation: draw the target's tokens only from those that this rule would accept; None for no limit.
     """
 
     max_new_tokens: int = 256

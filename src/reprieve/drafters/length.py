@@ -1,7 +1,7 @@
-"""How many tokens a round drafts: as many as were asked for, as recent acceptance suggests, or as a head says.
+"""Draft length policies: fixed, from recent acceptance, or predicted by a head.
 
-What decides looks at the answer in hand only, and at no clock: the same request gives the same answer. A token once
-drawn stays in the block, so that a decision which looked at it cannot bias what a lossless check commits.
+Policies read only the current answer and no clock, so the same request gives the same answer. A sampled token stays in
+the block: a decision that depends on it cannot bias the output of a lossless check.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from reprieve.heads.length import LengthHead
 from reprieve.settings import require_draft_tokens
 
-_MEMORY = 0.8  # weight of the rounds before
-_VERIFIED = 0.03  # what a further token costs a verification, in target forwards
+_MEMORY = 0.8  # weight of earlier rounds
+_VERIFIED = 0.03  # cost of verifying one more token, in target forwards
 _MOST, _MOST_EXACT = 16, 32
 _PRIOR_RATE = 0.9  # of a block's first place, before anything is known
 _PLACE_WEIGHT = 8.0  # judged tokens that the rate of the place before counts for
@@ -27,35 +27,35 @@ _BLOCK_MEMORY = 0.97
 
 
 class RoundLength(Protocol):
-    """Decides for the rounds of one answer."""
+    """Draft length decisions for the rounds of one answer."""
 
-    reads_states: bool  # whether `goes_on` wants the draft's last hidden states
-    trees: TreeLength | None  # decides about trees; None where they keep their shape
+    reads_states: bool  # True if `goes_on` reads the draft's last hidden states
+    trees: TreeLength | None  # tree policy; None keeps the tree's shape
 
     def begin(self) -> int:
-        """A round begins: the deepest block it may draft."""
+        """Start a round with the given maximum depth."""
         ...
 
     def goes_on(self, hidden: Tensor | None, logits: Tensor, token_id: Tensor) -> bool:
-        """Whether to draft another token after this one.
+        """Return True if another token should be drafted after this one.
 
         Args:
-            hidden: the draft's state that predicted it, [1, D]; None where `reads_states` is false.
-            logits: the draft's, that it was taken from, [1, V].
+            hidden: the draft's state that predicted it, [1, D]; None if `reads_states` is false.
+            logits: the draft's logits that it came from, [1, V].
             token_id: [1].
         """
         ...
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
-        """What became of a round's block, which may have been empty."""
+        """Record the outcome of a round's block, which may be empty."""
         ...
 
 
 class TreeLength:
-    """Which levels and nodes of a tree pay, by the drafter's own probabilities and by how far they are borne out.
+    """Selects the levels and nodes of a tree, from the drafter's probabilities and their recent accuracy.
 
-    A level pays where the chance that it is reached, and a node where the chance that it is accepted, is worth more
-    than its time earns elsewhere: the tokens committed so far over the time they took, in target forwards.
+    A level is drafted if its probability of being reached is at least its cost in target forwards times the committed
+    tokens per target forward so far. A node is verified if its probability of acceptance meets the same test.
 
     Args:
         cost: of drafting a level, in target forwards.
@@ -63,26 +63,26 @@ class TreeLength:
 
     def __init__(self, cost: float) -> None:
         self.cost = cost
-        self._tokens, self._time = 3.0, 2.0  # as if one round had been seen, neither good nor bad
+        self._tokens, self._time = 3.0, 2.0  # prior of one average round
         self._expected, self._accepted = 2.0, 2.0
         self._levels, self._hoped = 1, 0.0
 
     def level_pays(self, reached: float) -> bool:
-        """Whether to draft a level that is reached with this probability."""
+        """Return True if a level with this probability of being reached is worth drafting."""
         pays = self._borne_out * reached >= self._rate * self.cost
         self._levels += pays
         return pays
 
     def least(self) -> float:
-        """The probability of its whole path below which a node is not worth its verification."""
+        """Smallest path probability of a node that is worth verifying."""
         return min(0.5, self._rate * _VERIFIED / self._borne_out)
 
     def expect(self, num_accepted: float) -> None:
-        """How many tokens of the tree would be accepted if the drafter were right about its chances."""
+        """Record the number of accepted tokens that the drafter's probabilities predict for the tree."""
         self._hoped = num_accepted
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
-        """See `RoundLength`; the next tree begins with one level."""
+        """Update the speed and acceptance estimates, and reset the levels of the tree."""
         if num_drafted:
             self._tokens = _MEMORY * self._tokens + num_accepted + 1
             self._time = _MEMORY * self._time + 1 + self.cost * self._levels + _VERIFIED * num_drafted
@@ -101,22 +101,22 @@ class TreeLength:
 
 @runtime_checkable
 class DraftLength(Protocol):
-    """Makes a `RoundLength` for every answer."""
+    """Factory of a `RoundLength` for every answer."""
 
     reads_states: bool
 
     @property
     def most(self) -> int:
-        """No round drafts deeper."""
+        """Largest depth of any round."""
         ...
 
     def start(self, dial: float | None, temperature: float) -> RoundLength:
-        """For an answer with this value of the rule's dial, at this temperature of the target."""
+        """Return the policy for an answer with this dial value and target temperature."""
         ...
 
 
 class FixedLength:
-    """K tokens, always.
+    """Constant length K.
 
     Raises:
         SpecError: K is out of range.
@@ -142,7 +142,7 @@ class FixedLength:
 
 
 class AcceptanceRates:
-    """How often each place of a block was accepted, given that all places before it were.
+    """Acceptance rate of each place of a block, given that all places before it were accepted.
 
     Tokens are not accepted independently of each other: a block is mostly accepted whole or rejected early. So every
     place has a rate of its own. Where little was seen, the rate of the place before it counts.
@@ -272,10 +272,10 @@ class _PlaceAcceptance(_Acceptance):
 
 @dataclass(frozen=True)
 class LearnedLength:
-    """A block ends where the chance that all of it and another token are accepted is below the head's price.
+    """Ends a block when the probability that all of it and one more token are accepted falls below the head's price.
 
-    That is where another token's expected gain falls below what its time earns elsewhere: the price is the tokens a
-    second of the whole, times the seconds of one more drafted and verified token.
+    At that point the expected gain of another token is below the value of its time: the price is the overall tokens per
+    second times the seconds of one more drafted and verified token.
     """
 
     head: LengthHead
@@ -319,24 +319,24 @@ class _Learned:
 
 
 class Recent:
-    """The share of an answer's lately judged tokens that were accepted; older rounds count less and less."""
+    """Recent share of accepted tokens in an answer, with exponentially decaying weights."""
 
     def __init__(self) -> None:
         self.share = 0.7
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
-        """See `RoundLength`."""
+        """Record the outcome of a round."""
         if num_drafted:
             self.share = _MEMORY * self.share + (1 - _MEMORY) * num_accepted / min(num_drafted, num_accepted + 1)
 
 
 def token_log_prob(logits: Tensor, token_id: Tensor) -> Tensor:
-    """The draft's log-probability [1] of a token [1] that was taken from its logits [1, V]."""
+    """Return the draft's log-probability [1] of a token [1], from its logits [1, V]."""
     return logits[0, token_id] - logits.logsumexp(-1)
 
 
 def place_feature(place: int) -> float:
-    """A token's place in its block, from 0, as a head reads it."""
+    """Return a token's position in its block, from 0, scaled as a head reads it."""
     return min(place, 8) / 8
 
 

@@ -1,4 +1,4 @@
-"""Reprieve from plain transformers: `model.generate(..., custom_generate=reprieve.custom_generate, ...)`."""
+"""Reprieve inside plain transformers: `model.generate(..., custom_generate=reprieve.custom_generate, ...)`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reprieve.settings import AUTO, NumDraftTokens, SamplingParams
 
 
 class _IdsOnly:
-    """Stands in for a tokenizer when none is given: enough for rules and stops that read no text."""
+    """Stand-in for a tokenizer: enough for rules and stops that read no text."""
 
     eos_token_id: int | None = None
 
@@ -34,7 +34,7 @@ class _IdsOnly:
         raise SpecError("this rule reads tokens' text: pass text_tokenizer= to generate")
 
 
-# Generation settings that would change the answer and that the engine does not have, with their neutral values.
+# Unsupported generation settings that would change the answer, with their neutral values.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "num_return_sequences": (None, 1),
@@ -75,7 +75,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "output_logits": (None, False),
     "output_scores": (None, False),
 }
-# Settings that are taken over, and settings that do not change which tokens are generated here.
+# Supported settings, and settings that do not change the generated tokens here.
 _TAKEN = ("do_sample", "temperature", "top_p", "top_k", "max_length", "max_new_tokens", "eos_token_id", "stop_strings")
 _WITHOUT_EFFECT = (
     *("bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "_from_model_config"),

@@ -1,6 +1,6 @@
-"""The one loop: draft, verify, accept, commit.
+"""Decoding loop: draft, verify, accept, commit.
 
-Target-only decoding is the same loop with a drafter that proposes nothing.
+Target-only decoding uses the same loop with a drafter that proposes nothing.
 """
 
 from __future__ import annotations
@@ -53,41 +53,41 @@ class Tokenizer(Protocol):
 
 
 class Advisor(Protocol):
-    """An extra forward a round, for rules that ask a model of their own (CoSpec's arbiter)."""
+    """Extra forward per round, for rules with a model of their own (CoSpec's arbiter)."""
 
     def start(self, prompt_ids: Sequence[int], *, max_length: int, num_draft_tokens: int) -> None:
-        """Get ready for a prompt, whose text may grow to `max_length` tokens in rounds of K."""
+        """Start a prompt whose text may grow to `max_length` tokens in rounds of K."""
         ...
 
     def advise(self, block: Block, evidence: Evidence, settled: Tensor) -> Tensor:
-        """A number per drafted token, [N]; becomes `Evidence.advice`.
+        """Return a number per drafted token, [N], which becomes `Evidence.advice`.
 
         Args:
-            evidence: what else the rule sees; `own_ids` are the target's own tokens.
-            settled: tokens that pass whatever is advised, matches among them, [N], bool.
+            evidence: the other inputs of the rule; `own_ids` are the target's own tokens.
+            settled: tokens that pass regardless of advice, matches included, [N], bool.
         """
         ...
 
     def commit(self, token_ids: list[int]) -> None:
-        """Take the tokens the round committed."""
+        """Record the tokens that the round committed."""
         ...
 
 
 class SpeculativeDecoder:
-    """Decodes with a target, a drafter and a rule. Batch size 1; the caches are its own, the models may be shared.
+    """Decoder for a target, a drafter and a rule. Batch size 1; it owns its caches and may share the models.
 
     Args:
-        target: the model whose tokens are wanted.
-        drafter: what proposes; None decodes with the target alone.
+        target: the model whose output is wanted.
+        drafter: proposes blocks; None decodes with the target alone.
         tokenizer: for text, stop texts and the end-of-text token.
-        rule: which drafted tokens pass; None is lossless.
-        num_draft_tokens: K, the deepest block a round drafts, 1 to 512; or what decides how deep.
+        rule: decides which drafted tokens pass; None is lossless.
+        num_draft_tokens: K, the deepest block of a round, 1 to 512, or a policy for it.
         advisor: for a rule that needs advice.
-        num_token_ids: ids that a prompt may hold are below it; None for all that the target has.
+        num_token_ids: prompt ids must be below it; None for all of the target's.
 
     Raises:
-        SpecError: K out of range, or a rule whose inputs nothing here provides.
-        UnsupportedModelError: a rule that needs hidden states with a target that was not asked to return them.
+        SpecError: K out of range, or a rule whose inputs this decoder cannot provide.
+        UnsupportedModelError: a rule that needs hidden states with a target that does not return them.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class SpeculativeDecoder:
         with watch.part("prefill"):
             if self.drafter.target_layers:
                 prefill, unread = self.target.start(prompt_ids[:-1]), prompt_ids[-1:]
-            else:  # the first verification reads it too: a forward less
+            else:  # the first verification reads the prompt too, which saves a forward
                 self.target.keep(0)
                 prefill, unread = Prefill(), prompt_ids
             self.drafter.start(prompt_ids, sampler, prefill)
@@ -238,11 +238,11 @@ class SpeculativeDecoder:
         with watch.part("draft"):
             # The target's own token ends every round, so the last one of the budget needs no draft.
             block = self.drafter.propose(min(answer.length.begin(), answer.num_left - 1), answer.length)
-        if len(answer.unread) > 1 and not block.is_chain:  # a tree's tokens do not all follow the prompt
+        if len(answer.unread) > 1 and not block.is_chain:  # not all tokens of a tree follow the prompt
             with watch.part("prefill"):
                 self.target.start(answer.unread[:-1])
             answer.unread = answer.unread[-1:]
-        base = self.target.length + len(answer.unread) - 1  # where the last committed token comes to lie
+        base = self.target.length + len(answer.unread) - 1  # position of the last committed token
         with watch.part("verify" if len(answer.unread) == 1 else "prefill"):
             unread = spread(answer.unread, torch.long, self.target.device)
             read = self.target.forward(torch.cat([unread, block.token_ids]), block, num_rows=block.num_tokens + 1)
@@ -263,7 +263,7 @@ class SpeculativeDecoder:
             answer.trace.append(_trace(answer, block, outcome, evidence, checked))
 
     def _evidence(self, answer: Answer, block: Block, verification: Verification) -> tuple[LosslessCheck, Evidence]:
-        """The lossless check, and what the rule may see."""
+        """Run the lossless check and collect the rule's inputs."""
         sampler, needs = answer.sampler, answer.rule.traits.needs
         scores = sampler.target_scores(verification.logits)
         judged = scores[block.parent_rows]
@@ -322,7 +322,7 @@ class SpeculativeDecoder:
         outcome: Outcome,
         base: int,
     ) -> None:
-        """Keep the accepted path everywhere, then hand its tokens to the answer, which may end among them."""
+        """Keep the accepted path in all caches, then add its tokens to the answer, which may end among them."""
         self.target.keep_path(base, [0, *(node + 1 for node in outcome.path)])
         self.target.learn(base - len(answer.unread) + 1, [*answer.unread, *outcome.token_ids])
         answer.unread = [outcome.next_token_id]
@@ -334,7 +334,7 @@ class SpeculativeDecoder:
         ]
         committed.append(Token(outcome.next_token_id, Provenance.TARGET))
         if answer.params.num_logprobs is not None:
-            rows = verification.logits[[0, *(node + 1 for node in outcome.path)]]  # that judged each committed token
+            rows = verification.logits[[0, *(node + 1 for node in outcome.path)]]  # judged each committed token
             committed = with_logprobs(committed, rows, answer.params.num_logprobs)
         if self.advisor is not None:
             self.advisor.commit(outcome.committed_ids)

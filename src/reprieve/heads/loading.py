@@ -1,4 +1,4 @@
-"""Put heads into rules that name them: `judge:path=heads/j` becomes a rule that can score."""
+"""Attach heads to rules that name them: `judge:path=heads/j` becomes a rule that can score tokens."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from reprieve.settings import AUTO, NumDraftTokens, named_length, require_draft_
 
 
 def load_head(source: str | Path, *, kind: str | None = None) -> Artefact | FoldedHead:
-    """A head, from a folder, a hub id, or by the name of a bundled one; a folder of folds gives them all.
+    """Load a head from a folder, a hub id, or by the name of a bundled one; all folds from a folder of folds.
 
     Args:
-        kind: judge, pivot, lts, arbiter or length; None for what it is.
+        kind: judge, pivot, lts, arbiter or length; None accepts any kind.
 
     Raises:
         SpecError: an unknown kind.
@@ -59,14 +59,14 @@ def attach_heads(rule: Rule, target: str | None = None) -> Rule:
 
 
 def length_head(num_draft_tokens: NumDraftTokens, rule: Rule, pair: PairIdentity) -> LengthHead | None:
-    """The head that decides how long blocks are: the one named or, for `auto`, the bundled pair's for this rule.
+    """Return the draft length head: the named one or, for `auto`, the bundled pair's for this rule.
 
-    A bundled one serves all thresholds: outside those it was trained for it reads the nearest. Rules that have none of
-    their own take that of lossless decoding.
+    A bundled head serves all thresholds; outside its training range it uses the nearest one. Rules without a bundled
+    length head use that of lossless decoding.
 
     Raises:
         SpecError: a specification that cannot be read, or a named head of another rule or other thresholds.
-        PairError: a named head made for another pair.
+        PairError: a named head of another pair.
         ReprieveError: a head that cannot be loaded.
     """
     require_draft_tokens(num_draft_tokens)
@@ -87,7 +87,7 @@ def length_head(num_draft_tokens: NumDraftTokens, rule: Rule, pair: PairIdentity
 
 
 def fitting_length(num_draft_tokens: NumDraftTokens, rule: Rule) -> NumDraftTokens:
-    """What several rules were given, as one of them can have it: a head of another rule's leaves it to `auto`.
+    """Return the draft length for one of several rules; a length head of another rule becomes `auto`.
 
     Raises:
         SpecError: a specification that cannot be read.
@@ -107,7 +107,7 @@ def _named_length(name: str) -> LengthHead:
 
 
 def split_folds(rule: Rule) -> list[Rule]:
-    """The rule once per fold, each with that fold's heads; just the rule where no head has folds.
+    """Return the rule once per fold, each with that fold's heads; only the rule itself if no head has folds.
 
     Raises:
         SpecError: heads of different numbers of folds.
@@ -127,19 +127,19 @@ def split_folds(rule: Rule) -> list[Rule]:
 
 
 def head_folders(rule: Rule) -> dict[str, Path]:
-    """Where each of a rule's heads lies; a head in memory has no folder."""
+    """Return the folder of each of a rule's heads; heads in memory have none."""
     sources = [leaf.source for leaf in rule.leaves if isinstance(leaf, HeadRule) and leaf.source]
     return {source: find_head(source) for source in sources}
 
 
 def require_heads_fit(rule: Rule, pair: PairIdentity, task: str | None, *, here: Conditions | None = None) -> None:
-    """Check a rule's heads against the pair and the task they are about to serve.
+    """Check a rule's heads against the pair and the task they will serve.
 
     Args:
-        here: all conditions, for a warning where this threshold was certified under others; None to leave that out.
+        here: conditions of use, for a warning if this threshold was certified under others; None skips it.
 
     Raises:
-        PairError: a head made for another pair.
+        PairError: a head of another pair.
     """
     for name, head in rule.heads:
         head.require_pair(pair, name)

@@ -1,4 +1,4 @@
-"""The README of a head: what it is for, what was promised of it, how it was made."""
+"""Model card of a head: purpose, certificates, training."""
 
 from __future__ import annotations
 

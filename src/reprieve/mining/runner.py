@@ -13,17 +13,17 @@ from reprieve.errors import EngineError, ReprieveError, require_whole
 from reprieve.mining.records import ProblemLabels
 from reprieve.tasks import TaskProblem
 
-Progress = Callable[[int, int], None]  # finished and all problems
+Progress = Callable[[int, int], None]  # finished problems and their total
 
 
 class Miner(Protocol):
-    """Labels one problem at a time; several may be under way."""
+    """Labels one problem; several calls can be in flight."""
 
     async def mine(self, problem: TaskProblem) -> ProblemLabels: ...
 
 
 class Store(Protocol):
-    """Where labels go: a `LabelStore`, or a worker's connection to the process that has one."""
+    """Destination of labels: a `LabelStore`, or a worker's connection to the process that has one."""
 
     def done(self) -> set[str]: ...
 
@@ -32,11 +32,11 @@ class Store(Protocol):
 
 @dataclass
 class MiningReport:
-    """What one run did."""
+    """Result of one run."""
 
     num_mined: int = 0
     num_skipped: int = 0  # in the store already
-    errors: dict[str, str] = field(default_factory=dict)  # by problem id; a rerun tries them again
+    errors: dict[str, str] = field(default_factory=dict)  # by problem id; a rerun retries them
     interrupted: bool = False
 
     def require_some(self) -> None:
@@ -58,7 +58,7 @@ def mine_problems(
     num_in_flight: int = 16,
     progress: Progress = lambda done, total: None,
 ) -> MiningReport:
-    """Mine what the store does not have yet.
+    """Mine the problems that the store does not have.
 
     Ctrl-C drops the problems in flight and keeps the finished ones. A problem that fails is reported, not labelled.
 

@@ -50,7 +50,7 @@ class _Wrapper(Rule):
         return tuple(head for rule in self.parts for head in rule.heads)
 
     def with_parts(self, parts: Sequence[Rule]) -> Self:
-        """A copy made of other parts."""
+        """Return a copy with other parts."""
         raise NotImplementedError
 
     def transform(self, change: Callable[[Rule], Rule]) -> Self:
@@ -109,13 +109,13 @@ class _Composite(_Wrapper):
 
 @dataclass(frozen=True)
 class AllOf(_Composite):
-    """Rescue what every rule would rescue; strict as soon as one of them is."""
+    """Rescue tokens that every rule would rescue; strict as soon as one of them is."""
 
     name = "all_of"
     symbol = "&"
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """The first rule's risk; infinite where another rule refuses."""
+        """Return the first rule's risk, [...]; infinite where another rule refuses."""
         risk = self.rules[0].risk(evidence)
         for rule in self.rules[1:]:
             risk = torch.where(passes(rule.risk(evidence), rule.threshold), risk, math.inf)
@@ -124,20 +124,20 @@ class AllOf(_Composite):
 
 @dataclass(frozen=True)
 class AnyOf(_Composite):
-    """Rescue what at least one rule would rescue; only a dial of -inf switches the others off too."""
+    """Rescue tokens that at least one rule would rescue. Only a dial of -inf switches the other rules off too."""
 
     name = "any_of"
     symbol = "|"
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """The first rule's risk; minus infinity where another rule accepts."""
+        """Return the first rule's risk, [...]; minus infinity where another rule accepts."""
         risk = self.rules[0].risk(evidence)
         for rule in self.rules[1:]:
             risk = torch.where(passes(rule.risk(evidence), rule.threshold), -math.inf, risk)
         return risk
 
     def settled(self, evidence: Evidence) -> Tensor:
-        """What the lossless check or a part that takes no advice lets pass."""
+        """Mask of tokens accepted by the lossless check or by a part that needs no advice."""
         passed = evidence.lossless_accepts
         for rule in self.rules:
             if Need.ADVICE not in rule.traits.needs:
@@ -146,12 +146,12 @@ class AnyOf(_Composite):
 
 
 def all_of(*rules: Rule) -> AllOf:
-    """Rescue what every rule would: `all_of(top_k, floor)`."""
+    """Rescue tokens that every rule would rescue: `all_of(top_k, floor)`."""
     return AllOf(rules)
 
 
 def any_of(*rules: Rule) -> AnyOf:
-    """Rescue what at least one rule would."""
+    """Rescue tokens that at least one rule would rescue."""
     return AnyOf(rules)
 
 

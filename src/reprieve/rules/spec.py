@@ -14,7 +14,7 @@ from reprieve.specs import construct, parse_spec, split
 
 
 def parse_rule(spec: str) -> Rule:
-    """The rule a specification describes.
+    """Return the rule described by a specification.
 
     Raises:
         SpecError: unknown rule or parameter, or a value that cannot be read or is out of range; the message lists
