@@ -169,7 +169,8 @@ def test_functions_of_vllm_that_the_docs_list_are_those_of_the_plugin():
     table = text.partition("| when | wrapped |")[2].partition("\n\n")[0]
     source = "".join(path.read_text() for path in sorted((ROOT / "src/reprieve/vllm_plugin").rglob("*.py")))
     names = re.findall(r"`([\w.]+)`", table)
-    runners = {runner: re.findall(r"`([\w.]+)`", row) for runner, row in re.findall(r"^\| (V[12]) \|(.*)$", table, re.M)}
+    rows = re.findall(r"^\| (V[12]) \|(.*)$", table, re.M)
+    runners = {runner: re.findall(r"`([\w.]+)`", row) for runner, row in rows}
     common = len(names) - sum(map(len, runners.values()))
     assert all(name.rpartition(".")[2] in source for name in names)
     assert f"{common + len(runners['V2'])} on V2 and {common + len(runners['V1'])} on V1" in text
