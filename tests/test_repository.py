@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -154,26 +153,3 @@ def test_readme_and_examples_import_public_names_only():
                 import reprieve
 
                 assert node.attr in reprieve.__all__, node.attr
-
-
-def commands_in(text):
-    """The `reprieve ...` command lines of a page: in blocks (continued by a backslash), and between backticks."""
-    lines = re.sub(r"\\\n\s*", "", text)
-    inline = [re.sub(r"\s*\n\s*", " ", code) for code in re.findall(r"(?<!`)`(reprieve [^`]+)`(?!`)", lines)]
-    blocks = re.findall(r"^(?:\$ )?(?:\.venv/bin/)?(reprieve .*?)(?:\s+#.*)?$", lines, flags=re.M)
-    blocks = [line for line in blocks if line in "".join(re.findall(r"```.*?```", lines, flags=re.S))]
-    return [line for line in [*blocks, *(code for code in inline if " --" in code)] if "..." not in line]
-
-
-@pytest.mark.parametrize("page", DOCS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_commands_in_the_docs_can_be_typed(page):
-    from reprieve.cli.flags import parser_of
-    from reprieve.cli.main import COMMANDS, command_of
-
-    for line in commands_in(page.read_text()):
-        words = shlex.split(line)[1:]
-        name = " ".join(words[:2]) if " ".join(words[:2]) in COMMANDS else words[0]
-        assert name in COMMANDS, line
-        parser = parser_of(command_of(name), prog="reprieve")
-        if "--help" not in words:
-            parser.parse_args(words[len(name.split()) :])  # exits on what it does not know
