@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
+import reprieve
 from reprieve.cli.command import Command
 
 # Every verb, its class, and what it is for: help is printed without importing any of them.
@@ -85,9 +86,7 @@ def main(arguments: Sequence[str]) -> int:
         print(usage())
         return 0 if arguments else 2
     if arguments[0] == "--version":
-        from importlib.metadata import version
-
-        print(f"reprieve {version('reprieve')}")
+        print(f"reprieve {reprieve.__version__}")
         return 0
     verb, rest = arguments[0], list(arguments[1:])
     if rest and f"{verb} {rest[0]}" in COMMANDS:

@@ -19,7 +19,7 @@ from reprieve.heads.files import fingerprint_of, read_head, write_head
 from reprieve.heads.model_card import model_card
 from reprieve.registry import Registry
 
-_ORIGIN = frozenset({"prompt", "problems"})  # heads made before version 0.3 do not say
+_ORIGIN = frozenset({"prompt", "problems"})  # heads made before version 1.0 do not say
 _TENSORS = "tensors"  # a field that holds all weights by name; else each is a field of its own
 
 

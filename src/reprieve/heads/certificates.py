@@ -125,7 +125,7 @@ class Certificate:
             made._require_agreement()
             if wanted is None:
                 warnings.warn(
-                    f"certificate {str(path)!r} was made before version 0.3 and cannot show that nobody changed it: "
+                    f"certificate {str(path)!r} was made before version 1.0 and cannot show that nobody changed it: "
                     "certify anew",
                     stacklevel=2,
                 )

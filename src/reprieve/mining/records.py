@@ -66,7 +66,7 @@ class ProblemLabels:
     num_generated: int = 0  # tokens the target generated for it
     source: str = field(default="")  # the miner's name
     rounds: tuple[TracedRound, ...] = ()  # of the response, where the miner keeps them
-    digest: str = ""  # of the problem's question; empty in stores made before version 0.3
+    digest: str = ""  # of the problem's question; empty in stores made before version 1.0
 
     def labelled(self) -> list[Mismatch]:
         """The mismatches that got a label."""

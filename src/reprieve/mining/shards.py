@@ -2,7 +2,7 @@
 
 A shard's name ends in the digest of its bytes, so that a flipped bit is seen; its pages have checksums of their own.
 The journal is appended to after a shard is in its place: what it names must be there, until it says that it was folded
-away. Stores made before version 0.3 have neither; they are read as they are.
+away. Stores made before version 1.0 have neither; they are read as they are.
 """
 
 from __future__ import annotations

@@ -243,7 +243,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _complete(manifest: dict[str, Any]) -> dict[str, Any]:
-    """With what stores made before version 0.3 do not say."""
+    """With what stores made before version 1.0 do not say."""
     known = str(manifest.get("task")).partition(":")[0] in _READ_ALIKE
     return {"prompt": {}, "answers": ANSWERS_VERSION if known else 1, **manifest}
 
