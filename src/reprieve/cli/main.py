@@ -36,13 +36,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train lts": ("train_lts:TrainLts", "measure the constants of a target's bound (ARC-Decode)"),
     "train length": ("train_length:TrainLength", "train a head that decides how many tokens to draft"),
     "train eagle": ("train_eagle:TrainEagle", "train an EAGLE-3 drafting head on the target's own answers"),
+    "publish": ("publish:Publish", "upload heads, certificates and report to the Hugging Face Hub"),
     "rules": ("rules:Rules", "list rules with their parameters and sources"),
 }
 _GROUPS = {  # of `reprieve --help`: what a person wants, and the verbs for it
     "Decode": ("demo", "generate", "serve"),
     "Measure": ("bench", "report", "monitor", "rules"),
     "Prove": ("quickstart", "certify"),
-    "Train": ("mine", "labels", "train"),
+    "Train": ("mine", "labels", "train", "publish"),
 }
 
 
