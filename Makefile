@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 REAL := real-gsm8k-brief real-gsm8k
 CODE := src tests benchmarks recipes examples
 
-.PHONY: demo real-pair test test-slow test-all test-vllm check style types docs setup benchmark tables clean
+.PHONY: demo real-pair test test-slow test-all test-vllm check style types docs setup benchmark tables dist clean
 
 demo: $(BASE)
 	$(BIN)/reprieve demo --out runs/demo
@@ -60,6 +60,18 @@ real-pair: $(READY)
 # Every table of the docs that has a configuration in benchmarks/tables.yaml: hours; goes on where it was stopped.
 tables: $(READY) $(VLLM)/.ready
 	$(BIN)/python benchmarks/tables.py run
+
+# Wheel and sdist, checked. tests/release/try_wheel.py installs one into an empty environment and tries it.
+PACKER := build/packer
+MOST_MB := 45
+dist:
+	$(PYTHON) -m venv $(PACKER)
+	$(PACKER)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build hatchling twine
+	rm -rf dist
+	$(PACKER)/bin/python -m build --no-isolation --outdir dist
+	$(PACKER)/bin/twine check --strict dist/*
+	@for file in dist/*; do size=$$(($$(wc -c < $$file) / 1000000)); echo "$$file: $$size MB"; \
+		[ $$size -lt $(MOST_MB) ] || { echo "a package must be below $(MOST_MB) MB"; exit 1; }; done
 
 setup: $(READY)
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
+import reprieve
 from reprieve.cli.command import Command
 
 # Every verb, its class, and what it is for: help is printed without importing any of them.
@@ -35,13 +36,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train lts": ("train_lts:TrainLts", "measure the constants of a target's bound (ARC-Decode)"),
     "train length": ("train_length:TrainLength", "train a head that decides how many tokens to draft"),
     "train eagle": ("train_eagle:TrainEagle", "train an EAGLE-3 drafting head on the target's own answers"),
+    "publish": ("publish:Publish", "upload heads, certificates and report to the Hugging Face Hub"),
     "rules": ("rules:Rules", "list rules with their parameters and sources"),
 }
 _GROUPS = {  # of `reprieve --help`: what a person wants, and the verbs for it
     "Decode": ("demo", "generate", "serve"),
     "Measure": ("bench", "report", "monitor", "rules"),
     "Prove": ("quickstart", "certify"),
-    "Train": ("mine", "labels", "train"),
+    "Train": ("mine", "labels", "train", "publish"),
 }
 
 
@@ -85,9 +87,7 @@ def main(arguments: Sequence[str]) -> int:
         print(usage())
         return 0 if arguments else 2
     if arguments[0] == "--version":
-        from importlib.metadata import version
-
-        print(f"reprieve {version('reprieve')}")
+        print(f"reprieve {reprieve.__version__}")
         return 0
     verb, rest = arguments[0], list(arguments[1:])
     if rest and f"{verb} {rest[0]}" in COMMANDS:

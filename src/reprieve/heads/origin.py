@@ -30,7 +30,7 @@ P = TypeVar("P", bound=Problem)
 def seen_problems(rule: Rule, problems: Sequence[P]) -> list[P]:
     """The problems that one of the rule's heads was made from, by their questions.
 
-    Out-of-fold heads answer each problem with the head that never saw it. Heads made before 0.3 do not say what they
+    Out-of-fold heads answer each problem with the head that never saw it. Heads made before 1.0 do not say what they
     were made from.
     """
     found = []
