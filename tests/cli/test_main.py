@@ -115,6 +115,7 @@ def test_ctrl_c_keeps_what_is_done_and_exits_130(tmp_path):
     [
         ([], 2, ""),
         (["serve-me"], 2, "unknown command 'serve-me'"),
+        (["generate", " "], 2, "PROMPT must hold text, got ' '"),
         (["generate"], 2, "the following arguments are required: PROMPT"),
         (["bench", "--limt", "3"], 2, "unknown flag --limt; did you mean --limit?"),
         (["bench", "--limit", "0"], 2, "limit must be in [1, 10000000], got 0"),
