@@ -280,9 +280,8 @@ class Generation:
     seconds_by_part: dict[str, float] = field(default_factory=dict)  # of each of PARTS; {} unless they were timed
     round_lengths: list[int] = field(default_factory=list)  # committed tokens of each round
     trace: list[RoundTrace] | None = None
-    decode: Callable[[list[int]], list[str]] | None = field(
-        default=None, compare=False
-    )  # from token ids to the text that each made certain
+    # From token ids to the text that each made certain.
+    decode: Callable[[list[int]], list[str]] | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         return f"Generation({self.text!r:.80}, {self.summary})"

@@ -1,4 +1,4 @@
-"""A person's own task: a JSONL file with questions and answers."""
+"""The `jsonl` task: a file of questions and answers, with graders by pattern or function."""
 
 from __future__ import annotations
 
