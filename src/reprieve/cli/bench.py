@@ -26,6 +26,7 @@ class Bench(Command):
     """
 
     verb = "bench"
+    example = "reprieve bench --arm judge --arm margin:delta=1,2 --limit 100"
 
     arm: tuple[str, ...] = ()
     num_draft_tokens: tuple[NumDraftTokens, ...] = (AUTO,)

@@ -80,6 +80,7 @@ class MineAutoJudge(Mine):
     """Find the mismatches that change the answer (AutoJudge, Algorithm 1)."""
 
     verb = "mine autojudge"
+    example = "reprieve mine autojudge --limit 200 --out runs/labels"
 
     settings: AutoJudgeMining = field(default_factory=AutoJudgeMining)
 
@@ -89,6 +90,7 @@ class MinePivot(Mine):
     """Label the tokens that speculative sampling rejects by rollouts (PAD, Algorithm 1)."""
 
     verb = "mine pivot"
+    example = "reprieve mine pivot --limit 200 --out runs/pivots"
 
     settings: PivotMining = field(default_factory=PivotMining)
     out: Path = Path("runs/pivots")
@@ -99,13 +101,14 @@ class MineArbitration(Mine):
     """Trace plain speculative rounds and label which side of each mismatch ends better (CoSpec, appendix C.1)."""
 
     verb = "mine arbitration"
+    example = "reprieve mine arbitration --limit 200 --out runs/traces"
 
     settings: TraceMining = field(default_factory=TraceMining)
     out: Path = Path("runs/traces")
 
 
 def _parse_workers(text: str) -> tuple[int, bool]:
-    """How many, 0 for as many as there is room for, and whether on a Ray cluster."""
+    """Return the number of workers, 0 for as many as there is room for, and whether they run on a Ray cluster."""
     name, colon, count = text.partition(":")
     if text.isdigit() and int(text) > 0:
         return int(text), False

@@ -81,6 +81,7 @@ class Quickstart(Command):
     """
 
     verb = "quickstart"
+    example = "reprieve quickstart --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --data questions.jsonl --look"
 
     data: Path | None = None
     question: str = "question"

@@ -1,4 +1,4 @@
-"""What verbs print and ask of the machine: consoles, progress, tables, loading."""
+"""Consoles, progress, questions on a terminal, and loading, as all verbs share them."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ class TrainEagle(Command):
     """
 
     verb = "train eagle"
+    example = "reprieve train eagle --limit 4000 --out runs/eagle3"
 
     task: str = BUNDLED_TASK
     split: str | None = None

@@ -29,6 +29,7 @@ class TrainLength(Command):
     """
 
     verb = "train length"
+    example = "reprieve train length --rule margin:delta=2 --limit 200 --out heads/length"
 
     rule: str = "lossless"
     task: str = BUNDLED_TASK

@@ -29,6 +29,7 @@ class TrainLts(Command):
     """
 
     verb = "train lts"
+    example = "reprieve train lts --limit 200 --out heads/lts"
 
     task: str = BUNDLED_TASK
     split: str | None = None

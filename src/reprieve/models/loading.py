@@ -84,7 +84,7 @@ class ModelPair:
 
     @property
     def device(self) -> torch.device:
-        """Where the target runs."""
+        """The device that the target runs on."""
         return execution_device(self.target)
 
     def cached_target(self, hidden_layers: HiddenLayers = ()) -> CachedModel:
@@ -158,7 +158,7 @@ def load_models(
     device: str | None = None,
     device_map: str | None = None,
 ) -> ModelPair:
-    """What `reprieve.load_pair` loads, with its parameters and errors."""
+    """Load the models of `reprieve.load_pair`, with its parameters and errors."""
     require_choice("dtype", dtype, tuple(DTYPES))
     require_device(device)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
