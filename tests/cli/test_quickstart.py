@@ -102,10 +102,11 @@ class Terminal(io.StringIO):
 
 
 def test_a_stage_that_fails_leaves_a_report_and_a_strict_policy(data, capsys, monkeypatch):
-    ran = []
+    ran, folders = [], []
 
     def run(self, name, command, **_):
         ran.append(name)
+        folders.append(getattr(command, "out", None))
         if name == "train":
             raise ReprieveError("one class only")
         return 0
@@ -113,6 +114,7 @@ def test_a_stage_that_fails_leaves_a_report_and_a_strict_policy(data, capsys, mo
     monkeypatch.setattr(Pipeline, "run", run)
     assert main(["quickstart", *SMALL, "--data", str(data), *FLAGS, "--out", "failed"]) == 1
     assert ran == ["mine", "train", "bench", "report"]
+    assert folders[2] == Path("failed") / "bench-untrained", "the next run's arms are others"
     assert json.loads((Path("failed") / "policy.json").read_text()) == {"rule": "margin:delta=1", "default": "strict"}
     assert "one class only. The report and a strict policy follow" in capsys.readouterr().err
 

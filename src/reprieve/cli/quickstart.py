@@ -144,8 +144,11 @@ class Quickstart(Command):
             screen.warn(failure)
         arm = arm if certificate is None else certificate.rule
         self._write_policy(arm, certificate)
-        stages.run("bench", self._comparison(prompt, arm, num_certified))
-        stages.run("report", self._report(certificate))
+        # Another folder after a failure: when the failed stage is done, a run of other arms belongs in `bench`.
+        unfinished = "-untrained" if arm == _UNTRAINED else "-uncertified"
+        folder = self.out / f"bench{unfinished if failure else ''}"
+        stages.run("bench", self._comparison(prompt, arm, num_certified, folder))
+        stages.run("report", self._report(folder, certificate))
         self._say_how_to_serve(certificate)
         return 1 if failure else 0
 
@@ -181,18 +184,18 @@ class Quickstart(Command):
             out=self.out / "certificates",
         )
 
-    def _comparison(self, prompt: PromptSettings, arm: str, limit: int) -> Bench:
+    def _comparison(self, prompt: PromptSettings, arm: str, limit: int, folder: Path) -> Bench:
         return Bench(
             arm=(arm,),
             num_draft_tokens=(self._num_draft_tokens,),
             settings=self._run_settings(prompt, "test", min(_COMPARED, limit)),
             answering=self.answering,
             pair=self.pair,
-            out=self.out / "bench",
+            out=folder,
         )
 
-    def _report(self, certificate: Certificate | None) -> Report:
-        folders = (self.out / "bench", *([] if certificate is None else [self.out / "certificates"]))
+    def _report(self, bench: Path, certificate: Certificate | None) -> Report:
+        folders = (bench, *([] if certificate is None else [self.out / "certificates"]))
         title = f"{self.pair.target} on {self.data or self.task}"
         return Report(folders=folders, title=title, out=self.out / "report.html")
 
