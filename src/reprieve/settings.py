@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral
-from typing import Any
+from typing import Any, Self
 
 from reprieve.bundles import BUNDLES, DEFAULT, Bundle
 from reprieve.errors import SpecError, require_choice, require_range, require_whole
@@ -22,6 +22,7 @@ MAX_SEED = 2**63 - 1
 _MOST_TOKENS = 2**31 - 1
 MAX_DRAFT_TOKENS = 512  # of a round
 AUTO = "auto"
+_ELSEWHERE = {"max_tokens": "max_new_tokens", "logprobs": "num_logprobs"}  # names that vLLM and OpenAI have
 _NAMED = f"{AUTO}:path="
 NumDraftTokens = int | str  # K, or who decides: `auto`, `auto:path=FOLDER`
 BUNDLED_PAIR, BUNDLED_TASK = DEFAULT.name, DEFAULT.task
@@ -207,6 +208,10 @@ class SamplingParams(SamplingSettings):
     num_logprobs: int | None = None
     truncation: Any = None
 
+    def __new__(cls, *_: Any, **fields: Any) -> Self:
+        cls._require_known(fields)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.stop, str):
@@ -232,13 +237,21 @@ class SamplingParams(SamplingSettings):
         Raises:
             SpecError: an unknown field, with the one that may have been meant; a value out of range.
         """
-        known = {field.name for field in dataclasses.fields(self)}
-        for name in fields.keys() - known:
-            near = {"max_tokens": "max_new_tokens"}.get(name) or next(
-                iter(difflib.get_close_matches(name, known)), None
-            )
-            raise SpecError(f"no sampling parameter {name!r}" + (f"; did you mean {near}?" if near else ""))
+        self._require_known(fields)
         return dataclasses.replace(self, **fields) if fields else self
+
+    @classmethod
+    def _require_known(cls, names: Iterable[str]) -> None:
+        """Refuse names that are no sampling parameters.
+
+        Raises:
+            SpecError: names the first, and the one that may have been meant.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in names:
+            if name not in known:
+                near = _ELSEWHERE.get(name) or next(iter(difflib.get_close_matches(name, known)), None)
+                raise SpecError(f"no sampling parameter {name!r}" + (f"; did you mean {near}?" if near else ""))
 
     def for_problem(self, number: int, trial: int = 0) -> SamplingParams:
         """The same, with draws of its own for the `number`th problem of a task and a trial of it."""

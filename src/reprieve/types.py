@@ -7,7 +7,7 @@ child, so there is one set of records and one verification path.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -15,6 +15,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from reprieve.display import html_of, print_pieces
+from reprieve.errors import ReprieveError
 from reprieve.transfers import to_device
 
 ROOT = -1  # the parent of nodes that follow the last committed token
@@ -278,12 +280,37 @@ class Generation:
     seconds_by_part: dict[str, float] = field(default_factory=dict)  # of each of PARTS; {} unless they were timed
     round_lengths: list[int] = field(default_factory=list)  # committed tokens of each round
     trace: list[RoundTrace] | None = None
+    # From token ids to the text that each made certain.
+    decode: Callable[[list[int]], list[str]] | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
+        return f"Generation({self.text!r:.80}, {self.summary})"
+
+    @property
+    def summary(self) -> str:
+        """Its counts in one line."""
         return (
-            f"Generation({self.text!r:.80}, {len(self.tokens)} tokens in {self.num_rounds} rounds, "
-            f"{self.num_rescued} rescued, {self.finish_reason})"
+            f"{len(self.tokens)} tokens in {self.num_rounds} rounds, {self.num_rescued} rescued, {self.finish_reason}"
         )
+
+    @property
+    def pieces(self) -> list[tuple[str, str]]:
+        """Text and provenance of each token; their texts together are `text`.
+
+        Raises:
+            ReprieveError: a generation without a tokenizer.
+        """
+        if self.decode is None:
+            raise ReprieveError("this generation has no tokenizer to show its tokens with; print its text")
+        texts = self.decode(self.token_ids)
+        return [(text, token.provenance.value) for text, token in zip(texts, self.tokens, strict=True)]
+
+    def show(self) -> None:
+        """Print the text with each token marked by where it comes from."""
+        print_pieces(self.pieces, self.summary)
+
+    def _repr_html_(self) -> str | None:
+        return None if self.decode is None else html_of(self.pieces, self.summary)
 
     @property
     def token_ids(self) -> list[int]:

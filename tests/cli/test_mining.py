@@ -10,6 +10,7 @@ import pytest
 
 from reprieve.cli.main import main
 from reprieve.mining.store import LabelStore
+from reprieve.tasks import load_task
 from tests.kit.pairs import SMALL
 
 A, B, C, AB, BC, SPACE = range(1, 7)
@@ -136,3 +137,25 @@ def test_processes_label_what_one_process_labels(tmp_path, capsys):
 def test_mining_needs_at_least_one_worker(tmp_path, capsys):
     assert main(["mine", "autojudge", "--workers", "0", "--out", str(tmp_path / "x")]) == 2
     assert "workers must be in [1, 1024], got 0" in capsys.readouterr().err
+
+
+def test_a_file_s_long_answers_are_shortened_to_what_the_pair_has_room_for(tmp_path):
+    rows = [{"question": f"What is {number} + {number}?", "answer": str(2 * number)} for number in range(30)]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = f"jsonl:path={tmp_path / 'q.jsonl'},grader=number"  # 1,024 tokens an answer, and the pair reads 512
+    with pytest.warns(UserWarning, match="instead of 1024: the models read 512 tokens"):
+        assert main(["mine", "autojudge", *SMALL, "--task", task, "--limit", "1", "--out", str(tmp_path / "l")]) == 0
+    lts = ["train", "lts", *SMALL, "--task", task, "--out", str(tmp_path / "lts")]
+    with pytest.warns(UserWarning, match="instead of 1024: the models read 512 tokens"):
+        assert main([*lts, "--limit", "2"]) == 0
+
+
+def test_an_empty_split_is_named_with_the_splits_that_are_not(tmp_path, capsys):
+    (tmp_path / "q.jsonl").write_text('{"question": "What is 1 + 1?", "answer": "2"}\n')
+    task = f"jsonl:path={tmp_path / 'q.jsonl'},grader=number"
+    sizes = {split: len(load_task(task).problems(split, 9)) for split in ("train", "validation", "test")}
+    empty = next(split for split, size in sizes.items() if not size)
+    for command in (["bench"], ["train", "lts"], ["mine", "autojudge"]):
+        given = [*SMALL, "--task", task, "--split", empty, "--out", str(tmp_path / "o")]
+        assert main([*command, *given]) == 2
+        assert f"split '{empty}' of task jsonl holds no problems; there are 1 in " in capsys.readouterr().err

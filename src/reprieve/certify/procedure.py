@@ -19,7 +19,7 @@ from reprieve.bench.results import column, common_rows
 from reprieve.bench.runner import Runner, environment
 from reprieve.bench.settings import RunSettings
 from reprieve.bundles import BUNDLED_HEADS
-from reprieve.certify.fixed_sequence import Outcomes, PairedTest, ThresholdStep, paired_test, walk
+from reprieve.certify.fixed_sequence import Outcomes, PairedTest, ThresholdStep, num_needed, paired_test, walk
 from reprieve.certify.risks import Lengths, RiskTest
 from reprieve.certify.settings import NET_DROP, CertifySettings, Promise
 from reprieve.errors import ReprieveError, SpecError
@@ -167,7 +167,8 @@ def certify(
         )
         passed = [step for step in steps if step.evidence.passed]
         if not passed:
-            return Certification(steps, None, None, "no threshold passed: already the strictest could not be proved")
+            reason = "no threshold passed: already the strictest could not be proved"
+            return Certification(steps, None, None, f"{reason}. {_needed(plan, calibration, task)}")
         best = arms[passed[-1].threshold]
         held = runner(plan.held_out, [strict, best], "held_out")
         found = measure(held, best)
@@ -188,6 +189,16 @@ def certify(
     assert best.rule is not None
     _file_beside_heads(certificate, best.rule)
     return Certification(steps, look.evidence, certificate, path=path)
+
+
+def _needed(plan: Plan, calibration: Runner, task: Task) -> str:
+    """Say how many calibration problems the promise takes at least, and how many there were."""
+    lengths = [record.num_tokens for record in calibration.records if record.arm == LOSSLESS]
+    needed = num_needed(plan.promise, answer_length=float(np.mean(lengths)), budget=task.max_new_tokens)
+    return (
+        f"This promise takes {needed} calibration problems where the rule changes no answer, and more where it does; "
+        f"there were {len(calibration.problems)} (--limit, --max-drop)"
+    )
 
 
 def _require_unseen(plan: Plan, task: Task) -> None:

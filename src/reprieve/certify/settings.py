@@ -17,7 +17,7 @@ class Promise:
     """Promise of a certificate.
 
     Args:
-        max_drop: The loss to stay below, in (0, 1): 0.01 is one point.
+        max_drop: The loss to stay below, in (0, 0.99]: 0.01 is one point.
         confidence: Of the promise, in [0.5, 1).
         loss: net_drop (solved strictly minus solved relaxed), or regression (solved strictly and failed relaxed).
         max_growth: Growth of the mean answer length to stay below as well: 0.1 is a tenth longer. Default: not bounded.

@@ -27,6 +27,7 @@ class ShowLabels(Command):
     """
 
     verb = "labels show"
+    example = "reprieve labels show runs/labels --limit 3"
 
     store: Path = field(metadata={"positional": True})
     problem: tuple[str, ...] = ()
@@ -60,6 +61,7 @@ class LabelStats(Command):
     """
 
     verb = "labels stats"
+    example = "reprieve labels stats runs/labels"
 
     store: Path = field(metadata={"positional": True})
     top: int = 15
@@ -101,6 +103,7 @@ class ImportLabels(Command):
     """
 
     verb = "labels import"
+    example = "reprieve labels import annotations.jsonl --out runs/annotations"
 
     annotations: Path = field(metadata={"positional": True})
     task: str = BUNDLED_TASK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import signal
@@ -95,10 +96,25 @@ def main(arguments: Sequence[str]) -> int:
     if verb in COMMANDS:
         return run_command(command_of(verb), rest)
     if any(name.startswith(f"{verb} ") for name in COMMANDS):
-        print(usage(verb), file=sys.stdout if rest and rest[0] in ("-h", "--help") else sys.stderr)
-        return 0 if rest and rest[0] in ("-h", "--help") else 2
-    print(f"reprieve: unknown command {verb!r}; it must be one of {', '.join(_verbs())}", file=sys.stderr)
+        if rest and rest[0] in ("-h", "--help"):
+            print(usage(verb))
+            return 0
+        if rest:
+            known = [name.partition(" ")[2] for name in COMMANDS if name.startswith(f"{verb} ")]
+            said = f"unknown command {f'{verb} {rest[0]}'!r}; {verb} takes {', '.join(known)}{_near(rest[0], known)}"
+            print(f"reprieve: {said}\n\n", end="", file=sys.stderr)
+        print(usage(verb), file=sys.stderr)
+        return 2
+    known = _verbs()
+    said = f"unknown command {verb!r}; it must be one of {', '.join(known)}{_near(verb, known)}"
+    print(f"reprieve: {said}", file=sys.stderr)
     return 2
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    """Return a hint at the name that may have been meant; nothing where none is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _verbs() -> list[str]:

@@ -79,6 +79,7 @@ class MineAutoJudge(Mine):
     """Find the mismatches that change the answer (AutoJudge, Algorithm 1)."""
 
     verb = "mine autojudge"
+    example = "reprieve mine autojudge --limit 200 --out runs/labels"
 
     settings: AutoJudgeMining = field(default_factory=AutoJudgeMining)
 
@@ -88,6 +89,7 @@ class MinePivot(Mine):
     """Label the tokens that speculative sampling rejects by rollouts (PAD, Algorithm 1)."""
 
     verb = "mine pivot"
+    example = "reprieve mine pivot --limit 200 --out runs/pivots"
 
     settings: PivotMining = field(default_factory=PivotMining)
     out: Path = Path("runs/pivots")
@@ -98,6 +100,7 @@ class MineArbitration(Mine):
     """Trace plain speculative rounds and label which side of each mismatch ends better (CoSpec, appendix C.1)."""
 
     verb = "mine arbitration"
+    example = "reprieve mine arbitration --limit 200 --out runs/traces"
 
     settings: TraceMining = field(default_factory=TraceMining)
     out: Path = Path("runs/traces")

@@ -50,7 +50,7 @@ class Answer:
 
     @property
     def streams(self) -> bool:
-        """Whether text is needed token by token."""
+        """True where text is needed token by token."""
         return self.on_token is not None or bool(self.params.stop)
 
     def context_ids(self, device: torch.device) -> Tensor:

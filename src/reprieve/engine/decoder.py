@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor
 from reprieve.drafters import Drafter, NoDrafter
 from reprieve.drafters.length import DraftLength, FixedLength
 from reprieve.engine.answer import Answer, OnToken, with_logprobs
+from reprieve.engine.prompt import Tokenizer, chat_prompt, token_ids_of
 from reprieve.engine.stopwatch import Stopwatch
-from reprieve.engine.text_stream import TextStream, special_tokens
-from reprieve.errors import SpecError, UnsupportedModelError, require_whole
+from reprieve.engine.text_stream import TextStream, special_tokens, text_pieces
+from reprieve.errors import SpecError, UnsupportedModelError
 from reprieve.heads.loading import attach_heads
 from reprieve.models.cached_model import CachedModel, eos_token_ids
 from reprieve.models.sampling import Sampler
@@ -40,16 +42,6 @@ from reprieve.types import (
     Verification,
     gather_token,
 )
-
-
-class Tokenizer(Protocol):
-    """What the engine needs of a tokenizer."""
-
-    eos_token_id: int | None
-
-    def __len__(self) -> int: ...
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str: ...
-    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
 
 
 class Advisor(Protocol):
@@ -111,6 +103,11 @@ class SpeculativeDecoder:
         self._num_token_ids = num_token_ids or int(target.model.config.get_text_config().vocab_size)
         self._require_inputs()
 
+    def __repr__(self) -> str:
+        name = self.target.model.config.name_or_path
+        k = f"{'' if isinstance(self.length, FixedLength) else 'up to '}{self.length.most}"
+        return f"SpeculativeDecoder({self.rule.spec!r}, target={name!r}, drafter={self.drafter.name!r}, K = {k})"
+
     def _require_inputs(self) -> None:
         name, traits = self.rule.name, self.rule.traits
         drafter = f"the {self.drafter.name} drafter"
@@ -130,9 +127,10 @@ class SpeculativeDecoder:
     @torch.inference_mode()
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | None = None,
         params: SamplingParams | None = None,
         *,
+        messages: Sequence[Mapping[str, str]] | None = None,
         dial: float | None = None,
         on_token: OnToken | None = None,
         trace: bool = False,
@@ -143,6 +141,8 @@ class SpeculativeDecoder:
 
         Args:
             prompt: text, or token ids.
+            messages: a chat in place of a prompt: `[{"role": "user", "content": "..."}]`, in the tokenizer's chat
+                template.
             dial: this request's own value of the rule's dial, in the paper's unit; None for the rule's.
             on_token: called with each committed token and the text it makes certain.
             trace: keep a `RoundTrace` of every round.
@@ -151,14 +151,20 @@ class SpeculativeDecoder:
 
         Raises:
             ContextOverflowError: prompt and `max_new_tokens` exceed a model's positions.
-            SpecError: an empty prompt, or a dial out of range.
+            SpecError: an empty prompt, a chat that the tokenizer has no template for, or a dial out of range.
         """
         started = time.perf_counter()
         watch = Stopwatch(self.target.device, running=timed)
         if not isinstance(params, SamplingParams | None):
             raise SpecError(f"params must be SamplingParams, got {params!r}")
         params = (params or SamplingParams()).with_fields(**sampling)
-        answer = self._start(prompt, params, dial, on_token, trace, watch)
+        if (prompt is None) == (messages is None):
+            raise SpecError("generate takes either a prompt or messages=")
+        if prompt is None:
+            assert messages is not None
+            prompt = chat_prompt(self.tokenizer, messages)
+        prompt_ids = token_ids_of(self.tokenizer, prompt, self._num_token_ids)
+        answer = self._start(prompt_ids, params, dial, on_token, trace, watch)
         while answer.finish_reason is None:
             self._round(answer)
         seconds = time.perf_counter() - started
@@ -177,30 +183,18 @@ class SpeculativeDecoder:
             seconds_by_part=watch.seconds,
             round_lengths=answer.round_lengths,
             trace=answer.trace,
+            decode=partial(text_pieces, self.tokenizer, params.stop),
         )
-
-    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        if not isinstance(prompt, str | Sequence):
-            raise SpecError(f"prompt must be a text or token ids, got {prompt!r}")
-        prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not prompt_ids:
-            raise SpecError("prompt must hold at least one token, got none")
-        if isinstance(prompt, str):
-            return prompt_ids
-        for token_id in prompt_ids:
-            require_whole("a token id of the prompt", token_id, 0, self._num_token_ids - 1)
-        return prompt_ids
 
     def _start(
         self,
-        prompt: str | Sequence[int],
+        prompt_ids: list[int],
         params: SamplingParams,
         dial: float | None,
         on_token: OnToken | None,
         trace: bool,
         watch: Stopwatch,
     ) -> Answer:
-        prompt_ids = self._prompt_ids(prompt)
         num_positions = len(prompt_ids) + params.max_new_tokens
         self.target.require_room(num_positions, what=f"{len(prompt_ids)} prompt + {params.max_new_tokens} new tokens")
         rule = self.rule if dial is None else self.rule.with_dial(dial)

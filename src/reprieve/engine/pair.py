@@ -1,4 +1,4 @@
-"""A pair that makes decoders: the one place where models, a drafter, a rule and its heads are put together."""
+"""A pair that makes decoders from its models, a drafter, a rule and the rule's heads."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Pair(ModelPair):
     def _length(
         self, num_draft_tokens: NumDraftTokens | LengthHead | DraftLength, rule: Rule, drafter: DrafterSettings
     ) -> DraftLength:
-        """What decides how many tokens a round drafts; raises what `length_head` does."""
+        """Return the draft length of a rule and a drafter; raises what `length_head` does."""
         if isinstance(num_draft_tokens, LengthHead):
             num_draft_tokens.require_pair(self.identity, "num_draft_tokens")
             num_draft_tokens.require_rule(rule, "num_draft_tokens")

@@ -20,6 +20,15 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
     return {token.content: token_id for token_id, token in added.items() if token.special}
 
 
+def text_pieces(tokenizer: Decodes, stop: tuple[str, ...], token_ids: list[int]) -> list[str]:
+    """Return the text that each token of a whole answer made certain; a stop text is left out."""
+    stream = TextStream(tokenizer, stop)
+    pieces = [stream.push(token_id) for token_id in token_ids]
+    if pieces:
+        pieces[-1] += stream.finish()
+    return pieces
+
+
 class _Stop:
     """Search for one text in pieces of another, in linear time (Knuth, Morris and Pratt)."""
 

@@ -7,18 +7,18 @@ import functools
 from pathlib import Path
 from typing import cast
 
-from reprieve.bundles import bundle_of
+from reprieve.bundles import BUNDLED_HEADS, bundle_of
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.heads.artefact import HEADS, Artefact
 from reprieve.heads.base import Head
 from reprieve.heads.binding import PairIdentity, warn_of_transfer
-from reprieve.heads.certificates import Conditions, warn_of_certificates
+from reprieve.heads.certificates import Conditions, read_certificates, warn_of_certificates
 from reprieve.heads.files import find_head, kind_of
 from reprieve.heads.folds import FoldedHead, fold_folder, read_folds
 from reprieve.heads.length import ANY_RULE, LengthHead
 from reprieve.heads.origin import warn_of_format, warn_of_sampling
-from reprieve.rules import Rule
-from reprieve.rules.learned import HeadRule
+from reprieve.rules import Rule, parse_rule
+from reprieve.rules.learned import HeadRule, LearnedRule
 from reprieve.settings import AUTO, NumDraftTokens, named_length, require_draft_tokens
 
 
@@ -44,6 +44,7 @@ def attach_heads(rule: Rule, target: str | None = None) -> Rule:
 
     Args:
         target: name of the pair's target: where it is the bundled one, rules that name no head take the bundled heads.
+            A bundled head without a threshold starts at the most lenient one that is certified, if there is one.
 
     Raises:
         SpecError: a rule that names no head, where there is none by default.
@@ -53,9 +54,22 @@ def attach_heads(rule: Rule, target: str | None = None) -> Rule:
     defaults = {} if bundle is None else bundle.head_names
 
     def attach(part: Rule) -> Rule:
-        return part.with_head(load_head, defaults.get(part.head_kind)) if isinstance(part, HeadRule) else part
+        if not isinstance(part, HeadRule):
+            return part
+        default = defaults.get(part.head_kind)
+        if isinstance(part, LearnedRule) and part.head is None and part.threshold is None:
+            part = dataclasses.replace(part, threshold=_certified_threshold(part, part.path or default))
+        return part.with_head(load_head, default)
 
     return rule.transform(attach)
+
+
+def _certified_threshold(rule: LearnedRule, source: str | None) -> float | None:
+    """Return the most lenient certified threshold of a bundled head; None where it has none, and for other heads."""
+    folder = BUNDLED_HEADS.get(source or "")
+    certificates = [] if folder is None else read_certificates(folder)
+    certified = [item.threshold for item in certificates if parse_rule(item.rule).name == rule.name]
+    return max(certified, key=lambda value: rule.with_dial(value).looseness, default=None)
 
 
 def length_head(num_draft_tokens: NumDraftTokens, rule: Rule, pair: PairIdentity) -> LengthHead | None:

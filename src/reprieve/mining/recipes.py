@@ -81,6 +81,8 @@ def _build(settings: MiningSettings, plain: Task, served: TargetServers | None) 
     problems = task.problems(settings.split, settings.limit, offset=settings.offset)
     if not problems:
         raise SpecError(no_problems(task, settings.split, settings.offset))
+    if pair.num_positions is not None:
+        task.fit(problems, pair.num_positions)
     responses = ResponseFormat(
         tokenizer=pair.tokenizer,
         task=task,

@@ -84,7 +84,7 @@ class ModelPair:
 
     @property
     def device(self) -> torch.device:
-        """Where the target runs."""
+        """The device that the target runs on."""
         return execution_device(self.target)
 
     def cached_target(self, hidden_layers: HiddenLayers = ()) -> CachedModel:
@@ -158,7 +158,7 @@ def load_models(
     device: str | None = None,
     device_map: str | None = None,
 ) -> ModelPair:
-    """What `reprieve.load_pair` loads, with its parameters and errors."""
+    """Load the models of `reprieve.load_pair`, with its parameters and errors."""
     require_choice("dtype", dtype, tuple(DTYPES))
     require_device(device)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -182,18 +182,26 @@ def load_models(
 
 
 def require_device(name: str | None) -> None:
-    """Refuse what is no device of this machine; None stands for the usual one.
+    """Refuse a name that is no device of this machine; None stands for the usual one.
 
     Raises:
-        SpecError: names it, and those there are.
+        SpecError: names it, and the devices there are.
     """
-    kinds = ["cpu", *([] if (found := torch.accelerator.current_accelerator()) is None else [found.type])]
+    if name is None:
+        return
+    found = torch.accelerator.current_accelerator()
+    num = 0 if found is None else torch.accelerator.device_count()
+    usual = "cpu" if found is None else f"cpu, {found.type}" + (f" or {found.type}:0 to {num - 1}" if num > 1 else "")
     try:
-        known = name is None or torch.device(name).type in kinds
+        device = torch.device(name)
     except RuntimeError:
-        known = False
-    if not known:
-        raise SpecError(f"device must be one of {', '.join(kinds)}, or one of them by number (cuda:1), got {name!r}")
+        raise SpecError(f"device must be one of {usual}, got {name!r}: no such kind of device") from None
+    if device.type == "cpu" or (found is not None and device.type == found.type and (device.index or 0) < num):
+        return
+    seen = "no GPU" if found is None else f"{num} {found.type} device{'s' * (num > 1)}"
+    raise SpecError(
+        f"device must be {usual} here, got {name!r}: PyTorch {torch.__version__} finds {seen} on this machine"
+    )
 
 
 def require_same_tokenizer(target: Any, draft: Any, target_name: str, draft_name: str) -> None:
@@ -237,7 +245,16 @@ def _load(
     except UnsupportedModelError:
         raise
     except Exception as error:  # whatever a foreign folder holds, and whatever a device lacks
-        raise ReprieveError(f"could not load the {role} {str(name)!r} on {device}: {error}") from error
+        raise ReprieveError(f"could not load the {role} {str(name)!r} on {device}: {_why(source, error)}") from error
+
+
+def _why(source: str | Path, error: Exception) -> str:
+    """Say why a model could not be loaded; of a name that is no folder, first that it is none."""
+    if Path(source).exists() or not isinstance(error, OSError):
+        return str(error)
+    where = "" if Path(source).is_absolute() else ", and the model hub has no such model or cannot be reached"
+    known = f"{', '.join(BUNDLES)}, a folder, or a hub id such as Qwen/Qwen3-0.6B"
+    return f"there is no such folder{where}. A model is one of {known}. ({' '.join(str(error).split())})"
 
 
 def _read_tokenizer(source: str | Path) -> Any:

@@ -103,7 +103,8 @@ class LearnedRule(HeadRule):
 
     Args:
         path: folder or hub id of the head.
-        threshold: largest accepted P(important), 0 to 1; 0 is lossless. None takes the head's own recommendation.
+        threshold: largest accepted P(important), 0 to 1; 0 is lossless. None takes the certified one of a bundled
+            head that has a certificate, else the head's own recommendation.
 
     A head judges by what a token says, not by how likely sampling would draw it: tokens that top-k or top-p cut off
     can be rescued too.

@@ -1,4 +1,4 @@
-"""A person's own task: a JSONL file with questions and answers."""
+"""The `jsonl` task: a file of questions and answers, with graders by pattern or function."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class FunctionGrader(Grader):
 
     @property
     def judges(self) -> bool:
-        """Whether it is asked about a response and a reference; else it gives a response's answer."""
+        """True where it compares a response with a reference; else it returns a response's answer."""
         return _num_required(self.source) == 2
 
     def extract(self, text: str) -> str | None:
@@ -172,7 +172,7 @@ class FunctionGrader(Grader):
 
 
 def _num_required(source: str) -> int:
-    """How many arguments a function must be given by place."""
+    """Return the number of arguments that a function must be given by position."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     given = inspect.signature(_function(source)).parameters.values()
     return sum(item.kind in kinds and item.default is inspect.Parameter.empty for item in given)

@@ -8,7 +8,7 @@ from reprieve.errors import ReprieveError, SpecError
 from reprieve.settings import PromptSettings
 from reprieve.tasks import load_task
 from reprieve.tasks.asking import ask
-from reprieve.tasks.own import JsonlTask
+from reprieve.tasks.jsonl_task import JsonlTask
 from tests.kit.tiny import NumberTokenizer
 
 
