@@ -1,11 +1,28 @@
 """Which vLLM fits, by its parts: the installed one, others as source, and changes that must be refused."""
 
+import json
 import re
+import subprocess
+import sys
 
 import pytest
 
 from reprieve.errors import ReprieveError
 from reprieve.vllm_plugin import probing
+from tests.vllm.runner import V2
+
+# Set on each output that is on its way from the device, not on a class or on the runner.
+PER_OUTPUT = {"vllm.v1.worker.gpu.async_utils.AsyncOutput.get_output"}
+
+
+def test_every_part_that_is_touched_is_listed_and_no_other():
+    made = subprocess.run(
+        [sys.executable, "-m", "tests.vllm.touched"], capture_output=True, text=True, check=False, timeout=500
+    )
+    assert made.returncode == 0, made.stderr[-2000:]
+    found = set(json.loads(made.stdout.splitlines()[-1]))
+    listed = {part.path for part in probing.touched("v2" if V2 else "v1")} - PER_OUTPUT
+    assert found == listed
 
 
 @pytest.mark.parametrize("kind", ["v1", "v2"])

@@ -1,4 +1,4 @@
-"""Whether a vLLM has the parts that the hooks need: parameters that must be there; further optional ones are let be."""
+"""All parts of vLLM that the plugin touches, and whether a vLLM has them: further optional parameters are let be."""
 
 from __future__ import annotations
 
@@ -12,21 +12,34 @@ from typing import Any
 
 from reprieve.errors import ReprieveError
 
+WRAPPED, ADDED, OVERRIDDEN, CALLED = "wrapped", "added", "overridden", "called"
+
 
 @dataclass(frozen=True)
 class Part:
-    """A function of vLLM that is wrapped or called.
+    """A part of vLLM that the plugin touches.
 
     Args:
-        module, name: where it is; a method as Class.method.
+        module, name: its definition; a method as Class.method.
         needed: parameters it must have, in this order, before all others.
-        called: whether the plugin calls it itself: then nothing else may have to be given.
+        use: `wrapped`, `overridden` by a class of ours, `called` without a wrapper, or `added` to a class.
+        called: whether the plugin passes the arguments itself: then nothing else may have to be given.
+        where: the module in which it is wrapped, where that is not the one that defines it.
+        optional: the plugin does without it, and says what is missing then.
     """
 
     module: str
     name: str
     needed: tuple[str, ...]
+    use: str = WRAPPED
     called: bool = False
+    where: str = ""
+    optional: bool = False
+
+    @property
+    def path(self) -> str:
+        """The attribute that a wrapper is set on."""
+        return f"{self.where or self.module}.{self.name}"
 
 
 @dataclass(frozen=True)
@@ -37,18 +50,34 @@ class Parameter:
     required: bool
 
 
-def _part(module: str, name: str, needed: str, *, called: bool = False) -> Part:
-    return Part(module, name, tuple(needed.split()), called)
+def _part(module: str, name: str, needed: str, use: str = WRAPPED, **more: Any) -> Part:
+    return Part(module, name, tuple(needed.split()), use, **{"called": use == CALLED, **more})
 
 
 _V1_SAMPLER = "vllm.v1.sample.rejection_sampler"
 _V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
 _V2 = "vllm.v1.worker.gpu"
+# On both runners: start and admission, then numbers on their way to responses and the metrics page.
 _FRONT = (
-    _part("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_device", "self"),
+    _part("vllm.v1.engine.input_processor", "InputProcessor.__init__", "self vllm_config"),
     _part("vllm.v1.engine.input_processor", "InputProcessor._validate_params", "self params"),
     _part("vllm.v1.engine.core", "EngineCore._initialize_kv_caches", "self vllm_config"),
-    _part("vllm.v1.core.sched.scheduler", "Scheduler.make_spec_decoding_stats", "self"),
+    _part("vllm.v1.engine.core", "EngineCore.collective_rpc", "self method", CALLED, called=False),
+    _part("vllm.v1.engine.async_llm", "AsyncLLM.check_health", "self"),
+    _part("vllm.entrypoints.serve.engine.serving", "BaseServing._check_model", "self request", optional=True),
+    _part("vllm.v1.worker.worker_base", "WorkerBase.reprieve_status", "", ADDED),
+    _part("vllm.v1.worker.worker_base", "WorkerBase.reprieve_install", "", ADDED),
+    _part(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.update_from_output",
+        "self scheduler_output model_runner_output",
+        called=True,
+    ),
+    _part("vllm.v1.spec_decode.metrics", "SpecDecodingStats.reprieve", "", ADDED),
+    _part("vllm.v1.spec_decode.metrics", "SpecDecodingProm.__init__", "self speculative_config labelnames"),
+    _part("vllm.v1.spec_decode.metrics", "SpecDecodingProm.observe", "self spec_decoding_stats", called=True),
+    _part("vllm.v1.metrics.stats", "RequestSpecDecodeMetrics.reprieve", "", ADDED),
+    _part("vllm.v1.metrics.stats", "RequestSpecDecodeMetrics.to_dict", "self", called=True),
 )
 PARTS: dict[str, tuple[Part, ...]] = {
     "v1": (
@@ -63,7 +92,14 @@ PARTS: dict[str, tuple[Part, ...]] = {
         _part(_V1_SAMPLER, "apply_sampling_constraints", "logits cu_num_draft_tokens sampling_metadata"),
         _part(_V1_SAMPLER, "generate_uniform_probs", "num_tokens num_draft_tokens generators device", called=True),
         _part(_V1_RUNNER, "GPUModelRunner.sample_tokens", "self grammar_output"),
+        _part(_V1_RUNNER, "GPUModelRunner.propose_draft_token_ids", "self"),
         _part(_V1_RUNNER, "GPUModelRunner._copy_draft_token_ids_to_cpu", "self scheduler_output zeros_only"),
+        _part(
+            "vllm.v1.spec_decode.llm_base_proposer",
+            "SpecDecodeBaseProposer._sample_draft_tokens",
+            "self hidden_states sampling_metadata",
+            called=True,
+        ),
     ),
     "v2": (
         *_FRONT,
@@ -73,6 +109,7 @@ PARTS: dict[str, tuple[Part, ...]] = {
             "target_logits draft_logits draft_sampled cu_num_logits pos idx_mapping expanded_idx_mapping "
             "expanded_local_pos temperature seed num_speculative_steps",
             called=True,
+            where=f"{_V2}.spec_decode.rejection_sampler",
         ),
         _part(
             f"{_V2}.sample.sampler",
@@ -82,15 +119,23 @@ PARTS: dict[str, tuple[Part, ...]] = {
             called=True,
         ),
         _part(
-            f"{_V2}.sample.logits_processor.interface", "LogitsProcessor.add_request", "self req_idx sampling_params"
+            f"{_V2}.sample.logits_processor.interface",
+            "LogitsProcessor.add_request",
+            "self req_idx sampling_params",
+            OVERRIDDEN,
         ),
-        _part(f"{_V2}.sample.logits_processor.interface", "LogitsProcessor.apply", "self logits ctx"),
-        _part(f"{_V2}.sample.gumbel", "tl_rand32", "seed offset includes_zero", called=True),
-        _part(f"{_V2}.model_runner", "GPUModelRunner.sample", "self hidden_states input_batch grammar_output"),
+        _part(f"{_V2}.sample.logits_processor.interface", "LogitsProcessor.apply", "self logits ctx", OVERRIDDEN),
+        _part(f"{_V2}.sample.gumbel", "tl_rand32", "seed offset includes_zero", CALLED),
         _part(f"{_V2}.model_runner", "GPUModelRunner.sample_tokens", "self grammar_output"),
         _part(f"{_V2}.model_runner", "GPUModelRunner.finish_requests", "self scheduler_output"),
+        _part(f"{_V2}.async_utils", "AsyncOutput.get_output", "self"),
     ),
 }
+
+
+def touched(kind: str) -> tuple[Part, ...]:
+    """The parts of a runner's vLLM that are not as vLLM made them once the plugin is configured."""
+    return tuple(part for part in PARTS[kind] if part.use in (WRAPPED, ADDED))
 
 
 def runner_kind(runner: Any) -> str:
@@ -113,8 +158,10 @@ def require_parts(kind: str, parameters_of: Callable[[Part], Sequence[Parameter]
         ReprieveError: names the part, what it takes and what it must take.
     """
     for part in PARTS[kind]:
-        given = parameters_of(part)
+        given = None if part.use == ADDED else parameters_of(part)
         where = f"vLLM's {part.module}.{part.name}"
+        if given is None and (part.use == ADDED or part.optional):
+            continue
         if given is None:
             raise ReprieveError(f"{where} is not there: this vLLM does not fit Reprieve's plugin")
         names = tuple(parameter.name for parameter in given)
