@@ -10,7 +10,7 @@ from reprieve.engine import SamplingParams
 from reprieve.vllm_plugin.menu import Menu
 from reprieve.vllm_plugin.rounds import WorkerRules
 from reprieve.vllm_plugin.v1 import sampler
-from reprieve.vllm_plugin.v1.runner import V1Hooks
+from reprieve.vllm_plugin.v1.runner import Hooks
 from tests.kit.pairs import ARITHMETIC
 from tests.vllm import cpu_kernels
 from tests.vllm.conftest import local_decoder
@@ -92,7 +92,7 @@ def verify(rules, batch, temperature, monkeypatch):
         monkeypatch.setattr(rules, "noise", lambda size, device: torch.cat([item.noise for item in evidence]))
     metadata = SimpleNamespace(draft_token_ids=token_ids, target_logits_indices=judging)
     state = SimpleNamespace(logits=logits, sample_hidden_states=states, spec_decode_metadata=metadata)
-    hooks = V1Hooks(rules, runner)
+    hooks = Hooks(rules, runner)
     possible = logits[judging].gather(-1, token_ids.long().unsqueeze(-1)).squeeze(-1) > -torch.inf
     if not greedy:
         uniforms = torch.cat([item.uniforms for item in evidence]).double()

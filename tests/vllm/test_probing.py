@@ -53,7 +53,7 @@ PARTS = (
 def probe(tmp_path, monkeypatch, *parameters):
     (tmp_path / "some").mkdir(exist_ok=True)
     (tmp_path / "some" / "module.py").write_text(SOURCE.format(*parameters))
-    monkeypatch.setitem(probing.PARTS, "v2", PARTS)
+    monkeypatch.setattr(probing, "parts", lambda kind: PARTS)
     probing.require_parts("v2", probing.in_source(tmp_path))
 
 
@@ -75,7 +75,7 @@ def test_what_does_not_fit_is_named(tmp_path, monkeypatch, parameters, said):
 
 
 def test_a_part_that_is_gone_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(probing.PARTS, "v2", (probing.Part("some.module", "gone", ()),))
+    monkeypatch.setattr(probing, "parts", lambda kind: (probing.Part("some.module", "gone", ()),))
     with pytest.raises(ReprieveError, match=r"some\.module\.gone is not there"):
         probing.require_parts("v2", probing.in_source(tmp_path))
     with pytest.raises(ReprieveError, match="is not there"):

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from reprieve.backends.request_fields import require_handed_out
@@ -20,8 +21,9 @@ from reprieve.vllm_plugin import scope
 from reprieve.vllm_plugin.menu import BESIDE, KEY, Menu
 
 VARIABLE = "REPRIEVE_VLLM"
-# What was run, with which model runner; other versions are warned about, and judged by their parts (see `probing`).
-TESTED = {"0.31": ("v1", "v2"), "0.32": ("v1", "v2")}
+# A row for each version and model runner that the tests were run on; they write it themselves (tests/vllm/tested.py).
+# Other versions are warned about, and judged by their parts (see `probing`).
+TESTED = Path(__file__).with_name("tested.json")
 
 
 def source_of(additional_config: Any) -> Any:
@@ -111,12 +113,14 @@ def require_markers(menu: Menu, target: str, tokenizer: Callable[[], Any]) -> No
 
 def version_warning(version: str, runner: str) -> str:
     """What to say of a vLLM that was not run with this plugin; empty for the tested ones."""
-    if runner in TESTED.get(".".join(version.split(".")[:2]), ()):
+    rows = [(row["vllm"], row["runner"]) for row in json.loads(TESTED.read_text(encoding="utf-8"))]
+    minor = version.split(".")[:2]
+    if any(tested.split(".")[:2] == minor and runner == kind for tested, kind in rows):
         return ""
-    tested = ", ".join(f"{name} ({' and '.join(runners)})" for name, runners in TESTED.items())
+    tested = ", ".join(f"{name} ({kind})" for name, kind in rows)
     return (
-        f"Reprieve was run with vLLM {tested}, this is {version} with {runner}: its parts look right and the self-test "
-        "decides; compare some answers with the local engine's before you serve"
+        f"Reprieve was tested with vLLM {tested}, this is {version} with {runner}: its parts look right and the "
+        "self-test decides; compare some answers with the local engine's before you serve"
     )
 
 

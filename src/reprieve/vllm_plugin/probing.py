@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,92 +51,53 @@ class Parameter:
     required: bool
 
 
-def _part(module: str, name: str, needed: str, use: str = WRAPPED, **more: Any) -> Part:
+def part_of(module: str, name: str, needed: str, use: str = WRAPPED, **more: Any) -> Part:
     return Part(module, name, tuple(needed.split()), use, **{"called": use == CALLED, **more})
 
 
-_V1_SAMPLER = "vllm.v1.sample.rejection_sampler"
-_V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
-_V2 = "vllm.v1.worker.gpu"
 # On both runners: start and admission, then numbers on their way to responses and the metrics page.
-_FRONT = (
-    _part("vllm.v1.engine.input_processor", "InputProcessor.__init__", "self vllm_config"),
-    _part("vllm.v1.engine.input_processor", "InputProcessor._validate_params", "self params"),
-    _part("vllm.v1.engine.core", "EngineCore._initialize_kv_caches", "self vllm_config"),
-    _part("vllm.v1.engine.core", "EngineCore.collective_rpc", "self method", CALLED, called=False),
-    _part("vllm.v1.engine.async_llm", "AsyncLLM.check_health", "self"),
-    _part("vllm.entrypoints.serve.engine.serving", "BaseServing._check_model", "self request", optional=True),
-    _part("vllm.v1.worker.worker_base", "WorkerBase.reprieve_status", "", ADDED),
-    _part("vllm.v1.worker.worker_base", "WorkerBase.reprieve_install", "", ADDED),
-    _part(
+FRONT = (
+    part_of("vllm.v1.engine.input_processor", "InputProcessor.__init__", "self vllm_config"),
+    part_of("vllm.v1.engine.input_processor", "InputProcessor._validate_params", "self params"),
+    part_of("vllm.v1.engine.core", "EngineCore._initialize_kv_caches", "self vllm_config"),
+    part_of("vllm.v1.engine.core", "EngineCore.collective_rpc", "self method", CALLED, called=False),
+    part_of("vllm.v1.engine.async_llm", "AsyncLLM.check_health", "self"),
+    part_of("vllm.entrypoints.serve.engine.serving", "BaseServing._check_model", "self request", optional=True),
+    part_of("vllm.v1.worker.worker_base", "WorkerBase.reprieve_status", "", ADDED),
+    part_of("vllm.v1.worker.worker_base", "WorkerBase.reprieve_install", "", ADDED),
+    part_of(
         "vllm.v1.core.sched.scheduler",
         "Scheduler.update_from_output",
         "self scheduler_output model_runner_output",
         called=True,
     ),
-    _part("vllm.v1.spec_decode.metrics", "SpecDecodingStats.reprieve", "", ADDED),
-    _part("vllm.v1.spec_decode.metrics", "SpecDecodingProm.__init__", "self speculative_config labelnames"),
-    _part("vllm.v1.spec_decode.metrics", "SpecDecodingProm.observe", "self spec_decoding_stats", called=True),
-    _part("vllm.v1.metrics.stats", "RequestSpecDecodeMetrics.reprieve", "", ADDED),
-    _part("vllm.v1.metrics.stats", "RequestSpecDecodeMetrics.to_dict", "self", called=True),
+    part_of("vllm.v1.spec_decode.metrics", "SpecDecodingStats.reprieve", "", ADDED),
+    part_of("vllm.v1.spec_decode.metrics", "SpecDecodingProm.__init__", "self speculative_config labelnames"),
+    part_of("vllm.v1.spec_decode.metrics", "SpecDecodingProm.observe", "self spec_decoding_stats", called=True),
+    part_of("vllm.v1.metrics.stats", "RequestSpecDecodeMetrics.reprieve", "", ADDED),
+    part_of("vllm.v1.metrics.stats", "RequestSpecDecodeMetrics.to_dict", "self", called=True),
 )
-PARTS: dict[str, tuple[Part, ...]] = {
-    "v1": (
-        *_FRONT,
-        _part(
-            _V1_SAMPLER,
-            "rejection_sample",
-            "draft_token_ids num_draft_tokens max_spec_len cu_num_draft_tokens draft_probs target_logits "
-            "bonus_token_ids sampling_metadata",
-            called=True,
-        ),
-        _part(_V1_SAMPLER, "apply_sampling_constraints", "logits cu_num_draft_tokens sampling_metadata"),
-        _part(_V1_SAMPLER, "generate_uniform_probs", "num_tokens num_draft_tokens generators device", called=True),
-        _part(_V1_RUNNER, "GPUModelRunner.sample_tokens", "self grammar_output"),
-        _part(_V1_RUNNER, "GPUModelRunner.propose_draft_token_ids", "self"),
-        _part(_V1_RUNNER, "GPUModelRunner._copy_draft_token_ids_to_cpu", "self scheduler_output zeros_only"),
-        _part(
-            "vllm.v1.spec_decode.llm_base_proposer",
-            "SpecDecodeBaseProposer._sample_draft_tokens",
-            "self hidden_states sampling_metadata",
-            called=True,
-        ),
-    ),
-    "v2": (
-        *_FRONT,
-        _part(
-            f"{_V2}.spec_decode.rejection_sampler_utils",
-            "rejection_sample",
-            "target_logits draft_logits draft_sampled cu_num_logits pos idx_mapping expanded_idx_mapping "
-            "expanded_local_pos temperature seed num_speculative_steps",
-            called=True,
-            where=f"{_V2}.spec_decode.rejection_sampler",
-        ),
-        _part(
-            f"{_V2}.sample.sampler",
-            "Sampler.apply_sampling_params",
-            "self logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos "
-            "seq_lens_upper_bound_np",
-            called=True,
-        ),
-        _part(
-            f"{_V2}.sample.logits_processor.interface",
-            "LogitsProcessor.add_request",
-            "self req_idx sampling_params",
-            OVERRIDDEN,
-        ),
-        _part(f"{_V2}.sample.logits_processor.interface", "LogitsProcessor.apply", "self logits ctx", OVERRIDDEN),
-        _part(f"{_V2}.sample.gumbel", "tl_rand32", "seed offset includes_zero", CALLED),
-        _part(f"{_V2}.model_runner", "GPUModelRunner.sample_tokens", "self grammar_output"),
-        _part(f"{_V2}.model_runner", "GPUModelRunner.finish_requests", "self scheduler_output"),
-        _part(f"{_V2}.async_utils", "AsyncOutput.get_output", "self"),
-    ),
-}
+RUNNERS = ("v2", "v1")  # the folders that may be there, newest first
+
+
+def runners() -> list[str]:
+    """The model runners that the plugin knows."""
+    return [kind for kind in RUNNERS if importlib.util.find_spec(f"reprieve.vllm_plugin.{kind}") is not None]
+
+
+def parts(kind: str) -> tuple[Part, ...]:
+    """All parts that are touched with a model runner."""
+    own: tuple[Part, ...] = _folder(kind).PARTS
+    return (*FRONT, *own)
+
+
+def _folder(kind: str) -> Any:
+    return importlib.import_module(f"reprieve.vllm_plugin.{kind}.parts")
 
 
 def touched(kind: str) -> tuple[Part, ...]:
     """The parts of a runner's vLLM that are not as vLLM made them once the plugin is configured."""
-    return tuple(part for part in PARTS[kind] if part.use in (WRAPPED, ADDED))
+    return tuple(part for part in parts(kind) if part.use in (WRAPPED, ADDED))
 
 
 def runner_kind(runner: Any) -> str:
@@ -145,10 +107,11 @@ def runner_kind(runner: Any) -> str:
         ReprieveError: neither.
     """
     modules = {kind.__module__ for kind in type(runner).__mro__}
-    for name, module in (("v1", _V1_RUNNER), ("v2", f"{_V2}.model_runner")):
-        if module in modules:
-            return name
-    raise ReprieveError(f"Reprieve's plugin knows vLLM's V1 and V2 model runners, this is {type(runner).__name__}")
+    for kind in runners():
+        if _folder(kind).RUNNER in modules:
+            return kind
+    known = " and ".join(kind.upper() for kind in reversed(runners()))
+    raise ReprieveError(f"Reprieve's plugin knows vLLM's {known} model runners, this is {type(runner).__name__}")
 
 
 def require_parts(kind: str, parameters_of: Callable[[Part], Sequence[Parameter] | None]) -> None:
@@ -157,7 +120,7 @@ def require_parts(kind: str, parameters_of: Callable[[Part], Sequence[Parameter]
     Raises:
         ReprieveError: names the part, what it takes and what it must take.
     """
-    for part in PARTS[kind]:
+    for part in parts(kind):
         given = None if part.use == ADDED else parameters_of(part)
         where = f"vLLM's {part.module}.{part.name}"
         if given is None and (part.use == ADDED or part.optional):

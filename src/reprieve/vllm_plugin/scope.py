@@ -76,4 +76,5 @@ def _in_span(rule: Rule, *, outside: bool, **named: str) -> Rule:
         return rule.with_parts([_in_span(rule.rule, outside=outside, **named)])
     if isinstance(rule, InsideSpan):
         raise SpecError(f"rule {rule.spec!r} has a span already: name it in the rule or beside it, not in both")
-    return InsideSpan(rule, outside=outside, **named)
+    start, end = named.get("start", ""), named.get("end", "")
+    return InsideSpan(rule, start=start, end=end, outside=outside, span=named.get("span"))

@@ -6,6 +6,7 @@ No kernel is replaced: see `v1.sampler` and `v2.processor`. What a version must 
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import logging
 from collections.abc import Callable
@@ -241,19 +242,13 @@ def _install(worker: Any) -> dict[str, Any]:
     runner.reprieve = _hooks(kind)(rules, runner)
     if getattr(runner, "rejection_sampler", None) is not None:  # else not the last stage: nothing is sampled here
         runner.reprieve.install()
-        require_works(runner.reprieve, kind)
+        require_works(runner.reprieve)
         require_last_states(runner, rules.menu)
     return _status(worker)
 
 
 def _hooks(kind: str) -> Any:
-    if kind == "v1":
-        from reprieve.vllm_plugin.v1.runner import V1Hooks
-
-        return V1Hooks
-    from reprieve.vllm_plugin.v2.runner import V2Hooks
-
-    return V2Hooks
+    return importlib.import_module(f"reprieve.vllm_plugin.{kind}.runner").Hooks
 
 
 def worker_rules(menu: Menu, worker: Any) -> WorkerRules:

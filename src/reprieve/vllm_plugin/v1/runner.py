@@ -17,9 +17,10 @@ from reprieve.vllm_plugin import numbers
 from reprieve.vllm_plugin.batch import Batch
 from reprieve.vllm_plugin.rounds import RoundRequest, WorkerRules, asked_by
 from reprieve.vllm_plugin.v1.sampler import ROUND, V1Round, patch_sampler
+from reprieve.vllm_plugin.v1.selftest import try_out
 
 
-class V1Hooks:
+class Hooks:
     """The hooks on one model runner."""
 
     def __init__(self, rules: WorkerRules, runner: Any) -> None:
@@ -56,6 +57,10 @@ class V1Hooks:
         runner._copy_draft_token_ids_to_cpu = copy
         if self._reads_draft:
             self._record_drafts(runner.drafter)
+
+    def try_out(self, size: int) -> list[tuple[int, int]]:
+        """See `selftest.require_works`."""
+        return try_out(self, size)
 
     def _record_drafts(self, drafter: Any) -> None:
         """Keep the distribution of each drafted token, which vLLM itself drops in greedy batches."""

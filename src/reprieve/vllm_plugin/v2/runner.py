@@ -21,9 +21,10 @@ from reprieve.vllm_plugin import numbers
 from reprieve.vllm_plugin.rounds import WorkerRules
 from reprieve.vllm_plugin.v2.processor import Chunk, RuleProcessor
 from reprieve.vllm_plugin.v2.round import V2Round
+from reprieve.vllm_plugin.v2.selftest import try_out
 
 
-class V2Hooks:
+class Hooks:
     """The hooks on one model runner; `rules` is what its status says."""
 
     def __init__(self, rules: WorkerRules, runner: Any) -> None:
@@ -72,6 +73,10 @@ class V2Hooks:
         runner.sample_tokens, runner.finish_requests = sample_round, finish_requests
         self._watch_chunks(runner.sampler)
         patch_rejection(self.processor)
+
+    def try_out(self, size: int) -> list[tuple[int, int]]:
+        """See `selftest.require_works`."""
+        return try_out(self, size)
 
     def _begin(self, hidden_states: Tensor, input_batch: Any) -> None:
         if input_batch.num_draft_tokens == 0 or input_batch.num_reqs == 0:
