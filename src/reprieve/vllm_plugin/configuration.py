@@ -78,11 +78,21 @@ def _load_under(source: str, target: str, thinking: tuple[str, str] | None, **co
 
 @lru_cache
 def thinking_markers(reasoning_parser: str, tokenizer: str, trust_remote_code: bool) -> tuple[str, str] | None:
-    """The markers that vLLM's reasoning parser looks for; None where it has none that are tokens."""
+    """The markers that vLLM's reasoning parser looks for; None where it has none that are tokens.
+
+    Raises:
+        SpecError: the parser cannot be made in this process.
+    """
     from vllm.reasoning import ReasoningParserManager
 
     known = load_tokenizer(tokenizer, trust_remote_code)
-    parser = ReasoningParserManager.get_reasoning_parser(reasoning_parser)(known)
+    try:
+        parser = ReasoningParserManager.get_reasoning_parser(reasoning_parser)(known)
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise SpecError(
+            f"span thinking: vLLM's reasoning parser {reasoning_parser!r} cannot be made here ({error}); name the "
+            'markers, as {"start": "<think>", "end": "</think>"}'
+        ) from None
     markers = [getattr(parser, name, None) for name in ("reasoning_start_str", "reasoning_end_str")]
     if not all(isinstance(text, str) and is_token(text, known) for text in markers):
         return None

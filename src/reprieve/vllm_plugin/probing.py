@@ -26,7 +26,7 @@ class Part:
         use: `wrapped`, `overridden` by a class of ours, `called` without a wrapper, or `added` to a class.
         called: whether the plugin passes the arguments itself: then nothing else may have to be given.
         where: the module in which it is wrapped, where that is not the one that defines it.
-        optional: the plugin does without it, and says what is missing then.
+        optional: the plugin does without it, or finds it on an object whichever class defines it.
     """
 
     module: str

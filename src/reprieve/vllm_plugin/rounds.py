@@ -112,13 +112,13 @@ class WorkerRules:
     num_rounds: int = 0
     num_rescued: int = 0
     _known: dict[str, RequestRules] = field(default_factory=dict)
-    # The most lenient rule that was in force for a request, and what is still to be said of it.
+    # The most lenient rule that was in force for a request: its label and looseness.
     _lenient: dict[str, tuple[str, float]] = field(default_factory=dict)
-    _marks: dict[str, dict[str, Any]] = field(default_factory=dict)
     _drafted: dict[str, bool] = field(default_factory=dict)
     _draft_probs: dict[str, Tensor] = field(default_factory=dict)
     # Ranks that give no output never take their counts: the oldest are dropped. Appended and taken by two threads.
     _pending: deque[_Pending] = field(default_factory=lambda: deque(maxlen=256))
+    _marks: deque[tuple[str, dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=4096))
 
     def __post_init__(self) -> None:
         self._noise = torch.Generator().manual_seed(self.seed)
@@ -263,16 +263,17 @@ class WorkerRules:
         before = self._lenient.get(request_id)
         if before is None or (before[0] != label and rule.looseness > before[1]):
             self._lenient[request_id] = (label, rule.looseness)
-            self._marks[request_id] = {
-                "reprieve_rule": label,
-                "reprieve_threshold": rule.dial_value,
-                "reprieve_certified": self.menu.policies[name].covers(rule),
-            }
+            certified = self.menu.policies[name].covers(rule)
+            told = {"reprieve_rule": label, "reprieve_threshold": rule.dial_value, "reprieve_certified": certified}
+            self._marks.append((request_id, told))
         return label
 
     def take_marks(self) -> dict[str, dict[str, Any]]:
         """What is to be said of requests since the last call, by request."""
-        marks, self._marks = self._marks, {}
+        marks = {}
+        while self._marks:
+            request_id, told = self._marks.popleft()
+            marks[request_id] = told
         return marks
 
     def label(self, name: str, rule: Rule) -> str:

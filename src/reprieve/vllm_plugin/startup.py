@@ -113,9 +113,7 @@ def _prepare(vllm_config: Any) -> None:
     configuration.require_markers(
         menu, model.model, lambda: configuration.load_tokenizer(model.tokenizer, model.trust_remote_code)
     )
-    if vllm_config.observability_config.per_request_spec_decode_metrics == "none":
-        # A response must say that it was decoded leniently; it does so there.
-        vllm_config.observability_config.per_request_spec_decode_metrics = "summary"
+    _have_responses_say_it(vllm_config)
     numbers.extend(_about(vllm_config, menu))
     _refuse_stray_fields()
 
@@ -139,6 +137,13 @@ def _setup(vllm_config: Any) -> configuration.Setup:
         async_scheduling=bool(vllm_config.scheduler_config.async_scheduling),
         hidden_size=vllm_config.model_config.get_hidden_size(),
     )
+
+
+def _have_responses_say_it(vllm_config: Any) -> None:
+    """Switch vLLM's per-request metrics on: there a response says that it was decoded leniently."""
+    observability = vllm_config.observability_config
+    if vllm_config.speculative_config is not None and observability.per_request_spec_decode_metrics == "none":
+        observability.per_request_spec_decode_metrics = "summary"
 
 
 def _refuse_stray_fields() -> None:
@@ -187,6 +192,7 @@ def _install_in_workers(engine: Any, vllm_config: Any) -> None:
     menu = _menu(vllm_config)
     if menu is None:
         return
+    _have_responses_say_it(vllm_config)  # its scheduler is made later; front ends may have started it as it was
     numbers.extend()
     try:
         statuses = engine.collective_rpc("reprieve_install")

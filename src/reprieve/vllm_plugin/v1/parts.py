@@ -24,5 +24,6 @@ PARTS = (
         "SpecDecodeBaseProposer._sample_draft_tokens",
         "self hidden_states sampling_metadata",
         called=True,
+        optional=True,
     ),
 )

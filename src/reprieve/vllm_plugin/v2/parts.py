@@ -32,5 +32,5 @@ PARTS = (
     part_of(f"{_V2}.sample.gumbel", "tl_rand32", "seed offset includes_zero", CALLED),
     part_of(RUNNER, "GPUModelRunner.sample_tokens", "self grammar_output"),
     part_of(RUNNER, "GPUModelRunner.finish_requests", "self scheduler_output"),
-    part_of(f"{_V2}.async_utils", "AsyncOutput.get_output", "self"),
+    part_of(f"{_V2}.async_utils", "AsyncOutput.get_output", "self", optional=True),
 )
