@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from vllm.v1.sample import rejection_sampler as module
@@ -14,7 +15,7 @@ from reprieve.vllm_plugin.v1.runner import Hooks
 from tests.kit.pairs import ARITHMETIC
 from tests.vllm import cpu_kernels
 from tests.vllm.conftest import local_decoder
-from tests.vllm.recording import RULES, Recorder, embedding
+from tests.vllm.recording import RULES, Recorder, embedding, num_answered
 from tests.vllm.runner import V2
 
 pytestmark = pytest.mark.skipif(V2, reason="of the V1 runner")
@@ -80,7 +81,10 @@ def verify(rules, batch, temperature, monkeypatch):
             req_ids=list(batch),
             greedy_reqs=set(batch) if greedy else set(),
             token_ids_cpu=[context.numpy() for *_, context in batch.values()],
-            num_tokens_no_spec=[len(context) for *_, context in batch.values()],
+            num_tokens_no_spec=np.array([len(context) for *_, context in batch.values()]),
+            num_prompt_tokens=np.array(
+                [len(context) - num_answered(item) for _, item, _, _, context in batch.values()]
+            ),
         ),
         requests={name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=None)) for name in batch},
         drafter=SimpleNamespace(_enable_probabilistic_draft_probs=True),
