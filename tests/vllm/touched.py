@@ -38,7 +38,7 @@ def of_instances(*instances):
 
 
 def main():
-    llm = make_llm("lenience:lenience=0.2")  # reads the draft's probabilities
+    llm = make_llm("fuzzy:threshold=0.4")  # reads the draft's probabilities
     runner = worker_of(llm).model_runner
     parts = [runner, runner.sampler, getattr(runner, "drafter", None) or runner.speculator]
     print(json.dumps(sorted({*of_modules(), *of_instances(*parts)})))

@@ -40,6 +40,11 @@ def test_one_flag_restricts_the_rule(beside, spec):
     assert spec_of({"reprieve": {"rule": "margin:delta=3", **beside}}) == spec
 
 
+def test_requests_name_a_restricted_rule_as_they_did():
+    menu = Menu.load({"rule": "margin:delta=3", "span": "thinking", "strict_first": 4})
+    assert list(menu.policies) == ["margin"] and menu.choose({"reprieve_rule": "margin"}).name == "margin"
+
+
 def test_a_flag_restricts_all_rules_and_all_their_parts():
     given = {"rules": [{"rule": "top_k:k=2"}, {"rule": "margin:delta=3|floor:min_prob=0.2,strict_first=2"}]}
     menu = load_menu(source_of({"reprieve": given, "span": "thinking"}), "somebody/model")

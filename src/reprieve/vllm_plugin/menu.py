@@ -77,7 +77,8 @@ class Menu:
                 raise SpecError(f"rule {policy.rule.spec} cannot be offered; lossless always is, as {SWITCH}=off")
             if any(policy.rule.spec == other.rule.spec for other in self.policies.values()):
                 raise SpecError(f"rule {policy.rule.spec} is offered twice")
-            name = policy.rule.name if policy.rule.name not in self.policies else policy.rule.spec
+            name = _name_of(policy.rule)
+            name = policy.rule.spec if name in self.policies else name
             self.policies[name] = policy
 
     @classmethod
@@ -173,7 +174,7 @@ class Menu:
             if not isinstance(rule, LosslessRule) and not (required == "certified" and policy.covers(rule)):
                 raise RequestError(
                     REQUIRE,
-                    f"{REQUIRE}={required}: this request would get {rule.name} at {rule.dial_value}, which is not "
+                    f"{REQUIRE}={required}: this request would get {choice.name} at {rule.dial_value}, which is not "
                     f"{required} on this server; ask for reprieve_leniency={_LEVELS[required]}",
                 )
 
@@ -191,6 +192,13 @@ class Menu:
             }
             for name, policy in self.policies.items()
         ]
+
+
+def _name_of(rule: Rule) -> str:
+    """The rule's name, without what restricts it: requests ask for margin in thinking as margin."""
+    while len(rule.parts) == 1:
+        rule = rule.parts[0]
+    return rule.name
 
 
 def _with(settings: dict[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
