@@ -7,7 +7,8 @@ BASE := $(VENV)/.base
 READY := $(VENV)/.ready
 
 VLLM := .venv-vllm
-V2_TESTS := $(addprefix tests/vllm/test_,v2_decisions.py v2_engine.py v2_ranks.py parity.py drafters.py)
+V2_TESTS := $(addprefix tests/vllm/test_,v2_decisions.py v2_engine.py v2_ranks.py parity.py drafters.py probing.py off.py \
+	thinking.py)
 V1_TESTS := $(filter-out $(wildcard tests/vllm/test_v2_*.py),$(wildcard tests/vllm/test_*.py))
 # Trains EAGLE-3 heads; its own dependencies (torchvision, torchaudio) are of no use here.
 EAGLE := speculators hs-connectors loguru
@@ -33,7 +34,7 @@ test-all: test test-slow
 test-vllm: $(VLLM)/.ready
 	@status=0; for file in $(V1_TESTS:%=v1:%) $(V2_TESTS:%=v2:%); do \
 		echo "$$file"; \
-		RUNNER=$${file%%:*} OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q $${file#*:} || status=1; \
+		RECORD_TESTED=1 RUNNER=$${file%%:*} OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q $${file#*:} || status=1; \
 	done; exit $$status
 
 check: style types test

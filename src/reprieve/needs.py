@@ -16,3 +16,4 @@ class Need(StrEnum):
     NOISE = "noise"
     ADVICE = "advice"
     CONTEXT = "context_ids"
+    ANSWER_PLACES = "answer_places"

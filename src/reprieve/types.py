@@ -171,6 +171,7 @@ class Evidence:
     advice: Tensor | None = None  # [...], what an advisor's extra forward returned
     parents: Sequence[int] | None = None  # [N], ROOT or an earlier node; None for a chain
     context_ids: Tensor | None = None  # [T], prompt and committed tokens, oldest first
+    answer_places: Tensor | None = None  # [...], int64: how many tokens of the answer precede the token
 
     @cached_property
     def own_ids(self) -> Tensor:

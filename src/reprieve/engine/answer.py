@@ -16,7 +16,7 @@ from reprieve.models.sampling import Sampler
 from reprieve.rules import RiskBudget, Rule
 from reprieve.settings import SamplingParams
 from reprieve.transfers import spread
-from reprieve.types import RoundTrace, Token
+from reprieve.types import Block, RoundTrace, Token
 
 OnToken = Callable[[Token, str], None]  # a committed token and the text that became final with it
 
@@ -52,6 +52,11 @@ class Answer:
     def streams(self) -> bool:
         """True where text is needed token by token."""
         return self.on_token is not None or bool(self.params.stop)
+
+    def places(self, block: Block) -> Tensor:
+        """Places of a block's tokens in the answer, from 0: [N], int64."""
+        first = len(self.tokens) - 1
+        return spread([first + depth for depth in block.depths], torch.long, block.token_ids.device)
 
     def context_ids(self, device: torch.device) -> Tensor:
         return spread([*self.prompt_ids, *(token.token_id for token in self.tokens)], torch.long, device)

@@ -305,6 +305,7 @@ class SpeculativeDecoder:
             top_embeddings=self.target.embed(judged.argmax(-1)) if reads_embeddings else None,
             parents=block.parents,
             context_ids=answer.context_ids(block.token_ids.device) if Need.CONTEXT in needs else None,
+            answer_places=answer.places(block) if Need.ANSWER_PLACES in needs else None,
         )
         return check, evidence
 
