@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "reprieve"
 # Imports may only point up this list; modules of one floor may import each other.
 FLOORS = (
-    "errors", "display", "specs", "registry", "needs", "transfers", "types", "files", "json_lines", "stats", "bundles", "settings",
+    "errors", "display", "specs", "registry", "needs", "transfers", "types", "files", "json_lines", "stats",
+    "bundles", "settings",
     "rules", "heads", "models", "drafters", "engine", "tasks",
     "bench", "backends", "mining", "training", "certify", "vllm_plugin", "playground", "cli",
 )  # fmt: skip
