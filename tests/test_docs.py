@@ -23,6 +23,7 @@ from reprieve.heads.certificates import Certificate
 from reprieve.rules import parse_rule
 from reprieve.tasks import load_task
 from reprieve.vllm_plugin.menu import Menu
+from reprieve.vllm_plugin.probing import WRAPPED, parts
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -126,7 +127,7 @@ def test_flags_named_in_the_text_exist(page):
     ("line", "message"),
     [
         ("reprieve certify --rule margin --max-drop 0.03", "needs --thresholds"),
-        ("reprieve certify --rule margin --thresholds 1 --max-drop 0.03 --task gsm8k", "split must be one of"),
+        ("reprieve certify --rule margin --thresholds 1 --max-drop 0.03 --split dev", "split must be one of"),
         ("reprieve bench --arm margin:gamma=2", "gamma"),
         ("reprieve bench --arm margin --drafter eagle3:width=2", "width"),
         ("reprieve bench --arm margin --task jsonl:path=a.jsonl,grader=numbr", "grader must be one of"),
@@ -164,13 +165,11 @@ def test_configurations_of_vllm_can_be_read(without_files):
     assert num_read >= 3
 
 
-def test_functions_of_vllm_that_the_docs_list_are_those_of_the_plugin():
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_functions_of_vllm_that_the_docs_list_are_those_of_the_plugin(runner):
     text = (ROOT / "docs" / "guides" / "vllm_operations.md").read_text()
-    table = text.partition("| when | wrapped |")[2].partition("\n\n")[0]
-    source = "".join(path.read_text() for path in sorted((ROOT / "src/reprieve/vllm_plugin").rglob("*.py")))
-    names = re.findall(r"`([\w.]+)`", table)
-    rows = re.findall(r"^\| (V[12]) \|(.*)$", table, re.M)
-    runners = {runner: re.findall(r"`([\w.]+)`", row) for runner, row in rows}
-    common = len(names) - sum(map(len, runners.values()))
-    assert all(name.rpartition(".")[2] in source for name in names)
-    assert f"{common + len(runners['V2'])} on V2 and {common + len(runners['V1'])} on V1" in text
+    rows = dict(re.findall(r"^\| (V2 and V1|V1|V2) \|(.*)$", text.partition("| runner | wrapped |")[2], re.M))
+    listed = re.findall(r"`([\w.]+)`", rows["V2 and V1"] + rows[runner.upper()])
+    wrapped = [part.name for part in parts(runner) if part.use == WRAPPED]
+    assert sorted(listed) == sorted(wrapped)
+    assert f"{len(wrapped)} on {runner.upper()}" in text

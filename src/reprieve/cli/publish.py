@@ -23,6 +23,7 @@ class Publish(Command):
     """
 
     verb = "publish"
+    example = "reprieve publish heads/mine --repo you/your-head --dry-run"
 
     folders: tuple[Path, ...] = field(metadata={"positional": True})
     repo: str

@@ -208,5 +208,5 @@ def _with(settings: dict[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]
         SpecError: one of them is given twice.
     """
     if twice := sorted(settings.keys() & beside.keys()):
-        raise SpecError(f"{', '.join(twice)} must be given once: in the policy or beside it")
+        raise SpecError(f"{', '.join(twice)} must be given once: in the policy or next to it")
     return {**settings, **beside}

@@ -75,6 +75,6 @@ def _in_span(rule: Rule, *, outside: bool, **named: str) -> Rule:
     if isinstance(rule, StrictFirst):  # specifications name the span first
         return rule.with_parts([_in_span(rule.rule, outside=outside, **named)])
     if isinstance(rule, InsideSpan):
-        raise SpecError(f"rule {rule.spec!r} has a span already: name it in the rule or beside it, not in both")
+        raise SpecError(f"rule {rule.spec!r} has a span already: name it in the rule or next to it, not in both")
     start, end = named.get("start", ""), named.get("end", "")
     return InsideSpan(rule, start=start, end=end, outside=outside, span=named.get("span"))
