@@ -7,7 +7,8 @@ BASE := $(VENV)/.base
 READY := $(VENV)/.ready
 
 VLLM := .venv-vllm
-V2_TESTS := $(addprefix tests/vllm/test_,v2_decisions.py v2_engine.py v2_ranks.py parity.py drafters.py)
+V2_TESTS := $(addprefix tests/vllm/test_,v2_decisions.py v2_engine.py v2_ranks.py parity.py drafters.py probing.py off.py \
+	thinking.py)
 V1_TESTS := $(filter-out $(wildcard tests/vllm/test_v2_*.py),$(wildcard tests/vllm/test_*.py))
 # Trains EAGLE-3 heads; its own dependencies (torchvision, torchaudio) are of no use here.
 EAGLE := speculators hs-connectors loguru
@@ -15,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 REAL := real-gsm8k-brief real-gsm8k
 CODE := src tests benchmarks recipes examples
 
-.PHONY: demo real-pair test test-slow test-all test-vllm check style types docs setup benchmark tables clean
+.PHONY: demo real-pair test test-slow test-all test-vllm check style types docs setup benchmark tables dist clean
 
 demo: $(BASE)
 	$(BIN)/reprieve demo --out runs/demo
@@ -33,7 +34,7 @@ test-all: test test-slow
 test-vllm: $(VLLM)/.ready
 	@status=0; for file in $(V1_TESTS:%=v1:%) $(V2_TESTS:%=v2:%); do \
 		echo "$$file"; \
-		RUNNER=$${file%%:*} OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q $${file#*:} || status=1; \
+		RECORD_TESTED=1 RUNNER=$${file%%:*} OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q $${file#*:} || status=1; \
 	done; exit $$status
 
 check: style types test
@@ -60,6 +61,18 @@ real-pair: $(READY)
 # Every table of the docs that has a configuration in benchmarks/tables.yaml: hours; goes on where it was stopped.
 tables: $(READY) $(VLLM)/.ready
 	$(BIN)/python benchmarks/tables.py run
+
+# Wheel and sdist, checked. tests/release/try_wheel.py installs one into an empty environment and tries it.
+PACKER := build/packer
+MOST_MB := 45
+dist:
+	$(PYTHON) -m venv $(PACKER)
+	$(PACKER)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build hatchling twine
+	rm -rf dist
+	$(PACKER)/bin/python -m build --no-isolation --outdir dist
+	$(PACKER)/bin/twine check --strict dist/*
+	@for file in dist/*; do size=$$(($$(wc -c < $$file) / 1000000)); echo "$$file: $$size MB"; \
+		[ $$size -lt $(MOST_MB) ] || { echo "a package must be below $(MOST_MB) MB"; exit 1; }; done
 
 setup: $(READY)
 

@@ -184,7 +184,7 @@ def overhead(pair: Pair, options: argparse.Namespace) -> None:
     model = build_arbiter(start, pair.draft)
     decoders: dict[str, SpeculativeDecoder] = {}
     advisors: dict[str, ArbiterAdvisor] = {}
-    for name, keep in (("cached", True), ("read anew every round", False)):
+    for name, keep in (("cached", True), ("read again every round", False)):
         advisors[name] = ArbiterAdvisor(model, keep_context=keep)
         decoders[name] = arm.decoder(pair)
         decoders[name].advisor = advisors[name]

@@ -84,7 +84,7 @@ class Measurement:
 
 def agree(measurement: Measurement) -> Parts:
     """Each arm on both engines."""
-    arms = measurement.arms("judge", "judge:threshold=0.1", "pivot", "margin:delta=2")
+    arms = measurement.arms("judge:threshold=0.214", "judge:threshold=0.1", "pivot", "margin:delta=2")
     local, served = (measurement.answer(name, arms, name.partition(":")[0]) for name in ENGINES)
     rows = []
     for arm in arms:
@@ -137,7 +137,7 @@ def sweep(measurement: Measurement) -> Parts:
 
 def load(measurement: Measurement) -> Parts:
     """Speed under load, arms in turns on one server."""
-    arms = measurement.arms("judge", "judge:threshold=0.1", "margin:delta=2", "typical")
+    arms = measurement.arms("judge:threshold=0.214", "judge:threshold=0.1", "margin:delta=2", "typical")
     speed = SpeedSettings(concurrency=(1, 8, 32), turns=5)
     engine = make_engine(EngineSettings(VLLM), measurement.pair)
     try:

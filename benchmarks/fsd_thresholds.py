@@ -19,6 +19,7 @@ from reprieve.bench.settings import RunSettings
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.cli.main import run_command
+from reprieve.cli.tables import show_results
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.errors import SpecError, require_range, require_whole
 from reprieve.settings import AUTO, NumDraftTokens, PairSettings, SamplingSettings
@@ -196,7 +197,7 @@ class Thresholds(Command):
             screen.warn("interrupted: run again to resume")
             return 130
         write_results(document, self.out)
-        screen.show_results(document)
+        show_results(document)
         return 0
 
 

@@ -103,7 +103,7 @@ def changed(valid: str, draw: Callable[[Any], Any]) -> str:
 CERTIFICATE = next((find_head("reprieve/miniature-judge") / "certificates").glob("*-0.05.json")).read_text()
 POLICY = json.dumps({"rule": "margin:delta=2", "fast": 3.0, "max_threshold": 5.0, "by_load": {"8": 1.0}})
 RUN = json.dumps({"schema": 1, "task": "arithmetic", "chat_template": False, "arms": ["lossless"]})
-STORE = json.dumps({"schema": 1, "task": "arithmetic", "target_weights": "x", "tokenizer": "y", "answers": 2})
+STORE = json.dumps({"schema": 2, "task": "arithmetic", "target_weights": "x", "tokenizer": "y", "answers": 2})
 COMPLETION = json.dumps({"model": "m", "prompt": "x", "stop": ["a"], "n": 1, "vllm_xargs": {"reprieve_threshold": 0.1}})
 CHAT = json.dumps({"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"enable_thinking": True}})
 

@@ -13,7 +13,7 @@ from reprieve.vllm_plugin import probing
 def main() -> int:
     status = 0
     for folder in sys.argv[1:]:
-        for kind in probing.PARTS:
+        for kind in probing.runners():
             try:
                 probing.require_parts(kind, probing.in_source(Path(folder)))
                 print(f"{folder}: {kind} fits")

@@ -43,7 +43,7 @@ def _behind_the_plugin():
     from reprieve.vllm_plugin.menu import Menu
     from reprieve.vllm_plugin.rounds import RoundRequest, WorkerRules
     from reprieve.vllm_plugin.v1 import sampler
-    from reprieve.vllm_plugin.v1.runner import V1Hooks
+    from reprieve.vllm_plugin.v1.runner import Hooks
 
     sampler.patch_sampler()
     patched = module.rejection_sample
@@ -53,7 +53,7 @@ def _behind_the_plugin():
         zero = torch.zeros(len(counts)) if meta.temperature is None else meta.temperature
         rules = WorkerRules(Menu.load("margin:delta=0"))
         rules.note_drafts(names, None)
-        hooks = V1Hooks(rules, None)
+        hooks = Hooks(rules, None)
         hooks.requests = lambda given: [  # type: ignore[method-assign, assignment]
             RoundRequest(name, count, bool(zero[int(name)] == 0) or meta.all_greedy, lambda: None, lambda: None)
             for name, count in zip(names, given, strict=True)

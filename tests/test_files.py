@@ -114,7 +114,7 @@ def test_what_is_no_plain_file_is_not_replaced(tmp_path):
         ("mine autojudge --limit 1000000000000", "limit must be in [1, 10000000]"),
         ("mine autojudge --in-flight 1000000000", "num_in_flight must be in [1, 4096], got 1000000000"),
         ("mine pivot --rollouts 1000000000", "num_rollouts must be in [1, 4096], got 1000000000"),
-        ("generate x --device meta", "device must be one of cpu"),
+        ("generate x --device meta", "device must be cpu here, got 'meta'"),
         ("generate x --device nonsense", "device must be one of cpu"),
         ("generate x --device cpu:x", "device must be one of cpu"),
         ("train lts --limit 1000000000000", "limit must be in [1, 10000000]"),

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from reprieve.errors import SpecError
 from reprieve.rules import parse_rule
-from reprieve.rules.compose import AllOf, AnyOf, InsideSpan
+from reprieve.rules.compose import AllOf, AnyOf
 from reprieve.rules.fuzzy import FuzzyRule
 from reprieve.rules.margin import FloorRule, MarginRule
+from reprieve.rules.spans import InsideSpan, StrictFirst
 from reprieve.rules.top_k import TopKRule
 from reprieve.rules.typical import TypicalRule
 from reprieve.specs import construct, format_spec, parse_spec, split
@@ -63,7 +64,12 @@ rescuing = st.one_of(
     st.builds(FloorRule, min_prob=shares),
 )
 markers = texts.filter(lambda text: bool(text) and text.lower() != "none")
-in_span = rescuing | st.builds(InsideSpan, rescuing, start=markers, end=markers)
+in_span = (
+    rescuing
+    | st.builds(InsideSpan, rescuing, start=markers, end=markers)
+    | st.builds(InsideSpan, rescuing, span=st.sampled_from(["thinking", "tool_calls"]), outside=st.booleans())
+)
+in_span = in_span | st.builds(StrictFirst, in_span, num_tokens=st.integers(1, 100))
 composed = st.one_of(
     in_span,
     st.builds(FuzzyRule, threshold=shares, divergence=st.sampled_from(["kl", "js", "tv"])),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from reprieve.tasks import load_task
     from reprieve.types import Generation
 
-    __version__: str
+__version__ = "1.0.0"
 
 # Imported when first used, so that `import reprieve` costs nothing and `reprieve --help` answers at once.
 _HOMES = {
@@ -53,10 +53,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("reprieve")
     if name not in _HOMES:
         raise AttributeError(f"module 'reprieve' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -37,7 +37,7 @@ class Bundle:
     certified: str = ""
 
     def role_folder(self, role: str) -> Path:
-        """Where its `target` or `draft` lies: a plain transformers model folder."""
+        """Return the folder of its `target` or `draft`, in transformers' format."""
         return self.folder / role
 
     def head(self, folder: str) -> str:

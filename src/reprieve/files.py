@@ -50,7 +50,7 @@ def sweep(folder: Path) -> None:
 
 
 def is_running(process: int) -> bool:
-    """Whether a process of this machine, by its number, is alive."""
+    """Return True if a process of this machine with this number is alive."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -61,7 +61,7 @@ def is_running(process: int) -> bool:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a text of JSON says.
+    """Parse a JSON text.
 
     Raises:
         ValueError: it is none, nests too deep, or holds a number of thousands of digits.
@@ -97,7 +97,7 @@ def read_file(path: str | Path, what: str, *, most: int = _LARGEST) -> bytes:
 
 
 def read_json(path: str | Path, what: str, *, most: int = _LARGEST) -> Any:
-    """What a file of JSON says: the one way Reprieve reads such files.
+    """Read a JSON file; all JSON files are read by this function.
 
     Raises:
         ReprieveError: see `read_file`; it is not UTF-8, or no JSON (`parse_json`).
@@ -109,13 +109,20 @@ def read_json(path: str | Path, what: str, *, most: int = _LARGEST) -> Any:
         raise ReprieveError(f"{what} {str(path)!r} cannot be read: {error}") from None
 
 
-def whole_lines(path: Path) -> list[str]:
-    """The lines of a file that is appended to; none without a file, and one cut off by a kill is dropped for good."""
+def whole_lines(path: Path, *, repair: bool = False) -> list[str]:
+    """Return the lines of a file that is appended to; none without a file. A last line cut off by a kill is dropped.
+
+    Args:
+        repair: remove such a line from the file, so that it can be appended to. Only the file's one writer may.
+
+    Raises:
+        ReprieveError: the file cannot be read, or is not UTF-8.
+    """
     if not path.exists():
         return []
     raw = read_file(path, "the file")
     whole = raw[: raw.rfind(b"\n") + 1]
-    if len(whole) != len(raw):
+    if repair and len(whole) != len(raw):
         replace_file(path, whole)
     try:
         return whole.decode().split("\n")[:-1]  # a text may hold other line separators

@@ -1,4 +1,4 @@
-"""What a rule may read of a round beside the drafted tokens and the target's logits."""
+"""Inputs of rules besides the drafted tokens and the target's logits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Need(StrEnum):
-    """Fields of `Evidence` that cost something: the engine fills in only those that a rule asks for."""
+    """Fields of `Evidence` that are expensive; the engine fills in only those that a rule declares."""
 
     DRAFT_PROBS = "draft_probs"
     DRAFT_HIDDEN = "draft_hidden"
@@ -16,3 +16,4 @@ class Need(StrEnum):
     NOISE = "noise"
     ADVICE = "advice"
     CONTEXT = "context_ids"
+    ANSWER_PLACES = "answer_places"

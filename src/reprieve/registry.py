@@ -1,8 +1,8 @@
-"""What can be named in a specification, and where it comes from: the package's own modules, and other packages.
+"""Registry of named classes from this package and from other packages.
 
-A class registers itself with a decorator. The modules of its room are imported when the first name is looked up, so
-that nothing lists them. Other packages add theirs by an entry point: its name is the name in specifications, its
-object the class.
+A class registers itself with a decorator. The modules of its package are imported at the first lookup, so no list of
+them is needed. Other packages register a class by an entry point: its name is the name in specifications, its object
+the class.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Registry(Generic[T]):
                 warnings.warn(str(error), stacklevel=2)
 
     def make(self, spec: str) -> T:
-        """What a specification `name:key=value,...` describes.
+        """Construct the object described by a specification `name:key=value,...`.
 
         Raises:
             SpecError: an unknown name or parameter, or a value that cannot be read or is out of range.

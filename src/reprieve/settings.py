@@ -1,6 +1,6 @@
-"""Settings that several rooms share. Each is declared once, on the record that the code uses, and is a flag as it is.
+"""Settings shared by several packages. Each is declared once, on the record that the code uses, and becomes a flag.
 
-No module that holds settings imports torch, so that `--help` answers at once. Settings of one room are in its own
+No module with settings imports torch, so that `--help` answers at once. Settings of one package are in its own
 `settings` module.
 """
 
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral
-from typing import Any
+from typing import Any, Self
 
 from reprieve.bundles import BUNDLES, DEFAULT, Bundle
 from reprieve.errors import SpecError, require_choice, require_range, require_whole
@@ -22,6 +22,7 @@ MAX_SEED = 2**63 - 1
 _MOST_TOKENS = 2**31 - 1
 MAX_DRAFT_TOKENS = 512  # of a round
 AUTO = "auto"
+_ELSEWHERE = {"max_tokens": "max_new_tokens", "logprobs": "num_logprobs"}  # names that vLLM and OpenAI have
 _NAMED = f"{AUTO}:path="
 NumDraftTokens = int | str  # K, or who decides: `auto`, `auto:path=FOLDER`
 BUNDLED_PAIR, BUNDLED_TASK = DEFAULT.name, DEFAULT.task
@@ -53,7 +54,7 @@ def read_draft_tokens(text: NumDraftTokens) -> NumDraftTokens:
 
 @dataclass(frozen=True)
 class PairSettings:
-    """Which models.
+    """Models of a pair.
 
     Args:
         target: Target model: hub id or folder. Default: the bundled pair.
@@ -77,7 +78,7 @@ class PairSettings:
 
     @property
     def models(self) -> dict[str, Any]:
-        """What `load_pair` takes."""
+        """Arguments of `load_pair`."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "num_threads"}
 
     @property
@@ -93,7 +94,7 @@ class PairSettings:
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """How problems are put to the model.
+    """Format of prompts.
 
     Args:
         chat_template: Wrap prompts in the tokenizer's chat template.
@@ -120,7 +121,7 @@ class PromptSettings:
 
     @property
     def format(self) -> dict[str, Any]:
-        """What decides the tokens that the model reads, and nothing that is as it is by default."""
+        """Settings that change the tokens the model reads; defaults are left out."""
         given = {"chat_template": self.chat_template, "system_prompt": self.system_prompt, "thinking": self.thinking}
         return {name: value for name, value in given.items() if value}
 
@@ -135,7 +136,7 @@ def describe_format(given: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class ProblemSettings:
-    """Which problems.
+    """Task, split and range of problems.
 
     Args:
         task: Task, such as gsm8k:path=gsm8k_{split}.jsonl. Default: that of the bundled pair.
@@ -157,7 +158,7 @@ class ProblemSettings:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How tokens are drawn.
+    """Sampling of tokens.
 
     Args:
         temperature: 0 is greedy.
@@ -180,13 +181,13 @@ class SamplingSettings:
 
     @property
     def greedy(self) -> bool:
-        """Whether the target's most likely token is always taken."""
+        """True if the target's most likely token is always taken."""
         return self.temperature == 0.0
 
 
 @dataclass(frozen=True)
 class SamplingParams(SamplingSettings):
-    """What is asked of one answer.
+    """Sampling, length and stops of one answer.
 
     Args:
         max_new_tokens: exact largest number of generated tokens, the end-of-text token included.
@@ -194,9 +195,9 @@ class SamplingParams(SamplingSettings):
         stop: texts that end the answer; the answer's text stops before them.
         ignore_eos: go on after the end-of-text token.
         eos_token_ids: tokens that end the answer; None for the model's and the tokenizer's own.
-        num_logprobs: tell each token's log-probability under the target, and those of this many most likely ones, 0
-            to 20; None for neither.
-        truncation: draw the target's tokens only from those that this rule would accept; None for no such limit.
+        num_logprobs: return each token's log-probability under the target, and those of this many most likely ones,
+            0 to 20; None for neither.
+        truncation: draw the target's tokens only from those that this rule would accept; None for no limit.
     """
 
     max_new_tokens: int = 256
@@ -206,6 +207,10 @@ class SamplingParams(SamplingSettings):
     eos_token_ids: tuple[int, ...] | None = None
     num_logprobs: int | None = None
     truncation: Any = None
+
+    def __new__(cls, *_: Any, **fields: Any) -> Self:
+        cls._require_known(fields)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -232,13 +237,21 @@ class SamplingParams(SamplingSettings):
         Raises:
             SpecError: an unknown field, with the one that may have been meant; a value out of range.
         """
-        known = {field.name for field in dataclasses.fields(self)}
-        for name in fields.keys() - known:
-            near = {"max_tokens": "max_new_tokens"}.get(name) or next(
-                iter(difflib.get_close_matches(name, known)), None
-            )
-            raise SpecError(f"no sampling parameter {name!r}" + (f"; did you mean {near}?" if near else ""))
+        self._require_known(fields)
         return dataclasses.replace(self, **fields) if fields else self
+
+    @classmethod
+    def _require_known(cls, names: Iterable[str]) -> None:
+        """Refuse names that are no sampling parameters.
+
+        Raises:
+            SpecError: names the first, and the one that may have been meant.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in names:
+            if name not in known:
+                near = _ELSEWHERE.get(name) or next(iter(difflib.get_close_matches(name, known)), None)
+                raise SpecError(f"no sampling parameter {name!r}" + (f"; did you mean {near}?" if near else ""))
 
     def for_problem(self, number: int, trial: int = 0) -> SamplingParams:
         """The same, with draws of its own for the `number`th problem of a task and a trial of it."""

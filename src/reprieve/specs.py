@@ -109,7 +109,7 @@ def quoted(text: str) -> str:
 
 
 def _unquoted(text: str) -> str:
-    """What `quoted` made of it, undone."""
+    """Inverse of `quoted`."""
     return text[1:-1].replace('""', '"') if len(text) > 1 and text[0] == text[-1] == '"' else text
 
 

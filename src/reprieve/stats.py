@@ -172,7 +172,7 @@ class BranchChoices:
         }
 
     def shares(self) -> dict[str, float]:
-        """What a training log keeps: agreement, and how often the draft was chosen, by category."""
+        """Values for a training log: agreement, and the share of draft choices, by category."""
         counts = self.counts()
         shares = {"agreement": counts["all"]["num_agreed"] / max(1, counts["all"]["num"])}
         for name, count in counts.items():

@@ -7,7 +7,7 @@ child, so there is one set of records and one verification path.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -15,6 +15,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from reprieve.display import html_of, print_pieces
+from reprieve.errors import ReprieveError
 from reprieve.transfers import to_device
 
 ROOT = -1  # the parent of nodes that follow the last committed token
@@ -30,7 +32,7 @@ def select_rows(hidden: HiddenStates | None, rows: Tensor | slice) -> HiddenStat
 
 
 class Provenance(StrEnum):
-    """Who a committed token comes from."""
+    """Origin of a committed token."""
 
     TARGET = "target"  # fallback or bonus token
     MATCHED = "matched"  # drafted, and the lossless check accepts it
@@ -105,7 +107,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Prefill:
-    """What the target says of a prompt whose n tokens it has read."""
+    """Target outputs for a prompt of which it has read n tokens."""
 
     logits: Tensor | None = None  # [V], the distribution after the last of them; None where it read nothing
     hidden: HiddenStates | None = None  # [n, Dt] a layer; None where no layer was asked for, or nothing read
@@ -113,7 +115,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Verification:
-    """What one target forward over the last committed token and the block says.
+    """Target outputs of one forward over the last committed token and the block.
 
     Row 0 belongs to the last committed token, row i + 1 to node i.
     """
@@ -142,11 +144,11 @@ class Verification:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that a rule may look at, for drafted tokens in any leading shape `...` ([N] here, [num_tokens] in vLLM).
+    """Inputs of a rule, for drafted tokens in any leading shape `...` ([N] here, [num_tokens] in vLLM).
 
     Scores are logits after temperature, top-k and top-p, so that their softmax is what tokens are sampled from; when
-    decoding greedily they are the raw logits, so that divergences stay defined. Probabilities are computed when first
-    asked for: a rule that reads none costs none.
+    decoding greedily they are the raw logits, so that divergences stay defined. Probabilities are computed on first
+    access.
     """
 
     token_ids: Tensor  # [...], int64
@@ -169,25 +171,26 @@ class Evidence:
     advice: Tensor | None = None  # [...], what an advisor's extra forward returned
     parents: Sequence[int] | None = None  # [N], ROOT or an earlier node; None for a chain
     context_ids: Tensor | None = None  # [T], prompt and committed tokens, oldest first
+    answer_places: Tensor | None = None  # [...], int64: how many tokens of the answer precede the token
 
     @cached_property
     def own_ids(self) -> Tensor:
-        """The target's own token in each one's place: its draw where there is one, else its first choice. [...]"""
+        """Target's own token at each position: its draw if it drew one, else its first choice. [...]"""
         return self.target_logits.argmax(-1) if self.target_ids is None else self.target_ids
 
     @property
     def scores(self) -> Tensor:
-        """What rules judge by: the target's scores when sampling, its raw logits when greedy. [..., V]"""
+        """Scores for comparisons: the target's processed scores when sampling, its raw logits when greedy. [..., V]"""
         return self.target_logits if self.target_scores is None else self.target_scores
 
     @cached_property
     def allowed(self) -> Tensor:
-        """Whether the target can produce the token at all (top-k, top-p or a grammar may exclude it). [...], bool"""
+        """Mask of tokens that the target can produce; top-k, top-p or a grammar may exclude others. [...], bool"""
         return gather_token(self.scores, self.token_ids) > -math.inf
 
     @cached_property
     def possible(self) -> Tensor:
-        """Whether the target's raw logits leave the token any probability (a grammar may not). [...], bool"""
+        """Mask of tokens with nonzero probability under the raw logits; a grammar may exclude others. [...], bool"""
         return gather_token(self.target_logits, self.token_ids) > -math.inf
 
     @cached_property
@@ -218,7 +221,7 @@ def gather_token(values: Tensor, token_ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a round commits: a path through the block, then one token of the target's."""
+    """Result of a round: a path through the block, then one token of the target."""
 
     path: list[int]  # accepted nodes, first to last
     token_ids: list[int]  # of the path
@@ -278,12 +281,37 @@ class Generation:
     seconds_by_part: dict[str, float] = field(default_factory=dict)  # of each of PARTS; {} unless they were timed
     round_lengths: list[int] = field(default_factory=list)  # committed tokens of each round
     trace: list[RoundTrace] | None = None
+    # From token ids to the text that each made certain.
+    decode: Callable[[list[int]], list[str]] | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
+        return f"Generation({self.text!r:.80}, {self.summary})"
+
+    @property
+    def summary(self) -> str:
+        """Its counts in one line."""
         return (
-            f"Generation({self.text!r:.80}, {len(self.tokens)} tokens in {self.num_rounds} rounds, "
-            f"{self.num_rescued} rescued, {self.finish_reason})"
+            f"{len(self.tokens)} tokens in {self.num_rounds} rounds, {self.num_rescued} rescued, {self.finish_reason}"
         )
+
+    @property
+    def pieces(self) -> list[tuple[str, str]]:
+        """Text and provenance of each token; their texts together are `text`.
+
+        Raises:
+            ReprieveError: a generation without a tokenizer.
+        """
+        if self.decode is None:
+            raise ReprieveError("this generation has no tokenizer to show its tokens with; print its text")
+        texts = self.decode(self.token_ids)
+        return [(text, token.provenance.value) for text, token in zip(texts, self.tokens, strict=True)]
+
+    def show(self) -> None:
+        """Print the text with each token marked by where it comes from."""
+        print_pieces(self.pieces, self.summary)
+
+    def _repr_html_(self) -> str | None:
+        return None if self.decode is None else html_of(self.pieces, self.summary)
 
     @property
     def token_ids(self) -> list[int]:

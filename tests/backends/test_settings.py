@@ -7,6 +7,7 @@ import pytest
 from reprieve.backends.deploying import DRAFT, PAIR, TARGET, Slot, VllmDeployer, fields_of
 from reprieve.backends.settings import EngineSettings, OpenAISettings, RaySettings, VllmSettings
 from reprieve.backends.vllm import Deployment, start_vllm
+from reprieve.bench.arms import make_arm
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.heads.loading import attach_heads
 from reprieve.rules import parse_rule
@@ -111,6 +112,27 @@ def test_what_vllm_has_not_is_said_before(slot, spec, said):
     deployer = VllmDeployer(VllmSettings(), PairSettings(ARITHMETIC.name), "float32")
     reason = deployer.refusal(slot, rule(spec))
     assert said in reason if said else reason == ""
+
+
+def test_vllms_own_methods_have_servers_of_their_own_without_the_plugin(tmp_path):
+    deployer = VllmDeployer(VllmSettings(), PairSettings(ARITHMETIC.name), "float32")
+    slot = Slot(PAIR, 4, "draft", method=make_arm("vllm:synthetic,acceptance_length=2.5", 4).vllm)
+    slot.add(rule("lossless"))
+    block = Slot(PAIR, 4, "draft", method=make_arm("vllm:block", 4).vllm)
+    assert len({slot.key, block.key, Slot(PAIR, 4, "draft").key}) == 3
+    made = deployer.deployment(slot)
+    assert made.speculation["rejection_sample_method"] == "synthetic"
+    assert made.speculation["synthetic_acceptance_length"] == 2.5 and not made.rules
+    assert "--additional-config" not in made.flags(deployer.settings, tmp_path / "policy.json")
+    assert "rejection_sample_method synthetic" in deployer.words(slot)
+
+
+@pytest.mark.parametrize(("installed", "refused"), [((0, 32), True), ((0, 33), False), ((1, 0), False), (None, False)])
+def test_fly_is_refused_by_version_where_vllm_does_not_have_it(monkeypatch, installed, refused):
+    monkeypatch.setattr("reprieve.backends.deploying.vllm_version", lambda: installed)
+    deployer = VllmDeployer(VllmSettings(), PairSettings(ARITHMETIC.name), "float32")
+    reason = deployer.refusal(Slot(PAIR, 4, "draft", method=make_arm("vllm:fly", 4).vllm), rule("lossless"))
+    assert reason == ("vLLM 0.32 has no fly, which came with 0.33" if refused else "")
 
 
 def test_a_pair_without_a_draft_has_no_draft_alone():

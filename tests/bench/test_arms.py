@@ -32,6 +32,17 @@ def test_an_arm_may_have_a_k_of_its_own_and_lossless_too():
     ]  # fmt: skip
 
 
+def test_vllms_own_methods_are_arms():
+    arms = make_arms(["vllm:synthetic,acceptance_length=3", "vllm:block@K=8", "vllm:fly"], [4])
+    by_label = {arm.label: arm for arm in arms}
+    synthetic = by_label["vllm:synthetic,acceptance_length=3"]
+    assert dict(synthetic.vllm) == {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3}
+    assert synthetic.rule_name == synthetic.label and by_label["vllm:block@K=8"].num_draft_tokens == 8
+    assert by_label["vllm:block@K=8"].rule_name == "vllm:block" and not by_label["lossless"].vllm
+    with pytest.raises(SpecError, match="vllm must be one of block, synthetic, fly"):
+        make_arms(["vllm:lenient"], [4])
+
+
 @pytest.mark.parametrize(
     "spec", ["margin@K=", "margin@K=x", "direct:judge:path=x", "direct:fuzzy", "direct:top_k@K=4", "certified:none"]
 )

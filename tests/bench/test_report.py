@@ -160,3 +160,14 @@ def test_charts_keep_inside_their_frames():
     )
     assert "NaN" not in histogram([], "#000", title="") + stacked([("a", [0.0, 0.0])], ["p", "q"], unit="ms")
     assert "\u2212" in intervals([("a", -1.0, -2.0, 0.5, "t")], label="l")
+
+
+@pytest.mark.parametrize(("commit", "dirty"), [("abc123-dirty", True), ("abc123", False), (None, False)])
+def test_a_run_with_changes_that_are_in_no_commit_says_so(folder, tmp_path, commit, dirty):
+    for path in folder.glob("*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    document = json.loads((folder / "results.json").read_text()) | {"commit": commit}
+    (tmp_path / "results.json").write_text(json.dumps(document))
+    page = write_report([tmp_path], tmp_path / "r.html").read_text()
+    assert ("with changes that are in no commit" in page) == dirty and "abc123-dirty" not in page
+    assert ("Commit abc123" if commit else "Commit unknown") in page

@@ -13,11 +13,13 @@ from reprieve.bench.arms import make_arms, sweep_rules
 from reprieve.bench.config import RunConfig
 from reprieve.bench.figure import draw_frontier
 from reprieve.bench.records import RecordFile
+from reprieve.bench.report import write_report
 from reprieve.bench.results import summarise, write_results
 from reprieve.bench.runner import run_arms
 from reprieve.bench.settings import RunSettings
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.tasks import TaskProblem
+from tests.bench.toys import run
 from tests.kit.toys import ToyTask
 
 ARM_FIELDS = {
@@ -209,3 +211,13 @@ def test_answers_are_cut_to_the_room_that_the_models_have(bundled_pair, tmp_path
     with pytest.warns(UserWarning, match="max_new_tokens is .* instead of 1024: the models read 512 tokens"):
         run = run_arms(config, arms, engine, task, tmp_path / "run")
     assert run.complete and not any(record.error for record in run.records)
+
+
+def test_one_problem_gives_no_interval_of_a_speed(pair, tmp_path):
+    arms = make_arms(["margin:delta=3"], [4])
+    document = summarise(run(pair, arms, tmp_path, limit=1))
+    names = ("speedup_vs_target", "speedup_vs_lossless", "answers_vs_lossless")
+    for arm in document["arms"]:
+        assert arm["speedup_vs_target"] is not None and all(arm[f"{name}_ci95"] is None for name in names)
+    assert draw_frontier(document, tmp_path)[0].exists()
+    assert write_report([write_results(document, tmp_path).parent], tmp_path / "r.html").exists()

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 
 from arc_audit import AuditCommand
 from arc_rejections import Rejections
 from cospec_branches import Branches
+from fsd_thresholds import Thresholds
+from recipes.arbiter.reinforce import Reinforce
+from reprieve.cli.flags import parser_of
 from reprieve.cli.main import run_command
 from reprieve.rules import RULES
 from study import usual_rules
@@ -80,3 +86,15 @@ def test_a_study_has_every_rule_that_names_its_settings():
     assert {"judge", "margin", "typical", "fly"} <= names
     assert "pivot" not in names, "its head is not there"
     assert names <= {kind.name for kind in RULES if kind.about.study}
+
+
+def test_scripts_on_the_page_of_the_papers_take_the_flags_it_gives_them():
+    """The test of the docs' `reprieve` commands does the same for verbs."""
+    text = (Path(__file__).parents[2] / "docs" / "papers" / "index.md").read_text()
+    lines = re.findall(r"(?:`|^\$ )(python [^`\n]* --config [^`\n]*)", text, flags=re.M)
+    kinds = {kind.verb: kind for kind in (AuditCommand, Branches, Rejections, Reinforce, Thresholds)}
+    kinds["recipes.arbiter.reinforce"] = Reinforce
+    assert len(lines) >= 5
+    for line in lines:
+        words = [word for word in shlex.split(line)[1:] if word != "-m"]
+        parser_of(kinds[words[0]], prog=words[0]).parse_args(words[1:])  # exits on what it does not know

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -54,6 +55,7 @@ def test_a_certificate_names_what_it_promises_and_can_be_used(pair, tmp_path, mo
 def test_no_certificate_without_proof_and_the_walk_resumes(pair, tmp_path):
     outcome = certify(plan(promise=Promise(0.01)), LocalEngine(pair), ToyTask(), tmp_path, command="c")
     assert outcome.certificate is None and "strictest" in outcome.reason and len(outcome.steps) == 1
+    assert re.search(r"This promise takes \d{3} calibration problems .*; there were 12 ", outcome.reason)
     lines = (tmp_path / "calibration" / "problems.jsonl").read_text().splitlines()
     certify(plan(promise=Promise(0.01)), LocalEngine(pair), ToyTask(), tmp_path, command="c")
     assert (tmp_path / "calibration" / "problems.jsonl").read_text().splitlines() == lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import time
 
 import pytest
 
-from reprieve.cli.flags import flags_of
+from reprieve.cli.flags import flags_of, parse
 from reprieve.cli.main import COMMANDS, command_of, main
 from tests.kit.pairs import SMALL
 
@@ -82,7 +83,9 @@ def test_lists_make_an_arm_of_each_value_at_each_k_and_the_fastest_k_is_told(tmp
     out = str(tmp_path / "run")
     arguments = ["--arm", "margin:delta=1,4", "--num-draft-tokens", "4,8", "--limit", "2", "--out", out]
     assert main(["bench", *SMALL, *arguments]) == 0
-    assert re.search(r"fastest: --arm margin:delta=4@K=[48] ", capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert re.search(r"fastest: --arm margin:delta=4@K=[48] ", printed)
+    assert "2 problems cannot tell such speeds apart; measure again with --limit 100 or more" in printed
     specs = [arm["spec"] for arm in json.loads((tmp_path / "run" / "results.json").read_text())["arms"]]
     assert specs[2:] == [f"{rule}@K={k}" for k in (4, 8) for rule in ("lossless", "margin:delta=1", "margin:delta=4")]
 
@@ -115,6 +118,14 @@ def test_ctrl_c_keeps_what_is_done_and_exits_130(tmp_path):
     [
         ([], 2, ""),
         (["serve-me"], 2, "unknown command 'serve-me'"),
+        (["train", "juge"], 2, "did you mean judge?"),
+        (["bench", "--judge", "gpt"], 2, "a judge is written openai:model=NAME,url=ADDRESS"),
+        (["bench", "--judge", "openai:model=m", "--baseline", "typical"], 2, "baseline must be one of target_only"),
+        (["bench", "--grade"], 2, "--grade requires --judge"),
+        (["bench", "--baseline", "target_only"], 2, "--baseline requires --judge"),
+        (["generate", "x", "--device", "cuda:99"], 2, "here, got 'cuda:99': PyTorch"),
+        (["generate", "x", "--device", "gpu"], 2, "got 'gpu': no such kind of device"),
+        (["generate", " "], 2, "PROMPT must hold text, got ' '"),
         (["generate"], 2, "the following arguments are required: PROMPT"),
         (["bench", "--limt", "3"], 2, "unknown flag --limt; did you mean --limit?"),
         (["bench", "--limit", "0"], 2, "limit must be in [1, 10000000], got 0"),
@@ -178,13 +189,25 @@ def test_every_command_has_help_for_every_flag(command, capsys):
     assert undocumented == []
 
 
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_every_command_s_help_begins_with_an_example_that_can_be_typed(command, capsys):
+    kind = command_of(command)
+    words = shlex.split(kind.example)
+    assert words[: 1 + len(command.split())] == ["reprieve", *command.split()]
+    parse(kind, words[1 + len(command.split()) :], command=command)  # raises where a flag or value is wrong
+    assert main([*command.split(), "--help"]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == f"example: {kind.example}"
+
+
 @pytest.mark.parametrize("verb", ["mine", "train", "labels"])
 def test_a_verb_of_several_commands_lists_them(verb, capsys):
     assert main([verb, "--help"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in COMMANDS if name.startswith(f"{verb} "))
     assert main([verb]) == 2
+    capsys.readouterr()
     assert main([verb, "nothing"]) == 2
+    assert f"reprieve: unknown command '{verb} nothing'; {verb} takes " in capsys.readouterr().err
 
 
 def test_rules_lists_every_rule_with_its_parameters(capsys):

@@ -10,6 +10,7 @@ import pytest
 
 from reprieve.cli.main import main
 from reprieve.mining.store import LabelStore
+from reprieve.tasks import load_task
 from tests.kit.pairs import SMALL
 
 A, B, C, AB, BC, SPACE = range(1, 7)
@@ -124,16 +125,37 @@ def test_annotated_labels_train_a_head(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", ["ray:2", "2"])
-def test_workers_share_one_store(tmp_path, capsys, workers):
-    """Two workers, of a local cluster or just processes, label what one process labels."""
-    ray = pytest.importorskip("ray")
+def test_processes_label_what_one_process_labels(tmp_path, capsys):
     mine = ["mine", "autojudge", *SMALL, "--limit", "4", "--in-flight", "2", "--max-new-tokens", "64"]
-    assert main([*mine, "--workers", workers, "--out", str(tmp_path / "two")]) == 0
-    ray.shutdown()
+    assert main([*mine, "--workers", "2", "--out", str(tmp_path / "two")]) == 0
     assert "mined now: 4" in capsys.readouterr().out
     assert main([*mine, "--out", str(tmp_path / "one")]) == 0
     ours, theirs = (LabelStore(tmp_path / name).problems() for name in ("one", "two"))
     assert [dataclasses.replace(p, seconds=0) for p in ours] == [dataclasses.replace(p, seconds=0) for p in theirs]
-    assert main([*mine, "--workers", "ray:0", "--out", str(tmp_path / "x")]) == 2
-    assert "--workers must be 1 or more, ray, or ray:N" in capsys.readouterr().err
+
+
+def test_mining_needs_at_least_one_worker(tmp_path, capsys):
+    assert main(["mine", "autojudge", "--workers", "0", "--out", str(tmp_path / "x")]) == 2
+    assert "workers must be in [1, 1024], got 0" in capsys.readouterr().err
+
+
+def test_a_file_s_long_answers_are_shortened_to_what_the_pair_has_room_for(tmp_path):
+    rows = [{"question": f"What is {number} + {number}?", "answer": str(2 * number)} for number in range(30)]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = f"jsonl:path={tmp_path / 'q.jsonl'},grader=number"  # 1,024 tokens an answer, and the pair reads 512
+    with pytest.warns(UserWarning, match="instead of 1024: the models read 512 tokens"):
+        assert main(["mine", "autojudge", *SMALL, "--task", task, "--limit", "1", "--out", str(tmp_path / "l")]) == 0
+    lts = ["train", "lts", *SMALL, "--task", task, "--out", str(tmp_path / "lts")]
+    with pytest.warns(UserWarning, match="instead of 1024: the models read 512 tokens"):
+        assert main([*lts, "--limit", "2"]) == 0
+
+
+def test_an_empty_split_is_named_with_the_splits_that_are_not(tmp_path, capsys):
+    (tmp_path / "q.jsonl").write_text('{"question": "What is 1 + 1?", "answer": "2"}\n')
+    task = f"jsonl:path={tmp_path / 'q.jsonl'},grader=number"
+    sizes = {split: len(load_task(task).problems(split, 9)) for split in ("train", "validation", "test")}
+    empty = next(split for split, size in sizes.items() if not size)
+    for command in (["bench"], ["train", "lts"], ["mine", "autojudge"]):
+        given = [*SMALL, "--task", task, "--split", empty, "--out", str(tmp_path / "o")]
+        assert main([*command, *given]) == 2
+        assert f"split '{empty}' of task jsonl holds no problems; there are 1 in " in capsys.readouterr().err

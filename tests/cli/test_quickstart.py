@@ -1,12 +1,15 @@
 """quickstart: what it finds out, what it refuses, and that it goes on where it was."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 
+from reprieve.cli import screen
 from reprieve.cli.main import main
 from reprieve.cli.stages import Pipeline
+from reprieve.errors import ReprieveError
 from reprieve.tasks import load_task
 from tests.kit.pairs import SMALL
 
@@ -29,9 +32,13 @@ def test_it_looks_first(data, capsys):
     said = capsys.readouterr()
     assert "train" in said.out and "prompts: raw prompts" in said.out and "were right" in said.out
     assert "plan: mine" in said.out and "cannot prove a loss below 5 points and growth below 25%: " in said.err
+    assert "no certificate, compare on" in said.out and "certify a loss" not in said.out
     plain = ["--data", str(data), "--grader", "number", "--prompt-template", "t.txt"]
-    assert main(["quickstart", *SMALL, *plain, "--look"]) == 0
-    assert "the models read no more" in capsys.readouterr().err
+    easy = ["--max-drop", "0.9", "--max-growth", "10"]
+    with pytest.warns(UserWarning, match=r"max_new_tokens is \d+ instead of 1024: the models read"):
+        assert main(["quickstart", *SMALL, *plain, *easy, "--look"]) == 0
+    said = capsys.readouterr().out
+    assert "provable: a loss below 90 points" in said and "certify a loss below 90 points" in said
 
 
 @pytest.mark.parametrize(
@@ -73,6 +80,43 @@ def test_it_stops_before_any_work_where_no_answer_can_be_read(data, capsys):
     assert "no answer could be read: check --grader and the prompt" in said.err
     assert "--unread goes on all the same" in said.err
     assert not Path("unread").exists()
+
+
+def test_it_stops_where_no_answer_is_right_and_asks_on_a_terminal(data, capsys, monkeypatch):
+    rows = [json.loads(line) | {"answer": "-1234567"} for line in data.read_text().splitlines()]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["quickstart", *SMALL, "--data", str(data), *FLAGS, "--out", "wrong"]
+    assert main(command) == 1
+    said = capsys.readouterr()
+    assert "none of 4 answers was right: check --answer, --grader and the prompt" in said.err
+    assert "The right answer to the first problem is '-1234567'" in said.err and not Path("wrong").exists()
+    monkeypatch.setattr(screen.sys, "stdin", Terminal("y\n"))
+    monkeypatch.setattr(Pipeline, "run", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main(command) == 130, "it went on"
+    assert "Go on all the same? [y/N]" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_stage_that_fails_leaves_a_report_and_a_strict_policy(data, capsys, monkeypatch):
+    ran, folders = [], []
+
+    def run(self, name, command, **_):
+        ran.append(name)
+        folders.append(getattr(command, "out", None))
+        if name == "train":
+            raise ReprieveError("one class only")
+        return 0
+
+    monkeypatch.setattr(Pipeline, "run", run)
+    assert main(["quickstart", *SMALL, "--data", str(data), *FLAGS, "--out", "failed"]) == 1
+    assert ran == ["mine", "train", "bench", "report"]
+    assert folders[2] == Path("failed") / "bench-untrained", "the next run's arms are others"
+    assert json.loads((Path("failed") / "policy.json").read_text()) == {"rule": "margin:delta=1", "default": "strict"}
+    assert "one class only. The report and a strict policy follow" in capsys.readouterr().err
 
 
 @pytest.mark.slow

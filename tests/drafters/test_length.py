@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from reprieve.drafters import DraftModelDrafter, EagleDrafter, EagleSettings, NgramDrafter
-from reprieve.drafters.length import AcceptanceLength, FixedLength, LearnedLength, TreeLength
+from reprieve.drafters.length import (
+    AcceptanceLength,
+    AcceptanceRates,
+    FixedLength,
+    LearnedLength,
+    TreeLength,
+    best_length,
+)
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import PairError, SpecError
 from reprieve.heads.length import LengthHead
@@ -75,16 +82,52 @@ def test_a_head_computes_what_it_says():
     assert one._chance == pytest.approx(float(this * then), rel=1e-5), "of all tokens so far"
 
 
-def test_recent_acceptance_chooses_what_pays():
-    good, bad = AcceptanceLength(0.1).start(None, 0.0), AcceptanceLength(0.1).start(None, 0.0)
+@pytest.mark.parametrize("exact", [False, True])
+def test_recent_acceptance_chooses_what_pays(exact):
+    good, bad = (AcceptanceLength(0.1, exact=exact).start(None, 0.0) for _ in range(2))
     for _ in range(12):
         good.learn(good.begin(), good.begin())
         bad.learn(bad.begin(), 0)
-    assert good.begin() == 16 and bad.begin() == 1
+    assert (good.begin() > 16 if exact else good.begin() == 16) and bad.begin() == 1
     bad.learn(0, 0)
     assert bad.begin() == 1, "a round without a block says nothing"
-    dear = AcceptanceLength(2.0).start(None, 0.0)
+    dear = AcceptanceLength(2.0, exact=exact).start(None, 0.0)
     assert dear.begin() == 1
+
+
+def test_a_rate_is_that_of_its_place_and_unseen_places_follow_the_one_before():
+    rates = AcceptanceRates(4)
+    assert rates.rates() == pytest.approx([0.9] * 4)
+    for num_accepted in (0, 3, 3, 3):  # rejected at once, or not at all
+        rates.learn(3, num_accepted)
+    first = (3 + 8 * 0.9) / (4 + 8)
+    second = (3 + 8 * first) / (3 + 8)
+    third = (3 + 8 * second) / (3 + 8)
+    assert rates.rates() == pytest.approx([first, second, third, third])
+    assert rates.rates([0.5] * 4) == pytest.approx([11 / 20, 11 / 19, 11 / 19, 0.5])
+
+
+def test_the_best_length_is_that_of_most_tokens_for_its_time():
+    rates, cost = [0.6, 0.95, 0.95, 0.95, 0.2], 0.1
+    speeds, reached, tokens = [], 1.0, 1.0
+    for place, rate in enumerate(rates, start=1):
+        reached *= rate
+        tokens += reached
+        speeds.append(tokens / (1 + cost * place))
+    assert best_length(rates, cost) == 1 + speeds.index(max(speeds)) == 4
+
+
+def test_only_exact_greedy_answers_begin_with_the_rates_of_earlier_ones():
+    def first_length(*, exact, temperature):
+        length = AcceptanceLength(0.1, exact=exact)
+        for _ in range(20):
+            answer = length.start(None, temperature)
+            answer.learn(answer.begin(), 0)
+        return length.start(None, temperature).begin()
+
+    unseen = AcceptanceLength(0.1).start(None, 0.0).begin()
+    assert first_length(exact=True, temperature=0.0) == 1
+    assert first_length(exact=True, temperature=1.0) == first_length(exact=False, temperature=0.0) == unseen > 1
 
 
 def test_trees_are_as_deep_and_wide_as_pays(target):

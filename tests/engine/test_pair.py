@@ -13,6 +13,7 @@ from reprieve.drafters import DraftModelDrafter, EagleDrafter, NgramDrafter
 from reprieve.drafters.length import AcceptanceLength, LearnedLength
 from reprieve.errors import PairError, SpecError
 from reprieve.rules import parse_rule
+from tests.kit.chats import save_chat_pair
 from tests.kit.tiny import IDENTITY, NumberTokenizer, random_head, tiny_model
 
 QUESTION = "Question: Anna has 23 apples. She buys 18 more apples. How many apples does Anna have now?\nAnswer:"
@@ -148,8 +149,10 @@ def test_sampling_can_be_given_by_name(bundled_pair):
     decoder = bundled_pair.decoder("lossless", num_draft_tokens=4)
     made = decoder.generate("Question: 1 + 1?\nAnswer:", max_new_tokens=3)
     assert len(made.tokens) == 3 and repr(made).startswith("Generation(")
-    with pytest.raises(SpecError, match="no sampling parameter 'max_tokens'; did you mean max_new_tokens"):
-        decoder.generate("x", max_tokens=3)
+    for call in (lambda: decoder.generate("x", max_tokens=3), lambda: reprieve.SamplingParams(max_tokens=3)):
+        with pytest.raises(SpecError, match="no sampling parameter 'max_tokens'; did you mean max_new_tokens"):
+            call()
+    assert repr(decoder).startswith("SpeculativeDecoder('lossless', target=") and repr(decoder).endswith("K = 4)")
     assert repr(bundled_pair) == (
         "Pair(target='reprieve/arithmetic-pair', draft='reprieve/arithmetic-pair', dtype='float32', device='cpu')"
     )
@@ -158,3 +161,23 @@ def test_sampling_can_be_given_by_name(bundled_pair):
 def test_a_bundled_name_that_is_not_there_is_refused_without_asking_the_hub():
     with pytest.raises(SpecError, match=r"target must be one of reprieve/.* or another model, got 'reprieve/nope'"):
         reprieve.load_pair("reprieve/nope")
+
+
+def test_messages_are_put_in_the_chat_template(tmp_path, bundled_pair):
+    save_chat_pair(tmp_path)
+    pair = reprieve.load_pair(tmp_path / "target", tmp_path / "draft", dtype="float32")
+    messages = [{"role": "user", "content": "hello"}]
+    made = pair.decoder().generate(messages=messages, max_new_tokens=4)
+    text = pair.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert made.prompt_ids == pair.tokenizer.encode(text, add_special_tokens=False)
+    for given, says in (
+        ({"prompt": "x", "messages": messages}, "either a prompt or messages"),
+        ({}, "either a prompt or messages"),
+        ({"messages": []}, "messages must be a list such as"),
+        ({"messages": "hello"}, "messages must be a list such as"),
+        ({"messages": [{"text": "hello"}]}, "each message must have a role and a content"),
+    ):
+        with pytest.raises(SpecError, match=says):
+            pair.decoder().generate(**given)
+    with pytest.raises(SpecError, match="requires a tokenizer with a chat template"):
+        bundled_pair.decoder().generate(messages=messages)

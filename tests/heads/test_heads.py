@@ -14,7 +14,7 @@ from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import PairError, ReprieveError, SpecError, UnsupportedModelError
 from reprieve.heads.features import TokenStates, assemble
 from reprieve.heads.judge import JudgeHead, judge_probability
-from reprieve.heads.loading import attach_heads, require_heads_fit
+from reprieve.heads.loading import attach_heads, load_head, require_heads_fit
 from reprieve.heads.pivot import PivotHead, pivot_logits
 from reprieve.heads.settings import JUDGE_BOTH, JUDGE_TARGET, PIVOT, FeatureRecipe
 from reprieve.heads.state_arbiter import StateArbiter
@@ -315,3 +315,13 @@ def test_formulas_take_any_leading_shape():
     head = random_head("pivot")
     assert pivot_logits(features, head.tensors).shape == (2, 3, 2)
     assert judge_probability(features, torch.randn(8), torch.tensor(0.1)).shape == (2, 3)
+
+
+def test_a_bundled_head_without_a_threshold_starts_at_its_most_lenient_certified_one(tmp_path):
+    def spec(rule, target="reprieve/miniature"):
+        return attach_heads(parse_rule(rule), target).spec
+
+    assert spec("judge") == "judge:threshold=0.1" and spec("state_arbiter") == "state_arbiter:threshold=0.51"
+    assert spec("judge:path=reprieve/miniature-judge", None) == "judge:path=reprieve/miniature-judge,threshold=0.1"
+    assert spec("judge:threshold=0.3") == "judge:threshold=0.3"
+    assert spec("pivot") == f"pivot:threshold={load_head('reprieve/miniature-pivot').threshold:g}", "none is certified"

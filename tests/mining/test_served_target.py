@@ -190,7 +190,7 @@ def test_what_a_server_cannot_do_is_refused(settings, said):
 
 def test_workers_are_of_the_local_engine(capsys):
     assert main(["mine", "autojudge", "--engine", "vllm", "--workers", "2"]) == 2
-    assert "workers are of the local engine" in capsys.readouterr().err
+    assert "workers must be 1 on servers, got 2" in capsys.readouterr().err
 
 
 def test_a_dead_server_is_an_error_at_once():

@@ -11,7 +11,6 @@ from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.heads.settings import ArbiterShape
 from reprieve.mining.recipes import build
-from reprieve.mining.records import ProblemLabels
 from reprieve.mining.responses import ResponseFormat
 from reprieve.mining.settings import TraceMining
 from reprieve.mining.store import LabelStore
@@ -129,10 +128,8 @@ def test_traces_survive_the_store(pair, traces, tmp_path):
     store = LabelStore(tmp_path, manifest)
     for found in traces:
         store.append(found)
-    store.fold()
     again = {found.problem_id: found for found in LabelStore(tmp_path).problems()}
     assert all(again[found.problem_id].rounds == found.rounds for found in traces)
-    assert ProblemLabels.from_row({**traces[0].to_row(), "rounds": None}).rounds == (), "labels of other miners"
 
 
 class Scripted:

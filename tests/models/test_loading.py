@@ -7,10 +7,12 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import BambaConfig, BambaForCausalLM
 
 from reprieve.engine import load_pair
-from reprieve.errors import ReprieveError
-from tests.kit.chats import save_chat_pair
+from reprieve.errors import ReprieveError, UnsupportedModelError
+from reprieve.models.loading import _why
+from tests.kit.chats import byte_tokenizer, save_chat_pair
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +118,26 @@ def test_a_tokenizer_with_code_of_its_own_is_not_run(folder, monkeypatch):
     with contextlib.suppress(ReprieveError):
         load_pair(folder)
     assert not (folder / "ran").exists()
+
+
+def test_a_name_that_is_nothing_lists_what_a_model_can_be(tmp_path):
+    with pytest.raises(ReprieveError, match=r"there is no such folder\. A model is one of reprieve/"):
+        load_pair(tmp_path / "nothing")
+    error = OSError("We could not connect")
+    assert "no such folder, and the model hub has no such model or cannot be reached" in _why("nothing", error)
+    assert _why(tmp_path, error) == "We could not connect"
+
+
+def test_a_hybrid_model_is_refused_by_name(tmp_path):
+    tokenizer = byte_tokenizer()
+    config = BambaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8,
+        mamba_n_groups=1, mamba_expand=2, max_position_embeddings=256,
+    )  # fmt: skip
+    BambaForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    for rule, draft in (("target_only", None), ("lossless", tmp_path)):
+        pair = load_pair(tmp_path, draft)
+        with pytest.raises(UnsupportedModelError, match="bamba has layers of kind linear_attention"):
+            pair.decoder(rule)

@@ -10,8 +10,8 @@ import torch
 
 from reprieve.errors import SpecError
 from reprieve.rules import RULES, accepts, all_of, parse_rule
-from reprieve.rules.compose import SPANS
 from reprieve.rules.lossless import greedy_accepts, sampling_accepts
+from reprieve.rules.spans import SPANS
 from reprieve.types import Evidence
 from tests.kit.tiny import NumberTokenizer, with_heads
 

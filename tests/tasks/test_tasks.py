@@ -135,3 +135,19 @@ def test_bad_tasks_and_files_are_named(tmp_path):
     ):
         with pytest.raises(SpecError, match=says):
             load_task(spec)
+
+
+def test_gsm8k_s_validation_split_is_cut_from_its_training_problems(tmp_path):
+    rows = [{"question": f"Question {number}?", "answer": f"So. #### {number}"} for number in range(200)]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = f"gsm8k:path={tmp_path}/{{split}}.jsonl"
+    train, validation = (
+        {problem.question for problem in load_task(path).problems(split, 999)} for split in ("train", "validation")
+    )
+    assert len(train) + len(validation) == 200 and not train & validation and 20 <= len(validation) <= 60
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[100:]))
+    again = {problem.question for problem in load_task(path).problems("validation", 999)}
+    assert again == {row["question"] for row in rows[100:]} & validation, "a problem stays in its split"
+    (tmp_path / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
+    assert len(load_task(path).problems("validation", 999)) == 3 and len(load_task(path).problems("train", 999)) == 100

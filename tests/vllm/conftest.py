@@ -7,14 +7,32 @@ fewer problems.
 from tests.vllm.runner import V2  # sets the environment that vLLM reads when it is imported
 
 # isort: split
+import os
+from pathlib import Path
+
 import pytest
 from vllm import LLM
 
 from reprieve.vllm_plugin import startup
 from reprieve.vllm_plugin.menu import Menu
 from tests.kit.pairs import ARITHMETIC
+from tests.vllm import tested
 
 K = 8
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """Note in the table of tested versions that a whole file passed."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    files = {Path(item.path).name for item in session.items}
+    num_passed = len(reporter.stats.get("passed", []))
+    whole = not session.config.getoption("keyword") and not any("::" in given for given in session.config.args)
+    if os.environ.get("RECORD_TESTED") == "1" and exitstatus == 0 and num_passed and len(files) == 1 and whole:
+        from vllm.version import __version__
+
+        tested.record(__version__, "v2" if V2 else "v1", files.pop(), num_passed)
+
+
 _ALIVE = []  # an engine that is dropped takes the process group of the others with it
 
 

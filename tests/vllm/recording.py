@@ -22,7 +22,13 @@ RULES = [
     "fly:theta=0.1,window=2",
     "cascade:kind=opt,alpha=0.6",
     "cascade:kind=tok,alpha=0.99",
+    "margin:delta=3,strict_first=9",
 ]
+
+
+def num_answered(evidence):
+    """How many tokens of the answer precede the block; 0 where the rule does not read it."""
+    return 0 if evidence.answer_places is None else int(evidence.answer_places[0])
 
 
 class Recorder:

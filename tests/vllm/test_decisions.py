@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from vllm.v1.sample import rejection_sampler as module
@@ -10,11 +11,11 @@ from reprieve.engine import SamplingParams
 from reprieve.vllm_plugin.menu import Menu
 from reprieve.vllm_plugin.rounds import WorkerRules
 from reprieve.vllm_plugin.v1 import sampler
-from reprieve.vllm_plugin.v1.runner import V1Hooks
+from reprieve.vllm_plugin.v1.runner import Hooks
 from tests.kit.pairs import ARITHMETIC
 from tests.vllm import cpu_kernels
 from tests.vllm.conftest import local_decoder
-from tests.vllm.recording import RULES, Recorder, embedding
+from tests.vllm.recording import RULES, Recorder, embedding, num_answered
 from tests.vllm.runner import V2
 
 pytestmark = pytest.mark.skipif(V2, reason="of the V1 runner")
@@ -80,7 +81,10 @@ def verify(rules, batch, temperature, monkeypatch):
             req_ids=list(batch),
             greedy_reqs=set(batch) if greedy else set(),
             token_ids_cpu=[context.numpy() for *_, context in batch.values()],
-            num_tokens_no_spec=[len(context) for *_, context in batch.values()],
+            num_tokens_no_spec=np.array([len(context) for *_, context in batch.values()]),
+            num_prompt_tokens=np.array(
+                [len(context) - num_answered(item) for _, item, _, _, context in batch.values()]
+            ),
         ),
         requests={name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=None)) for name in batch},
         drafter=SimpleNamespace(_enable_probabilistic_draft_probs=True),
@@ -92,7 +96,7 @@ def verify(rules, batch, temperature, monkeypatch):
         monkeypatch.setattr(rules, "noise", lambda size, device: torch.cat([item.noise for item in evidence]))
     metadata = SimpleNamespace(draft_token_ids=token_ids, target_logits_indices=judging)
     state = SimpleNamespace(logits=logits, sample_hidden_states=states, spec_decode_metadata=metadata)
-    hooks = V1Hooks(rules, runner)
+    hooks = Hooks(rules, runner)
     possible = logits[judging].gather(-1, token_ids.long().unsqueeze(-1)).squeeze(-1) > -torch.inf
     if not greedy:
         uniforms = torch.cat([item.uniforms for item in evidence]).double()

@@ -32,7 +32,7 @@ def server(tmp_path_factory):
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(ARITHMETIC.role_folder("target")),
         "--served-model-name", MODEL, "--speculative-config", json.dumps(spec), "--dtype", "float32",
         "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8", "--port", str(PORT), "--host", "127.0.0.1",
-        "--no-enable-prefix-caching", "--per-request-spec-decode-metrics", "summary",
+        "--no-enable-prefix-caching",
         "--additional-config", json.dumps({"reprieve": str(policy)}),
     ]  # fmt: skip
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
@@ -88,6 +88,9 @@ def test_requests_choose_their_leniency(client, problems):
     assert strict.choices[0].text != fast.choices[0].text
     told = fast.model_extra["metrics"]["speculative_decoding"]
     assert told["num_rescued_tokens"] > 0 and told["reprieve_rule"].endswith("@0.2")
+    assert (told["reprieve_threshold"], told["reprieve_certified"]) == (0.2, False)
+    told = strict.model_extra["metrics"]["speculative_decoding"]
+    assert (told["reprieve_rule"], told["reprieve_threshold"], told["num_rescued_tokens"]) == ("lossless", None, 0)
     assert ask(client, problems[0]).choices[0].text == ask(client, problems[0], reprieve_threshold=0.04).choices[0].text
 
 
@@ -107,6 +110,8 @@ def test_streams_and_chats_choose_too(client, problems):
         ({"reprieve_threshold": "a lot"}, "reprieve_threshold"),
         ({"reprieve_leniency": "wild"}, "reprieve_leniency"),
         ({"reprieve_rule": "none"}, "reprieve_rule"),
+        ({"reprieve_require": "lossless"}, "reprieve_require"),
+        ({"reprieve_require": "certified", "reprieve_leniency": "fast"}, "reprieve_require"),
         ({"reprieve_treshold": 0.1}, "reprieve_treshold"),
     ],
 )
@@ -115,6 +120,21 @@ def test_bad_values_are_400_and_name_the_field(client, problems, xargs, field):
         ask(client, problems[0], **xargs)
     assert refused.value.status_code == 400 and refused.value.param == field
     assert ask(client, problems[0]).choices[0].text
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_field_outside_of_vllm_xargs_is_a_400_that_says_where_it_belongs(client, path):
+    prompt = {"prompt": "1"} if path == "completions" else {"messages": [{"role": "user", "content": "1"}]}
+    body = {"model": MODEL, **prompt, "max_tokens": 1, "reprieve_leniency": "strict"}
+    status, answer = post(json.dumps(body), path)
+    assert status == 400, answer
+    error = json.loads(answer)["error"]
+    assert error["param"] == "reprieve_leniency" and "must be given in vllm_xargs" in error["message"]
+
+
+def test_a_request_may_require_what_it_gets(client, problems):
+    assert ask(client, problems[0], reprieve_require="certified").choices[0].text
+    assert ask(client, problems[0], reprieve_require="lossless", reprieve_leniency="strict").choices[0].text
 
 
 HOSTILE = {
@@ -144,10 +164,10 @@ HOSTILE = {
 }
 
 
-def post(body):
+def post(body, path="completions"):
     """Status and answer of a body as it is."""
     request = urllib.request.Request(
-        f"http://127.0.0.1:{PORT}/v1/completions", body.encode(), {"Content-Type": "application/json"}
+        f"http://127.0.0.1:{PORT}/v1/{path}", body.encode(), {"Content-Type": "application/json"}
     )
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
@@ -200,7 +220,7 @@ def test_a_worker_without_the_plugin_stops_the_start(tmp_path):
         "from reprieve.vllm_plugin import startup\n"
         "from vllm.v1.worker.worker_base import WorkerBase\n"
         "startup.register()\n"
-        "del WorkerBase.reprieve_status\n"
+        "del WorkerBase.reprieve_install\n"
         "make_llm('margin:delta=2')\n"
     )
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=200)

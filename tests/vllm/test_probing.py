@@ -1,11 +1,28 @@
 """Which vLLM fits, by its parts: the installed one, others as source, and changes that must be refused."""
 
+import json
 import re
+import subprocess
+import sys
 
 import pytest
 
 from reprieve.errors import ReprieveError
 from reprieve.vllm_plugin import probing
+from tests.vllm.runner import V2
+
+# Set on each output that is on its way from the device, not on a class or on the runner.
+PER_OUTPUT = {"vllm.v1.worker.gpu.async_utils.AsyncOutput.get_output"}
+
+
+def test_every_part_that_is_touched_is_listed_and_no_other():
+    made = subprocess.run(
+        [sys.executable, "-m", "tests.vllm.touched"], capture_output=True, text=True, check=False, timeout=500
+    )
+    assert made.returncode == 0, made.stderr[-2000:]
+    found = set(json.loads(made.stdout.splitlines()[-1]))
+    listed = {part.path for part in probing.touched("v2" if V2 else "v1")} - PER_OUTPUT
+    assert found == listed
 
 
 @pytest.mark.parametrize("kind", ["v1", "v2"])
@@ -36,7 +53,7 @@ PARTS = (
 def probe(tmp_path, monkeypatch, *parameters):
     (tmp_path / "some").mkdir(exist_ok=True)
     (tmp_path / "some" / "module.py").write_text(SOURCE.format(*parameters))
-    monkeypatch.setitem(probing.PARTS, "v2", PARTS)
+    monkeypatch.setattr(probing, "parts", lambda kind: PARTS)
     probing.require_parts("v2", probing.in_source(tmp_path))
 
 
@@ -58,7 +75,7 @@ def test_what_does_not_fit_is_named(tmp_path, monkeypatch, parameters, said):
 
 
 def test_a_part_that_is_gone_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(probing.PARTS, "v2", (probing.Part("some.module", "gone", ()),))
+    monkeypatch.setattr(probing, "parts", lambda kind: (probing.Part("some.module", "gone", ()),))
     with pytest.raises(ReprieveError, match=r"some\.module\.gone is not there"):
         probing.require_parts("v2", probing.in_source(tmp_path))
     with pytest.raises(ReprieveError, match="is not there"):

@@ -16,7 +16,7 @@ from reprieve.vllm_plugin.rounds import WorkerRules
 from tests.kit.pairs import ARITHMETIC
 from tests.vllm import cpu_kernels
 from tests.vllm.conftest import local_decoder
-from tests.vllm.recording import RULES, Recorder, embedding
+from tests.vllm.recording import RULES, Recorder, embedding, num_answered
 from tests.vllm.runner import V2
 
 pytestmark = pytest.mark.skipif(not V2, reason="of the V2 runner: RUNNER=v2")
@@ -162,6 +162,9 @@ def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypa
         batch = Batch([block.token_ids.tolist() for block, *_ in made], [v.logits for _, _, v, _, _ in made])
         size = batch.logits.shape[-1]
         processor = hooks_of(rules, contexts=[context for *_, context in made], size=size)
+        # The batch's rows begin at position 100.
+        prompts = torch.tensor([101 - num_answered(item) for item in evidence])
+        processor.runner.req_states.prompt_len = SimpleNamespace(gpu=prompts)
         draft_logits = None
         if evidence[0].draft_scores is not None:
             draft_logits = torch.zeros(len(made), int(batch.num_rows.max()) - 1, batch.logits.shape[-1])

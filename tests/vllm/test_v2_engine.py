@@ -195,7 +195,7 @@ def test_the_self_test_fails_where_a_hook_is_broken(llm, broken, monkeypatch):
     from reprieve.vllm_plugin.v2 import processor as v2_processor
 
     hooks = worker_of(llm).model_runner.reprieve
-    require_works(hooks, "v2")
+    require_works(hooks)
     if broken == "the processor is lost":
         processors = worker_of(llm).model_runner.sampler.logits_processors
         monkeypatch.setattr(worker_of(llm).model_runner.sampler, "logits_processors", processors[:-1])
@@ -205,7 +205,7 @@ def test_the_self_test_fails_where_a_hook_is_broken(llm, broken, monkeypatch):
         two = torch.tensor([2])
         monkeypatch.setattr(type(hooks.processor), "apply", lambda self, logits, ctx: logits.index_fill_(1, two, 9.0))
     with pytest.raises(ReprieveError, match=r"self-test failed in worker 0: a .* was (rejected|changed)"):
-        require_works(hooks, "v2")
+        require_works(hooks)
 
 
 def test_installed_but_not_configured_nothing_is_patched():
@@ -215,7 +215,7 @@ def test_installed_but_not_configured_nothing_is_patched():
         "llm = make_llm(None)\n"
         "runner = worker_of(llm).model_runner\n"
         "assert not hasattr(module.rejection_sample, '__wrapped__')\n"
-        "assert not {'sample', 'sample_tokens', 'finish_requests', 'load_model', 'reprieve'} & vars(runner).keys()\n"
+        "assert not {'sample_tokens', 'finish_requests', 'load_model', 'reprieve'} & vars(runner).keys()\n"
         "assert all(type(item).__module__.startswith('vllm') for item in runner.sampler.logits_processors)\n"
         "print('untouched')\n"
     )

@@ -1,15 +1,18 @@
 """The plugin without vLLM: decisions over a batch, its state, and what it refuses. `make test-vllm` has the rest."""
 
 import dataclasses
+import importlib.util
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from reprieve.errors import PairError, ReprieveError, SpecError
 from reprieve.rules import RiskBudget, accepts, parse_rule
+from reprieve.vllm_plugin import probing
 from reprieve.vllm_plugin.batch import Batch, Row, decide
 from reprieve.vllm_plugin.configuration import (
     Setup,
@@ -219,7 +222,7 @@ def test_what_can_work_is_not_refused():
 def test_an_untested_version_is_warned_about_and_not_refused():
     assert version_warning("0.32.4.post1", "v1") == version_warning("0.32.0", "v2") == ""
     said = version_warning("1.7.0", "v2")
-    assert "0.32 (v1 and v2)" in said and "1.7.0 with v2" in said
+    assert "0.32.0 (v1), 0.32.0 (v2)" in said and "1.7.0 with v2" in said
 
 
 def test_a_head_for_another_tokenizer_is_refused():
@@ -294,3 +297,26 @@ def test_rules_see_processed_scores_and_heads_the_models_own():
     batch = batch_of(4, logits=torch.zeros(4, V))
     evidence = batch.evidence(slice(None), greedy=True)
     assert torch.equal(evidence.scores, batch.scores) and torch.equal(evidence.target_logits, batch.logits)
+
+
+def test_the_v1_folder_can_be_deleted():
+    """Nothing outside of it names its modules; without it the plugin knows V2 alone."""
+    import reprieve.vllm_plugin as package
+
+    root = Path(package.__file__).parent
+    for path in root.rglob("*.py"):
+        if path.parent.name != "v1":
+            assert "vllm_plugin.v1" not in path.read_text(encoding="utf-8"), path
+
+
+def test_without_the_v1_folder_the_plugin_knows_v2_alone(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.endswith(".v1") else found(name))
+    assert probing.runners() == ["v2"]
+    with pytest.raises(ReprieveError, match="knows vLLM's V2 model runners, this is object"):
+        probing.runner_kind(object())
+
+
+def test_the_number_of_touched_parts_is_known():
+    """What `tests/vllm/test_probing.py` finds in a running vLLM: fewer is better."""
+    assert {kind: len(probing.touched(kind)) for kind in probing.runners()} == {"v2": 18, "v1": 20}

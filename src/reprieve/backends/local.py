@@ -61,6 +61,8 @@ class LocalEngine:
 
     def refusal(self, arm: Arm, drafter: str) -> str:
         """See `Engine`."""
+        if arm.vllm:
+            return f"{arm.label} is vLLM's own method: use --engine vllm"
         needs_draft = arm.label == DRAFT_ONLY
         return "the pair has no draft" if needs_draft and self.pair.draft is None else ""
 

@@ -8,8 +8,10 @@ from reprieve.needs import Need
 from reprieve.rules import Rule
 
 THRESHOLD, SWITCH, LEVEL = "reprieve_threshold", "reprieve_rule", "reprieve_leniency"
+REQUIRE = "reprieve_require"  # chooses nothing: the request is refused where it would get less than it names
 PREFIX = "reprieve_"
-FIELDS = (THRESHOLD, SWITCH, LEVEL)
+CHOICES = (THRESHOLD, SWITCH, LEVEL)
+FIELDS = (*CHOICES, REQUIRE)
 
 
 def require_handed_out(rule: Rule) -> None:

@@ -82,6 +82,8 @@ class ServedEngine:
         """See `Engine`."""
         if arm.truncation is not None:
             return "a server does not sample from a rule's truncation; use --engine local"
+        if arm.vllm and self.deployer.settings.name != "vllm":
+            return f"{arm.label} is vLLM's own method, which a server of its own decides: use --engine vllm"
         if arm.folded:
             return "a server holds one head, not its folds; use --engine local"
         if isinstance(arm.num_draft_tokens, str) and arm.rule is not None:
@@ -211,7 +213,7 @@ class ServedEngine:
         if arm.label in (TARGET_ONLY, DRAFT_ONLY):
             return Slot(TARGET if arm.label == TARGET_ONLY else DRAFT)
         assert isinstance(arm.num_draft_tokens, int)  # see `refusal`
-        return Slot(PAIR, arm.num_draft_tokens, arm.drafter or drafter)
+        return Slot(PAIR, arm.num_draft_tokens, arm.drafter or drafter, method=arm.vllm)
 
     def _up_first(self, slots: Mapping[Any, Slot]) -> list[Slot]:
         """The one that is up before the others."""

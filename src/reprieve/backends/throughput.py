@@ -131,7 +131,7 @@ def _middle(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _read(path: Path) -> Iterator[Cell]:
-    for line in whole_lines(path):
+    for line in whole_lines(path, repair=True):
         values = parse_json(line)
         pairs = {name: tuple(values[name]) for name in ("first", "per_token", "pieces")}
         yield Cell(**{**values, **pairs})

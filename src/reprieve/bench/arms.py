@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from reprieve.drafters import DRAFTERS
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, FoldedDecoder, Pair, SamplingParams, SpeculativeDecoder
-from reprieve.errors import SpecError
+from reprieve.errors import SpecError, require_choice
 from reprieve.heads.certificates import Certificate, Conditions
 from reprieve.heads.folds import FoldedHead
 from reprieve.heads.loading import attach_heads, fitting_length
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.truncation import require_truncation
 from reprieve.settings import AUTO, NumDraftTokens, named_length, read_draft_tokens, require_draft_tokens
-from reprieve.specs import split
+from reprieve.specs import parse_parameters, split
 
 LOSSLESS = "lossless"
 RERUN = "lossless_rerun"  # lossless against lossless: the noise floor
 CERTIFIED = "certified:"  # the rule, threshold and K of a certificate
 DIRECT = "direct:"  # the target alone, sampling from what a truncating rule would accept
+VLLM = "vllm:"  # a verification method of vLLM itself, without the plugin
+VLLM_METHODS = ("block", "synthetic", "fly")
 _RERUN_SEED = 7919
-_PREFIXES = (DIRECT.rstrip(":"), CERTIFIED.rstrip(":"))
+_PREFIXES = (DIRECT.rstrip(":"), CERTIFIED.rstrip(":"), VLLM.rstrip(":"))
 _OWN = re.compile(r"@(?=K=|drafter=)")  # what follows a rule in an arm
 
 
@@ -42,12 +46,13 @@ class Arm:
     certificate: Certificate | None = None  # of a certified arm
     seed_shift: int = 0  # draws of its own, for a rerun
     drafter: str | None = None  # its own; None for the run's
+    vllm: tuple[tuple[str, Any], ...] = ()  # of an arm of vLLM's own: what its speculative configuration says beside
 
     @property
     def rule_name(self) -> str:
         if self.truncation is not None:
             return DIRECT + self.truncation.name
-        return _OWN.split(self.label)[0] if self.rule is None or self.seed_shift else self.rule.name
+        return _OWN.split(self.label)[0] if self.rule is None or self.seed_shift or self.vllm else self.rule.name
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """A run's sampling as this arm has it. A direct arm always samples: greedy, it would be the plain target."""
@@ -108,6 +113,7 @@ def make_arms(
     `lossless_rerun` is lossless with other draws, and
     `direct:RULE` samples from the target, cut down to the tokens that RULE would accept. `lossless@K=8` takes the
     place of the lossless arm that is there otherwise. `certified:FILE` has rule, threshold and K of a certificate.
+    `vllm:block`, `vllm:synthetic,acceptance_length=3` and `vllm:fly` are vLLM's own methods, on `--engine vllm`.
 
     Args:
         target: the pair's, whose bundled heads stand in where a rule names none.
@@ -192,14 +198,34 @@ def make_arm(spec: str | Rule, k: NumDraftTokens, *, suffixed: bool = False, tar
         ours = fitting_length(k, rule) if isinstance(k, str) else AUTO
         k = certified if isinstance(certified, int) else ours
         return Arm(rule.spec, rule, k, certificate=certificate)
-    rerun = name == RERUN
-    rule = spec if isinstance(spec, Rule) else parse_rule(LOSSLESS if rerun else name)
+    rerun, method = name == RERUN, _vllm_method(name) if name.startswith(VLLM) else ()
+    rule = spec if isinstance(spec, Rule) else parse_rule(LOSSLESS if rerun or method else name)
     rule = attach_heads(rule, target)
-    label, shift = (RERUN, _RERUN_SEED) if rerun else (rule.spec, 0)
+    label, shift = (RERUN, _RERUN_SEED) if rerun else (name if method else rule.spec, 0)
     k = fitting_length(k, rule) if own_k is None else _own_k(own_k, spec)
     label += f"@K={k}" if suffixed or own_k or named_length(k) else ""
     label += f"@drafter={drafter}" if drafter else ""
-    return Arm(label, rule, k, seed_shift=shift, drafter=drafter)
+    return Arm(label, rule, k, seed_shift=shift, drafter=drafter, vllm=method)
+
+
+def _vllm_method(name: str) -> tuple[tuple[str, Any], ...]:
+    """Entries of vLLM's speculative configuration for `vllm:METHOD,parameter=value`; parameters bear the method's name.
+
+    Raises:
+        SpecError: an unknown method, or a parameter without a value.
+    """
+    method, *given = split(name.removeprefix(VLLM), ",")
+    require_choice("vllm", method, VLLM_METHODS)
+    parameters = parse_parameters(",".join(given), where=f"arm {VLLM}{method}")
+    settings = {f"{method}_{key}": _json_value(text) for key, text in parameters.items()}
+    return (("rejection_sample_method", method), *settings.items())
+
+
+def _json_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _own_k(text: str, spec: str | Rule) -> NumDraftTokens:

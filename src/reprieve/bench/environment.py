@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("reprieve", "torch", "transformers", "tokenizers", "numpy")
+import reprieve
+
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
 
 def versions() -> dict[str, str]:
     """Versions of what a result can depend on."""
-    versions = {"python": platform.python_version()}
+    versions = {"python": platform.python_version(), "reprieve": reprieve.__version__}
     for package in PACKAGES:
         try:
             versions[package] = metadata.version(package)

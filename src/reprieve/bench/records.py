@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import types
-import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from reprieve.errors import ReprieveError
-from reprieve.files import FolderLock, parse_json, read_json, replace_file, whole_lines
-
-_LARGEST = 1e15  # of any count or time: sums stay exact
+from reprieve.files import FolderLock, read_json, replace_file
+from reprieve.json_lines import append_line, read_lines, record_from
 
 
 @dataclass(frozen=True)
@@ -58,9 +55,7 @@ class RecordFile:
     def append(self, record: ProblemRecord) -> None:
         """Write one line and make sure it has left the process."""
         try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(record), ensure_ascii=False) + "\n")
-                file.flush()
+            append_line(self.path, asdict(record))
         except OSError as error:
             raise ReprieveError(
                 f"{str(self.path)!r} cannot be written: {error.strerror}; the {len(self.records)} answers before it "
@@ -70,52 +65,12 @@ class RecordFile:
 
     def _read(self) -> list[ProblemRecord]:
         records = []
-        for number, line in enumerate(whole_lines(self.path), start=1):
+        for where, values in read_lines(self.path, "problem record", repair=self._lock is not None):
             try:
-                records.append(_record(parse_json(line)))
+                records.append(record_from(ProblemRecord, values))
             except ValueError as error:
-                raise ReprieveError(f"{self.path}, line {number} is no problem record: {error}") from None
+                raise ReprieveError(f"{where}: {error}") from None
         return records
-
-
-_HINTS = typing.get_type_hints(ProblemRecord)
-
-
-def _record(values: Any) -> ProblemRecord:
-    """Return the record that a line holds; fields that this version does not know are passed over.
-
-    Raises:
-        ValueError: names the field that is missing, of another type, negative or not finite.
-    """
-    if not isinstance(values, dict):
-        raise ValueError(f"it must be an object, got {type(values).__name__}")
-    known = {field.name: field for field in fields(ProblemRecord)}
-    for name, field_ in known.items():
-        if name not in values:
-            if field_.default is MISSING and field_.default_factory is MISSING:
-                raise ValueError(f"{name} is missing")
-            continue
-        _require_type(name, values[name], _HINTS[name])
-    return ProblemRecord(**{name: values[name] for name in known if name in values})
-
-
-def _require_type(name: str, value: Any, hint: Any) -> None:
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None and type(None) in options:
-        return
-    kind = typing.get_origin(options[0]) or options[0]
-    allowed = (int, float) if kind is float else kind
-    if kind is not Any and (not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool)):
-        raise ValueError(f"{name} must be of type {kind.__name__}, got {value!r:.80}")
-    if isinstance(value, int | float) and not 0 <= value < _LARGEST:
-        raise ValueError(f"{name} must be 0 or more and below {_LARGEST:g}, got {value!r:.80}")
-    items = typing.get_args(options[0])
-    if isinstance(value, list):
-        for item in value:
-            _require_type(f"an item of {name}", item, items[0])
-    elif isinstance(value, dict):
-        for item in value.values():
-            _require_type(f"an item of {name}", item, items[1])
 
 
 def read_run(folder: Path) -> dict[str, Any]:

@@ -255,9 +255,8 @@ def _answers_against(problems: list[list[ProblemRecord]], lossless: list[list[Pr
         one, other = _finished_rate(ours[index]), _finished_rate(theirs[index])
         return float("nan") if one is None or not other else one / other
 
-    everything = np.arange(len(ours))
-    low, high = bootstrap_interval(ratio, len(ours), num_resamples=1000)
-    return {"answers_vs_lossless": ratio(everything), "answers_vs_lossless_ci95": [low, high]}
+    interval = list(bootstrap_interval(ratio, len(ours), num_resamples=1000)) if len(ours) > 1 else None
+    return {"answers_vs_lossless": ratio(np.arange(len(ours))), "answers_vs_lossless_ci95": interval}
 
 
 def _difference(ours: Any, theirs: Any, left: np.ndarray, right: np.ndarray) -> list[float]:
@@ -300,7 +299,7 @@ def _speedup(problems: list[list[ProblemRecord]], baseline: list[list[ProblemRec
 
 
 def _speedup_interval(problems: list[list[ProblemRecord]], baseline: list[list[ProblemRecord]]) -> list[float] | None:
-    if _speedup(problems, baseline) is None:
+    if _speedup(problems, baseline) is None or len(problems) < 2:  # a bootstrap over one problem has no width
         return None
     arm, base = _totals(problems), _totals(baseline)
     return list(bootstrap_interval(lambda index: _ratio(arm[index], base[index]), len(arm), num_resamples=1000))

@@ -17,7 +17,7 @@ from reprieve.bench.records import ProblemRecord, RecordFile, claim_run
 from reprieve.errors import EngineError, ReprieveError, SpecError
 from reprieve.heads.origin import name_problems, seen_problems
 from reprieve.settings import MAX_PROBLEMS
-from reprieve.tasks import Task
+from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.asking import AskedTask
 
 Progress = Callable[[int, int], None]  # finished and all (problem, trial, arm) triples
@@ -33,6 +33,7 @@ class Run:
     environment: dict[str, Any]
     complete: bool
     graded: bool = True  # whether the task has right answers; else only a judge tells arms apart
+    problems: Sequence[TaskProblem] = ()
 
 
 class Runner:
@@ -154,7 +155,8 @@ def run_arms(
     begun()
     complete = runner.measure(progress=progress)
     about = {**environment(), "energy": engine.meter, "num_workers": engine.num_parallel}
-    return Run(config, list(arms), runner.records, about, complete, graded=getattr(task, "graded", True))
+    graded = getattr(task, "graded", True)
+    return Run(config, list(arms), runner.records, about, complete, graded=graded, problems=runner.problems)
 
 
 def environment() -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from reprieve.errors import require_whole
+from reprieve.errors import SpecError, require_whole
 from reprieve.settings import (
     MAX_PROBLEMS,
     MAX_SEED,
@@ -73,3 +73,9 @@ class VerdictSettings:
     num_votes: int = 1
     grade: bool = False
     num_in_flight: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("baseline", "num_votes", "grade", "num_in_flight"):
+            if self.judge is None and getattr(self, name) != getattr(type(self), name):
+                flag = name.removeprefix("num_").replace("_", "-")
+                raise SpecError(f"--{flag} requires --judge openai:model=NAME,url=ADDRESS, got {getattr(self, name)!r}")

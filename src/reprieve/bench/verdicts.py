@@ -199,6 +199,6 @@ def _share_interval(successes: np.ndarray, problem_ids: list[str]) -> tuple[floa
 def _read(path: Path) -> list[Verdict]:
     """Verdicts so far."""
     try:
-        return [Verdict(**parse_json(line)) for line in whole_lines(path)]
+        return [Verdict(**parse_json(line)) for line in whole_lines(path, repair=True)]
     except (ValueError, TypeError) as error:
         raise ReprieveError(f"{str(path)!r} cannot be read: {error}") from None

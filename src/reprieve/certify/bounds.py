@@ -1,9 +1,8 @@
-"""Valid one-sided tests of how much quality is lost, and the largest loss they leave possible.
+"""Valid one-sided tests of the loss of quality, and the largest loss they leave possible.
 
-Two quantities, from the same problems answered strictly and relaxed: the *regression rate* (solved strictly, failed
-relaxed; in [0, 1] a problem) and the *net drop* (strict minus relaxed; in [-1, 1] a problem). Every p-value is of the
-hypothesis that the loss is `bound` or more: a small one lets us say "less than `bound`". No test here needs large
-samples or normality.
+Both losses compare strict and relaxed answers to the same problems: the *regression rate* (solved strictly, failed
+relaxed; in [0, 1] per problem) and the *net drop* (strict minus relaxed; in [-1, 1] per problem). Every p-value tests
+the hypothesis that the loss is `bound` or more. No test needs large samples or normality.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ import numpy as np
 from reprieve.errors import import_extra, require_range
 
 _PRECISION = 1e-5
-_LARGEST_BET = 0.9  # share of the largest bet that cannot ruin
+_LARGEST_BET = 0.9  # share of the largest bet that keeps the capital positive
 
 
 def hoeffding_bentkus_pvalue(losses: np.ndarray, bound: float) -> float:
     """P-value of "the mean loss is `bound` or more", for losses in [0, 1], [n].
 
-    The smaller of Hoeffding's bound, in its tighter form, and Bentkus' (Bates et al., arXiv 2101.02703, Theorem 3, as
-    Learn-then-Test, arXiv 2110.01052, uses it). Where every loss is 0 or 1, Bentkus' loses its factor e and is the
-    exact binomial test.
+    The smaller of Hoeffding's bound, in its tighter form, and Bentkus' (Bates et al., arXiv 2101.02703, Theorem 3, used
+    by Learn-then-Test, arXiv 2110.01052). If every loss is 0 or 1, Bentkus' bound without its factor e is the exact
+    binomial test.
 
     Raises:
         SpecError: a bound outside (0, 1].
@@ -38,7 +37,7 @@ def hoeffding_bentkus_pvalue(losses: np.ndarray, bound: float) -> float:
     binom = import_extra("scipy.stats", "evidence").binom
     hoeffding = math.exp(-num * _divergence(mean, bound))
     binary = bool(np.isin(losses, (0.0, 1.0)).all())
-    # Sums such as 0.1 + 0.2 must not push the ceiling up by one.
+    # Rounding of sums such as 0.1 + 0.2 must not raise the ceiling by one.
     bentkus = (1.0 if binary else math.e) * float(binom.cdf(math.ceil(num * mean - 1e-9), num, bound))
     return min(hoeffding, bentkus, 1.0)
 
@@ -46,11 +45,11 @@ def hoeffding_bentkus_pvalue(losses: np.ndarray, bound: float) -> float:
 def betting_pvalue(drops: np.ndarray, bound: float, *, confidence: float = 0.95) -> float:
     """P-value of "the mean drop is `bound` or more", for drops in [-1, 1], [n], in any order.
 
-    One over the capital of a gambler who bets against that hypothesis, each bet chosen from the drops before it
-    (Waudby-Smith and Ramdas, arXiv 2010.09686): where the hypothesis holds and problems come in random order the
-    capital is a supermartingale, so it reaches 1 / p with probability at most p. Data sets have an order (by topic, by
-    difficulty) that bets could exploit, so the drops are shuffled first, always in the same way. Bets are sized for n
-    problems and `confidence`; any other size is valid too, and weaker.
+    The inverse of the capital of a gambler who bets against that hypothesis, each bet chosen from the earlier drops
+    (Waudby-Smith and Ramdas, arXiv 2010.09686). Under the hypothesis, and with problems in random order, the capital is
+    a supermartingale, so it reaches 1 / p with probability at most p. Data sets are often ordered, by topic or
+    difficulty, so the drops are shuffled first, always in the same way. Bets are sized for n problems and `confidence`;
+    any other size is valid too, but weaker.
 
     Raises:
         SpecError: a bound outside (-1, 1), or a confidence outside (0, 1).
@@ -66,11 +65,11 @@ def betting_pvalue(drops: np.ndarray, bound: float, *, confidence: float = 0.95)
 def upper_bound(
     pvalue: Callable[[np.ndarray, float], float], losses: np.ndarray, *, confidence: float, low: float
 ) -> float:
-    """The smallest bound that a test accepts at `confidence`: the true loss is below it, with that confidence.
+    """Return the smallest bound that a test accepts at `confidence`: the true loss is below it, with that confidence.
 
     Args:
         pvalue: a test whose p-value falls as the bound grows.
-        low: the smallest loss there is: 0 for regressions, -1 for drops.
+        low: the smallest possible loss: 0 for regressions, -1 for drops.
     """
     high, alpha = 1.0 - 1e-6, 1 - confidence
     if pvalue(losses, high) > alpha:
@@ -79,7 +78,7 @@ def upper_bound(
 
 
 def smallest_proved(proved: Callable[[float], bool], low: float, high: float, *, precision: float) -> float:
-    """The smallest bound from `low` to `high` that is proved, where every larger one is; `high` where none is.
+    """Return the smallest bound from `low` to `high` that is proved together with all larger ones; `high` if none is.
 
     Args:
         precision: of the result; relative where it is above 1.
@@ -91,7 +90,7 @@ def smallest_proved(proved: Callable[[float], bool], low: float, high: float, *,
 
 
 def _log_capital(values: np.ndarray, mean: float, confidence: float) -> float:
-    """log of the capital after all bets that `values` in [0, 1] have a smaller mean than `mean`."""
+    """Return the log of the capital after betting that `values` in [0, 1] have a smaller mean than `mean`."""
     before = np.arange(len(values))
     squares = np.concatenate([[0.0], np.cumsum((values - _running(values)) ** 2)[:-1]])
     variance = (0.25 + squares) / (before + 1)
@@ -101,12 +100,12 @@ def _log_capital(values: np.ndarray, mean: float, confidence: float) -> float:
 
 
 def _running(values: np.ndarray) -> np.ndarray:
-    """The mean so far at each place, itself included, pulled towards 1/2 by one observation."""
+    """Return the running mean at each index, itself included, shrunk towards 1/2 by one observation."""
     return (0.5 + np.cumsum(values)) / (2 + np.arange(len(values)))
 
 
 def _divergence(mean: float, bound: float) -> float:
-    """Kullback-Leibler divergence of two coins, nats; infinite where the bound leaves the mean no chance."""
+    """Return the KL divergence of two Bernoulli distributions, nats; infinite if `bound` is 1."""
     if bound >= 1.0:
         return math.inf
     first = mean * math.log(mean / bound) if mean > 0 else 0.0

@@ -1,4 +1,4 @@
-"""A running mean with an interval that holds at every moment, for monitors that nobody stops looking at."""
+"""Running mean with an interval that is valid at every time, for monitors that are read continuously."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _NUM_BETS = 24
 
 
 class ConfidenceSequence:
-    """Mean drop so far, and an interval that covers the true mean at all times at once with the given confidence.
+    """Mean drop so far, with an interval that covers the true mean at all times at once with the given confidence.
 
-    For every candidate mean on a grid, gamblers bet on both sides of it with constant bets, from timid to bold; a
-    candidate is out once their mean capital has reached 1 / (1 - confidence). By Ville's inequality the true mean is
-    ever thrown out with at most that probability, whenever and however often one looks (Waudby-Smith and Ramdas,
-    arXiv 2010.09686, section 4). Problems must come in random order, as requests do that are picked at random.
+    For every candidate mean on a grid, gamblers bet on both sides of it with constant bets of different sizes. A
+    candidate is excluded once their mean capital reaches 1 / (1 - confidence). By Ville's inequality, the true mean is
+    ever excluded with at most that probability, however often one looks (Waudby-Smith and Ramdas, arXiv 2010.09686,
+    section 4). Problems must come in random order, as randomly selected requests do.
 
     Args:
         confidence: in [0.5, 1).
@@ -33,7 +33,7 @@ class ConfidenceSequence:
         self._grid = np.linspace(-1, 1, round(2 / resolution) + 1)
         means = (self._grid + 1) / 2
         shares = np.geomspace(0.01, 0.95, _NUM_BETS)[:, None]
-        # Bets that the mean is smaller, then that it is larger; none can ruin.
+        # Bets that the mean is smaller, then that it is larger; all keep the capital positive.
         self._bets = np.concatenate(
             [shares / np.maximum(1 - means, 1e-9), -shares / np.maximum(means, 1e-9)]
         )  # [2 * bets, grid]
@@ -47,14 +47,14 @@ class ConfidenceSequence:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Low and high; (-1, 1) before the first value."""
+        """Lower and upper end; (-1, 1) before the first value."""
         kept = self._grid[self._inside]
-        step = float(self._grid[1] - self._grid[0])  # the truth may lie between candidates
+        step = float(self._grid[1] - self._grid[0])  # the true mean can lie between candidates
         low, high = (kept[0], kept[-1]) if len(kept) else (self.mean, self.mean)
         return (max(-1.0, float(low) - step), min(1.0, float(high) + step))
 
     def update(self, drop: float) -> None:
-        """Take one more drop, in [-1, 1].
+        """Add one drop, in [-1, 1].
 
         Raises:
             SpecError: a value outside.

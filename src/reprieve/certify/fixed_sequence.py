@@ -1,9 +1,9 @@
-"""Certified leniency: the most lenient threshold whose loss is proved to be below what was asked for.
+"""Certified leniency: the most lenient threshold whose loss is proved to be below a bound.
 
-Thresholds are tried from strict to lenient, each with a valid test, until the first failure (Learn-then-Test with
-fixed-sequence testing, arXiv 2110.01052): whatever the loss does as thresholds loosen, the chance that any threshold
-passed whose true loss is at or above the bound is at most 1 - confidence. No correction for their number is needed,
-since the order is fixed beforehand and the walk ends at the first failure.
+Thresholds are tested from strict to lenient until the first failure (Learn-then-Test with fixed-sequence testing,
+arXiv 2110.01052). The probability that a threshold passes although its true loss reaches the bound is at most 1 -
+confidence, however the loss depends on the threshold. The order is fixed beforehand and the walk ends at the first
+failure, so no correction for the number of thresholds is needed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from reprieve.errors import SpecError
 
 
 class Outcomes(NamedTuple):
-    """Outcomes of the same problems, strictly and relaxed, [n] or [n, trials] in [0, 1]."""
+    """Outcomes of the same problems, strict and relaxed, [n] or [n, trials] in [0, 1]."""
 
     strict: np.ndarray
     relaxed: np.ndarray
@@ -31,25 +31,25 @@ class Outcomes(NamedTuple):
 
 
 def losses_of(promise: Promise, strict: np.ndarray, relaxed: np.ndarray) -> np.ndarray:
-    """Loss of each problem, from how it was solved: [n] or [n, trials] in [0, 1] to [n]."""
+    """Return the loss of each problem: [n] or [n, trials] in [0, 1] to [n]."""
     losses = strict - relaxed if promise.loss == NET_DROP else strict * (1 - relaxed)
     means: np.ndarray = np.asarray(losses, dtype=float).reshape(len(losses), -1).mean(1)
     return means
 
 
 def pvalue(promise: Promise, losses: np.ndarray, bound: float) -> float:
-    """Of "the loss is `bound` or more"."""
+    """P-value of "the loss is `bound` or more"."""
     if promise.loss == NET_DROP:
         return betting_pvalue(losses, bound, confidence=promise.confidence)
     return hoeffding_bentkus_pvalue(losses, bound)
 
 
 def num_needed(promise: Promise, *, answer_length: float = 1.0, budget: int = 1) -> int:
-    """Return how many problems prove a promise where the relaxed rule changes nothing on any of them.
+    """Return the number of problems that prove a promise if the relaxed rule changes nothing on any of them.
 
     Args:
-        answer_length: tokens of an answer, for a promise about growth. The further answers lie below their `budget`,
-            the more a single runaway answer could add, and the more problems it takes to exclude that.
+        answer_length: tokens of an answer, for a promise about growth. The shorter answers are relative to their
+            `budget`, the more one long answer could add, and the more problems are needed.
     """
 
     def proved(num: int) -> bool:
@@ -69,13 +69,13 @@ def num_needed(promise: Promise, *, answer_length: float = 1.0, budget: int = 1)
 def paired_test(
     promise: Promise, strict: np.ndarray, relaxed: np.ndarray, lengths: Lengths | None = None
 ) -> PairedTest:
-    """Whether these paired outcomes prove the promise.
+    """Test whether these paired outcomes prove the promise.
 
     Args:
-        lengths: of the same answers; needed where the promise bounds them.
+        lengths: lengths of the same answers; required if the promise bounds them.
 
     Raises:
-        ValueError: different shapes, or none, or no lengths for a promise that bounds them.
+        ValueError: different shapes, no outcomes, or no lengths for a promise that bounds them.
     """
     if lengths is None and (promise.max_growth is not None or promise.max_unfinished is not None):
         raise ValueError("a promise about lengths needs the answers' lengths")
@@ -105,17 +105,17 @@ def paired_test(
 
 @dataclass(frozen=True)
 class PairedTest:
-    """What paired outcomes say, in shares of problems.
+    """Result of a test on paired outcomes, as shares of problems.
 
-    `upper_bound` holds with the promise's confidence for one threshold looked at alone; what holds for the threshold
-    that a walk ends at is the promise, `max_drop`.
+    `upper_bound` holds with the promise's confidence for a single threshold. For the threshold chosen by a walk, only
+    the promise holds: `max_drop`.
     """
 
     num_problems: int
     accuracy_strict: float
     accuracy_relaxed: float
     regressions: float  # solved strictly, failed relaxed
-    improvements: float  # the other way round
+    improvements: float  # the reverse
     observed: float  # the loss
     upper_bound: float
     p_value: float  # of "the loss is max_drop or more"
@@ -141,10 +141,10 @@ def walk(
 ) -> list[ThresholdStep]:
     """Test thresholds in the given order, from strict to lenient, up to and including the first that fails.
 
-    The last step that passed is the one to use; none passed where the first step failed.
+    Use the last step that passed. If the first step failed, no step passed.
 
     Args:
-        measure: from a threshold to `Outcomes`, or as much of them as the promise needs.
+        measure: maps a threshold to `Outcomes`, or to the ones that the promise needs.
 
     Raises:
         SpecError: no thresholds, or one twice.

@@ -1,7 +1,7 @@
-"""A running check on quality: a share of requests is also answered losslessly, in the background.
+"""Quality monitor: a share of requests is also answered losslessly, in the background.
 
-The paired difference so far is given with a confidence sequence, so that it may be looked at after every request and
-stopped at any moment without losing its meaning.
+The paired difference so far comes with a confidence sequence, so it can be read after every request and stopped at
+any time.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from reprieve.tasks.asking import prompt_of
 
 @dataclass(frozen=True)
 class ServedAnswer:
-    """A request that was answered with the relaxed rule. `problem` names it, and holds its reference if it has one."""
+    """Request answered with the relaxed rule. `problem` names it and holds its reference, if any."""
 
     problem: TaskProblem
     params: SamplingParams
     text: str
-    prompt_ids: list[int] | None = None  # what was answered, where it is not the problem's own prompt
+    prompt_ids: list[int] | None = None  # the prompt, if it is not the problem's own
 
 
 @dataclass(frozen=True)
 class MonitorStatus:
-    """What is known so far. The interval holds at all times at once, with the monitor's confidence."""
+    """Results so far. The interval holds at all times at once, with the monitor's confidence."""
 
     num_seen: int
     num_checked: int
-    num_skipped: int  # chosen, and not checked since too many were waiting
-    num_failed: int  # chosen, and the check failed
-    drop: float  # mean of strict - relaxed over the checked
+    num_skipped: int  # selected but not checked because the queue was full
+    num_failed: int  # selected, but the check failed
+    drop: float  # mean of strict - relaxed over checked requests
     interval: tuple[float, float]
     alarm: bool
 
     def sentence(self) -> str:
-        """For logs."""
+        """One line for logs."""
         low, high = self.interval
         summary = f"{self.num_checked} of {self.num_seen} requests checked: "
         if self.num_checked:
@@ -61,16 +61,16 @@ class MonitorStatus:
 
 
 class QualityMonitor:
-    """Give every served request to `observe`; read `status` whenever you like.
+    """Monitor of served requests: pass each to `observe` and read `status` at any time.
 
     Args:
         check: answers one request losslessly and returns the drop, strict minus relaxed quality, in [-1, 1].
-        share: of requests to check, in (0, 1], drawn at random.
-        max_drop: raise the alarm once the drop is proved larger, with the confidence given: once the interval's lower
-            end has passed it. None for no alarm.
+        share: share of requests to check, in (0, 1], drawn at random.
+        max_drop: alarm once the drop is proved larger, that is, once the interval's lower end passes it. None for no
+            alarm.
         on_alarm: called once, from the monitor's thread.
-        max_waiting: requests that may wait for their check; more are let pass unchecked, and counted.
-        num_parallel: checks under way at once, for those that may be called from several threads.
+        max_waiting: requests that may wait for their check; further ones are skipped and counted.
+        num_parallel: concurrent checks, if `check` may be called from several threads.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class QualityMonitor:
         self._num_seen = self._num_skipped = self._num_failed = 0
         self._alarm = False
         self._num_chosen = 0
-        self._drops: dict[int, float | None] = {}  # of checks that wait for an earlier one to end
-        self._next = 0  # to be counted
+        self._drops: dict[int, float | None] = {}  # of checks that wait for an earlier one
+        self._next = 0  # index of the next drop to count
         self._threads = [
             threading.Thread(target=self._work, name=f"reprieve-monitor-{number}", daemon=True)
             for number in range(num_parallel)
@@ -111,7 +111,7 @@ class QualityMonitor:
             thread.start()
 
     def observe(self, served: ServedAnswer) -> None:
-        """Take note of a request, and perhaps have it checked; returns at once."""
+        """Record a request and possibly queue its check; returns at once."""
         with self._lock:
             self._num_seen += 1
             if self._random.random() >= self._share:
@@ -128,7 +128,7 @@ class QualityMonitor:
             return self._status()
 
     def close(self, *, check_waiting: bool = True) -> MonitorStatus:
-        """Check what is waiting, or let it be, stop, and say what was found."""
+        """Check or drop the waiting requests, stop, and return the final status."""
         with contextlib.suppress(queue.Empty):
             while not check_waiting:
                 self._num_skipped += self._waiting.get_nowait() is not None
@@ -155,14 +155,14 @@ class QualityMonitor:
             number, served = item
             try:
                 drop = self._check(served)
-            except Exception:  # a failed check says nothing of quality; serving goes on
+            except Exception:  # a failed check says nothing about quality; serving continues
                 drop = None
             for status in self._count(number, drop):
-                with contextlib.suppress(Exception):  # a callback that fails must not end the watch
+                with contextlib.suppress(Exception):  # a failing callback must not stop the monitor
                     self._on_alarm(status)
 
     def _count(self, number: int, drop: float | None) -> list[MonitorStatus]:
-        """In the order of requests, whichever check ends first; the status that raised the alarm, if this one did."""
+        """Count drops in the order of requests; return the status if this drop raised the alarm."""
         raised = []
         with self._lock:
             self._drops[number] = drop
@@ -172,7 +172,7 @@ class QualityMonitor:
                 try:
                     if one is not None:
                         self._sequence.update(one)
-                except SpecError:  # a check that gives what is no drop
+                except SpecError:  # the check returned an invalid drop
                     one = None
                 self._num_failed += one is None
                 if self._max_drop is not None and not self._alarm and self._sequence.interval[0] > self._max_drop:
@@ -183,13 +183,13 @@ class QualityMonitor:
 
 @dataclass(frozen=True)
 class MonitorCheck:
-    """Answers a request again, losslessly, and compares.
+    """Lossless answer to a request, compared with the relaxed one.
 
-    With a reference the drop is strict minus relaxed correctness. Without one it is 1 where the two answers differ:
-    no less than what quality can have lost.
+    With a reference, the drop is strict minus relaxed correctness. Without one, it is 1 if the two answers differ, an
+    upper bound on the loss.
     """
 
-    decoder: SpeculativeDecoder  # its own, since it works in another thread
+    decoder: SpeculativeDecoder  # its own, because it runs in another thread
     task: Task
 
     def __call__(self, served: ServedAnswer) -> float:
@@ -199,7 +199,7 @@ class MonitorCheck:
 
 
 def drop_of(task: Task, problem: TaskProblem, strict: str, relaxed: str) -> float:
-    """What a relaxed answer lost beside the strict one, in [-1, 1]; without a reference 1 where the two differ."""
+    """Return the drop of a relaxed answer, in [-1, 1]; without a reference, 1 if it differs from the strict one."""
     answers = [task.extract_answer(text) for text in (strict, relaxed)]
     if problem.reference:
         solved = [task.equivalent(answer, problem.reference) for answer in answers]
@@ -217,7 +217,7 @@ def watch(
     on_answer: Callable[[MonitorStatus], None] = lambda status: None,
     **settings: Any,
 ) -> MonitorStatus:
-    """Answer a run's problems with one arm and have a `QualityMonitor` (its settings by name) check with the other.
+    """Answer a run's problems with one arm, and check them with the other in a `QualityMonitor` with these settings.
 
     Raises:
         SpecError: a setting out of range.
@@ -236,7 +236,7 @@ def watch(
             raise ReprieveError(record.error)
         return drop_of(task, served.problem, record.text, served.text)
 
-    if engine.num_parallel > 1:  # answers come faster than checks: none of those chosen may be skipped
+    if engine.num_parallel > 1:  # answers come faster than checks: skip none
         settings = {"max_waiting": len(problems), "num_parallel": engine.num_parallel, **settings}
     monitor = QualityMonitor(check, **settings)
     params = SamplingParams(max_new_tokens=task.max_new_tokens, stop=tuple(task.stop), **config.sampling)

@@ -1,4 +1,4 @@
-"""Measure what certificates need: paired answers on a calibration split, then on held-out problems."""
+"""Measurements for certificates: paired answers on a calibration split, then on held-out problems."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reprieve.bench.results import column, common_rows
 from reprieve.bench.runner import Runner, environment
 from reprieve.bench.settings import RunSettings
 from reprieve.bundles import BUNDLED_HEADS
-from reprieve.certify.fixed_sequence import Outcomes, PairedTest, ThresholdStep, paired_test, walk
+from reprieve.certify.fixed_sequence import Outcomes, PairedTest, ThresholdStep, num_needed, paired_test, walk
 from reprieve.certify.risks import Lengths, RiskTest
 from reprieve.certify.settings import NET_DROP, CertifySettings, Promise
 from reprieve.errors import ReprieveError, SpecError
@@ -34,7 +34,7 @@ from reprieve.settings import NumDraftTokens
 from reprieve.stats import paired_difference
 from reprieve.tasks import Task
 
-# Where a rule has a probability for a dial, these are tried unless others are named.
+# Default thresholds of rules whose dial is a probability.
 PROBABILITIES = (0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3, 0.5)
 Announce = Callable[[str], None]
 Noise = dict[str, Any]
@@ -42,7 +42,7 @@ Noise = dict[str, Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """What to certify, its rule ready.
+    """Certification settings with the rule ready to use.
 
     Args:
         rule: at any threshold, heads attached.
@@ -54,7 +54,7 @@ class Plan:
 
     @classmethod
     def of(cls, settings: CertifySettings, *, target: str | None = None) -> Plan:
-        """Read and check the rule.
+        """Parse and check the rule.
 
         Args:
             target: the pair's, whose bundled heads stand in where the rule names none.
@@ -79,13 +79,13 @@ class Plan:
 
     @property
     def held_out(self) -> RunSettings:
-        """The second measurement: other problems, all else alike."""
+        """Settings of the second measurement: other problems, otherwise equal."""
         run, split = self.settings.run, self.settings.held_out_split
         offset = run.offset + run.limit if split == run.split else 0
         return dataclasses.replace(run, split=split, limit=self.settings.held_out_limit, offset=offset)
 
     def candidates(self) -> list[Rule]:
-        """The rule at each threshold, from strict to lenient.
+        """Return the rule at each threshold, from strict to lenient.
 
         Raises:
             SpecError: no thresholds for a rule that has no usual ones, or a value out of range.
@@ -100,13 +100,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Certification:
-    """What came of it: a certificate, or the reason why there is none."""
+    """Outcome of certification: a certificate, or the reason for its absence."""
 
     steps: list[ThresholdStep]
     held_out: PairedTest | None
     certificate: Certificate | None
     reason: str = ""
-    path: Path | None = None  # of the certificate
+    path: Path | None = None  # path of the certificate
 
 
 def certify(
@@ -119,15 +119,15 @@ def certify(
     announce: Announce = lambda line: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Certification | None:
-    """Walk the thresholds, confirm on held-out problems, write the certificate; None where Ctrl-C ended it.
+    """Walk the thresholds, confirm on held-out problems, and write the certificate; None if Ctrl-C ended it.
 
     Another rule certified into the same folder shares the strict answers. The promise rests on the calibration problems
-    alone. The held-out ones are a second, independent look: where their observed loss reaches the bound no certificate
+    alone. The held-out ones are a second, independent check: if their observed loss reaches the bound, no certificate
     is written.
 
     Raises:
-        SpecError: a plan that cannot be read, a task without right answers, problems that one of the rule's heads was
-            made from or that both sets hold, or thresholds of this rule that these problems were not asked about first.
+        SpecError: an invalid plan, a task without right answers, problems that a head of the rule was trained on or
+            that both sets hold, or thresholds that differ from the first ones tested on these problems.
         ReprieveError: the folder holds another run, or answers failed.
     """
     if not getattr(task, "graded", True):
@@ -136,7 +136,7 @@ def certify(
     arms = {
         float(rule.dial_value or 0): make_arm(rule, plan.num_draft_tokens, target=plan.target)
         for rule in plan.candidates()
-    }  # by threshold, strict first
+    }  # by threshold, strictest first
 
     def runner(settings: RunSettings, chosen: list[Arm], name: str) -> Runner:
         config = RunConfig.of(engine, chosen, settings, command=command)
@@ -150,7 +150,7 @@ def certify(
     _require_unseen(plan, task)
     again = make_arm(RERUN, plan.num_draft_tokens, target=plan.target)
     engine.expect([strict, again, *arms.values()], plan.settings.run.drafter)
-    served = engine.facts.engine != LOCAL  # batches of a server do not repeat greedy answers bit for bit
+    served = engine.facts.engine != LOCAL  # a server's batches do not reproduce greedy answers exactly
     calibration = runner(plan.settings.run, [strict, *([again] if served else []), *arms.values()], "calibration")
     _require_first_walk(plan.rule, calibration, {arm.label for arm in arms.values()})
     noise = None
@@ -167,7 +167,8 @@ def certify(
         )
         passed = [step for step in steps if step.evidence.passed]
         if not passed:
-            return Certification(steps, None, None, "no threshold passed: already the strictest could not be proved")
+            reason = "no threshold passed: already the strictest could not be proved"
+            return Certification(steps, None, None, f"{reason}. {_needed(plan, calibration, task)}")
         best = arms[passed[-1].threshold]
         held = runner(plan.held_out, [strict, best], "held_out")
         found = measure(held, best)
@@ -190,11 +191,21 @@ def certify(
     return Certification(steps, look.evidence, certificate, path=path)
 
 
+def _needed(plan: Plan, calibration: Runner, task: Task) -> str:
+    """Say how many calibration problems the promise takes at least, and how many there were."""
+    lengths = [record.num_tokens for record in calibration.records if record.arm == LOSSLESS]
+    needed = num_needed(plan.promise, answer_length=float(np.mean(lengths)), budget=task.max_new_tokens)
+    return (
+        f"This promise takes {needed} calibration problems where the rule changes no answer, and more where it does; "
+        f"there were {len(calibration.problems)} (--limit, --max-drop)"
+    )
+
+
 def _require_unseen(plan: Plan, task: Task) -> None:
-    """Refuse calibration and held-out problems that something was made from, or that overlap.
+    """Refuse calibration and held-out problems that a head was trained on, or that overlap.
 
     Raises:
-        SpecError: names the problems that a head was made from, or that stand in both sets.
+        SpecError: names the problems.
     """
     settings = (plan.settings.run, plan.held_out)
     both = [task.problems(part.split, part.limit, offset=part.offset) for part in settings]
@@ -213,7 +224,7 @@ def _require_unseen(plan: Plan, task: Task) -> None:
 
 
 def _require_first_walk(rule: Rule, calibration: Runner, labels: set[str]) -> None:
-    """Refuse other thresholds than those these problems have been asked about: trying until one passes proves nothing.
+    """Refuse thresholds other than the first ones tested on these problems: retrying until one passes proves nothing.
 
     Raises:
         SpecError: names the earlier thresholds.
@@ -235,7 +246,7 @@ def _certificate(
     held: Runner,
     noise: Noise | None,
 ) -> Certificate:
-    """The certificate of the last step that passed."""
+    """Return the certificate of the last step that passed."""
     assert best.rule is not None
     proved = next(step for step in steps if step.threshold == look.threshold)
     return Certificate(
@@ -264,7 +275,7 @@ def _certificate(
 
 
 def _outcomes(runner: Runner, strict_arm: Arm, arm: Arm, budget: int) -> Outcomes:
-    """Return who solved what, [n, trials], strictly and relaxed, with lengths and the relaxed arm's tokens a round."""
+    """Return correctness, [n, trials], strict and relaxed, with lengths and the relaxed arm's tokens per round."""
     labels = [strict_arm.label, arm.label]
     rows = common_rows(labels, runner.records, runner.config.num_trials)
     if failed := sum(record.error is not None for label in labels for trials in rows[label] for record in trials):
@@ -296,7 +307,7 @@ def _plain(record: Any) -> dict[str, Any]:
 
 
 def _unread(runner: Runner) -> dict[str, int]:
-    """Return how many answers could not be read, strict ones and those of all relaxed arms; they count as wrong."""
+    """Return the numbers of unreadable answers: of the strict arm and of all relaxed arms. They count as wrong."""
     unread = [record.arm for record in runner.records if record.unread]
     strict = sum(label in (LOSSLESS, RERUN) for label in unread)
     return {"strict": strict, "relaxed": len(unread) - strict}
@@ -332,7 +343,7 @@ def _risk_sentence(risk: RiskTest) -> str:
 
 
 def _noise_floor(runner: Runner, strict: Arm, again: Arm) -> Noise:
-    """Strict answers beside strict answers of the same server: what no rule is to blame for."""
+    """Compare strict answers with strict answers of the same server: differences that no rule causes."""
     rows = common_rows([strict.label, again.label], runner.records, runner.config.num_trials)
     solved = [column(rows[arm.label], lambda record: record.correct) for arm in (strict, again)]
     texts = [[record.text for trials in rows[arm.label] for record in trials] for arm in (strict, again)]
@@ -369,7 +380,7 @@ def _line(plan: Plan, step: ThresholdStep, where: str = "calibration") -> str:
 
 
 def _file_beside_heads(certificate: Certificate, rule: Rule) -> None:
-    """A copy in the folder of each head the rule has, where that is a folder of the user's."""
+    """Copy the certificate into the folder of each of the rule's heads that is a user's folder."""
     parts = [certificate.promise["loss"], f"{certificate.promise['max_drop']:g}", f"{certificate.threshold:g}"]
     engine = certificate.conditions.engine
     name = "-".join(parts + ([] if engine == LOCAL else [engine])) + ".json"

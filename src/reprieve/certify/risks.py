@@ -1,9 +1,9 @@
-"""Risks of a relaxed rule besides lost answers: answers that grow, and answers that never end.
+"""Risks of a relaxed rule besides lost answers: longer answers and unfinished answers.
 
-Each is a paired difference with a bound, tested as the loss of quality is (`bounds.betting_pvalue`), valid at any
-number of problems. A threshold is certified where every risk is proved at the same level. The hypothesis that is
-rejected is then "at least one risk is too large", and the largest of the p-values is a valid p-value of it, whatever
-the risks have to do with each other (Berger, 1982: intersection-union tests). So no level is divided among them.
+Each is a paired difference with a bound, tested like the loss of quality (`bounds.betting_pvalue`), valid at any number
+of problems. A threshold is certified if every risk is proved at the same level. The rejected hypothesis is then "at
+least one risk is too large". The largest p-value is valid for it, whatever the dependence of the risks (Berger, 1982:
+intersection-union tests), so the level is not divided among them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Lengths:
 
     Args:
         strict, relaxed: tokens, [n] or [n, trials].
-        strict_cut, relaxed_cut: whether the answer reached the token budget, as 0 or 1, in the same shapes.
-        budget: largest length an answer can have.
+        strict_cut, relaxed_cut: 1 if the answer reached the token budget, else 0; same shapes.
+        budget: largest possible length of an answer.
     """
 
     strict: np.ndarray
@@ -38,11 +38,11 @@ class Lengths:
 
 @dataclass(frozen=True)
 class RiskTest:
-    """What paired lengths say of one risk.
+    """Result of a test of one risk on paired lengths.
 
     Args:
         name: growth (of the mean length, as a share of the strict one) or unfinished (share of answers, beyond strict).
-        bound: what was promised to stay below.
+        bound: promised bound.
         upper_bound: the smallest bound that these problems prove.
     """
 
@@ -55,7 +55,7 @@ class RiskTest:
 
     @property
     def contradicted(self) -> bool:
-        """Whether what was observed is no smaller than what was promised."""
+        """True if the observed value reaches the promised bound."""
         return self.observed >= self.bound
 
 
@@ -101,6 +101,6 @@ def _unfinished(promise: Promise, lengths: Lengths, bound: float) -> RiskTest:
 
 
 def _means(values: np.ndarray) -> np.ndarray:
-    """Of each problem, over its trials: [n] or [n, trials] to [n]."""
+    """Return the mean of each problem over its trials: [n] or [n, trials] to [n]."""
     means: np.ndarray = np.asarray(values, dtype=float).reshape(len(values), -1).mean(1)
     return means

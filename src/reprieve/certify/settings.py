@@ -1,4 +1,4 @@
-"""What a certificate promises."""
+"""Settings of certificates and monitors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ REGRESSION = "regression"
 
 @dataclass(frozen=True)
 class Promise:
-    """What is to be certified.
+    """Promise of a certificate.
 
     Args:
-        max_drop: The loss to stay below, in (0, 1): 0.01 is one point.
+        max_drop: The loss to stay below, in (0, 0.99]: 0.01 is one point.
         confidence: Of the promise, in [0.5, 1).
         loss: net_drop (solved strictly minus solved relaxed), or regression (solved strictly and failed relaxed).
         max_growth: Growth of the mean answer length to stay below as well: 0.1 is a tenth longer. Default: not bounded.
@@ -43,12 +43,12 @@ class Promise:
 
 @dataclass(frozen=True)
 class CertifySettings:
-    """What to certify, and on which problems.
+    """Rule, thresholds and problems of a certification.
 
     Args:
         rule: The rule, such as judge:path=heads/j or margin.
         thresholds: Values of the rule's dial to try. Default: probabilities from 0.005 to 0.5, for rules with a head.
-        num_draft_tokens: K, drafted tokens a round; auto for as many as pay, or auto:path=HEAD.
+        num_draft_tokens: K, drafted tokens a round; auto (adaptive), or auto:path=HEAD.
         held_out_split: Split to confirm on; the same one goes on after --limit.
         held_out_limit: Number of held-out problems.
     """
@@ -70,7 +70,7 @@ class CertifySettings:
 
 @dataclass(frozen=True)
 class MonitorSettings:
-    """A running check on quality.
+    """Quality monitor.
 
     Args:
         share: Share of requests that are also answered losslessly.

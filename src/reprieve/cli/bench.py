@@ -9,6 +9,7 @@ from reprieve.backends.settings import EngineSettings
 from reprieve.bench.settings import RunSettings, SpeedSettings, VerdictSettings
 from reprieve.cli.command import Command
 from reprieve.cli.comparing import measure, report, show_verdicts
+from reprieve.errors import require_choice
 from reprieve.settings import AUTO, NumDraftTokens, PairSettings
 
 
@@ -25,6 +26,7 @@ class Bench(Command):
     """
 
     verb = "bench"
+    example = "reprieve bench --arm judge --arm margin:delta=1,2 --limit 100"
 
     arm: tuple[str, ...] = ()
     num_draft_tokens: tuple[NumDraftTokens, ...] = (AUTO,)
@@ -40,6 +42,12 @@ class Bench(Command):
         from reprieve.bench.arms import make_arms
 
         arms = make_arms(self.arm, self.answering.draft_tokens(*self.num_draft_tokens), target=self.pair.target)
+        chat = None
+        if self.verdicts.judge is not None:  # a judge that cannot be used fails before anything is measured
+            from reprieve.mining.recipes import make_chat
+
+            require_choice("baseline", self.verdicts.baseline, tuple(arm.label for arm in arms))
+            chat = make_chat(self.verdicts.judge)
         run, document = measure(
             self,
             arms,
@@ -51,6 +59,6 @@ class Bench(Command):
             speed=self.speed,
         )
         status = report(run, document, self.answering, self.out, num_workers=self.num_workers)
-        if self.verdicts.judge is not None and run.complete:
-            show_verdicts(run, self.verdicts, self.out)
+        if chat is not None and run.complete:
+            show_verdicts(run, chat, self.verdicts, self.out)
         return status

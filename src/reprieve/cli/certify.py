@@ -22,6 +22,7 @@ class Certify(Command):
     """
 
     verb = "certify"
+    example = "reprieve certify --rule judge --max-drop 0.05 --limit 200 --held-out-limit 200"
 
     settings: CertifySettings
     num_workers: int = 1
@@ -39,6 +40,7 @@ class Certify(Command):
             self.answering, self.pair, asked.task, asked.prompt, num_workers=self.num_workers
         )
         with opened as (engine, task), screen.progress_bar("answers") as bar:
+            self._warn_of_few(len(task.problems(asked.split, asked.limit, offset=asked.offset)))
             made = certify(
                 plan,
                 engine,
@@ -59,3 +61,13 @@ class Certify(Command):
         screen.say(f"{made.certificate.verdict}; certificate: {made.path}")
         screen.say(f"use it: reprieve bench --arm certified:{made.path}")
         return 0
+
+    def _warn_of_few(self, num_problems: int) -> None:
+        """Warn, before any answer, where the promise takes more problems than there are."""
+        from reprieve.certify.fixed_sequence import num_needed
+
+        if num_problems < (needed := num_needed(self.settings.promise)):
+            screen.warn(
+                f"{num_problems} calibration problems cannot prove a loss below "
+                f"{100 * self.settings.promise.max_drop:g} points: {needed} or more are needed (--limit, --max-drop)"
+            )

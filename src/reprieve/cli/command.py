@@ -1,4 +1,4 @@
-"""What every verb is: a record of its flags that can be run."""
+"""The base of every verb: a record of its flags that can be run."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class Command(ABC):
     """A verb with its flags. Its docstring is its help."""
 
     verb: ClassVar[str]  # as it is typed, `train judge`
+    example: ClassVar[str] = ""  # a command line, which help begins with
 
     @abstractmethod
     def run(self) -> int:

@@ -1,4 +1,4 @@
-"""What verbs that measure arms have in common: run them, write results and figure, print the table."""
+"""Shared by the verbs that measure arms: run them, write results and figure, print the table."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from reprieve.backends.settings import EngineSettings
 from reprieve.bench.settings import RunSettings, SpeedSettings, VerdictSettings
 from reprieve.cli import screen
 from reprieve.cli.command import Command
+from reprieve.cli.tables import show_results, show_throughput
 from reprieve.errors import SpecError
 from reprieve.settings import PairSettings
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from reprieve.bench.engine import Engine
     from reprieve.bench.runner import Run
     from reprieve.tasks import Task
+    from reprieve.tasks.chat import Chat
+
+
+_FEW = 100  # problems, below which the fastest K may be chance
 
 
 def report(run: Run, document: dict[str, Any], engine: EngineSettings, out: Path, *, num_workers: int = 1) -> int:
@@ -34,14 +39,18 @@ def report(run: Run, document: dict[str, Any], engine: EngineSettings, out: Path
     if not document["arms"]:
         screen.warn(f"interrupted before every arm had answered a problem; records kept in {out}")
         return 130
-    screen.show_results(document)
+    show_results(document)
     if unread := next((record for record in run.records if record.unread and document["graded"]), None):
         screen.say(f"an answer that was not read ({unread.arm}, {unread.problem_id}) ends: {unread.text[-200:]!r}")
-    screen.show_throughput(document)
+    show_throughput(document)
     for best in fastest:
         if len(best.by_k) > 1:
             speeds = ", ".join(f"{k}: {speed:.0f}" for k, speed in best.by_k.items())
             screen.say(f"fastest: --arm {best.arm}   (tokens/s by K: {speeds})")
+    if document["num_problems"] < _FEW and any(len(best.by_k) > 1 for best in fastest):
+        n = document["num_problems"]
+        problems = f"{n} problem{'s' * (n > 1)}"
+        screen.say(f"{problems} cannot tell such speeds apart; measure again with --limit {_FEW} or more")
     screen.say(f"results: {out / 'results.json'}")
     if not engine.local and "throughput" not in document:
         screen.warn("answers shared the servers' batches: `reprieve bench --concurrency` measures speed")
@@ -107,25 +116,20 @@ def measure(
     return run, document
 
 
-def show_verdicts(run: Run, settings: VerdictSettings, out: Path) -> None:
-    """Have a language model compare a run's answers, and print what it says of each arm; resumes.
+def show_verdicts(run: Run, chat: Chat, settings: VerdictSettings, out: Path) -> None:
+    """Have a language model compare a run's answers, and print its verdict on each arm; resumes.
 
     Raises:
         SpecError: no such baseline.
         ReprieveError: the judge does not answer.
     """
     from reprieve.bench.verdicts import judge_run
-    from reprieve.mining.recipes import make_chat
-    from reprieve.tasks import load_task
 
-    config = run.config
-    assert settings.judge is not None
-    problems = load_task(config.task).problems(config.split, config.limit, offset=config.offset)
     with screen.progress_bar("verdicts") as bar:
         document = judge_run(
             out,
-            problems,
-            make_chat(settings.judge),
+            run.problems,
+            chat,
             baseline=settings.baseline,
             num_votes=settings.num_votes,
             grade=settings.grade,

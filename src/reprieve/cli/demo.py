@@ -11,10 +11,13 @@ from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.cli.comparing import measure, report
 from reprieve.cli.generate import Generate
+from reprieve.display import LEGEND
 from reprieve.settings import AUTO, NumDraftTokens, PairSettings
 
 ARMS = ("judge:threshold=0.1", "margin:delta=2", "typical", "fuzzy:threshold=1,divergence=kl,form=released")
 QUESTION = "Anna has 23 apples. She buys 18 more apples. She gives away 9 apples. How many apples does Anna have now?"
+_SECONDS = 3  # of a problem, all arms, on two CPU cores: 40 problems took two minutes
+_FEW = 200  # problems: fewer give wide intervals
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Demo(Command):
     """
 
     verb = "demo"
+    example = "reprieve demo --limit 10"
 
     num_draft_tokens: NumDraftTokens = AUTO
     settings: RunSettings = field(default_factory=lambda: RunSettings(limit=40))
@@ -34,22 +38,26 @@ class Demo(Command):
     out: Path = Path("runs/demo")
 
     def run(self) -> int:
+        minutes = max(1, round(self.settings.limit * _SECONDS / 60))
         screen.say(
             f"Answers one question losslessly and with a trained rule, then compares {len(ARMS)} rules with lossless "
-            f"decoding on {self.settings.limit} problems.\nThe models are bundled: nothing is downloaded. Takes about "
-            "two minutes on two CPU cores; Ctrl-C keeps what is done."
+            f"decoding on {self.settings.limit} problems.\nTakes about {minutes} minute{'s' * (minutes > 1)} on two "
+            "CPU cores; the models are bundled, nothing is downloaded. Ctrl-C keeps what is done."
         )
         for rule in ("lossless", ARMS[0]):
             screen.console().print(f"\n[bold]{rule}[/bold]  {QUESTION}", soft_wrap=True)
             Generate(QUESTION, rule=rule, num_draft_tokens=self.num_draft_tokens, pair=self.pair).run()
-            screen.say("plain: the target's token; green: drafted, matched; yellow: drafted, rescued\n")
+            screen.say(f"{LEGEND}\n")
         from reprieve.bench.arms import make_arms
 
         arms = make_arms(ARMS, [self.num_draft_tokens], target=self.pair.target)
         run, document = measure(self, arms, self.settings, EngineSettings(), self.pair, self.out)
         status = report(run, document, EngineSettings(), self.out)
-        screen.say(
-            f"{self.settings.limit} problems give wide intervals: --limit 500 narrows them.\n"
-            "Next: reprieve serve   opens a page that shows where each token comes from"
-        )
+        if self.settings.limit < _FEW:
+            screen.say(
+                f"{self.settings.limit} problems give wide intervals: reprieve demo --limit 500 --out runs/demo-500"
+            )
+        if (picture := self.out / "frontier.png").exists():
+            screen.say(f"Picture: {picture}")
+        screen.say("Next: reprieve serve   opens a page that shows the source of each token")
         return status

@@ -67,7 +67,7 @@ class Flag:
 
     @property
     def repeated(self) -> bool:
-        """Whether it may be given several times: tuples of texts; numbers are separated by commas."""
+        """True where it may be given several times: tuples of texts; numbers are separated by commas."""
         return self.items in (str, Path)
 
 
@@ -111,9 +111,11 @@ def argument_helps(kind: type) -> dict[str, str]:
 
 def parser_of(kind: type, *, prog: str) -> argparse.ArgumentParser:
     """A parser of a record's flags. What is not given is not in the result."""
+    example = str(getattr(kind, "example", ""))
     parser = _Parser(
         prog=prog,
-        usage=" ".join([prog, *(_usage(flag) for flag in flags_of(kind) if flag.positional), "[FLAGS]"]),
+        usage=" ".join([prog, *(_usage(flag) for flag in flags_of(kind) if flag.positional), "[FLAGS]"])
+        + (example and f"\nexample: {example}"),
         description=inspect.cleandoc(kind.__doc__ or "").partition("\nArgs:")[0].strip(),
         formatter_class=_Help,
         argument_default=argparse.SUPPRESS,
@@ -132,7 +134,7 @@ def parser_of(kind: type, *, prog: str) -> argparse.ArgumentParser:
 
 
 def program_name(command: str) -> str:
-    """How a command is typed: `reprieve bench`, or the path of a script."""
+    """Return a command as it is typed: `reprieve bench`, or the path of a script."""
     return command if command.endswith(".py") else f"reprieve {command}"
 
 
@@ -263,7 +265,7 @@ def _read_yaml(content: bytes) -> Any:
 
 
 def _preset(presets: Mapping[str, Mapping[str, Any]], name: str) -> Mapping[str, Any]:
-    """What a preset says in place of the defaults; flags and configuration files win."""
+    """Return the values of a preset, which replace defaults; flags and configuration files win."""
     require_choice("--preset", name, tuple(presets))
     return presets[name]
 
@@ -362,7 +364,7 @@ def _usage(flag: Flag) -> str:
 
 
 def command_in(path: Path) -> str | None:
-    """Which command a configuration belongs to; None where it does not say, or cannot be read."""
+    """Return the command that a configuration belongs to; None where it does not say, or cannot be read."""
     import yaml
 
     try:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from reprieve.cli import screen
 from reprieve.cli.command import Command
+from reprieve.display import STYLES
 from reprieve.errors import SpecError, require_choice
 from reprieve.files import replace_file
 from reprieve.settings import (
@@ -25,8 +26,6 @@ from reprieve.settings import (
 
 if TYPE_CHECKING:
     from reprieve.types import Generation, Token
-
-STYLES = {"target": "default", "matched": "green", "rescued": "bold yellow"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,7 @@ class Generate(Command):
     """
 
     verb = "generate"
+    example = 'reprieve generate "Anna has 23 apples and buys 18 more. How many has she now?" --rule judge'
 
     prompt: str = field(metadata={"positional": True})
     rule: str = "lossless"
@@ -82,6 +82,8 @@ class Generate(Command):
             **vars(self.sampling), max_new_tokens=self.max_new_tokens, seed=self.seed, stop=self.stop
         )
         text = sys.stdin.read() if self.prompt == "-" else self.prompt
+        if not text.strip():
+            raise SpecError(f"PROMPT must hold text, got {text!r}")
         from reprieve.heads.loading import fitting_length
         from reprieve.rules import parse_rule
 

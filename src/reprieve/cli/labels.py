@@ -12,7 +12,6 @@ from reprieve.settings import BUNDLED_TASK, PairSettings
 
 if TYPE_CHECKING:
     from reprieve.mining.records import ProblemLabels
-    from reprieve.mining.store import LabelStore
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,7 @@ class ShowLabels(Command):
     """
 
     verb = "labels show"
+    example = "reprieve labels show runs/labels --limit 3"
 
     store: Path = field(metadata={"positional": True})
     problem: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class ShowLabels(Command):
         from reprieve.files import replace_file
         from reprieve.mining.show import html_page, terminal_text
 
-        _, problems, tokenizer = _open(self.store)
+        problems, tokenizer = _open(self.store)
         chosen = _choose(problems, self.problem, self.limit)
         if self.html is not None:
             replace_file(self.html, html_page(chosen, tokenizer, title=f"Labels of {self.store}"))
@@ -61,6 +61,7 @@ class LabelStats(Command):
     """
 
     verb = "labels stats"
+    example = "reprieve labels stats runs/labels"
 
     store: Path = field(metadata={"positional": True})
     top: int = 15
@@ -73,11 +74,9 @@ class LabelStats(Command):
         from reprieve.mining.summary import frequent_important, shares_by_class, summarise
         from reprieve.stats import wilson_interval
 
-        store, problems, tokenizer = _open(self.store)
+        problems, tokenizer = _open(self.store)
         summary = summarise(problems)
         screen.say(summary.sentence())
-        if lost := store.num_lost():
-            screen.say(f"{lost} more were begun and are not here: their worker failed, was killed, or is at them still")
         if summary.num_problems:
             screen.say(f"{summary.num_generated / summary.num_problems:.0f} tokens generated a problem")
         table = Table("class of the target's token", "labelled", "important", "share [95%]", box=box.SIMPLE_HEAD)
@@ -104,6 +103,7 @@ class ImportLabels(Command):
     """
 
     verb = "labels import"
+    example = "reprieve labels import annotations.jsonl --out runs/annotations"
 
     annotations: Path = field(metadata={"positional": True})
     task: str = BUNDLED_TASK
@@ -121,18 +121,17 @@ class ImportLabels(Command):
         for labels in problems:
             if labels.problem_id not in store.done():
                 store.append(labels)
-        store.fold()
         screen.say(summarise(store.problems()).sentence())
         screen.say(f"labels: {self.out}")
         return 0
 
 
-def _open(folder: Path) -> tuple[LabelStore, list[ProblemLabels], Any]:
+def _open(folder: Path) -> tuple[list[ProblemLabels], Any]:
     from reprieve.mining.store import LabelStore
     from reprieve.models.loading import load_tokenizer
 
     store = LabelStore(folder)
-    return store, store.problems(), load_tokenizer(store.manifest.get("draft") or store.manifest["target"])
+    return store.problems(), load_tokenizer(store.manifest.get("draft") or store.manifest["target"])
 
 
 def _choose(problems: list[ProblemLabels], wanted: tuple[str, ...], limit: int) -> list[ProblemLabels]:

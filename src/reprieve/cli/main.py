@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import signal
@@ -10,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
+import reprieve
 from reprieve.cli.command import Command
 
 # Every verb, its class, and what it is for: help is printed without importing any of them.
@@ -35,13 +37,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train lts": ("train_lts:TrainLts", "measure the constants of a target's bound (ARC-Decode)"),
     "train length": ("train_length:TrainLength", "train a head that decides how many tokens to draft"),
     "train eagle": ("train_eagle:TrainEagle", "train an EAGLE-3 drafting head on the target's own answers"),
+    "publish": ("publish:Publish", "upload heads, certificates and report to the Hugging Face Hub"),
     "rules": ("rules:Rules", "list rules with their parameters and sources"),
 }
 _GROUPS = {  # of `reprieve --help`: what a person wants, and the verbs for it
     "Decode": ("demo", "generate", "serve"),
     "Measure": ("bench", "report", "monitor", "rules"),
     "Prove": ("quickstart", "certify"),
-    "Train": ("mine", "labels", "train"),
+    "Train": ("mine", "labels", "train", "publish"),
 }
 
 
@@ -85,9 +88,7 @@ def main(arguments: Sequence[str]) -> int:
         print(usage())
         return 0 if arguments else 2
     if arguments[0] == "--version":
-        from importlib.metadata import version
-
-        print(f"reprieve {version('reprieve')}")
+        print(f"reprieve {reprieve.__version__}")
         return 0
     verb, rest = arguments[0], list(arguments[1:])
     if rest and f"{verb} {rest[0]}" in COMMANDS:
@@ -95,10 +96,25 @@ def main(arguments: Sequence[str]) -> int:
     if verb in COMMANDS:
         return run_command(command_of(verb), rest)
     if any(name.startswith(f"{verb} ") for name in COMMANDS):
-        print(usage(verb), file=sys.stdout if rest and rest[0] in ("-h", "--help") else sys.stderr)
-        return 0 if rest and rest[0] in ("-h", "--help") else 2
-    print(f"reprieve: unknown command {verb!r}; it must be one of {', '.join(_verbs())}", file=sys.stderr)
+        if rest and rest[0] in ("-h", "--help"):
+            print(usage(verb))
+            return 0
+        if rest:
+            known = [name.partition(" ")[2] for name in COMMANDS if name.startswith(f"{verb} ")]
+            said = f"unknown command {f'{verb} {rest[0]}'!r}; {verb} takes {', '.join(known)}{_near(rest[0], known)}"
+            print(f"reprieve: {said}\n\n", end="", file=sys.stderr)
+        print(usage(verb), file=sys.stderr)
+        return 2
+    known = _verbs()
+    said = f"unknown command {verb!r}; it must be one of {', '.join(known)}{_near(verb, known)}"
+    print(f"reprieve: {said}", file=sys.stderr)
     return 2
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    """Return a hint at the name that may have been meant; nothing where none is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _verbs() -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from reprieve.cli import screen
 from reprieve.cli.command import Command
-from reprieve.errors import SpecError
+from reprieve.errors import SpecError, require_whole
 from reprieve.mining.settings import AutoJudgeMining, MiningSettings, PivotMining, TraceMining
 
 
@@ -16,22 +16,22 @@ class Mine(Command):
     """Label mismatches.
 
     Args:
-        workers: Processes side by side; or ray, or ray:N for N workers of a Ray cluster.
+        num_workers: Processes, each with the pair in its own memory.
         out: Label store; run again with it to go on.
     """
 
     settings: MiningSettings
-    workers: str = "1"
+    num_workers: int = 1
     out: Path = Path("runs/labels")
 
     def run(self) -> int:
-        num_workers, on_ray = _parse_workers(self.workers)
-        if not self.settings.answering.local and (num_workers != 1 or on_ray):
+        require_whole("workers", self.num_workers, 1, 1024)
+        if not self.settings.answering.local and self.num_workers != 1:
             raise SpecError(
-                "workers are of the local engine; on servers --in-flight says how many problems are under way"
+                f"workers must be 1 on servers, got {self.num_workers}; --in-flight sets how many problems are in work"
             )
         screen.quiet_transformers()
-        from reprieve.mining.cluster import mine_in_processes, mine_on_ray
+        from reprieve.mining.processes import mine_in_processes
         from reprieve.mining.recipes import build
         from reprieve.mining.runner import mine_problems
         from reprieve.mining.store import LabelStore
@@ -39,7 +39,7 @@ class Mine(Command):
 
         with screen.progress_bar("mining") as bar:
             progress = screen.reporter(bar, "problems")
-            if num_workers == 1 and not on_ray:
+            if self.num_workers == 1:
                 bench = build(self.settings, announce=screen.warn)
                 try:
                     store = LabelStore(self.out, bench.manifest)
@@ -51,8 +51,7 @@ class Mine(Command):
                 finally:
                     bench.close()
             else:
-                mine = mine_on_ray if on_ray else mine_in_processes
-                report = mine(self.settings, self.out, num_workers=num_workers, progress=progress)
+                report = mine_in_processes(self.settings, self.out, num_workers=self.num_workers, progress=progress)
                 store = LabelStore(self.out)
                 self.keep_config(self.out)
         report.require_some()
@@ -80,6 +79,7 @@ class MineAutoJudge(Mine):
     """Find the mismatches that change the answer (AutoJudge, Algorithm 1)."""
 
     verb = "mine autojudge"
+    example = "reprieve mine autojudge --limit 200 --out runs/labels"
 
     settings: AutoJudgeMining = field(default_factory=AutoJudgeMining)
 
@@ -89,6 +89,7 @@ class MinePivot(Mine):
     """Label the tokens that speculative sampling rejects by rollouts (PAD, Algorithm 1)."""
 
     verb = "mine pivot"
+    example = "reprieve mine pivot --limit 200 --out runs/pivots"
 
     settings: PivotMining = field(default_factory=PivotMining)
     out: Path = Path("runs/pivots")
@@ -99,16 +100,7 @@ class MineArbitration(Mine):
     """Trace plain speculative rounds and label which side of each mismatch ends better (CoSpec, appendix C.1)."""
 
     verb = "mine arbitration"
+    example = "reprieve mine arbitration --limit 200 --out runs/traces"
 
     settings: TraceMining = field(default_factory=TraceMining)
     out: Path = Path("runs/traces")
-
-
-def _parse_workers(text: str) -> tuple[int, bool]:
-    """How many, 0 for as many as there is room for, and whether on a Ray cluster."""
-    name, colon, count = text.partition(":")
-    if text.isdigit() and int(text) > 0:
-        return int(text), False
-    if name == "ray" and (not colon or (count.isdigit() and int(count) > 0)):
-        return int(count or 0), True
-    raise SpecError(f"--workers must be 1 or more, ray, or ray:N with N of 1 or more, got {text!r}")

@@ -23,6 +23,7 @@ class Monitor(Command):
     """
 
     verb = "monitor"
+    example = "reprieve monitor --rule judge --limit 100 --share 0.5"
 
     rule: str
     settings: MonitorSettings = field(default_factory=MonitorSettings)

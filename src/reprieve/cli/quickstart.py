@@ -22,7 +22,16 @@ from reprieve.cli.mine import MineAutoJudge
 from reprieve.cli.report import Report
 from reprieve.cli.stages import Pipeline
 from reprieve.cli.train_head import TrainJudge
-from reprieve.errors import ReprieveError, SpecError, require_choice, require_range, require_whole
+from reprieve.cli.trial import Trial, about_pair, try_answers
+from reprieve.errors import (
+    EngineError,
+    ReprieveError,
+    SpecError,
+    import_extra,
+    require_choice,
+    require_range,
+    require_whole,
+)
 from reprieve.files import read_json, replace_file
 from reprieve.heads.binding import digest
 from reprieve.mining.settings import AutoJudgeMining
@@ -30,17 +39,17 @@ from reprieve.settings import AUTO, NumDraftTokens, PairSettings, PromptSettings
 from reprieve.specs import quoted
 
 if TYPE_CHECKING:
-    from reprieve.bench.engine import Engine
     from reprieve.heads.certificates import Certificate
+    from reprieve.tasks import Task
     from reprieve.tasks.asking import AskedTask
 
-_NUM_TRIED = 4  # problems that speeds are measured on
 _COMPARED = 40  # problems of the last comparison
 _MOST = 10_000  # problems counted of a split
 _FREE = ("out", "look", "unread", "num_workers")  # settings that may change from run to run
 _THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.4)  # coarser than usual: each is measured in full
 _SHARED = 16  # answers that a server makes in the time of one: a guess, and a low one on a GPU
-_WALKED = 4  # of them, before one cannot be proved: for the estimate
+_UNTRAINED = "margin:delta=1"  # where no head could be trained
+_WALKED = 4  # thresholds, before one cannot be proved: for the estimate
 
 
 @dataclass(frozen=True)
@@ -67,11 +76,12 @@ class Quickstart(Command):
         num_workers: Processes side by side while mining and certifying. Default: the cores, at most 4; 1 on a GPU.
         seed: Same seed, same result.
         look: Look at the pair and the data, say what would be done, and stop.
-        unread: Go on although no answer of the trial could be read.
+        unread: Go on although no answer of the trial could be read, or none was right.
         out: Folder for everything; run again with it to go on.
     """
 
     verb = "quickstart"
+    example = "reprieve quickstart --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --data questions.jsonl --look"
 
     data: Path | None = None
     question: str = "question"
@@ -111,24 +121,36 @@ class Quickstart(Command):
             require_whole(name, getattr(self, name), 1)
 
     def run(self) -> int:
+        for module, extra in (("sklearn", "labels"), ("pyarrow", "labels"), ("scipy", "evidence")):
+            import_extra(module, extra)  # before hours of mining
         prompt, num_mined, num_certified, provable = self._look()
         if self.look:
             return 0
         self._require_same_start()
         self.keep_config(self.out)
         stages = Pipeline(self.out, "quickstart")
-        judge = f"judge:path={self.out / 'head'}"
-        stages.run("mine", self._mining(prompt, num_mined))
-        stages.run("train", TrainJudge(labels=self.out / "labels", pair=self.pair, out=self.out / "head"))
-        certificate = None
-        if provable:
-            status = stages.run("certify", self._certification(prompt, judge, num_certified), results=(0, 1))
-            certificate = self._certificate() if status == 0 else None
-        arm = judge if certificate is None else certificate.rule
-        stages.run("bench", self._comparison(prompt, arm, num_certified))
-        stages.run("report", self._report(certificate))
-        self._tell_how_to_serve(arm, certificate)
-        return 0
+        arm, certificate, failure = _UNTRAINED, None, ""
+        try:
+            stages.run("mine", self._mining(prompt, num_mined))
+            stages.run("train", TrainJudge(labels=self.out / "labels", pair=self.pair, out=self.out / "head"))
+            arm = f"judge:path={self.out / 'head'}"
+            if provable:
+                status = stages.run("certify", self._certification(prompt, arm, num_certified), results=(0, 1))
+                certificate = self._certificate() if status == 0 else None
+        except EngineError:
+            raise
+        except ReprieveError as error:
+            failure = f"{error}. The report and a strict policy follow; run again to go on from this stage"
+            screen.warn(failure)
+        arm = arm if certificate is None else certificate.rule
+        self._write_policy(arm, certificate)
+        # Another folder after a failure: when the failed stage is done, a run of other arms belongs in `bench`.
+        unfinished = "-untrained" if arm == _UNTRAINED else "-uncertified"
+        folder = self.out / f"bench{unfinished if failure else ''}"
+        stages.run("bench", self._comparison(prompt, arm, num_certified, folder))
+        stages.run("report", self._report(folder, certificate))
+        self._say_how_to_serve(certificate)
+        return 1 if failure else 0
 
     def _mining(self, prompt: PromptSettings, limit: int) -> MineAutoJudge:
         settings = AutoJudgeMining(
@@ -140,7 +162,7 @@ class Quickstart(Command):
             answering=self.answering,
             pair=self.pair,
         )
-        return MineAutoJudge(settings=settings, workers=str(self._workers()), out=self.out / "labels")
+        return MineAutoJudge(settings=settings, num_workers=self._workers(), out=self.out / "labels")
 
     def _run_settings(self, prompt: PromptSettings, split: str, limit: int) -> RunSettings:
         return RunSettings(task=self.task_spec, split=split, limit=limit, prompt=prompt, seed=self.seed)
@@ -162,18 +184,18 @@ class Quickstart(Command):
             out=self.out / "certificates",
         )
 
-    def _comparison(self, prompt: PromptSettings, arm: str, limit: int) -> Bench:
+    def _comparison(self, prompt: PromptSettings, arm: str, limit: int, folder: Path) -> Bench:
         return Bench(
             arm=(arm,),
             num_draft_tokens=(self._num_draft_tokens,),
             settings=self._run_settings(prompt, "test", min(_COMPARED, limit)),
             answering=self.answering,
             pair=self.pair,
-            out=self.out / "bench",
+            out=folder,
         )
 
-    def _report(self, certificate: Certificate | None) -> Report:
-        folders = (self.out / "bench", *([] if certificate is None else [self.out / "certificates"]))
+    def _report(self, bench: Path, certificate: Certificate | None) -> Report:
+        folders = (bench, *([] if certificate is None else [self.out / "certificates"]))
         title = f"{self.pair.target} on {self.data or self.task}"
         return Report(folders=folders, title=title, out=self.out / "report.html")
 
@@ -218,63 +240,104 @@ class Quickstart(Command):
         return "jsonl:" + ",".join(f"{name}={quoted(value)}" for name, value in given.items() if value)
 
     def _look(self) -> tuple[PromptSettings, int, int, bool]:
-        """Read data and pair, and say what is there and what will be done.
+        """Read data and pair, answer a few problems, and say what can be proved and what everything will cost.
 
         Returns:
-            how to ask, how many problems to mine and to certify on, and whether those can prove the promise.
+            the prompt settings, how many problems to mine and to certify on, and whether those can prove the promise.
         """
+        from reprieve.backends.making import make_engine
         from reprieve.tasks import load_task
         from reprieve.tasks.asking import ask
 
         plain = load_task(self.task_spec)
         if not plain.graded:
             raise SpecError(f"task {plain.name} has no right answers: nothing can be certified on it")
-        sizes = {split: len(plain.problems(split, _MOST)) for split in ("train", "validation", "test")}
-        told = (f"{size}{' or more' if size == _MOST else ''} {split}" for split, size in sizes.items())
-        screen.say(f"data: {self.data or self.task}: {', '.join(told)}")
-        from reprieve.certify.fixed_sequence import num_needed
-
-        num_mined = min(self.mine_limit, sizes["train"])
-        num_certified = min(self.certify_limit, sizes["validation"], sizes["test"])
-        if num_mined < 2 or num_certified < 2:
-            raise SpecError("quickstart needs two problems or more in each split: give it more data")
-        from reprieve.backends.making import make_engine
-
+        num_mined, num_certified = self._sizes(plain)
         screen.quiet_transformers()
         engine = make_engine(self.answering, self.pair, announce=screen.warn)
         try:
             prompt = self._prompt(engine.tokenizer)
             task = ask(plain, engine.tokenizer, prompt)
-            prompt = dataclasses.replace(prompt, max_new_tokens=self._room(task, num_mined, num_certified))
-            task = ask(plain, engine.tokenizer, prompt)
-            screen.say(f"pair: {_about(engine)}; prompts: {describe_format(prompt.format)}")
-            answer_length = self._estimate(engine, task, num_mined, num_certified)
+            self._fit(task, max(num_mined, num_certified))
+            prompt = dataclasses.replace(prompt, max_new_tokens=task.max_new_tokens)
+            screen.say(f"pair: {about_pair(engine)}; prompts: {describe_format(prompt.format)}")
+            trial = try_answers(engine, task, self.task_spec, self._num_draft_tokens, seed=self.seed)
         finally:
             engine.close()
-        del engine, task
+        del engine
         gc.collect()
-        assert prompt.max_new_tokens is not None
-        needed = num_needed(self._promise, answer_length=answer_length, budget=prompt.max_new_tokens)
-        if num_certified < needed:
-            screen.warn(
-                f"{num_certified} calibration problems cannot prove a loss below {100 * self.max_drop:g} points"
-                + ("" if self.max_growth is None else f" and growth below {100 * self.max_growth:g}%")
-                + f": {needed} or more are needed. No certificate will be tried; add data, raise --max-drop or "
-                "--max-growth, or lower --max-new-tokens to what answers need"
-            )
-        return prompt, num_mined, num_certified, num_certified >= needed
+        trial.tell(task.max_new_tokens)
+        provable = self._tell_provable(trial, num_certified, task.max_new_tokens)
+        self._tell_plan(trial, num_mined, num_certified, provable=provable)
+        if doubt := trial.doubt:
+            screen.warn(doubt)
+            if not (self.look or self.unread or screen.confirm("Go on all the same?")):
+                raise ReprieveError("stopped before any work: --unread goes on all the same")
+        return prompt, num_mined, num_certified, provable
 
-    def _room(self, task: AskedTask, *limits: int) -> int:
-        """The largest answer that the models have room for behind the longest prompt."""
+    def _sizes(self, task: Task) -> tuple[int, int]:
+        """Say how many problems there are; returns how many to mine and to certify on.
+
+        Raises:
+            SpecError: a split with fewer than two.
+        """
+        sizes = {split: len(task.problems(split, _MOST)) for split in ("train", "validation", "test")}
+        words = (f"{size}{' or more' if size == _MOST else ''} {split}" for split, size in sizes.items())
+        screen.say(f"data: {self.data or self.task}: {', '.join(words)}")
+        num_mined = min(self.mine_limit, sizes["train"])
+        num_certified = min(self.certify_limit, sizes["validation"], sizes["test"])
+        if num_mined < 2 or num_certified < 2:
+            raise SpecError("quickstart needs two problems or more in each split: give it more data")
+        return num_mined, num_certified
+
+    def _fit(self, task: AskedTask, limit: int) -> None:
+        """Shorten answers to what the models have room for behind the longest prompt of any stage."""
         from reprieve.models.identity import stored_positions
 
-        problems = [
-            problem for split in ("train", "validation", "test") for problem in task.problems(split, max(limits))
-        ]
-        room = stored_positions(self.pair) - max(len(problem.prompt_ids) for problem in problems)
-        if room < task.max_new_tokens:
-            screen.warn(f"--max-new-tokens is {room} instead of {task.max_new_tokens}: the models read no more")
-        return min(room, task.max_new_tokens)
+        splits = ("train", "validation", "test")
+        task.fit([item for split in splits for item in task.problems(split, limit)], stored_positions(self.pair))
+
+    def _tell_provable(self, trial: Trial, num_certified: int, budget: int) -> bool:
+        """Say how many problems the promise takes; returns whether there are as many."""
+        from reprieve.certify.fixed_sequence import num_needed
+
+        needed = num_needed(self._promise, answer_length=trial.num_tokens, budget=budget)
+        promise = f"a loss below {100 * self.max_drop:g} points" + (
+            "" if self.max_growth is None else f" and growth below {100 * self.max_growth:g}%"
+        )
+        if num_certified >= needed:
+            screen.say(
+                f"provable: {promise}, if the rule changes few answers: {needed} calibration problems or more are "
+                f"needed, there are {num_certified}"
+            )
+            return True
+        screen.warn(
+            f"{num_certified} calibration problems cannot prove {promise}: {needed} or more are needed. No certificate "
+            "will be tried, and the policy will be strict; add data, raise --certify-limit, --max-drop or "
+            "--max-growth, or lower --max-new-tokens to what answers need"
+        )
+        return False
+
+    def _tell_plan(self, trial: Trial, num_mined: int, num_certified: int, *, provable: bool) -> None:
+        """Say what will be done, and about how long each stage takes."""
+        shared = self._workers() * (1 if self.answering.local else _SHARED)
+        # A rollout from half of the answer for every second round; rollouts and a server's answers share forwards.
+        mining = num_mined * trial.seconds * (1 + trial.num_rounds / 2) / 3 / shared
+        certifying = num_certified * trial.seconds * (1 + _WALKED + 2) / shared
+        num_compared = min(_COMPARED, num_certified)
+        # Lossless, the rule and the draft alone, and the target alone, which needs a forward for each token.
+        comparing = num_compared * trial.seconds * (3 + trial.num_tokens / trial.num_rounds)
+        proof = (
+            f"certify a loss below {100 * self.max_drop:g} points on {num_certified} problems and confirm it on as "
+            f"many others (about {_minutes(certifying)})"
+            if provable
+            else "no certificate"
+        )
+        screen.say(
+            f"plan: mine {num_mined} problems (about {_minutes(mining)}), train a head, {proof}, compare on "
+            f"{num_compared} (about {_minutes(comparing)}), write the report and the policy. Everything goes to "
+            f"{self.out}; Ctrl-C keeps what is done"
+        )
 
     @property
     def _num_draft_tokens(self) -> NumDraftTokens:
@@ -288,54 +351,6 @@ class Quickstart(Command):
             thinking=self.thinking,
             max_new_tokens=self.max_new_tokens,
         )
-
-    def _estimate(self, engine: Engine, task: AskedTask, num_mined: int, num_certified: int) -> float:
-        """Answer a few problems, and say how fast, how well and how long all of it will take; the mean length."""
-        from reprieve.bench.arms import LOSSLESS, make_arm
-        from reprieve.bench.config import RunConfig
-        from reprieve.bench.engine import Job
-
-        arms = [make_arm(LOSSLESS, self._num_draft_tokens, target=self.pair.target)]
-        settings = RunSettings(task=self.task_spec, split="train", limit=_NUM_TRIED, seed=self.seed)
-        config = RunConfig.of(engine, arms, settings)
-        problems = task.problems("train", _NUM_TRIED)
-        jobs = [Job(arms[0].label, number, 0) for number in range(len(problems))]
-        answers = list(engine.answer(config, task, arms, problems, jobs))
-        if failed := next((answer.error for answer in answers if answer.error), None):
-            raise ReprieveError(f"the pair cannot answer: {failed}")
-        num_tokens = sum(answer.num_tokens for answer in answers) / len(answers)
-        seconds = sum(answer.seconds for answer in answers) / len(answers)
-        read = sum(answer.answer is not None for answer in answers)
-        solved = sum(answer.correct for answer in answers)
-        cut = sum(answer.finish_reason == "length" for answer in answers)
-        screen.say(
-            f"speed: {num_tokens / seconds:.0f} tokens a second with lossless speculation at K = "
-            f"{self._num_draft_tokens}; answers of {num_tokens:.0f} tokens; of {len(answers)} {read} could be read, "
-            f"{solved} were right"
-        )
-        if cut:
-            screen.warn(
-                f"ANSWERS CUT OFF: {cut} of {len(answers)} at {task.max_new_tokens} tokens: raise --max-new-tokens"
-            )
-        if not read:
-            shown = answers[0].text.strip()[-300:]
-            message = f"no answer could be read: check --grader and the prompt. The first response ends:\n{shown}"
-            if not (self.look or self.unread):
-                raise ReprieveError(f"{message}\n--unread goes on all the same")
-            screen.warn(message)
-        # A rollout from half of the answer for every second round; rollouts and a server's answers share forwards.
-        rounds = sum(answer.num_rounds for answer in answers) / len(answers)
-        mining = num_mined * seconds * (1 + rounds / 2) / 3 / self._workers()
-        certifying = num_certified * seconds * (1 + _WALKED + 2) / self._workers()
-        if not self.answering.local:
-            mining, certifying = mining / _SHARED, certifying / _SHARED
-        screen.say(
-            f"plan: mine {num_mined} problems (about {_minutes(mining)}), train a head, certify a loss below "
-            f"{100 * self.max_drop:g} points on {num_certified} problems and confirm it on as many others (about "
-            f"{_minutes(certifying)}), compare on {min(_COMPARED, num_certified)}, write the report. "
-            f"Everything goes to {self.out}"
-        )
-        return num_tokens
 
     def _workers(self) -> int:
         if self.num_workers is not None or not self.answering.local:
@@ -353,15 +368,23 @@ class Quickstart(Command):
     def _certificate_path(self) -> Path:
         return self.out / "certificates" / f"judge-net_drop-{self.max_drop:g}.json"
 
-    def _tell_how_to_serve(self, rule: str, certificate: Certificate | None) -> None:
+    @property
+    def _policy_path(self) -> Path:
+        return self.out / "policy.json"
+
+    def _write_policy(self, rule: str, certificate: Certificate | None) -> None:
         """Write the policy that servers take: at the certified threshold, or strict where nothing was certified."""
-        policy, head = self.out / "policy.json", self.out / "head"
+        head = self.out / "head"
         about = {"rule": rule.replace(f"path={head}", f"path={head.resolve()}")}
         if certificate is None:
             about["default"] = "strict"
         else:
             about |= {"certificate": str(self._certificate_path().resolve()), "default": "certified"}
-        replace_file(policy, json.dumps(about, indent=2) + "\n")
+        replace_file(self._policy_path, json.dumps(about, indent=2) + "\n")
+
+    def _say_how_to_serve(self, certificate: Certificate | None) -> None:
+        """Say where report and policy lie, what was promised, and the command that serves the policy."""
+        policy = self._policy_path
         screen.say(f"\nreport: {self.out / 'report.html'}   policy: {policy}")
         if certificate is None:
             screen.warn(
@@ -393,26 +416,6 @@ class Quickstart(Command):
         deployment = deployer.deployment(Slot(PAIR, made.num_draft_tokens, made.drafter))
         command = shlex.join(["vllm", "serve", deployment.model, *deployment.flags(settings, policy.resolve())])
         return f"VLLM_USE_V2_MODEL_RUNNER={int(settings.runner == 'v2')} {command}" if settings.runner else command
-
-
-def _about(engine: Engine) -> str:
-    """Both models in a few words, and the memory that they take where they are loaded here."""
-    from reprieve.backends.local import LocalEngine
-
-    identity = engine.facts.identity
-    if not isinstance(engine, LocalEngine):
-        facts = engine.facts
-        version = " ".join(filter(None, (facts.engine, facts.engine_version, facts.runner)))
-        return f"{identity.target} and {identity.draft}, {facts.dtype} on {version}"
-    pair = engine.pair
-    models = [model for model in (pair.target, pair.draft) if model is not None]
-    sizes = [sum(part.numel() for part in model.parameters()) for model in models]
-    memory = sum(part.numel() * part.element_size() for model in models for part in model.parameters())
-    words = [f"{size / 1e9:.2f} B" if size > 1e8 else f"{size / 1e6:.1f} M" for size in sizes]
-    return (
-        f"{identity.target} and {identity.draft} ({' and '.join(words)} parameters), {engine.facts.dtype} on "
-        f"{pair.device}, {memory / 2**30:.2f} GiB of weights, one tokenizer of {len(pair.tokenizer)} tokens"
-    )
 
 
 def _minutes(seconds: float) -> str:

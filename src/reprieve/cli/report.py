@@ -21,6 +21,7 @@ class Report(Command):
     """
 
     verb = "report"
+    example = "reprieve report runs/bench --out report.html"
 
     folders: tuple[Path, ...] = field(metadata={"positional": True})
     title: str = ""

@@ -13,6 +13,7 @@ class Rules(Command):
     """List the rules with their sources, parameters, defaults and dials."""
 
     verb = "rules"
+    example = "reprieve rules"
 
     def run(self) -> int:
         from reprieve.rules import RULES

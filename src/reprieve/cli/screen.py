@@ -1,4 +1,4 @@
-"""What verbs print and ask of the machine: consoles, progress, tables, loading."""
+"""Consoles, progress, questions on a terminal, and loading, as all verbs share them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reprieve.errors import ReprieveError, SpecError, require_whole
 from reprieve.settings import MAX_PROBLEMS, PairSettings, PromptSettings
@@ -17,15 +17,15 @@ from reprieve.settings import MAX_PROBLEMS, PairSettings, PromptSettings
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
-    from rich.table import Table
 
     from reprieve.backends.settings import EngineSettings
     from reprieve.bench.engine import Engine
     from reprieve.engine import Pair
-    from reprieve.tasks import Task
+    from reprieve.tasks import Task, TaskProblem
     from reprieve.tasks.asking import AskedTask
 
 
+MOST_CUT_OFF = 0.05  # of the answers; more is said loudly
 _REPORT_SECONDS = 60  # between lines of progress where there is no terminal
 
 
@@ -94,6 +94,13 @@ def warn(text: str) -> None:
     console(stderr=True).print(text, soft_wrap=True, markup=False)
 
 
+def confirm(question: str) -> bool:
+    """Ask on a terminal; False where there is none, and where the reply is not yes."""
+    if not sys.stdin.isatty():
+        return False
+    return console(stderr=True).input(f"{question} \\[y/N] ").strip().lower() in ("y", "yes")
+
+
 def progress_bar(what: str) -> Progress:
     """A bar with an estimate of the time left, on stderr; drawn only on a terminal."""
     from rich.progress import (
@@ -148,6 +155,22 @@ def load_pair_and_task(
     return loaded, ask(plain, loaded.tokenizer, prompt)
 
 
+def problems_for(pair: Pair, task: AskedTask, split: str, limit: int, offset: int) -> list[TaskProblem]:
+    """Return some problems of a task, whose answers are shortened to what the pair has room for.
+
+    Raises:
+        SpecError: there are none.
+    """
+    from reprieve.bench.runner import no_problems
+
+    problems = task.problems(split, limit, offset=offset)
+    if not problems:
+        raise SpecError(no_problems(task, split, offset))
+    if pair.num_positions is not None:
+        task.fit(problems, pair.num_positions)
+    return problems
+
+
 @contextlib.contextmanager
 def engine_and_task(
     engine: EngineSettings, pair: PairSettings, task: str, prompt: PromptSettings, *, num_workers: int = 1
@@ -187,115 +210,3 @@ def quiet_transformers() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-
-
-def results_table(document: dict[str, Any], *, width: int) -> Table:
-    """The arms of a results document, one row each; narrow terminals get fewer columns."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        title=f"{document['task']}, {document['split']} split, n = {document['num_problems']}; "
-        f"K = {document['num_draft_tokens']}; brackets are 95% intervals",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
-    cells = [_row(arm) for arm in document["arms"]]
-    essential = ("arm", "solved, %", "cut off", "tokens/round", "speedup vs target")
-    names = [name for name in cells[0] if width >= _WIDE or name in essential]
-    for name in names:
-        table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=name != "arm", overflow="fold")
-    for row in cells:
-        table.add_row(*(row[name] for name in names))
-    return table
-
-
-_WIDE = 150
-MOST_UNREAD = 0.03  # of the answers
-MOST_CUT_OFF = 0.05  # of the answers; more is said loudly
-
-
-def show_results(document: dict[str, Any]) -> None:
-    """Print the table of a results document, as wide as there is room."""
-    width = table_width(console())
-    console(width=width).print(results_table(document, width=width))
-    answers = document["num_problems"] * document.get("num_trials", 1)
-    if cut := _shares_above(document["arms"], "num_truncated", answers, MOST_CUT_OFF):
-        warn(f"ANSWERS CUT OFF: {cut}. What was cut off counts as wrong: raise --max-new-tokens")
-    if document["graded"] and (unread := _shares_above(document["arms"], "num_unread", answers, MOST_UNREAD)):
-        warn(f"ANSWERS NOT READ: {unread}. They count as wrong: check the grader and the prompt")
-
-
-def _shares_above(arms: list[dict[str, Any]], count: str, num_answers: int, most: float) -> str:
-    """Name the arms in which a count is more than this share of the answers, with their shares."""
-    shares = {arm["spec"]: arm[count] / num_answers for arm in arms if num_answers}
-    return ", ".join(f"{share:.0%} of {name}" for name, share in shares.items() if share > most)
-
-
-def show_throughput(document: dict[str, Any]) -> None:
-    """Print speeds under load, where they were measured."""
-    if not (rows := document.get("throughput")):
-        return
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title="under load; medians over turns", title_justify="left", box=box.SIMPLE_HEAD)
-    names = ("arm", "at once", "tokens/s", "over lossless", "tokens/step", "first token, ms", "per token, ms")
-    for name in names:
-        table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=name != "arm")
-    for row in rows:
-        ratio = "-" if row["vs_lossless"] is None else f"{row['vs_lossless']:.2f}x"
-        table.add_row(
-            row["arm"],
-            str(row["concurrency"]),
-            f"{row['tokens_per_second']:.0f}",
-            f"{ratio} {_interval(row['vs_lossless_ci95'], 1, 2)}",
-            f"{row['tokens_per_step']:.2f}",
-            *(f"{1000 * row[name][0]:.0f} (p95 {1000 * row[name][1]:.0f})" for name in ("first_s", "per_token_s")),
-        )
-    console(width=table_width(console())).print(table)
-
-
-def table_width(terminal: Console) -> int:
-    """A terminal's own width; wide enough for every column in a file or a pipe."""
-    return terminal.width if terminal.is_terminal else 200
-
-
-def _row(arm: dict[str, Any]) -> dict[str, str]:
-    return {
-        "arm": arm["spec"],
-        **_quality(arm),
-        "tokens/round": _number(arm["tokens_per_round"], ".2f"),
-        "accepted": _number(arm["acceptance_rate"], ".0%"),
-        "rescued": str(arm["num_rescued"]),
-        "speedup vs target": _speedup(arm, "speedup_vs_target"),
-        "vs lossless ": _speedup(arm, "speedup_vs_lossless"),
-        "tokens/answer": _number(arm["tokens_per_answer"], ".0f"),
-        "answers/s vs lossless": _speedup(arm, "answers_vs_lossless"),
-        "cut off": str(arm["num_truncated"]),
-        "unread": "-" if arm["accuracy"] is None else str(arm["num_unread"]),
-    }
-
-
-def _speedup(arm: dict[str, Any], name: str) -> str:
-    return "-" if arm[name] is None else f"{arm[name]:.2f}x {_interval(arm[f'{name}_ci95'], 1, 2)}"
-
-
-def _quality(arm: dict[str, Any]) -> dict[str, str]:
-    if arm["accuracy"] is None:
-        return {"solved, %": "-", "vs lossless": "-"}
-    difference = arm["accuracy_vs_lossless"]
-    return {
-        "solved, %": f"{100 * arm['accuracy']:.1f} {_interval(arm['accuracy_ci95'], 100, 1)}",
-        "vs lossless": f"{100 * difference[0]:+.1f} {_interval(difference[1:], 100, 1)}",
-    }
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def _interval(bounds: list[float] | None, scale: float, digits: int) -> str:
-    if bounds is None:
-        return ""
-    return f"[{scale * bounds[0]:.{digits}f}, {scale * bounds[1]:.{digits}f}]"

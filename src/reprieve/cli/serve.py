@@ -25,6 +25,7 @@ class Serve(Command):
     """
 
     verb = "serve"
+    example = "reprieve serve --rule judge --rule margin:delta=2 --port 8000"
 
     rule: tuple[str, ...] = ()
     settings: PlaygroundSettings = field(default_factory=PlaygroundSettings)

@@ -27,6 +27,7 @@ class TrainArbiter(Command):
     """
 
     verb = "train arbiter"
+    example = "reprieve train arbiter --preset small --labels runs/traces --out runs/arbiter-sft"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {},
         "small": {"learning_rate": 1e-3, "decisions_per_update": 128, "num_epochs": 4},
@@ -64,7 +65,7 @@ class TrainArbiter(Command):
 
 
 def report_arbiter(made: Arbiter, folder: Path) -> None:
-    """What the arbiter reached, and how to use it."""
+    """Print the scores that the arbiter reached, and the command that uses it."""
     reached = made.training["validation"]
     scores = ", ".join(f"{name} {value:.3f}" for name, value in reached.items())
     screen.say(

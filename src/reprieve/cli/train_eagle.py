@@ -25,6 +25,7 @@ class TrainEagle(Command):
     """
 
     verb = "train eagle"
+    example = "reprieve train eagle --limit 4000 --out runs/eagle3"
 
     task: str = BUNDLED_TASK
     split: str | None = None
@@ -48,9 +49,9 @@ class TrainEagle(Command):
         claim_head(self.out / "head", "eagle3")
         self.keep_config(self.out)
         split = screen.split_of(task, self.split, "train")
+        problems = screen.problems_for(pair, task, split, self.limit, self.offset)
         params = SamplingParams(max_new_tokens=task.max_new_tokens, temperature=1.0, seed=self.settings.seed)
         path = own_text_path(self.out, pair, f"{self.task} {split} {self.offset}", params, mixed=True)
-        problems = task.problems(split, self.limit, offset=self.offset)
         with screen.progress_bar("answers") as bar:
             texts = write_own_texts(path, pair, problems, params=params, mixed=True, progress=screen.reporter(bar))
         with screen.progress_bar("updates") as bar:

@@ -42,7 +42,7 @@ class TrainHead(Command):
 
     @abstractmethod
     def trainer(self) -> Callable[..., Head]:
-        """What fits its kind of head: `train_judge` and its like."""
+        """Return the function that fits its kind of head, such as `train_judge`."""
 
     def run(self) -> int:
         import_extra("sklearn", "labels")
@@ -118,6 +118,7 @@ class TrainJudge(TrainHead):
     """Fit AutoJudge's linear head."""
 
     verb = "train judge"
+    example = "reprieve train judge --labels runs/labels --out heads/judge"
 
     settings: JudgeTraining = field(default_factory=JudgeTraining)
 
@@ -132,6 +133,7 @@ class TrainPivot(TrainHead):
     """Fit PAD's two-branch MLP."""
 
     verb = "train pivot"
+    example = "reprieve train pivot --labels runs/pivots --out heads/pivot"
 
     settings: PivotTraining = field(default_factory=PivotTraining)
     labels: Path = Path("runs/pivots")
@@ -148,6 +150,7 @@ class TrainStateArbiter(TrainHead):
     """Fit two linear heads to labels of which side of a mismatch ends better."""
 
     verb = "train state-arbiter"
+    example = "reprieve train state-arbiter --labels runs/traces --out heads/state-arbiter"
 
     settings: StateArbiterTraining = field(default_factory=StateArbiterTraining)
     labels: Path = Path("runs/traces")

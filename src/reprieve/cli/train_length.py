@@ -29,6 +29,7 @@ class TrainLength(Command):
     """
 
     verb = "train length"
+    example = "reprieve train length --rule margin:delta=2 --limit 200 --out heads/length"
 
     rule: str = "lossless"
     task: str = BUNDLED_TASK
@@ -56,7 +57,7 @@ class TrainLength(Command):
         claim_head(self.out, "length")
         self.keep_config(self.out)
         split = screen.split_of(task, self.split, "train")
-        problems = task.problems(split, self.limit, offset=self.offset)
+        problems = screen.problems_for(pair, task, split, self.limit, self.offset)
         with screen.progress_bar("answers") as bar:
             head = train_length(
                 pair,

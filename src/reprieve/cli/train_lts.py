@@ -29,6 +29,7 @@ class TrainLts(Command):
     """
 
     verb = "train lts"
+    example = "reprieve train lts --limit 200 --out heads/lts"
 
     task: str = BUNDLED_TASK
     split: str | None = None
@@ -50,8 +51,8 @@ class TrainLts(Command):
         pair, task = screen.load_pair_and_task(self.pair, self.task, self.prompt)
         claim_head(self.out, "lts")
         split = screen.split_of(task, self.split, "validation")
+        problems = screen.problems_for(pair, task, split, self.limit, self.offset)
         params = SamplingParams(**vars(self.sampling), max_new_tokens=task.max_new_tokens, seed=recipe.seed)
-        problems = task.problems(split, self.limit, offset=self.offset)
         path = own_text_path(self.out, pair, f"{self.task} {split} {self.offset}", params, mixed=False)
         with screen.progress_bar("answers") as bar:
             texts = write_own_texts(path, pair, problems, params=params, progress=screen.reporter(bar))

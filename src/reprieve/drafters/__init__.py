@@ -1,4 +1,4 @@
-"""Drafters: whatever proposes tokens for the target to verify."""
+"""Drafters: propose tokens for the target to verify."""
 
 from reprieve.drafters.base import DRAFTERS, Drafter, DrafterSettings, register_drafter
 from reprieve.drafters.draft_model import DraftModelDrafter

@@ -1,4 +1,4 @@
-"""What proposes tokens. The engine knows drafters only through this protocol."""
+"""Drafter interface. The engine knows drafters only through this protocol."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from reprieve.types import Block, Outcome, Prefill, Verification
 
 
 class Drafter(Protocol):
-    """Proposes a block after the committed tokens, and learns what became of it.
+    """Proposes a block after the committed tokens and learns the outcome.
 
-    `start` comes first; then `propose` and `commit` in turns. The engine calls `commit` for every round, with the
-    tokens it committed, the last of which no model has read yet.
+    The engine calls `start` first, then alternates `propose` and `commit`. It calls `commit` for every round, with the
+    committed tokens; no model has read the last one yet.
     """
 
     name: str
-    drafts_trees: bool  # whether its blocks may branch
-    provides: frozenset[Need]  # which of `Need.DRAFT_PROBS` and `Need.DRAFT_HIDDEN` its blocks carry
+    drafts_trees: bool  # True if its blocks may branch
+    provides: frozenset[Need]  # the subset of `Need.DRAFT_PROBS` and `Need.DRAFT_HIDDEN` that its blocks carry
 
     @property
     def target_layers(self) -> tuple[int, ...]:
@@ -32,49 +32,49 @@ class Drafter(Protocol):
         ...
 
     def start(self, prompt_ids: Sequence[int], sampler: Sampler, prefill: Prefill) -> None:
-        """Get ready for a prompt, all but whose last token the target has read; forget the last one."""
+        """Reset and start a prompt; the target has read all of it except the last token."""
         ...
 
     def propose(self, max_depth: int, length: RoundLength) -> Block:
-        """A block at most `max_depth` tokens deep (0 or more); it may be empty.
+        """Return a block of depth at most `max_depth` (0 or more); it may be empty.
 
         Args:
-            length: drafters that go token by token ask it after each whether to go on.
+            length: token-by-token drafters call its `goes_on` after each token.
         """
         ...
 
     def commit(self, block: Block, outcome: Outcome, verification: Verification) -> None:
-        """Keep the accepted path, drop the rest, take the fallback or bonus token."""
+        """Keep the accepted path, drop the rest, and add the fallback or bonus token."""
         ...
 
 
 class DrafterSettings(ABC):
-    """A drafter as a specification names it, such as `ngram:max_ngram=3`: a frozen dataclass; no model is loaded."""
+    """Parameters of a drafter specification such as `ngram:max_ngram=3`: a frozen dataclass that loads no model."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def build(self, pair: ModelPair, rule: Rule, length: DraftLength) -> Drafter:
-        """A drafter of its own for one decoder.
+        """Return a drafter for one decoder.
 
         Args:
-            rule, length: whose needs of the draft's states it is to meet.
+            rule, length: their needs for the draft's states must be met.
 
         Raises:
-            PairError: the pair lacks what it takes.
+            PairError: the pair lacks a required model.
         """
 
     @property
     def drafts_trees(self) -> bool:
-        """Whether its blocks may branch."""
+        """True if its blocks may branch."""
         return False
 
     def cost(self, pair: ModelPair) -> float:
-        """What a drafted token, or a level, takes in target forwards: a rough guess, from sizes alone."""
+        """Return a rough cost of a drafted token, or of a tree level, in target forwards, from model sizes."""
         return 0.0
 
     def fingerprints(self, pair: ModelPair) -> dict[str, str]:
-        """What identifies the weights it brings with it, by name; nothing for those of the pair itself."""
+        """Return fingerprints of the drafter's own weights, by name; empty if it only uses the pair's."""
         return {}
 
 

@@ -24,7 +24,7 @@ LAST = -1  # layer, after the final norm
 @register_drafter
 @dataclass(frozen=True)
 class DraftModelSettings(DrafterSettings):
-    """The pair's own draft."""
+    """Draft model of the pair."""
 
     name = "draft"
 
@@ -35,7 +35,7 @@ class DraftModelSettings(DrafterSettings):
         return DraftModelDrafter(draft, pair.device, hidden_layers=layers, keep_logits=wanted)
 
     def cost(self, pair: ModelPair) -> float:
-        """A step waits for weights or, in small models, for layers to be launched."""
+        """Return the larger of the ratios of layers (launch-bound) and of weights (memory-bound)."""
         if pair.draft is None:
             return 0.0
         draft, target = pair.draft, pair.target
@@ -49,9 +49,9 @@ class DraftModelDrafter:
 
     Args:
         model: the draft, with its own cache.
-        device: where the target wants the block.
-        hidden_layers: whose states its blocks carry; None for all that the model returns.
-        keep_logits: whether blocks carry the draft's logits also where nothing was drawn from them.
+        device: device of the returned blocks.
+        hidden_layers: layers whose states the blocks carry; None for all that the model returns.
+        keep_logits: keep the draft's logits in blocks even if no token was sampled from them.
     """
 
     name = "draft"
@@ -71,7 +71,7 @@ class DraftModelDrafter:
         self.keep_logits = keep_logits
         self.hidden_layers = model.hidden_layers if hidden_layers is None else hidden_layers
         self.provides = frozenset({Need.DRAFT_PROBS, Need.DRAFT_HIDDEN} if self.hidden_layers else {Need.DRAFT_PROBS})
-        self._unread: list[int] = []  # committed, not yet in the draft's cache
+        self._unread: list[int] = []  # committed tokens that are not yet in the draft's cache
         self._base = 0
 
     def start(self, prompt_ids: Sequence[int], sampler: Sampler, prefill: Prefill) -> None:
@@ -83,10 +83,10 @@ class DraftModelDrafter:
         self._unread = list(prompt_ids)
 
     def propose(self, max_depth: int, length: RoundLength) -> Block:
-        """A chain; every token is fed on as it comes, so that the host waits for none that `length` does not look at.
+        """Draft a chain. Tokens stay on the device, so the host only waits for those that `length` reads.
 
-        A token that was drawn stays in the chain, whatever was decided after it: the check then commits the target's
-        distribution wherever the chain ends.
+        A sampled token stays in the chain, whatever is decided after it. The check then keeps the target's distribution
+        at every chain length.
         """
         if max_depth < 1:
             return Block.empty(self.device)
@@ -107,7 +107,7 @@ class DraftModelDrafter:
             if len(token_ids) < max_depth and not length.goes_on(state, logits, feed):
                 break
         self._unread = []
-        if self.hidden_layers:  # the last drafted token is encoded only where its hidden state is wanted
+        if self.hidden_layers:  # the last drafted token is encoded only if its hidden state is needed
             hidden_rows.append(self.model.forward(feed)[1])
         return Block.chain(
             torch.cat(token_ids).to(self.device),

@@ -1,4 +1,4 @@
-"""Drafting with an EAGLE-3 head: dynamic trees (EAGLE-2, arXiv 2406.16858) from the target's own hidden states."""
+"""EAGLE-3 drafting: dynamic trees (EAGLE-2, arXiv 2406.16858) from the target's hidden states."""
 
 from __future__ import annotations
 
@@ -31,16 +31,15 @@ _CUTS = tuple(dict.fromkeys(name for names in PARAMETERS.values() for name in na
 @register_drafter
 @dataclass(frozen=True)
 class EagleSettings(DrafterSettings):
-    """An EAGLE-3 head and the trees it draws.
+    """EAGLE-3 head and the shape of its trees.
 
     Args:
         path: folder or hub id of the head, in the speculators format; None for a bundled target's own.
         depth: tokens on a tree's longest path, 1 to 512, as the next two.
-        top_k: nodes a level that are drafted on from, and children of each; 1 drafts a chain.
+        top_k: nodes expanded at each level, and children of each; 1 drafts a chain.
         total_tokens: nodes kept in the end, those of the largest joint probability.
-        prune: how trees are cut before the target sees them (`Pruning.strategy`); None for not at all. What follows
-            belongs to it, and None stands for its default: `epsilon`, `budget`, `entropy_weight`, `leaf`, `keep`,
-            `alpha`.
+        prune: pruning of trees before verification (`Pruning.strategy`); None for no pruning. Its parameters are
+            `epsilon`, `budget`, `entropy_weight`, `leaf`, `keep` and `alpha`; None uses their defaults.
     """
 
     name = "eagle3"
@@ -67,7 +66,7 @@ class EagleSettings(DrafterSettings):
 
     @property
     def pruning(self) -> Pruning | None:
-        """What to cut.
+        """Return the pruning of these settings.
 
         Raises:
             SpecError: an unknown strategy, or a parameter that does not belong to it.
@@ -83,10 +82,10 @@ class EagleSettings(DrafterSettings):
         return Pruning(self.prune, **cuts)
 
     def source(self, target: str) -> str:
-        """Where the head for a target lies.
+        """Return the path of the head for a target.
 
         Raises:
-            SpecError: none is named, and the target has none of its own.
+            SpecError: no path, and the target has no bundled head.
         """
         bundle = bundle_of(target)
         source = self.path or ({} if bundle is None else bundle.head_names).get(self.name)
@@ -112,16 +111,16 @@ class EagleSettings(DrafterSettings):
 
 @dataclass
 class _Tree:
-    """All candidates so far, on the device: a tensor a level, joined at the end.
+    """Candidates so far, on the device: one tensor per level, joined at the end.
 
-    `rows` says which row of `logits` proposed each candidate; `parents` are places among all candidates, or ROOT.
+    `rows` holds the row of `logits` that proposed each candidate; `parents` are indices of candidates, or ROOT.
     """
 
     token_ids: list[Tensor]
     parents: list[Tensor]
-    log_probs: list[Tensor]  # of the whole path
+    log_probs: list[Tensor]  # of the path from the root
     rows: list[Tensor]
-    logits: list[Tensor]  # [n, draft_vocab_size], of the nodes drafted from
+    logits: list[Tensor]  # [n, draft_vocab_size], of the expanded nodes
 
     @property
     def num_nodes(self) -> int:
@@ -131,14 +130,14 @@ class _Tree:
 class EagleDrafter:
     """Proposes a tree, or a chain, from the states of the token before the last committed one.
 
-    The children of a node are the head's most likely tokens, not draws: the block is deterministic, and the lossless
-    check accepts a child with the target's own probability.
+    The children of a node are the head's most likely tokens, not draws. The block is therefore deterministic, and the
+    lossless check accepts a child with the target's own probability.
 
     Args:
-        head: on the target's device; shared among drafters.
+        head: on the target's device; drafters may share it.
         vocab_size: columns of the target's logits.
-        settings: size of the tree, and how it is cut; its `path` is not looked at.
-        keep_logits: whether blocks carry the logits that proposed their nodes, over the whole vocabulary.
+        settings: size and pruning of the tree; its `path` is ignored.
+        keep_logits: keep the logits that proposed the nodes in the blocks, over the whole vocabulary.
     """
 
     name = "eagle3"
@@ -157,7 +156,7 @@ class EagleDrafter:
         self.drafts_trees = self.shape.drafts_trees
         self._target_ids = head.target_ids
         self._cache = RollbackCache()
-        self._length = 0  # cached tokens, drafted ones left out
+        self._length = 0  # cached tokens, without drafted ones
         self._unread: list[int] = []  # committed tokens the head has not read
         self._states: list[Tensor] = []  # the fused states before them
 
@@ -177,7 +176,7 @@ class EagleDrafter:
         tree = _Tree([], [], [], [], [])
         root = torch.full((1,), ROOT, device=self.device)
         self._expand(tree, root, torch.zeros(1, device=self.device), logits[None])
-        ancestors = torch.empty(1, 0, dtype=torch.bool, device=self.device)  # of the last frontier, drafted-from nodes
+        ancestors = torch.empty(1, 0, dtype=torch.bool, device=self.device)  # of the last frontier: expanded nodes
         parent_states = states[None]
         for level in range(1, depth):
             frontier, parent = self._frontier(tree, len(parent_states))
@@ -206,7 +205,7 @@ class EagleDrafter:
         self._root_entropy = self._entropy(verification.logits[rows[-1:]][0])
 
     def _read_committed(self) -> tuple[Tensor, Tensor]:
-        """The head's logits and state after the committed tokens, which it reads with the target's states."""
+        """Read the committed tokens with the target's states; return the head's logits and state after them."""
         num, before = len(self._unread), self._length
         mask = None
         if num > 1:
@@ -236,16 +235,16 @@ class EagleDrafter:
         tree.rows.append(rows.repeat_interleave(size))
 
     def _frontier(self, tree: _Tree, num_parents: int) -> tuple[Tensor, Tensor]:
-        """The last level's nodes to draft on from, in drafting order, and which of its parents each belongs to."""
+        """Return the last level's nodes to expand, in drafting order, and the parent index of each."""
         log_probs = tree.log_probs[-1]
         best = log_probs.sort(descending=True, stable=True).indices[: self.shape.top_k]
         frontier = best.sort().values
         return frontier, frontier // (len(log_probs) // num_parents)
 
     def _block(self, tree: _Tree, weighed: TreeLength | None) -> Block:
-        """The candidates of largest joint probability, weighed and pruned, with the logits that proposed each."""
+        """Return the candidates of largest joint probability, pruned, with the logits that proposed each."""
         log_probs, all_parents = torch.cat(tree.log_probs), torch.cat(tree.parents)
-        # A child is never likelier than its parent, and comes later: a stable sort keeps parents with their children.
+        # A child is never more likely than its parent and comes later, so a stable sort keeps parents.
         order = log_probs.sort(descending=True, stable=True).indices
         chosen = order[: self.shape.total_tokens].sort().values
         places = torch.full_like(all_parents, ROOT)
@@ -280,7 +279,7 @@ class EagleDrafter:
         )
 
     def _tree_mask(self, ancestors: Tensor) -> Tensor:
-        """Each of the last nodes sees the committed text, and of the nodes drafted from its ancestors and itself."""
+        """Mask for the last nodes: each sees the committed text, its drafted ancestors and itself."""
         text = torch.ones(len(ancestors), self._length, dtype=torch.bool, device=self.device)
         return self._additive(torch.cat([text, ancestors], dim=1))
 
@@ -290,7 +289,7 @@ class EagleDrafter:
         return mask.masked_fill(~visible, torch.finfo(dtype).min)[None, None]
 
     def _entropy(self, logits: Tensor | None) -> Tensor:
-        """Normalised entropy of the target's distribution [V] that chose the root: [] (ARC-Decode, Eq. 2)."""
+        """Return the normalised entropy of the target's distribution [V] at the root: [] (ARC-Decode, Eq. 2)."""
         if self.pruning is None or logits is None:
             return torch.ones((), device=self.device)
         probs = self.sampler.target_scores(logits[None])[0].softmax(-1)
@@ -298,6 +297,6 @@ class EagleDrafter:
 
 
 def _renumbered(parents: Sequence[int], kept: Sequence[int]) -> list[int]:
-    """Parents of the kept nodes, as places among the kept ones."""
+    """Return the parents of the kept nodes, as indices of kept nodes."""
     place = {node: index for index, node in enumerate(kept)}
     return [ROOT if parents[node] == ROOT else place[parents[node]] for node in kept]

@@ -1,12 +1,13 @@
-"""How many tokens a round drafts: as many as were asked for, as recent acceptance suggests, or as a head says.
+"""Draft length policies: fixed, from recent acceptance, or predicted by a head.
 
-What decides looks at the answer in hand only, and at no clock: the same request gives the same answer. A token once
-drawn stays in the block, so that a decision which looked at it cannot bias what a lossless check commits.
+Policies read only the current answer and no clock, so the same request gives the same answer. A sampled token stays in
+the block: a decision that depends on it cannot bias the output of a lossless check.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -16,41 +17,45 @@ from torch import Tensor
 from reprieve.heads.length import LengthHead
 from reprieve.settings import require_draft_tokens
 
-_MEMORY = 0.8  # weight of the rounds before
-_VERIFIED = 0.03  # what a further token costs a verification, in target forwards
-_MOST = 16
+_MEMORY = 0.8  # weight of earlier rounds
+_VERIFIED = 0.03  # cost of verifying one more token, in target forwards
+_MOST, _MOST_EXACT = 16, 32
+_PRIOR_RATE = 0.9  # of a block's first place, before anything is known
+_PLACE_WEIGHT = 8.0  # judged tokens that the rate of the place before counts for
+_ANSWERS_WEIGHT = 16.0  # judged tokens that the rate over earlier answers counts for
+_BLOCK_MEMORY = 0.97
 
 
 class RoundLength(Protocol):
-    """Decides for the rounds of one answer."""
+    """Draft length decisions for the rounds of one answer."""
 
-    reads_states: bool  # whether `goes_on` wants the draft's last hidden states
-    trees: TreeLength | None  # decides about trees; None where they keep their shape
+    reads_states: bool  # True if `goes_on` reads the draft's last hidden states
+    trees: TreeLength | None  # tree policy; None keeps the tree's shape
 
     def begin(self) -> int:
-        """A round begins: the deepest block it may draft."""
+        """Start a round with the given maximum depth."""
         ...
 
     def goes_on(self, hidden: Tensor | None, logits: Tensor, token_id: Tensor) -> bool:
-        """Whether to draft another token after this one.
+        """Return True if another token should be drafted after this one.
 
         Args:
-            hidden: the draft's state that predicted it, [1, D]; None where `reads_states` is false.
-            logits: the draft's, that it was taken from, [1, V].
+            hidden: the draft's state that predicted it, [1, D]; None if `reads_states` is false.
+            logits: the draft's logits that it came from, [1, V].
             token_id: [1].
         """
         ...
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
-        """What became of a round's block, which may have been empty."""
+        """Record the outcome of a round's block, which may be empty."""
         ...
 
 
 class TreeLength:
-    """Which levels and nodes of a tree pay, by the drafter's own probabilities and by how far they are borne out.
+    """Selects the levels and nodes of a tree, from the drafter's probabilities and their recent accuracy.
 
-    A level pays where the chance that it is reached, and a node where the chance that it is accepted, is worth more
-    than its time earns elsewhere: the tokens committed so far over the time they took, in target forwards.
+    A level is drafted if its probability of being reached is at least its cost in target forwards times the committed
+    tokens per target forward so far. A node is verified if its probability of acceptance meets the same test.
 
     Args:
         cost: of drafting a level, in target forwards.
@@ -58,26 +63,26 @@ class TreeLength:
 
     def __init__(self, cost: float) -> None:
         self.cost = cost
-        self._tokens, self._time = 3.0, 2.0  # as if one round had been seen, neither good nor bad
+        self._tokens, self._time = 3.0, 2.0  # prior of one average round
         self._expected, self._accepted = 2.0, 2.0
         self._levels, self._hoped = 1, 0.0
 
     def level_pays(self, reached: float) -> bool:
-        """Whether to draft a level that is reached with this probability."""
+        """Return True if a level with this probability of being reached is worth drafting."""
         pays = self._borne_out * reached >= self._rate * self.cost
         self._levels += pays
         return pays
 
     def least(self) -> float:
-        """The probability of its whole path below which a node is not worth its verification."""
+        """Smallest path probability of a node that is worth verifying."""
         return min(0.5, self._rate * _VERIFIED / self._borne_out)
 
     def expect(self, num_accepted: float) -> None:
-        """How many tokens of the tree would be accepted if the drafter were right about its chances."""
+        """Record the number of accepted tokens that the drafter's probabilities predict for the tree."""
         self._hoped = num_accepted
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
-        """See `RoundLength`; the next tree begins with one level."""
+        """Update the speed and acceptance estimates, and reset the levels of the tree."""
         if num_drafted:
             self._tokens = _MEMORY * self._tokens + num_accepted + 1
             self._time = _MEMORY * self._time + 1 + self.cost * self._levels + _VERIFIED * num_drafted
@@ -96,22 +101,22 @@ class TreeLength:
 
 @runtime_checkable
 class DraftLength(Protocol):
-    """Makes a `RoundLength` for every answer."""
+    """Factory of a `RoundLength` for every answer."""
 
     reads_states: bool
 
     @property
     def most(self) -> int:
-        """No round drafts deeper."""
+        """Largest depth of any round."""
         ...
 
     def start(self, dial: float | None, temperature: float) -> RoundLength:
-        """For an answer with this value of the rule's dial, at this temperature of the target."""
+        """Return the policy for an answer with this dial value and target temperature."""
         ...
 
 
 class FixedLength:
-    """K tokens, always.
+    """Constant length K.
 
     Raises:
         SpecError: K is out of range.
@@ -136,57 +141,141 @@ class FixedLength:
     def learn(self, num_drafted: int, num_accepted: int) -> None: ...
 
 
-@dataclass(frozen=True)
-class AcceptanceLength:
-    """The K that pays best if tokens go on being accepted as often as lately.
+class AcceptanceRates:
+    """Acceptance rate of each place of a block, given that all places before it were accepted.
 
-    Expected tokens of a round and its walltime are those of Leviathan et al. (2023, Eq. 1 and Theorem 3.8).
+    Tokens are not accepted independently of each other: a block is mostly accepted whole or rejected early. So every
+    place has a rate of its own. Where little was seen, the rate of the place before it counts.
+
+    Args:
+        num_places: of the longest block.
+        memory: weight of what was seen before each new block, (0, 1].
+    """
+
+    def __init__(self, num_places: int, memory: float = 1.0) -> None:
+        self._accepted = [0.0] * num_places
+        self._judged = [0.0] * num_places
+        self._memory = memory
+
+    def learn(self, num_drafted: int, num_accepted: int) -> None:
+        """See `RoundLength`."""
+        if not num_drafted:
+            return
+        for place in range(len(self._judged)):
+            judged = place < min(num_drafted, num_accepted + 1)
+            self._judged[place] = self._memory * self._judged[place] + judged
+            self._accepted[place] = self._memory * self._accepted[place] + (place < num_accepted)
+
+    def rates(self, prior: Sequence[float] | None = None) -> list[float]:
+        """Return the rate of each place.
+
+        Args:
+            prior: rates of other answers; None if there are none.
+        """
+        rates, before = [], _PRIOR_RATE
+        for place, (accepted, judged) in enumerate(zip(self._accepted, self._judged, strict=True)):
+            expected, weight = (before, _PLACE_WEIGHT) if prior is None else (prior[place], _ANSWERS_WEIGHT)
+            before = (accepted + weight * expected) / (judged + weight)
+            rates.append(before)
+        return rates
+
+
+def best_length(rates: Sequence[float], cost: float) -> int:
+    """Return the K with most expected tokens for its time (Leviathan et al. 2023, Theorem 3.8, with a rate a place).
+
+    Args:
+        rates: chance of each place to be accepted if all before it are.
+        cost: of drafting and verifying a token, in target forwards.
+    """
+    reached, expected, best, length = 1.0, 1.0, 0.0, 1
+    for place, rate in enumerate(rates, start=1):
+        reached *= rate
+        expected += reached
+        if (speed := expected / (1 + cost * place)) > best:
+            best, length = speed, place
+    return length
+
+
+class AcceptanceLength:
+    """The K that pays best if tokens go on being accepted as often as before.
 
     Args:
         cost: of a drafted token, or of a level of a tree, in target forwards.
         drafts_trees: whether blocks branch; their levels and nodes are then weighed one by one.
-        most: longest block.
+        exact: whether a greedy answer is the same for every K. K then comes from a rate a place, and an answer begins
+            with the rates of earlier ones. Otherwise K follows from the answer itself, so that a request repeated
+            gives the same answer, and from one rate for all places, as in the certificates that say `auto`.
     """
 
-    cost: float
-    drafts_trees: bool = False
-    most: int = _MOST
     reads_states = False
 
+    def __init__(self, cost: float, drafts_trees: bool = False, *, exact: bool = False) -> None:
+        self.cost = cost
+        self.drafts_trees = drafts_trees
+        self.most = _MOST_EXACT if exact and not drafts_trees else _MOST
+        self._answers = AcceptanceRates(self.most) if exact else None
+
     def start(self, dial: float | None, temperature: float) -> RoundLength:
-        return _Acceptance(self.cost, self.most, TreeLength(self.cost) if self.drafts_trees else None)
+        if self.drafts_trees:
+            return _TreeAcceptance(TreeLength(self.cost), self.most)
+        if self._answers is None or temperature:
+            return _RecentAcceptance(self.cost + _VERIFIED)
+        return _PlaceAcceptance(self.cost + _VERIFIED, self._answers, self.most)
 
 
 class _Acceptance:
     reads_states = False
-
-    def __init__(self, cost: float, most: int, trees: TreeLength | None) -> None:
-        self.cost, self.most, self.trees = cost + _VERIFIED, most, trees
-        self._accepted, self._judged = 3.2, 4.0  # as if four tokens had been seen, most of them good
-
-    def begin(self) -> int:
-        if self.trees is not None:
-            return self.most
-        rate = min(self._accepted / self._judged, 0.999)
-        return max(range(1, self.most + 1), key=lambda k: (1 - rate ** (k + 1)) / (1 - rate) / (1 + self.cost * k))
+    trees: TreeLength | None = None
 
     def goes_on(self, hidden: Tensor | None, logits: Tensor, token_id: Tensor) -> bool:
         return True
 
+
+class _TreeAcceptance(_Acceptance):
+    def __init__(self, trees: TreeLength, most: int) -> None:
+        self.trees = self._tree = trees
+        self.most = most
+
+    def begin(self) -> int:
+        return self.most
+
     def learn(self, num_drafted: int, num_accepted: int) -> None:
-        if self.trees is not None:
-            self.trees.learn(num_drafted, num_accepted)
-        elif num_drafted:
+        self._tree.learn(num_drafted, num_accepted)
+
+
+class _RecentAcceptance(_Acceptance):
+    def __init__(self, cost: float) -> None:
+        self.cost = cost
+        self._accepted, self._judged = 3.2, 4.0  # as if four tokens had been seen, most of them good
+
+    def begin(self) -> int:
+        return best_length([min(self._accepted / self._judged, 0.999)] * _MOST, self.cost)
+
+    def learn(self, num_drafted: int, num_accepted: int) -> None:
+        if num_drafted:
             self._accepted = _MEMORY * self._accepted + num_accepted
             self._judged = _MEMORY * self._judged + min(num_drafted, num_accepted + 1)
 
 
+class _PlaceAcceptance(_Acceptance):
+    def __init__(self, cost: float, answers: AcceptanceRates, most: int) -> None:
+        self.cost = cost
+        self._answers, self._answer = answers, AcceptanceRates(most, _BLOCK_MEMORY)
+
+    def begin(self) -> int:
+        return best_length(self._answer.rates(self._answers.rates()), self.cost)
+
+    def learn(self, num_drafted: int, num_accepted: int) -> None:
+        self._answer.learn(num_drafted, num_accepted)
+        self._answers.learn(num_drafted, num_accepted)
+
+
 @dataclass(frozen=True)
 class LearnedLength:
-    """A block ends where the chance that all of it and another token are accepted is below the head's price.
+    """Ends a block when the probability that all of it and one more token are accepted falls below the head's price.
 
-    That is where another token's expected gain falls below what its time earns elsewhere: the price is the tokens a
-    second of the whole, times the seconds of one more drafted and verified token.
+    At that point the expected gain of another token is below the value of its time: the price is the overall tokens per
+    second times the seconds of one more drafted and verified token.
     """
 
     head: LengthHead
@@ -230,24 +319,24 @@ class _Learned:
 
 
 class Recent:
-    """The share of an answer's lately judged tokens that were accepted; older rounds count less and less."""
+    """Recent share of accepted tokens in an answer, with exponentially decaying weights."""
 
     def __init__(self) -> None:
         self.share = 0.7
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
-        """See `RoundLength`."""
+        """Record the outcome of a round."""
         if num_drafted:
             self.share = _MEMORY * self.share + (1 - _MEMORY) * num_accepted / min(num_drafted, num_accepted + 1)
 
 
 def token_log_prob(logits: Tensor, token_id: Tensor) -> Tensor:
-    """The draft's log-probability [1] of a token [1] that was taken from its logits [1, V]."""
+    """Return the draft's log-probability [1] of a token [1], from its logits [1, V]."""
     return logits[0, token_id] - logits.logsumexp(-1)
 
 
 def place_feature(place: int) -> float:
-    """A token's place in its block, from 0, as a head reads it."""
+    """Return a token's position in its block, from 0, scaled as a head reads it."""
     return min(place, 8) / 8
 
 

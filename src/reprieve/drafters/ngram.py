@@ -1,4 +1,4 @@
-"""Prompt lookup: propose what followed the last few tokens the last time they occurred. No model, no distribution."""
+"""Prompt lookup: propose the tokens that followed the most recent occurrence of the last n-gram. No model needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NgramSettings(DrafterSettings):
     """Prompt lookup.
 
     Args:
-        max_ngram: longest suffix looked up, 1 or more; shorter ones are tried down to `min_ngram`.
+        max_ngram: longest suffix looked up, 1 or more; shorter ones down to `min_ngram` are tried next.
         min_ngram: shortest suffix looked up.
     """
 
@@ -42,10 +42,10 @@ class NgramSettings(DrafterSettings):
 
 
 class NgramDrafter:
-    """Looks the longest recent n-gram up in prompt and answer.
+    """Proposes the continuation of the most recent occurrence of the longest matching n-gram.
 
     Args:
-        device: where the target wants the block.
+        device: device of the returned blocks.
     """
 
     name = "ngram"

@@ -1,4 +1,4 @@
-"""No drafting: every round is one plain target step, so that target-only decoding is the same loop."""
+"""No drafting: every round is one plain target step, so target-only decoding uses the same loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NoDrafter:
     name = "none"
     target_layers: tuple[int, ...] = ()
     drafts_trees = False
-    provides = frozenset({Need.DRAFT_PROBS, Need.DRAFT_HIDDEN})  # of no tokens: no rule lacks anything
+    provides = frozenset({Need.DRAFT_PROBS, Need.DRAFT_HIDDEN})  # no tokens, so no rule lacks an input
 
     def __init__(self, device: torch.device) -> None:
         self._empty = Block.empty(device)

@@ -1,6 +1,6 @@
-"""Cutting a drafted tree down before the target sees it: ARC-Decode, section 3.2, and the rules it compares with.
+"""Pruning of drafted trees before verification: ARC-Decode, section 3.2, and its baselines.
 
-Pure functions of a tree's shape and of the drafter's log-probabilities.
+Pure functions of a tree's shape and the drafter's log-probabilities.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from reprieve.errors import SpecError, require_choice, require_range
 from reprieve.types import ROOT
 
-# What each strategy takes.
+# Parameters of each strategy.
 PARAMETERS = {
     "entropy": ("epsilon", "budget", "entropy_weight", "leaf"),
     "depth": ("keep", "alpha"),
@@ -23,7 +23,7 @@ PARAMETERS = {
 
 @dataclass(frozen=True)
 class Pruning:
-    """Which nodes of a drafted tree are worth a verification.
+    """Selection of the drafted nodes to verify.
 
     Args:
         strategy: `entropy` is the paper's; `depth`, `depth_exp` and `path_prob` are the node-wise rankings of its
@@ -31,12 +31,12 @@ class Pruning:
         epsilon: share of each depth's path mass that may be cut, [0, 1); the paper uses 0.05.
         budget: the paper's delta, cut in equal parts among the depths in place of `epsilon`, (0, 1); None for epsilon.
         entropy_weight: lambda, 0 or more.
-        leaf: leaves of less entropy-scaled mass are cut whatever their depth's threshold, [0, 1]: tau_d of Eq. 4 is
-            the larger of it and theta_d.
+        leaf: leaves of less entropy-scaled mass are cut at every depth, [0, 1]: tau_d of Eq. 4 is the larger of it and
+            theta_d.
         keep: share of the nodes that `depth`, `depth_exp` and `path_prob` keep, (0, 1].
         alpha: weight of the depth for `depth` and `depth_exp`.
 
-    Within one depth Eq. 1 scales all nodes alike, so that the entropy moves no threshold of Eq. 3; it acts through
+    Eq. 1 scales all nodes of one depth alike, so the entropy does not move the thresholds of Eq. 3; it acts through
     `leaf`. The paper prints "smallest" where Eq. 3 needs the largest theta_d: the smallest keeps everything.
     """
 
@@ -60,7 +60,7 @@ class Pruning:
         require_range("alpha", self.alpha, -1e6, 1e6)
 
     def kept(self, parents: Sequence[int], log_probs: Sequence[float], root_entropy: float) -> list[int]:
-        """Nodes to verify, in their old order; every kept node's parent is kept.
+        """Return the indices of the nodes to verify, in their old order; parents of kept nodes are kept.
 
         Args:
             parents: [N], ROOT or an earlier node.
@@ -92,7 +92,7 @@ class Pruning:
         for node, parent in enumerate(parents):
             children.setdefault(parent, []).append(node)
         kept: set[int] = set()
-        for place in (ROOT, *range(len(parents))):  # parents first: a node is settled before its children
+        for place in (ROOT, *range(len(parents))):  # parents come before their children
             below = children.get(place, [])
             if not below or (place != ROOT and place not in kept):
                 continue
@@ -105,7 +105,7 @@ class Pruning:
         return sorted(kept)
 
     def _by_rank(self, parents: Sequence[int], depths: Sequence[int], log_probs: Sequence[float]) -> list[int]:
-        """The best-ranked nodes; those whose parent is not among them are of no use, and go too."""
+        """Return the best-ranked nodes, without those whose parent is not among them."""
         if self.strategy == "depth":
             scores = [math.exp(log_prob) + self.alpha * d for log_prob, d in zip(log_probs, depths, strict=True)]
         else:
@@ -121,7 +121,7 @@ class Pruning:
 
 
 def _covering(scores: Sequence[float], share: float) -> float:
-    """The largest threshold at which the scores that reach it hold `share` of the whole; scores fall."""
+    """Return the largest threshold at which the scores that reach it hold `share` of the sum; scores are descending."""
     wanted, so_far = share * sum(scores), 0.0
     for score in scores:
         so_far += score

@@ -1,4 +1,4 @@
-"""CoSpec in the loop: one forward of the arbiter a round, over the tokens committed since and the round's own."""
+"""CoSpec's arbiter in the decoding loop: one forward a round over the newly committed tokens and the round's own."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from reprieve.types import Block, Evidence
 
 
 class ArbiterAdvisor:
-    """Asks an arbiter about every round that has a mismatch (CoSpec, appendix F).
+    """Run an arbiter on every round that has a mismatch (CoSpec, appendix F).
 
-    A round without one, or whose mismatches another rule lets pass (`arbiter|ratio`), needs no advice: its tokens are
-    read with the next round that does.
+    A round without a mismatch, or whose mismatches another rule accepts (`arbiter|ratio`), needs no advice. The arbiter
+    reads its tokens with the next round that does.
     """
 
     def __init__(self, model: ArbiterModel, *, keep_context: bool = True) -> None:
@@ -35,11 +35,12 @@ class ArbiterAdvisor:
         Raises:
             ContextOverflowError: the region of a last round could exceed the draft's positions.
         """
-        # Behind a context of max_length - left tokens lie 2 min(K, left - 1) + 3 more.
+        # A context of max_length - left tokens is followed by 2 min(K, left - 1) + 3 more.
         self.arbiter.start(prompt_ids, num_positions=max_length + num_draft_tokens + 2)
 
     def advise(self, block: Block, evidence: Evidence, settled: Tensor) -> Tensor:
-        """pi(accept) of each drafted token, [N]: 1 where it is the target's own (Eq. 13 and 14), or if all are settled.
+        """Return pi(accept) of each drafted token, [N]: 1 for the target's own tokens (Eq. 13 and 14) or if all are
+        settled.
 
         Raises:
             SpecError: a tree.
@@ -61,7 +62,7 @@ class ArbiterAdvisor:
 
 
 def make_advisor(rule: Rule, draft: PreTrainedModel | None) -> Advisor | None:
-    """The advisor a rule asks for, over the draft's own weights; None for rules that need none.
+    """Return the advisor that a rule needs, over the draft's weights; None for rules that need none.
 
     Raises:
         SpecError: a rule with two arbiters, or no draft.
@@ -77,7 +78,7 @@ def make_advisor(rule: Rule, draft: PreTrainedModel | None) -> Advisor | None:
 
 
 def build_arbiter(arbiter: Arbiter, draft: PreTrainedModel) -> ArbiterModel:
-    """A trained arbiter's network over the draft's weights.
+    """Build a trained arbiter's network over the draft's weights.
 
     Raises:
         SpecError: it was trained on a draft of another shape.

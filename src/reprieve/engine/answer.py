@@ -1,4 +1,4 @@
-"""The state of one answer while it is being decoded: what was committed, what is left, how it ended."""
+"""State of one answer during decoding."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from reprieve.models.sampling import Sampler
 from reprieve.rules import RiskBudget, Rule
 from reprieve.settings import SamplingParams
 from reprieve.transfers import spread
-from reprieve.types import RoundTrace, Token
+from reprieve.types import Block, RoundTrace, Token
 
-OnToken = Callable[[Token, str], None]  # a committed token and the text it made certain
+OnToken = Callable[[Token, str], None]  # a committed token and the text that became final with it
 
 
 @dataclass
 class Answer:
-    """The state of one answer while it is being decoded."""
+    """State of one answer during decoding: committed tokens, remaining budget, finish reason."""
 
     prompt_ids: list[int]
-    unread: list[int]  # tokens, the prompt's or committed, that the target has not read
+    unread: list[int]  # prompt or committed tokens that the target has not read
     params: SamplingParams
     sampler: Sampler
     stream: TextStream
@@ -34,7 +34,7 @@ class Answer:
     budget: RiskBudget
     length: RoundLength
     eos_ids: frozenset[int]
-    stop_ids: frozenset[int]  # special tokens that a stop text names
+    stop_ids: frozenset[int]  # special tokens that are stop texts
     watch: Stopwatch
     on_token: OnToken | None
     tokens: list[Token] = field(default_factory=list)
@@ -50,14 +50,19 @@ class Answer:
 
     @property
     def streams(self) -> bool:
-        """Whether text is needed token by token."""
+        """True where text is needed token by token."""
         return self.on_token is not None or bool(self.params.stop)
+
+    def places(self, block: Block) -> Tensor:
+        """Places of a block's tokens in the answer, from 0: [N], int64."""
+        first = len(self.tokens) - 1
+        return spread([first + depth for depth in block.depths], torch.long, block.token_ids.device)
 
     def context_ids(self, device: torch.device) -> Tensor:
         return spread([*self.prompt_ids, *(token.token_id for token in self.tokens)], torch.long, device)
 
     def take(self, token: Token) -> bool:
-        """Commit one token; False once the answer has ended."""
+        """Commit one token; return False once the answer has ended."""
         self.tokens.append(token)
         ended = token.token_id in self.eos_ids
         text = self.stream.push(token.token_id) if self.streams else ""
@@ -81,7 +86,7 @@ def with_logprobs(
     target_logits: Tensor,  # [n, V], raw: they judge each token
     num_alternatives: int,
 ) -> list[Token]:
-    """The tokens with their log-probabilities under the target, and the most likely alternatives with theirs."""
+    """Return the tokens with their log-probabilities under the target and the most likely alternatives."""
     log_probs = target_logits.float().log_softmax(-1)
     top = log_probs.topk(min(num_alternatives, log_probs.shape[-1]), dim=-1)
     return [

@@ -1,4 +1,4 @@
-"""Reprieve from plain transformers: `model.generate(..., custom_generate=reprieve.custom_generate, ...)`."""
+"""Reprieve inside plain transformers: `model.generate(..., custom_generate=reprieve.custom_generate, ...)`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reprieve.settings import AUTO, NumDraftTokens, SamplingParams
 
 
 class _IdsOnly:
-    """Stands in for a tokenizer when none is given: enough for rules and stops that read no text."""
+    """Stand-in for a tokenizer: enough for rules and stops that read no text."""
 
     eos_token_id: int | None = None
 
@@ -34,7 +34,7 @@ class _IdsOnly:
         raise SpecError("this rule reads tokens' text: pass text_tokenizer= to generate")
 
 
-# Generation settings that would change the answer and that the engine does not have, with their neutral values.
+# Unsupported generation settings that would change the answer, with their neutral values.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "num_return_sequences": (None, 1),
@@ -75,7 +75,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "output_logits": (None, False),
     "output_scores": (None, False),
 }
-# Settings that are taken over, and settings that do not change which tokens are generated here.
+# Supported settings, and settings that do not change the generated tokens here.
 _TAKEN = ("do_sample", "temperature", "top_p", "top_k", "max_length", "max_new_tokens", "eos_token_id", "stop_strings")
 _WITHOUT_EFFECT = (
     *("bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "_from_model_config"),
@@ -92,6 +92,7 @@ def custom_generate(
     input_ids: Tensor,  # [1, prompt length]
     *,
     draft_model: PreTrainedModel | None = None,
+    assistant_model: PreTrainedModel | None = None,
     rule: str | Rule = "lossless",
     num_draft_tokens: NumDraftTokens = AUTO,
     generation_config: GenerationConfig | None = None,
@@ -107,6 +108,9 @@ def custom_generate(
     taken from the generation configuration. Without a `draft_model`, n-grams of the text itself are proposed.
 
     Args:
+        draft_model: proposes tokens; must share the target's tokenizer.
+        assistant_model: the same under transformers' name. `generate` hands it to `custom_generate` folders and to
+            direct calls, but keeps it from callables: with a callable, pass `draft_model`.
         text_tokenizer: needed for stop strings, for rules that read tokens' text, and for trained heads. (What is
             passed as `tokenizer`, transformers keeps to itself.)
         on_token: called with each token and the text it makes certain; transformers hands callables no `streamer`.
@@ -115,10 +119,14 @@ def custom_generate(
         seed: of the sampling; drawn from torch's global generator when None.
 
     Raises:
-        SpecError: more than one prompt, a generation setting the engine does not have, or a rule that cannot be read.
+        SpecError: more than one prompt, two different drafts, a generation setting the engine does not have, or a rule
+            that cannot be read.
         PairError: the draft's vocabulary differs from the target's, or the rule's head was made for other models.
         ContextOverflowError: prompt and new tokens exceed the model's positions.
     """
+    if draft_model is not None and assistant_model is not None and draft_model is not assistant_model:
+        raise SpecError("draft_model and assistant_model name two different drafts: pass one of them")
+    draft_model = assistant_model if draft_model is None else draft_model
     config = generation_config or model.generation_config
     parsed = parse_rule(rule) if isinstance(rule, str) else rule
     _refuse_unsupported(input_ids, config, extra)

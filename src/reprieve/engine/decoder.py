@@ -1,13 +1,14 @@
-"""The one loop: draft, verify, accept, commit.
+"""Decoding loop: draft, verify, accept, commit.
 
-Target-only decoding is the same loop with a drafter that proposes nothing.
+Target-only decoding uses the same loop with a drafter that proposes nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor
 from reprieve.drafters import Drafter, NoDrafter
 from reprieve.drafters.length import DraftLength, FixedLength
 from reprieve.engine.answer import Answer, OnToken, with_logprobs
+from reprieve.engine.prompt import Tokenizer, chat_prompt, token_ids_of
 from reprieve.engine.stopwatch import Stopwatch
-from reprieve.engine.text_stream import TextStream, special_tokens
-from reprieve.errors import SpecError, UnsupportedModelError, require_whole
+from reprieve.engine.text_stream import TextStream, special_tokens, text_pieces
+from reprieve.errors import SpecError, UnsupportedModelError
 from reprieve.heads.loading import attach_heads
 from reprieve.models.cached_model import CachedModel, eos_token_ids
 from reprieve.models.sampling import Sampler
@@ -42,52 +44,42 @@ from reprieve.types import (
 )
 
 
-class Tokenizer(Protocol):
-    """What the engine needs of a tokenizer."""
-
-    eos_token_id: int | None
-
-    def __len__(self) -> int: ...
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str: ...
-    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
-
-
 class Advisor(Protocol):
-    """An extra forward a round, for rules that ask a model of their own (CoSpec's arbiter)."""
+    """Extra forward per round, for rules with a model of their own (CoSpec's arbiter)."""
 
     def start(self, prompt_ids: Sequence[int], *, max_length: int, num_draft_tokens: int) -> None:
-        """Get ready for a prompt, whose text may grow to `max_length` tokens in rounds of K."""
+        """Start a prompt whose text may grow to `max_length` tokens in rounds of K."""
         ...
 
     def advise(self, block: Block, evidence: Evidence, settled: Tensor) -> Tensor:
-        """A number per drafted token, [N]; becomes `Evidence.advice`.
+        """Return a number per drafted token, [N], which becomes `Evidence.advice`.
 
         Args:
-            evidence: what else the rule sees; `own_ids` are the target's own tokens.
-            settled: tokens that pass whatever is advised, matches among them, [N], bool.
+            evidence: the other inputs of the rule; `own_ids` are the target's own tokens.
+            settled: tokens that pass regardless of advice, matches included, [N], bool.
         """
         ...
 
     def commit(self, token_ids: list[int]) -> None:
-        """Take the tokens the round committed."""
+        """Record the tokens that the round committed."""
         ...
 
 
 class SpeculativeDecoder:
-    """Decodes with a target, a drafter and a rule. Batch size 1; the caches are its own, the models may be shared.
+    """Decoder for a target, a drafter and a rule. Batch size 1; it owns its caches and may share the models.
 
     Args:
-        target: the model whose tokens are wanted.
-        drafter: what proposes; None decodes with the target alone.
+        target: the model whose output is wanted.
+        drafter: proposes blocks; None decodes with the target alone.
         tokenizer: for text, stop texts and the end-of-text token.
-        rule: which drafted tokens pass; None is lossless.
-        num_draft_tokens: K, the deepest block a round drafts, 1 to 512; or what decides how deep.
+        rule: decides which drafted tokens pass; None is lossless.
+        num_draft_tokens: K, the deepest block of a round, 1 to 512, or a policy for it.
         advisor: for a rule that needs advice.
-        num_token_ids: ids that a prompt may hold are below it; None for all that the target has.
+        num_token_ids: prompt ids must be below it; None for all of the target's.
 
     Raises:
-        SpecError: K out of range, or a rule whose inputs nothing here provides.
-        UnsupportedModelError: a rule that needs hidden states with a target that was not asked to return them.
+        SpecError: K out of range, or a rule whose inputs this decoder cannot provide.
+        UnsupportedModelError: a rule that needs hidden states with a target that does not return them.
     """
 
     def __init__(
@@ -111,6 +103,11 @@ class SpeculativeDecoder:
         self._num_token_ids = num_token_ids or int(target.model.config.get_text_config().vocab_size)
         self._require_inputs()
 
+    def __repr__(self) -> str:
+        name = self.target.model.config.name_or_path
+        k = f"{'' if isinstance(self.length, FixedLength) else 'up to '}{self.length.most}"
+        return f"SpeculativeDecoder({self.rule.spec!r}, target={name!r}, drafter={self.drafter.name!r}, K = {k})"
+
     def _require_inputs(self) -> None:
         name, traits = self.rule.name, self.rule.traits
         drafter = f"the {self.drafter.name} drafter"
@@ -130,9 +127,10 @@ class SpeculativeDecoder:
     @torch.inference_mode()
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | None = None,
         params: SamplingParams | None = None,
         *,
+        messages: Sequence[Mapping[str, str]] | None = None,
         dial: float | None = None,
         on_token: OnToken | None = None,
         trace: bool = False,
@@ -143,6 +141,8 @@ class SpeculativeDecoder:
 
         Args:
             prompt: text, or token ids.
+            messages: a chat in place of a prompt: `[{"role": "user", "content": "..."}]`, in the tokenizer's chat
+                template.
             dial: this request's own value of the rule's dial, in the paper's unit; None for the rule's.
             on_token: called with each committed token and the text it makes certain.
             trace: keep a `RoundTrace` of every round.
@@ -151,14 +151,20 @@ class SpeculativeDecoder:
 
         Raises:
             ContextOverflowError: prompt and `max_new_tokens` exceed a model's positions.
-            SpecError: an empty prompt, or a dial out of range.
+            SpecError: an empty prompt, a chat that the tokenizer has no template for, or a dial out of range.
         """
         started = time.perf_counter()
         watch = Stopwatch(self.target.device, running=timed)
         if not isinstance(params, SamplingParams | None):
             raise SpecError(f"params must be SamplingParams, got {params!r}")
         params = (params or SamplingParams()).with_fields(**sampling)
-        answer = self._start(prompt, params, dial, on_token, trace, watch)
+        if (prompt is None) == (messages is None):
+            raise SpecError("generate takes either a prompt or messages=")
+        if prompt is None:
+            assert messages is not None
+            prompt = chat_prompt(self.tokenizer, messages)
+        prompt_ids = token_ids_of(self.tokenizer, prompt, self._num_token_ids)
+        answer = self._start(prompt_ids, params, dial, on_token, trace, watch)
         while answer.finish_reason is None:
             self._round(answer)
         seconds = time.perf_counter() - started
@@ -177,30 +183,18 @@ class SpeculativeDecoder:
             seconds_by_part=watch.seconds,
             round_lengths=answer.round_lengths,
             trace=answer.trace,
+            decode=partial(text_pieces, self.tokenizer, params.stop),
         )
-
-    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        if not isinstance(prompt, str | Sequence):
-            raise SpecError(f"prompt must be a text or token ids, got {prompt!r}")
-        prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not prompt_ids:
-            raise SpecError("prompt must hold at least one token, got none")
-        if isinstance(prompt, str):
-            return prompt_ids
-        for token_id in prompt_ids:
-            require_whole("a token id of the prompt", token_id, 0, self._num_token_ids - 1)
-        return prompt_ids
 
     def _start(
         self,
-        prompt: str | Sequence[int],
+        prompt_ids: list[int],
         params: SamplingParams,
         dial: float | None,
         on_token: OnToken | None,
         trace: bool,
         watch: Stopwatch,
     ) -> Answer:
-        prompt_ids = self._prompt_ids(prompt)
         num_positions = len(prompt_ids) + params.max_new_tokens
         self.target.require_room(num_positions, what=f"{len(prompt_ids)} prompt + {params.max_new_tokens} new tokens")
         rule = self.rule if dial is None else self.rule.with_dial(dial)
@@ -208,7 +202,7 @@ class SpeculativeDecoder:
         with watch.part("prefill"):
             if self.drafter.target_layers:
                 prefill, unread = self.target.start(prompt_ids[:-1]), prompt_ids[-1:]
-            else:  # the first verification reads it too: a forward less
+            else:  # the first verification reads the prompt too, which saves a forward
                 self.target.keep(0)
                 prefill, unread = Prefill(), prompt_ids
             self.drafter.start(prompt_ids, sampler, prefill)
@@ -238,11 +232,11 @@ class SpeculativeDecoder:
         with watch.part("draft"):
             # The target's own token ends every round, so the last one of the budget needs no draft.
             block = self.drafter.propose(min(answer.length.begin(), answer.num_left - 1), answer.length)
-        if len(answer.unread) > 1 and not block.is_chain:  # a tree's tokens do not all follow the prompt
+        if len(answer.unread) > 1 and not block.is_chain:  # not all tokens of a tree follow the prompt
             with watch.part("prefill"):
                 self.target.start(answer.unread[:-1])
             answer.unread = answer.unread[-1:]
-        base = self.target.length + len(answer.unread) - 1  # where the last committed token comes to lie
+        base = self.target.length + len(answer.unread) - 1  # position of the last committed token
         with watch.part("verify" if len(answer.unread) == 1 else "prefill"):
             unread = spread(answer.unread, torch.long, self.target.device)
             read = self.target.forward(torch.cat([unread, block.token_ids]), block, num_rows=block.num_tokens + 1)
@@ -263,7 +257,7 @@ class SpeculativeDecoder:
             answer.trace.append(_trace(answer, block, outcome, evidence, checked))
 
     def _evidence(self, answer: Answer, block: Block, verification: Verification) -> tuple[LosslessCheck, Evidence]:
-        """The lossless check, and what the rule may see."""
+        """Run the lossless check and collect the rule's inputs."""
         sampler, needs = answer.sampler, answer.rule.traits.needs
         scores = sampler.target_scores(verification.logits)
         judged = scores[block.parent_rows]
@@ -311,6 +305,7 @@ class SpeculativeDecoder:
             top_embeddings=self.target.embed(judged.argmax(-1)) if reads_embeddings else None,
             parents=block.parents,
             context_ids=answer.context_ids(block.token_ids.device) if Need.CONTEXT in needs else None,
+            answer_places=answer.places(block) if Need.ANSWER_PLACES in needs else None,
         )
         return check, evidence
 
@@ -322,7 +317,7 @@ class SpeculativeDecoder:
         outcome: Outcome,
         base: int,
     ) -> None:
-        """Keep the accepted path everywhere, then hand its tokens to the answer, which may end among them."""
+        """Keep the accepted path in all caches, then add its tokens to the answer, which may end among them."""
         self.target.keep_path(base, [0, *(node + 1 for node in outcome.path)])
         self.target.learn(base - len(answer.unread) + 1, [*answer.unread, *outcome.token_ids])
         answer.unread = [outcome.next_token_id]
@@ -334,7 +329,7 @@ class SpeculativeDecoder:
         ]
         committed.append(Token(outcome.next_token_id, Provenance.TARGET))
         if answer.params.num_logprobs is not None:
-            rows = verification.logits[[0, *(node + 1 for node in outcome.path)]]  # that judged each committed token
+            rows = verification.logits[[0, *(node + 1 for node in outcome.path)]]  # judged each committed token
             committed = with_logprobs(committed, rows, answer.params.num_logprobs)
         if self.advisor is not None:
             self.advisor.commit(outcome.committed_ids)

@@ -1,4 +1,4 @@
-"""A pair that makes decoders: the one place where models, a drafter, a rule and its heads are put together."""
+"""A pair that makes decoders from its models, a drafter, a rule and the rule's heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reprieve.heads.folds import fold_of
 from reprieve.heads.length import LengthHead
 from reprieve.heads.loading import attach_heads, length_head, require_heads_fit, split_folds
 from reprieve.models.loading import ModelPair, load_models
-from reprieve.rules import Rule, parse_rule
+from reprieve.rules import LosslessRule, Rule, parse_rule
 from reprieve.settings import AUTO, BUNDLED_PAIR, NumDraftTokens, require_draft_tokens
 
 TARGET_ONLY = "target_only"
@@ -27,7 +27,7 @@ DRAFT_ONLY = "draft_only"
 
 @dataclass(frozen=True, repr=False)
 class Pair(ModelPair):
-    """A target, a draft and their one tokenizer."""
+    """Target, draft and their shared tokenizer."""
 
     def __repr__(self) -> str:
         names = f"target={self.target_name!r}, draft={self.draft_name!r}"
@@ -43,22 +43,21 @@ class Pair(ModelPair):
         conditions: Conditions | None = None,
         advisor: Advisor | None = None,
     ) -> SpeculativeDecoder:
-        """A decoder with caches of its own; the models are shared.
+        """Return a decoder with its own caches; the models are shared.
 
         Args:
-            rule: a specification such as `margin:delta=3`, or the rule itself; `target_only` and `draft_only` for one
-                model alone. A rule that names no head takes the bundled one, where this is the bundled pair.
-            num_draft_tokens: K, the deepest block a round drafts, 1 to 512; `auto` for as many as pay, by the bundled
-                head or, where there is none, by how many were accepted lately; `auto:path=FOLDER`, a head or a
-                `DraftLength`, for it.
-            drafter: what proposes, such as `draft`, `ngram` or `eagle3:path=FOLDER`.
-            task: what it will be used on, for a warning where a head was made on another; None to leave that out.
-            conditions: all of them, for a warning where the rule's threshold was certified under others.
-            advisor: for a rule that asks one; None for the one its head is.
+            rule: a specification such as `margin:delta=3`, or a rule; `target_only` and `draft_only` for one model
+                alone. On the bundled pair, rules without a path use the bundled head.
+            num_draft_tokens: K, the deepest block of a round, 1 to 512. `auto` adapts it, by the bundled head or from
+                recent acceptance. `auto:path=FOLDER`, a head or a `DraftLength` select another policy.
+            drafter: `draft`, `ngram` or `eagle3:path=FOLDER`, for example.
+            task: task it will be used on, for a warning if a head was trained on another; None skips the check.
+            conditions: conditions of use, for a warning if the rule's threshold was certified under others.
+            advisor: for a rule that needs one; None builds it from the rule's head.
 
         Raises:
             SpecError: a rule or drafter that cannot be read, or that do not fit each other.
-            PairError: a head made for another pair, or a pair that lacks the draft that is needed.
+            PairError: a head of another pair, or a pair that lacks the required draft.
             ReprieveError: a head that cannot be loaded.
         """
         if not isinstance(rule, str | Rule):
@@ -86,7 +85,7 @@ class Pair(ModelPair):
     def _length(
         self, num_draft_tokens: NumDraftTokens | LengthHead | DraftLength, rule: Rule, drafter: DrafterSettings
     ) -> DraftLength:
-        """What decides how many tokens a round drafts; raises what `length_head` does."""
+        """Return the draft length of a rule and a drafter; raises what `length_head` does."""
         if isinstance(num_draft_tokens, LengthHead):
             num_draft_tokens.require_pair(self.identity, "num_draft_tokens")
             num_draft_tokens.require_rule(rule, "num_draft_tokens")
@@ -96,17 +95,17 @@ class Pair(ModelPair):
             return FixedLength(num_draft_tokens)
         head = self.length_head(num_draft_tokens, rule, drafter)
         if head is None:
-            return AcceptanceLength(drafter.cost(self), drafter.drafts_trees)
+            return AcceptanceLength(drafter.cost(self), drafter.drafts_trees, exact=isinstance(rule, LosslessRule))
         return LearnedLength(head.to(self.device if self.draft is None else self.draft.device))
 
     def length_head(
         self, num_draft_tokens: NumDraftTokens | LengthHead, rule: Rule, drafter: DrafterSettings
     ) -> LengthHead | None:
-        """The head that decides how many tokens a round drafts; None where none does.
+        """Return the head that decides the block length; None if there is none.
 
         Raises:
-            SpecError: K out of range; a named head of another rule, or beside a drafter whose states it does not read.
-            PairError: a named head made for another pair.
+            SpecError: K out of range, a named head of another rule, or a drafter whose states the head does not read.
+            PairError: a named head of another pair.
             ReprieveError: a head that cannot be loaded.
         """
         head = num_draft_tokens
@@ -122,7 +121,7 @@ class Pair(ModelPair):
     def folded_decoder(
         self, rule: Rule, *, num_draft_tokens: NumDraftTokens | LengthHead, drafter: str, task: str
     ) -> FoldedDecoder:
-        """A decoder for each fold of a rule whose head was trained out of fold.
+        """Return a decoder for each fold of a rule whose head was trained out of fold.
 
         Raises:
             SpecError, PairError: see `decoder`; heads of different numbers of folds.
@@ -135,12 +134,12 @@ class Pair(ModelPair):
 
 @dataclass(frozen=True)
 class FoldedDecoder:
-    """A decoder per fold; one for all problems where there is but one."""
+    """One decoder per fold, or a single one for all problems."""
 
     decoders: Sequence[SpeculativeDecoder]
 
     def outside(self, problem_id: str) -> SpeculativeDecoder:
-        """The one whose head was not trained on this problem."""
+        """Return the decoder whose head was not trained on this problem."""
         return self.decoders[fold_of(problem_id, len(self.decoders))]
 
 
@@ -152,14 +151,14 @@ def load_pair(
     device: str | None = None,
     device_map: str | None = None,
 ) -> Pair:
-    """Load a pair from the hub, from folders, or the bundled one.
+    """Load a pair from the hub or from folders; the bundled pair by default.
 
     Args:
         target: hub id or folder; `reprieve/miniature` is the bundled target.
         draft: hub id or folder; None takes the bundled draft with the bundled target, and otherwise no draft.
         dtype: auto, float32, bfloat16, float16, or int8 (linear layers, on CPUs).
         device: cpu, cuda, cuda:1, mps; the first GPU, or the CPU, when None.
-        device_map: auto, balanced, ...: spreads the target over several devices, by accelerate; None for one device.
+        device_map: auto, balanced, ...: spread the target over several devices (accelerate); None for one device.
 
     Raises:
         SpecError: unknown dtype.

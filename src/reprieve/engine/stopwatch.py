@@ -1,4 +1,4 @@
-"""Where an answer's time goes. Off unless a run measures: on a GPU, timing a part means waiting for it."""
+"""Seconds by part of an answer. Off unless a run measures, because timing on a GPU waits for it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from reprieve.types import PARTS
 
 
 class Stopwatch:
-    """Adds up seconds by part of an answer (`PARTS`); a part may be entered many times, not one inside another.
+    """Sum of seconds by part of an answer (`PARTS`). Parts can repeat but not nest.
 
     Args:
-        device: waited for at both ends of a part.
-        running: False makes every part free.
+        device: synchronised at both ends of a part.
+        running: False disables all measurements.
     """
 
     def __init__(self, device: torch.device, *, running: bool) -> None:
@@ -25,7 +25,7 @@ class Stopwatch:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time what runs inside."""
+        """Time the enclosed code."""
         if not self.seconds:
             yield
             return

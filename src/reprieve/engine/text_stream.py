@@ -1,11 +1,11 @@
-"""Tokens to text as they come: incomplete characters wait, stop texts end the answer."""
+"""Incremental decoding of tokens to text: incomplete characters wait, stop texts end the answer."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
-REPLACEMENT = "\ufffd"  # what bytes that are not a whole character are decoded to
-LONGEST_CHARACTER = 8  # tokens; more of them are no character but bytes that are none
+REPLACEMENT = "\ufffd"  # decoded from bytes that do not form a character
+LONGEST_CHARACTER = 8  # tokens; longer runs are invalid bytes
 
 
 class Decodes(Protocol):
@@ -20,20 +20,29 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
     return {token.content: token_id for token_id, token in added.items() if token.special}
 
 
+def text_pieces(tokenizer: Decodes, stop: tuple[str, ...], token_ids: list[int]) -> list[str]:
+    """Return the text that each token of a whole answer made certain; a stop text is left out."""
+    stream = TextStream(tokenizer, stop)
+    pieces = [stream.push(token_id) for token_id in token_ids]
+    if pieces:
+        pieces[-1] += stream.finish()
+    return pieces
+
+
 class _Stop:
-    """Looks for one text in pieces of another, in a time that grows with their length (Knuth, Morris and Pratt)."""
+    """Search for one text in pieces of another, in linear time (Knuth, Morris and Pratt)."""
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.matched = 0  # characters of it that the text so far ends with
-        self._borders = [0] * len(text)  # of each beginning: how much of it is its own end, too
+        self.matched = 0  # its characters that the text so far ends with
+        self._borders = [0] * len(text)  # for each prefix: length of its longest border
         size = 0
         for place in range(1, len(text)):
             size = self._next(size, text[place])
             self._borders[place] = size
 
     def feed(self, piece: str) -> int | None:
-        """Where it begins, from the piece's beginning on, if it ends in this piece; negative where it began before."""
+        """Return the stop text's start in the piece (negative if earlier), or None if it does not end there."""
         for place, character in enumerate(piece):
             self.matched = self._next(self.matched, character)
             if self.matched == len(self.text):
@@ -48,10 +57,10 @@ class _Stop:
 
 
 class TextStream:
-    """Decodes incrementally; `push` returns the text that has become certain.
+    """Incremental decoder; `push` returns the text that has become final.
 
-    Text that could be the beginning of a stop text is held back until it is known not to be one. Only a window of the
-    last tokens is decoded each time, with the ones before it as context, since tokenizers join words by context.
+    Text that could be the beginning of a stop text is held back until it is ruled out. Each step decodes only a window
+    of the last tokens, with the previous ones as context, because tokenizers join words by context.
     """
 
     def __init__(self, tokenizer: Decodes, stop: tuple[str, ...] = ()) -> None:
@@ -65,7 +74,7 @@ class TextStream:
         self._released = 0
 
     def push(self, token_id: int) -> str:
-        """Add a token; returns new text, often one word, sometimes none. After a stop nothing more comes."""
+        """Add a token; return new text, often one word, sometimes none. Returns nothing after a stop."""
         if self.stopped:
             return ""
         self._ids.append(token_id)
@@ -73,7 +82,7 @@ class TextStream:
         return self._release(len(self.text) if self.stopped else self._certain())
 
     def finish(self) -> str:
-        """The text still held back."""
+        """Return the text still held back."""
         if not self.stopped:
             self._take(final=True)
         return self._release(len(self.text))
@@ -82,7 +91,7 @@ class TextStream:
         known = self._decode(self._ids[self._context : self._read])
         window = self._decode(self._ids[self._context :])
         if window.endswith(REPLACEMENT) and not final and len(self._ids) - self._read < LONGEST_CHARACTER:
-            return  # half a character
+            return  # incomplete character
         new = window[len(known) :]
         self._context, self._read = self._read, len(self._ids)
         ends = [len(self.text) + at for stop in self._stops if (at := stop.feed(new)) is not None]
@@ -94,7 +103,7 @@ class TextStream:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def _certain(self) -> int:
-        """Length of the text that no stop text can still take back."""
+        """Return the length of the text that no stop text can still remove."""
         return len(self.text) - max((stop.matched for stop in self._stops), default=0)
 
     def _release(self, end: int) -> str:

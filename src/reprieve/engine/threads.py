@@ -1,4 +1,4 @@
-"""How many threads a pair's forwards take on a CPU. Small models lose more by waiting for threads than they gain."""
+"""Number of CPU threads for a pair's forwards. Small models lose more to synchronisation than they gain."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from reprieve.models.int8 import num_weights
 from reprieve.models.timing import forward_seconds
 from reprieve.settings import PairSettings
 
-_LARGE = 500_000_000  # parameters from which on all cores are right without a trial
-_GAIN = 1.25  # how much faster they must be: a second thread is somebody else's core
+_LARGE = 500_000_000  # parameters; larger models use all cores without a trial
+_GAIN = 1.25  # required speedup, because a second thread occupies another core
 _REPEATS = 7
-_READ = 8  # tokens of a forward that is tried
+_READ = 8  # tokens of a trial forward
 
 
 def load_asked(
     settings: PairSettings, announce: Callable[[str], None] = lambda line: None, *, decodes: bool = True
 ) -> Pair:
-    """The pair that settings ask for, and the threads; raises what `load_pair` does.
+    """Load the pair named by settings and set the threads; raises the errors of `load_pair`.
 
     Args:
-        announce: called with a line where a trial chose the threads.
-        decodes: whether a few tokens are read at a time; large batches take all cores unless they are told otherwise.
+        announce: called with a line if a trial chose the threads.
+        decodes: True if forwards read a few tokens; large batches use all cores unless the settings name a number.
     """
     pair = load_pair(**settings.models)
     if pair.device.type == "cpu" and (decodes or settings.num_threads):
@@ -37,7 +37,7 @@ def load_asked(
 
 
 def _choose(pair: Pair, all_threads: int) -> int:
-    """One thread, or all where a forward of the target is clearly faster with them."""
+    """Return one thread, or all cores if a forward of the target is clearly faster with them."""
     if all_threads == 1 or num_weights(pair.target) > _LARGE:
         return all_threads
     times: dict[int, list[float]] = {1: [], all_threads: []}

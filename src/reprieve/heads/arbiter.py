@@ -1,4 +1,4 @@
-"""A trained arbiter as a file: the adapters, the separator and the head, and what they were made for."""
+"""Trained arbiter as an artefact: adapters, separator, head, and the pair they belong to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reprieve.needs import Need
 from reprieve.settings import MAX_DRAFT_TOKENS
 from reprieve.types import Evidence
 
-# What verification knows of a drafted token: both models' last states, entropies and probabilities.
+# Values from verification for each drafted token: both models' last states, entropies and probabilities.
 READINGS = FeatureRecipe(states="both", entropy=True, probability=True, draft_scalars=True)
 _SMALLEST = 1e-30  # so that lambda = 1 accepts nothing, where 1 - pi rounds to 0
 
@@ -24,16 +24,16 @@ _SMALLEST = 1e-30  # so that lambda = 1 accepts nothing, where 1 - pi rounds to 
 @register_head
 @dataclass(frozen=True)
 class Arbiter(Artefact):
-    """A trained arbiter.
+    """Trained arbiter.
 
     Args:
         tensors: adapters, separator and head, by name, float32.
         shape: of the adapters.
-        pair: whose decisions it learned; the draft's weights are under it and belong to it.
-        task: what it was trained on; use on another is a warning.
+        pair: pair whose decisions it learned; it is built on the draft's weights.
+        task: task it was trained on; use on another is a warning.
         threshold: the recommended lambda.
         num_draft_tokens: K it was trained at.
-        training: how it was trained, and what it reached.
+        training: settings and results of the training.
     """
 
     kind: ClassVar[str] = "arbiter"
@@ -54,18 +54,18 @@ class Arbiter(Artefact):
         self.require_numbers()
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """1 - pi(accept) of each drafted token, [...], from the advisor's forward over the round."""
+        """Return 1 - pi(accept) of each drafted token, [...], from the advisor's forward."""
         assert evidence.advice is not None, "an arbiter needs an advisor: reprieve.engine.advisors.make_advisor"
         risk = 1.0 - evidence.advice
         return risk.nextafter(torch.full_like(risk, 2.0)).clamp_min(_SMALLEST)  # pi = lambda is refused (Eq. 17)
 
     def to(self, device: Any) -> Self:
-        """Itself: the weights move when the network is built beside the draft."""
+        """Return itself: the weights move when the network is built on the draft."""
         return self
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What it reads of a round beside the tokens."""
+        """Inputs besides the tokens of a round."""
         return READINGS.needs if self.shape.num_readings else frozenset()
 
     @property

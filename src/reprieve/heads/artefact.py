@@ -1,4 +1,4 @@
-"""What something trained or measured leaves behind: saved, loaded, shared and bound to its pair in one way."""
+"""Artefacts of training and calibration: saved, loaded, shared and bound to their pair in one way."""
 
 from __future__ import annotations
 
@@ -19,27 +19,26 @@ from reprieve.heads.files import fingerprint_of, read_head, write_head
 from reprieve.heads.model_card import model_card
 from reprieve.registry import Registry
 
-_ORIGIN = frozenset({"prompt", "problems"})  # heads made before version 0.3 do not say
+_ORIGIN = frozenset({"prompt", "problems"})  # optional: unknown where they are missing
 _TENSORS = "tensors"  # a field that holds all weights by name; else each is a field of its own
 
 
 @dataclass(frozen=True)
 class Artefact(ModelHubMixin):
-    """A head: weights or constants, and what they were made for.
+    """Head: weights or constants, and the pair and task they belong to.
 
     Subclasses are frozen dataclasses. Their tensors go to `model.safetensors`, all other fields to `config.json`.
     `push_to_hub` is huggingface_hub's own.
 
     Args:
-        prompt: how the problems it was made from were put to the model (`PromptSettings.format`); None where it is not
-            known.
-        problems: digests of those problems (`TaskProblem.digest`); empty where they are not known.
-        certificates: texts of the certificates that lie beside it, by file; they travel with it.
+        prompt: prompt format of the problems it was made from (`PromptSettings.format`); None if unknown.
+        problems: digests of those problems (`TaskProblem.digest`); empty if unknown.
+        certificates: texts of the certificates in its folder, by file name; saved and loaded with it.
     """
 
     kind: ClassVar[str]
     purpose: ClassVar[str]  # a sentence for the model card
-    use: ClassVar[str | None] = None  # the arm that has it, THIS for its folder; None for the rule of its kind
+    use: ClassVar[str | None] = None  # arm that uses it, THIS for its folder; None for the rule of its kind
 
     pair: PairIdentity = field(kw_only=True)
     task: str = field(kw_only=True)
@@ -48,11 +47,11 @@ class Artefact(ModelHubMixin):
     certificates: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False, kw_only=True)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """A plain object: the mixin's own would write a configuration onto it."""
+        """Create a plain object: the mixin's constructor would add a configuration to it."""
         return object.__new__(cls)
 
     def require_numbers(self) -> None:
-        """Refuse weights that are no finite float32: of another type they would compute something else.
+        """Refuse weights that are not finite float32; other types would give other results.
 
         Raises:
             SpecError: names the first.
@@ -66,36 +65,36 @@ class Artefact(ModelHubMixin):
 
     @property
     def reads_draft(self) -> bool:
-        """Whether the draft's weights matter to it."""
+        """True if the draft's weights matter to it."""
         return False
 
     def facts(self) -> dict[str, str]:
-        """What its model card says of it, by heading."""
+        """Return additional rows of the model card, by heading."""
         return {}
 
     def features_of(self, hidden_size: int) -> int:
-        """How many numbers a target of this hidden size gives it; what `num_features` must be."""
+        """Return the number of inputs it gets from a target of this hidden size; must equal `num_features`."""
         return hidden_size
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Its tensors, by name."""
+        """Tensors by name."""
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         state = dict(own.get(_TENSORS, {}))
         return state | {name: value for name, value in own.items() if isinstance(value, Tensor)}
 
     def to(self, device: Any) -> Self:
-        """A copy with its tensors on a device."""
+        """Return a copy with its tensors on a device."""
         moved = {name: tensor.to(device) for name, tensor in self.weights.items()}
         return dataclasses.replace(self, **({_TENSORS: moved} if _TENSORS in _fields(type(self)) else moved))
 
     @property
     def fingerprint(self) -> str:
-        """Identifies its tensors: runs of a head trained anew are not mixed with those of the old one."""
+        """Hash of its tensors, so that runs of a retrained head do not mix with those of the old one."""
         return fingerprint_of(self.weights)
 
     def require_pair(self, pair: PairIdentity, name: str) -> None:
-        """Refuse another pair than the one it was made for.
+        """Refuse a pair other than its own.
 
         Raises:
             PairError: names both pairs.
@@ -128,7 +127,7 @@ class Artefact(ModelHubMixin):
         force_download: bool = False,
         local_files_only: bool = False,
     ) -> Self:
-        """Load from a folder or a hub id.
+        """Load a head from a folder or a hub id.
 
         Args:
             source: a folder, or a hub id.
@@ -162,7 +161,7 @@ class Artefact(ModelHubMixin):
         return head
 
     def card(self) -> str:
-        """Its model card, Markdown."""
+        """Return its model card, Markdown."""
         return model_card(
             kind=self.kind,
             purpose=self.purpose,
@@ -179,19 +178,19 @@ register_head = HEADS.register
 
 
 def _fields(kind: type[Artefact]) -> dict[str, Any]:
-    """Types of a class's fields, by name."""
+    """Return the types of a class's fields, by name."""
     hints = typing.get_type_hints(kind)
     return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
 
 
 def _config_keys(kind: type[Artefact]) -> frozenset[str]:
-    """The fields that go to `config.json`."""
+    """Return the fields that go to `config.json`."""
     fields = _fields(kind)
     return frozenset(name for name in fields if name not in (_TENSORS, "certificates") and fields[name] is not Tensor)
 
 
 def _plain(value: Any) -> Any:
-    """As JSON holds it."""
+    """Convert a value to types that JSON can hold."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {key: _plain(item) for key, item in dataclasses.asdict(value).items()}
     if isinstance(value, Mapping):
@@ -200,7 +199,7 @@ def _plain(value: Any) -> Any:
 
 
 def _typed(hint: Any, value: Any) -> Any:
-    """A value of the configuration as its field's type has it.
+    """Convert a value of the configuration to its field's type.
 
     Raises:
         TypeError: another type.

@@ -1,4 +1,4 @@
-"""What trained classifiers of drafted tokens have in common: a feature recipe and a recommended threshold."""
+"""Base class of trained classifiers of drafted tokens: a feature recipe and a recommended threshold."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _SMALLEST = 1e-30  # a sigmoid underflows to 0
 
 @dataclass(frozen=True)
 class Head(Artefact):
-    """A trained classifier of drafted tokens.
+    """Trained classifier of drafted tokens.
 
     Args:
         tensors: its weights, by name, float32.
-        recipe: what its features are.
-        pair: whose states they were; loading it beside another pair is an error.
-        task: what it was mined on; use on another is a warning.
-        threshold: recommended, in the unit of its risk.
-        training: how it was trained and what it reached on held-out problems.
+        recipe: its features.
+        pair: pair whose states it was trained on; use with another pair is an error.
+        task: task it was mined on; use on another is a warning.
+        threshold: recommended threshold, in the unit of its risk.
+        training: settings of the training and results on held-out problems.
     """
 
     tensors: Mapping[str, Tensor]
@@ -41,7 +41,7 @@ class Head(Artefact):
         self.check_shapes()
 
     def check_shapes(self) -> None:
-        """Refuse weights that do not fit together.
+        """Refuse weights of inconsistent shapes.
 
         Raises:
             SpecError: names the tensor.
@@ -50,20 +50,20 @@ class Head(Artefact):
 
     @property
     def num_features(self) -> int:
-        """F, the length of what it reads."""
+        """F, the number of its features."""
         raise NotImplementedError
 
     def features_of(self, hidden_size: int) -> int:
-        """How many features a target of this hidden size gives it."""
+        """Return the number of features from a target of this hidden size."""
         recipe = self.recipe
         return hidden_size * len(recipe.layers) * recipe.reads_target + recipe.num_scalars
 
     def probability(self, features: Tensor) -> Tensor:
-        """P(important) for features [..., F]: [...]."""
+        """Return P(important) for features [..., F]: [...]."""
         raise NotImplementedError
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """P(important) of each drafted token of a round, [...]; above 0, so that threshold 0 accepts nothing.
+        """Return P(important) of each drafted token of a round, [...]; above 0, so that threshold 0 accepts nothing.
 
         Raises:
             SpecError: the models' states are not of the size it was trained on.
@@ -91,7 +91,7 @@ class Head(Artefact):
         return facts
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
-        """A weight by name; -1 stands for any size.
+        """Return a weight by name; -1 stands for any size.
 
         Raises:
             SpecError: it is missing or has another shape.
@@ -106,6 +106,6 @@ class Head(Artefact):
 
 
 def auc_text(values: Sequence[float]) -> str:
-    """A ROC AUC and its 95% interval, as cards and commands show them."""
+    """Format a ROC AUC and its 95% interval for model cards and commands."""
     auc, low, high = values
     return f"{auc:.3f} [{low:.3f}, {high:.3f}]"

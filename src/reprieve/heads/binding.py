@@ -1,4 +1,4 @@
-"""What a head was made for: the pair, its tokenizer and the task. Checked whenever it is used."""
+"""Binding of a head to its pair, tokenizer and task; checked at every use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reprieve.errors import PairError
 
 @dataclass(frozen=True)
 class PairIdentity:
-    """Which target, draft and tokenizer: names for people, fingerprints for the check."""
+    """Identity of target, draft and tokenizer: names for people, fingerprints for checks."""
 
     target: str
     draft: str | None
@@ -22,7 +22,7 @@ class PairIdentity:
     tokenizer: str
 
     def differences(self, other: PairIdentity, *, reads_draft: bool) -> list[str]:
-        """The parts in which another pair differs; names do not count, the draft's weights only where they matter."""
+        """Return the differing parts of another pair; names do not count, the draft's weights only if they matter."""
         parts = ["tokenizer", "target_weights"] + (["draft_weights"] if reads_draft else [])
         return [part for part in parts if getattr(self, part) != getattr(other, part)]
 
@@ -46,8 +46,8 @@ class PairIdentity:
 
 
 def warn_of_transfer(what: str, made_for: str, used_on: str) -> None:
-    """Say that a head meets a task it was not trained on: allowed, and worse in AutoJudge's appendices D and M."""
-    if made_for.partition(":")[0] != used_on.partition(":")[0]:  # settings, such as a file's path, do not count
+    """Warn that a head is used on another task than its own (worse in AutoJudge's appendices D and M)."""
+    if made_for.partition(":")[0] != used_on.partition(":")[0]:  # settings such as a path do not count
         warnings.warn(
             f"{what} was trained on task {made_for!r} and is used on {used_on!r}; measure the price there before use",
             stacklevel=3,
@@ -55,10 +55,10 @@ def warn_of_transfer(what: str, made_for: str, used_on: str) -> None:
 
 
 def tokenizer_fingerprint(vocabulary: Mapping[str, int]) -> str:
-    """Identifies a tokenizer by its tokens and their numbers."""
+    """Return a fingerprint of a tokenizer: its tokens and their ids."""
     return digest(json.dumps(sorted(vocabulary.items())).encode())
 
 
 def digest(content: bytes) -> str:
-    """A short SHA-256, as all fingerprints here are written."""
+    """Return a short SHA-256, the format of all fingerprints here."""
     return hashlib.sha256(content).hexdigest()[:16]

@@ -1,7 +1,7 @@
-"""Certificates: what was promised of a rule at a threshold, under which conditions, on what evidence.
+"""Certificates: a promise about a rule at a threshold, its conditions and its evidence.
 
-A certificate is a JSON file that people can read. It lies beside the head it is about, in `certificates/`, or wherever
-`reprieve certify` was asked to put it; `reprieve.certify` makes them.
+A certificate is a readable JSON file in the folder `certificates/` of its head, or wherever `reprieve certify` was told
+to write it; `reprieve.certify` makes certificates.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ENGINE = ("engine", "engine_version", "runner", "engine_arguments")
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a measurement held for. Sampling has temperature, top_p, top_k and draft_temperature."""
+    """Conditions of a measurement. Sampling has temperature, top_p, top_k and draft_temperature."""
 
     pair: PairIdentity
     task: str
@@ -44,15 +44,15 @@ class Conditions:
     engine: str = "local"
     engine_version: str | None = None
     runner: str | None = None  # vLLM's model runner
-    engine_arguments: str = ""  # flags of its own that a server was given
+    engine_arguments: str = ""  # additional flags of the server
 
     @property
     def format(self) -> dict[str, Any]:
-        """How problems were put to the model."""
+        """Prompt format."""
         return PromptSettings(self.chat_template, self.system_prompt, self.thinking).format
 
     def differences(self, other: Conditions) -> list[str]:
-        """How `other` differs, one short text each; the weights are compared by fingerprint, tasks by name."""
+        """Return the differences to `other`, one short text each; compares weights by fingerprint, tasks by name."""
         differing = []
         for part in ("target_weights", "draft_weights", "tokenizer"):
             if getattr(self.pair, part) != getattr(other.pair, part):
@@ -73,16 +73,16 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Certificate:
-    """One promise and its evidence.
+    """Promise and its evidence.
 
     Args:
         statement: the promise in a sentence.
-        rule: the rule's specification, threshold included, with heads named by where they were.
-        portable_rule: the same with heads named by fingerprint: holds wherever the heads have been moved.
+        rule: the rule's specification, threshold included, with heads named by their paths.
+        portable_rule: the same with heads named by fingerprint; valid after heads have been moved.
         threshold: the certified value of the rule's dial.
         promise: max_drop, confidence and loss.
-        verdict: `confirmed` where the held-out problems prove the promise again, `consistent` where they agree with it.
-        calibration, held_out: split, problems, and what was observed; calibration lists every threshold tried.
+        verdict: `confirmed` if the held-out problems prove the promise again, `consistent` if they agree with it.
+        calibration, held_out: split, problems and observations; calibration lists every threshold tried.
         made_with: command, versions, machine, commit.
     """
 
@@ -98,7 +98,7 @@ class Certificate:
     made_with: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """The file's content, the statement first."""
+        """Return the file's content, the statement first."""
         values = {"kind": _KIND, "schema": SCHEMA, **dataclasses.asdict(self)}
         return json.dumps({**values, "sha256": signature(values)}, indent=2) + "\n"
 
@@ -113,9 +113,8 @@ class Certificate:
             values = read_json(path, "certificate")
             if not isinstance(values, dict) or values.get("kind") != _KIND:
                 raise ValueError(f"it is no {_KIND}")
-            wanted = values.pop("sha256", None)
-            if wanted not in (None, signature(values)):
-                raise ValueError("it was changed after it was made: certify anew")
+            if values.pop("sha256", None) != signature(values):
+                raise ValueError("it was changed after it was made: certify again")
             del values["kind"]
             if values.pop("schema") != SCHEMA:
                 raise ValueError(f"not a {_KIND} of schema {SCHEMA}")
@@ -123,12 +122,6 @@ class Certificate:
             pair = PairIdentity(**conditions.pop("pair"))
             made = cls(conditions=Conditions(pair=pair, **conditions), **values)
             made._require_agreement()
-            if wanted is None:
-                warnings.warn(
-                    f"certificate {str(path)!r} was made before version 0.3 and cannot show that nobody changed it: "
-                    "certify anew",
-                    stacklevel=2,
-                )
             return made
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ReprieveError(f"certificate {str(path)!r} cannot be read: {error}") from None
@@ -148,7 +141,7 @@ class Certificate:
             raise SpecError(f"threshold must be what rule {rule.spec} says, got {self.threshold!r}")
 
     def check(self, here: Conditions, *, where: str) -> None:
-        """Warn where a promise made elsewhere says nothing, and refuse another pair and another prompt format.
+        """Warn if the conditions differ; refuse another pair or another prompt format.
 
         Raises:
             PairError: other weights or another tokenizer.
@@ -162,26 +155,26 @@ class Certificate:
             )
         if differing := self.conditions.differences(here):
             warnings.warn(
-                f"the certificate {where} does not hold here: {'; '.join(differing)}; certify anew, or use its "
+                f"the certificate {where} does not hold here: {'; '.join(differing)}; certify again, or use its "
                 "conditions",
                 stacklevel=3,
             )
 
 
 def portable_spec(rule: Rule) -> str:
-    """The rule's specification with its heads named by fingerprint instead of by folder."""
+    """Return the rule's specification with its heads named by fingerprint instead of by folder."""
     return _renamed(rule, lambda part: part.path if part.head is None else part.head.fingerprint)
 
 
 def _renamed(rule: Rule, path: Callable[[HeadRule], str]) -> str:
-    """A rule's specification with other paths of its heads."""
+    """Return a rule's specification with other paths of its heads."""
     return rule.transform(
         lambda part: dataclasses.replace(part, path=path(part)) if isinstance(part, HeadRule) else part
     ).spec
 
 
 def read_certificates(folder: Path) -> list[Certificate]:
-    """All certificates that lie beside a head, by name.
+    """Return all certificates in a head's folder, by name.
 
     Raises:
         ReprieveError: one of them cannot be read.
@@ -190,10 +183,10 @@ def read_certificates(folder: Path) -> list[Certificate]:
 
 
 def warn_of_certificates(rule: Rule, folders: Mapping[str, Path], here: Conditions) -> None:
-    """Where a rule's threshold was certified under other conditions, say so; where it holds here, say nothing.
+    """Warn if a rule's threshold was certified under other conditions; silent if a certificate holds here.
 
     Args:
-        folders: where each of the rule's heads lies.
+        folders: folder of each of the rule's heads.
     """
     spec = portable_spec(rule)
     matching = [item for folder in folders.values() for item in read_certificates(folder) if item.portable_rule == spec]

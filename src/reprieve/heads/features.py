@@ -1,6 +1,6 @@
-"""What heads look at: named, versioned recipes over states that verification has computed anyway.
+"""Feature recipes of heads: named, versioned functions of states that verification computes anyway.
 
-The same function assembles features at training time and while decoding, so the two cannot drift apart.
+Training and decoding assemble features with the same function, so the two cannot diverge.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from reprieve.types import Evidence, HiddenStates, gather_token
 
 @dataclass(frozen=True)
 class TokenStates:
-    """Hidden states around n drafted tokens, and two numbers of either distribution.
+    """Hidden states around n drafted tokens, and two scalars of each distribution.
 
     `target` and `draft` map an encoding (`draft`, `target`, `previous`) to states by layer.
     """
@@ -32,7 +32,7 @@ class TokenStates:
 
     @classmethod
     def of(cls, evidence: Evidence, recipe: FeatureRecipe) -> TokenStates:
-        """What a round's verification offers a recipe."""
+        """Extract the inputs of a recipe from a round's evidence."""
         target, draft = {}, {}
         if evidence.node_hidden is not None:
             target["draft"] = evidence.node_hidden
@@ -54,7 +54,7 @@ def distribution_scalars(
     logits: Tensor,  # [..., V], raw
     token_ids: Tensor,  # [...], int64
 ) -> tuple[Tensor, Tensor]:  # [...] nats, [...]
-    """Entropy of a model's distribution and the drafted token's probability under it (PAD, appendix B)."""
+    """Return the entropy of a model's distribution and its probability of the drafted token (PAD, appendix B)."""
     log_probs = logits.log_softmax(-1)
     probs = log_probs.exp()
     entropy = -(probs * log_probs.nan_to_num(neginf=0.0)).sum(-1)
@@ -62,7 +62,7 @@ def distribution_scalars(
 
 
 def assemble(recipe: FeatureRecipe, states: TokenStates) -> Tensor:
-    """Features [n, F], float32: hidden states first, then the scalars that the recipe has.
+    """Return features [n, F], float32: hidden states first, then the recipe's scalars.
 
     Raises:
         SpecError: the states lack what the recipe reads.

@@ -1,4 +1,4 @@
-"""Heads as folders: `config.json` and `model.safetensors`, checked against each other, certificates beside them."""
+"""Head folders: `config.json` and `model.safetensors`, checked against each other, and certificates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reprieve.files import read_file, read_json, replace_file
 from reprieve.heads.binding import digest
 
 SCHEMA = 1
-CERTIFICATES = "certificates"  # their folder, beside a head
+CERTIFICATES = "certificates"  # folder inside a head's folder
 _CONFIG, _WEIGHTS, _CARD = "config.json", "model.safetensors", "README.md"
 
 
@@ -54,12 +54,12 @@ def write_head(
 
 
 def fingerprint_of(tensors: Mapping[str, Tensor]) -> str:
-    """Identifies weights: runs of a head trained anew are not mixed with those of the old one."""
+    """Return a hash of weights, so that runs of a retrained head do not mix with those of the old one."""
     return digest(_bytes_of(tensors))
 
 
 def _bytes_of(tensors: Mapping[str, Tensor]) -> bytes:
-    # Copies: two constants may be one tensor, which the format refuses.
+    # Copies, because the format refuses tensors that share memory.
     copies = {
         name: torch.clone(tensor.detach().cpu(), memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
@@ -68,7 +68,7 @@ def _bytes_of(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def require_free(folder: Path, kind: str) -> None:
-    """Refuse a folder that holds something else than what is to be written there.
+    """Refuse a folder that holds files other than those to be written.
 
     Raises:
         ReprieveError: names it.
@@ -79,13 +79,13 @@ def require_free(folder: Path, kind: str) -> None:
 
 
 def claim_head(folder: Path, kind: str | None = None) -> None:
-    """Make a folder, so that what took long to make has a place to go.
+    """Create a folder before a long computation, so that its result can be saved.
 
     Args:
-        kind: of the head that is to be written into it; None where that is said later.
+        kind: of the head to be written; None if decided later.
 
     Raises:
-        ReprieveError: it cannot be made, or holds something else.
+        ReprieveError: it cannot be created, or holds something else.
     """
     if kind is not None:
         require_free(folder, kind)
@@ -98,16 +98,16 @@ def claim_head(folder: Path, kind: str | None = None) -> None:
 def read_head(
     source: str | Path, kind: str, keys: frozenset[str], *, optional: frozenset[str] = frozenset(), **download: Any
 ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, str]]:
-    """Configuration, tensors and certificates of a head, from a folder or a hub id.
+    """Return configuration, tensors and certificates of a head, from a folder or a hub id.
 
     Args:
-        kind: of head that is wanted.
-        keys: what the configuration holds beside schema, kind and digest; more or less is an error.
-        optional: those of them that may be missing.
+        kind: required kind of head.
+        keys: keys of the configuration besides schema, kind and digest; missing or additional ones are an error.
+        optional: keys that may be missing.
         download: arguments of `huggingface_hub.snapshot_download`.
 
     Raises:
-        ReprieveError: not found, another kind, unreadable, or weights that are not those it was saved with.
+        ReprieveError: not found, another kind, unreadable, or weights that do not match the digest.
     """
     folder = find_head(source, **download)
     config = read_json(folder / _CONFIG, f"head {str(source)!r}: the file")
@@ -132,14 +132,14 @@ def read_head(
 
 
 def find_head(source: str | Path, *, also: tuple[str, ...] = (), **download: Any) -> Path:
-    """The folder a name means: a bundled head's, itself, or a copy of a hub repository.
+    """Return the folder for a name: a bundled head, a folder, or a local copy of a hub repository.
 
     Args:
         also: patterns of further files to download.
         download: arguments of `huggingface_hub.snapshot_download`.
 
     Raises:
-        ReprieveError: no folder, no hub id, or nothing that the hub gives.
+        ReprieveError: no folder and no hub id, or the download failed.
     """
     if str(source) in BUNDLED_HEADS:
         return BUNDLED_HEADS[str(source)]
@@ -153,16 +153,16 @@ def find_head(source: str | Path, *, also: tuple[str, ...] = (), **download: Any
     try:
         files = [_CONFIG, _WEIGHTS, _CARD, f"{CERTIFICATES}/*.json", "training.json", *also]
         return Path(snapshot_download(str(source), allow_patterns=files, **download))
-    except Exception as error:  # no network, no such repository, no access: the hub has many ways to say it
+    except Exception as error:  # the hub raises many types: no network, no repository, no access
         reason = " ".join(str(error).split())
         raise ReprieveError(f"head {str(source)!r} is no folder here, and the hub says: {reason}") from None
 
 
 def kind_of(source: str | Path) -> str:
-    """What kind of head a folder or hub id holds.
+    """Return the kind of head in a folder or hub repository.
 
     Raises:
-        ReprieveError: not found, or it does not say.
+        ReprieveError: not found, or no kind in its configuration.
     """
     kind = _kind(find_head(source) / _CONFIG)
     if not isinstance(kind, str):
@@ -171,7 +171,7 @@ def kind_of(source: str | Path) -> str:
 
 
 def _certificates(folder: Path) -> dict[str, str]:
-    """Texts of the certificates beside a head, by path inside its folder."""
+    """Return the texts of the certificates of a head, by path inside its folder."""
     paths = sorted((folder / CERTIFICATES).glob("*.json"))
     return {f"{CERTIFICATES}/{path.name}": path.read_text(encoding="utf-8") for path in paths}
 
@@ -181,11 +181,11 @@ def _kind(path: Path) -> Any:
         config = read_json(path, "the file")
     except ReprieveError:
         return None
-    # EAGLE-3 heads are in the speculators library's format, which has a name of its own for this.
+    # EAGLE-3 heads use the speculators library's format, which names the kind differently.
     return config.get("kind", config.get("speculators_model_type")) if isinstance(config, dict) else None
 
 
 def signature(config: Mapping[str, Any], content: bytes = b"") -> str:
-    """Over a document and its weights together: neither can be changed without the other knowing."""
+    """Return a digest over a document and its weights, so that neither can be changed alone."""
     canonical = json.dumps(config, sort_keys=True).encode()
     return hashlib.sha256(canonical + content).hexdigest()

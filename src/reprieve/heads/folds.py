@@ -1,7 +1,7 @@
-"""Out-of-fold heads, for tasks without a training split: no problem meets a head that was trained on it.
+"""Out-of-fold heads, for tasks without a training split: each problem uses a head that was not trained on it.
 
-AutoJudge evaluates LiveCodeBench so (section 4.2). A folder of `fold-0`, `fold-1`, ... with a `folds.json` beside them;
-a problem belongs to the fold its id falls into.
+AutoJudge evaluates LiveCodeBench this way (section 4.2). A folder holds `fold-0`, `fold-1`, ... and `folds.json`; a
+problem's id determines its fold.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FILE = "folds.json"
 
 
 def fold_of(problem_id: str, num_folds: int) -> int:
-    """The fold a problem belongs to, whatever else is in the data set."""
+    """Return the fold of a problem, independent of the rest of the data set."""
     return int(digest(problem_id.encode()), 16) % num_folds
 
 
@@ -42,17 +42,17 @@ def require_folds(num_folds: int) -> None:
 
 
 def fold_folder(folder: str | Path, fold: int) -> Path:
-    """Where a fold's head is."""
+    """Return the folder of a fold's head."""
     return Path(folder) / f"fold-{fold}"
 
 
 def write_folds(folder: Path, num_folds: int) -> None:
-    """Declare a folder of heads to be folds; the last thing to write."""
+    """Declare a folder of heads to be folds; call it last."""
     replace_file(folder / _FILE, json.dumps({"schema": 1, "num_folds": num_folds}) + "\n")
 
 
 def read_folds(folder: str | Path) -> int | None:
-    """How many folds a folder holds; None where it is no folder of folds.
+    """Return the number of folds in a folder; None if it holds no folds.
 
     Raises:
         ReprieveError: `folds.json` cannot be read.
@@ -70,13 +70,13 @@ def read_folds(folder: str | Path) -> int | None:
 
 @dataclass(frozen=True)
 class FoldedHead:
-    """The heads of all folds, as one: it names them in results, and lends each problem the one not trained on it."""
+    """Heads of all folds as one: named together in results, with a separate head for each problem."""
 
     heads: Sequence[Head]
 
     @classmethod
     def load(cls, folder: str | Path, load: Callable[[str], Head]) -> FoldedHead:
-        """All folds of a folder that has them.
+        """Load all folds of a folder.
 
         Raises:
             ReprieveError: a fold cannot be loaded.
@@ -85,7 +85,7 @@ class FoldedHead:
 
     @property
     def threshold(self) -> float:
-        """One for all folds, so that arms have one threshold: the median of what each recommends."""
+        """Common threshold of all folds: the median of their recommendations."""
         return statistics.median(head.threshold for head in self.heads)
 
     @property
@@ -104,12 +104,12 @@ class FoldedHead:
         return FoldedHead([head.to(device) for head in self.heads])
 
     def require_pair(self, pair: PairIdentity, name: str) -> None:
-        """See `Head`."""
+        """Refuse a pair other than the folds' own."""
         for head in self.heads:
             head.require_pair(pair, name)
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """Refused: which head answers depends on the problem, and a round does not know it.
+        """Refuse: the head depends on the problem, which a round does not know.
 
         Raises:
             SpecError: always.

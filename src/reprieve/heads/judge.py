@@ -1,4 +1,4 @@
-"""AutoJudge's head (and Judge Decoding's): logistic regression on existing hidden states."""
+"""Head of AutoJudge and Judge Decoding: logistic regression on existing hidden states."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def judge_probability(
     weight: Tensor,  # [F]
     bias: Tensor,  # []
 ) -> Tensor:  # [...], 0 to 1
-    """P(important) of drafted tokens (AutoJudge, section 3.2); standardisation is folded into the weights."""
+    """Return P(important) of drafted tokens (AutoJudge, section 3.2); standardisation is folded into the weights."""
     return torch.sigmoid(features @ weight + bias)
 
 
 @register_head
 class JudgeHead(Head):
-    """A linear head: one product with states the target has computed anyway.
+    """Linear head: one product with states that the target has computed anyway.
 
     Tensors: `weight` [F] and `bias` [], with the standardisation of the features folded in.
     """
@@ -42,5 +42,5 @@ class JudgeHead(Head):
         return int(self.tensors["weight"].shape[0])
 
     def probability(self, features: Tensor) -> Tensor:
-        """See `judge_probability`."""
+        """Return P(important) for features [..., F]: [...]."""
         return judge_probability(features, self.tensors["weight"], self.tensors["bias"])

@@ -1,4 +1,4 @@
-"""A head that says where drafting ends: how likely the next drafted token is to be accepted (FSD, section 7.1)."""
+"""Draft length head: predicts the acceptance of the next drafted token (FSD, section 7.1)."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ SCALARS = ("bias", "log_prob", "place", "recent", "dial", "temperature")
 @register_head
 @dataclass(frozen=True)
 class LengthHead(Artefact):
-    """Two logistic regressions on what drafting has computed anyway, and the least chance that pays for a token.
+    """Two logistic regressions on drafting states, and the smallest acceptance probability worth another token.
 
-    The first says how likely the token just drafted is to be accepted, the second how likely the one after it is if
-    this one is, given that all before were. FSD proposes such a head and leaves it open; here is one.
+    The first predicts the acceptance of the token just drafted, the second that of the next one if this one is
+    accepted; both are conditional on the acceptance of all earlier ones. FSD proposes such a head without specifying
+    it.
 
     Args:
         hidden_weight: [2, D], on the draft's last hidden state that predicted the token, after the final norm.
-        scalar_weight: [2, 6], on `SCALARS`: 1, the draft's log-probability of the token, its place in the block (from
-            0, in eighths, at most 1), the share of its recent tokens that were accepted, the rule's dial, and the
-            target's temperature. Standardisation is folded into both.
+        scalar_weight: [2, 6], on `SCALARS`: 1, the draft's log-probability of the token, its position in the block
+            (from 0, in eighths, at most 1), the share of recently accepted tokens, the rule's dial, and the target's
+            temperature. Standardisation is folded into both.
         rule: name of the rule whose acceptance it predicts.
         lowest, highest: dial values it was trained for; both 0 for a rule without a dial.
-        price: chance of acceptance below which another token does not pay, (0, 1].
+        price: acceptance probability below which another token costs more than it gains, (0, 1].
         most: longest block.
-        training: what it was trained on, what a forward took there, and what it reached on held-out problems.
+        training: training data, measured forward times, and results on held-out problems.
     """
 
     kind: ClassVar[str] = "length"
@@ -81,9 +82,9 @@ class LengthHead(Artefact):
         return {"rule": self.rule + dial, "price": f"{self.price:.2g}", "longest block": str(self.most)}
 
     def covers(self, rule: Rule) -> bool:
-        """Whether it serves this rule, at this value of its dial.
+        """Return True if it serves this rule at this value of its dial.
 
-        One of lossless decoding serves them all: what lossless would take, rules that rescue take too.
+        A head for lossless decoding serves every rule: rescuing rules accept all tokens that lossless decoding accepts.
         """
         if self.rule == ANY_RULE:
             return True
@@ -93,16 +94,16 @@ class LengthHead(Artefact):
 
     @property
     def fingerprint(self) -> str:
-        """Of all that decides: the price comes from a clock, and may differ where the weights do not."""
+        """Hash of everything that affects decisions: the price is timed and can differ between equal weights."""
         decides = (self.rule, self.lowest, self.highest, self.price, self.most)
         return digest(f"{super().fingerprint} {decides!r}".encode())
 
     def certified(self) -> str:
-        """How a certificate names it, in place of K."""
+        """Name in a certificate, in place of K."""
         return f"{AUTO}:{self.fingerprint}"
 
     def require_rule(self, rule: Rule, name: str) -> None:
-        """Refuse another rule, or a dial that it was not trained for.
+        """Refuse another rule, or a dial value it was not trained for.
 
         Raises:
             SpecError: names both.

@@ -1,4 +1,4 @@
-"""Put heads into rules that name them: `judge:path=heads/j` becomes a rule that can score."""
+"""Attach heads to rules that name them: `judge:path=heads/j` becomes a rule that can score tokens."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import functools
 from pathlib import Path
 from typing import cast
 
-from reprieve.bundles import bundle_of
+from reprieve.bundles import BUNDLED_HEADS, bundle_of
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.heads.artefact import HEADS, Artefact
 from reprieve.heads.base import Head
 from reprieve.heads.binding import PairIdentity, warn_of_transfer
-from reprieve.heads.certificates import Conditions, warn_of_certificates
+from reprieve.heads.certificates import Conditions, read_certificates, warn_of_certificates
 from reprieve.heads.files import find_head, kind_of
 from reprieve.heads.folds import FoldedHead, fold_folder, read_folds
 from reprieve.heads.length import ANY_RULE, LengthHead
 from reprieve.heads.origin import warn_of_format, warn_of_sampling
-from reprieve.rules import Rule
-from reprieve.rules.learned import HeadRule
+from reprieve.rules import Rule, parse_rule
+from reprieve.rules.learned import HeadRule, LearnedRule
 from reprieve.settings import AUTO, NumDraftTokens, named_length, require_draft_tokens
 
 
 def load_head(source: str | Path, *, kind: str | None = None) -> Artefact | FoldedHead:
-    """A head, from a folder, a hub id, or by the name of a bundled one; a folder of folds gives them all.
+    """Load a head from a folder, a hub id, or by the name of a bundled one; all folds from a folder of folds.
 
     Args:
-        kind: judge, pivot, lts, arbiter or length; None for what it is.
+        kind: judge, pivot, lts, arbiter or length; None accepts any kind.
 
     Raises:
         SpecError: an unknown kind.
@@ -44,6 +44,7 @@ def attach_heads(rule: Rule, target: str | None = None) -> Rule:
 
     Args:
         target: name of the pair's target: where it is the bundled one, rules that name no head take the bundled heads.
+            A bundled head without a threshold starts at the most lenient one that is certified, if there is one.
 
     Raises:
         SpecError: a rule that names no head, where there is none by default.
@@ -53,20 +54,33 @@ def attach_heads(rule: Rule, target: str | None = None) -> Rule:
     defaults = {} if bundle is None else bundle.head_names
 
     def attach(part: Rule) -> Rule:
-        return part.with_head(load_head, defaults.get(part.head_kind)) if isinstance(part, HeadRule) else part
+        if not isinstance(part, HeadRule):
+            return part
+        default = defaults.get(part.head_kind)
+        if isinstance(part, LearnedRule) and part.head is None and part.threshold is None:
+            part = dataclasses.replace(part, threshold=_certified_threshold(part, part.path or default))
+        return part.with_head(load_head, default)
 
     return rule.transform(attach)
 
 
-def length_head(num_draft_tokens: NumDraftTokens, rule: Rule, pair: PairIdentity) -> LengthHead | None:
-    """The head that decides how long blocks are: the one named or, for `auto`, the bundled pair's for this rule.
+def _certified_threshold(rule: LearnedRule, source: str | None) -> float | None:
+    """Return the most lenient certified threshold of a bundled head; None where it has none, and for other heads."""
+    folder = BUNDLED_HEADS.get(source or "")
+    certificates = [] if folder is None else read_certificates(folder)
+    certified = [item.threshold for item in certificates if parse_rule(item.rule).name == rule.name]
+    return max(certified, key=lambda value: rule.with_dial(value).looseness, default=None)
 
-    A bundled one serves all thresholds: outside those it was trained for it reads the nearest. Rules that have none of
-    their own take that of lossless decoding.
+
+def length_head(num_draft_tokens: NumDraftTokens, rule: Rule, pair: PairIdentity) -> LengthHead | None:
+    """Return the draft length head: the named one or, for `auto`, the bundled pair's for this rule.
+
+    A bundled head serves all thresholds; outside its training range it uses the nearest one. Rules without a bundled
+    length head use that of lossless decoding.
 
     Raises:
         SpecError: a specification that cannot be read, or a named head of another rule or other thresholds.
-        PairError: a named head made for another pair.
+        PairError: a named head of another pair.
         ReprieveError: a head that cannot be loaded.
     """
     require_draft_tokens(num_draft_tokens)
@@ -87,7 +101,7 @@ def length_head(num_draft_tokens: NumDraftTokens, rule: Rule, pair: PairIdentity
 
 
 def fitting_length(num_draft_tokens: NumDraftTokens, rule: Rule) -> NumDraftTokens:
-    """What several rules were given, as one of them can have it: a head of another rule's leaves it to `auto`.
+    """Return the draft length for one of several rules; a length head of another rule becomes `auto`.
 
     Raises:
         SpecError: a specification that cannot be read.
@@ -107,7 +121,7 @@ def _named_length(name: str) -> LengthHead:
 
 
 def split_folds(rule: Rule) -> list[Rule]:
-    """The rule once per fold, each with that fold's heads; just the rule where no head has folds.
+    """Return the rule once per fold, each with that fold's heads; only the rule itself if no head has folds.
 
     Raises:
         SpecError: heads of different numbers of folds.
@@ -127,19 +141,19 @@ def split_folds(rule: Rule) -> list[Rule]:
 
 
 def head_folders(rule: Rule) -> dict[str, Path]:
-    """Where each of a rule's heads lies; a head in memory has no folder."""
+    """Return the folder of each of a rule's heads; heads in memory have none."""
     sources = [leaf.source for leaf in rule.leaves if isinstance(leaf, HeadRule) and leaf.source]
     return {source: find_head(source) for source in sources}
 
 
 def require_heads_fit(rule: Rule, pair: PairIdentity, task: str | None, *, here: Conditions | None = None) -> None:
-    """Check a rule's heads against the pair and the task they are about to serve.
+    """Check a rule's heads against the pair and the task they will serve.
 
     Args:
-        here: all conditions, for a warning where this threshold was certified under others; None to leave that out.
+        here: conditions of use, for a warning if this threshold was certified under others; None skips it.
 
     Raises:
-        PairError: a head made for another pair.
+        PairError: a head of another pair.
     """
     for name, head in rule.heads:
         head.require_pair(pair, name)

@@ -1,4 +1,4 @@
-"""What ARC-Decode's acceptance rule measures once per target: whitening, two factors and a tolerance."""
+"""Calibration of ARC-Decode's acceptance rule, measured once per target: whitening, two factors and a tolerance."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class LtsCalibration(Artefact):
     Args:
         scale: [D], the diagonal of the whitening W.
         embedding_factors: [B], c' of each bucket; `logit_factors` alpha * kappa; `tolerances` tau_delta, nats.
-        edges: [B - 1], rising: where one bucket ends and the next begins.
+        edges: [B - 1], rising boundaries between buckets.
         bucket_by: `none`, the `entropy` of the target's distribution (nats), the whitened embedding `distance`, or
             the `margin` of log-probabilities (both squared).
-        pair: whose embeddings and distributions they are; only the target and the tokenizer matter.
-        task: what was decoded to measure them. The paper holds them to be the target's alone; `benchmarks/arc_audit.py`
-            shows what another task makes of them.
-        delta: the share of calibration positions that the bound may miss.
-        settings: how it was made, and what it covered.
+        pair: pair they were measured on; only the target and the tokenizer matter.
+        task: task they were measured on. The paper treats them as constants of the target; `benchmarks/arc_audit.py`
+            measures them on another task.
+        delta: share of calibration positions that the bound may miss.
+        settings: settings and coverage of the calibration.
     """
 
     kind: ClassVar[str] = "lts"
@@ -68,14 +68,14 @@ class LtsCalibration(Artefact):
 
     @property
     def num_features(self) -> int:
-        """D, the size of the embeddings it reads."""
+        """D, the size of the target's embeddings."""
         return len(self.scale)
 
     def facts(self) -> dict[str, str]:
         return {"delta": f"{self.delta:g}", "buckets by": self.bucket_by}
 
     def bound(self, evidence: Evidence) -> tuple[Tensor, Tensor]:
-        """U and tau_delta of each drafted token, nats: [...] each.
+        """Return U and tau_delta of each drafted token, nats: [...] each.
 
         Raises:
             SpecError: the target's embeddings are of another size.
@@ -97,13 +97,13 @@ class LtsCalibration(Artefact):
         return bound, self.tolerances[bucket]
 
     def bucket_of(self, distance: Tensor, margin: Tensor, target_probs: Tensor) -> Tensor:
-        """Which bucket each token falls into, [...], int64."""
+        """Return the bucket of each token, [...], int64."""
         if self.bucket_by == "none":
             return torch.zeros(distance.shape, dtype=torch.long, device=distance.device)
         values = {"distance": distance, "margin": margin}.get(self.bucket_by)
         return torch.bucketize((entropy(target_probs) if values is None else values).contiguous(), self.edges)
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """U / tau_delta of each drafted token, [...]; 1 - LTS."""
+        """Return U / tau_delta of each drafted token, [...]; equal to 1 - LTS."""
         bound, tolerance = self.bound(evidence)
         return bound / tolerance

@@ -1,4 +1,4 @@
-"""The README of a head: what it is for, what was promised of it, how it was made."""
+"""Model card of a head: purpose, certificates, training."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ tags:
 - {kind}
 {base_model}---
 
+{promises}
+
 # {title}
 
 {purpose}
-
-{promises}
 
 | | |
 | --- | --- |
@@ -28,8 +28,8 @@ pip install reprieve
 reprieve bench --target {target} --draft {draft_or_yours} --arm {use}
 ```
 
-It is refused beside other weights or another tokenizer than those it was made for; on another task, measure its price
-first.
+Reprieve refuses it with other weights or another tokenizer than those it was made for. On another task, measure its
+price first.
 """
 
 
@@ -43,7 +43,7 @@ def model_card(
     certificates: Sequence[str],
     use: str | None = None,
 ) -> str:
-    """The card, Markdown.
+    """Return the card, Markdown; its first lines are what was certified.
 
     Args:
         draft: None where its weights do not matter.
@@ -61,6 +61,6 @@ def model_card(
         target=target,
         draft_or_yours=draft or "DRAFT",
         base_model=f"base_model: {target}\n" if target.count("/") == 1 and not target.startswith((".", "/")) else "",
-        promises="\n>\n".join(statements) or "No certificate lies beside it: `reprieve certify` makes one.",
+        promises="\n>\n".join(statements) or "> **Not certified.** `reprieve certify` bounds what it costs.",
         facts="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
     )

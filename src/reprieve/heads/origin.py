@@ -1,4 +1,4 @@
-"""What a head was made from: how problems were put to the model, and which ones; so that no promise rests on them."""
+"""Origin of a head: prompt format and training problems, so that no promise rests on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHOWN = 5
 
 
 class Problem(Protocol):
-    """What must be known of a problem: its name, and the digest of its question."""
+    """Name of a problem and digest of its question."""
 
     @property
     def problem_id(self) -> str: ...
@@ -30,7 +30,7 @@ P = TypeVar("P", bound=Problem)
 def seen_problems(rule: Rule, problems: Sequence[P]) -> list[P]:
     """The problems that one of the rule's heads was made from, by their questions.
 
-    Out-of-fold heads answer each problem with the head that never saw it. Heads made before 0.3 do not say what they
+    Out-of-fold heads answer each problem with the head that never saw it. Heads made before 1.0 do not say what they
     were made from.
     """
     found = []
@@ -42,14 +42,14 @@ def seen_problems(rule: Rule, problems: Sequence[P]) -> list[P]:
 
 
 def name_problems(problems: Sequence[Problem]) -> str:
-    """The first few by name, and how many more there are."""
+    """Name the first few problems and count the rest."""
     names = ", ".join(problem.problem_id for problem in problems[:_SHOWN])
     more = len(problems) - _SHOWN
     return names + (f" and {more} more" if more > 0 else "")
 
 
 def warn_of_format(name: str, head: Artefact | FoldedHead, here: Mapping[str, Any]) -> None:
-    """Say that a head meets prompts put in another way than those it was made from."""
+    """Warn that prompts have another format than in a head's training."""
     first = head.heads[0] if isinstance(head, FoldedHead) else head
     if first.prompt is not None and dict(first.prompt) != dict(here):
         warnings.warn(
@@ -60,7 +60,7 @@ def warn_of_format(name: str, head: Artefact | FoldedHead, here: Mapping[str, An
 
 
 def warn_of_sampling(name: str, head: Artefact | FoldedHead, here: Mapping[str, Any]) -> None:
-    """Say that constants are used under other sampling than they were measured at: the margins are of other scores."""
+    """Warn that constants were measured with other sampling settings, which give other margins."""
     made = getattr(head, "settings", {}).get("sampling") or {}
     other = [
         f"{key} {here[key]} (measured at {made[key]})" for key in sorted(made) if here.get(key, made[key]) != made[key]

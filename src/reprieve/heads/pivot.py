@@ -1,4 +1,4 @@
-"""PAD's head: an MLP of two branches on the target's hidden state, entropy and probability."""
+"""PAD's head: a two-branch MLP on the target's hidden state, entropy and probability."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pivot_logits(
     features: Tensor,  # [..., F]: hidden states, then entropy and probability
     tensors: Mapping[str, Tensor],
 ) -> Tensor:  # [..., 2]: non-pivot, pivot
-    """The two logits of PAD's classifier (PAD, appendix B).
+    """Return the two logits of PAD's classifier (PAD, appendix B).
 
     u = relu(hidden), v = relu(scalars), z = out(relu(fuse(u concat v))); features are standardised first.
     """
@@ -34,7 +34,7 @@ def pivot_logits(
 
 @register_head
 class PivotHead(Head):
-    """A small MLP. Tensors: `mean` and `scale` [F], and weight and bias of `hidden`, `scalars`, `fuse` and `out`."""
+    """Small MLP. Tensors: `mean` and `scale` [F], and weight and bias of `hidden`, `scalars`, `fuse` and `out`."""
 
     kind: ClassVar[str] = "pivot"
     purpose: ClassVar[str] = (
@@ -58,5 +58,5 @@ class PivotHead(Head):
         return int(self.tensors["mean"].shape[0])
 
     def probability(self, features: Tensor) -> Tensor:
-        """P(pivot), the softmax of `pivot_logits`."""
+        """Return P(pivot), the softmax of `pivot_logits`: [..., F] to [...]."""
         return pivot_logits(features, self.tensors).softmax(-1)[..., 1]

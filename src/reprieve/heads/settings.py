@@ -1,4 +1,4 @@
-"""What heads are made of, as settings: feature recipes, and the shape of an arbiter."""
+"""Settings of heads: feature recipes, and the shape of an arbiter."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any
 from reprieve.errors import SpecError, require_choice, require_range, require_whole
 from reprieve.needs import Need
 
-BUCKETS = ("none", "entropy", "distance", "margin")  # what an lts calibration may be cut by
+BUCKETS = ("none", "entropy", "distance", "margin")  # quantities that an lts calibration can be bucketed by
 VERSION = 1
 _MOST_RANKS, _MOST_LAYERS = 4096, 1024
 STATES = ("target", "draft", "both")
 ENCODINGS = ("draft", "target", "previous", "both")
-_AT_DECODING = ("draft", "previous")  # encodings that verification has
+_AT_DECODING = ("draft", "previous")  # encodings available while decoding
 
 
 @dataclass(frozen=True)
 class FeatureRecipe:
-    """Which states make a head's features, in this order: target states, draft states, entropy, probability, and the
-    draft's entropy and probability.
+    """States and scalars that make a head's features.
+
+    Order: target states, draft states, entropy, probability, and the draft's entropy and probability. Distributions are
+    the model's own: temperature 1, no truncation.
 
     Args:
-        states: whose hidden states: target, draft or both.
-        encoding: of which token (AutoJudge, appendix B): the drafted one, the target's own, the previous one that
-            predicted both, or both of the first two. Decoding has no states of the target's own token.
+        states: models that the hidden states come from: target, draft or both.
+        encoding: token whose states are read (AutoJudge, appendix B): draft, target, previous (which predicted both),
+            or both of the first two. Decoding has no states of the target's own token.
         layers: of the target, as indices into transformers' `hidden_states`; -1 is the last, after the final norm.
         draft_layers: of the draft.
         entropy: add the entropy of the target's distribution, nats.
         probability: add the target's probability of the drafted token.
         draft_scalars: add the entropy of the draft's distribution, and its probability of the drafted token.
-        version: of these meanings.
-
-    Distributions here are the model's own: temperature 1, nothing cut off.
+        version: version of these definitions.
     """
 
     states: str = "target"
@@ -56,7 +56,7 @@ class FeatureRecipe:
 
     @property
     def name(self) -> str:
-        """For people: `target states of the draft token, layers -1, entropy, probability (v1)`."""
+        """Readable name: `target states of the draft token, layers -1, entropy, probability (v1)`."""
         whose = {"both": "target and draft"}.get(self.states, self.states)
         which = {"both": "draft and target tokens", "previous": "previous token"}.get(
             self.encoding, f"{self.encoding} token"
@@ -78,7 +78,7 @@ class FeatureRecipe:
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What it reads of a round."""
+        """Inputs of a round that it reads."""
         needed = set()
         if self.reads_target:
             needed.add(Need.PARENT_HIDDEN if self.encoding == "previous" else Need.NODE_HIDDEN)
@@ -90,7 +90,7 @@ class FeatureRecipe:
 
     @property
     def encodings(self) -> tuple[str, ...]:
-        """The tokens whose states it reads: draft, target, previous."""
+        """Tokens whose states it reads: draft, target, previous."""
         return ("draft", "target") if self.encoding == "both" else (self.encoding,)
 
     @property
@@ -110,12 +110,12 @@ class FeatureRecipe:
             )
 
     def to_config(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Convert to types that JSON can hold."""
         return {**asdict(self), "layers": list(self.layers), "draft_layers": list(self.draft_layers)}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> FeatureRecipe:
-        """The inverse of `to_config`.
+        """Inverse of `to_config`.
 
         Raises:
             SpecError: unknown keys, or values out of range.
@@ -138,14 +138,14 @@ _MOST_READINGS = 1 << 20
 
 @dataclass(frozen=True)
 class ArbiterShape:
-    """The adapters on the draft's backbone, and the mask (CoSpec, appendix C.1).
+    """Adapters on the draft's backbone, and the mask (CoSpec, appendix C.1).
 
     Args:
         rank: Of the LoRA adapters.
         scale: Alpha of the adapters.
         dropout: On the adapters' input while warming up.
         hybrid: Bidirectional attention between drafted and target tokens; without it, causal (the paper's Table 8).
-        num_readings: size of what is put beside each drafted token (`reprieve.heads.arbiter.READINGS`); 0 for nothing.
+        num_readings: size of the values added for each drafted token (`reprieve.heads.arbiter.READINGS`); 0 for none.
         seed: Of the first weights.
     """
 
@@ -164,5 +164,5 @@ class ArbiterShape:
 
 
 def default_layers(num_layers: int) -> tuple[int, int, int]:
-    """EAGLE-3's published choice of target layers, as indices into transformers' `hidden_states`."""
+    """Return EAGLE-3's published choice of target layers, as indices into transformers' `hidden_states`."""
     return (2, num_layers // 2, num_layers - 3)

@@ -1,4 +1,4 @@
-"""An arbiter of few weights: two logistic regressions on what verification has computed anyway."""
+"""Arbiter with few weights: two logistic regressions on values that verification computes anyway."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from reprieve.heads.artefact import register_head
 from reprieve.heads.base import Head, auc_text
 
-NEUTRAL = 0.5  # where the draft's side is as likely to end better as worse
+NEUTRAL = 0.5  # the draft's side is as likely to end better as worse
 
 
 def arbiter_risk(
@@ -18,14 +18,14 @@ def arbiter_risk(
     weight: Tensor,  # [2, F]: worse, better
     bias: Tensor,  # [2]
 ) -> Tensor:  # [...], 0 to 1
-    """(1 + P(worse) - P(better)) / 2 for taking the draft's token; 1/2 where neither is likelier."""
+    """Return (1 + P(worse) - P(better)) / 2 for the draft's token; 1/2 if neither is more likely."""
     worse, better = torch.sigmoid(features @ weight.T + bias).unbind(-1)
     return (1 + worse - better) / 2
 
 
 @register_head
 class StateArbiter(Head):
-    """Two linear heads: whether going on with the draft's token ends worse than with the target's, and whether better.
+    """Two linear heads: does the draft's token end in a worse answer than the target's, and in a better one?
 
     Tensors: `weight` [2, F] and `bias` [2], with the standardisation of the features folded in.
     """
@@ -52,5 +52,5 @@ class StateArbiter(Head):
         return int(self.tensors["weight"].shape[1])
 
     def probability(self, features: Tensor) -> Tensor:
-        """See `arbiter_risk`."""
+        """Return the risk of `arbiter_risk` for features [..., F]: [...]."""
         return arbiter_risk(features, self.tensors["weight"], self.tensors["bias"])

@@ -1,4 +1,4 @@
-"""Labels made by hand: every token of a response marked right or wrong (Judge Decoding; AutoJudge, appendix N)."""
+"""Hand-made labels: every token of a response marked right or wrong (Judge Decoding; AutoJudge, appendix N)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from reprieve.tasks.jsonl import read_jsonl
 
 
 def read_annotations(path: Path, tokenizer: Any) -> list[ProblemLabels]:
-    """Annotated responses from a JSONL file.
+    """Read annotated responses from a JSONL file.
 
-    Each line has `prompt`, `response`, and `wrong`: a list of [start, end) character spans of the response whose
-    tokens must not be accepted. Every token that touches a span is important, every other one is not. The head then
-    learns from the states that encode the token itself.
+    Each line has `prompt`, `response`, and `wrong`: a list of [start, end) character spans of the response. Tokens that
+    touch a span are important, all others are not. The head learns from the states that encode the token itself.
 
     Args:
-        tokenizer: a fast one, which knows where in the text its tokens are.
+        tokenizer: a fast one, which maps tokens to positions in the text.
 
     Raises:
-        ReprieveError: a line that lacks a field, or a span outside the response; names file and line.
+        ReprieveError: a missing field, or a span outside the response; names file and line.
     """
     problems = [_problem(row, f"{path}, line {number}", number, tokenizer) for number, row in read_jsonl(path)]
     ids = [problem.problem_id for problem in problems]

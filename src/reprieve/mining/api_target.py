@@ -1,7 +1,7 @@
-"""A target reached only through an OpenAI-compatible completions API (AutoJudge, appendix R).
+"""Target behind an OpenAI-compatible completions API (AutoJudge, appendix R).
 
-The trap: most servers take and give text, and one text has many spellings in tokens. A swapped token can merge with
-its neighbours, and the server then continues other tokens than the ones being judged. Such swaps are not labelled.
+Most servers exchange text, and one text has many tokenizations. A swapped token can merge with its neighbours, so the
+server may continue other tokens than the ones being judged. Such swaps are not labelled.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ PROMPTS = ("text", "tokens")
 
 
 class ApiTarget(Target):
-    """Continues texts by requests; greedy.
+    """Continues texts by requests; greedy only.
 
     Args:
-        client: an asynchronous `openai` client, or anything with its `completions.create`.
-        model: the target's name there.
+        client: an asynchronous `openai` client, or an object with `completions.create`.
+        model: the target's name on the server.
         tokenizer: the draft's, which must be the target's too.
-        eos_id: appended where the server says that the response stopped.
-        stops: whether a response's tokens so far end it by a stop text.
-        stop: the stop texts. Only servers that take tokens are sent them: others keep quiet about whether one, or the
-            end of the text, ended a completion, and leave it out.
-        prompts: send `text`, or `tokens` to servers that take and give token ids (vLLM does): nothing can be misread.
+        eos_id: appended if the server reports that the response stopped.
+        stops: returns True if a stop text ends a response's tokens.
+        stop: the stop texts. Only sent to servers that take tokens: others do not report whether a stop text or the end
+            of the text ended a completion, and omit it.
+        prompts: send `text`, or `tokens` to servers that exchange token ids (vLLM does), which avoids ambiguity.
 
     Raises:
         SpecError: unknown `prompts`.
@@ -57,7 +57,7 @@ class ApiTarget(Target):
     async def complete(
         self, session: Session, prompt_ids: list[int], response_ids: list[int], max_new_tokens: int, draw: Draw | None
     ) -> list[int] | None:
-        """See `Target`. None where the text would be read as other tokens.
+        """Return a completion; None if the server would read the text as other tokens. See `Target`.
 
         Raises:
             SpecError: sampling, which a server cannot repeat.
@@ -76,7 +76,7 @@ class ApiTarget(Target):
             **self._asked_of_tokens(),
         )
         choice = reply.choices[0]
-        new = getattr(choice, "token_ids", None)  # the server's own, where it gives them
+        new = getattr(choice, "token_ids", None)  # the server's own, if provided
         new = self._tokens(prefix, text, choice.text) if new is None else list(new)
         if new is None:
             return None
@@ -86,7 +86,7 @@ class ApiTarget(Target):
         return self._until_stop(response_ids, new[:max_new_tokens])
 
     def _asked_of_tokens(self) -> dict[str, Any]:
-        """What servers that take tokens are asked beside: vLLM's own words."""
+        """Additional request fields for servers that take tokens, in vLLM's names."""
         if self.prompts != "tokens":
             return {}
         more = {"return_token_ids": True, "include_stop_str_in_output": True}
@@ -99,14 +99,14 @@ class ApiTarget(Target):
         return new[: next((size for size in sizes if self.stops([*response_ids, *new[:size]])), len(new))]
 
     def _text(self, token_ids: list[int]) -> str:
-        """The text of tokens, special ones included, but for the first one where the tokenizer adds it by itself."""
+        """Return the text of tokens, special ones included, except a first one that the tokenizer adds itself."""
         added = list(self.tokenizer.encode(""))
         if added and token_ids[: len(added)] == added:
             token_ids = token_ids[len(added) :]
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def _tokens(self, prefix: list[int], prefix_text: str, new_text: str) -> list[int] | None:
-        """A completion's tokens after the prefix's own; None where no tokens continue the prefix to that text."""
+        """Return a completion's tokens after the prefix; None if no tokens continue the prefix to that text."""
         whole = list(self.tokenizer.encode(prefix_text + new_text))
         if whole[: len(prefix)] == prefix:
             return whole[len(prefix) :]

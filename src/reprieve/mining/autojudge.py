@@ -21,18 +21,18 @@ VARIANTS = ("search", "naive")
 
 @dataclass
 class AutoJudgeMiner:
-    """Finds which mismatches change the answer.
+    """Finds the mismatches that change the answer.
 
-    `variant="search"` is Algorithm 1: swaps that leave the answer equivalent stay, and the search goes on from the
-    new response, so that tokens are judged together. Whenever the draft's own answer differs from the target's, it
-    finds at least one important token. `variant="naive"` (appendix A) tries every mismatch of the target's response
-    alone, and misses what only does harm jointly.
+    `variant="search"` is Algorithm 1: swaps that leave the answer equivalent are kept, and the search continues from
+    the new response, so tokens are judged together. If the draft's own answer differs from the target's, it finds at
+    least one important token. `variant="naive"` (appendix A) tries every mismatch of the target's response alone and
+    misses tokens that only do harm jointly.
 
     Args:
         target: continues texts.
-        make_draft: what reads one problem as the draft does.
-        responses: how responses end and read.
-        equivalence: when a response is as good.
+        make_draft: makes a draft reader for one problem.
+        responses: format of responses.
+        equivalence: compares responses.
         noise: sampling: repeatable draws, shared by both models, for a problem; None when greedy.
     """
 
@@ -76,7 +76,7 @@ class AutoJudgeMiner:
         )
 
     async def _search(self, search: _Search, original: list[int]) -> tuple[list[int], list[Mismatch]]:
-        """Algorithm 1, lines 6 to 20: the response after all harmless swaps, and the mismatches met."""
+        """Run Algorithm 1, lines 6 to 20; return the response after all harmless swaps, and the mismatches."""
         running = original
         mismatches: list[Mismatch] = []
         drafted = await search.draft.predict(search.prompt_ids, running)
@@ -92,7 +92,7 @@ class AutoJudgeMiner:
         return running, mismatches
 
     async def _try_each(self, search: _Search, original: list[int]) -> list[Mismatch]:
-        """Every mismatch of the target's response, each alone."""
+        """Try every mismatch of the target's response, each alone."""
         drafted = await search.draft.predict(search.prompt_ids, original)
         places = [i for i, (ours, theirs) in enumerate(zip(original, drafted, strict=True)) if ours != theirs]
         attempts = [search.attempt(original, drafted[place], place, original) for place in places]
@@ -100,7 +100,7 @@ class AutoJudgeMiner:
 
 
 class _Search:
-    """One problem's texts: what they share is read once, by target and draft."""
+    """Texts of one problem; target and draft read common prefixes once."""
 
     def __init__(self, miner: AutoJudgeMiner, problem: TaskProblem) -> None:
         self.miner = miner
@@ -113,7 +113,7 @@ class _Search:
         self.num_generated = 0
 
     async def complete(self, response_ids: list[int]) -> list[int] | None:
-        """The response continued to its end by the target; unchanged where it has ended."""
+        """Return the response continued to its end by the target; unchanged if it has ended."""
         num_left = self.miner.responses.num_left(response_ids)
         if num_left < 1:
             return response_ids
@@ -126,7 +126,7 @@ class _Search:
     async def attempt(
         self, running: list[int], draft_id: int, position: int, original: list[int]
     ) -> tuple[Mismatch, list[int] | None]:
-        """Put the draft's token at a place, let the target go on, and compare."""
+        """Swap in the draft's token at a position, let the target continue, and compare."""
         response = await self.complete([*running[:position], draft_id])
         if response is None:
             reason = "the target would read other tokens than the swapped ones"

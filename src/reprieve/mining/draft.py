@@ -1,4 +1,4 @@
-"""The draft as miners see it: what it would have put at every place of a response."""
+"""Draft reader for miners: the draft's own token at every position of a response."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from reprieve.models.cached_model import CachedModel, execution_device, shared_l
 from reprieve.models.draws import GumbelNoise, gumbel_choice
 from reprieve.models.sampling import Sampler
 
-_MOST_LOGITS = 2**28  # numbers that one forward may give: a GiB in float32
+_MOST_LOGITS = 2**28  # logits per forward: a GiB in float32
 
 
 class Draft(Protocol):
-    """Says what the draft would have put at every place of a response."""
+    """Predicts the draft's token at every position of a response."""
 
     async def predict(self, prompt_ids: list[int], response_ids: list[int]) -> list[int]:
-        """The draft's own token at every place of the response, given the response before it."""
+        """Return the draft's own token at every position of the response, given the response before it."""
         ...
 
 
 class DraftReader(Draft):
-    """Reads one problem's responses in parallel forwards; what two of them share is read once.
+    """Reads one problem's responses in parallel forwards; common prefixes are read once.
 
     Args:
-        model: the draft, with a cache of its own.
+        model: the draft, with its own cache.
         sampler: temperature, top-k and top-p.
         noise: makes sampling repeatable; None when greedy.
     """
@@ -37,11 +37,11 @@ class DraftReader(Draft):
         self.model = model
         self.sampler = sampler
         self.noise = noise
-        self._predicted: list[int] = []  # after each cached token from the prompt's last on
+        self._predicted: list[int] = []  # after each cached token, from the prompt's last one
 
     @torch.inference_mode()
     async def predict(self, prompt_ids: list[int], response_ids: list[int]) -> list[int]:
-        """See `Draft`."""
+        """Return the draft's own token at every position of the response."""
         text = [*prompt_ids, *response_ids]
         first = len(prompt_ids) - 1
         shared = min(shared_length(text[:-1], self.model.cached_ids), first + len(self._predicted))
@@ -65,14 +65,15 @@ class DraftReader(Draft):
 @dataclass(eq=False)
 class _Read:
     text: list[int]
-    first: int  # the place whose next token is wanted first
+    first: int  # first position whose next token is needed
     done: asyncio.Future[list[int]]
 
 
 class BatchedDraft(Draft):
-    """Reads the responses of all problems in flight together, greedily: for servers, which have hundreds under way.
+    """Reads the responses of all problems in flight together, greedily: for servers with hundreds of problems.
 
-    A text is read whole, without a cache: one forward over many texts costs less than many forwards over their ends.
+    It reads whole texts without a cache, because one forward over many texts costs less than many forwards over their
+    ends.
 
     Args:
         model: the draft.
@@ -87,7 +88,7 @@ class BatchedDraft(Draft):
         self._serving: asyncio.Task[None] | None = None
 
     async def predict(self, prompt_ids: list[int], response_ids: list[int]) -> list[int]:
-        """See `Draft`."""
+        """Return the draft's own token at every position of the response."""
         if not response_ids:
             return []
         done: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
@@ -98,11 +99,11 @@ class BatchedDraft(Draft):
 
     async def _serve(self) -> None:
         while self._waiting:
-            await asyncio.sleep(0)  # let every problem that has its text ask
+            await asyncio.sleep(0)  # let all ready problems enqueue their texts
             batch = self._next_batch()
             try:
                 predicted = await asyncio.to_thread(self._read, batch)
-            except Exception as error:  # a failed forward fails the texts in it
+            except Exception as error:  # a failed forward fails its texts
                 for read in batch:
                     _settle(read.done, error)
                 continue
@@ -110,7 +111,7 @@ class BatchedDraft(Draft):
                 _settle(read.done, tokens)
 
     def _next_batch(self) -> list[_Read]:
-        """The longest-waiting texts that fit into one forward, one at least."""
+        """Return the longest-waiting texts that fit into one forward, at least one."""
         batch: list[_Read] = []
         longest = 0
         while self._waiting:
@@ -123,7 +124,7 @@ class BatchedDraft(Draft):
     @torch.inference_mode()
     def _read(self, batch: list[_Read]) -> list[list[int]]:
         size = max(len(read.text) for read in batch)
-        rows = [read.text + [0] * (size - len(read.text)) for read in batch]  # what stands behind a text is not seen
+        rows = [read.text + [0] * (size - len(read.text)) for read in batch]  # causal attention hides the padding
         logits = self.model(input_ids=torch.tensor(rows, device=execution_device(self.model)), use_cache=False).logits
         best = logits[..., : self.vocab_size].argmax(-1).tolist()
         self.num_forwards += 1
@@ -131,7 +132,7 @@ class BatchedDraft(Draft):
 
 
 def _settle(done: asyncio.Future[list[int]], result: list[int] | Exception) -> None:
-    if done.done():  # the problem was cancelled
+    if done.done():  # its problem was cancelled
         return
     if isinstance(result, Exception):
         done.set_exception(result)

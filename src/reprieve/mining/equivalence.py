@@ -1,4 +1,4 @@
-"""When a changed response is as good as the one it replaces."""
+"""Equivalence of a changed response and the one it replaces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reprieve.tasks.chat import FIRST_BETTER, SECOND_BETTER, Chat, ask_verdict
 
 @dataclass(frozen=True)
 class Comparison:
-    """Whether the changed token matters; None where it could not be decided, and why."""
+    """Importance of the changed token; None if undecided, with the reason."""
 
     important: bool | None
     reason: str = ""
@@ -23,7 +23,7 @@ class Equivalence(Protocol):
     """Decides whether a changed response is equivalent."""
 
     def usable(self, reference: str | None) -> bool:
-        """Whether the target's own answer can be compared with."""
+        """Return True if the target's own answer can be compared with."""
         ...
 
     async def compare(
@@ -40,7 +40,7 @@ class Equivalence(Protocol):
 
 @dataclass(frozen=True)
 class SameAnswer:
-    """Equivalent when the extracted answers are (AutoJudge, Algorithm 1, line 12).
+    """Equivalence of extracted answers (AutoJudge, Algorithm 1, line 12).
 
     The reference is the target's own answer, right or wrong. A changed response without an answer is not equivalent.
     """
@@ -64,14 +64,15 @@ class SameAnswer:
 
 @dataclass(frozen=True)
 class NotWorse:
-    """For open-ended tasks: unimportant unless a language model finds the changed response worse (appendix L).
+    """Equivalence for open-ended tasks: a language model does not find the changed response worse (appendix L).
 
-    The changed response is compared with the running one, swaps accepted so far included, not with the original.
+    The changed response is compared with the running one, including the swaps accepted so far, not with the original.
 
     Args:
         chat: the judge.
-        num_votes: replies that are counted; important where more find it worse than better, ties left out.
-        num_tries: how often a reply without a verdict is asked for again before that vote is lost.
+        num_votes: number of votes; a token is important if more votes find the response worse than better. Ties do not
+            count.
+        num_tries: number of requests for a vote before an unreadable verdict is dropped.
     """
 
     chat: Chat

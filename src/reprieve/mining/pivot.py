@@ -1,4 +1,4 @@
-"""PAD's label collection (its Algorithm 1): rollouts on both sides of every token speculative sampling rejects."""
+"""PAD's label collection (its Algorithm 1): rollouts on both sides of every token that speculative sampling rejects."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from reprieve.tasks import TaskProblem
 
 @dataclass(frozen=True)
 class Candidate:
-    """A drafted token that speculative sampling rejected."""
+    """Drafted token that speculative sampling rejected."""
 
     draft_id: int
-    fallback_id: int  # drawn from the residual in its place
+    fallback_id: int  # drawn from the residual instead
 
 
 class CandidateSource:
     """Walks one problem's response by speculative sampling and stops at every rejected token.
 
     Args:
-        target: with a cache of its own; so `draft`.
-        block_size: drafted tokens verified at once: a matter of speed, though other sizes draw other tokens.
+        target: with its own cache, as `draft`.
+        block_size: drafted tokens verified at once. Affects speed; another size gives other draws.
     """
 
     def __init__(self, target: CachedModel, draft: CachedModel, params: SamplingParams, *, block_size: int = 8) -> None:
@@ -48,7 +48,7 @@ class CandidateSource:
 
     @torch.inference_mode()
     def next(self, prompt_ids: list[int], response_ids: list[int], num_left: int) -> tuple[list[int], Candidate | None]:
-        """Accepted tokens after the response, and the rejected token that ended them, if one did."""
+        """Return the next accepted tokens of the response, and the rejected token that ended them, if any."""
         text = [*prompt_ids, *response_ids]
         drafted, draft_logits = self._draft(text, min(self.block_size, num_left))
         self.target.start(text[:-1], reuse_prefix=True)
@@ -64,7 +64,7 @@ class CandidateSource:
         return drafted[:place], Candidate(drafted[place], int(self.sampler.draw(residual[None])))
 
     def _draft(self, text: list[int], size: int) -> tuple[list[int], torch.Tensor]:
-        """Drafted tokens and the logits [size, V] each was drawn from."""
+        """Return drafted tokens and the logits [size, V] that each was drawn from."""
         self.draft.start(text[:-1], reuse_prefix=True)
         drafted: list[int] = []
         rows = []
@@ -77,16 +77,17 @@ class CandidateSource:
 
 @dataclass
 class PivotMiner:
-    """Labels rejected tokens as pivots, those after which fewer rollouts end well.
+    """Labels rejected tokens as pivots if fewer rollouts after them end in a right answer.
 
     Args:
         target: continues texts, for rollouts.
-        make_source: a `CandidateSource` for a problem and its seed.
-        responses: how responses end and read.
-        make_seed: a problem's own seed.
+        make_source: makes a `CandidateSource` for a problem and its seed.
+        responses: format of responses.
+        make_seed: returns a problem's own seed.
         num_rollouts: N, on each side, 1 or more.
-        alpha: a token is a pivot where its utility is below alpha times the base's, 0 to 1. Larger finds more.
-        soundness: is asked about the median-length correct rollout of a non-pivot, and can make it a pivot.
+        alpha: a token is a pivot if its utility is below alpha times the base's, 0 to 1. Larger values find more
+            pivots.
+        soundness: judges the median-length correct rollout of a non-pivot and can turn it into a pivot.
     """
 
     target: Target
@@ -132,7 +133,7 @@ class PivotMiner:
 
 
 class _Walk:
-    """The state of one problem."""
+    """State of one problem's walk."""
 
     def __init__(self, miner: PivotMiner, problem: TaskProblem) -> None:
         self.miner = miner
@@ -146,7 +147,7 @@ class _Walk:
         self.num_generated = 0
 
     async def label(self, candidate: Candidate) -> Mismatch:
-        """Utilities on both sides, the comparison, and the soundness check."""
+        """Compute utilities on both sides, compare them, and check soundness."""
         with_candidate = [*self.response_ids, candidate.draft_id]
         base, tried = await gather_all([self._rollouts(self.response_ids, 0), self._rollouts(with_candidate, 1)])
         right = [await gather_all([self._correct(response) for response in rollouts]) for rollouts in (base, tried)]
@@ -174,7 +175,7 @@ class _Walk:
         )
 
     async def _rollouts(self, response_ids: list[int], side: int) -> list[list[int]]:
-        """N whole responses sampled from the target after these tokens; copies where they have ended already."""
+        """Sample N whole responses from the target after these tokens; copies if they have ended already."""
         num_left = self.miner.responses.num_left(response_ids)
         if num_left < 1:
             return [list(response_ids)] * self.miner.num_rollouts
@@ -195,12 +196,12 @@ class _Walk:
 
 
 def median_length(responses: list[list[int]]) -> list[int]:
-    """The middle response by length (the upper of two), which stands for all."""
+    """Return the response of median length (the upper of two), which represents all."""
     return sorted(responses, key=len)[len(responses) // 2]
 
 
 def seeded_draw(*key: int) -> Draw:
-    """Draws of one rollout: the same whenever it is repeated."""
+    """Return the draws of one rollout, the same at every repetition."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=7).digest()
     seed = int.from_bytes(digest, "little")
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""From settings to a miner: what `reprieve mine` says, and what a cluster's workers are sent."""
+"""From mining settings to a miner, for `reprieve mine` and for a cluster's workers."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ from reprieve.tasks.chat import Chat, OpenAIChat, openai_client
 
 @dataclass(frozen=True)
 class Workbench:
-    """A miner with what it stands on."""
+    """Miner with its pair, task and servers."""
 
     miner: Miner
     problems: list[TaskProblem]
-    manifest: dict[str, Any]  # of the store its labels go to
-    close: Callable[[], None] = lambda: None  # ends the server that was started for it
+    manifest: dict[str, Any]  # of its label store
+    close: Callable[[], None] = lambda: None  # stops the server that was started for it
 
 
 def build(settings: MiningSettings, *, announce: Callable[[str], None] = lambda line: None) -> Workbench:
@@ -81,6 +81,8 @@ def _build(settings: MiningSettings, plain: Task, served: TargetServers | None) 
     problems = task.problems(settings.split, settings.limit, offset=settings.offset)
     if not problems:
         raise SpecError(no_problems(task, settings.split, settings.offset))
+    if pair.num_positions is not None:
+        task.fit(problems, pair.num_positions)
     responses = ResponseFormat(
         tokenizer=pair.tokenizer,
         task=task,
@@ -97,7 +99,7 @@ def _build(settings: MiningSettings, plain: Task, served: TargetServers | None) 
 
 @dataclass(frozen=True)
 class TargetServers:
-    """The target on servers."""
+    """Target on servers."""
 
     running: Running
     deployer: Deployer
@@ -106,13 +108,13 @@ class TargetServers:
 
     @classmethod
     def of(cls, settings: MiningSettings, announce: Callable[[str], None]) -> TargetServers:
-        """Servers that hold the target alone, or running ones."""
+        """Start servers with the target alone, or connect to running ones."""
         identity, tokenizer, dtype = stored_identity(settings.pair)
         deployer = make_deployer(settings.answering.servers, settings.pair, dtype)
         return cls(deployer.start(Slot(TARGET), announce), deployer, identity, tokenizer)
 
     def target(self, settings: MiningSettings, responses: ResponseFormat) -> ServedTarget:
-        """What miners ask."""
+        """Return the target for miners."""
         return ServedTarget(
             lambda: client_of(self.running, self.deployer.settings),
             settings.params,
@@ -125,13 +127,13 @@ class TargetServers:
 
 @dataclass(frozen=True)
 class ServedPair(Pair):
-    """A pair whose target is on servers: the draft stands in for it, but for what is read of it."""
+    """Pair whose target is on servers; the draft replaces it locally, except for reading."""
 
     read: Read | None = None
     num_candidates: int = 1
 
     def cached_target(self, hidden_layers: HiddenLayers = ()) -> CachedModel:
-        """See `Pair`."""
+        """Return a `ServedModel` of the target, with its own state."""
         assert self.read is not None and not hidden_layers
         return ServedModel(self.read, self.target, vocab_size=self.vocab_size, num_candidates=self.num_candidates)
 
@@ -146,10 +148,10 @@ def _miner(settings: MiningSettings, pair: Pair, responses: ResponseFormat, serv
 
 
 def _load(settings: MiningSettings, served: TargetServers | None) -> Pair:
-    """The pair; the draft stands on both sides where only servers have the target.
+    """Load the pair; if only servers have the target, the draft takes both roles.
 
-    It then takes on what the target's files say of text: the tokenizer with its chat template, and which tokens end a
-    response. Of a target behind an API nothing but the draft's is known.
+    It then uses the target's text settings from its files: the tokenizer with its chat template, and the tokens that
+    end a response. For a target behind an API, only the draft's are known.
     """
     names = settings.pair
     by_api = isinstance(settings, AutoJudgeMining) and settings.api_url is not None
@@ -158,7 +160,7 @@ def _load(settings: MiningSettings, served: TargetServers | None) -> Pair:
         if draft_name is None:
             raise SpecError("mining needs a draft by name (--draft)")
         alone = load_asked(dataclasses.replace(names, target=draft_name, draft=None, device_map=None))
-        draft = alone.target if alone.draft is None else alone.draft  # the bundled pair brings its own
+        draft = alone.target if alone.draft is None else alone.draft  # the bundled pair has its own draft
         tokenizer = alone.tokenizer
         if served is not None:
             tokenizer, draft.generation_config = served.tokenizer, stored_generation(names.target)
@@ -166,7 +168,7 @@ def _load(settings: MiningSettings, served: TargetServers | None) -> Pair:
             alone, target=draft, draft=draft, tokenizer=tokenizer, target_name=names.target, draft_name=draft_name
         )
     pair = load_asked(names)
-    pair.cached_draft()  # refuses a pair without a draft
+    pair.cached_draft()  # raises an error without a draft
     return pair
 
 
@@ -192,7 +194,7 @@ def _autojudge(
 
 
 def _pivot(settings: PivotMining, pair: Pair, responses: ResponseFormat, served: TargetServers | None) -> PivotMiner:
-    # Half of what it asks for: rows stay full.
+    # Half of the requested texts, so that rows stay full.
     pair, target = _walked(settings, pair, responses, served, rows=settings.num_rollouts)
 
     def make_source(seed: int) -> CandidateSource:
@@ -213,7 +215,7 @@ def _pivot(settings: PivotMining, pair: Pair, responses: ResponseFormat, served:
 def _traces(
     settings: TraceMining, pair: Pair, responses: ResponseFormat, served: TargetServers | None
 ) -> ArbitrationMiner:
-    # Two rows: a problem's branches that are under way at once.
+    # Two rows, for the concurrent branches of a problem.
     pair, target = _walked(settings, pair, responses, served, rows=2)
     return ArbitrationMiner(
         target=target,
@@ -235,7 +237,7 @@ def _traces(
 def _walked(
     settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: TargetServers | None, *, rows: int
 ) -> tuple[Pair, Target]:
-    """The pair that walks, and the target that continues its texts, `rows` of a problem at once where it is here."""
+    """Return the pair that walks, and the target for continuations, with `rows` texts per problem if it is local."""
     if served is None:
         return pair, _local_target(settings, pair, responses, rows=rows)
     target = served.target(settings, responses)
@@ -244,10 +246,10 @@ def _walked(
 
 
 def make_soundness(spec: str | None) -> SoundnessJudge | None:
-    """The soundness judge a text names: `equations`, `openai:model=NAME,url=ADDRESS`, or none.
+    """Return the soundness judge named by a text: `equations`, `openai:model=NAME,url=ADDRESS`, or none.
 
     Raises:
-        SpecError: something else.
+        SpecError: anything else.
     """
     if not spec:
         return None
@@ -257,10 +259,10 @@ def make_soundness(spec: str | None) -> SoundnessJudge | None:
 
 
 def make_chat(spec: str) -> Chat:
-    """The judge model a text names: `openai:model=NAME,url=ADDRESS,temperature=1`.
+    """Return the judge model named by a text: `openai:model=NAME,url=ADDRESS,temperature=1`.
 
     Raises:
-        SpecError: something else.
+        SpecError: anything else.
         ReprieveError: no client, or no key.
     """
     name, given = parse_spec(spec, what="judge")
@@ -303,7 +305,7 @@ def _local_target(settings: MiningSettings, pair: Pair, responses: ResponseForma
 def _manifest(
     settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: TargetServers | None
 ) -> dict[str, Any]:
-    """What labels must have in common to lie in one store; how fast they were made is left out."""
+    """Return the settings that all labels of one store share; settings of speed are left out."""
     identity = dataclasses.asdict(pair.identity if served is None else served.identity)
     if served is not None:
         told = served.running.facts
@@ -329,5 +331,5 @@ def _manifest(
 
 
 def problem_seed(seed: int, problem: TaskProblem) -> int:
-    """A random state of a problem's own, the same in every run and on every worker."""
+    """Return a random seed for a problem, the same in every run and on every worker."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{problem.problem_id}".encode(), digest_size=7).digest(), "little")

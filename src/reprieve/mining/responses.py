@@ -1,4 +1,4 @@
-"""Responses as tokens and as text: where they end, what they say."""
+"""Responses as tokens and as text: where they end, and their answers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from reprieve.tasks.asking import prompt_ids_of
 
 @dataclass(frozen=True)
 class ResponseFormat:
-    """How responses of a task end and read, for a tokenizer.
+    """End conditions and text of a task's responses, for a tokenizer.
 
     Args:
         eos_ids: tokens that end a response.
-        max_new_tokens: T_max: the largest whole response, whatever of it is regenerated.
+        max_new_tokens: T_max, the largest whole response, including regenerated parts.
     """
 
     tokenizer: Any
@@ -29,7 +29,7 @@ class ResponseFormat:
         return prompt_ids_of(problem, self.tokenizer)
 
     def text(self, response_ids: list[int]) -> str:
-        """The response up to its first stop text, without special tokens."""
+        """Return the response up to its first stop text, without special tokens."""
         text = str(self.tokenizer.decode(response_ids, skip_special_tokens=True))
         return text[: min((text.find(stop) for stop in self.task.stop if stop in text), default=len(text))]
 
@@ -37,21 +37,21 @@ class ResponseFormat:
         return self.task.extract_answer(self.text(response_ids))
 
     async def grade(self, compare: Callable[..., bool], *given: Any) -> bool:
-        """What `compare` says; in another thread where that runs programs, so that other problems go on."""
+        """Return the result of `compare`; in another thread if it runs programs, so that other problems continue."""
         if getattr(self.task, "runs_programs", False):
             return await asyncio.to_thread(compare, *given)
         return compare(*given)
 
     async def correct(self, response_ids: list[int], reference: str) -> bool:
-        """Whether a response gives the right answer."""
+        """Return True if a response gives the right answer."""
         return await self.grade(self.task.equivalent, self.answer(response_ids), reference)
 
     def num_left(self, response_ids: list[int]) -> int:
-        """Tokens the response may still take; 0 once it has ended."""
+        """Return the remaining token budget of a response; 0 once it has ended."""
         return 0 if self.ended(response_ids) else self.max_new_tokens - len(response_ids)
 
     def ended(self, response_ids: list[int]) -> bool:
-        """Whether the response is over: by an end-of-text token, a stop text or its budget."""
+        """Return True if the response has ended by an end-of-text token, a stop text or its budget."""
         if not response_ids:
             return False
         if response_ids[-1] in self.eos_ids or len(response_ids) >= self.max_new_tokens:
@@ -59,11 +59,13 @@ class ResponseFormat:
         return bool(self.task.stop) and self.stops(response_ids)
 
     def length_of(self, response_ids: list[int], *, start: int = 0) -> int | None:
-        """Where the response is over, in tokens; None where it is not. Its first `start` tokens do not end it."""
+        """Return the length of the ended response in tokens; None if it has not ended. Its first `start` tokens cannot
+        end it.
+        """
         return next((n for n in range(start + 1, len(response_ids) + 1) if self.ended(response_ids[:n])), None)
 
     def stops(self, response_ids: list[int]) -> bool:
-        """Whether one of the task's stop texts ends in the last few tokens."""
+        """Return True if one of the task's stop texts ends in the last few tokens."""
         longest = max(map(len, self.task.stop), default=0)
         tail = str(self.tokenizer.decode(response_ids[-longest - 1 :]))
         return any(stop in tail for stop in self.task.stop)

@@ -1,35 +1,42 @@
-"""Mine many problems, several in flight, into a store; the same code for one process and for a cluster's workers."""
+"""Mine many problems, several in flight, into a store."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from reprieve.errors import EngineError, ReprieveError, require_whole
 from reprieve.mining.records import ProblemLabels
-from reprieve.mining.store import LabelStore
 from reprieve.tasks import TaskProblem
 
-Progress = Callable[[int, int], None]  # finished and all problems
+Progress = Callable[[int, int], None]  # finished problems and their total
 
 
 class Miner(Protocol):
-    """Labels one problem at a time; several may be under way."""
+    """Labels one problem; several calls can be in flight."""
 
     async def mine(self, problem: TaskProblem) -> ProblemLabels: ...
 
 
+class Store(Protocol):
+    """Destination of labels: a `LabelStore`, or a worker's connection to the process that has one."""
+
+    def done(self) -> set[str]: ...
+
+    def append(self, labels: ProblemLabels) -> None: ...
+
+
 @dataclass
 class MiningReport:
-    """What one run did."""
+    """Result of one run."""
 
     num_mined: int = 0
-    num_skipped: int = 0  # done before, or in another worker's hands
-    errors: dict[str, str] = field(default_factory=dict)  # by problem id; a rerun tries them again
+    num_skipped: int = 0  # in the store already
+    errors: dict[str, str] = field(default_factory=dict)  # by problem id; a rerun retries them
     interrupted: bool = False
 
     def require_some(self) -> None:
@@ -46,12 +53,12 @@ class MiningReport:
 def mine_problems(
     miner: Miner,
     problems: Iterable[TaskProblem],
-    store: LabelStore,
+    store: Store,
     *,
     num_in_flight: int = 16,
     progress: Progress = lambda done, total: None,
 ) -> MiningReport:
-    """Mine what the store does not have yet.
+    """Mine the problems that the store does not have.
 
     Ctrl-C drops the problems in flight and keeps the finished ones. A problem that fails is reported, not labelled.
 
@@ -67,56 +74,38 @@ def mine_problems(
     except KeyboardInterrupt:
         report.interrupted = True
     except EngineError as error:
-        store.fold()
         raise EngineError(f"{error}; {len(store.done())} labelled problems are kept, run again to go on") from None
-    except OSError as error:
-        raise ReprieveError(f"label store {str(store.folder)!r} cannot be written: {error.strerror}") from error
-    store.fold()
     return report
 
 
 async def _mine_all(
     miner: Miner,
     problems: list[TaskProblem],
-    store: LabelStore,
+    store: Store,
     num_in_flight: int,
     progress: Progress,
     report: MiningReport,
 ) -> None:
-    elsewhere: list[TaskProblem] = []
+    waiting = [problem for problem in problems if problem.problem_id not in store.done()]
+    report.num_skipped = len(problems) - len(waiting)
+    shared = iter(waiting)
 
-    async def work(waiting: Iterator[TaskProblem]) -> None:
-        for problem in waiting:
-            if not await _mine_one(miner, problem, store, report):
-                elsewhere.append(problem)
+    async def work() -> None:
+        for problem in shared:
+            await _mine_one(miner, problem, store, report)
             progress(report.num_mined + report.num_skipped + len(report.errors), len(problems))
 
-    async def work_all(waiting: list[TaskProblem]) -> None:
-        shared = iter(waiting)
-        await asyncio.gather(*(work(shared) for _ in range(min(num_in_flight, len(waiting)))))
-
-    await work_all(problems)
-    again, elsewhere = elsewhere, []
-    await work_all(again)  # what a worker had in hand that has died since
-    report.num_skipped += len(elsewhere)
+    await asyncio.gather(*(work() for _ in range(min(num_in_flight, len(waiting)))))
 
 
-async def _mine_one(miner: Miner, problem: TaskProblem, store: LabelStore, report: MiningReport) -> bool:
-    """Mine one problem; False where another worker is at it."""
-    if problem.problem_id in store.done():
-        report.num_skipped += 1
-        return True
-    with store.claim(problem.problem_id) as ours:
-        if not ours:
-            return False
-        try:
-            labels = await miner.mine(problem)
-        except EngineError:  # there is nothing to mine with
-            raise
-        except Exception as error:  # whatever it is, the other problems are still worth mining
-            report.errors[problem.problem_id] = f"{type(error).__name__}: {error}"
-            print(f"{problem.problem_id}: {report.errors[problem.problem_id]}", file=sys.stderr)
-            return True
-        store.append(dataclasses.replace(labels, digest=problem.digest))
-        report.num_mined += 1
-        return True
+async def _mine_one(miner: Miner, problem: TaskProblem, store: Store, report: MiningReport) -> None:
+    try:
+        labels = await miner.mine(problem)
+    except EngineError:  # there is nothing to mine with
+        raise
+    except Exception as error:  # whatever it is, the other problems are still worth mining
+        report.errors[problem.problem_id] = f"{type(error).__name__}: {error}"
+        print(f"{problem.problem_id}: {report.errors[problem.problem_id]}", file=sys.stderr)
+        return
+    store.append(dataclasses.replace(labels, digest=problem.digest))
+    report.num_mined += 1

@@ -1,4 +1,4 @@
-"""A target behind servers, as walks read it: what it thinks of drafted tokens, without its weights here."""
+"""Target behind servers, as walks read it: its distribution over drafted tokens, without local weights."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Read = Callable[[Sequence[int], int, int], list[Mapping[int, float]]]
 
 
 class ServedModel(CachedModel):
-    """Gives the log-probabilities of the likeliest next tokens as logits, -inf for all others: enough to sample by.
+    """Returns the log-probabilities of the most likely next tokens as logits, -inf for all others; enough for sampling.
 
-    It caches nothing, nor does vLLM, which reads a whole text to tell of its tokens.
+    It does not cache, and neither does vLLM, which reads a whole text to return its tokens' probabilities.
 
     Args:
-        read: asks for what may follow each of the last tokens of a text: the text, how many tokens, how many
-            candidates of each.
-        stand_in: any model of the same tokenizer: its positions and device count, its weights do not.
-        num_candidates: of each place, 1 to `MOST_CANDIDATES`.
+        read: requests the candidates after each of the last tokens of a text; takes the text, the number of tokens, and
+            the number of candidates for each.
+        stand_in: a model with the same tokenizer; only its positions and device matter.
+        num_candidates: per position, 1 to `MOST_CANDIDATES`.
     """
 
     def __init__(self, read: Read, stand_in: PreTrainedModel, *, vocab_size: int, num_candidates: int) -> None:
@@ -37,16 +37,16 @@ class ServedModel(CachedModel):
         self._num_columns = vocab_size
 
     def start(self, token_ids: Sequence[int], *, reuse_prefix: bool = False) -> Prefill:
-        """See `CachedModel`: nothing is read before something is asked."""
+        """Start a text as `CachedModel` does; requests nothing yet."""
         self.cached_ids = list(token_ids)
         return Prefill()
 
     def keep(self, length: int) -> None:
-        """See `CachedModel`."""
+        """Roll back to the first `length` tokens."""
         del self.cached_ids[length:]
 
     def keep_path(self, start: int, rows: list[int]) -> None:
-        """See `CachedModel`."""
+        """Keep the first `start` tokens and, of those after them, the given rows."""
         self.cached_ids[start:] = [self.cached_ids[start + row] for row in rows]
 
     def _run(
@@ -59,7 +59,7 @@ class ServedModel(CachedModel):
         told = self._read([*self.cached_ids, *new], num_rows, self._num_candidates)
         logits = torch.full((num_rows, self._num_columns), -math.inf)
         for row, candidates in enumerate(told):
-            # Beyond the draft's columns lie rows that pad the target's vocabulary.
+            # Columns beyond the draft's are padding of the target's vocabulary.
             known = {token_id: value for token_id, value in candidates.items() if token_id < self._num_columns}
             logits[row, list(known)] = torch.tensor(list(known.values()))
         self.cached_ids += new

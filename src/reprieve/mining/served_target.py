@@ -1,4 +1,4 @@
-"""A target behind servers that take and give token ids: the problems in flight share the servers' batches."""
+"""Target behind servers that exchange token ids; the problems in flight share the servers' batches."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from reprieve.models.draws import Draw, UniformDraw
 from reprieve.settings import SamplingParams
 
 T = TypeVar("T")
-_MOST_WALKS = 16  # under way at once: enough to hide a server's answers behind the others' drafting
+_MOST_WALKS = 16  # concurrent walks: enough to overlap drafting with the server's answers
 _POLL_S = 0.5
 
 
 class ServedTarget(Target):
-    """Continues texts by requests; the servers' prefix caches hold what a problem's texts have in common.
+    """Continues texts by requests; the servers' prefix caches hold a problem's common prefixes.
 
     Args:
-        make_client: a client, made once in the event loop that uses it.
-        params: how rollouts are sampled.
+        make_client: makes a client, once, in the event loop that uses it.
+        params: sampling of the rollouts.
         eos_ids: tokens that end a response.
         stop: stop texts.
-        stops: whether a response's tokens so far end it by one of them.
-        extra: what every request says to a server that has rules: to leave them off.
+        stops: returns True if one of them ends a response's tokens.
+        extra: additional fields of every request, which switch rules of the server off.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class ServedTarget(Target):
     async def complete(
         self, session: Session, prompt_ids: list[int], response_ids: list[int], max_new_tokens: int, draw: Draw | None
     ) -> list[int]:
-        """See `Target`.
+        """Return a completion. See `Target`.
 
         Raises:
-            SpecError: draws that are keyed by the prefix, which a server cannot make.
+            SpecError: draws keyed by the prefix, which a server cannot make.
             EngineError: no server answers.
         """
         return (await self.complete_all(session, prompt_ids, response_ids, max_new_tokens, [draw]))[0]
@@ -73,7 +73,7 @@ class ServedTarget(Target):
         max_new_tokens: int,
         draws: Sequence[Draw | None],
     ) -> list[list[int]]:
-        """See `Target`: one request for all of them."""
+        """Return completions with several draws, in one request. See `Target`."""
         first = draws[0]
         params = dataclasses.replace(
             self._params, max_new_tokens=max_new_tokens, stop=self._stop, eos_token_ids=self._eos_ids
@@ -89,7 +89,7 @@ class ServedTarget(Target):
         return [self._until_stop(response_ids, one.token_ids) for one in made]
 
     async def apart(self, work: Callable[[], T]) -> T:
-        """See `Target`: in a thread of its own, of which one computes at a time and the others wait for servers."""
+        """Run code in its own thread; one thread computes at a time while others wait for servers. See `Target`."""
         self._in_this_loop()
         dropped = threading.Event()
 
@@ -102,11 +102,11 @@ class ServedTarget(Target):
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, run)
         except asyncio.CancelledError:
-            dropped.set()  # a thread cannot be stopped: it ends at its next question
+            dropped.set()  # a thread cannot be stopped; it ends at its next request
             raise
 
     def read(self, token_ids: Sequence[int], num_rows: int, num_candidates: int) -> list[Mapping[int, float]]:
-        """What may follow each of the last tokens of a text (see `Client.read`); for use inside `apart` only."""
+        """Return the candidates after each of the last tokens of a text (see `Client.read`); only inside `apart`."""
         assert self._client is not None
         loop, client = self._client
         dropped: threading.Event = self._walk.dropped
@@ -119,7 +119,7 @@ class ServedTarget(Target):
             raise CancelledError from None
         self._computing.release()
         try:
-            # What an ending loop was told last it may never do.
+            # A closing loop may never run its last callbacks.
             while not wait([asking], timeout=_POLL_S).done:
                 _require_wanted(dropped)
             return list(asking.result())
@@ -127,7 +127,7 @@ class ServedTarget(Target):
             self._computing.acquire()
 
     def _until_stop(self, response_ids: list[int], new: list[int]) -> list[int]:
-        """A stop text may end in the middle of what a server's block brought."""
+        """Cut tokens at a stop text, which can end in the middle of a server's block."""
         if self._stops is None:
             return new
         sizes = range(1, len(new) + 1)
@@ -141,10 +141,10 @@ class ServedTarget(Target):
 
 
 def _require_wanted(dropped: threading.Event) -> None:
-    """End a walk that nobody waits for any more.
+    """Stop a walk that was cancelled.
 
     Raises:
-        CancelledError: it was dropped.
+        CancelledError: it was cancelled.
     """
     if dropped.is_set():
         raise CancelledError

@@ -1,4 +1,4 @@
-"""What is mined, and how: a record for each miner."""
+"""Settings of the miners."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from reprieve.backends.settings import EngineSettings
 from reprieve.errors import SpecError, require_choice, require_range, require_whole
 from reprieve.settings import MAX_SEED, PairSettings, ProblemSettings, SamplingParams, SamplingSettings
 
-MOST_CANDIDATES = 20  # of a place that vLLM tells, unless it is started with more (--max-logprobs)
+MOST_CANDIDATES = 20  # per position that vLLM returns, unless started with more (--max-logprobs)
 
 
 @dataclass(frozen=True)
 class MiningSettings(ProblemSettings):
-    """Everything that decides what labels say, and how fast they come.
+    """Settings that determine labels and mining speed.
 
     Args:
         seed: Same seed, same labels.
@@ -40,10 +40,10 @@ class MiningSettings(ProblemSettings):
             require_whole("num_in_flight", self.num_in_flight, 1, 4096)
 
     def _require_walk(self) -> None:
-        """Refuse a walk that servers cannot be asked for.
+        """Refuse a walk that servers do not support.
 
         Raises:
-            SpecError: sampling from more tokens than they tell of.
+            SpecError: sampling from more tokens than they return.
         """
         if not self.answering.local and not 1 <= self.num_candidates <= MOST_CANDIDATES:
             raise SpecError(
@@ -53,39 +53,39 @@ class MiningSettings(ProblemSettings):
 
     @property
     def in_flight(self) -> int:
-        """Problems under way at once."""
+        """Number of problems in flight."""
         return self.num_in_flight or (self.usual_in_flight if self.answering.local else self.usual_on_servers)
 
     @property
     def params(self) -> SamplingParams:
-        """Its sampling, for texts of any length."""
+        """Sampling parameters, for texts of any length."""
         return SamplingParams(**vars(self.sampling), seed=self.seed)
 
     @property
     def num_candidates(self) -> int:
-        """How many of a place's likeliest tokens hold everything that can be sampled there."""
+        """Number of most likely tokens per position that cover every token that can be sampled."""
         return 1 if self.sampling.greedy else self.sampling.top_k
 
     @property
     def options(self) -> dict[str, Any]:
-        """The miner's own settings, which labels in one store must share; None stands for what is not used."""
+        """The miner's own settings, which labels in one store must share; None for unused ones."""
         return {}
 
     @property
     def asks_a_judge(self) -> bool:
-        """Whether a language model compares responses, so that the task needs no right answers."""
+        """True if a language model compares responses, so that the task needs no right answers."""
         return False
 
 
 @dataclass(frozen=True)
 class AutoJudgeMining(MiningSettings):
-    """AutoJudge's miner (Algorithm 1). Above temperature 0 it samples through Gumbel noise.
+    """AutoJudge's miner (Algorithm 1). Above temperature 0 it samples with Gumbel noise.
 
     Args:
-        variant: search (Algorithm 1), or naive: every mismatch alone.
+        variant: search (Algorithm 1), or naive (every mismatch alone).
         judge: Compares open-ended responses: openai:model=NAME,url=ADDRESS.
-        api_url: OpenAI-compatible address that has the target; --target is its name there.
-        api_prompts: What the API is sent: text, or tokens (vLLM).
+        api_url: Address of an OpenAI-compatible server with the target; --target is its name there.
+        api_prompts: Prompts sent to the API: text, or tokens (vLLM).
     """
 
     miner: ClassVar[str] = "autojudge"
@@ -129,7 +129,7 @@ class PivotMining(MiningSettings):
 
     miner: ClassVar[str] = "pivot"
     usual_in_flight: ClassVar[int] = 4
-    usual_on_servers: ClassVar[int] = 64  # each keeps the draft's cache, and asks for N rollouts at a time
+    usual_on_servers: ClassVar[int] = 64  # each keeps a draft cache and requests N rollouts at a time
 
     sampling: SamplingSettings = field(default_factory=lambda: SamplingSettings(temperature=0.6, top_p=0.95, top_k=20))
     num_rollouts: int = 8
@@ -151,15 +151,15 @@ class PivotMining(MiningSettings):
 
 @dataclass(frozen=True)
 class TraceMining(MiningSettings):
-    """CoSpec's traces (appendix C.1): plain speculative rounds, with a label for which side of a mismatch ends better.
+    """CoSpec's traces (appendix C.1): plain speculative rounds, with labels for the better side of a mismatch.
 
     Args:
         num_draft_tokens: K of the rounds.
-        max_mismatches: Mismatches labelled in a round, from its first on.
-        num_rollouts: On each side of a mismatch, where sampled; greedily it is one.
+        max_mismatches: Mismatches labelled in a round, from the first.
+        num_rollouts: On each side of a mismatch if sampled; greedy decoding needs one.
         greedy_branches: Continue both sides greedily although the rounds are sampled.
-        tie: Label where both sides end equally well.
-        judge: Scores both candidates instead of rollouts: openai:model=NAME,url=ADDRESS.
+        tie: Label if both sides end equally well.
+        judge: Judge that scores both candidates instead of rollouts: openai:model=NAME,url=ADDRESS.
     """
 
     miner: ClassVar[str] = "arbitration"

@@ -1,4 +1,4 @@
-"""Labelled problems for people: in the terminal and as HTML, after AutoJudge's Figure 2."""
+"""Readable labelled problems: in the terminal and as HTML, after AutoJudge's Figure 2."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from reprieve.mining.records import Mismatch, ProblemLabels
 
 _STYLES = {True: "bold red", False: "green", None: "yellow"}
 _CLASSES = {True: "important", False: "harmless", None: "unlabelled"}
-_CONTINUATION = 60  # characters shown of what followed a swap
+_CONTINUATION = 60  # characters of a continuation that are shown
 
 
 @dataclass(frozen=True)
 class LabelPiece:
-    """One token of the final response and, where target and draft differed, the other one and what it led to."""
+    """One token of the final response and, at a mismatch, the other model's token and its outcome."""
 
     text: str
     mismatch: Mismatch | None = None
@@ -27,11 +27,11 @@ class LabelPiece:
 
 
 def pieces_of(problem: ProblemLabels, tokenizer: Any) -> list[LabelPiece]:
-    """The response token by token."""
+    """Return the response token by token."""
     by_place = {mismatch.position: mismatch for mismatch in problem.mismatches}
     pieces, before = [], ""
     for place, token_id in enumerate(problem.response_ids):
-        upto = tokenizer.decode(problem.response_ids[: place + 1])  # characters can be spread over tokens
+        upto = tokenizer.decode(problem.response_ids[: place + 1])  # a character can span several tokens
         text, before = upto[len(before) :], upto
         mismatch = by_place.get(place)
         if mismatch is None:
@@ -44,7 +44,7 @@ def pieces_of(problem: ProblemLabels, tokenizer: Any) -> list[LabelPiece]:
 
 
 def terminal_text(problem: ProblemLabels, tokenizer: Any) -> Text:
-    """Important tokens red, unimportant ones green, the other model's token in brackets; then every swap's outcome."""
+    """Return text with important tokens red, unimportant ones green, the other token in brackets, then all outcomes."""
     shown = Text()
     shown.append(f"{problem.problem_id} ({problem.status})\n", style="bold")
     shown.append(tokenizer.decode(list(problem.prompt_ids)), style="dim")
@@ -62,7 +62,7 @@ def terminal_text(problem: ProblemLabels, tokenizer: Any) -> Text:
 
 
 def _swap_line(piece: LabelPiece, tokenizer: Any, style: str) -> Text:
-    """The draft's token in the target's place, and how the target went on."""
+    """Return a line with the draft's token, the target's token and the target's continuation."""
     mismatch = piece.mismatch
     assert mismatch is not None
     line = Text()
@@ -74,7 +74,7 @@ def _swap_line(piece: LabelPiece, tokenizer: Any, style: str) -> Text:
 
 
 def outcome(mismatch: Mismatch) -> str:
-    """What trying the token came to, in a word or two."""
+    """Return the outcome of trying the token, in a word or two."""
     mark = {True: "✗", False: "✓", None: "?"}[mismatch.important]
     if mismatch.base_utility is not None:
         mark += f" {mismatch.candidate_utility:.2f} of {mismatch.base_utility:.2f}"
@@ -104,7 +104,7 @@ in [brackets]. Point at one to see what followed the swap.</p>
 
 
 def html_page(problems: Sequence[ProblemLabels], tokenizer: Any, *, title: str) -> str:
-    """One page with every problem."""
+    """Return one page with every problem."""
     return _PAGE.format(title=html.escape(title), body="\n".join(_section(p, tokenizer) for p in problems))
 
 

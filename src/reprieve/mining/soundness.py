@@ -1,4 +1,4 @@
-"""Whether a correct rollout's reasoning is sound: by a language model (PAD, section 3.3), or by its equations."""
+"""Soundness of a correct rollout's reasoning: by a language model (PAD, section 3.3), or by its equations."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ Reply with one JSON object and nothing else, with exactly these keys:
 
 
 class SoundnessJudge(Protocol):
-    """Says whether the reasoning of a correct response is sound."""
+    """Judges the reasoning of a correct response."""
 
     async def judge(self, question: str, reference: str, response: str) -> str:
-        """`sound`, `unsound` or `no_verdict`."""
+        """Return `sound`, `unsound` or `no_verdict`."""
         ...
 
 
@@ -46,14 +46,14 @@ class ModelSoundness:
 
     Args:
         chat: the model.
-        num_tries: how often a malformed verdict is asked for again before it counts as none.
+        num_tries: number of retries before a malformed verdict counts as none.
     """
 
     chat: Chat
     num_tries: int = 3
 
     async def judge(self, question: str, reference: str, response: str) -> str:
-        """See `SoundnessJudge`."""
+        """Return `sound`, `unsound` or `no_verdict`."""
         prompt = _PROMPT.format(question=question, reference=reference, response=response)
         for number in range(self.num_tries):
             flawed = parse_verdict(await self.chat.ask(prompt, attempt=number))
@@ -63,7 +63,7 @@ class ModelSoundness:
 
 
 def parse_verdict(reply: str) -> bool | None:
-    """`flawed` of the JSON object in a reply, fenced or not; None where there is none of the form asked for."""
+    """Return `flawed` of the JSON object in a reply, fenced or not; None if no valid object is found."""
     braces = re.search(r"\{.*\}", reply, flags=re.DOTALL)
     if not braces:
         return None
@@ -81,10 +81,10 @@ _EQUATION = re.compile(r"(-?\d+)\s*([+\-*/x])\s*(-?\d+)\s*=\s*(-?\d+)(?!\s*[+\-*
 
 @dataclass(frozen=True)
 class EquationSoundness:
-    """Unsound where an equation between whole numbers is false. Ours: for arithmetic tasks, without any model."""
+    """Unsound if an equation between whole numbers is false. Ours: for arithmetic tasks, without a model."""
 
     async def judge(self, question: str, reference: str, response: str) -> str:
-        """See `SoundnessJudge`."""
+        """Return `sound`, `unsound` or `no_verdict`."""
         return SOUND if all(map(_holds, _EQUATION.findall(response))) else UNSOUND
 
 

@@ -1,4 +1,4 @@
-"""What a label store holds, in numbers."""
+"""Statistics of a label store."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class LabelSummary:
 
 
 def summarise(problems: Sequence[ProblemLabels], max_new_tokens: int | None = None) -> LabelSummary:
-    """Counts of problems and labels.
+    """Count problems and labels.
 
     Args:
-        max_new_tokens: of a response; one as long as that was cut off. None where it is not known.
+        max_new_tokens: of a response, to count truncated ones; None if unknown.
     """
     lengths = [len(problem.target_ids or problem.response_ids) for problem in problems]
     labels = Counter(mismatch.important for problem in problems for mismatch in problem.mismatches)
@@ -70,7 +70,7 @@ _CLASSES = (
 
 
 def token_class(text: str) -> str:
-    """What kind of token a text is: number, operator, word, punctuation, space, end of text, or other."""
+    """Return the class of a token's text: number, operator, word, punctuation, space, end of text, or other."""
     return next((name for name, pattern in _CLASSES if pattern.fullmatch(text)), "other")
 
 
@@ -84,7 +84,7 @@ class ClassShare:
 
 
 def shares_by_class(problems: Sequence[ProblemLabels], tokenizer: Any) -> list[ClassShare]:
-    """Labels by the class of the target's token, most frequent first."""
+    """Return labels by the class of the target's token, most frequent first."""
     labelled: Counter[str] = Counter()
     important: Counter[str] = Counter()
     for problem in problems:
@@ -96,7 +96,7 @@ def shares_by_class(problems: Sequence[ProblemLabels], tokenizer: Any) -> list[C
 
 
 def frequent_important(problems: Sequence[ProblemLabels], tokenizer: Any, limit: int) -> list[tuple[str, str, int]]:
-    """The most frequent important swaps: target's token, draft's token, count."""
+    """Return the most frequent important swaps: target's token, draft's token, count."""
     swaps = Counter(
         (mismatch.target_id, mismatch.draft_id)
         for problem in problems

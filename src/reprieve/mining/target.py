@@ -1,4 +1,4 @@
-"""The target as miners see it: something that continues texts, many at once."""
+"""Target interface of miners: continues many texts at once."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ T = TypeVar("T")
 
 
 class Target(Protocol):
-    """Continues texts. One `Session` a problem lets it keep what the problem's texts have in common."""
+    """Continues texts. One `Session` per problem caches the common prefixes of its texts."""
 
     async def complete(
         self, session: Session, prompt_ids: list[int], response_ids: list[int], max_new_tokens: int, draw: Draw | None
     ) -> list[int] | None:
-        """What follows prompt and response, at most `max_new_tokens` tokens, the end-of-text token included.
+        """Return at most `max_new_tokens` tokens after prompt and response, the end-of-text token included.
 
         Args:
             draw: how tokens are chosen; None for the most likely.
 
         Returns:
-            None where the target would read other tokens than these (a text API that tokenizes anew).
+            None if the target would read other tokens than these (a text API that tokenizes again).
         """
         ...
 
@@ -36,7 +36,7 @@ class Target(Protocol):
         max_new_tokens: int,
         draws: Sequence[Draw | None],
     ) -> list[list[int]] | None:
-        """The same with several draws."""
+        """Return completions with several draws."""
         made = await gather_all(
             self.complete(session, prompt_ids, response_ids, max_new_tokens, draw) for draw in draws
         )
@@ -44,12 +44,12 @@ class Target(Protocol):
         return whole if len(whole) == len(made) else None
 
     async def apart(self, work: Callable[[], T]) -> T:
-        """What ordinary code comes to that reads the target in between; where that takes long, other problems go on."""
+        """Return the result of synchronous code that reads the target; other problems can continue meanwhile."""
         return work()
 
 
 class LocalTarget(Target):
-    """A target on this machine: the requests of all problems in flight share forwards."""
+    """Local target; the requests of all problems in flight share forwards."""
 
     def __init__(self, decoder: BatchDecoder) -> None:
         self.decoder = decoder
@@ -58,7 +58,7 @@ class LocalTarget(Target):
     async def complete(
         self, session: Session, prompt_ids: list[int], response_ids: list[int], max_new_tokens: int, draw: Draw | None
     ) -> list[int]:
-        """See `Target`.
+        """Return a completion. See `Target`.
 
         Raises:
             ContextOverflowError: the text could exceed the model's positions.
@@ -77,21 +77,21 @@ class LocalTarget(Target):
             self.decoder.drop(request)
             raise
         if not done.done():
-            stepping.result()  # a failed forward fails every text that waits for it
+            stepping.result()  # a failed forward fails every waiting text
         return await done
 
     async def _step(self) -> None:
         try:
             while not self.decoder.idle:
                 self.decoder.step()
-                await asyncio.sleep(0)  # let every problem that got its text ask for the next
+                await asyncio.sleep(0)  # let all problems with a finished text request the next
         except BaseException:
-            self.decoder.clear()  # so that what made it fail does not fail the texts asked for after
+            self.decoder.clear()  # so that the failure does not affect later texts
             raise
 
 
 async def gather_all(texts: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order; the first failure cancels what is still under way."""
+    """Return all results in order; the first failure cancels the rest."""
     tasks = [asyncio.ensure_future(text) for text in texts]
     try:
         return list(await asyncio.gather(*tasks))
@@ -104,7 +104,7 @@ async def gather_all(texts: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 def _resolver(done: asyncio.Future[list[int]]) -> Callable[[list[int]], None]:
     def resolve(token_ids: list[int]) -> None:
-        if not done.done():  # it is, when the problem was cancelled
+        if not done.done():  # done if the problem was cancelled
             done.set_result(token_ids)
 
     return resolve

@@ -1,7 +1,7 @@
-"""CoSpec's warm-up data (appendix C.1): rounds of plain speculative decoding, and which side of a mismatch ends better.
+"""CoSpec's warm-up data (appendix C.1): rounds of plain speculative decoding, and the better side of each mismatch.
 
-Each mismatch gets a soft label for accepting the draft's token: from a language model that scores both candidates, or,
-where none is at hand, from rollouts of both branches graded against the right answer.
+Each mismatch gets a soft label for accepting the draft's token: from a language model that scores both candidates, or
+from rollouts of both branches graded against the right answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from reprieve.types import Generation
 
 _SCORES = re.compile(r"\[\[\s*A\s*:\s*(\d+(?:\.\d+)?)\s*,\s*B\s*:\s*(\d+(?:\.\d+)?)\s*\]\]")
 _HIGHEST = 10.0
-LABELS_VERSION = 2  # 1 graded some sampled mismatches by other texts; stores are not mixed
+LABELS_VERSION = 2  # version 1 graded some sampled mismatches by other texts; versions do not mix
 _PROMPT = """\
 A solution to the request below is being written. It can go on in one of two ways. Say for each how likely it is to
 end in a right and complete answer, from 0 (it cannot) to 10 (surely). A way that only words things differently is as
@@ -45,9 +45,9 @@ Explain in a sentence, then end with the two scores in exactly this form: [[A: 7
 
 
 def soft_label(draft_utility: float, target_utility: float, *, tie: float) -> float:
-    """How much the draft's branch is worth accepting, 0 to 1: 1 where it is all better, 0 where all worse.
+    """Return the value of accepting the draft's branch: 1 if it is entirely better, 0 if entirely worse.
 
-    Where both are worth the same, accepting costs nothing and saves a round: that is worth `tie`.
+    If both are equal, accepting costs nothing and saves a round; the label is then `tie`.
     """
     difference = draft_utility - target_utility
     return tie + difference * (1.0 - tie if difference > 0 else tie)
@@ -55,18 +55,18 @@ def soft_label(draft_utility: float, target_utility: float, *, tie: float) -> fl
 
 @dataclass(frozen=True)
 class PairScorer:
-    """A language model that scores both candidates of a mismatch in their context.
+    """Language model that scores both candidates of a mismatch in their context.
 
     Args:
         chat: the model.
-        num_tries: how often a reply without scores is asked for again.
+        num_tries: number of requests before a reply without scores is given up.
     """
 
     chat: Chat
     num_tries: int = 3
 
     async def score(self, question: str, written: str, draft: str, target: str) -> tuple[float, float] | None:
-        """Utilities of the draft's and the target's candidate, 0 to 1; None where no reply holds scores."""
+        """Return utilities of the draft's and the target's candidate, 0 to 1; None if no reply holds scores."""
         prompt = _PROMPT.format(question=question, written=written, draft=draft, target=target)
         for attempt in range(self.num_tries):
             scores = _SCORES.findall(await self.chat.ask(prompt, attempt=attempt))
@@ -80,18 +80,18 @@ class PairScorer:
 class ArbitrationMiner:
     """Traces one problem's rounds under plain speculative decoding and labels their mismatches.
 
-    Both branches of a mismatch are taken from the text that stands before it in the block, the drafted tokens
-    included, and continued by the target, as plain speculative decoding would.
+    Both branches of a mismatch start from the text before it in the block, including drafted tokens. The target
+    continues them, as plain speculative decoding would.
 
     Args:
         target: continues texts.
-        make_decoder: plain speculative decoding (`lossless:verification=exact`) at a K.
+        make_decoder: makes a plain speculative decoder (`lossless:verification=exact`) with a given K.
         num_draft_tokens: K.
-        max_mismatches: labelled in a round, from its first on; those behind are reached only by accepting these.
-        num_rollouts: on each side; greedily all would be the same.
-        greedy_branches: continue both sides greedily although the rounds were sampled: one continuation is then enough,
-            where several samples would be an estimate.
-        tie: label of branches that are worth the same.
+        max_mismatches: labelled in a round, from the first; later ones are only reached by accepting these.
+        num_rollouts: on each side; greedy rollouts are all equal.
+        greedy_branches: continue both sides greedily although the rounds were sampled; one continuation then replaces
+            an estimate from several samples.
+        tie: label of branches of equal value.
         scorer: labels instead of rollouts; None for rollouts.
 
     Raises:
@@ -115,11 +115,11 @@ class ArbitrationMiner:
             require_whole(name, getattr(self, name), 1)
         require_range("tie", self.tie, 0.0, 1.0)
         if self.continues_greedily:
-            self.num_rollouts = 1  # all would be the same
+            self.num_rollouts = 1  # greedy rollouts are all equal
         self._decoders = threading.local()
 
     def _decoder(self) -> SpeculativeDecoder:
-        """This thread's own: decoders keep caches."""
+        """Return this thread's own decoder, because decoders have caches."""
         if not hasattr(self._decoders, "made"):
             self._decoders.made = self.make_decoder(self.num_draft_tokens)
         made: SpeculativeDecoder = self._decoders.made
@@ -158,7 +158,7 @@ class ArbitrationMiner:
 
 
 def _rounds(made: Generation) -> Iterable[tuple[int, TracedRound]]:
-    """The rounds that drafted something, and where in the response each began."""
+    """Yield the rounds with drafted tokens, each with its start in the response."""
     start = 0
     assert made.trace is not None
     for traced in made.trace:
@@ -169,7 +169,7 @@ def _rounds(made: Generation) -> Iterable[tuple[int, TracedRound]]:
 
 
 def _reached(rounds: Iterable[TracedRound]) -> Iterable[Mismatch]:
-    """The first mismatch of each round, which plain decoding refused."""
+    """Yield the first mismatch of each round, at which plain decoding stopped."""
     for traced in rounds:
         for place, label in enumerate(traced.labels):
             if label is not None:
@@ -187,7 +187,7 @@ def _reached(rounds: Iterable[TracedRound]) -> Iterable[Mismatch]:
 
 
 class _Branches:
-    """One problem's texts and what they are worth; a text that is known to follow from another is not made twice."""
+    """Texts of one problem and their values; known continuations are not generated again."""
 
     def __init__(self, miner: ArbitrationMiner, problem: TaskProblem, prompt_ids: list[int], made: Generation) -> None:
         self.miner = miner
@@ -197,15 +197,15 @@ class _Branches:
         self.seed = miner.make_seed(problem)
         self.session = Session()
         self.num_generated = 0
-        # Whole responses, and from where on each is greedy: before that a token may have been drawn or forced.
+        # Whole responses, and the position from which each is greedy; earlier tokens may be sampled or forced.
         self._known = [(0, self.response_ids)] if miner.params.greedy else []
 
     async def label(self, start: int, traced: TracedRound) -> TracedRound:
-        """The round with labels for its first few mismatches."""
+        """Return the round with labels for its first few mismatches."""
         pairs = enumerate(zip(traced.draft_ids, traced.target_ids, strict=True))
         places = [place for place, (ours, theirs) in pairs if ours != theirs][: self.miner.max_mismatches]
         end = self.miner.responses.length_of(self._text(start, traced.draft_ids), start=start)
-        if end is not None:  # behind it nothing is decided any more
+        if end is not None:  # later mismatches are not decided
             places = [place for place in places if start + place < end]
         num = len(traced.draft_ids)
         labels: list[float | None] = [None] * num
@@ -222,10 +222,10 @@ class _Branches:
         return [*self.response_ids[:start], *drafted]
 
     async def _score(self, start: int, traced: TracedRound, places: list[int]) -> list[tuple[float, float] | None]:
-        """Utilities of the draft's and the target's side of each mismatch."""
+        """Return utilities of the draft's and the target's side of each mismatch."""
         if self.miner.scorer is not None:
             return await gather_all(self._ask(start, traced, place) for place in places)
-        # The draft's branches first: greedily, the target's branch at a mismatch is the draft's at the one before.
+        # Draft branches first: greedily, the target's branch at a mismatch equals the draft's at the previous one.
         ours = await gather_all(self._utility(self._text(start, traced.draft_ids[: p + 1]), p, 0) for p in places)
         theirs = await gather_all(
             self._utility(self._text(start, (*traced.draft_ids[:p], traced.target_ids[p])), p, 1) for p in places
@@ -240,14 +240,14 @@ class _Branches:
         return await self.miner.scorer.score(self.problem.asked, written, *candidates)
 
     async def _utility(self, text: list[int], place: int, side: int) -> float:
-        """The share of right answers among the texts that follow from one."""
+        """Return the share of right answers among the continuations of a text."""
         responses = await self._continued(text, place, side)
         reference = self.problem.reference
         right = await gather_all(self.miner.responses.correct(response, reference) for response in responses)
         return sum(right) / len(right)
 
     async def _continued(self, text: list[int], place: int, side: int) -> list[list[int]]:
-        """All rollouts from a text."""
+        """Return all rollouts from a text."""
         num, greedy = self.miner.num_rollouts, self.miner.continues_greedily
         if greedy:
             for greedy_from, known in self._known:

@@ -1,4 +1,4 @@
-"""Models behind the engine: loading and checking a pair, a KV cache that rolls back, tree attention."""
+"""Models behind the engine: loading and checking a pair, KV caches with rollback, tree attention."""
 
 from reprieve.models.cached_model import CachedModel
 from reprieve.models.loading import ModelPair, load_models

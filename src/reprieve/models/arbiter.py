@@ -1,9 +1,9 @@
-"""CoSpec's arbitrator: the draft's backbone with adapters of its own, a hybrid attention mask and a binary head.
+"""CoSpec's arbitrator: the draft's backbone with its own adapters, a hybrid attention mask and a binary head.
 
 The input of a round is context, SEP, drafted tokens, SEP, the target's tokens, SEP (CoSpec, Eq. 9). The context
-attends causally and sees nothing else; the rest, the *region*, sees the whole context and all of itself. Nothing flows
-back into the context, so its keys and values can be kept across rounds, and several rounds of one answer can be
-judged in one forward: each region sees as much of the context as there was in its round.
+attends causally and only to itself. The rest, the *region*, attends to the whole context and all of itself. Nothing
+flows back into the context, so its keys and values can be kept across rounds. Several rounds of one answer can be
+judged in one forward: each region attends to the context of its round.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from reprieve.models.cached_model import (
 from reprieve.models.tree_attention import layer_windows, masks_by_layer
 from reprieve.transfers import spread, to_device
 
-_CONTEXT = -1  # the region number of context tokens
+_CONTEXT = -1  # region number of context tokens
 _ADAPTER = "arbiter"
-_MOST_POSITIONS = 4096  # of regions in one forward: its mask grows with their square
+_MOST_POSITIONS = 4096  # positions of regions in one forward, whose mask grows quadratically
 
 
 @dataclass(frozen=True)
 class ArbitrationRound:
-    """What the arbiter is asked about in one round.
+    """Input of the arbiter for one round.
 
     Args:
         context_length: prompt and committed tokens before the round.
         draft_ids: the drafted tokens, K of them.
-        target_ids: the target's own token in the place of each; its bonus token is left out.
-        readings: what verification knows of each drafted token, [K, F], for an arbiter that reads it.
+        target_ids: the target's own token at each position, without the bonus token.
+        readings: values from verification for each drafted token, [K, F], for an arbiter that reads them.
     """
 
     context_length: int
@@ -59,18 +59,18 @@ class ArbitrationRound:
 
     @property
     def region_size(self) -> int:
-        """2K + 3: positions the round adds to the context's."""
+        """2K + 3: positions that the round adds to the context's."""
         return 2 * len(self.draft_ids) + 3
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tokens of a forward stand: [n] tensors, int64.
+    """Positions and visibility of the tokens of a forward: [n] tensors, int64.
 
     Args:
         positions: in the text.
-        regions: the round each belongs to; -1 for context.
-        limits: how many context tokens each may see.
+        regions: round of each token; -1 for context.
+        limits: number of context tokens that each token attends to.
     """
 
     positions: Tensor
@@ -79,19 +79,19 @@ class Layout:
 
     @classmethod
     def context(cls, first: int, end: int) -> Layout:
-        """Context tokens `first` to `end`."""
+        """Return the layout of context tokens `first` to `end`."""
         positions = torch.arange(first, end)
         return cls(positions, torch.full_like(positions, _CONTEXT), positions + 1)
 
     @classmethod
     def region(cls, number: int, asked: ArbitrationRound) -> Layout:
-        """A round's tokens: they follow its context."""
+        """Return the layout of a round's tokens, which follow its context."""
         positions = torch.arange(asked.region_size) + asked.context_length
         return cls(positions, torch.full_like(positions, number), torch.full_like(positions, asked.context_length))
 
     @classmethod
     def join(cls, parts: Sequence[Layout]) -> Layout:
-        """One after another."""
+        """Concatenate layouts."""
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in ("positions", "regions", "limits")))
 
 
@@ -101,12 +101,12 @@ def hybrid_mask(
     *,
     hybrid: bool = True,
     window: int | None = None,
-) -> Tensor:  # [n, m], bool: whether the row's token sees the column's
-    """CoSpec's attention pattern (section 3.3 and Figure 2).
+) -> Tensor:  # [n, m], bool: the row's token attends to the column's
+    """Return CoSpec's attention mask (section 3.3 and Figure 2).
 
     Args:
-        hybrid: False lets a region's tokens see only what stands before them (the ablation of Table 8).
-        window: sliding-window size: nothing further away is seen, on either side; None for full attention.
+        hybrid: False makes a region's tokens attend causally (the ablation of Table 8).
+        window: sliding-window size, on either side; None for full attention.
     """
     distance = rows.positions[:, None] - columns.positions[None, :]
     in_context = (columns.regions[None, :] == _CONTEXT) & (columns.positions[None, :] < rows.limits[:, None])
@@ -116,10 +116,10 @@ def hybrid_mask(
 
 
 class ArbiterModel(nn.Module):
-    """The network of one arbiter over a draft's weights, which it shares: only the adapters are its own.
+    """Network of one arbiter on a draft's shared weights; only the adapters are its own.
 
     Args:
-        draft: the backbone; its modules are left as they are.
+        draft: the backbone; its modules stay unchanged.
         shape: of the adapters, and the mask.
 
     Raises:
@@ -148,7 +148,7 @@ class ArbiterModel(nn.Module):
             nn.init.zeros_(self.head.weight)
             nn.init.zeros_(self.head.bias)
             self.readings: nn.Linear | None = None
-            if shape.num_readings:  # begins by adding nothing
+            if shape.num_readings:  # zero at the start
                 self.readings = nn.Linear(shape.num_readings, size, device=self.device)
                 nn.init.zeros_(self.readings.weight)
                 nn.init.zeros_(self.readings.bias)
@@ -162,7 +162,7 @@ class ArbiterModel(nn.Module):
 
     @property
     def own_tensors(self) -> dict[str, Tensor]:
-        """What is trained, by name: everything but the draft's weights."""
+        """Return the trained tensors by name: everything except the draft's weights."""
         return {
             name.removeprefix("backbone."): parameter
             for name, parameter in self.named_parameters()
@@ -170,12 +170,12 @@ class ArbiterModel(nn.Module):
         }
 
     def snapshot(self) -> dict[str, Tensor]:
-        """A copy of what is trained, which further training leaves alone."""
+        """Return a copy of the trained tensors, independent of further training."""
         return {name: tensor.detach().clone() for name, tensor in self.own_tensors.items()}
 
     @torch.no_grad()
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put trained tensors in.
+        """Load trained tensors.
 
         Raises:
             SpecError: names or shapes that this backbone does not have.
@@ -192,10 +192,10 @@ class ArbiterModel(nn.Module):
             parameter.copy_(tensors[name])
 
     def judge(self, context_ids: Sequence[int], rounds: Sequence[ArbitrationRound]) -> list[Tensor]:
-        """Logits of accepting each drafted token, [K] a round, for an answer's rounds in as few forwards as fit.
+        """Return the logits of accepting each drafted token, [K] per round, in as few forwards as fit.
 
         Args:
-            context_ids: prompt and committed tokens, as far as the last round needs them.
+            context_ids: prompt and committed tokens, up to the last round's context.
         """
         logits: list[Tensor] = []
         part: list[ArbitrationRound] = []
@@ -220,7 +220,7 @@ class ArbiterModel(nn.Module):
         return logits
 
     def _score(self, hidden: Tensor, start: int, asked: ArbitrationRound) -> Tensor:
-        """The head at the drafted tokens of a region that starts at a row (Eq. 11)."""
+        """Apply the head to the drafted tokens of a region that starts at a row (Eq. 11)."""
         rows = hidden[start + 1 : start + 1 + len(asked.draft_ids)].float()
         logits: Tensor = self.head(rows).squeeze(-1)
         return logits
@@ -241,7 +241,7 @@ class ArbiterModel(nn.Module):
         return torch.cat((separator, drafted, separator, self._embed(asked.target_ids), separator))
 
     def _run(self, embeddings: Tensor, rows: Layout, columns: Layout, cache: RollbackCache | None) -> Tensor:
-        """Hidden states [n, D] of embeddings [n, D] laid out as `rows`, which see `columns`."""
+        """Return hidden states [n, D] of embeddings [n, D] with layout `rows`, which attend to `columns`."""
 
         def mask(window: int | None) -> Tensor:
             visible = hybrid_mask(rows, columns, hybrid=self.shape.hybrid, window=window)
@@ -260,27 +260,27 @@ class ArbiterModel(nn.Module):
 
 
 class CachedArbiter:
-    """An arbiter at one answer: the context's keys and values are kept across rounds.
+    """Arbiter for one answer; the context's keys and values are kept across rounds.
 
-    A round reads the tokens committed since the last one and its own region, 2K + 3 positions, in one forward; the
-    region is dropped again afterwards.
+    A round reads the tokens committed since the last one and its own region, 2K + 3 positions, in one forward. The
+    region is dropped afterwards.
 
     Args:
-        keep_context: False reads the whole context in every round instead, to measure what the cache saves.
+        keep_context: False reads the whole context in every round, to measure the effect of the cache.
     """
 
     def __init__(self, model: ArbiterModel, *, keep_context: bool = True) -> None:
         self.model = model
         self.keep_context = keep_context
-        self.num_read = 0  # positions that forwards went over
+        self.num_read = 0  # positions read by forwards
         self._cache = RollbackCache()
         self._context_ids: list[int] = []
 
     def start(self, prompt_ids: Sequence[int], *, num_positions: int) -> None:
-        """Begin an answer; the prompt is read with the first round.
+        """Begin an answer; the first round reads the prompt.
 
         Args:
-            num_positions: the most that context and region will reach.
+            num_positions: largest length of context and region.
 
         Raises:
             ContextOverflowError: more than the draft has.
@@ -290,12 +290,12 @@ class CachedArbiter:
         self._cache.keep(0)
 
     def commit(self, token_ids: Sequence[int]) -> None:
-        """Take the tokens a round committed."""
+        """Add the tokens that a round committed."""
         self._context_ids += token_ids
 
     @torch.inference_mode()
     def judge(self, draft_ids: Sequence[int], target_ids: Sequence[int], readings: Tensor | None = None) -> Tensor:
-        """Logits of accepting each drafted token of this round, [K]; arguments as `ArbitrationRound` has them."""
+        """Return the logits of accepting each drafted token of this round, [K]; arguments as in `ArbitrationRound`."""
         if not self.keep_context:
             self._cache.keep(0)
         first = self._cache.get_seq_length()
@@ -313,6 +313,6 @@ class CachedArbiter:
 
 
 def share_weights(model: nn.Module) -> nn.Module:
-    """A frozen copy of a model's modules around the same storage: no weight is held twice, the model is left alone."""
+    """Return a frozen copy of a model's modules that shares its storage; the model stays unchanged."""
     frozen = {id(tensor): nn.Parameter(tensor.detach(), requires_grad=False) for tensor in model.parameters()}
     return copy.deepcopy(model, frozen | {id(tensor): tensor for tensor in model.buffers()})

@@ -1,4 +1,4 @@
-"""A KV cache of several independent sequences, each with its own length, for generating many texts at once."""
+"""KV cache of several independent sequences of different lengths, to generate many texts at once."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _FIRST_CAPACITY = 256
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The cache of one text, kept so that texts with the same beginning need not read it again."""
+    """Cached states of one text, for texts with the same prefix."""
 
     token_ids: list[int]
-    states: list[tuple[Tensor, Tensor]]  # a layer: keys and values, [heads, length, head_dim]
+    states: list[tuple[Tensor, Tensor]]  # per layer: keys and values, [heads, length, head_dim]
 
 
 class _Placement:
-    """Where the next forward writes: rows `first` onwards, token j of row i at `positions[i, j]`."""
+    """Write positions of the next forward: rows `first` onwards, token j of row i at `positions[i, j]`."""
 
     first: int
     positions: Tensor  # [R, n], int64
-    end: int  # columns the forward attends to
+    end: int  # number of columns the forward attends to
 
 
 class RowLayer(DynamicLayer):
-    """One layer's keys and values of all rows, [rows, heads, capacity, head_dim]."""
+    """Keys and values of one layer for all rows, [rows, heads, capacity, head_dim]."""
 
     def __init__(self, num_rows: int, placement: _Placement) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ class RowLayer(DynamicLayer):
         return results[0], results[1]
 
     def reserve(self, length: int, key_states: Tensor, value_states: Tensor) -> None:
-        """Make room for texts of `length` tokens; the states, [..., heads, any, head_dim], say what kind."""
+        """Make room for texts of `length` tokens; dtype and shape follow the states, [..., heads, any, head_dim]."""
         capacity = 0 if self.keys is None or not self.is_initialized else self.keys.shape[-2]
         if capacity >= length:
             return
@@ -70,22 +70,22 @@ class RowLayer(DynamicLayer):
         self.keys, self.values = buffers
 
     def get_seq_length(self) -> int:
-        return 0  # rows have lengths of their own; positions and masks are given
+        return 0  # rows have different lengths; positions and masks are arguments
 
 
 class RowCache(Cache):
-    """All layers' `RowLayer`s; say with `place` where a forward writes before running it."""
+    """One `RowLayer` per layer; call `place` before each forward."""
 
     def __init__(self, num_rows: int, num_layers: int) -> None:
         self.placement = _Placement()
         super().__init__(layers=[RowLayer(num_rows, self.placement) for _ in range(num_layers)])
 
     def place(self, first: int, positions: Tensor, end: int) -> None:
-        """The next forward is of rows `first` onwards, at `positions` [R, n], and sees `end` columns."""
+        """Set the next forward: rows `first` onwards, at `positions` [R, n], attending to `end` columns."""
         self.placement.first, self.placement.positions, self.placement.end = first, positions, end
 
     def snapshot(self, row: int, token_ids: list[int]) -> Snapshot:
-        """A copy of a row's first `len(token_ids)` tokens."""
+        """Return a copy of a row's first `len(token_ids)` tokens."""
         size = len(token_ids)
         states = []
         for layer in self.layers:
@@ -94,7 +94,7 @@ class RowCache(Cache):
         return Snapshot(token_ids, states)
 
     def restore(self, row: int, snapshot: Snapshot, length: int) -> None:
-        """Put a snapshot's first `length` tokens into a row."""
+        """Copy a snapshot's first `length` tokens into a row."""
         for layer, (keys, values) in zip(self.layers, snapshot.states, strict=True):
             assert isinstance(layer, RowLayer)
             layer.reserve(length, keys, values)

@@ -1,7 +1,7 @@
-"""Plain generation of many texts at once with one model, prefixes shared: what miners regenerate suffixes with.
+"""Batched generation with one model and shared prefixes, for the suffixes that miners regenerate.
 
-No drafting here: with many texts in flight a forward is no longer bound by its fixed cost, and batching alone brings
-more than speculation would.
+It does not draft: with many texts in flight, a forward is no longer bound by its fixed cost, and batching alone
+gains more than speculation.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from reprieve.models.sampling import Sampler
 from reprieve.models.tree_attention import layer_windows, masks_by_layer
 from reprieve.settings import SamplingParams
 
-_SNAPSHOTS = 2  # kept a session: the running text and the last attempt
+_SNAPSHOTS = 2  # per session: the running text and the last attempt
 
 
 @dataclass
 class Session:
-    """Texts that begin alike, such as one problem's: each finds the longest beginning that is already cached."""
+    """Texts with a common beginning, such as one problem's; each reuses the longest cached prefix."""
 
     snapshots: list[Snapshot] = field(default_factory=list)
 
     def keep(self, snapshot: Snapshot, prefix_ids: Sequence[int]) -> None:
-        """Remember a text that continued a prefix, in place of the one that shares least with the prefix."""
+        """Keep a snapshot of a text, in place of the one that shares the shortest prefix."""
         if len(self.snapshots) == _SNAPSHOTS:
             shared = [shared_length(old.token_ids, prefix_ids) for old in self.snapshots]
             del self.snapshots[len(shared) - 1 - shared[::-1].index(min(shared))]
         self.snapshots.append(snapshot)
 
     def longest_prefix(self, token_ids: Sequence[int]) -> tuple[Snapshot | None, int]:
-        """The snapshot that shares most tokens with these, and how many; the last token is never counted."""
+        """Return the snapshot with the longest common prefix, and its length without the last token."""
         best, length = None, 0
         for snapshot in self.snapshots:
             shared = min(shared_length(token_ids, snapshot.token_ids), len(token_ids) - 1)
@@ -58,8 +58,8 @@ class TextRequest:
     """One text to continue.
 
     Args:
-        prefix_ids: prompt and what is given of the response.
-        response_start: length of the prompt: texts that end a response are not looked for in it.
+        prefix_ids: prompt and the given part of the response.
+        response_start: length of the prompt, which is not searched for stop texts.
         max_new_tokens: exact largest number of new tokens, the end-of-text token included.
         draw: how tokens are chosen; None for the most likely.
         on_done: called with the new tokens.
@@ -84,14 +84,14 @@ class _Row:
 
 
 class BatchDecoder:
-    """Up to `num_rows` texts at once; `submit`, then `step` until `idle`.
+    """Generates up to `num_rows` texts at once; call `submit`, then `step` until `idle`.
 
     Args:
-        model: any `transformers` causal language model whose cache is made of keys and values.
+        model: any `transformers` causal language model with a key-value cache.
         num_rows: texts in one forward, 1 or more.
         params: temperature, top-k and top-p, for every text.
         eos_ids: tokens that end a text.
-        stops: whether a response's tokens so far end it; asked after each.
+        stops: returns True if a response's tokens end it; called after each token.
 
     Raises:
         SpecError: no rows.
@@ -113,7 +113,7 @@ class BatchDecoder:
         self.eos_ids = eos_ids
         self.stops = stops
         self.sampler = Sampler(params, model.device)
-        self.num_read = 0  # tokens read by forwards, padding left out
+        self.num_read = 0  # tokens read by forwards, without padding
         self.num_generated = 0
         self._windows = layer_windows(model)
         self._cache = RowCache(num_rows, model.config.get_text_config().num_hidden_layers)
@@ -125,7 +125,7 @@ class BatchDecoder:
         return not self._waiting and not any(self._rows)
 
     def submit(self, request: TextRequest) -> None:
-        """Queue a text; with no token left to generate it is done at once.
+        """Queue a text; without tokens left to generate it is done at once.
 
         Raises:
             ContextOverflowError: the text could exceed the model's positions.
@@ -138,18 +138,18 @@ class BatchDecoder:
         self._waiting.append(request)
 
     def drop(self, request: TextRequest) -> None:
-        """Forget a text that nobody waits for any more."""
+        """Cancel a text."""
         self._waiting = deque(other for other in self._waiting if other is not request)
         self._rows = [None if row and row.request is request else row for row in self._rows]
 
     def clear(self) -> None:
-        """Forget every text, after a forward that failed."""
+        """Cancel every text, after a failed forward."""
         self._waiting.clear()
         self._rows = [None] * len(self._rows)
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One token for every text in flight; waiting texts take free rows first."""
+        """Generate one token for every text in flight; waiting texts take free rows first."""
         for index, row in enumerate(self._rows):
             if row is None and self._waiting:
                 self._admit(index, self._waiting.popleft())
@@ -167,7 +167,7 @@ class BatchDecoder:
         return [len(row.token_ids) - 1 if row else 0 for row in rows]
 
     def _admit(self, index: int, request: TextRequest) -> None:
-        """Give a text a row, with what its session has cached; read the rest, but for the last token."""
+        """Assign a row to a text, restore its session's cache, and read the rest except the last token."""
         self._rows[index] = _Row(request, list(request.prefix_ids))
         snapshot, length = request.session.longest_prefix(request.prefix_ids)
         if snapshot is not None:
@@ -177,10 +177,10 @@ class BatchDecoder:
             self._forward(index, [unread], [length])
             self.num_read += len(unread)
             read = request.prefix_ids[:-1]
-            request.session.keep(self._cache.snapshot(index, read), read)  # for rollouts that start alike
+            request.session.keep(self._cache.snapshot(index, read), read)  # for rollouts with the same beginning
 
     def _choose(self, logits: Tensor, active: list[int]) -> list[int]:
-        """Each text's next token; [len(active), V] in."""
+        """Return the next token of each text, from logits [len(active), V]."""
         rows = [row for index in active if (row := self._rows[index]) is not None]
         draws = [row.request.draw for row in rows]
         if self.sampler.greedy or not any(draws):
@@ -202,7 +202,9 @@ class BatchDecoder:
             request.on_done(row.token_ids[len(request.prefix_ids) :])
 
     def _forward(self, first: int, chunks: list[list[int]], lengths: list[int]) -> Tensor:
-        """Logits [R, n, V] after equally long chunks appended to rows `first` onwards, which hold `lengths` tokens."""
+        """Return logits [R, n, V] for equally long chunks appended to rows `first` onwards, which hold `lengths`
+        tokens.
+        """
         size = len(chunks[0])
         starts = torch.tensor(lengths)
         positions = starts[:, None] + torch.arange(size)  # [R, n]
@@ -220,7 +222,7 @@ class BatchDecoder:
         return logits.float()
 
     def _masks(self, positions: Tensor, end: int) -> Any:
-        """Additive masks [R, 1, n, end]: each text sees its own tokens up to each place, within the window."""
+        """Return additive masks [R, 1, n, end]: each token attends to its own text up to itself, within the window."""
         columns = torch.arange(end)
         distance = positions[:, None, :, None] - columns  # [R, 1, n, end]
 

@@ -1,4 +1,4 @@
-"""A KV cache with exact rollback: buffers are written in place, and dropping tokens only moves a length."""
+"""KV cache with exact rollback: buffers are written in place, and dropping tokens only changes a length."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FIRST_CAPACITY = 256
 
 
 def capacity_for(num_tokens: int) -> int:
-    """Tokens that a buffer has space for when it must hold so many: doubled, so that it seldom grows."""
+    """Return the capacity of a buffer for so many tokens: doubled, so that it seldom grows."""
     capacity = _FIRST_CAPACITY
     while capacity < num_tokens:
         capacity *= 2
@@ -18,10 +18,10 @@ def capacity_for(num_tokens: int) -> int:
 
 
 class RollbackLayer(DynamicLayer):
-    """One layer's keys and values, [1, heads, length, head_dim], in a buffer that doubles when full.
+    """Keys and values of one layer, [1, heads, length, head_dim], in a buffer that doubles when full.
 
-    Sliding-window layers are kept whole too: their window is the mask's business, and a cache that had dropped old
-    tokens could not be rolled back.
+    Sliding-window layers keep all tokens too: the mask implements their window, and a cache without the old tokens
+    could not be rolled back.
     """
 
     def __init__(self, **kwargs: object) -> None:
@@ -83,7 +83,7 @@ class RollbackLayer(DynamicLayer):
 
 
 class RollbackCache(Cache):
-    """All layers' `RollbackLayer`s; `transformers` models take it as `past_key_values`."""
+    """One `RollbackLayer` per layer; pass it to `transformers` models as `past_key_values`."""
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=RollbackLayer)

@@ -1,4 +1,4 @@
-"""A causal language model with its cache: the one way the engine and the drafters run a forward."""
+"""Causal language model with its cache; engine and drafters run all forwards through it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reprieve.models.tree_attention import layer_windows, masks_by_layer, tree_m
 from reprieve.transfers import spread, to_device
 from reprieve.types import Block, HiddenStates, Prefill, select_rows
 
-_UNKNOWN = -1  # a cached token that the host has not seen
+_UNKNOWN = -1  # cached token whose id the host does not know
 HiddenLayers = tuple[int, ...]  # indices into transformers' `hidden_states`; -1 is the last, after the final norm
 
 
@@ -26,14 +26,14 @@ class CachedModel:
     """One model, one sequence, one cache. Batch size 1.
 
     Args:
-        model: any `transformers` causal language model whose cache is made of keys and values.
-        vocab_size: logits are brought to this many columns, cut or filled up with -inf: a draft's to its target's,
-            since models of one family pad their vocabularies differently. None leaves them alone.
-        hidden_layers: which hidden states `forward` returns; () for none.
-        direct: run families that `models.direct` knows without the library's layers around them.
+        model: any `transformers` causal language model with a key-value cache.
+        vocab_size: number of columns of the logits, cut or padded with -inf. Models of one family pad their
+            vocabularies differently, so a draft's logits are matched to its target's. None leaves them unchanged.
+        hidden_layers: layers whose hidden states `forward` returns; () for none.
+        direct: run families that `models.direct` supports without the library's layers.
 
     Raises:
-        UnsupportedModelError: a model with recurrent state, which cannot be rolled back, or without the layer asked.
+        UnsupportedModelError: a model with recurrent state, which cannot be rolled back, or without a requested layer.
     """
 
     def __init__(
@@ -82,8 +82,7 @@ class CachedModel:
         """Prefill: cache exactly these tokens.
 
         Args:
-            reuse_prefix: keep what the cache already shares with them instead of starting empty; hidden states are
-                then returned of the rest only.
+            reuse_prefix: keep the common prefix in the cache; hidden states are then returned for the rest only.
         """
         shared = 0
         if reuse_prefix:
@@ -97,13 +96,13 @@ class CachedModel:
     def forward(
         self, token_ids: Sequence[int] | Tensor, block: Block | None = None, *, num_rows: int | None = None
     ) -> tuple[Tensor, HiddenStates | None]:
-        """Append tokens and return the logits [n, V] after each and, if asked for, hidden states [n, D] by layer.
+        """Append tokens; return the logits [n, V] after each and, on request, hidden states [n, D] by layer.
 
         Args:
-            token_ids: n tokens; with a tree, the last committed token and then the block's. A tensor [n] on the
-                model's device is read without waiting for it; what it holds is then unknown to `cached_ids` (-1).
-            block: gives the tree's shape; None, or a chain, for plain causal attention.
-            num_rows: of the last tokens only; None for all.
+            token_ids: n tokens; with a tree, the last committed token and then the block's. A tensor [n] on the model's
+                device is not copied to the host, so `cached_ids` holds -1 for its tokens.
+            block: gives the tree's shape; None, or a chain, for causal attention.
+            num_rows: return the last rows only; None for all.
         """
         tree = None if block is None or block.is_chain else block
         logits, hidden = self._run(token_ids, num_logits=num_rows, tree=tree)
@@ -116,12 +115,12 @@ class CachedModel:
         return logits, hidden
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """The input embedding of each token, [...] to [..., D]: what the model reads, tied to its output or not."""
+        """Return the input embedding of each token, [...] to [..., D], tied to the output or not."""
         embeddings: Tensor = self.model.get_input_embeddings()(token_ids)
         return embeddings
 
     def learn(self, start: int, token_ids: Sequence[int]) -> None:
-        """Say what the cached tokens from `start` on are, once the host knows."""
+        """Record the ids of the cached tokens from `start` on, once the host knows them."""
         known = token_ids[: self.length - start]
         self.cached_ids[start : start + len(known)] = known
 
@@ -131,7 +130,7 @@ class CachedModel:
         del self.cached_ids[length:]
 
     def keep_path(self, start: int, rows: list[int]) -> None:
-        """Keep the first `start` tokens and, of those after them, the rows named (increasing)."""
+        """Keep the first `start` tokens and, of those after them, the given rows (increasing)."""
         if rows == list(range(len(rows))):
             self.keep(start + len(rows))
             return
@@ -152,7 +151,7 @@ class CachedModel:
             )
         else:
             logits, states = self._run_library(input_ids, positions, masks, num_logits)
-        self.cached_ids += known  # only now: an interrupted forward must not count
+        self.cached_ids += known  # last, because an interrupted forward must not count
         return logits, states or None
 
     def _run_library(
@@ -170,7 +169,7 @@ class CachedModel:
         return logits, {layer: output.hidden_states[layer][0] for layer in self.hidden_layers}
 
     def _tree_arguments(self, block: Block) -> tuple[Tensor, Any]:
-        """Positions of a tree's tokens, and the mask, or one by kind of layer."""
+        """Return positions of a tree's tokens, and one mask, or one per kind of layer."""
         positions = spread([self.length + depth for depth in (0, *block.depths)], torch.long, self.device)
         windows = layer_windows(self.model)
 
@@ -183,7 +182,7 @@ class CachedModel:
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    """End-of-text tokens: what the model's generation configuration says, and the tokenizer's."""
+    """Return the end-of-text tokens of the model's generation configuration and of the tokenizer."""
     configured = getattr(model.generation_config, "eos_token_id", None)
     if configured is None:
         configured = []
@@ -194,13 +193,13 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
 
 
 def shared_length(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """How many tokens two texts begin with in common."""
+    """Return the length of the common prefix of two texts, in tokens."""
     limit = min(len(tokens), len(others))
     return next((i for i in range(limit) if tokens[i] != others[i]), limit)
 
 
 def execution_device(model: PreTrainedModel) -> torch.device:
-    """Where forwards run; not where the weights lie, when accelerate fetches them from elsewhere."""
+    """Return the device that runs forwards; accelerate may store the weights elsewhere."""
     if model.device.type != "meta":
         return model.device
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
@@ -209,7 +208,7 @@ def execution_device(model: PreTrainedModel) -> torch.device:
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
-    """The longest text a model can read, in tokens; None where its configuration does not say."""
+    """Return the longest text that a model can read, in tokens; None if its configuration does not say."""
     limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return limit
 
@@ -229,7 +228,7 @@ def require_positions(model: PreTrainedModel, num_tokens: int, *, what: str) -> 
 
 
 def refuse_recurrent(model: PreTrainedModel) -> None:
-    """Refuse models whose caches are not keys and values only.
+    """Refuse models whose caches hold more than keys and values.
 
     Raises:
         UnsupportedModelError: names the kind of layer.

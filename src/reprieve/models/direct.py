@@ -1,8 +1,8 @@
-"""A forward of the Llama family written out: the same numbers as the library's, without its layers of Python.
+"""Forward of the Llama family written out: the same numbers as the library's, with less Python overhead.
 
-A small model's step costs more Python than arithmetic: modules within modules, masks and positions made anew each time,
-a cache that is asked layer by layer. Here all that is the same for the whole forward is made once. Models of other
-families, with hooks, quantised weights or sliding windows run through transformers as ever.
+A small model's step spends more time in Python than in arithmetic: nested modules, masks and positions rebuilt at each
+step, one cache call per layer. Here all that is constant during a forward is computed once. Other families, and
+models with hooks, quantised weights or sliding windows, run through transformers.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from reprieve.models.int8 import is_int8
 from reprieve.models.tree_attention import layer_windows
 
 _FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_ROTARY = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not change with the text
-_CAPTURING = "transformers.utils.output_capturing"  # its own hooks, that hand out hidden states
+_ROTARY = ("default", "linear", "llama3", "yarn")  # types with fixed frequencies
+_CAPTURING = "transformers.utils.output_capturing"  # the library's hooks for hidden states
 _AGREES: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
 
 
 def supports(model: PreTrainedModel) -> bool:
-    """Whether a model can be run directly: of a family known here, as it was loaded, and found to give the same."""
-    if not _is_plain(model):  # which may change: hooks and adapters come later
+    """Return True if a model can run directly: a known family, unmodified, with verified equal results."""
+    if not _is_plain(model):  # checked each time: hooks and adapters can be added later
         return False
     if model not in _AGREES:
         _AGREES[model] = _agrees(model)
@@ -43,7 +43,7 @@ def _is_plain(model: PreTrainedModel) -> bool:
         return False
     if config.rope_parameters.get("rope_type", "default") not in _ROTARY or config.hidden_act != "silu":
         return False
-    if "forward" in vars(model):  # somebody put something in its place
+    if "forward" in vars(model):  # forward was replaced
         return False
     for module in model.modules():
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
@@ -56,15 +56,15 @@ def _is_plain(model: PreTrainedModel) -> bool:
 
 @torch.inference_mode()
 def _agrees(model: PreTrainedModel) -> bool:
-    """Whether two steps give what the library gives: a family may change."""
+    """Return True if two steps match the library's result, in case the family changed."""
     token_ids = torch.arange(7, device=model.device) * 31 % model.config.vocab_size
     try:
         ours = DirectModel(model)
         steps = [ours(token_ids[:5])[0], ours(token_ids[5:])[0]]
-    except (AttributeError, TypeError, RuntimeError):  # a family may be built otherwise in another release
+    except (AttributeError, TypeError, RuntimeError):  # another release may structure the family differently
         return False
     theirs = model(input_ids=token_ids[None], use_cache=False).logits[0]
-    # int8 layers round activations: a difference of one float32 bit before them may become one step of 13 bits after.
+    # int8 layers round activations: one float32 bit of difference can become one step of 13 bits.
     tolerance = 1e-3 if theirs.dtype == torch.float32 and not is_int8(model) else 0.05
     largest = theirs.abs().amax().item()
     return bool((torch.cat(steps) - theirs).abs().amax() <= tolerance * max(largest, 1e-6))
@@ -89,7 +89,7 @@ class DirectCache:
         self.length = end
 
     def room(self, needed: int, shape: Sequence[int], like: Tensor) -> Tensor:
-        """The buffer, with space for `needed` tokens; `shape` is (layers, heads, head_dim)."""
+        """Return the buffer with space for `needed` tokens; `shape` is (layers, heads, head_dim)."""
         if self.buffer is None or needed > self.buffer.shape[-2]:
             layers, heads, head_dim = shape
             grown = torch.zeros(layers, 2, heads, capacity_for(needed), head_dim, dtype=like.dtype, device=like.device)
@@ -100,7 +100,7 @@ class DirectCache:
 
 
 class DirectModel:
-    """One model and one sequence. Its weights are the model's own, not copies.
+    """One model and one sequence; the weights are the model's own, not copies.
 
     Args:
         model: one that `supports` accepts.
@@ -118,7 +118,7 @@ class DirectModel:
         self._num_kv_heads = config.num_key_value_heads
         self._head_dim = self._layers[0].attention.head_dim
         self._grouped = self._num_heads != self._num_kv_heads
-        self._turns: tuple[Tensor, Tensor] | None = None  # cosines and sines of every position so far
+        self._turns: tuple[Tensor, Tensor] | None = None  # cosines and sines of all positions so far
 
     def __call__(
         self,
@@ -129,12 +129,12 @@ class DirectModel:
         num_logits: int | None = None,
         hidden_layers: Sequence[int] = (),
     ) -> tuple[Tensor, Mapping[int, Tensor]]:
-        """Append tokens [n]; returns logits [num_logits, V] after the last of them, and hidden states [n, D] by layer.
+        """Append tokens [n]; return logits [num_logits, V] after the last of them, and hidden states [n, D] by layer.
 
         Args:
-            positions: of the tokens, [n]; None where they follow one another.
-            mask: additive, [1, 1, n, cached + n]; None for plain causal attention.
-            num_logits: how many rows are wanted; None for all.
+            positions: of the tokens, [n]; None for consecutive ones.
+            mask: additive, [1, 1, n, cached + n]; None for causal attention.
+            num_logits: number of rows to return; None for all.
             hidden_layers: as transformers numbers them.
         """
         start, num = self.cache.length, len(token_ids)
@@ -155,7 +155,7 @@ class DirectModel:
             x = x + layer.down(F.silu(layer.gate(y)) * layer.up(y))
         x = _normed(x, self._norm, self._eps)
         states[len(self._layers)] = x
-        self.cache.length = end  # only now: an interrupted forward must not count
+        self.cache.length = end  # last, because an interrupted forward must not count
         rows = x if num_logits is None else x[num - num_logits :]
         return self._head(rows), {layer: states[layer % (len(self._layers) + 1)] for layer in hidden_layers}
 
@@ -197,7 +197,7 @@ class DirectModel:
         return cos[start:end], sin[start:end]
 
     def _rotations_at(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [n, 1, head_dim]; the first half of the sines with the sign that a rotation gives it."""
+        """Return cosines and sines [n, 1, head_dim]; the first half of the sines is negated for the rotation."""
         cos, sin = self._rotary(x, position_ids=positions[None])
         sin = sin[0].clone()
         sin[:, : self._head_dim // 2] *= -1
@@ -205,7 +205,7 @@ class DirectModel:
 
 
 class _Layer:
-    """A decoder layer's modules, by what they do."""
+    """Modules of a decoder layer, by function."""
 
     def __init__(self, layer: Any) -> None:
         self.attention, mlp = layer.self_attn, layer.mlp
@@ -218,7 +218,7 @@ class _Layer:
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm as the library computes it; PyTorch's own is one kernel on a GPU, and ten operations on a CPU."""
+    """Apply RMSNorm as the library does; PyTorch's own is one kernel on a GPU, but ten operations on a CPU."""
     if x.is_cuda:
         return F.rms_norm(x, weight.shape, weight, eps)
     wide = x.float()
@@ -227,6 +227,6 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _turned(states: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary positions on [n, heads, head_dim]."""
+    """Apply rotary positions to [n, heads, head_dim]."""
     cos, sin = turns
     return states * cos + states.roll(states.shape[-1] // 2, -1) * sin

@@ -1,4 +1,4 @@
-"""How the texts of a batch draw their next tokens: each by random numbers of its own, all on the device."""
+"""Random draws for the next tokens of a batch of texts: independent random numbers per text, on the device."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DRAWS_VERSION = 2  # labels sampled with other draws are not gone on with
+DRAWS_VERSION = 2  # stores of labels sampled with other draws are not continued
 _GOLDEN = -0x61C88647  # 2^32 over the golden ratio, as int32
 _MIX = ((16, -0x7A143595), (13, -0x3D4D51CB))  # MurmurHash3's, as int32
-_SPARSE = 4  # noise is made for the likely tokens alone where they are fewer than one in so many
+_SPARSE = 4  # if fewer than 1 in this many tokens is possible, noise is computed for those only
 
 
 @dataclass(frozen=True)
 class UniformDraw:
-    """Sampling by one uniform number a token: the first token whose cumulative probability exceeds it."""
+    """Sampling by one uniform number per token: the first token whose cumulative probability exceeds it."""
 
     uniform: Callable[[], float]  # in [0, 1)
-    seed: int = 0  # for servers, which make numbers of their own
+    seed: int = 0  # for servers, which draw their own numbers
 
 
 class GumbelNoise:
-    """Gumbel noise keyed by (seed, prefix): sampling that is random, and yet the same wherever the prefix is the same.
+    """Gumbel noise keyed by (seed, prefix): random, but reproducible for equal prefixes.
 
-    The most likely token of log-probabilities plus this noise is distributed as the probabilities are. A suffix
-    regenerated after the same prefix is therefore the same, so that a changed answer is the changed token's doing
-    (AutoJudge, appendix A). The noise of a token is a hash of its key and its number: it can be had on any device, and
-    for a few tokens alone.
+    The most likely token of log-probabilities plus this noise is distributed as the probabilities. A suffix regenerated
+    after the same prefix is therefore the same, so a changed answer is caused by the changed token (AutoJudge, appendix
+    A). The noise of a token is a hash of its key and its id, so it can be computed on any device, for any subset of
+    tokens.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = hashlib.blake2b(seed.to_bytes(16, "little", signed=True), digest_size=8)
 
     def keys(self, token_ids: Sequence[int], start: int | None = None) -> list[int]:
-        """A key for each prefix of length `start` to `len(token_ids)`; by default for the whole alone."""
+        """Return a key for each prefix of length `start` to `len(token_ids)`; by default only for the whole."""
         state = self._seed.copy()
         first = len(token_ids) if start is None else start
         state.update(array("q", token_ids[:first]).tobytes())
@@ -50,7 +50,7 @@ class GumbelNoise:
         return keys
 
     def after(self, prefix_ids: Sequence[int], vocab_size: int) -> Tensor:
-        """Noise for the token that follows a prefix, [V], float32."""
+        """Return noise for the token that follows a prefix, [V], float32."""
         return _gumbel(torch.tensor(self.keys(prefix_ids)), torch.arange(vocab_size).unsqueeze(0))[0]
 
 
@@ -58,12 +58,12 @@ Draw = UniformDraw | GumbelNoise
 
 
 def choose(scores: Tensor, draws: Sequence[Draw | None], texts: Sequence[Sequence[int]]) -> list[int]:
-    """The next token of each text.
+    """Choose the next token of each text.
 
     Args:
         scores: [n, V]: logits after temperature, top-k and top-p.
-        draws: how each text draws; None for its most likely token.
-        texts: the tokens of each so far.
+        draws: draw of each text; None for its most likely token.
+        texts: tokens of each text so far.
     """
     chosen: list[Tensor | None] = [None] * len(draws)
     for kind, pick in ((UniformDraw, _by_uniforms), (GumbelNoise, _by_noise), (type(None), _likeliest)):
@@ -77,7 +77,7 @@ def choose(scores: Tensor, draws: Sequence[Draw | None], texts: Sequence[Sequenc
 
 
 def gumbel_choice(scores: Tensor, keys: Sequence[int]) -> Tensor:
-    """The most likely token of each row [n, V] under the noise of its key, [n]."""
+    """Return the most likely token of each row [n, V] under the noise of its key, [n]."""
     return _by_rows(scores, torch.tensor(list(keys)), _under_noise)
 
 
@@ -95,13 +95,13 @@ def _likeliest(scores: Tensor, draws: Sequence[Any], texts: Sequence[Sequence[in
 
 
 def _by_rows(scores: Tensor, values: Tensor, pick: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-    """A token of each row, [n], from the tokens that it may draw; on a host row by row, whose caches hold one.
+    """Return a token of each row, [n], from its possible tokens; row by row on a host, whose caches hold one row.
 
     Args:
-        values: what each row draws by, [n].
-        pick: from scores and tokens in rising order, [n, m] each, and values: the place of the one that is drawn, [n].
+        values: random value or key of each row, [n].
+        pick: maps scores and tokens in rising order, [n, m] each, and values to the index of the chosen one, [n].
     """
-    if scores.device.type in ("cpu", "mps"):  # Apple's devices have no float64
+    if scores.device.type in ("cpu", "mps"):  # MPS has no float64
         chosen = []
         for row, value in zip(scores.cpu(), values, strict=True):
             likely = row > -math.inf
@@ -129,16 +129,16 @@ def _at_uniform(scores: Tensor, columns: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _gumbel(keys: Tensor, columns: Tensor) -> Tensor:
-    """Noise [n, m], float32, from keys [n], int64, and tokens [n, m]."""
+    """Return noise [n, m], float32, from keys [n], int64, and tokens [n, m]."""
     low, high = (part.to(torch.int32).unsqueeze(-1) for part in (keys & 0x7FFFFFFF, keys >> 31))
     state = _mix(_mix(columns.to(torch.int32) * _GOLDEN + low) ^ high)
-    # Of 1 - u, where float32 is exact near 0: there the noise is large.
+    # Computed from 1 - u: float32 is precise near 0, where the noise is large.
     rest = (state & 0x7FFFFFFF).float().mul_(2.0**-31).clamp_min_(2.0**-32)
     return -torch.log(-torch.log1p(-rest))
 
 
 def _mix(state: Tensor) -> Tensor:
-    """MurmurHash3's finaliser, whose shifts are logical; int32 arithmetic wraps around."""
+    """MurmurHash3's finaliser with logical shifts; int32 arithmetic wraps around."""
     for bits, factor in _MIX:
         state = (state ^ ((state >> bits) & ((1 << (32 - bits)) - 1))) * factor
     return state ^ ((state >> 16) & 0xFFFF)

@@ -1,7 +1,7 @@
-"""EAGLE-3 heads in the speculators format: reading one, and its forward (arXiv 2503.01840).
+"""EAGLE-3 heads in the speculators format: loading and forward (arXiv 2503.01840).
 
-The speculators library trains these heads but cannot draft with them: its model has no cache and unrolls whole
-texts. This one runs token by token, on a tree or a chain, and needs that library for nothing.
+The speculators library trains these heads but cannot draft with them: its model has no cache and unrolls whole texts.
+This model runs token by token, on a tree or a chain, and does not need that library.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _OLD_NAMES = {"midlayer.": "layers.0."}  # SafeAILab's name for the one layer
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """What a head's `config.json` says.
+    """Contents of a head's `config.json`.
 
     Args:
         layer: configuration of its decoder layers; `vocab_size` is the target's.
-        layers: target layers it reads, () where the file leaves that to the target's depth.
+        layers: target layers it reads; () if they follow from the target's depth.
     """
 
     layer: PretrainedConfig
@@ -51,10 +51,10 @@ class EagleConfig:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> EagleConfig:
-        """From the speculators format.
+        """Parse the speculators format.
 
         Raises:
-            ReprieveError: another format, or a kind of layer that is not known.
+            ReprieveError: another format, or an unknown kind of layer.
         """
         if not isinstance(config, dict):
             raise ReprieveError(f"config.json must hold an object, got {type(config).__name__}")
@@ -84,7 +84,7 @@ def _positive(name: str, value: Any) -> int:
 
 
 class EagleHead(nn.Module):
-    """One head: fuses three hidden layers of the target, embeds a token, and predicts the one after it.
+    """EAGLE-3 head: fuses three hidden layers of the target, embeds a token, and predicts the next one.
 
     Args:
         config: its shape.
@@ -93,7 +93,7 @@ class EagleHead(nn.Module):
     """
 
     d2t: Tensor
-    fingerprint = ""  # of the file it was loaded from
+    fingerprint = ""  # of its weights file
 
     def __init__(self, config: EagleConfig, *, num_target_layers: int, target_size: int) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class EagleHead(nn.Module):
         self.layers = nn.ModuleList(layer_class(layer, index) for index in range(layer.num_hidden_layers))
         first: Any = self.layers[0]
         first.hidden_norm = norm(size, eps=layer.rms_norm_eps)
-        for name in ("q_proj", "k_proj", "v_proj"):  # the first layer reads a token and a state side by side
+        for name in ("q_proj", "k_proj", "v_proj"):  # the first layer reads a token and a state, concatenated
             old = getattr(first.self_attn, name)
             setattr(first.self_attn, name, nn.Linear(2 * size, old.out_features, bias=old.bias is not None))
         self.norm = norm(size, eps=layer.rms_norm_eps)
@@ -123,7 +123,7 @@ class EagleHead(nn.Module):
         self.rotary = rotary(layer)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Moves and conversions leave the rotary frequencies in float32.
+        """Move or convert the module, but keep the rotary frequencies in float32.
 
         In bfloat16 they are off by up to 0.4%, which is two radians by position 1,000 at Llama 3.1's base.
         """
@@ -134,11 +134,11 @@ class EagleHead(nn.Module):
 
     @property
     def target_ids(self) -> Tensor:
-        """The target's number of every draft token, [draft_vocab_size]."""
+        """Target ids of all draft tokens, [draft_vocab_size]."""
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def fuse(self, hidden: HiddenStates) -> Tensor:
-        """The target's states [n, Dt] of every layer read, as one state [n, D]."""
+        """Fuse the target's states [n, Dt] of all layers read into one state [n, D]."""
         states = [hidden[layer].to(self.fc.weight) for layer in self.layers_read]
         if self.fc_norm is not None:
             states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
@@ -176,15 +176,15 @@ class EagleHead(nn.Module):
 
 
 def load_eagle3(source: str | Path, target: Any, *, identity: PairIdentity | None = None) -> EagleHead:
-    """A head from a folder or a hub id, on the target's device and in its dtype.
+    """Load a head from a folder or a hub id, on the target's device and in its dtype.
 
     Args:
-        target: the `transformers` model it drafts for; its token embedding stands in where the file has none.
-        identity: of the pair at hand, for heads that say which target they were trained for (ours do).
+        target: the `transformers` model it drafts for; its token embedding is used if the file has none.
+        identity: of the current pair, for heads that record their target (ours do).
 
     Raises:
         ReprieveError: not found, unreadable, or in another format.
-        PairError: made for another target.
+        PairError: trained for another target.
     """
     folder = find_head(source)
     what = f"EAGLE-3 head {str(source)!r}"
@@ -196,7 +196,7 @@ def load_eagle3(source: str | Path, target: Any, *, identity: PairIdentity | Non
         tensors = {new_name(name): tensor for name, tensor in load(content).items()}
         head = EagleHead(config, num_target_layers=text.num_hidden_layers, target_size=text.hidden_size)
         made_for = _made_for(folder)
-    except Exception as error:  # whatever a foreign file holds: it is the file that has to be mended
+    except Exception as error:  # any invalid content of a foreign file
         raise ReprieveError(f"{what} cannot be read: {type(error).__name__}: {error}") from None
     if made_for is not None and identity is not None:
         made_for.require_matches(identity, what, reads_draft=False)
@@ -216,7 +216,7 @@ def new_name(name: str) -> str:
 
 
 def _made_for(folder: Path) -> PairIdentity | None:
-    """The pair that our own training noted beside a head; other heads have no such note."""
+    """Return the pair that our training records in a head's folder; other heads have no such file."""
     path = folder / "training.json"
     return PairIdentity(**read_json(path, "the file")["pair"]) if path.is_file() else None
 

@@ -1,4 +1,4 @@
-"""Which pair it is, from its files alone: for engines that hold the models themselves."""
+"""Identity of a pair from its files alone, for engines that hold the models themselves."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from reprieve.models.int8 import INT8
 from reprieve.models.loading import GGUF, NUM_VALUES, fingerprint_of, load_tokenizer, require_same_tokenizer
 from reprieve.settings import PairSettings
 
-_ANY = 10**9  # positions of a model that sets no limit
+_ANY = 10**9  # positions of a model without a limit
 _FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 
 def model_folder(name: str, role: str) -> Path:
-    """Where a model's files lie; those on the hub are fetched first.
+    """Return the folder of a model's files; models on the hub are downloaded.
 
     Raises:
         ReprieveError: not found.
@@ -36,12 +36,12 @@ def model_folder(name: str, role: str) -> Path:
         return folder
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES))
-    except Exception as error:  # the hub raises what it likes
+    except Exception as error:  # the hub raises many types
         raise ReprieveError(f"could not find the {role} {name!r}: {error}") from error
 
 
 def stored_identity(settings: PairSettings) -> tuple[PairIdentity, Any, str]:
-    """Names and fingerprints of a pair, its tokenizer, and the name of its dtype; no model is loaded.
+    """Return names and fingerprints of a pair and its tokenizer, and the name of its dtype; loads no model.
 
     Raises:
         ReprieveError: a model that cannot be found or read.
@@ -72,7 +72,7 @@ def stored_identity(settings: PairSettings) -> tuple[PairIdentity, Any, str]:
 
 
 def stored_generation(target: str) -> GenerationConfig:
-    """How a target's files say that its texts end.
+    """Return the generation configuration in a target's files, which names its end-of-text tokens.
 
     Raises:
         ReprieveError: a model that cannot be found.
@@ -80,12 +80,12 @@ def stored_generation(target: str) -> GenerationConfig:
     folder = model_folder(target, "target")
     try:
         return GenerationConfig.from_pretrained(folder)
-    except OSError:  # it has none of its own
+    except OSError:  # the folder has none
         return GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder, trust_remote_code=False))
 
 
 def stored_positions(settings: PairSettings) -> int:
-    """How many tokens both models of a pair can read.
+    """Return the number of tokens that both models of a pair can read.
 
     Raises:
         ReprieveError: a model that cannot be found.
@@ -98,7 +98,7 @@ def stored_positions(settings: PairSettings) -> int:
 
 
 def stored_fingerprint(folder: Path) -> str:
-    """What `weights_fingerprint` says of the model in a folder, read from its safetensors files.
+    """Return the `weights_fingerprint` of the model in a folder, from its safetensors files.
 
     Raises:
         ReprieveError: no such files, or they lack a weight.
@@ -113,7 +113,7 @@ def stored_fingerprint(folder: Path) -> str:
 
 
 def _read_first(folder: Path, names: list[str], model_type: str) -> Iterator[torch.Tensor]:
-    """The first values of these weights, flat."""
+    """Read the first values of these weights, flat."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         files: dict[str, str] = read_json(index, "the index")["weight_map"]
@@ -126,29 +126,29 @@ def _read_first(folder: Path, names: list[str], model_type: str) -> Iterator[tor
         with safe_open(folder / files[stored], framework="pt") as opened:
             part = opened.get_slice(stored)
             shape = part.get_shape()
-            if len(shape) > 1:  # the rows that hold them, not all of a large matrix
+            if len(shape) > 1:  # read only the rows that hold them
                 yield part[: -(-NUM_VALUES // max(1, math.prod(shape[1:])))].flatten()
             else:
                 yield opened.get_tensor(stored).flatten()
 
 
 def _stored_first(name: str, changes: Iterable[Any], stored: Container[str]) -> str:
-    """The stored weight that a parameter begins with: experts that are one tensor in memory are many in the files.
+    """Return the stored weight that a parameter begins with; experts stacked in memory are separate in the files.
 
     Args:
-        changes: what transformers does to stored weights of this type of model; itself where none is known.
+        changes: transformers' conversion of stored weights for this model type; identity if unknown.
     """
     found = [name]
     for change in changes:
         steps = [type(step).__name__ for step in getattr(change, "operations", None) or ()]
         if steps not in ([], ["MergeModulelist"], ["MergeModulelist", "Concatenate"]):
-            continue  # turned or interleaved: other values come first
+            continue  # transposed or interleaved: other values come first
         first, merged = change.source_patterns[0].replace("*", "0"), change.target_patterns[0]
         found += [one.replace(merged, first) for one in found if merged in one]
     return next((one for one in found if one in stored), name)
 
 
 def _dtype_of(folder: Path) -> str:
-    """The dtype that transformers' `auto` takes."""
+    """Return the dtype that transformers' `auto` selects."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     return str(getattr(config.get_text_config(), "dtype", None) or torch.float32).removeprefix("torch.")

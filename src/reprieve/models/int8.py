@@ -1,4 +1,4 @@
-"""Linear layers with int8 weights for CPUs: a quarter of float32's memory traffic, at nearly its accuracy.
+"""Int8 linear layers for CPUs: a quarter of float32's memory traffic, at nearly its accuracy.
 
 Weights are symmetric, one scale per output channel. Each activation row is scaled to [-1, 1] and split into two 7-bit
 parts, a coarse one and the remainder: 13 bits in all, and no saturation in AVX2's 8-bit products. Both parts go through
@@ -21,7 +21,7 @@ from reprieve.errors import UnsupportedModelError
 
 INT8 = "int8"
 _ENGINES = ("fbgemm", "x86")
-_STEPS = 63  # of a 7-bit part, on either side of 0
+_STEPS = 63  # steps of a 7-bit part, on either side of 0
 _ZERO_POINT = 64
 _TINY = 1e-12
 
@@ -46,7 +46,7 @@ class Int8Linear(nn.Module):
             )
             self._packed = torch.ops.quantized.linear_prepack(quantised, None)
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().float(), requires_grad=False)
-        self.weight = torch.empty(weight.shape, device="meta")  # its shape, for callers that ask for it
+        self.weight = torch.empty(weight.shape, device="meta")  # for callers that read its shape
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., in] times the weights, [..., out], float32."""
@@ -122,12 +122,12 @@ def quantise(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def is_int8(model: nn.Module) -> bool:
-    """Whether `quantise` made this model."""
+    """Return True if `quantise` made this model."""
     return any(isinstance(module, Int8Linear) for module in model.modules())
 
 
 def num_weights(model: nn.Module) -> int:
-    """Return how many weights a model has, int8 ones included."""
+    """Return the number of weights of a model, int8 ones included."""
     packed = sum(module.weight.numel() for module in model.modules() if isinstance(module, Int8Linear))
     return packed + sum(parameter.numel() for parameter in model.parameters())
 

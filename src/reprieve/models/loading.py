@@ -1,4 +1,4 @@
-"""Load a target and a draft and make sure they belong together."""
+"""Load a target and a draft, and check that they belong together."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from reprieve.models.eagle3 import EagleHead, load_eagle3
 from reprieve.models.int8 import INT8, dtype_name, quantise, require_int8
 from reprieve.settings import BUNDLED_PAIR
 
-# What text models leave aside of whole checkpoints: other senses, further heads, positions that are computed.
+# Weights of whole checkpoints that text models do not use: other modalities, further heads, computed positions.
 _SPARE = re.compile(r"(^|\.)(vision|visual|audio|multi_modal|mm_|mtp|talker|code2wav|.*rotary_emb)")
-NUM_VALUES = 64  # of every tensor that a fingerprint looks at
-# Of the weights while they are read; int8 ones are quantised from float32 afterwards.
+NUM_VALUES = 64  # values per tensor in a fingerprint
+# Dtypes of the weights while loading; int8 is quantised from float32 afterwards.
 DTYPES = {
     "auto": "auto",
     "float32": torch.float32,
@@ -45,9 +45,9 @@ GGUF = ".gguf"
 
 @dataclass(frozen=True)
 class ModelPair:
-    """A target, a draft and their one tokenizer, loaded. `reprieve.load_pair` gives one that makes decoders too.
+    """Loaded target, draft and shared tokenizer. `reprieve.load_pair` returns a subclass that also makes decoders.
 
-    Fresh `CachedModel`s are made from it for every decoder; the models are shared.
+    Each decoder gets new `CachedModel`s; the models are shared.
     """
 
     target: PreTrainedModel
@@ -59,7 +59,7 @@ class ModelPair:
 
     @property
     def vocab_size(self) -> int:
-        """Columns of the target's logits; the draft's are brought to as many."""
+        """Columns of the target's logits; the draft's are matched to it."""
         return int(self.target.get_output_embeddings().weight.shape[0])
 
     @property
@@ -68,13 +68,13 @@ class ModelPair:
 
     @property
     def num_positions(self) -> int | None:
-        """Tokens of a text that both models can read; None where neither sets a limit."""
+        """Length in tokens of a text that both models can read; None without a limit."""
         limits = [limit for model in self._models if (limit := max_positions(model)) is not None]
         return min(limits, default=None)
 
     @property
     def num_token_ids(self) -> int:
-        """Token ids that both models know: families pad their vocabularies differently."""
+        """Number of token ids that both models know: families pad their vocabularies differently."""
         return min(int(model.config.get_text_config().vocab_size) for model in self._models)
 
     @property
@@ -84,15 +84,15 @@ class ModelPair:
 
     @property
     def device(self) -> torch.device:
-        """Where the target runs."""
+        """The device that the target runs on."""
         return execution_device(self.target)
 
     def cached_target(self, hidden_layers: HiddenLayers = ()) -> CachedModel:
-        """The target with a cache of its own."""
+        """Return the target with its own cache."""
         return CachedModel(self.target, hidden_layers=hidden_layers)
 
     def cached_draft(self, hidden_layers: HiddenLayers = ()) -> CachedModel:
-        """The draft with a cache of its own.
+        """Return the draft with its own cache.
 
         Raises:
             PairError: the pair was loaded without a draft.
@@ -102,7 +102,7 @@ class ModelPair:
         return CachedModel(self.draft, vocab_size=self.vocab_size, hidden_layers=hidden_layers)
 
     def eagle_head(self, source: str) -> EagleHead:
-        """An EAGLE-3 head for the target, from a folder or a hub id; loaded once.
+        """Return an EAGLE-3 head for the target, from a folder or a hub id; loaded once.
 
         Raises:
             ReprieveError: not found, or unreadable.
@@ -114,14 +114,14 @@ class ModelPair:
 
     @cached_property
     def identity(self) -> PairIdentity:
-        """Names and fingerprints: runs, labels and heads of other weights or tokenizers are not mixed."""
+        """Names and fingerprints, so that runs, labels and heads of other weights or tokenizers do not mix."""
         return identify(self.target, self.draft, self.tokenizer, self.target_name, self.draft_name)
 
 
 def identify(
     target: PreTrainedModel, draft: PreTrainedModel | None, tokenizer: Any, target_name: str, draft_name: str | None
 ) -> PairIdentity:
-    """Names and fingerprints of two loaded models and their tokenizer."""
+    """Return names and fingerprints of two loaded models and their tokenizer."""
     return PairIdentity(
         target=target_name,
         draft=draft_name,
@@ -132,18 +132,18 @@ def identify(
 
 
 def weights_fingerprint(model: PreTrainedModel) -> str:
-    """Identifies weights by the first values of every tensor, in bfloat16 so that a model loaded in less matches."""
+    """Return a fingerprint of the first values of every tensor, in bfloat16 so that lower precisions match."""
     return fingerprint_of(_values(parameter.detach()) for parameter in model.parameters())
 
 
 def _values(weights: torch.Tensor) -> torch.Tensor:
-    """Flat values; a quantised tensor's own class (torchao's, say) has them only in full."""
+    """Return flat values; a quantised tensor subclass (torchao's, for example) must be dequantised first."""
     plain = type(weights) in (torch.Tensor, torch.nn.Parameter)
     return (weights if plain else weights.dequantize()).flatten()
 
 
 def fingerprint_of(tensors: Iterable[torch.Tensor]) -> str:
-    """The fingerprint of flat tensors, of which the first `NUM_VALUES` values are enough."""
+    """Return the fingerprint of flat tensors, from their first `NUM_VALUES` values."""
     content = bytearray()
     for values in tensors:
         content += values[:NUM_VALUES].to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes()
@@ -158,7 +158,7 @@ def load_models(
     device: str | None = None,
     device_map: str | None = None,
 ) -> ModelPair:
-    """What `reprieve.load_pair` loads, with its parameters and errors."""
+    """Load the models of `reprieve.load_pair`, with its parameters and errors."""
     require_choice("dtype", dtype, tuple(DTYPES))
     require_device(device)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -182,22 +182,30 @@ def load_models(
 
 
 def require_device(name: str | None) -> None:
-    """Refuse what is no device of this machine; None stands for the usual one.
+    """Refuse a name that is no device of this machine; None stands for the usual one.
 
     Raises:
-        SpecError: names it, and those there are.
+        SpecError: names it, and the devices there are.
     """
-    kinds = ["cpu", *([] if (found := torch.accelerator.current_accelerator()) is None else [found.type])]
+    if name is None:
+        return
+    found = torch.accelerator.current_accelerator()
+    num = 0 if found is None else torch.accelerator.device_count()
+    usual = "cpu" if found is None else f"cpu, {found.type}" + (f" or {found.type}:0 to {num - 1}" if num > 1 else "")
     try:
-        known = name is None or torch.device(name).type in kinds
+        device = torch.device(name)
     except RuntimeError:
-        known = False
-    if not known:
-        raise SpecError(f"device must be one of {', '.join(kinds)}, or one of them by number (cuda:1), got {name!r}")
+        raise SpecError(f"device must be one of {usual}, got {name!r}: no such kind of device") from None
+    if device.type == "cpu" or (found is not None and device.type == found.type and (device.index or 0) < num):
+        return
+    seen = "no GPU" if found is None else f"{num} {found.type} device{'s' * (num > 1)}"
+    raise SpecError(
+        f"device must be {usual} here, got {name!r}: PyTorch {torch.__version__} finds {seen} on this machine"
+    )
 
 
 def require_same_tokenizer(target: Any, draft: Any, target_name: str, draft_name: str) -> None:
-    """Refuse two tokenizers that give tokens different numbers.
+    """Refuse two tokenizers that give tokens different ids.
 
     Raises:
         PairError: names both and the first difference.
@@ -214,7 +222,7 @@ def require_same_tokenizer(target: Any, draft: Any, target_name: str, draft_name
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model, from the hub, a folder, or the bundled pair.
+    """Load the tokenizer of a model, from the hub, a folder, or the bundled pair.
 
     Raises:
         ReprieveError: it cannot be found or read.
@@ -237,7 +245,16 @@ def _load(
     except UnsupportedModelError:
         raise
     except Exception as error:  # whatever a foreign folder holds, and whatever a device lacks
-        raise ReprieveError(f"could not load the {role} {str(name)!r} on {device}: {error}") from error
+        raise ReprieveError(f"could not load the {role} {str(name)!r} on {device}: {_why(source, error)}") from error
+
+
+def _why(source: str | Path, error: Exception) -> str:
+    """Say why a model could not be loaded; of a name that is no folder, first that it is none."""
+    if Path(source).exists() or not isinstance(error, OSError):
+        return str(error)
+    where = "" if Path(source).is_absolute() else ", and the model hub has no such model or cannot be reached"
+    known = f"{', '.join(BUNDLES)}, a folder, or a hub id such as Qwen/Qwen3-0.6B"
+    return f"there is no such folder{where}. A model is one of {known}. ({' '.join(str(error).split())})"
 
 
 def _read_tokenizer(source: str | Path) -> Any:
@@ -246,7 +263,7 @@ def _read_tokenizer(source: str | Path) -> Any:
 
 
 def _gguf_arguments(source: str | Path) -> tuple[str | Path, dict[str, Any]]:
-    """Return what transformers takes for a source: a folder or hub id, and the GGUF file in it, if it is one.
+    """Return transformers' arguments for a source: a folder or hub id, and the GGUF file in it, if any.
 
     Raises:
         ReprieveError: no such file, or the gguf package is missing.
@@ -261,10 +278,10 @@ def _gguf_arguments(source: str | Path) -> tuple[str | Path, dict[str, Any]]:
 
 
 def _load_model(source: str | Path, dtype: str, device: str, device_map: str | None) -> PreTrainedModel:
-    """The model on its device. Quantised weights are placed while they are read: they cannot be moved afterwards.
+    """Load a model onto its device. Quantised weights are placed while loading; they cannot be moved afterwards.
 
     Raises:
-        ValueError: weights that are missing, left over, of another shape or not finite; code of its own.
+        ValueError: weights that are missing, unexpected, misshapen or not finite; model code.
     """
     folder, gguf = _gguf_arguments(source)
     if device_map is None and not gguf:
@@ -286,7 +303,7 @@ def _load_model(source: str | Path, dtype: str, device: str, device_map: str | N
 
 
 def _require_whole(model: PreTrainedModel, found: Mapping[str, Any]) -> None:
-    """Refuse a model that transformers fills up with random weights or that lost some on the way.
+    """Refuse a model that transformers completes with random weights or of which it ignores some.
 
     Raises:
         ValueError: names the first such weight.
@@ -306,7 +323,7 @@ def _require_whole(model: PreTrainedModel, found: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _without_bars() -> Iterator[None]:
-    """Without transformers' progress bars, for what loads at once."""
+    """Disable transformers' progress bars, for fast loading."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

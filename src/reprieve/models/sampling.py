@@ -1,4 +1,4 @@
-"""How tokens are drawn: temperature, top-k and top-p through transformers' own processors, and a seeded generator."""
+"""Sampling: temperature, top-k and top-p by transformers' processors, and a seeded generator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reprieve.settings import SamplingParams
 
 
 class Sampler:
-    """Draws tokens for one answer. Target and draft share the processors; every draw comes from one generator."""
+    """Sampler of one answer. Target and draft share the processors; one generator makes all draws."""
 
     def __init__(self, params: SamplingParams, device: torch.device) -> None:
         self.params = params
@@ -26,7 +26,7 @@ class Sampler:
         self._draft = self._target if self.draft_greedy else _processors(params, temperature)
 
     def target_scores(self, logits: Tensor) -> Tensor:
-        """Logits whose softmax the target's tokens are drawn from, [n, V]; unchanged when greedy."""
+        """Return logits whose softmax the target's tokens are drawn from, [n, V]; unchanged when greedy."""
         scores = self._target(None, logits) if self._target else logits  # type: ignore[arg-type]
         if self.params.truncation is None:
             return scores
@@ -34,21 +34,21 @@ class Sampler:
         return scores.masked_fill(~torch.stack(rows), -math.inf)
 
     def draft_scores(self, logits: Tensor) -> Tensor:
-        """The same for the draft. A greedy draft beside a sampling target is shaped as the target is."""
+        """Return the same for the draft. A greedy draft with a sampling target is processed like the target."""
         return self._draft(None, logits) if self._draft else logits  # type: ignore[arg-type]
 
     def draft_token(self, logits: Tensor) -> Tensor:
-        """The drafter's next token [1] from its logits [1, V]."""
+        """Return the drafter's next token [1] from its logits [1, V]."""
         if self.draft_greedy:
             return logits.argmax(-1)
         return self.draw(self.draft_scores(logits).softmax(-1))
 
     def draw(self, probs: Tensor) -> Tensor:
-        """A token from each row of probabilities, [n, V] to [n]."""
+        """Draw a token from each row of probabilities, [n, V] to [n]."""
         return torch.multinomial(probs.to(self.generator.device), 1, generator=self.generator).squeeze(-1)
 
     def uniforms(self, size: int) -> Tensor:
-        """Draws in [0, 1), [size]."""
+        """Draw uniform numbers in [0, 1), [size]."""
         return torch.rand(size, generator=self.generator, device=self.generator.device)
 
 

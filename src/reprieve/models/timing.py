@@ -1,4 +1,4 @@
-"""What a forward takes, timed alone."""
+"""Time of a single forward."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 from reprieve.models.cached_model import CachedModel
 
-_CACHED = 64  # tokens before it
+_CACHED = 64  # cached tokens before it
 
 
 @torch.inference_mode()
 def forward_seconds(model: CachedModel, num_tokens: int, *, num_cached: int = _CACHED) -> float:
-    """Seconds of reading so many tokens after some others, which stay in the cache for the next time."""
+    """Return the seconds of a forward over some tokens; the tokens before them stay cached for the next call."""
     model.start([0] * num_cached, reuse_prefix=True)
     started = time.perf_counter()
     logits, _ = model.forward([0] * num_tokens)

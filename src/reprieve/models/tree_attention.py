@@ -1,4 +1,4 @@
-"""Attention masks for a forward over a tree of tokens: each sees the committed text and its own ancestors."""
+"""Attention masks for a forward over a tree of tokens: each attends to the committed text and its ancestors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reprieve.types import ROOT
 
 
 def ancestor_matrix(parents: Sequence[int]) -> Tensor:
-    """[N + 1, N + 1] bool: whether row i may see row j; row 0 is the last committed token, row i + 1 node i."""
+    """Return the [N + 1, N + 1] bool mask of a tree; row 0 is the last committed token, row i + 1 node i."""
     size = len(parents) + 1
     visible = torch.eye(size, dtype=torch.bool)
     visible[:, 0] = True
@@ -32,7 +32,7 @@ def tree_mask(
     device: torch.device,
     window: int | None = None,
 ) -> Tensor:
-    """Additive mask [1, 1, N + 1, num_cached + N + 1]: 0 where visible, the dtype's minimum elsewhere.
+    """Return the additive mask [1, 1, N + 1, num_cached + N + 1]: 0 where visible, the dtype's minimum elsewhere.
 
     Args:
         window: sliding-window size: a token sees positions less than this far back; None for full attention.
@@ -50,14 +50,14 @@ def tree_mask(
 
 
 def masks_by_layer(mask: Callable[[int | None], Tensor], windows: dict[str, int | None] | int | None) -> Any:
-    """A mask for each kind of layer, as transformers takes them, from a function of the window size."""
+    """Return a mask for each kind of layer, as transformers takes them, from a function of the window size."""
     if isinstance(windows, dict):
         return {kind: mask(window) for kind, window in windows.items()}
     return mask(windows)
 
 
 def layer_windows(model: PreTrainedModel) -> dict[str, int | None] | int | None:
-    """Sliding-window sizes: one for all layers (None for full attention), or one for each kind of layer."""
+    """Return sliding-window sizes: one for all layers (None for full attention), or one per kind of layer."""
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ())

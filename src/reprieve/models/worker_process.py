@@ -1,4 +1,4 @@
-"""What every process of a pool does first."""
+"""Initialisation of worker processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 
 
 def start_worker() -> None:
-    """One thread, no bars; Ctrl-C is the parent's business, and without its parent a worker ends."""
+    """Set one thread, no progress bars, ignore Ctrl-C (the parent handles it), and exit with the parent."""
     import torch
     from transformers.utils import logging
 
@@ -20,7 +20,7 @@ def start_worker() -> None:
 
 
 def _leave_with_parent(parent: int) -> None:
-    """A parent that is killed cannot tell its workers; they would wait for work for ever."""
+    """Exit if the parent is killed: it cannot notify its workers, which would otherwise wait forever."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

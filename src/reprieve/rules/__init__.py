@@ -3,8 +3,9 @@
 from reprieve.rules.accept import RiskBudget, accept
 from reprieve.rules.base import RULES, About, Dial, Rule, Traits, accepts, register_rule
 from reprieve.rules.checks import Checked
-from reprieve.rules.compose import AllOf, AnyOf, InsideSpan, all_of, any_of
+from reprieve.rules.compose import AllOf, AnyOf, all_of, any_of
 from reprieve.rules.lossless import LosslessRule
+from reprieve.rules.spans import InsideSpan, StrictFirst
 from reprieve.rules.spec import parse_rule
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "LosslessRule",
     "RiskBudget",
     "Rule",
+    "StrictFirst",
     "Traits",
     "accept",
     "accepts",

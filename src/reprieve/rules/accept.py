@@ -1,6 +1,6 @@
-"""From risks to an outcome: the one acceptance walk, for chains and trees, greedy and sampling, any rule.
+"""Acceptance walk: turns risks into an outcome, for chains and trees, greedy and sampling, and any rule.
 
-No model, no cache, no random generator. The device is waited for once: what the walk needs comes over in one copy.
+No model, no cache, no random generator. The host waits for the device once, for one copy of all inputs.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from reprieve.types import ROOT, Block, Evidence, Outcome, Provenance
 
 @dataclass
 class RiskBudget:
-    """What is left of an answer's risk budget; lives as long as the answer."""
+    """Remaining risk budget of one answer."""
 
     left: float = math.inf
 
     @classmethod
     def of(cls, rule: Rule) -> RiskBudget:
-        """The budget of a whole answer."""
+        """Return the rule's budget for a whole answer."""
         return cls(math.inf if rule.traits.risk_budget is None else rule.traits.risk_budget)
 
 
@@ -40,14 +40,13 @@ def accept(
 ) -> Outcome:
     """Walk from the last committed token down the accepted branch and choose the token that follows it.
 
-    At each place the children are tried in drafting order by the lossless check. Only if it refuses them all is the
-    child of least risk rescued, provided its risk is within the threshold and within the limits. Rules that rescue in
-    turn are asked about each child as soon as the check refuses it; rules that replace the check take the child of
-    least risk at once.
+    At each node the lossless check tries the children in drafting order. If it refuses all of them, the child of least
+    risk is rescued, provided its risk is within the threshold and the limits. Rules with `rescues_in_turn` score each
+    child as soon as the check refuses it. Rules that replace the check take the child of least risk.
 
     Args:
-        checked: what the lossless check says of the block.
-        budget: reduced in place by the risk of what is rescued.
+        checked: decisions of the lossless check for the block.
+        budget: reduced in place by the risk of each rescue.
         threshold: overrides the rule's own, in the unit of its risk.
     """
     walk = _Walk(rule, block, evidence, checked, rule.threshold if threshold is None else threshold, budget)
@@ -71,7 +70,7 @@ def accept(
 
 
 class _Walk:
-    """The decisions at one place of the tree after another, on the host."""
+    """Decisions at successive nodes of the tree, on the host."""
 
     def __init__(
         self, rule: Rule, block: Block, evidence: Evidence, checked: Checked, limit: float, budget: RiskBudget
@@ -92,13 +91,13 @@ class _Walk:
         self.risks = fetched[4] if has_risk else None
 
     def choose(self, children: Sequence[int]) -> tuple[int | None, Provenance]:
-        """The accepted child and how it passed; or None."""
+        """Return the accepted child, or None, and its provenance."""
         if self.replaces:
             best = self._least_risk(children)
             return best, self._by_flag(best)
         for node in children:
             if self.passes[node]:
-                # Verified against the rule's own distribution, the flag says whether the target's would have passed it.
+                # The check ran against the rule's own distribution; the flag holds the result against the target's.
                 return node, self._by_flag(node) if self.relaxed else Provenance.MATCHED
             if self.in_turn and self._rescue([node]) is not None:
                 return node, Provenance.RESCUED
@@ -119,7 +118,7 @@ class _Walk:
         if best is None or self.risks is None or max(0.0, self.risks[best]) > self.budget.left:
             return None
         self.rescues_left -= 1
-        # Negative and infinite risks (typical's, an any_of's) cost nothing: budgets belong to rules with risk >= 0.
+        # Negative and infinite risks (typical, any_of) cost nothing: budgets belong to rules with risk >= 0.
         self.budget.left -= max(0.0, self.risks[best])
         return best
 

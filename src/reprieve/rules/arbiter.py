@@ -1,4 +1,4 @@
-"""CoSpec's rule: a learned arbitrator chooses between the draft's and the target's token at every mismatch."""
+"""CoSpec's rule: a trained arbitrator chooses between the draft's and the target's token at every mismatch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ _ROUNDING = 2.0**-23  # of float32 at 1
 class ArbiterRule(HeadRule):
     """Rescue a mismatch when pi(accept) exceeds lambda (CoSpec, Eq. 17 and appendix F).
 
-    The one rule that does not ask whether the token imitates the target: the arbiter was rewarded for right answers,
-    and can choose the draft's token where the target's own would have failed. Under it lies exact match (`lossless:
-    verification=exact`): when sampling, the target's own draw in every place is the other candidate, and a rejected
-    mismatch commits it. The output is not the target's distribution; log-likelihoods of the target do not describe it.
+    The arbiter was rewarded for right answers, not for imitating the target. It can choose the draft's token where the
+    target's own would have failed. The rule is built on exact match (`lossless:verification=exact`): when sampling, the
+    target's own draw is the other candidate, and a rejected mismatch commits it.
+
+    Relaxed: the output is not the target's distribution, and the target's log-likelihoods do not describe it.
 
     Args:
         path: folder or hub id of an arbiter (`reprieve train arbiter`).
         lambda_: pi(accept) above which a mismatch is accepted, 0 to 1, written `lambda=`; 1 accepts none, and the
-            paper uses 0.6. None takes the arbiter's own recommendation.
+            paper uses 0.6. None uses the arbiter's own recommendation.
     """
 
     name = "arbiter"
@@ -47,19 +48,19 @@ class ArbiterRule(HeadRule):
             require_range("lambda", self.lambda_, 0.0, 1.0)
 
     def holding(self, head: Any) -> Self:
-        """The rule with an arbiter in memory, at its own lambda where the rule has none."""
+        """Return the rule with this arbiter; the arbiter's recommended lambda is used if the rule has none."""
         rule = super().holding(head)
         return rule if self.lambda_ is not None else rule.with_parameter("lambda", head.threshold)
 
     @property
     def traits(self) -> Traits:
-        """With what its arbiter reads beside the round's tokens."""
+        """Traits including the inputs of the arbiter."""
         if self.head is None:
             return self.own_traits
         return dataclasses.replace(self.own_traits, needs=self.own_traits.needs | self.head.needs)
 
     @property
     def threshold(self) -> float:
-        """What 1 - pi(accept) must stay below: 1 - lambda; at 0 even what rounds to pi = 0 passes."""
+        """Largest accepted 1 - pi(accept): 1 - lambda. At lambda 0, risks that round to 1 pass too."""
         assert self.lambda_ is not None, "attach the rule's arbiter first (reprieve.heads.loading.attach_heads)"
         return 1.0 - self.lambda_ if self.lambda_ > 0 else 1.0 + _ROUNDING

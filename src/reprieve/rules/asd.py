@@ -1,4 +1,4 @@
-"""ASD (arXiv 2608.03447): logit regret with a limit a block and a budget an answer."""
+"""ASD (arXiv 2608.03447): logit regret with a limit per block and a budget per answer."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from reprieve.types import Evidence
 @register_rule
 @dataclass(frozen=True)
 class AsdRule(Rule):
-    """Rescue tokens of small regret until the answer's budget runs out.
+    """Rescue tokens of small regret until the answer's budget is spent.
+
+    Bounds the whole answer: under greedy decoding, the summed log-probability of its tokens is at most `budget` below
+    that of the target's first choices at the same positions.
 
     Args:
         regret: largest logit gap to the target's best token of one rescue, nats, 0 or more.
         per_block: most rescues in one round; None for no limit.
         budget: largest summed regret of one answer, nats; 0 is lossless, inf is no limit.
-
-    The rule that bounds the whole answer: its log-probability under greedy target choices, token by token, is lower
-    than the best choices' by at most `budget`.
     """
 
     name = "asd"
@@ -46,7 +46,7 @@ class AsdRule(Rule):
 
     @property
     def looseness(self) -> float:
-        """The budget, which is what the dial sets."""
+        """Budget, the parameter that the dial sets."""
         return self.budget
 
     @property

@@ -1,4 +1,4 @@
-"""What every rule is: a risk per drafted token, a threshold that one dial sets, and traits for the engine."""
+"""Rule interface: a risk per drafted token, a threshold set by one dial, and traits for the engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from reprieve.types import Evidence
 
 
 class VocabularySource(Protocol):
-    """The part of a tokenizer that rules about tokens' text need."""
+    """Part of a tokenizer needed by rules that read the tokens' text."""
 
     def __len__(self) -> int: ...
     def decode(self, token_ids: list[int]) -> str: ...
@@ -32,9 +32,9 @@ class Dial:
     """The one parameter of a rule that sweeps, requests and certificates vary, in the paper's unit and direction.
 
     Args:
-        name: of the parameter.
+        name: parameter name.
         strictest: the value at which the rule changes nothing.
-        stops: values worth a slider's stop, from strict to lenient.
+        stops: values for a slider, from strict to lenient.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Dial:
 
 @dataclass(frozen=True)
 class About:
-    """What the documentation and the study need to know of a rule; its docstring says the rest.
+    """Metadata of a rule for the documentation and the study.
 
     Args:
         origin: paper and place, or the software that ships it.
@@ -57,14 +57,14 @@ class About:
 
 @dataclass(frozen=True)
 class Traits:
-    """What the engine must know of a rule before it asks for risks.
+    """Inputs and limits of a rule, read by the engine before it computes risks.
 
     Args:
-        needs: what it reads beside the tokens and the target's logits.
-        target_layers: of the target's hidden states; -1 is the last, after the final norm, and the default where it
-            needs any.
+        needs: inputs besides the tokens and the target's logits.
+        target_layers: layers of the target's hidden states; -1 is the last, after the final norm, and the default if
+            the rule needs hidden states.
         draft_layers: the same for the draft.
-        check: the lossless check under it: `token`, `block` or `exact` (see `LosslessRule`).
+        check: the lossless check it is built on: `token`, `block` or `exact` (see `LosslessRule`).
         replaces: it ignores the lossless check and accepts exactly where risk <= threshold.
         relaxes_target: when sampling, tokens are verified against `relaxed_target_probs` instead of the target's.
         reads_text: `bind` needs a tokenizer that knows the tokens' text.
@@ -98,12 +98,12 @@ class Traits:
 
     @property
     def limited(self) -> bool:
-        """Whether it counts what it rescues."""
+        """True if the rule limits the number or the summed risk of its rescues."""
         return self.max_rescues_per_block is not None or self.risk_budget is not None
 
     @classmethod
     def merge(cls, parts: Sequence[Traits]) -> Traits:
-        """The traits of a rule made of rescuing rules; only the first of them can have a budget."""
+        """Return the traits of a composition of rescuing rules; only the first rule can have a budget."""
         return cls(
             needs=frozenset().union(*(part.needs for part in parts)),
             target_layers=tuple(sorted({layer for part in parts for layer in part.target_layers})),
@@ -128,8 +128,8 @@ class Rule(ABC):
     A *rescuing* rule accepts a token when the lossless check accepts it or when `risk <= threshold`. A *replacing*
     rule ignores the lossless check and accepts exactly when `risk <= threshold`.
 
-    Subclasses are frozen dataclasses whose fields are the paper's own parameters. They name their `own_dial` and
-    `own_traits`; where these depend on the fields, `traits` is overridden.
+    Subclasses are frozen dataclasses whose fields are the paper's parameters. They define `own_dial` and `own_traits`,
+    and override `traits` if these depend on the fields.
     """
 
     name: ClassVar[str]
@@ -139,12 +139,12 @@ class Rule(ABC):
 
     @property
     def traits(self) -> Traits:
-        """What the engine must know of it."""
+        """Inputs and limits of this rule."""
         return self.own_traits
 
     @property
     def dial(self) -> Dial | None:
-        """What sweeps vary; None for a rule that has no dial."""
+        """Parameter that sweeps vary; None for a rule without one."""
         return self.own_dial
 
     @property
@@ -154,7 +154,7 @@ class Rule(ABC):
 
     @property
     def looseness(self) -> float:
-        """Grows with what the rule lets pass: compares two settings of one rule, in the unit of `threshold`."""
+        """Leniency in the unit of `threshold`; larger is more lenient. Comparable between settings of one rule."""
         return self.threshold
 
     @abstractmethod
@@ -162,42 +162,42 @@ class Rule(ABC):
         """Risk of each drafted token, [...]; +inf is never accepted."""
 
     def settled(self, evidence: Evidence) -> Tensor:
-        """Which drafted tokens pass whatever an advisor would say of them, [...], bool."""
+        """Mask of drafted tokens that pass regardless of an advisor, [...], bool."""
         return evidence.lossless_accepts
 
     def relaxed_target_probs(self, evidence: Evidence) -> Tensor | None:
-        """A distribution that sampling verifies against instead of the target's, [..., V]; None for the target's."""
+        """Distribution that replaces the target's when sampling is verified, [..., V]; None for the target's."""
         return None
 
     @property
     def parts(self) -> tuple[Rule, ...]:
-        """The rules it is made of; none for most. The first one's dial is its own."""
+        """Rules that this rule is composed of; the first one's dial is its own. Empty for simple rules."""
         return ()
 
     @property
     def leaves(self) -> tuple[Rule, ...]:
-        """The simple rules in it; itself for most."""
+        """Simple rules in the composition; the rule itself if it is simple."""
         return tuple(leaf for part in self.parts for leaf in part.leaves) or (self,)
 
     def transform(self, change: Callable[[Rule], Rule]) -> Rule:
-        """The same rule with a change made to every simple rule in it."""
+        """Return the rule with `change` applied to every simple rule in it."""
         return change(self)
 
     def bind(self, tokenizer: VocabularySource) -> Rule:
-        """The same rule, ready for a tokenizer; rules that do not read tokens' text return themselves."""
+        """Return the rule bound to a tokenizer; rules that do not read tokens' text return themselves."""
         return self
 
     def to(self, device: Any) -> Rule:
-        """The same rule with its heads' weights on a device."""
+        """Return the rule with its heads' weights on a device."""
         return self
 
     @property
     def heads(self) -> tuple[tuple[str, Any], ...]:
-        """Names and objects of the heads it holds."""
+        """Names and objects of the heads in this rule."""
         return ()
 
     def with_dial(self, value: float) -> Self:
-        """A copy whose dial is set to `value`.
+        """Return a copy with the dial set to `value`.
 
         Raises:
             SpecError: a rule without a dial, or a value outside the dial's range.
@@ -207,7 +207,7 @@ class Rule(ABC):
         return self.with_parameter(self.dial.name, value)
 
     def with_parameter(self, name: str, value: float) -> Self:
-        """A copy with one numeric parameter replaced, in the paper's own unit.
+        """Return a copy with one numeric parameter replaced, in the paper's unit.
 
         Raises:
             SpecError: no numeric parameter of that name, or a value out of range.
@@ -222,30 +222,33 @@ class Rule(ABC):
 
     @property
     def dial_value(self) -> float | None:
-        """What the dial is set to, in the paper's own unit; None without a dial, or where it sets no limit."""
+        """Value of the dial in the paper's unit; None without a dial or without a limit."""
         if self.dial is None:
             return None
         value: float | None = getattr(self, parameters_of(self)[self.dial.name].name)
         return value
 
     def sequence_bound(self, num_drafted: float) -> float | None:
-        """How far an answer's distribution can lie from the target's, where it holds so many drafted tokens and drafts
-        are sampled; None where no such bound is proved."""
+        """Return the bound on the divergence of an answer from the target, or None if no bound is proved.
+
+        Args:
+            num_drafted: drafted tokens in the answer; the drafts are assumed to be sampled.
+        """
         return None
 
     @property
     def params(self) -> dict[str, Any]:
-        """The paper's parameters, by name, as JSON can hold them."""
+        """Parameters by name, with values that JSON can hold."""
         return {name: _json_number(getattr(self, f.name)) for name, f in parameters_of(self).items()}
 
     @property
     def spec(self) -> str:
-        """The shortest text, dial always included, that `parse_rule` turns back into this rule."""
+        """Shortest specification, dial included, from which `parse_rule` makes this rule."""
         return format_spec(self.name, self, always=(self.dial.name,) if self.dial else ())
 
     @property
     def spec_without_dial(self) -> str:
-        """The specification without its dial: what rules of one sweep have in common."""
+        """Specification without the dial, which all rules of one sweep share."""
         return format_spec(self.name, self, without=(self.dial.name,) if self.dial else ())
 
 
@@ -254,23 +257,24 @@ register_rule = RULES.register
 
 
 def bounded_risk(rule: Rule, evidence: Evidence) -> Tensor:
-    """The rule's risk, [...], made infinite for tokens the target cannot produce at all."""
+    """Return the rule's risk, [...], set to infinity for tokens that the target cannot produce."""
     allowed = evidence.possible if rule.traits.beyond_truncation else evidence.allowed
     return torch.where(allowed, rule.risk(evidence), math.inf)
 
 
 def accepts(rule: Rule, evidence: Evidence, *, threshold: float | Tensor | None = None) -> Tensor:
-    """Which drafted tokens the rule lets pass, before any per-block or per-answer limit: [...], bool.
+    """Return the mask of drafted tokens that the rule accepts, [...], bool, before any limit per block or answer.
 
-    `threshold` overrides the rule's own, and may be a tensor that broadcasts against the risk, so that requests in
-    one batch can each have theirs. NaN and +inf never pass; a threshold of -inf lets nothing pass.
+    Args:
+        threshold: overrides the rule's own. A tensor must broadcast against the risk and gives the requests of one
+            batch their own thresholds. NaN and +inf never pass; a threshold of -inf accepts nothing.
     """
     passed = passes(bounded_risk(rule, evidence), rule.threshold if threshold is None else threshold)
     return passed if rule.traits.replaces else passed | evidence.lossless_accepts
 
 
 def passes(risk: Tensor, threshold: float | Tensor) -> Tensor:
-    """Which risks are within the threshold, [...], bool: an infinite risk never is, and -inf lets nothing pass."""
+    """Return the mask of risks within the threshold, [...], bool; infinite risks and a threshold of -inf never pass."""
     limit = torch.as_tensor(threshold, device=risk.device)
     return (risk <= limit) & (risk < math.inf) & (limit > -math.inf)
 

@@ -1,4 +1,4 @@
-"""Speculative cascades (Narasimhan et al., arXiv 2405.19261): defer to the target only where it pays."""
+"""Speculative cascades (Narasimhan et al., arXiv 2405.19261): defer to the target only where it is more confident."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def cascade_tok_probs(
     *,
     alpha: float,
 ) -> Tensor:  # [..., V]
-    """The distribution Tok (version 3) samples from.
+    """Return the distribution that Tok (version 3) samples from.
 
     With A the tokens of at least (1 - alpha) times the best target probability: draft(v) on A, plus the draft's mass
-    outside A handed to the target.
+    outside A distributed as the target's probabilities.
     """
     allowed = target_probs >= (1 - alpha) * target_probs.amax(-1, keepdim=True)
     kept = draft_probs * allowed
@@ -34,7 +34,7 @@ def cascade_tok_probs(
 @register_rule
 @dataclass(frozen=True)
 class CascadeRule(Rule):
-    """Accept the draft where it is as confident as the target, up to `alpha`.
+    """Accept the draft where it is as confident as the target, within `alpha`.
 
     Args:
         kind: `opt` accepts where max draft >= max target - alpha * TV(target, draft); `diff` where max draft >= max
@@ -66,21 +66,21 @@ class CascadeRule(Rule):
         return self.alpha
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """The smallest alpha at which the rule would accept."""
+        """Return the smallest alpha that accepts the token, [...]."""
         draft_probs = evidence.draft_probs
         assert draft_probs is not None, "the engine refuses cascades without draft probabilities"
         best_target = evidence.target_probs.amax(-1)
         best_draft = draft_probs.amax(-1)
         if self.kind == "tok":
             risk = 1 - gather_token(evidence.target_probs, evidence.token_ids) / best_target
-            # When sampling, the cascade acts through its distribution; there is nothing left to rescue.
+            # When sampling, `relaxed_target_probs` implements the cascade; there is nothing to rescue.
             return risk if evidence.greedy else torch.full_like(risk, math.inf)
         if self.kind == "chow":
             return 1 - best_draft
         if self.kind == "diff":
             return best_target - best_draft
         distance = total_variation(evidence.target_probs, draft_probs)
-        # Equal distributions: 0 / 0, where any alpha accepts.
+        # Equal distributions give 0 / 0: any alpha accepts.
         return torch.where(distance > 0, (best_target - best_draft) / distance, -torch.inf)
 
     def relaxed_target_probs(self, evidence: Evidence) -> Tensor | None:

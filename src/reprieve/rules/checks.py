@@ -1,8 +1,8 @@
-"""The lossless check of a round as one object: which drafted tokens pass, and which token follows what was accepted.
+"""Lossless checks: decide which drafted tokens pass and which token follows the accepted ones.
 
-Three ways keep the target's distribution: greedy matching, speculative sampling (token by token or for a whole block),
-and exact match with draws of the target's own. Each says everything about a round at once, in tensors on the device,
-so that the host waits for it once. Draws are arguments.
+Three methods keep the target's distribution: greedy matching, speculative sampling (token by token or block-wise),
+and exact match with the target's own draws. Each computes all decisions of a round as tensors on the device, so
+that the host waits once. Random draws are arguments.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from reprieve.rules.lossless import block_verification, residual_probs
 from reprieve.transfers import spread
 from reprieve.types import ROOT, Block, gather_token
 
-Draw = Callable[[Tensor], Tensor]  # a token from each row of probabilities: [n, V] to [n]
+Draw = Callable[[Tensor], Tensor]  # draws one token from each row of probabilities: [n, V] to [n]
 Rows = Tensor | slice
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What the lossless check says of one block, before any rule is asked.
+    """Decisions of the lossless check for one block, before any rule applies.
 
     Row 0 belongs to the last committed token, row i + 1 to node i.
     """
 
-    accepts: Tensor  # [N], bool: whether it would accept the token, tried alone
-    passes: Tensor  # [N], bool: whether it does after refusing the siblings drafted before
-    next_ids: Tensor  # [N + 1], int64: what follows each row where nothing below it is accepted
+    accepts: Tensor  # [N], bool: accepted if tried alone
+    passes: Tensor  # [N], bool: accepted after the earlier siblings were refused
+    next_ids: Tensor  # [N + 1], int64: the token after each row if no child is accepted
 
     @classmethod
     def of_flags(cls, accepts: Tensor) -> Checked:
-        """The check of another engine, which has drawn already and draws what follows by itself."""
+        """Wrap the decisions of an engine that draws the following tokens itself."""
         return cls(accepts, accepts, torch.zeros(len(accepts) + 1, dtype=torch.long, device=accepts.device))
 
 
 class LosslessCheck:
-    """One of the three ways, for the drafted tokens of a round.
+    """Lossless check of the drafted tokens of one round.
 
     Args:
         scores: [R, V], logits whose softmax the target's tokens are drawn from; raw when greedy.
         token_ids: [N], the drafted tokens.
-        rows: which of `scores` judges each of them.
+        rows: row of `scores` that judges each of them.
     """
 
-    own_ids: Tensor | None = None  # [N], the target's own draw in each token's place, where there is one
+    own_ids: Tensor | None = None  # [N], the target's own draw at each position, for ExactCheck
 
     def __init__(self, scores: Tensor, token_ids: Tensor, rows: Rows) -> None:
         self.scores = scores
@@ -58,26 +58,26 @@ class LosslessCheck:
 
     @cached_property
     def accepts(self) -> Tensor:
-        """Whether the check would accept each token, tried alone: [N], bool."""
+        """Mask of tokens that the check would accept if tried alone: [N], bool."""
         raise NotImplementedError
 
     def settle(self, block: Block, *, relaxed_probs: Tensor | None = None, residual: bool = True) -> Checked:
-        """Everything about the block; `scores` must have a row for the last committed token and one for each node.
+        """Decide the whole block. `scores` needs a row for the last committed token and one for each node.
 
         Args:
-            relaxed_probs: [N, V], verified against in place of the target's distribution, where sampled.
-            residual: whether what follows a refusal is drawn from the residual, where sampled; else from the target.
+            relaxed_probs: [N, V], verified against in place of the target's distribution; sampling only.
+            residual: draw the token after a refusal from the residual instead of the target; sampling only.
         """
         return Checked(self.accepts, self.accepts, self.next_ids)
 
     @cached_property
     def next_ids(self) -> Tensor:
-        """What follows each row: [R], int64."""
+        """Token that follows each row: [R], int64."""
         raise NotImplementedError
 
 
 class GreedyCheck(LosslessCheck):
-    """A token passes when it is the target's own first choice."""
+    """Accept a token that equals the target's first choice."""
 
     @cached_property
     def next_ids(self) -> Tensor:
@@ -89,10 +89,10 @@ class GreedyCheck(LosslessCheck):
 
 
 class ExactCheck(LosslessCheck):
-    """The target draws a token of its own in every place; a drafted one passes when it equals it (CoSpec, appendix F).
+    """Accept a token that equals the target's own draw at its position (CoSpec, appendix F).
 
     Args:
-        draw: gives the target's tokens.
+        draw: draws the target's tokens.
     """
 
     def __init__(self, scores: Tensor, token_ids: Tensor, rows: Rows, draw: Draw) -> None:
@@ -110,13 +110,13 @@ class ExactCheck(LosslessCheck):
 
 
 class SampledCheck(LosslessCheck):
-    """Speculative sampling: a token passes with probability min(1, target / proposal).
+    """Speculative sampling: accept a token with probability min(1, target / proposal).
 
     Args:
         uniforms: [N], in [0, 1).
-        proposal_probs: [N], the probability each token was proposed with; None where it was certain.
-        draft_probs: [N, V], the distributions they were drawn from, for the residual; None where they were certain.
-        draw: gives what follows.
+        proposal_probs: [N], the probability each token was proposed with; None for deterministic drafts.
+        draft_probs: [N, V], the distributions they were drawn from, for the residual; None for deterministic drafts.
+        draw: draws the following tokens.
     """
 
     def __init__(
@@ -142,11 +142,11 @@ class SampledCheck(LosslessCheck):
 
     @cached_property
     def probs(self) -> Tensor:
-        """[R, V]"""
+        """Probabilities of the target, [R, V]."""
         return self.scores.softmax(-1)
 
     def settle(self, block: Block, *, relaxed_probs: Tensor | None = None, residual: bool = True) -> Checked:
-        """Siblings are tried in drafting order, each against what its forerunners left (multi-round sampling)."""
+        """Try siblings in drafting order, each against the residual of the earlier ones (multi-round sampling)."""
         assert self.draw is not None
         left = self.probs.clone() if residual else self.probs
         passes = self.accepts
@@ -157,7 +157,7 @@ class SampledCheck(LosslessCheck):
         return Checked(self.accepts, passes, self.draw(left))
 
     def _try(self, block: Block, nodes: list[int], left: Tensor, passes: Tensor, relaxed: Tensor | None) -> None:
-        """One sibling of every place; `left` [N + 1, V] and `passes` [N] are updated in place."""
+        """Try one sibling of every node; `left` [N + 1, V] and `passes` [N] are updated in place."""
         whole = len(nodes) == block.num_tokens
         device = self.token_ids.device
         index: Rows = slice(None) if whole else spread(nodes, torch.long, device)
@@ -170,10 +170,10 @@ class SampledCheck(LosslessCheck):
 
 
 class BlockCheck(SampledCheck):
-    """Joint verification of a whole chain: keeps at least as many tokens on average (arXiv 2403.10444)."""
+    """Joint verification of a whole chain; keeps at least as many tokens on average (arXiv 2403.10444)."""
 
     def settle(self, block: Block, *, relaxed_probs: Tensor | None = None, residual: bool = True) -> Checked:
-        """The longest prefix that passes, and what follows each prefix.
+        """Return the longest prefix that passes, and the token that follows each prefix.
 
         Raises:
             SpecError: a tree.
@@ -192,7 +192,7 @@ class BlockCheck(SampledCheck):
 
 
 def _by_turn(block: Block) -> list[list[int]]:
-    """First the first child of every place, then the second ones, and so on."""
+    """Group nodes by sibling index: the first child of every node, then the second ones, and so on."""
     turns: list[list[int]] = []
     for place in (ROOT, *range(block.num_tokens)):
         for turn, node in enumerate(block.children.get(place, [])):

@@ -1,4 +1,4 @@
-"""Small pure functions on next-token distributions that several rules share: [..., V] in, [...] out."""
+"""Pure functions on next-token distributions, shared by rules: [..., V] in, [...] out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def kl_divergence(left: Tensor, right: Tensor) -> Tensor:
 def js_divergence(left: Tensor, right: Tensor) -> Tensor:
     """Jensen-Shannon divergence in nats, 0 to ln 2."""
     middle = (left + right) / 2
-    # Rounding can leave a hair below 0 where the two agree; a divergence has none.
+    # Rounding can give a tiny negative value for equal distributions.
     return ((kl_divergence(left, middle) + kl_divergence(right, middle)) / 2).clamp_min(0)
 
 
@@ -31,7 +31,7 @@ def total_variation(left: Tensor, right: Tensor) -> Tensor:
 
 
 def token_rank(values: Tensor, token_ids: Tensor) -> Tensor:
-    """Rank of each token, 1 for the largest value; ties share the better rank. [..., V] and [...] to [...]."""
+    """Return the rank of each token, 1 for the largest value; ties share the better rank: [..., V], [...] to [...]."""
     return (values > gather_token(values, token_ids).unsqueeze(-1)).sum(-1) + 1
 
 

@@ -17,9 +17,9 @@ from reprieve.types import ROOT, Evidence
 
 
 def matching_run(matches: Tensor, parents: Sequence[int]) -> Tensor:
-    """Length of the longest unbroken run of matching nodes below each node: [N] bool to [N] int64.
+    """Return the length of the longest unbroken run of matching nodes below each node: [N] bool to [N] int64.
 
-    On a chain this is how many of the tokens right after a token match; on a tree, along the best branch.
+    On a chain this counts the matching tokens right after a token; on a tree, along the best branch.
     """
     num_nodes = len(parents)
     below = torch.zeros(num_nodes, dtype=torch.long, device=matches.device)
@@ -54,15 +54,15 @@ def truncated_entropy(probs: Tensor, k: int) -> Tensor:
 @register_rule
 @dataclass(frozen=True)
 class FlyRule(Rule):
-    """Forgive a mismatch where the target is unsure and the next `window` drafted tokens match again.
+    """Accept a mismatch where the target is uncertain and the next `window` drafted tokens match again.
 
     Args:
         theta: least entropy of the target; lower is more lenient, inf is lossless.
-        window: matching tokens needed after the mismatch. They must fit into the block, so that its last tokens are
-            never relaxed. None takes the variant's own: 5 (`amd`), min(6, K - 1) (`vllm`), 6 (`normalised`).
+        window: matching tokens needed after the mismatch. They must fit into the block, so its last tokens are never
+            relaxed. None uses the variant's default: 5 (`amd`), min(6, K - 1) (`vllm`), 6 (`normalised`).
         variant: `amd`, the authors' code: entropy over the top 3, in nats, matches by argmax; `vllm`, the port in
             vLLM 0.33: as `amd`, but the window counts tokens the lossless check accepts; `normalised`: full entropy
-            over ln V, as the paper is described.
+            over ln V, as the paper describes it.
 
     Relaxed: no bound on the output distribution.
     """
@@ -86,13 +86,13 @@ class FlyRule(Rule):
         return -self.theta
 
     def window_for(self, num_draft_tokens: int) -> int:
-        """The window used with blocks of this depth."""
+        """Return the window for blocks of this depth."""
         if self.window is not None:
             return self.window
         return {"amd": 5, "vllm": max(1, min(6, num_draft_tokens - 1)), "normalised": 6}[self.variant]
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """Minus the target's entropy; infinite where the window does not match or does not fit."""
+        """Return minus the target's entropy, [N]; infinite where the window does not match or does not fit."""
         parents = range(-1, evidence.token_ids.shape[-1] - 1) if evidence.parents is None else evidence.parents
         if self.variant == "vllm":
             matches = evidence.lossless_accepts

@@ -16,7 +16,7 @@ from reprieve.types import Evidence
 
 
 def top_k_union(target_probs: Tensor, draft_probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Both distributions held to the union of their k most likely tokens and normalised there: [..., V] each."""
+    """Restrict both distributions to the union of their k most likely tokens and normalise: [..., V] each."""
     size = target_probs.shape[-1]
     keep = torch.zeros(target_probs.shape, dtype=torch.bool, device=target_probs.device)
     for probs in (target_probs, draft_probs):
@@ -33,10 +33,10 @@ def fuzzy_divergence(
     log_base: float = 2.0,
     k: int | None = None,
 ) -> Tensor:  # [...], 0 or more
-    """The divergence FSD thresholds (paper, appendix A), or the one its released code computes.
+    """Return the divergence that FSD compares with its threshold, [...] (appendix A), or that of its released code.
 
-    `paper`: KL(target || draft), Jensen-Shannon, total variation. `released`: the authors' code has KL(draft ||
-    target), and (KL(m || target) + KL(m || draft)) / 2 with m the mean where the paper has Jensen-Shannon, in nats.
+    `paper`: KL(target || draft), Jensen-Shannon or total variation. `released`, the authors' code: KL(draft || target),
+    and (KL(m || target) + KL(m || draft)) / 2 in nats, m the mean of both, in place of Jensen-Shannon.
     """
     if k is not None:
         target_probs, draft_probs = top_k_union(target_probs, draft_probs, k)
@@ -66,11 +66,11 @@ class FuzzyRule(Rule):
         threshold: largest accepted divergence, 0 or more. The paper writes "less than T"; ties have measure zero
             except at 0, where identical distributions pass.
         divergence: `js` (the paper's choice), `kl` or `tv`.
-        form: `paper`, or `released` for the authors' code, which published thresholds belong to.
+        form: `paper`, or `released` for the authors' code, for which thresholds were published.
         log_base: of the logarithm, for `form=paper`; the paper does not say. 2 puts JS on 0 to 1.
-        k: hold both distributions to the union of their k most likely tokens; None for the whole vocabulary.
+        k: restrict both distributions to the union of their k most likely tokens; None for the whole vocabulary.
 
-    Relaxed: an answer of T tokens diverges from the target by at most T * P(draft used) * threshold (appendix B), where
+    Relaxed: an answer of T tokens diverges from the target by at most T * P(draft used) * threshold (appendix B), if
     drafts are sampled and `divergence` is `tv`, or `kl` with `form=released`; see `sequence_bound`.
     """
 
@@ -98,11 +98,11 @@ class FuzzyRule(Rule):
 
     @property
     def dial(self) -> Dial:
-        """KL has no upper end; the others end at 1 or below."""
+        """Dial with values for the divergence: KL is unbounded, the others are at most 1."""
         return _KL_DIAL if self.divergence == "kl" else self.own_dial
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """The divergence at the token's position."""
+        """Return the divergence at each token's position, [...]."""
         assert evidence.draft_probs is not None, "the engine refuses fuzzy without draft probabilities"
         return fuzzy_divergence(
             evidence.target_probs,
@@ -114,11 +114,11 @@ class FuzzyRule(Rule):
         )
 
     def sequence_bound(self, num_drafted: float) -> float | None:
-        """Tokens from the draft, times the threshold (appendix B), in the unit of the divergence.
+        """Return drafted tokens times threshold (appendix B), in the unit of the divergence, or None.
 
-        Total variation adds up along an answer, and so does KL(answers || target) over prefixes that the answers
-        visit: `form=released` with `kl`. Jensen-Shannon and KL(target || answers) do not, and can exceed the product; a
-        top-k union bounds neither. For those: None.
+        Total variation adds up along an answer, and so does KL(answers || target) over the prefixes of the answers
+        (`form=released` with `kl`). Jensen-Shannon and KL(target || answers) do not and can exceed the product. A top-k
+        union bounds neither.
         """
         adds_up = self.divergence == "tv" or (self.divergence == "kl" and self.form == "released")
         return num_drafted * self.threshold if adds_up and self.k is None else None

@@ -1,4 +1,4 @@
-"""AutoJudge's rule (and Judge Decoding's): rescue what a linear head on hidden states deems unimportant."""
+"""Rule of AutoJudge and Judge Decoding: rescue tokens that a linear head on hidden states calls unimportant."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reprieve.rules.learned import LearnedRule
 @register_rule
 @dataclass(frozen=True)
 class JudgeRule(LearnedRule):
-    """Rescue what a linear head on hidden states deems unimportant (AutoJudge, section 3.3; Judge Decoding)."""
+    """Rescue tokens that a linear head on hidden states calls unimportant (AutoJudge, section 3.3; Judge Decoding)."""
 
     name = "judge"
     head_kind = "judge"

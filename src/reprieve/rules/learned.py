@@ -1,4 +1,4 @@
-"""What rules that something trained or measured stands behind have in common: a head, named by where it lies."""
+"""Base classes of rules that use a trained head or a calibration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reprieve.types import Evidence
 
 
 class Recipe(Protocol):
-    """What a head reads."""
+    """Inputs of a head."""
 
     layers: tuple[int, ...]
     draft_layers: tuple[int, ...]
@@ -31,7 +31,7 @@ class Recipe(Protocol):
 
 
 class RiskHead(Protocol):
-    """A trained classifier; `reprieve.heads` has them."""
+    """Interface of a trained classifier in `reprieve.heads`."""
 
     threshold: float
 
@@ -43,26 +43,26 @@ class RiskHead(Protocol):
 
 @dataclass(frozen=True)
 class HeadRule(Rule):
-    """A rule that something measured or trained stands behind, named by `path`.
+    """Base class of rules that use a head or a calibration, loaded from `path`.
 
     Args:
-        path: folder or hub id of the head; left out, the bundled one, where the pair is the bundled pair.
-        head: the head itself, once it is loaded (`reprieve.heads.loading.attach_heads`).
-        source: where it was loaded from; nothing for a head in memory.
+        path: folder or hub id of the head; the bundled head by default on the bundled pair.
+        head: the loaded head (`reprieve.heads.loading.attach_heads`).
+        source: path that the head was loaded from; empty for a head in memory.
     """
 
     head_kind: ClassVar[str]
-    made_by: ClassVar[str]  # the command that makes one
+    made_by: ClassVar[str]  # the command that trains one
 
     path: str = ""
     head: Any = field(default=None, compare=False, repr=False, kw_only=True, metadata={"spec": False})
     source: str = field(default="", compare=False, repr=False, kw_only=True, metadata={"spec": False})
 
     def with_head(self, load: Callable[..., Any], default: str | None = None) -> Self:
-        """The rule with its head loaded, by `load(source, kind=...)`, unless it is there.
+        """Return the rule with its head, loaded by `load(source, kind=...)` unless already attached.
 
         Args:
-            default: what to load where no path is given.
+            default: source to load if the rule has no path.
 
         Raises:
             SpecError: no path and no default.
@@ -76,14 +76,14 @@ class HeadRule(Rule):
 
     @classmethod
     def of(cls, head: Any, **parameters: Any) -> Self:
-        """The rule of a head in memory."""
+        """Return a rule with a head in memory."""
         return cls(**parameters).holding(head)
 
     def to(self, device: Any) -> Self:
         return self if self.head is None else dataclasses.replace(self, head=self.head.to(device))
 
     def holding(self, head: Any) -> Self:
-        """The rule with a head in memory."""
+        """Return the rule with a head in memory."""
         return dataclasses.replace(self, head=head)
 
     @property
@@ -91,7 +91,7 @@ class HeadRule(Rule):
         return () if self.head is None else ((self.source or self.head_kind, self.head),)
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """What the head says of each drafted token."""
+        """Return the head's risk of each drafted token, [...]."""
         assert self.head is not None, "attach the rule's head first (reprieve.heads.loading.attach_heads)"
         risk: Tensor = self.head.risk(evidence)
         return risk
@@ -103,7 +103,8 @@ class LearnedRule(HeadRule):
 
     Args:
         path: folder or hub id of the head.
-        threshold: largest accepted P(important), 0 to 1; 0 is lossless. None takes the head's own recommendation.
+        threshold: largest accepted P(important), 0 to 1; 0 is lossless. None takes the certified one of a bundled
+            head that has a certificate, else the head's own recommendation.
 
     A head judges by what a token says, not by how likely sampling would draw it: tokens that top-k or top-p cut off
     can be rescued too.
@@ -120,7 +121,7 @@ class LearnedRule(HeadRule):
             require_range("threshold", self.threshold, 0.0, 1.0)
 
     def holding(self, head: RiskHead) -> Self:
-        """The rule with a head in memory, at the head's own threshold where it has none.
+        """Return the rule with a head in memory; the head's threshold is used if the rule has none.
 
         Raises:
             SpecError: a head whose features do not exist while decoding.
@@ -131,7 +132,7 @@ class LearnedRule(HeadRule):
 
     @property
     def traits(self) -> Traits:
-        """What the head's recipe reads; nothing is known of a head that is not loaded yet."""
+        """Traits from the head's recipe; its inputs are unknown until the head is loaded."""
         if self.head is None:
             return Traits(beyond_truncation=True)
         recipe: Recipe = self.head.recipe

@@ -39,7 +39,7 @@ class LenienceRule(Rule):
         return -math.log(self.lenience) if self.lenience < 1.0 else -math.inf
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """log of (uniform * draft / target) when sampling, of p(best) / p(token) when greedy; nats."""
+        """Return log(uniform * draft / target) when sampling, log(p(best) / p(token)) when greedy; nats, [...]."""
         if evidence.uniforms is None:
             return margin_risk(evidence.scores, evidence.token_ids)
         proposed = evidence.uniforms if evidence.proposal_probs is None else evidence.uniforms * evidence.proposal_probs

@@ -1,7 +1,7 @@
-"""The checks that keep the target's output distribution: greedy matching, speculative sampling, block verification.
+"""Lossless checks that keep the target's output distribution: greedy, speculative sampling, block verification.
 
 Token-wise: Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318). Block verification: Sun et al.
-(arXiv 2403.10444). Both leave the distribution of the output exactly the target's.
+(arXiv 2403.10444).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class LosslessRule(Rule):
 
     Args:
         verification: `token` decides token by token; `block` decides on the whole block jointly, which accepts at
-            least as many tokens on average and needs a chain; `exact` draws the target's own token in every place
-            and accepts drafted tokens that equal it, which accepts fewer (CoSpec's base, appendix F). Greedily all
-            three are one.
+            least as many tokens on average and needs a chain; `exact` accepts drafted tokens that equal the
+            target's own draw, which accepts fewer (CoSpec's base, appendix F). Greedy decoding makes all three
+            equal.
     """
 
     name = "lossless"
@@ -45,7 +45,7 @@ class LosslessRule(Rule):
         return float("-inf")
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """+inf throughout."""
+        """Return +inf for every token, [...]."""
         return torch.full(evidence.token_ids.shape, float("inf"), device=evidence.token_ids.device)
 
 
@@ -53,7 +53,7 @@ def greedy_accepts(
     target_logits: Tensor,  # [..., V]
     token_ids: Tensor,  # [...], int64
 ) -> Tensor:  # [...], bool
-    """Whether each drafted token is the target's own first choice."""
+    """Return the mask of drafted tokens that equal the target's first choice."""
     return target_logits.argmax(-1) == token_ids
 
 
@@ -74,9 +74,9 @@ def residual_probs(
     proposal_probs: Tensor | None,  # [..., V]; None when the drafter did not sample
     token_ids: Tensor,  # [...], int64: the rejected token
 ) -> Tensor:  # [..., V]
-    """What to sample from after a rejection: the positive part of target - proposal, normalised.
+    """Return the distribution after a rejection: the positive part of target - proposal, normalised.
 
-    Where target and proposal agree entirely nothing can have been rejected but by rounding; the target is returned.
+    If target and proposal are equal, only rounding can have caused the rejection; the target is returned.
     """
     if proposal_probs is None:
         residual = target_probs.scatter(-1, token_ids.unsqueeze(-1), 0.0)
@@ -104,8 +104,8 @@ def block_verification(
     joints = torch.stack(joint)  # [K + 1]
     residuals = (joints[:-1, None] * target_probs - proposal_probs).clamp_min(0)
     masses = residuals.sum(-1)  # [K], S_0 to S_{K-1}
-    chances = torch.cat([masses[1:] / (masses[1:] + 1 - joints[1:-1]), joints[-1:]])  # that prefix 1 to K passes
-    passed = uniforms < chances.nan_to_num(0.0)  # 0 / 0: nothing is left over, so the prefix cannot be what is kept
+    chances = torch.cat([masses[1:] / (masses[1:] + 1 - joints[1:-1]), joints[-1:]])  # of prefix 1 to K
+    passed = uniforms < chances.nan_to_num(0.0)  # 0 / 0: the residual is empty, so the prefix cannot be the longest
     lengths = torch.arange(1, len(token_ids) + 1, device=token_ids.device)
     num_accepted = (lengths * passed).amax()
     normalised = residuals / masses.unsqueeze(-1).clamp_min(torch.finfo(masses.dtype).tiny)

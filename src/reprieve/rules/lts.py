@@ -1,4 +1,4 @@
-"""The Local Tolerance Score of ARC-Decode (section 3.3): accept where a calibrated bound on the next step is small."""
+"""Local Tolerance Score of ARC-Decode (section 3.3): accept where a calibrated bound on the next step is small."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALLEST_PROB = 1e-10  # the paper's epsilon-clamp of probabilities
 
 
 def raw_scores(evidence: Evidence, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """What the two bounds are multiples of (Eq. 10 and 13): [...] each, 0 where the token is the target's own choice.
+    """Return the factors of the two bounds (Eq. 10 and 13): [...] each, 0 for the target's own choice.
 
     Args:
         scale: [D], one over each embedding coordinate's standard deviation: the diagonal of W.
@@ -41,7 +41,7 @@ def lts_bound(
     embedding_factor: float | Tensor,  # c'
     logit_factor: float | Tensor,  # alpha * kappa
 ) -> Tensor:  # [...], nats
-    """U, the bound on the Jensen-Shannon divergence of the next step (Eq. 14): the tighter of the two sides."""
+    """Return U, the bound on the Jensen-Shannon divergence of the next step (Eq. 14): the smaller of two bounds."""
     return torch.minimum(embedding_factor * distance, logit_factor * margin)
 
 
@@ -50,20 +50,20 @@ def lts_bound(
 class LtsRule(HeadRule):
     """Rescue a token when LTS = 1 - U / tau_delta is at least theta (ARC-Decode, Eq. 15).
 
-    U bounds, with the confidence it was calibrated at, how far the target's next-step distribution moves if the token
-    takes the place of the target's most likely one. It is the smaller of two bounds, from the distance of the two
-    tokens' embeddings and from the difference of their log-probabilities.
+    U bounds, at the confidence of the calibration, the change of the target's next-step distribution if the token
+    replaces the target's most likely one. It is the smaller of two bounds: from the distance of the two tokens'
+    embeddings, and from the difference of their log-probabilities. The embedding is the target's input embedding, tied
+    to the output or not, because the bound concerns the step after the target reads the token.
+
+    Relaxed: the bound concerns the next step, not the answer.
 
     Args:
         path: folder or hub id of a calibration (`reprieve train lts`).
-        theta: smallest accepted score; the paper uses 0.3, 0 accepts up to the tolerance itself, 1 only the target's
+        theta: smallest accepted score; the paper uses 0.3. 0 accepts up to the tolerance itself, 1 only the target's
             most likely token, infinity nothing.
-        siblings: in a tree, `in_turn` accepts the first child, in drafting order, that the lossless check or the score
-            passes (the paper); `last` asks the score only once the check has refused all children, which keeps closer
-            to the target. On chains both are one.
-
-    The embedding is the one the target reads, whether it is tied to the output or not: the bound is on how the target
-    goes on after reading the token.
+        siblings: in a tree, `in_turn` (the paper) accepts the first child, in drafting order, that the lossless check
+            or the score passes; `last` applies the score after the check has refused all children, which stays closer
+            to the target. On chains both are equal.
     """
 
     name = "lts"

@@ -1,4 +1,4 @@
-"""Rules on the gap to the target's best token: margin, ratio, and a plain probability floor."""
+"""Rules on the gap to the target's best token: margin, ratio, and a probability floor."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def margin_risk(
     target_logits: Tensor,  # [..., V]
     token_ids: Tensor,  # [...], int64
 ) -> Tensor:  # [...], nats, 0 or more
-    """How far the drafted token lies below the target's best token, as a log-probability or logit difference."""
+    """Return the gap between the target's best token and the drafted one, in log-probabilities or logits."""
     token_logits = target_logits.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
     return target_logits.amax(-1) - token_logits
 
 
 def beyond_top_k(risk: Tensor, evidence: Evidence, k: int | None) -> Tensor:
-    """The risk, made infinite for tokens outside the target's k most likely; unchanged when k is None."""
+    """Set the risk to infinity for tokens outside the target's k most likely; unchanged if k is None."""
     if k is None:
         return risk
     return torch.where(token_rank(evidence.scores, evidence.token_ids) <= k, risk, math.inf)
@@ -40,7 +40,7 @@ class MarginRule(Rule):
             difference of probabilities, 0 to 1 (TensorRT-LLM's relaxed acceptance recommends k = 10, delta = 0.6).
         k: cap on the token's rank; None for none. MARS's top-2 gap is `scale=log, k=2`.
 
-    Relaxed: at `scale=prob` a delta of 1 accepts every one of the k. Greedy only in the systems it comes from.
+    Relaxed: with `scale=prob`, a delta of 1 accepts each of the k. The original systems use it greedily only.
     """
 
     name = "margin"
@@ -66,7 +66,7 @@ class MarginRule(Rule):
         return self.delta if self.delta > 0 else -1.0
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """The gap, in the chosen scale; infinite beyond the k most likely."""
+        """Return the gap in the chosen scale, [...]; infinite beyond the k most likely."""
         if self.scale == "log":
             gap = margin_risk(evidence.scores, evidence.token_ids)
         else:
@@ -79,7 +79,9 @@ class MarginRule(Rule):
 class RatioRule(Rule):
     """Accept a token with at least `ratio` times the best token's probability, among the k most likely.
 
-    The rule of vLLM's pull requests 22238, 43184 and 45229 (ratio 0.5, k 3; never merged).
+    Source: vLLM pull requests 22238, 43184 and 45229 (ratio 0.5, k 3; not merged).
+
+    Relaxed: no bound on the output distribution.
     """
 
     name = "ratio"
@@ -101,7 +103,7 @@ class RatioRule(Rule):
         return -math.log(self.ratio) if self.ratio > 0 else math.inf
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """log of p(best) / p(token), nats; infinite beyond the k most likely."""
+        """Return log(p(best) / p(token)) in nats, [...]; infinite beyond the k most likely."""
         return beyond_top_k(margin_risk(evidence.scores, evidence.token_ids), evidence, self.k)
 
 
@@ -110,7 +112,9 @@ class RatioRule(Rule):
 class FloorRule(Rule):
     """Accept a token with at least `min_prob` under the target (SGLang's single-token threshold).
 
-    Mostly used to restrict another rule: `judge & floor` (PAD refuses tokens under 1e-4).
+    Mostly used to restrict another rule: `judge & floor` (PAD refuses tokens below 1e-4).
+
+    Relaxed: no bound on the output distribution.
     """
 
     name = "floor"
@@ -130,5 +134,5 @@ class FloorRule(Rule):
         return -math.log(self.min_prob) if self.min_prob > 0 else math.inf
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """-log p(token), nats."""
+        """Return -log p(token) in nats, [...]."""
         return -evidence.token_log_probs

@@ -1,4 +1,4 @@
-"""The rule-based baseline of AutoJudge's appendix K: mathematical tokens are important, the rest is not."""
+"""Rule-based baseline of AutoJudge's appendix K: mathematical tokens are important, all others are not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ARTICLES = {"a", "A", "I"}
 
 
 def is_mathematical(text: str) -> bool:
-    """Whether a token's text holds a digit, an operator, or is a single-letter variable ("a" and "I" are words)."""
+    """Return True if the text holds a digit or an operator, or is a one-letter variable ("a" and "I" are words)."""
     return bool(_MATHEMATICAL.search(text)) and text.strip() not in _ARTICLES
 
 
@@ -33,7 +33,7 @@ class MathSymbolsRule(Rule):
     Args:
         k: cap on the drafted token's rank (the paper's "Math & Top-1024", "Math & Top-128"); None for none ("Math
             only"), 1 is lossless.
-        tokens: which token makes a mismatch mathematical: `either` of drafted and target's best, or only the `draft`.
+        tokens: tokens that are classified: `either` the drafted or the target's best, or the `draft` only.
 
     Relaxed: misses planning steps that hold no symbol (AutoJudge, Table 10).
     """
@@ -58,15 +58,15 @@ class MathSymbolsRule(Rule):
         return float(torch.iinfo(torch.int32).max) if self.k is None else float(self.k)
 
     def bind(self, tokenizer: VocabularySource) -> MathSymbolsRule:
-        """Classify every token of the vocabulary once."""
+        """Classify every token of the vocabulary."""
         mask = torch.tensor([is_mathematical(tokenizer.decode([token_id])) for token_id in range(len(tokenizer))])
         return dataclasses.replace(self, symbol_mask=mask)
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """Rank under the target; infinite for mathematical mismatches."""
+        """Return the rank under the target, [...]; infinite for mathematical mismatches."""
         assert self.symbol_mask is not None, "bind the rule to a tokenizer first"
         mask = self.symbol_mask.to(evidence.token_ids.device)
-        # Logits can be wider than the tokenizer; padding rows are nobody's token.
+        # Logits can have padding rows beyond the tokenizer's size.
         important = mask[evidence.token_ids.clamp_max(len(mask) - 1)]
         if self.tokens == "either":
             important = important | mask[evidence.scores.argmax(-1).clamp_max(len(mask) - 1)]

@@ -1,4 +1,4 @@
-"""PAD's rule: rescue what an MLP on the target's state, entropy and probability deems no pivot."""
+"""PAD's rule: rescue tokens that an MLP on the target's state, entropy and probability does not call pivots."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from reprieve.types import Evidence, gather_token
 @register_rule
 @dataclass(frozen=True)
 class PivotRule(LearnedRule):
-    """Rescue what an MLP deems no pivot (PAD, section 3.3); `threshold` is the paper's sigma.
+    """Rescue tokens that an MLP does not call pivots (PAD, section 3.3); `threshold` is the paper's sigma.
 
     Args:
-        floor: tokens of less probability under the target are never rescued, whatever the head says.
+        floor: smallest target probability of a rescued token.
     """
 
     name = "pivot"
@@ -38,6 +38,6 @@ class PivotRule(LearnedRule):
         require_range("floor", self.floor, 0.0, 1.0)
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """P(pivot); infinite under the floor."""
+        """Return P(pivot), [...]; infinite below the floor."""
         probs = gather_token(evidence.target_logits.log_softmax(-1), evidence.token_ids).exp()
         return torch.where(probs < self.floor, math.inf, super().risk(evidence))

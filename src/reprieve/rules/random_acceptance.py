@@ -1,4 +1,4 @@
-"""Random acceptance: FSD's ablation, the floor any informed rule has to beat."""
+"""Random acceptance: FSD's ablation, the control that an informed rule has to beat."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from reprieve.types import Evidence
 @register_rule
 @dataclass(frozen=True)
 class RandomRule(Rule):
-    """Accept each drafted token with probability `rate`, whatever the models say (FSD, appendix D).
+    """Accept each drafted token with probability `rate`, independent of the models (FSD, appendix D).
 
-    Replaces the lossless check; after a refusal the target's distribution is sampled.
+    Replaces the lossless check; after a refusal the next token is sampled from the target's distribution.
+
+    Relaxed: no bound on the output distribution.
     """
 
     name = "random"
@@ -34,6 +36,6 @@ class RandomRule(Rule):
         return self.rate
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """1 - noise, in (0, 1], so that rate 0 accepts nothing and rate 1 everything."""
+        """Return 1 - noise, in (0, 1], so that rate 0 accepts nothing and rate 1 everything."""
         assert evidence.noise is not None, "the engine draws noise for rules that need it"
         return 1.0 - evidence.noise

@@ -1,20 +1,23 @@
 """From the text of the command line to a rule: `fuzzy:divergence=js,threshold=0.3`, `top_k:k=4&floor:min_prob=0.01`.
 
 Grammar: `name:parameter=value,...`; `a&b` rescues what both rescue, `a|b` what either does (`&` binds tighter). Any
-rule that rescues takes `start=` and `end=`, or `span=` with the name of a model family that thinks, and then holds only
-between these two markers in the text; with `outside=true` everywhere else.
+rule that rescues takes `start=` and `end=` and then holds only between these two markers in the text, or `span=`:
+`thinking` and `tool_calls` read the markers from the model's tokenizer, a model family's name gives those of its
+thinking. With `outside=true` it holds everywhere else. With `strict_first=16` it leaves the first 16 tokens of an
+answer alone.
 """
 
 from __future__ import annotations
 
 from reprieve.errors import SpecError, require_choice
 from reprieve.rules.base import RULES, Rule
-from reprieve.rules.compose import SPANS, AllOf, AnyOf, InsideSpan
+from reprieve.rules.compose import AllOf, AnyOf
+from reprieve.rules.spans import MODEL_SPANS, SPANS, InsideSpan, StrictFirst
 from reprieve.specs import construct, parse_spec, split
 
 
 def parse_rule(spec: str) -> Rule:
-    """The rule a specification describes.
+    """Return the rule described by a specification.
 
     Raises:
         SpecError: unknown rule or parameter, or a value that cannot be read or is out of range; the message lists
@@ -35,16 +38,27 @@ def _parse_all(spec: str) -> Rule:
 
 def _parse_one(spec: str) -> Rule:
     name, given = parse_spec(spec, what="rule")
-    start, end, span = (given.pop(key, None) for key in ("start", "end", "span"))
-    outside = given.pop("outside", None)
+    places = {key: given.pop(key) for key in ("start", "end", "span", "outside") if key in given}
+    num_strict = given.pop("strict_first", None)
     rule: Rule = construct(RULES.get(name), given, where=f"rule {name}")
+    if places:
+        rule = _in_span(rule, **places)
+    if num_strict is None:
+        return rule
+    if not num_strict.isdecimal():
+        raise SpecError(f"strict_first must be a whole number of tokens, 1 or more, got {num_strict!r}")
+    return StrictFirst(rule, int(num_strict))
+
+
+def _in_span(
+    rule: Rule, *, start: str = "", end: str = "", span: str | None = None, outside: str | None = None
+) -> InsideSpan:
     if outside not in (None, "true", "false"):
         raise SpecError(f"outside must be true or false, got {outside!r}")
-    if span is not None:
-        require_choice("span", span, tuple(SPANS))
-        if start is not None or end is not None:
-            raise SpecError("give span, or start and end, not both")
-        start, end = SPANS[span]
-    if start is None and end is None and outside is None:
-        return rule
-    return InsideSpan(rule, start=start or "", end=end or "", outside=outside == "true")
+    if span is None or span in MODEL_SPANS:
+        return InsideSpan(rule, start=start, end=end, outside=outside == "true", span=span)
+    require_choice("span", span, (*MODEL_SPANS, *SPANS))
+    if start or end:
+        raise SpecError("give span, or start and end, not both")
+    start, end = SPANS[span]
+    return InsideSpan(rule, start=start, end=end, outside=outside == "true")

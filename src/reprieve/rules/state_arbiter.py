@@ -1,4 +1,4 @@
-"""An arbitrator that reads states: take the draft's token where it leads to a better answer, or to no worse one."""
+"""Arbitrator on hidden states: accept the draft's token where the answer is not expected to get worse."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from reprieve.rules.learned import LearnedRule
 @register_rule
 @dataclass(frozen=True)
 class StateArbiterRule(LearnedRule):
-    """Rescue a mismatch where two linear heads see no harm in the draft's token, or more good than harm.
+    """Rescue a mismatch where two linear heads predict no harm from the draft's token, or more benefit than harm.
 
-    CoSpec's question (which side of a mismatch ends better?), answered from what verification has computed instead of
-    by a model of its own. Its risk is (1 + P(worse) - P(better)) / 2: at `threshold` 0.5 a token passes where it is as
-    likely to mend the answer as to spoil it.
+    CoSpec's question (which side of a mismatch ends better?), answered from the states that verification computes, not
+    by a separate network. The risk is (1 + P(worse) - P(better)) / 2: at `threshold` 0.5 a token passes if it improves
+    the answer as often as it harms it.
+
+    Relaxed: no bound on the output distribution.
     """
 
     name = "state_arbiter"

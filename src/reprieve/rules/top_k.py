@@ -34,9 +34,9 @@ class TopKRule(Rule):
 
     @property
     def threshold(self) -> float:
-        # Rank 1 is the lossless greedy choice; when sampling it would still be a relaxation, so k = 1 rescues none.
+        # Rank 1 is the greedy choice. When sampling, accepting it would be a relaxation, so k = 1 rescues nothing.
         return float(self.k) if self.k > 1 else 0.0
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """Rank under the target, 1 for the most likely."""
+        """Return the rank under the target, [...]; 1 for the most likely."""
         return token_rank(evidence.scores, evidence.token_ids).float()

@@ -1,7 +1,7 @@
-"""The truncated distribution a rule stands for: what a fair comparison samples from directly.
+"""Truncated distribution of a rule, for a fair comparison by direct sampling.
 
-A rule that judges a token by the target's distribution alone accepts a set of tokens at each place. Its honest rival is
-the target sampling from that same set ("Revisiting Lossy Verification", arXiv 2607.26627), not the plain target.
+A rule that reads only the target's distribution accepts a set of tokens at each position. The fair comparison is the
+target sampling from that set ("Revisiting Lossy Verification", arXiv 2607.26627), not the plain target.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CHUNK = 64
 
 
 def require_truncation(rule: Rule) -> None:
-    """Refuse a rule that looks at more than the target's distribution.
+    """Refuse a rule that reads more than the target's distribution.
 
     Raises:
         SpecError: names the rule.
@@ -31,13 +31,13 @@ def truncated_tokens(
     logits: Tensor,  # [V], raw
     scores: Tensor,  # [V], after temperature, top-k and top-p
 ) -> Tensor:  # [V], bool
-    """The tokens a truncating rule would accept here, the most likely one always among them.
+    """Return the mask of tokens that a truncating rule would accept; it always includes the most likely one.
 
-    Such rules accept any token more likely than one they accept, so tokens are tried by falling score, and the search
-    ends with the first group that holds a refused one.
+    Such rules accept every token that is more likely than an accepted one. Tokens are therefore tried by falling score,
+    and the search ends with the first chunk that holds a refused one.
 
     Raises:
-        SpecError: a rule that is none.
+        SpecError: the rule does not truncate.
     """
     require_truncation(rule)
     kept = torch.zeros_like(scores, dtype=torch.bool)

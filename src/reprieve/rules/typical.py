@@ -21,9 +21,9 @@ class TypicalRule(Rule):
     Args:
         epsilon: hard probability bar, in (0, 1]; Medusa's code uses 0.09.
         delta: entropy-dependent bar, above 0; the square root of epsilon (Medusa's recommendation) when None.
-        slack: how many nats below the bar still pass; 0 is Medusa's rule, -inf is lossless.
+        slack: nats below the bar that still pass; 0 is Medusa's rule, -inf is lossless.
 
-    Relaxed: keeps no relation to the target's distribution beyond the bar.
+    Relaxed: no bound on the output distribution.
     """
 
     name = "typical"
@@ -46,7 +46,7 @@ class TypicalRule(Rule):
         return self.slack
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """Nats by which the token's target probability falls below the bar; negative above it."""
+        """Return the nats by which the token's target probability is below the bar, [...]; negative above it."""
         delta = math.sqrt(self.epsilon) if self.delta is None else self.delta
         log_bar = (math.log(delta) - entropy(evidence.target_probs)).clamp_max(math.log(self.epsilon))
         return log_bar - evidence.token_log_probs

@@ -1,4 +1,4 @@
-"""How problems are put to a model: raw, or by the tokenizer's chat template; the same for every verb.
+"""Prompts of problems, raw or in the tokenizer's chat template; the same for every verb.
 
 `ask` wraps a task so that its problems carry the tokens that the model reads, and its answers are read without what the
 model thought before.
@@ -82,7 +82,7 @@ class Conversation:
         ]
 
     def prompt(self) -> list[int]:
-        """What the model reads next."""
+        """Return the tokens that the model reads next."""
         return self._format.encode(self.messages)
 
 
@@ -157,5 +157,5 @@ def prompt_ids_of(problem: TaskProblem, tokenizer: Any) -> list[int]:
 
 
 def prompt_of(problem: TaskProblem) -> str | list[int]:
-    """What a decoder is given: the problem's tokens, or its text where nobody has put it to a model yet."""
+    """Return a problem's tokens for a decoder, or its text where no task has tokenized it."""
     return list(problem.prompt_ids) if problem.prompt_ids else problem.prompt

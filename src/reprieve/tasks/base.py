@@ -48,7 +48,7 @@ def problem_digest(question: str) -> str:
 
 
 class Task(Protocol):
-    """What evaluation and labelling need to know of a task."""
+    """The interface of a task for evaluation and labelling."""
 
     name: str
     graded: bool  # whether answers can be compared; else only a judge tells responses apart
@@ -57,7 +57,7 @@ class Task(Protocol):
 
     @property
     def grader(self) -> Grader:
-        """What reads and compares answers, where the task does not do so itself."""
+        """Reads and compares answers, where the task does not do so itself."""
         ...
 
     @property
@@ -78,17 +78,17 @@ class Task(Protocol):
         return self.grader.extract(text)
 
     def equivalent(self, answer: str | None, other: str | None) -> bool:
-        """Whether two extracted answers are the same; an absent answer equals nothing."""
+        """Return whether two extracted answers are the same; an absent answer equals nothing."""
         return self.grader.equivalent(answer, other)
 
     def same(self, problem: TaskProblem, answer: str | None, other: str | None) -> bool:
-        """Whether two answers to a problem are as good as each other, right or wrong; mining asks it."""
+        """Return whether two answers to a problem are as good as each other, right or wrong; mining uses it."""
         return self.equivalent(answer, other)
 
 
 @dataclass
 class FileTask(Task):
-    """What tasks from a file have in common.
+    """Base of tasks from a file.
 
     Args:
         path: the JSONL file, plain or gzipped.

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.errors import ReprieveError, SpecError, import_extra, require_choice
-from reprieve.tasks.base import Task, TaskProblem, register_task
+from reprieve.tasks.base import Task, TaskProblem, problem_digest, register_task
 from reprieve.tasks.graders import Grader, NumberGrader
 from reprieve.tasks.jsonl import read_jsonl
 
-_SPLITS = ("train", "test")
+_SPLITS = ("train", "validation", "test")
+_VALIDATION = 20  # per cent of the training problems, by a hash of the question
 _ANNOTATION = re.compile(r"<<[^>]*>>")
 _INSTRUCTION = 'Solve the problem step by step. End with "The final answer is" and the answer.\n\n'
 
@@ -24,8 +25,12 @@ _INSTRUCTION = 'Solve the problem step by step. End with "The final answer is" a
 class Gsm8kTask(Task):
     """Cobbe et al., 2021: 7,473 training and 1,319 test problems.
 
+    The data has no validation split. A fifth of the training problems, chosen by a hash of the question, is the
+    validation split, and the others are the train split; a file of validation problems takes its place.
+
     Args:
-        path: a JSONL file with `question` and `answer`; `{split}` in it stands for train or test. None for the hub.
+        path: a JSONL file with `question` and `answer`; `{split}` in it stands for train, test, or validation where
+            there is such a file. None for the hub.
         shots: worked training problems before each question, 0 to 64.
         context: training questions, unsolved, before all that: AutoJudge's long-context benchmark has 250
             (appendix M.2). Drawn anew for each question, always the same ones for it.
@@ -68,20 +73,32 @@ class Gsm8kTask(Task):
         """The first training problems, the one that is asked left out."""
         if not self.shots:
             return ()
-        others = [row for row in self._rows("train")[: self.shots + 1] if row[0] != question]
+        others = [row for row in self._read("train")[: self.shots + 1] if row[0] != question]
         return others[: self.shots]
 
     def _context(self, question: str) -> str:
         """Other questions, to be read past."""
         if not self.context:
             return ""
-        others = [row[0] for row in self._rows("train") if row[0] != question]
+        others = [row[0] for row in self._read("train") if row[0] != question]
         if len(others) < self.context:
             raise SpecError(f"context must be at most the {len(others)} other training questions, got {self.context}")
         chosen = random.Random(question).sample(others, self.context)  # seeded by the text
         return "".join(f"Problem: {other.strip()}\n\n" for other in chosen)
 
     def _rows(self, split: str) -> list[tuple[str, str]]:
+        if split == "test" or self._has_validation:
+            return self._read(split)
+        validation = split == "validation"
+        return [row for row in self._read("train") if _is_validation(row[0]) == validation]
+
+    @property
+    def _has_validation(self) -> bool:
+        """Whether validation problems are in a file of their own."""
+        path = self.path or ""
+        return "{split}" in path and Path(path.replace("{split}", "validation")).is_file()
+
+    def _read(self, split: str) -> list[tuple[str, str]]:
         if split not in self._loaded:
             if self.path is None:
                 rows = list(enumerate(_from_hub(split), start=1))
@@ -89,6 +106,10 @@ class Gsm8kTask(Task):
                 rows = read_jsonl(Path(self.path.replace("{split}", split)))
             self._loaded[split] = [_checked(row, f"{self.path or 'openai/gsm8k'}, line {line}") for line, row in rows]
         return self._loaded[split]
+
+
+def _is_validation(question: str) -> bool:
+    return int(problem_digest(question), 16) % 100 < _VALIDATION
 
 
 def _from_hub(split: str) -> list[dict[str, Any]]:

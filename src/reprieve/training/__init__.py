@@ -1,1 +1,1 @@
-"""Recipes that turn labels into heads, and the one training loop."""
+"""Training recipes that turn labels into heads, and the training loop."""

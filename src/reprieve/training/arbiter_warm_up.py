@@ -1,4 +1,4 @@
-"""CoSpec's warm-up: an arbiter from soft labels at the mismatches of plain speculative rounds (appendix C.1)."""
+"""CoSpec's warm-up: train an arbiter on soft labels at the mismatches of plain speculative rounds (appendix C.1)."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from reprieve.training.loop import Learner, Progress, load_network, network_stat
 from reprieve.training.readings import RoundReader, num_readings
 from reprieve.training.settings import WarmUp
 
-_REJECT_ALL = -3.0  # a logit: pi(accept) is 5%, enough to explore from
+_REJECT_ALL = -3.0  # logit: pi(accept) is 5%, enough for exploration
 
 
 @dataclass(frozen=True)
 class LabelledAnswer:
-    """One answer's rounds with soft labels at their mismatches."""
+    """Rounds of one answer with soft labels at their mismatches."""
 
     problem_id: str
     context_ids: tuple[int, ...]
@@ -43,7 +43,7 @@ class LabelledAnswer:
 
     @classmethod
     def of(cls, problem: ProblemLabels) -> LabelledAnswer | None:
-        """None where nothing is labelled."""
+        """Collect the labelled rounds of a problem; None without labels."""
         traced = tuple(r for r in problem.rounds if any(label is not None for label in r.labels))
         if not traced:
             return None
@@ -58,7 +58,7 @@ class LabelledAnswer:
 
 @dataclass(frozen=True)
 class Traces:
-    """The traces of one or several stores, of one task and K."""
+    """Traces of one or several stores, of one task and K."""
 
     problems: list[ProblemLabels]
     task: str
@@ -66,7 +66,7 @@ class Traces:
     stores: tuple[LabelStore, ...]
 
     def require_pair(self, pair: PairIdentity) -> None:
-        """Refuse another pair than the one they were made with.
+        """Refuse a pair other than the traces' own.
 
         Raises:
             PairError: names both.
@@ -76,11 +76,11 @@ class Traces:
 
 
 def read_traces(folders: Sequence[Path]) -> Traces:
-    """The traces of `reprieve mine arbitration`.
+    """Read the traces of `reprieve mine arbitration`.
 
     Raises:
         SpecError: other labels, of another version, or of several tasks or K.
-        ReprieveError: of fewer than two problems with labelled rounds, or a store that cannot be read.
+        ReprieveError: fewer than two problems with labelled rounds, or a store that cannot be read.
     """
     stores = tuple(LabelStore(folder) for folder in folders)
     for folder, store in zip(folders, stores, strict=True):
@@ -88,7 +88,7 @@ def read_traces(folders: Sequence[Path]) -> Traces:
             raise SpecError(f"--labels must hold traces of `reprieve mine arbitration`, {str(folder)!r} does not")
         if (version := store.manifest.get("labels_version")) != LABELS_VERSION:
             raise SpecError(
-                f"--labels must hold labels of version {LABELS_VERSION}, {str(folder)!r} has {version}: mine anew"
+                f"--labels must hold labels of version {LABELS_VERSION}, {str(folder)!r} has {version}: mine again"
             )
     problems = [problem for store in stores for problem in store.problems()]
     require_traces(problems)
@@ -100,10 +100,10 @@ def read_traces(folders: Sequence[Path]) -> Traces:
 
 
 def require_traces(problems: Sequence[ProblemLabels]) -> list[LabelledAnswer]:
-    """The answers that have labelled rounds.
+    """Return the answers that have labelled rounds.
 
     Raises:
-        ReprieveError: of fewer than two problems.
+        ReprieveError: fewer than two problems.
     """
     answers = [answer for problem in problems if (answer := LabelledAnswer.of(problem)) is not None]
     if (num := len({answer.problem_id for answer in answers})) < 2:
@@ -132,7 +132,7 @@ def warm_up(
         num_draft_tokens: K of the traces.
 
     Returns:
-        The arbiter of least loss on held-out problems.
+        The arbiter with the smallest loss on held-out problems.
 
     Raises:
         ReprieveError: too few traces, or a checkpoint of another recipe.
@@ -158,15 +158,15 @@ class _Learner(Learner):
         self.folder = folder
         self.num_draft_tokens = num_draft_tokens
         self.settings = settings
-        ids = sorted({answer.problem_id for answer in answers})  # a problem may have been traced more than once
+        ids = sorted({answer.problem_id for answer in answers})  # a problem can occur in several stores
         random.Random(settings.seed).shuffle(ids)
-        num_held = min(len(ids) - 1, max(1, round(len(ids) * settings.held_out)))  # some are left to train on
+        num_held = min(len(ids) - 1, max(1, round(len(ids) * settings.held_out)))  # keep some for training
         held = set(ids[:num_held])
         self.held = [answer for answer in answers if answer.problem_id in held]
         self.answers = [answer for answer in answers if answer.problem_id not in held]
         self.shape = settings.shape
         self._reader: RoundReader | None = None
-        self._read: dict[int, list[ArbitrationRound]] = {}  # by the answer's identity
+        self._read: dict[int, list[ArbitrationRound]] = {}  # by id() of the answer
         if settings.readings:
             self.shape = dataclasses.replace(settings.shape, num_readings=num_readings(pair))
             self._reader = RoundReader(pair)
@@ -180,7 +180,7 @@ class _Learner(Learner):
 
     @cached_property
     def epochs(self) -> list[list[list[LabelledAnswer]]]:
-        """The batches of every epoch, fixed by the seed, so that a resumed training goes on with the next."""
+        """Batches of every epoch, fixed by the seed, so that a resumed training continues with the next."""
         rng = random.Random(self.settings.seed + 1)
         epochs = []
         for _ in range(self.settings.num_epochs):
@@ -206,7 +206,7 @@ class _Learner(Learner):
 
     @cached_property
     def _ends(self) -> list[int]:
-        """Updates done at the end of every epoch."""
+        """Numbers of updates at the end of every epoch."""
         return list(itertools.accumulate(len(batches) for batches in self.epochs))
 
     @property
@@ -229,7 +229,7 @@ class _Learner(Learner):
     def one_update(self, update: int) -> dict[str, float]:
         batch = self._batches_in_order[update]
         self.model.train()
-        torch.manual_seed(self.settings.seed * 1_000_003 + update)  # of the dropout: a resumed run repeats it
+        torch.manual_seed(self.settings.seed * 1_000_003 + update)  # for dropout, so that a resumed run repeats it
         self.optimizer.zero_grad()
         num = sum(answer.num_labels for answer in batch)
         total = 0.0
@@ -243,7 +243,7 @@ class _Learner(Learner):
         return {"loss": total}
 
     def _at_mismatches(self, answer: LabelledAnswer) -> tuple[torch.Tensor, ...]:
-        """Logits, labels and both utilities at an answer's labelled mismatches, [n] each."""
+        """Return logits, labels and both utilities at an answer's labelled mismatches, [n] each."""
         judged = self.model.judge(answer.context_ids, self._rounds(answer))
         places = [
             (number, place)
@@ -262,7 +262,7 @@ class _Learner(Learner):
         return logits, *(torch.tensor(column, device=logits.device, dtype=torch.float32) for column in columns)
 
     def _rounds(self, answer: LabelledAnswer) -> Sequence[ArbitrationRound]:
-        """Its rounds, with readings for an arbiter that reads them: made once, and kept for further epochs."""
+        """Return an answer's rounds, with readings for an arbiter that reads them; cached for further epochs."""
         if self._reader is None:
             return answer.rounds
         if id(answer) not in self._read:
@@ -271,7 +271,7 @@ class _Learner(Learner):
 
     @torch.no_grad()
     def validate(self, update: int, seconds: float) -> dict[str, float]:
-        """Measure on held-out problems, and keep the arbiter where it is the best yet."""
+        """Measure on held-out problems, and save the arbiter if it is the best so far."""
         self.model.eval()
         parts_of = [self._at_mismatches(answer) for answer in self.held]
         logits, labels, draft, target = (torch.cat(parts) for parts in zip(*parts_of, strict=True))
@@ -302,7 +302,7 @@ class _Learner(Learner):
 
 
 def untrained(pair: Pair, shape: ArbiterShape, task: str, num_draft_tokens: int) -> Arbiter:
-    """An arbiter that has learned nothing and rejects nearly everything: training without a warm-up (Table 6)."""
+    """Return an untrained arbiter that rejects nearly everything: training without a warm-up (Table 6)."""
     assert pair.draft is not None
     model = ArbiterModel(pair.draft, shape)
     with torch.no_grad():
@@ -322,5 +322,5 @@ def warm_up_loss(
     logits: Tensor,  # [n], of accepting, at mismatches
     labels: Tensor,  # [n], soft, 0 to 1
 ) -> Tensor:  # [], the sum
-    """Cross-entropy to soft labels at mismatches (Eq. 29)."""
+    """Return the cross-entropy to soft labels at mismatches (Eq. 29)."""
     return binary_cross_entropy_with_logits(logits, labels, reduction="sum")

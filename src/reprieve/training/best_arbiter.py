@@ -1,4 +1,4 @@
-"""Of the arbiters that a training goes through, the one that did best on problems it was not trained on."""
+"""Selection of the arbiter with the best held-out result during a training."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from reprieve.heads.arbiter import Arbiter
 
 
 def keep_best(folder: Path, made: Arbiter, *, measure: str, lower: bool = False) -> None:
-    """Save an arbiter, unless the one that is there did better in the same training.
+    """Save an arbiter, unless the saved one did better in the same training.
 
     Args:
-        measure: which of `training["validation"]` compares them; the larger is better, or the `lower`.
+        measure: key of `training["validation"]` to compare; larger is better, or smaller with `lower`.
 
     Raises:
-        ReprieveError: what is there is no arbiter.
+        ReprieveError: the saved head is no arbiter.
     """
     if made.training["update"] > 0 and (folder / "config.json").exists():
         before = Arbiter.from_pretrained(folder).training

@@ -1,8 +1,8 @@
-"""An EAGLE-3 head for a target, from the target's own answers (arXiv 2503.01840).
+"""Train an EAGLE-3 head for a target on the target's own answers (arXiv 2503.01840).
 
-Model and loss are the speculators library's; this file brings what it lacks for one machine without a serving engine:
-the target's states on the fly, the reduced vocabulary, batches, checkpoints. The head learns by training-time test:
-it is unrolled for several steps on its own hidden states, and each step is compared with the target's distribution.
+Model and loss come from the speculators library. This file adds training on one machine without a serving engine: the
+target's states on the fly, the reduced vocabulary, batches, checkpoints. Training-time test unrolls the head for
+several steps on its own hidden states and compares each step with the target's distribution.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from reprieve.training.settings import EagleTraining
 
 @dataclass(frozen=True)
 class _Plan:
-    """The batches of a whole training, fixed by texts and seed, so that a resumed one goes on with the next."""
+    """Batches of a whole training, fixed by texts and seed, so that a resumed one continues with the next."""
 
     settings: EagleTraining
     texts: Sequence[OwnText]
@@ -74,11 +74,12 @@ class _Plan:
 
 
 def choose_vocabulary(texts: Sequence[OwnText], *, size: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """The answers' most frequent tokens as the two maps of a reduced vocabulary.
+    """Return the two maps of a vocabulary reduced to the most frequent tokens of the answers.
 
     Returns:
-        t2d [vocab_size], bool: whether a target token can be drafted; d2t [size], int64: what to add to a draft
-        token's number for the target's number. Both as EAGLE-3 checkpoints hold them.
+        t2d [vocab_size], bool: mask of draftable target tokens; d2t [size], int64: offset from a draft token's id to
+            the
+        target's id. Both as in EAGLE-3 checkpoints.
     """
     counts = Counter(token for text in texts for token in text.answer_ids)
     frequent = [token for token, _ in counts.most_common(size)]
@@ -100,12 +101,12 @@ def train_eagle3(
     """Train a head on the target's own texts, and save it in the speculators format; resumes from its checkpoint.
 
     Args:
-        folder: gets `checkpoint.safetensors` on the way and the finished head in `head/`, with what it reached and
-            the target it is for in `training.json`.
+        folder: for `checkpoint.safetensors` and the finished head in `head/`, with its results and its target in
+            `training.json`.
 
     Returns:
-        What the head reached on the held-out texts: `accuracy`, a share per step, of the tokens it and the target
-        both place first where it did so in all steps before.
+        Results on the held-out texts. `accuracy` holds, per step, the share of tokens that head and target both rank
+        first, given that they did so in all earlier steps.
 
     Raises:
         ReprieveError: no speculators library, no texts, or a checkpoint of another recipe.
@@ -184,7 +185,7 @@ class _Learner(Learner):
             model.embed_tokens.weight.copy_(embeddings.weight)
             model.lm_head.weight.copy_(output_weights(self.pair.target)[self.t2d])
         model.lm_head.weight.requires_grad_(True)
-        # The target's own logits are handed in: whatever scales or caps them is then part of what is learned.
+        # The target's own logits are passed in, so that any scaling or capping of them is learned too.
         model.verifier_norm, model.verifier_lm_head = nn.Identity(), nn.Identity()
         return model.float().to(self.pair.device)
 
@@ -279,7 +280,7 @@ class _Learner(Learner):
                 "input_ids": padded[row, 1:end],
                 "hidden_states": states[row, : end - 1],
                 "verifier_last_hidden_states": logits[row, 1:end],
-                "loss_mask": places >= len(text.prompt_ids) - 1,  # predicts an answer's token
+                "loss_mask": places >= len(text.prompt_ids) - 1,  # positions that predict an answer's token
                 "document_ids": torch.full_like(places, row),
                 "position_ids": places,
             }
@@ -290,7 +291,7 @@ class _Learner(Learner):
     def save(self, folder: Path) -> None:
         """The finished head, in the speculators format and half precision."""
         config = json.loads(self.model.config.to_json_string())
-        config.pop("auto_map", None)  # of code files that are not written here
+        config.pop("auto_map", None)  # names code files that are not saved
         state = self.model.state_dict().items()
         tensors = {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in state}
         replace_file(folder / "model.safetensors", save({name: t.cpu().contiguous() for name, t in tensors.items()}))

@@ -1,7 +1,7 @@
-"""From labels to features: every problem's states in one parallel forward a model.
+"""Features from labels: the states of every problem in one parallel forward per model.
 
-Verification sees parallel states, so heads are trained on parallel states (AutoJudge, appendix C). The final response
-is a chain; tokens that were tried but are not in it hang off it as leaves of a tree.
+Verification computes states in parallel, so heads are trained on parallel states (AutoJudge, appendix C). The final
+response is a chain; tokens that were tried but not kept are leaves of a tree.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ Progress = Callable[[int, int], None]  # finished and all problems
 
 @dataclass(frozen=True)
 class LabelledTokens:
-    """Every labelled mismatch of a store, with what verification would know about it."""
+    """All labelled mismatches of a store, with the values that verification would have."""
 
     states: TokenStates
     important: np.ndarray  # [n], bool
     problem_ids: np.ndarray  # [n], str
     target_log_probs: np.ndarray  # [n], of the drafted token
     draft_probs: np.ndarray  # [n], of the drafted token under the draft; NaN without a draft
-    gains: np.ndarray  # [n], utility of the draft's side above the target's; NaN where the labels do not say
+    gains: np.ndarray  # [n], utility of the draft's side minus the target's; NaN if unlabelled
 
     def features(self, recipe: FeatureRecipe) -> np.ndarray:
-        """[n, F], float32."""
+        """Return features [n, F], float32."""
         return assemble(recipe, self.states).numpy()
 
 
 @dataclass(frozen=True)
 class _Forward:
-    """One model's states and logits around the mismatches of one problem."""
+    """States and logits of one model around the mismatches of one problem."""
 
     hidden: Mapping[str, HiddenStates]  # by encoding
     entropy: Tensor  # [n], of its distribution
@@ -62,8 +62,8 @@ def collect(
     """Run target and draft over every problem.
 
     Args:
-        layers: of the target; `draft_layers` of the draft, () to leave it out.
-        encodings: of which tokens states are kept (`FeatureRecipe.encodings`).
+        layers: of the target; `draft_layers` of the draft, () to skip the draft.
+        encodings: tokens whose states are kept (`FeatureRecipe.encodings`).
 
     Raises:
         SpecError: no labelled mismatches.
@@ -110,7 +110,7 @@ def _gain(mismatch: Mismatch) -> float:
 
 @torch.inference_mode()
 def _read(model: CachedModel, problem: ProblemLabels, encodings: Sequence[str]) -> _Forward:
-    """One forward over the response and the tokens that were tried beside it."""
+    """Run one forward over the response and the tried tokens."""
     mismatches = problem.labelled()
     tree = ResponseTree(problem.response_ids)
     for mismatch in mismatches:

@@ -1,4 +1,4 @@
-"""AutoJudge's head from labels: standardise, logistic regression, C by held-out problems (section 3.2, appendix B)."""
+"""Train AutoJudge's head: standardise, logistic regression, C chosen on held-out problems (section 3.2, appendix B)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_ITER = 500
 
 @dataclass(frozen=True)
 class LinearFit:
-    """A logistic regression on standardised features."""
+    """Logistic regression on standardised features."""
 
     mean: np.ndarray  # [F]
     scale: np.ndarray  # [F]
@@ -35,23 +35,23 @@ class LinearFit:
     intercept: float
 
     def scores(self, features: np.ndarray) -> np.ndarray:
-        """P(important), [n]."""
+        """Return P(important), [n]."""
         logits = ((features - self.mean) / self.scale) @ self.coefficients + self.intercept
         risks: np.ndarray = 1 / (1 + np.exp(-logits.clip(-80, 80)))
         return risks
 
     def packed(self) -> np.ndarray:
-        """All of it in a row, [1 + 3F]."""
+        """Concatenate all parameters, [1 + 3F]."""
         return np.concatenate([[self.intercept], self.mean, self.scale, self.coefficients])
 
     @classmethod
     def unpacked(cls, row: np.ndarray) -> Self:
-        """The fit of a row."""
+        """Inverse of `packed`."""
         mean, scale, coefficients = row[1:].reshape(3, -1)
         return cls(mean, scale, coefficients, float(row[0]))
 
     def folded(self) -> tuple[Tensor, Tensor]:
-        """Weights [F] and bias [] for features as they are, float32."""
+        """Return weights [F] and bias [] for raw features, float32."""
         weight = self.coefficients / self.scale
         bias = self.intercept - float(weight @ self.mean)
         return torch.tensor(weight, dtype=torch.float32), torch.tensor(bias, dtype=torch.float32)
@@ -63,7 +63,7 @@ def fit_linear(features: np.ndarray, important: np.ndarray, c: float) -> LinearF
     scale = np.where(scale > 1e-8, scale, 1.0)
     model = LogisticRegression(C=c, max_iter=MAX_ITER)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # weak penalties need not converge to rank well
+        warnings.simplefilter("ignore", ConvergenceWarning)  # weak penalties rank well before they converge
         model.fit((features - mean) / scale, important)
     return LinearFit(mean, scale, model.coef_[0], float(model.intercept_[0]))
 
@@ -77,12 +77,12 @@ def train_judge(
     folder: Path | None = None,
     progress: Progress = lambda done, total: None,
 ) -> JudgeHead:
-    """The head with the C that ranks held-out problems best.
+    """Train the head with the C that ranks held-out problems best.
 
     The recommended threshold catches 90% of the held-out important tokens.
 
     Args:
-        folder: for the checkpoint, from which a training that was cut off goes on; None keeps none.
+        folder: for the checkpoint from which an interrupted training resumes; None keeps none.
 
     Raises:
         SpecError: labels of one kind only.
@@ -108,7 +108,7 @@ def train_judge(
 
 
 class JudgeLearner(Learner):
-    """One update fits one C of the grid."""
+    """Learner whose updates each fit one C of the grid."""
 
     def __init__(self, tokens: LabelledTokens, settings: JudgeTraining) -> None:
         self.settings = settings
@@ -144,7 +144,7 @@ class JudgeLearner(Learner):
 
     @property
     def best(self) -> int:
-        """The fit that ranks held-out problems best."""
+        """Return the fit that ranks held-out problems best."""
         scores = [np.nan_to_num(row["auc_held_out"]) for row in self.grid_log]
         return int(np.argmax(scores))
 

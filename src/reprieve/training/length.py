@@ -1,4 +1,4 @@
-"""A head that says where drafting ends (FSD, section 7.1), from blocks that were drafted to their full length."""
+"""Train the draft length head (FSD, section 7.1) on blocks drafted to their full length."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def train_length(
     folder: Path | None = None,
     progress: Progress = lambda done, total: None,
 ) -> LengthHead:
-    """Decode problems with blocks of full length, and fit what says of every token whether it and the next would pass.
+    """Decode problems with blocks of full length, and fit the acceptance of each token and the next one.
 
-    The price is the one that decodes most tokens a second on held-out problems, at the times measured here.
+    The price maximises tokens per second on held-out problems, at the times measured here.
 
     Args:
-        rule: heads attached; each problem is decoded at one of the settings' thresholds, in turn, and temperatures.
-        folder: for the checkpoint, from which a training that was cut off goes on; None keeps none.
+        rule: heads attached; problems are decoded at the settings' thresholds and temperatures in turn.
+        folder: for the checkpoint from which an interrupted training resumes; None keeps none.
 
     Raises:
         SpecError: thresholds for a rule without a dial, or tokens of one kind only.
@@ -61,7 +61,7 @@ def train_length(
 
 
 def require_thresholds(rule: Rule, settings: LengthTraining) -> None:
-    """Refuse thresholds that a rule does not have, and a rule that sets none where none are given.
+    """Refuse thresholds that a rule does not support, and a rule without a threshold if none are given.
 
     Raises:
         SpecError: names them.
@@ -79,11 +79,11 @@ def require_thresholds(rule: Rule, settings: LengthTraining) -> None:
 
 
 class Recorder:
-    """A draft length that never stops early, and keeps what a head would have seen and what became of it.
+    """Draft length policy that never stops early and records a head's inputs and the outcomes.
 
     Args:
         most: K.
-        eos_ids: after one of them nothing drafted can be of use.
+        eos_ids: end-of-text tokens; tokens after one are not recorded.
     """
 
     reads_states = True
@@ -93,8 +93,8 @@ class Recorder:
         self.most = most
         self.eos_ids = eos_ids
         self.hidden: list[Tensor] = []  # [1, D] each
-        self.rows: list[list[float]] = []  # log_prob, place, recent; dial and temperature are the answer's
-        self.rounds: list[tuple[int, int]] = []  # of each: rows, accepted tokens
+        self.rows: list[list[float]] = []  # log_prob, place, recent; dial and temperature are per answer
+        self.rounds: list[tuple[int, int]] = []  # per round: rows, accepted tokens
 
     def start(self, dial: float | None, temperature: float) -> Recorder:
         self.hidden, self.rows, self.rounds = [], [], []
@@ -122,25 +122,25 @@ class Recorder:
 
 @dataclass(frozen=True)
 class _Costs:
-    """Milliseconds."""
+    """Times in milliseconds."""
 
     token: float  # drafting one
     more: float  # verifying one more
-    round: float  # all that a round takes beside
+    round: float  # rest of a round
 
     def rate(self, rounds: Sequence[tuple[int, int]]) -> float:
-        """Tokens a millisecond of rounds that drafted and accepted so many."""
+        """Return tokens per millisecond for these drafted and accepted tokens per round."""
         drafted = sum(num_drafted for num_drafted, _ in rounds)
         committed = sum(num_accepted + 1 for _, num_accepted in rounds)
         return committed / (drafted * (self.token + self.more) + len(rounds) * self.round)
 
     def as_config(self) -> dict[str, float]:
-        """For the head's `training`."""
+        """Return the values for the head's `training`."""
         return {"draft_ms": self.token, "verify_more_ms": self.more, "round_ms": self.round}
 
 
 class _Learner(Learner):
-    """One update decodes one problem; `head` fits what was seen."""
+    """Learner whose updates each decode one problem; `head` fits the records."""
 
     def __init__(
         self,
@@ -175,12 +175,12 @@ class _Learner(Learner):
 
     @cached_property
     def target(self) -> CachedModel:
-        """For forwards that are timed alone, one of each kind a problem: this machine may be busier later."""
+        """Target for separately timed forwards, one of each kind per problem, because the load can change."""
         return self.pair.cached_target()
 
     @cached_property
     def draft(self) -> CachedModel:
-        """See `target`."""
+        """Draft for separately timed forwards."""
         return self.pair.cached_draft()
 
     @cached_property
@@ -213,7 +213,7 @@ class _Learner(Learner):
         self.parts = {name: [tensors[name]] for name in self.parts}
 
     def head(self) -> LengthHead:
-        """Fit both regressions, choose the price.
+        """Fit both regressions and choose the price.
 
         Raises:
             SpecError: tokens of one kind only.
@@ -269,21 +269,21 @@ class _Learner(Learner):
         return min(fits, key=lambda fit: _log_loss(labels.passed[held], fit.scores(seen.features[held])))
 
     def _costs(self) -> _Costs:
-        """Medians over the problems."""
+        """Return medians over the problems."""
         drafting, beside, one, block = (1000 * torch.cat(self.parts["seconds"]).double().quantile(0.5, dim=0)).tolist()
         return _Costs(drafting, max(0.0, block - one) / self.settings.num_draft_tokens, one + beside)
 
 
 @dataclass(frozen=True)
 class _Labels:
-    """Of every row: whether anything is known of it, and what."""
+    """Per-row labels and a validity mask."""
 
     judged: np.ndarray
     passed: np.ndarray
 
 
 class _Seen:
-    """What was recorded, as matrices with a row a drafted token."""
+    """Records as matrices with one row per drafted token."""
 
     def __init__(self, state: Mapping[str, Tensor], settings: LengthTraining) -> None:
         self.features = torch.cat([state["hidden"], state["rows"]], dim=1).double().numpy()
@@ -305,11 +305,11 @@ class _Seen:
         ]
 
     def cut(self, k: int) -> list[tuple[int, int]]:
-        """Drafted and accepted tokens of the held-out rounds at a constant K."""
+        """Return drafted and accepted tokens of the held-out rounds at a constant K."""
         return [(min(k, size + 1), min(k, num)) for _, size, num in self._rounds]
 
     def stopped(self, this: np.ndarray, after: np.ndarray, price: float) -> list[tuple[int, int]]:
-        """The same where a block ends as `LearnedLength` ends it, at these chances of every row."""
+        """Return the same if blocks end as in `LearnedLength`, given the probabilities of every row."""
         ended = []
         for first, size, num in self._rounds:
             chances = this[first : first + size].cumprod() * after[first : first + size]

@@ -1,4 +1,4 @@
-"""The one training loop: update by update, with checkpoints; a training that was cut off ends as a whole one does."""
+"""Training loop with checkpoints; an interrupted and resumed training gives the same result as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ from reprieve.files import parse_json, replace_file, whole_lines
 
 CHECKPOINT = "checkpoint.safetensors"
 CHECKPOINT_SECONDS = 120.0
-Progress = Callable[[int, int], None]  # updates done and all
+Progress = Callable[[int, int], None]  # finished updates and their total
 
 
 class Learner(ABC):
-    """What a training teaches. An update depends on its number and the seed alone, so that a resumed run repeats it."""
+    """Definition of a training. An update depends only on its number and the seed, so that a resumed run repeats it."""
 
     @property
     @abstractmethod
     def num_updates(self) -> int:
-        """Length of the training."""
+        """Number of updates."""
 
     @property
     @abstractmethod
     def recipe(self) -> str:
-        """What a checkpoint must have been made with: settings, models, data."""
+        """Settings, models and data of the training; a checkpoint must have the same."""
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """Everything that the next update builds on, by name."""
+        """Return everything that the next update depends on, by name."""
 
     @abstractmethod
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take up a state that was put away."""
+        """Restore a saved state."""
 
     @abstractmethod
     def one_update(self, update: int) -> dict[str, float]:
-        """Update number `update`, from 0; returns numbers for the log."""
+        """Run update number `update`, from 0; return numbers for the log."""
 
     def validates_after(self, update: int) -> bool:
-        """Whether to validate once `update` updates are done; 0 is before the first."""
+        """Return True to validate after `update` updates; 0 is before the first."""
         return False
 
     def validate(self, update: int, seconds: float) -> dict[str, float]:
-        """Measure on what is held out, and keep what is worth keeping; returns numbers for the log.
+        """Measure on held-out data, and save what should be kept; return numbers for the log.
 
         Args:
             seconds: spent on updates so far.
@@ -66,7 +66,7 @@ class Learner(ABC):
         return {}
 
     def finished(self) -> bool:
-        """Whether further updates are of no use."""
+        """True if further updates are useless."""
         return False
 
 
@@ -77,19 +77,19 @@ def train(
     progress: Progress = lambda done, total: None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
 ) -> float:
-    """Run a learner's updates; goes on from the checkpoint in its folder, where there is one.
+    """Run a learner's updates; resumes from the checkpoint in its folder.
 
-    Ctrl-C ends it after the update in hand, with a checkpoint.
+    Ctrl-C ends it after the current update, with a checkpoint.
 
     Args:
-        folder: gets `checkpoint.safetensors`, `metrics.jsonl` and, with TensorBoard, `events/`; None keeps nothing.
+        folder: for `checkpoint.safetensors`, `metrics.jsonl` and, with TensorBoard, `events/`; None writes nothing.
 
     Returns:
-        Seconds spent on updates, those before an interruption included.
+        Seconds spent on updates, including those before an interruption.
 
     Raises:
         ReprieveError: a checkpoint of another recipe, or a damaged one.
-        KeyboardInterrupt: it was interrupted.
+        KeyboardInterrupt: after Ctrl-C.
     """
     path = None if folder is None else folder / CHECKPOINT
     update, seconds = (0, 0.0) if path is None else _restore(learner, path)
@@ -114,12 +114,12 @@ def train(
                 log.log(update, "train", numbers)
                 if learner.validates_after(update):
                     log.log(update, "validation", learner.validate(update, seconds))
-                # A checkpoint whose validation is still to come would skip it for good, so it comes after.
+                # Save after the validation: resuming from an earlier checkpoint would skip it.
                 if interrupted() or learner.validates_after(update) or time.perf_counter() - saved > checkpoint_seconds:
                     save()
                 try:
                     progress(update, learner.num_updates)
-                except BaseException:  # between two updates: nothing is half done
+                except BaseException:  # between two updates, so the state is consistent
                     save()
                     raise
                 if interrupted():
@@ -131,7 +131,7 @@ def train(
 
 
 def network_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Trained weights and the optimiser's state, by name."""
+    """Return trained weights and the optimiser's state, by name."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     tensors = {f"model.{name}": parameter.detach().contiguous() for name, parameter in named}
     for name, parameter in named:
@@ -142,7 +142,7 @@ def network_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 @torch.no_grad()
 def load_network(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """The inverse of `network_state`, for AdamW."""
+    """Inverse of `network_state`, for AdamW."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             device = parameter.device
@@ -155,7 +155,7 @@ def load_network(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Ma
 
 
 class Schedule(Protocol):
-    """How long a training is and how fast it learns."""
+    """Length and learning rate of a training."""
 
     @property
     def learning_rate(self) -> float: ...
@@ -166,7 +166,7 @@ class Schedule(Protocol):
 
 
 def learning_rate_at(schedule: Schedule, update: int) -> float:
-    """Linear warm-up, then a cosine down to 2% of the peak."""
+    """Return the learning rate: linear warm-up, then a cosine down to 2% of the peak."""
     if update < schedule.warmup_updates:
         return schedule.learning_rate * (update + 1) / schedule.warmup_updates
     done = (update - schedule.warmup_updates) / max(1, schedule.num_updates - schedule.warmup_updates)
@@ -174,11 +174,11 @@ def learning_rate_at(schedule: Schedule, update: int) -> float:
 
 
 class RunLog:
-    """Scalars by step in `metrics.jsonl` and, where TensorBoard is installed, in `events/`.
+    """Scalars by step in `metrics.jsonl` and, if TensorBoard is installed, in `events/`.
 
     Args:
         folder: of the run; None logs nothing.
-        first_step: where a resumed run goes on; what was logged of later steps is dropped.
+        first_step: step at which a resumed run continues; logs of later steps are dropped.
     """
 
     def __init__(self, folder: Path | None, *, first_step: int = 0) -> None:
@@ -187,7 +187,7 @@ class RunLog:
         if folder is None or self.path is None:
             return
         try:
-            kept = [line for line in whole_lines(self.path) if parse_json(line)["step"] < first_step]
+            kept = [line for line in whole_lines(self.path, repair=True) if parse_json(line)["step"] < first_step]
         except (ValueError, KeyError, TypeError):
             raise ReprieveError(f"{str(self.path)!r} is damaged: move it away to go on without its lines") from None
         replace_file(self.path, "".join(f"{line}\n" for line in kept))
@@ -197,7 +197,7 @@ class RunLog:
             self._writer = SummaryWriter(str(folder / "events"), purge_step=first_step)
 
     def log(self, step: int, kind: str, values: Mapping[str, float]) -> None:
-        """One step's numbers; `kind` names what they are of (`train`, `validation`)."""
+        """Log one step's numbers; `kind` names their origin (`train`, `validation`)."""
         if self.path is None:
             return
         with self.path.open("a") as file:
@@ -207,7 +207,7 @@ class RunLog:
                 self._writer.add_scalar(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
-        """Write out what TensorBoard still holds."""
+        """Flush TensorBoard's events."""
         if self._writer is not None:
             self._writer.close()
 
@@ -221,7 +221,7 @@ def _save(learner: Learner, path: Path, update: int, seconds: float) -> None:
 
 
 def _restore(learner: Learner, path: Path) -> tuple[int, float]:
-    """Updates done and seconds spent; the learner takes up its state."""
+    """Restore the learner's state; return updates done and seconds spent."""
     if not path.exists():
         return 0, 0.0
     try:
@@ -237,7 +237,7 @@ def _restore(learner: Learner, path: Path) -> tuple[int, float]:
 
 @contextmanager
 def _deferred_interrupt() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C only sets a flag, so that no update is left half done; a second one is not waited for."""
+    """Turn Ctrl-C into a flag, so that no update is left incomplete; a second Ctrl-C interrupts at once."""
     asked = False
 
     def note(number: int, frame: Any) -> None:

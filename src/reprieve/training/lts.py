@@ -1,6 +1,6 @@
-"""Calibrating the Local Tolerance Score: ARC-Decode's Algorithm 1, its buckets and its finite-sample correction.
+"""Calibration of the Local Tolerance Score: ARC-Decode's Algorithm 1, with buckets and a finite-sample correction.
 
-Every position of some answers of the target's is a sample: its most likely token there, swapped for another likely one.
+Every position of the target's own answers is a sample: its most likely token there, swapped for another likely one.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def collect_swaps(
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Tensor, Swaps]:
-    """Whitening, and one candidate for every place of the target's own answers (Algorithm 1, lines 1 to 10).
+    """Compute the whitening and one candidate for every position of the answers (Algorithm 1, lines 1 to 10).
 
     Args:
         texts: tokens of each prompt and of the target's answer to it.
-        params: how the answers were decoded.
+        params: sampling parameters of the answers.
     """
     target = pair.cached_target()
     meter = SwapMeter(target, Sampler(params, pair.device), top_k=recipe.active)
@@ -56,10 +56,10 @@ def collect_swaps(
 
 
 def fit(pair: Pair, task: str, scale: Tensor, swaps: Swaps, recipe: LtsRecipe, **settings: Any) -> LtsCalibration:
-    """The constants from the samples (Algorithm 1, lines 11 to 14), in each bucket.
+    """Fit the constants in each bucket (Algorithm 1, lines 11 to 14).
 
     Raises:
-        SpecError: too few samples for the quantile, or for its limit at the confidence asked.
+        SpecError: too few samples for the quantile, or for its limit at the requested confidence.
     """
     edges = _edges(swaps, recipe)
     constants = []
@@ -90,7 +90,7 @@ def fit(pair: Pair, task: str, scale: Tensor, swaps: Swaps, recipe: LtsRecipe, *
 
 
 def bounds_of(calibration: LtsCalibration, swaps: Swaps) -> tuple[np.ndarray, np.ndarray]:
-    """U and tau_delta of each swap, nats: [n] each."""
+    """Return U and tau_delta of each swap, nats: [n] each."""
     values = torch.tensor(_values(swaps, calibration.bucket_by))
     bucket = torch.bucketize(values, calibration.edges.double()) if calibration.bucket_by != "none" else 0
     factor, logit_factor, tolerance = (
@@ -107,10 +107,10 @@ def bounds_of(calibration: LtsCalibration, swaps: Swaps) -> tuple[np.ndarray, np
 
 
 def upper_quantile(values: np.ndarray, recipe: LtsRecipe) -> float:
-    """The (1 - delta) quantile of a sample: the smallest value that at most a share delta of the sample exceeds.
+    """Return the (1 - delta) quantile of a sample: the smallest value that at most a share delta of it exceeds.
 
-    With a confidence, the order statistic that lies above the distribution's own quantile at least that surely, which
-    is the inverse of the Clopper-Pearson limit on the share above it.
+    With a confidence, return the order statistic that exceeds the distribution's quantile with at least that
+    confidence, the inverse of the Clopper-Pearson limit on the share above it.
 
     Raises:
         SpecError: a sample too small for that.
@@ -120,7 +120,7 @@ def upper_quantile(values: np.ndarray, recipe: LtsRecipe) -> float:
 
 
 def _rank(num: int, recipe: LtsRecipe) -> int:
-    """Which order statistic, from 1, stands for the quantile."""
+    """Return the rank, from 1, of the order statistic for the quantile."""
     level = 1 - recipe.delta
     if recipe.confidence is None:
         return int(np.ceil(num * level - 1e-9))
@@ -137,7 +137,7 @@ def _require_enough(num: int, recipe: LtsRecipe, *, where: str = "") -> None:
 
 
 def _ratio(divergence: np.ndarray, raw: np.ndarray) -> np.ndarray:
-    """Divergence over raw score; a raw score of 0 cannot bound anything but 0."""
+    """Return divergence over raw score; a raw score of 0 can only bound a divergence of 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(raw > 0, divergence / raw, np.where(divergence > 0, np.inf, 0.0))
 
@@ -152,4 +152,4 @@ def _edges(swaps: Swaps, recipe: LtsRecipe) -> list[float]:
     shares = np.arange(1, recipe.buckets) / recipe.buckets
     values = _values(swaps, recipe.bucket_by)
     edges = set(np.quantile(values, shares).tolist())
-    return sorted(edge for edge in edges if values.min() <= edge < values.max())  # every bucket holds something
+    return sorted(edge for edge in edges if values.min() <= edge < values.max())  # no bucket is empty

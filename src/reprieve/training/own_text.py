@@ -1,4 +1,4 @@
-"""A target's own answers to a task's problems: what drafters that learn from it are trained on."""
+"""A target's own answers to a task's problems, as training data of drafters."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from reprieve.tasks.base import TaskProblem
 
 @dataclass(frozen=True)
 class OwnText:
-    """One prompt and the target's answer to it, in tokens."""
+    """Prompt and the target's answer to it, in tokens."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
 
 
 def own_text_path(folder: Path, pair: Pair, problems: str, params: SamplingParams, *, mixed: bool) -> Path:
-    """Where the answers of one target to some problems go: other targets, problems and settings get another name."""
+    """Return the file for the answers of one target; its name depends on target, problems and settings."""
     made_with = repr((pair.identity.target_weights, problems, params, mixed))
     return folder / f"own-text-{digest(made_with.encode())}.jsonl"
 
@@ -45,11 +45,11 @@ def write_own_texts(
     num_rows: int = 96,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[OwnText]:
-    """Answer every problem not yet in the file, a line each as it is done, and return all the texts.
+    """Answer every problem that is not yet in the file, one line each, and return all the texts.
 
     Args:
-        params: how to answer; draws are keyed by its seed and the problem.
-        mixed: answer every second problem greedily all the same, so that a drafter meets both kinds of text.
+        params: sampling parameters; draws are keyed by its seed and the problem.
+        mixed: answer every second problem greedily, so that a drafter sees both kinds of text.
 
     Raises:
         ReprieveError: a file that holds something else.
@@ -110,10 +110,10 @@ def _answer(
 
 
 def _read(path: Path, vocab_size: int) -> dict[str, OwnText]:
-    """The texts of a file."""
+    """Read the texts of a file."""
     texts = {}
     try:
-        for line in whole_lines(path):
+        for line in whole_lines(path, repair=True):
             record = parse_json(line)
             text = OwnText(record["prompt_ids"], record["answer_ids"])
             if not all(0 <= token < vocab_size for token in (*text.prompt_ids, *text.answer_ids)):

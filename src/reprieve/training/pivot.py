@@ -1,4 +1,4 @@
-"""PAD's head from labels: a two-branch MLP, weighted cross-entropy, the epoch of least validation loss (appendix B)."""
+"""Train PAD's head: two-branch MLP, weighted cross-entropy, epoch of least validation loss (appendix B)."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def train_pivot(
     folder: Path | None = None,
     progress: Progress = lambda done, total: None,
 ) -> PivotHead:
-    """The head of least validation loss; its recommended threshold catches 90% of the held-out pivots.
+    """Train the head with the smallest validation loss; its recommended threshold catches 90% of the held-out pivots.
 
     Args:
-        folder: for the checkpoint, from which a training that was cut off goes on; None keeps none.
+        folder: for the checkpoint from which an interrupted training resumes; None keeps none.
 
     Raises:
         SpecError: labels of one kind only.
@@ -52,7 +52,7 @@ def train_pivot(
 
 
 class _Learner(Learner):
-    """One update is one epoch."""
+    """Learner whose updates are epochs."""
 
     def __init__(self, tokens: LabelledTokens, settings: PivotTraining) -> None:
         self.settings = settings

@@ -1,4 +1,4 @@
-"""What verification would know of the drafted tokens of past rounds, for arbiters that read it."""
+"""Readings: values from verification for the drafted tokens of recorded rounds, for arbiters that read them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reprieve.types import HiddenStates, select_rows
 
 
 class RoundReader:
-    """Both models over rounds that were decoded before: what a decoder would have put beside their tokens."""
+    """Both models run over recorded rounds, to recompute the readings that a decoder would provide."""
 
     def __init__(self, pair: Pair) -> None:
         self._target = pair.cached_target(READINGS.layers)
@@ -25,10 +25,10 @@ class RoundReader:
         self._dtype = pair.target.dtype
 
     def read(self, context_ids: Sequence[int], rounds: Sequence[ArbitrationRound]) -> list[ArbitrationRound]:
-        """The rounds with their readings; in the order of their contexts each text is read once.
+        """Return the rounds with their readings. Each text is read once if rounds are ordered by context length.
 
         Args:
-            context_ids: prompt and committed tokens, as far as the last round needs them.
+            context_ids: prompt and committed tokens, up to the last round's context.
         """
         return [
             dataclasses.replace(asked, readings=self._one(context_ids[: asked.context_length], asked.draft_ids))
@@ -39,8 +39,8 @@ class RoundReader:
         with torch.inference_mode():
             ours, theirs = (_read(model, context_ids, draft_ids) for model in (self._target, self._draft))
             states = TokenStates({"draft": ours[0]}, {"draft": theirs[0]}, *ours[1:], *theirs[1:])
-            readings = assemble(READINGS, states)  # on the host: both models may live on devices of their own
-        # A copy made outside of inference mode: gradients of what reads them need it. In the precision of the states:
+            readings = assemble(READINGS, states)  # on the host: the models can be on different devices
+        # A copy outside of inference mode, because gradients need it. In the precision of the states:
         # they are kept for every epoch, gigabytes of them with a target of some size.
         return readings.clone().to(self._dtype)
 
@@ -48,7 +48,7 @@ class RoundReader:
 def _read(
     model: CachedModel, context_ids: Sequence[int], draft_ids: Sequence[int]
 ) -> tuple[HiddenStates, Tensor, Tensor]:
-    """States that encode the drafted tokens; entropy of the distributions that judge them, and their probabilities.
+    """Return states that encode the drafted tokens, entropies of the judging distributions, and token probabilities.
 
     All on the host.
     """
@@ -63,7 +63,7 @@ def _read(
 
 
 def num_readings(pair: Pair) -> int:
-    """Size of what is put beside each token."""
+    """Return the number of readings per token."""
     assert pair.draft is not None
     sizes = [int(model.config.get_text_config().hidden_size) for model in (pair.target, pair.draft)]
     return sum(sizes) + READINGS.num_scalars

@@ -1,4 +1,4 @@
-"""How heads are trained: a record for each recipe, whose defaults are the paper's where it says."""
+"""Settings of the training recipes. Defaults are the paper's where it gives them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reprieve.settings import MAX_DRAFT_TOKENS, MAX_SEED
 
 @dataclass(frozen=True)
 class JudgeTraining:
-    """AutoJudge's linear head: which states it reads, and the grid of penalties.
+    """AutoJudge's linear head: states and the grid of penalties.
 
     Args:
         states: Hidden states of target, draft or both.
@@ -38,13 +38,13 @@ class JudgeTraining:
 
     @property
     def recipe(self) -> FeatureRecipe:
-        """What the head reads."""
+        """Feature recipe of the head."""
         return FeatureRecipe(states=self.states, encoding=self.encoding, layers=self.layers)
 
 
 @dataclass(frozen=True)
 class StateArbiterTraining(JudgeTraining):
-    """Two linear heads on what both models have computed: which states, and the grid of penalties.
+    """Two linear heads on both models' states: states and the grid of penalties.
 
     Args:
         states: Hidden states of target, draft or both.
@@ -56,17 +56,17 @@ class StateArbiterTraining(JudgeTraining):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_range("held_out", self.held_out, 0.0, 0.5, low_open=True)  # two folds at the least
+        require_range("held_out", self.held_out, 0.0, 0.5, low_open=True)  # at least two folds
 
     @property
     def recipe(self) -> FeatureRecipe:
-        """What the head reads."""
+        """Feature recipe of the head."""
         return dataclasses.replace(super().recipe, entropy=True, probability=True, draft_scalars=True)
 
 
 @dataclass(frozen=True)
 class PivotTraining:
-    """PAD's two-branch MLP: sizes and optimisation, which the paper leaves open. AdamW on shuffled batches.
+    """PAD's two-branch MLP: sizes and optimisation, which the paper does not specify. AdamW on shuffled batches.
 
     Args:
         layers: Target layers, such as -1 or -1,-4; -1 is the last, after the norm.
@@ -78,7 +78,7 @@ class PivotTraining:
         dropout: Share of the standardised features set to their mean, while training; [0, 0.9].
         batch_size: Labels in one step.
         num_epochs: Largest number of epochs.
-        patience: Epochs without a lower validation loss that end it.
+        patience: Epochs without a lower validation loss before training stops.
         held_out: Share of the problems held out, on which the epoch is chosen.
         seed: Of split, weights and batches.
     """
@@ -105,18 +105,18 @@ class PivotTraining:
 
     @property
     def recipe(self) -> FeatureRecipe:
-        """What the head reads."""
+        """Feature recipe of the head."""
         return FeatureRecipe(layers=self.layers, entropy=True, probability=True)
 
 
 @dataclass(frozen=True)
 class LengthTraining:
-    """A head that says where drafting ends.
+    """Draft length head.
 
     Args:
-        thresholds: Values of the rule's dial that it is to serve, in turn. Default: the rule's own.
+        thresholds: Values of the rule's dial to train on, in turn. Default: the rule's own.
         temperatures: Of target and draft, in turn.
-        num_draft_tokens: K: length of the blocks it learns from, and the longest that it will draft.
+        num_draft_tokens: K: length of the training blocks, and the longest block it will draft.
         grid: Values of C to try, scikit-learn's inverse strength of the penalty.
         held_out: Share of the problems held out, on which C and the price are chosen.
         seed: Of split and draws.
@@ -143,19 +143,19 @@ class LengthTraining:
 
 @dataclass(frozen=True)
 class EagleTraining:
-    """Shape of an EAGLE-3 head and length of its training.
+    """Shape and training of an EAGLE-3 head.
 
     Args:
-        layers: The target's layers it reads, low to high, as indices into transformers' hidden_states. Default: the
+        layers: Target layers to read, low to high, as indices into transformers' hidden_states. Default: the
             published choice (2, half, all but 3).
-        draft_vocab_size: The target's most frequent tokens, which alone it can draft.
-        intermediate_size: Of its one decoder layer. Default: the target's own.
-        num_steps: Unrolled steps of training-time test; about as deep as it will draft.
-        step_decay: Weight of each further step over the one before, (0, 1].
+        draft_vocab_size: Number of the target's most frequent tokens that it can draft.
+        intermediate_size: Of its decoder layer. Default: the target's own.
+        num_steps: Unrolled steps of training-time test; about the depth of its drafts.
+        step_decay: Weight of each step relative to the one before, (0, 1].
         num_passes: Over the answers.
         tokens_per_update: Most tokens in one update, prompts included.
         learning_rate: Largest learning rate.
-        warmup_updates: Until it is reached.
+        warmup_updates: Updates until the largest learning rate.
         weight_decay: Of AdamW.
         held_out: Share of the answers left out and measured on.
         seed: Of answers, weights and batches.
@@ -183,10 +183,10 @@ class EagleTraining:
         require_range("held_out", self.held_out, 0.0, 0.9, low_open=True)
 
     def layers_of(self, num_target_layers: int) -> tuple[int, ...]:
-        """The layers it reads of a target of this depth.
+        """Return the layers to read from a target of this depth.
 
         Raises:
-            SpecError: one that the target does not have, or one twice.
+            SpecError: a layer that the target does not have, or one twice.
         """
         layers = self.layers or default_layers(num_target_layers)
         if len(set(layers)) != len(layers) or not all(0 <= layer <= num_target_layers for layer in layers):
@@ -204,11 +204,10 @@ class WarmUp:
         decisions_per_update: Labelled mismatches in one update.
         num_epochs: Over the labels.
         held_out: Share of the problems left out, on which the best epoch is chosen.
-        tie: Relabel: what accepting is worth where both branches end equally well. At 0.5 a label is linear in the gap
-            of utilities, so that lambda 0.5 asks which branch ends better. Default: the traces' own labels.
-        lambda_: At which choices are counted, and which the arbiter recommends.
-        readings: Put what verification knows beside each drafted token: both models' last states, entropies and
-            probabilities (ours).
+        tie: Relabel: value of accepting if both branches end equally well. At 0.5 a label is linear in the difference
+            of utilities, so that lambda 0.5 separates the better branch. Default: the traces' own labels.
+        lambda_: Lambda for evaluation, recommended by the arbiter.
+        readings: Add both models' last states, entropies and probabilities of each drafted token to the input (ours).
         seed: Of split, weights and batches.
     """
 
@@ -235,13 +234,13 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class LtsRecipe:
-    """What is calibrated of ARC-Decode's bound, and how.
+    """Constants of ARC-Decode's bound and their calibration.
 
     Args:
         delta: Share of positions the bound may miss, (0, 0.5]; the paper uses 0.05.
-        active: Size of the active vocabulary, the paper's top-K: candidates are drawn from the target's k most likely
-            tokens but the first, and divergences taken on both distributions' k most likely. 2 or more.
-        candidates: likely (the paper's: uniform among those), or drafted: what the draft would have put there.
+        active: Size of the active vocabulary, the paper's top-K: candidates come from the target's k most likely
+            tokens except the first, and divergences use both distributions' k most likely. 2 or more.
+        candidates: likely (the paper's: uniform among those), or drafted (the draft's token).
         safety: alpha, the factor on the log-probability side; 1 or more.
         bucket_by: none, entropy, distance or margin.
         buckets: Number of equally filled buckets.

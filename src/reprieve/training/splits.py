@@ -1,4 +1,4 @@
-"""Splits by problem, and how well scores separate labels, with intervals over problems."""
+"""Splits by problem, and the quality of scores, with intervals over problems."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reprieve.errors import SpecError, require_range
 from reprieve.stats import bootstrap_interval
 from reprieve.training.features import LabelledTokens
 
-RECALL = 0.9  # AutoJudge picks thresholds that catch at least this share of important tokens
+RECALL = 0.9  # share of important tokens that AutoJudge's thresholds catch at least
 
 
 def split_by_problem(
@@ -21,7 +21,7 @@ def split_by_problem(
     held_out: float,
     seed: int,
 ) -> np.ndarray:  # [n], bool: held out
-    """All tokens of a problem fall on one side; tokens of one text are too alike to be split.
+    """Split by problem: the tokens of one text are too similar to be separated.
 
     Raises:
         SpecError: a share outside (0, 0.9], fewer than two problems, or a side with labels of one kind only.
@@ -49,7 +49,7 @@ def folds_by_problem(
     num_folds: int,
     seed: int,
 ) -> np.ndarray:  # [n], the fold of each token, from 0
-    """Folds of whole problems, those with a labelled token spread evenly over them; as many as there are such problems.
+    """Assign whole problems to folds, with labelled tokens spread evenly; at most as many folds as such problems.
 
     Raises:
         SpecError: labelled tokens, or others, in fewer than two problems, or all others in one fold.
@@ -70,12 +70,12 @@ def folds_by_problem(
 
 
 def auc(important: np.ndarray, scores: np.ndarray) -> float:
-    """ROC AUC; NaN where only one label occurs."""
+    """Return the ROC AUC; NaN if only one label occurs."""
     return float(roc_auc_score(important, scores)) if 0 < important.sum() < len(important) else float("nan")
 
 
 def auc_interval(important: np.ndarray, scores: np.ndarray, problem_ids: np.ndarray, *, seed: int = 0) -> list[float]:
-    """AUC with a 95% bootstrap interval over problems: [auc, low, high]."""
+    """Return the AUC with a 95% bootstrap interval over problems: [auc, low, high]."""
     problems = np.unique(problem_ids)
     rows = [np.flatnonzero(problem_ids == problem) for problem in problems]
 
@@ -84,16 +84,16 @@ def auc_interval(important: np.ndarray, scores: np.ndarray, problem_ids: np.ndar
         return auc(important[chosen], scores[chosen])
 
     low, high = bootstrap_interval(resampled, len(problems), seed=seed, num_resamples=1000)
-    known = np.isfinite(low) and np.isfinite(high)  # too few problems: most resamples have one kind of label only
+    known = np.isfinite(low) and np.isfinite(high)  # with few problems, most resamples have only one kind of label
     return [auc(important, scores), low if known else 0.0, high if known else 1.0]
 
 
 def threshold_at_recall(important: np.ndarray, scores: np.ndarray, recall: float) -> float:
-    """The largest threshold that still refuses `recall` of the important tokens (risk above it is refused)."""
+    """Return the largest threshold that still refuses `recall` of the important tokens (risk above it is refused)."""
     risks = np.sort(scores[important])
     num_missed = len(risks) - int(np.ceil(recall * len(risks) - 1e-9))
     below = float(risks[num_missed])
-    rounded = float(f"{below:.3g}")  # a number people can type
+    rounded = float(f"{below:.3g}")  # easy to type
     return rounded if rounded < below else float(f"{below * 0.995:.3g}")
 
 
@@ -105,7 +105,7 @@ def summarise_held_out(
     held_out: float,
     seed: int,
 ) -> tuple[float, dict[str, Any]]:
-    """The recommended threshold, which refuses 90% of the held-out important tokens, and what a head's card says."""
+    """Return the recommended threshold, which refuses 90% of the held-out important tokens, and the card's facts."""
     important = tokens.important[held]
     threshold = threshold_at_recall(important, scores, RECALL)
     return threshold, {

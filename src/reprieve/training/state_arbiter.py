@@ -1,4 +1,4 @@
-"""The state arbiter from labels that say what both sides of a mismatch are worth: two logistic regressions."""
+"""Train the state arbiter on labels of both sides of a mismatch: two logistic regressions."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ def train_state_arbiter(
     folder: Path | None = None,
     progress: Progress = lambda done, total: None,
 ) -> StateArbiter:
-    """Both heads, each with the C whose probabilities fit problems that were left out best; the recommended threshold
-    is fixed, 0.5.
+    """Train both heads, each with the C whose probabilities fit left-out problems best; recommend threshold 0.5.
 
-    The two probabilities are weighed against each other, so that they have to be right, not only in the right order;
-    and a draft is better so rarely that one held-out part has too few cases to choose by.
+    The two probabilities are compared, so they must be calibrated, not only ranked. Drafts are better so rarely that a
+    single held-out part has too few cases, hence cross-validation.
 
     Args:
-        folder: for checkpoints, from which a training that was cut off goes on; None keeps none.
+        folder: for checkpoints from which an interrupted training resumes; None keeps none.
 
     Raises:
-        SpecError: labels that do not say what both sides are worth, or of one kind only.
+        SpecError: labels without the utilities of both sides, or of one kind only.
         ReprieveError: a checkpoint of another recipe.
     """
     settings = settings or StateArbiterTraining()
@@ -77,7 +76,7 @@ def train_state_arbiter(
 
 
 class _SideLearner(Learner):
-    """One update tries one C: a fit without each fold, whose probabilities there are kept, then a fit to all."""
+    """Learner whose updates each try one C: a fit without each fold, scored on that fold, then a fit on all."""
 
     def __init__(
         self, features: np.ndarray, labels: np.ndarray, problem_ids: np.ndarray, settings: StateArbiterTraining
@@ -87,7 +86,7 @@ class _SideLearner(Learner):
         self.settings = settings
         self.folds = folds_by_problem(problem_ids, labels, num_folds=round(1 / settings.held_out), seed=settings.seed)
         self.fits: list[LinearFit] = []
-        self.left_out: list[np.ndarray] = []  # [n] of each C: the probabilities of the fits that had not seen them
+        self.left_out: list[np.ndarray] = []  # per C: [n] out-of-fold probabilities
 
     @property
     def num_updates(self) -> int:
@@ -118,12 +117,12 @@ class _SideLearner(Learner):
 
     @property
     def grid_log(self) -> list[dict[str, float]]:
-        """Of every C the loss, in nats a token, and the AUC on what was left out."""
+        """Loss, in nats per token, and AUC on left-out problems for every C."""
         return [self._measured(number) for number in range(len(self.fits))]
 
     @property
     def best(self) -> int:
-        """The C of least loss."""
+        """Return the C with the smallest loss."""
         return int(np.argmin([row["log_loss"] for row in self.grid_log]))
 
     def state(self) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
-"""What a token in another's place does to the target's next step: measured, not bounded.
+"""Measured effect of a token swap on the target's next step.
 
-One forward over an answer reads all that is asked about it, as leaves of a tree.
+One forward over an answer reads all swaps, as leaves of a tree.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from reprieve.rules.fuzzy import top_k_union
 from reprieve.rules.lts import raw_scores
 from reprieve.types import Evidence
 
-_MAX_LEAVES = 128  # a forward: the tree's mask grows with the square of its nodes
+_MAX_LEAVES = 128  # per forward; the tree's mask grows quadratically
 
 
 @dataclass(frozen=True)
 class Swaps:
-    """Tokens in another's place, and what that does to the next step: [n] each, float64."""
+    """Swapped tokens and their effect on the next step: [n] each, float64."""
 
     divergence: np.ndarray  # JS of the two next-step distributions on their top-k union, nats
     distance: np.ndarray  # squared, whitened, of the embeddings
@@ -49,12 +49,12 @@ class Swaps:
 
 
 def next_step_divergence(logits: Tensor, other: Tensor, *, k: int) -> Tensor:
-    """JS of two next-step distributions [..., V] on the union of their k most likely tokens: [...], nats."""
+    """Return the JS of two next-step distributions [..., V] on the union of their k most likely tokens: [...], nats."""
     return js_divergence(*top_k_union(logits.softmax(-1), other.softmax(-1), k))
 
 
 def whitening(embeddings: Tensor) -> Tensor:
-    """The diagonal of W: one over each coordinate's standard deviation over the vocabulary; [V, D] to [D]."""
+    """Return the diagonal of W: the inverse standard deviation of each embedding coordinate; [V, D] to [D]."""
     return 1 / embeddings.detach().float().std(0).clamp_min(1e-6)
 
 
@@ -63,9 +63,9 @@ class SwapMeter:
 
     Args:
         target: with a cache to use.
-        sampler: how the answers were decoded: margins are those of its scores.
-        top_k: divergences are taken on the union of both distributions' k most likely tokens, candidates drawn from
-            the target's k most likely.
+        sampler: sampler of the answers; margins use its scores.
+        top_k: divergences use the union of both distributions' k most likely tokens; candidates are drawn from the
+            target's k most likely.
     """
 
     def __init__(self, target: CachedModel, sampler: Sampler, *, top_k: int) -> None:
@@ -79,17 +79,17 @@ class SwapMeter:
     def draw_candidates(
         self, prompt_ids: Sequence[int], answer_ids: Sequence[int], generator: torch.Generator
     ) -> tuple[list[int], list[int]]:
-        """For every place of an answer one of the target's k likeliest tokens, its first choice left out (line 5).
+        """Draw one of the target's k most likely tokens, except the first, for every position of an answer (line 5).
 
         Returns:
-            Places and tokens. Places where top-k or top-p leave the target one token only are left out.
+            Positions and tokens. Positions where top-k or top-p leave a single token are omitted.
         """
         scores = self.sampler.target_scores(self._judging(prompt_ids, answer_ids[:-1]))
         best = scores.topk(min(self.top_k, scores.shape[-1]), dim=-1)
         likely = best.indices[:, 1:]
         num_likely = (best.values[:, 1:] > -math.inf).sum(-1).cpu()
         drawn = torch.randint(likely.shape[1], (len(likely),), generator=generator)
-        if bool((num_likely < likely.shape[1]).any()):  # top-k or top-p cut some off
+        if bool((num_likely < likely.shape[1]).any()):  # top-k or top-p truncated some
             fewer = (torch.rand(len(likely), generator=generator) * num_likely).long()
             drawn = torch.where(num_likely < likely.shape[1], fewer, drawn)
         chosen = likely.gather(1, drawn.to(likely.device).unsqueeze(1)).squeeze(1)
@@ -100,7 +100,7 @@ class SwapMeter:
     def drafted_candidates(
         self, draft: CachedModel, prompt_ids: Sequence[int], answer_ids: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """What the draft would have put in every place of an answer, where the target's first choice is another token.
+        """Return the draft's token for every position of an answer where it differs from the target's first choice.
 
         Args:
             draft: with a cache to use.
@@ -123,10 +123,10 @@ class SwapMeter:
         places: Sequence[int],
         token_ids: Sequence[int],
     ) -> Swaps:
-        """What each token does in its place of an answer, against the target's most likely token there.
+        """Measure the effect of each token at its position, compared with the target's most likely token.
 
         Args:
-            places: of the answer, one for each of `token_ids`.
+            places: positions in the answer, one for each of `token_ids`.
         """
         chunks = range(0, len(places), _MAX_LEAVES)
         return Swaps.join(
@@ -137,7 +137,7 @@ class SwapMeter:
         )
 
     def _judging(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Tensor:
-        """The target's logits for every place of an answer and the one after it: [len(answer_ids) + 1, V]."""
+        """Return the target's logits for every position of an answer and the next one: [len(answer_ids) + 1, V]."""
         self.target.start(list(prompt_ids[:-1]), reuse_prefix=True)
         logits, _ = self.target.forward([prompt_ids[-1], *answer_ids])
         return logits

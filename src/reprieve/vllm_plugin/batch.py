@@ -69,6 +69,7 @@ class Batch:
     parent_hidden: HiddenStates | None = None  # [N, D] a layer
     token_embeddings: Tensor | None = None  # [N, D], the target's
     top_embeddings: Tensor | None = None  # [N, D], of the target's most likely token
+    answer_places: Tensor | None = None  # [N], int64: how many tokens of the answer precede the token
 
     @property
     def real(self) -> Tensor:
@@ -101,6 +102,7 @@ class Batch:
             top_embeddings=_rows(self.top_embeddings, index),
             parents=None if context_ids is None else range(-1, len(token_ids) - 1),
             context_ids=context_ids,
+            answer_places=_rows(self.answer_places, index),
         )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from reprieve.backends.request_fields import require_handed_out
@@ -14,27 +16,39 @@ from reprieve.errors import PairError, ReprieveError, SpecError, require_choice
 from reprieve.heads.binding import tokenizer_fingerprint
 from reprieve.needs import Need
 from reprieve.rules import Rule
-from reprieve.vllm_plugin.menu import Menu
+from reprieve.rules.spans import THINKING, is_token
+from reprieve.vllm_plugin import scope
+from reprieve.vllm_plugin.menu import BESIDE, KEY, Menu
 
 VARIABLE = "REPRIEVE_VLLM"
-KEY = "reprieve"
-# What was run, with which model runner; other versions are warned about, and judged by their parts (see `probing`).
-TESTED = {"0.31": ("v1", "v2"), "0.32": ("v1", "v2")}
+# A row for each version and model runner that the tests were run on; they write it themselves (tests/vllm/tested.py).
+# Other versions are warned about, and judged by their parts (see `probing`).
+TESTED = Path(__file__).with_name("tested.json")
 
 
 def source_of(additional_config: Any) -> Any:
-    """What `--additional-config` says, else the environment variable; None where the plugin is off."""
-    if isinstance(additional_config, Mapping) and KEY in additional_config:
-        given = additional_config[KEY]
-        return None if given is False else given
-    return os.environ.get(VARIABLE) or None
+    """What `--additional-config` says, else the environment variable; None where the plugin is off.
+
+    Raises:
+        SpecError: a key that looks like a misspelt one of ours: without it a rule would hold where it should not.
+    """
+    config = additional_config if isinstance(additional_config, Mapping) else {}
+    given = config.get(KEY) if KEY in config else os.environ.get(VARIABLE) or None
+    if given is None or given is False:
+        return None
+    for name in config.keys() - {KEY, *BESIDE}:
+        if near := difflib.get_close_matches(str(name), BESIDE, n=1, cutoff=0.75):
+            raise SpecError(f"additional_config: {name!r} is not known, did you mean {near[0]!r}?")
+    beside = {key: config[key] for key in BESIDE if key in config}
+    return {KEY: given, **beside} if beside else given
 
 
-def load_menu(source: Any, target: str, **conditions: Any) -> Menu:
+def load_menu(source: Any, target: str, *, thinking: tuple[str, str] | None = None, **conditions: Any) -> Menu:
     """The operator's rules, read once a process.
 
     Args:
         target: name or folder of the model that is served.
+        thinking: markers of its thinking, where vLLM's reasoning parser names them.
         conditions: that hold in this server (`Policy.under`).
 
     Raises:
@@ -44,7 +58,7 @@ def load_menu(source: Any, target: str, **conditions: Any) -> Menu:
         text = json.dumps(source, sort_keys=True)
     except TypeError:
         raise SpecError(f"the configuration must be what JSON can hold, got {source!r}") from None
-    return _load_under(text, target, **conditions) if conditions else _load(text, target)
+    return _load_under(text, target, thinking, **conditions)
 
 
 @lru_cache
@@ -53,18 +67,70 @@ def _load(source: str, target: str) -> Menu:
 
 
 @lru_cache
-def _load_under(source: str, target: str, **conditions: Any) -> Menu:
-    return _load(source, target).change(lambda policy: policy.under(**conditions))
+def _load_under(source: str, target: str, thinking: tuple[str, str] | None, **conditions: Any) -> Menu:
+    menu = _load(source, target)
+    if conditions:
+        menu = menu.change(lambda policy: policy.under(**conditions))
+    if thinking is None:
+        return menu
+    return menu.change(lambda policy: policy.with_rule(scope.with_markers(policy.rule, THINKING, thinking)))
+
+
+@lru_cache
+def thinking_markers(reasoning_parser: str, tokenizer: str, trust_remote_code: bool) -> tuple[str, str] | None:
+    """The markers that vLLM's reasoning parser looks for; None where it has none that are tokens.
+
+    Raises:
+        SpecError: the parser cannot be made in this process.
+    """
+    from vllm.reasoning import ReasoningParserManager
+
+    known = load_tokenizer(tokenizer, trust_remote_code)
+    try:
+        parser = ReasoningParserManager.get_reasoning_parser(reasoning_parser)(known)
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise SpecError(
+            f"span thinking: vLLM's reasoning parser {reasoning_parser!r} cannot be made here ({error}); name the "
+            'markers, as {"start": "<think>", "end": "</think>"}'
+        ) from None
+    markers = [getattr(parser, name, None) for name in ("reasoning_start_str", "reasoning_end_str")]
+    if not all(isinstance(text, str) and is_token(text, known) for text in markers):
+        return None
+    return str(markers[0]), str(markers[1])
+
+
+@lru_cache
+def load_tokenizer(name: str, trust_remote_code: bool) -> Any:
+    """The model's own, as its folder has it."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+
+
+def require_markers(menu: Menu, target: str, tokenizer: Callable[[], Any]) -> None:
+    """Refuse spans whose markers the model does not have, before any worker starts.
+
+    Raises:
+        SpecError: names the model and the span.
+    """
+    for rule in menu.rules:
+        if Need.CONTEXT in rule.traits.needs:
+            try:
+                rule.bind(tokenizer())
+            except SpecError as error:
+                raise SpecError(f"model {target!r}: {error}") from None
 
 
 def version_warning(version: str, runner: str) -> str:
     """What to say of a vLLM that was not run with this plugin; empty for the tested ones."""
-    if runner in TESTED.get(".".join(version.split(".")[:2]), ()):
+    rows = [(row["vllm"], row["runner"]) for row in json.loads(TESTED.read_text(encoding="utf-8"))]
+    minor = version.split(".")[:2]
+    if any(tested.split(".")[:2] == minor and runner == kind for tested, kind in rows):
         return ""
-    tested = ", ".join(f"{name} ({' and '.join(runners)})" for name, runners in TESTED.items())
+    tested = ", ".join(f"{name} ({kind})" for name, kind in rows)
     return (
-        f"Reprieve was run with vLLM {tested}, this is {version} with {runner}: its parts look right and the self-test "
-        "decides; compare some answers with the local engine's before you serve"
+        f"Reprieve was tested with vLLM {tested}, this is {version} with {runner}: its parts look right and the "
+        "self-test decides; compare some answers with the local engine's before you serve"
     )
 
 
@@ -127,10 +193,10 @@ class Setup:
                 f"rule {rule.spec} needs draft probabilities over the target's vocabulary: unset "
                 "use_heterogeneous_vocab"
             )
-        if Need.CONTEXT in needs and self.async_scheduling and self.runner == "v1":
+        if {Need.CONTEXT, Need.ANSWER_PLACES} & needs and self.async_scheduling and self.runner == "v1":
             raise SpecError(
-                f"rule {rule.spec} reads the text, which asynchronous scheduling has not got in time on the V1 model "
-                "runner: start vLLM with --no-async-scheduling"
+                f"rule {rule.spec} reads the text or its length, which asynchronous scheduling has not got in time on "
+                "the V1 model runner: start vLLM with --no-async-scheduling"
             )
         for name, head in rule.heads:
             wanted = head.features_of(self.hidden_size)

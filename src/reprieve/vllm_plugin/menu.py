@@ -8,11 +8,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from reprieve.backends.request_fields import FIELDS, SWITCH
+from reprieve.backends.request_fields import CHOICES, REQUIRE, SWITCH
 from reprieve.errors import SpecError
 from reprieve.needs import Need
 from reprieve.rules import LosslessRule, Rule
+from reprieve.vllm_plugin import scope
 from reprieve.vllm_plugin.policy import STRICT, Policy, RequestError, read_settings
+
+KEY = "reprieve"  # of vLLM's additional configuration
+STRICT_ONLY = "strict_only"
+BESIDE = (*scope.KEYS, STRICT_ONLY)  # what may stand beside it there
+_LEVELS = {"lossless": "strict", "certified": "certified"}
+STRUCTURED_OUTPUTS = "structured_outputs"  # among a request's fields: it has a grammar or a schema
 
 
 def stops(policy: Policy) -> list[float]:
@@ -54,12 +61,14 @@ class Menu:
 
     Args:
         policies: one for each rule offered.
+        strict_only: whether every request is decoded losslessly, and refused where it asks for more.
 
     Raises:
         SpecError: none, or two rules that would share a name.
     """
 
-    def __init__(self, policies: Sequence[Policy]) -> None:
+    def __init__(self, policies: Sequence[Policy], *, strict_only: bool = False) -> None:
+        self.strict_only = strict_only
         if not policies:
             raise SpecError("a server needs at least one rule, got none")
         self.policies: dict[str, Policy] = {}
@@ -68,28 +77,37 @@ class Menu:
                 raise SpecError(f"rule {policy.rule.spec} cannot be offered; lossless always is, as {SWITCH}=off")
             if any(policy.rule.spec == other.rule.spec for other in self.policies.values()):
                 raise SpecError(f"rule {policy.rule.spec} is offered twice")
-            name = policy.rule.name if policy.rule.name not in self.policies else policy.rule.spec
+            name = _name_of(policy.rule)
+            name = policy.rule.spec if name in self.policies else name
             self.policies[name] = policy
 
     @classmethod
     def load(cls, source: str | Mapping[str, Any], *, target: str | None = None) -> Menu:
         """From a rule's specification, a JSON file, or its content; `{"rules": [...]}` holds several of these.
 
+        In `{"reprieve": ..., "span": ...}` the restrictions beside `reprieve` hold for all of its rules.
+
         Raises:
             ReprieveError: see `Policy.load`.
             SpecError: see `Policy.load`.
         """
         settings = read_settings(source)
-        if "rules" not in settings:
-            return cls([Policy.load(settings, target=target)])
-        offered = settings["rules"]
-        if len(settings) > 1 or not isinstance(offered, list) or not offered:
+        beside: dict[str, Any] = {}
+        if KEY in settings:
+            beside = {key: value for key, value in settings.items() if key != KEY}
+            settings = read_settings(settings[KEY])
+        strict_only = any(scope.flag(given, STRICT_ONLY) for given in (beside, settings))
+        for given in (beside, settings):
+            given.pop(STRICT_ONLY, None)
+        offered = settings.get("rules", [settings])
+        if not isinstance(offered, list) or not offered or ("rules" in settings and len(settings) > 1):
             raise SpecError(f"rules must stand alone and be a list of rules, got {settings!r}")
-        return cls([Policy.load(item, target=target) for item in offered])
+        loaded = [Policy.load(_with(read_settings(item), beside), target=target) for item in offered]
+        return cls(loaded, strict_only=strict_only)
 
     def change(self, change: Callable[[Policy], Policy]) -> Menu:
         """The same rules, by the same names, with a change made to each policy."""
-        menu = Menu(list(self.policies.values()))
+        menu = Menu(list(self.policies.values()), strict_only=self.strict_only)
         menu.policies = {name: change(policy) for name, policy in self.policies.items()}
         return menu
 
@@ -113,9 +131,19 @@ class Menu:
         """The rule and setting a request gets, while so many are running.
 
         Raises:
-            RequestError: a rule that is not offered, or what `Policy.resolve` refuses.
+            RequestError: a rule that is not offered, leniency that the server or `reprieve_require` excludes, or what
+                `Policy.resolve` refuses.
         """
         asked = dict(fields or {})
+        structured = bool(asked.pop(STRUCTURED_OUTPUTS, False))
+        required = asked.pop(REQUIRE, None)
+        choice = self._choice(asked, num_running)
+        if structured and self.policies[choice.name].strict_structured_outputs:
+            choice = Choice(choice.name, STRICT)
+        self._require(required, choice)
+        return choice
+
+    def _choice(self, asked: dict[str, Any], num_running: int) -> Choice:
         name = asked.get(SWITCH)
         if name is None or name in ("on", "off"):
             name = next(iter(self.policies))
@@ -123,11 +151,32 @@ class Menu:
             asked[SWITCH] = "on"
         else:
             raise RequestError(SWITCH, f"{SWITCH} must be one of on, off, {', '.join(self.policies)}, got {name!r}")
-        silent = not any(asked.get(field) not in (None, "on") for field in FIELDS)
+        silent = not any(asked.get(field) not in (None, "on") for field in CHOICES)
         policy = self.policies[name]
+        if self.strict_only:
+            if not silent and not isinstance(policy.resolve(asked), LosslessRule):
+                given = ", ".join(field for field in CHOICES if asked.get(field) not in (None, "on"))
+                raise RequestError(given.split(", ")[0], f"{given}: this server decodes losslessly only (strict_only)")
+            policy.resolve({name: value for name, value in asked.items() if name not in CHOICES})
+            return Choice(name, STRICT)
         if silent and policy.by_load:
             return Choice(name, policy.at_load(num_running), follows_load=True)
         return Choice(name, policy.resolve(asked))
+
+    def _require(self, required: Any, choice: Choice) -> None:
+        """Refuse a request that would get more leniency than it requires there to be at most."""
+        if required is None:
+            return
+        if required not in ("lossless", "certified"):
+            raise RequestError(REQUIRE, f"{REQUIRE} must be one of lossless, certified, got {required!r}")
+        policy = self.policies[choice.name]
+        for rule in policy.reachable if choice.follows_load else [choice.rule]:
+            if not isinstance(rule, LosslessRule) and not (required == "certified" and policy.covers(rule)):
+                raise RequestError(
+                    REQUIRE,
+                    f"{REQUIRE}={required}: this request would get {choice.name} at {rule.dial_value}, which is not "
+                    f"{required} on this server; ask for reprieve_leniency={_LEVELS[required]}",
+                )
 
     def describe(self) -> list[dict[str, Any]]:
         """For clients: each rule, its dial, where a slider may stop, and its certificate."""
@@ -143,3 +192,21 @@ class Menu:
             }
             for name, policy in self.policies.items()
         ]
+
+
+def _name_of(rule: Rule) -> str:
+    """The rule's name, without what restricts it: requests ask for margin in thinking as margin."""
+    while len(rule.parts) == 1:
+        rule = rule.parts[0]
+    return rule.name
+
+
+def _with(settings: dict[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
+    """A rule's settings and those beside it.
+
+    Raises:
+        SpecError: one of them is given twice.
+    """
+    if twice := sorted(settings.keys() & beside.keys()):
+        raise SpecError(f"{', '.join(twice)} must be given once: in the policy or next to it")
+    return {**settings, **beside}

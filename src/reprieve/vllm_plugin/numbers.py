@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from reprieve.backends.running import INFO
 from reprieve.vllm_plugin.rounds import WorkerRules
 
-ATTRIBUTE = "reprieve_counts"  # on a ModelRunnerOutput: {request id: [(rule, rounds, drafted, matched, rescued)]}
+# On a ModelRunnerOutput: {request id: (what its response is to say, [(rule, rounds, drafted, matched, rescued)])}
+ATTRIBUTE = "reprieve_counts"
+FIELD = "reprieve"  # on vLLM's two records
+# What a response says that no rule was in force for.
+LOSSLESS = {
+    "num_rescued_tokens": 0,
+    "reprieve_rule": "lossless",
+    "reprieve_threshold": None,
+    "reprieve_certified": None,
+}
 _RESCUED = "vllm:reprieve_rescued_tokens"
 _ROUNDS = "vllm:reprieve_relaxed_rounds"
 _PLACES = "vllm:reprieve_tokens_per_position"
@@ -26,14 +35,16 @@ _COUNTERS = {
 
 
 def attach(output: Any, rules: WorkerRules) -> None:
-    """Send a worker's counts along with its output, to the scheduler."""
+    """Send a worker's counts along with its output, to the scheduler, and which requests were decoded leniently."""
     with rules.guarded("counting failed"):
-        by_request: dict[str, list[tuple[Any, ...]]] = {}
+        marks = rules.take_marks()
+        by_request: dict[str, list[tuple[Any, ...]]] = {request_id: [] for request_id in marks}
         for (request_id, rule), made in rules.take_counts().items():
             numbers = (rule, made.num_rounds, made.drafted, made.matched, made.rescued)
             by_request.setdefault(request_id, []).append(numbers)
         if by_request:
-            setattr(output, ATTRIBUTE, by_request)
+            told = {request_id: (marks.get(request_id), counts) for request_id, counts in by_request.items()}
+            setattr(output, ATTRIBUTE, told)
 
 
 def extend(about: Mapping[str, str] | None = None) -> None:
@@ -46,57 +57,58 @@ def extend(about: Mapping[str, str] | None = None) -> None:
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
     from vllm.v1.spec_decode.metrics import SpecDecodingProm, SpecDecodingStats
 
-    if hasattr(SpecDecodingProm, "reprieve"):
+    if hasattr(SpecDecodingStats, FIELD):
         return
-    SpecDecodingProm.reprieve = None
-    _add_field(SpecDecodingStats, "reprieve", "list", dataclasses.field(default_factory=list))
-    _add_field(RequestSpecDecodeMetrics, "num_rescued_tokens", "int", 0)
-    _add_field(RequestSpecDecodeMetrics, "reprieve_rule", "str", "")
+    _add_field(SpecDecodingStats, "list", list)
+    _add_field(RequestSpecDecodeMetrics, "dict", dict)
     _fill(Scheduler)
     _export(SpecDecodingProm, dict(about or {}))
     _summarise(RequestSpecDecodeMetrics)
 
 
-def _add_field(kind: type, name: str, annotation: str, default: Any) -> None:
+def _add_field(kind: type, annotation: str, make: Callable[[], Any]) -> None:
     """Give a dataclass one more field, in place: its records are found by class in other modules."""
     for field in dataclasses.fields(kind):
         if field.default_factory is not dataclasses.MISSING:  # processing a class takes these off it
             setattr(kind, field.name, dataclasses.field(default_factory=field.default_factory))
-    kind.__annotations__[name] = annotation
-    setattr(kind, name, default)
+    kind.__annotations__[FIELD] = annotation
+    setattr(kind, FIELD, dataclasses.field(default_factory=make))
     for made in ("__init__", "__repr__", "__eq__"):  # else the old ones stay
         if made in vars(kind):
             delattr(kind, made)
     dataclasses.dataclass(kind)
+    setattr(kind, FIELD, None)  # processing took it off: here it says that the class is widened
 
 
 def _fill(scheduler: Any) -> None:
-    update, make = scheduler.update_from_output, scheduler.make_spec_decoding_stats
+    update = scheduler.update_from_output
 
     @functools.wraps(update)
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        # What nothing was drafted for in this step is claimed in a later one, while the request lives.
-        left = {key: counts for key, counts in getattr(self, "_reprieve_counts", {}).items() if key in self.requests}
-        for key, counts in getattr(model_runner_output, ATTRIBUTE, {}).items():
-            left.setdefault(key, []).extend(counts)
-        self._reprieve_counts = left
-        return update(self, scheduler_output, model_runner_output)
+        told = getattr(model_runner_output, ATTRIBUTE, {})
+        for request_id, (mark, counts) in told.items():
+            request = self.requests.get(request_id)
+            if request is not None and request.spec_decode_metrics is not None:
+                _add(request.spec_decode_metrics, mark, counts)
+        made = update(self, scheduler_output, model_runner_output)
+        # A step that drafted nothing has no statistics to go with: a later one takes the counts along.
+        left = [*getattr(self, "_reprieve_counts", ()), *(one for _, counts in told.values() for one in counts)]
+        for outputs in made.values() if left else ():
+            stats = outputs.scheduler_stats and outputs.scheduler_stats.spec_decoding_stats
+            if stats is not None:
+                stats.reprieve.extend(left)
+                left = []
+        self._reprieve_counts = left if self.log_stats else []
+        return made
 
-    @functools.wraps(make)
-    def make_spec_decoding_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
-        stats = make(self, *args, **kwargs)
-        request_id = kwargs.get("request_id", args[-1] if args else None)
-        counts = self._reprieve_counts.pop(request_id, [])
-        if stats is not None:
-            stats.reprieve.extend(counts)
-        request = self.requests.get(request_id)
-        if request is not None and request.spec_decode_metrics is not None:
-            for rule, _, _, _, rescued in counts:
-                request.spec_decode_metrics.num_rescued_tokens += sum(rescued)
-                request.spec_decode_metrics.reprieve_rule = rule
-        return stats
+    scheduler.update_from_output = update_from_output
 
-    scheduler.update_from_output, scheduler.make_spec_decoding_stats = update_from_output, make_spec_decoding_stats
+
+def _add(metrics: Any, mark: Mapping[str, Any] | None, counts: list[tuple[Any, ...]]) -> None:
+    """Note on a request's metrics that it was decoded leniently, and how many tokens were rescued."""
+    ours = metrics.reprieve
+    ours |= mark or {}
+    ours["num_rescued_tokens"] = ours.get("num_rescued_tokens", 0) + sum(sum(rescued) for *_, rescued in counts)
 
 
 def _export(prom: Any, about: Mapping[str, str]) -> None:
@@ -111,7 +123,7 @@ def _export(prom: Any, about: Mapping[str, str]) -> None:
         start(self, speculative_config, labelnames, values, *args, **kwargs)
         if self.spec_decoding_enabled:
             self.reprieve_engines = dict(values)
-            self.reprieve = {
+            self.reprieve_counters = {
                 name: self._counter_cls(name=name, documentation=text, labelnames=[*labelnames, *more])
                 for name, (text, more) in _COUNTERS.items()
             }
@@ -127,12 +139,12 @@ def _export(prom: Any, about: Mapping[str, str]) -> None:
             return
         engine = self.reprieve_engines[engine_idx]
         for rule, num_rounds, *outcomes in spec_decoding_stats.reprieve:
-            self.reprieve[_ROUNDS].labels(*engine, rule).inc(num_rounds)
-            self.reprieve[_RESCUED].labels(*engine, rule).inc(sum(outcomes[-1]))
+            self.reprieve_counters[_ROUNDS].labels(*engine, rule).inc(num_rounds)
+            self.reprieve_counters[_RESCUED].labels(*engine, rule).inc(sum(outcomes[-1]))
             for outcome, counts in zip(("drafted", "matched", "rescued"), outcomes, strict=True):
                 for position, count in enumerate(counts):
                     if count:
-                        self.reprieve[_PLACES].labels(*engine, rule, outcome, str(position)).inc(count)
+                        self.reprieve_counters[_PLACES].labels(*engine, rule, outcome, str(position)).inc(count)
 
     prom.__init__, prom.observe = begin, note
 
@@ -142,10 +154,6 @@ def _summarise(metrics: Any) -> None:
 
     @functools.wraps(to_dict)
     def with_ours(self: Any) -> dict[str, Any]:
-        return {
-            **to_dict(self),
-            "num_rescued_tokens": self.num_rescued_tokens,
-            "reprieve_rule": self.reprieve_rule or "lossless",
-        }
+        return {**to_dict(self), **LOSSLESS, **self.reprieve}
 
     metrics.to_dict = with_ours

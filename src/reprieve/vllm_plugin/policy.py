@@ -12,18 +12,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from reprieve.backends.request_fields import FIELDS, LEVEL, PREFIX, SWITCH, THRESHOLD
+from reprieve.backends.request_fields import CHOICES, FIELDS, LEVEL, PREFIX, SWITCH, THRESHOLD
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.files import read_json
 from reprieve.heads.certificates import Certificate, portable_spec, read_certificates
 from reprieve.heads.loading import attach_heads, head_folders
 from reprieve.rules import LosslessRule, Rule, parse_rule
+from reprieve.vllm_plugin import scope
 
 LEVELS = ("strict", "certified", "fast")
 STRICT = LosslessRule()
 _LONGEST_NAME = 100
 _LONGEST = 500  # characters of a message: it goes into logs, with what a client sent
-_KEYS = ("rule", "certified", "fast", "default", "max_threshold", "certificate", "by_load")
+_KEYS = ("rule", "certified", "fast", "default", "max_threshold", "certificate", "by_load", *scope.KEYS)
 
 
 class RequestError(SpecError):
@@ -49,6 +50,7 @@ class Policy:
         by_load: for requests that ask for nothing: from how many running requests on, which value of the dial; the
             last that fits is in force, and below the first the default is.
         set_aside: why a certificate that was found does not hold here; empty where none was set aside.
+        strict_structured_outputs: whether requests with structured outputs (a grammar, a schema) are lossless.
 
     Raises:
         SpecError: an unknown level, a value out of the dial's range, or a level beyond the cap.
@@ -62,6 +64,7 @@ class Policy:
     other_certificates: tuple[Certificate, ...] = ()
     by_load: tuple[tuple[int, float], ...] = ()
     set_aside: str = ""
+    strict_structured_outputs: bool = False
 
     def __post_init__(self) -> None:
         if self.max_threshold is not None:
@@ -116,7 +119,7 @@ class Policy:
         for key in ("default", "certificate"):
             if not isinstance(settings.get(key), str | None):
                 raise SpecError(f"{key} must be a text, got {settings[key]!r}")
-        rule = attach_heads(parse_rule(settings["rule"]), target)
+        rule = scope.restrict(attach_heads(parse_rule(settings["rule"]), target), settings)
         levels = {level: _number(level, settings[level]) for level in LEVELS[1:] if level in settings}
         certificates = _certificates(rule, settings.get("certificate"), levels.get("certified"))
         certificate = next(iter(certificates), None)
@@ -131,6 +134,7 @@ class Policy:
             certificate=certificate,
             other_certificates=tuple(certificates[1:]),
             by_load=_loads(settings.get("by_load")),
+            strict_structured_outputs=scope.flag(settings, scope.STRUCTURED),
         )
 
     def with_rule(self, rule: Rule) -> Policy:
@@ -184,6 +188,18 @@ class Policy:
         """Values of the dial that the operator set: the rule's own, those of the levels and of the loads."""
         return frozenset((self.rule.dial_value, *self.levels.values(), *(value for _, value in self.by_load)))
 
+    @property
+    def reachable(self) -> list[Rule]:
+        """The rules that a request may get that asks for nothing, under any load."""
+        return [self.standard, *(rule for _, rule in self._rules_by_load)]
+
+    def covers(self, rule: Rule) -> bool:
+        """Whether the certificate covers a setting of the rule; the lossless check needs none."""
+        if isinstance(rule, LosslessRule):
+            return True
+        certificate = self.certificate
+        return certificate is not None and rule.looseness <= self.rule.with_dial(certificate.threshold).looseness
+
     def resolve(self, fields: Mapping[str, Any] | None) -> Rule:
         """The rule a request gets, from its fields (`FIELDS`); others are ignored.
 
@@ -195,7 +211,7 @@ class Policy:
             if name.startswith(PREFIX) and name not in FIELDS:
                 shown = name if name.isprintable() and len(name) < _LONGEST_NAME else repr(name[:_LONGEST_NAME])
                 raise RequestError(shown, f"{shown} is not known; a request may give {', '.join(FIELDS)}")
-        given = {name: asked[name] for name in FIELDS if asked.get(name) is not None}
+        given = {name: asked[name] for name in CHOICES if asked.get(name) is not None}
         if SWITCH in given:
             switch = given.pop(SWITCH)
             if switch not in ("on", "off"):
@@ -245,10 +261,9 @@ class Policy:
             return f"{text}; its certificate does not hold here: {self.set_aside}"
         if self.certificate is None:
             return text + "; no certificate covers it"
-        covered = self.standard.looseness <= self.rule.with_dial(self.certificate.threshold).looseness
         return (
             text
-            + ("; certificate: " if covered else "; MORE LENIENT than its certificate: ")
+            + ("; certificate: " if self.covers(self.standard) else "; MORE LENIENT than its certificate: ")
             + (self.certificate.statement)
         )
 

@@ -1,9 +1,10 @@
-"""Whether a vLLM has the parts that the hooks need: parameters that must be there; further optional ones are let be."""
+"""All parts of vLLM that the plugin touches, and whether a vLLM has them: further optional parameters are let be."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,21 +13,34 @@ from typing import Any
 
 from reprieve.errors import ReprieveError
 
+WRAPPED, ADDED, OVERRIDDEN, CALLED = "wrapped", "added", "overridden", "called"
+
 
 @dataclass(frozen=True)
 class Part:
-    """A function of vLLM that is wrapped or called.
+    """A part of vLLM that the plugin touches.
 
     Args:
-        module, name: where it is; a method as Class.method.
+        module, name: its definition; a method as Class.method.
         needed: parameters it must have, in this order, before all others.
-        called: whether the plugin calls it itself: then nothing else may have to be given.
+        use: `wrapped`, `overridden` by a class of ours, `called` without a wrapper, or `added` to a class.
+        called: whether the plugin passes the arguments itself: then nothing else may have to be given.
+        where: the module in which it is wrapped, where that is not the one that defines it.
+        optional: the plugin does without it, or finds it on an object whichever class defines it.
     """
 
     module: str
     name: str
     needed: tuple[str, ...]
+    use: str = WRAPPED
     called: bool = False
+    where: str = ""
+    optional: bool = False
+
+    @property
+    def path(self) -> str:
+        """The attribute that a wrapper is set on."""
+        return f"{self.where or self.module}.{self.name}"
 
 
 @dataclass(frozen=True)
@@ -37,60 +51,53 @@ class Parameter:
     required: bool
 
 
-def _part(module: str, name: str, needed: str, *, called: bool = False) -> Part:
-    return Part(module, name, tuple(needed.split()), called)
+def part_of(module: str, name: str, needed: str, use: str = WRAPPED, **more: Any) -> Part:
+    return Part(module, name, tuple(needed.split()), use, **{"called": use == CALLED, **more})
 
 
-_V1_SAMPLER = "vllm.v1.sample.rejection_sampler"
-_V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
-_V2 = "vllm.v1.worker.gpu"
-_FRONT = (
-    _part("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_device", "self"),
-    _part("vllm.v1.engine.input_processor", "InputProcessor._validate_params", "self params"),
-    _part("vllm.v1.engine.core", "EngineCore._initialize_kv_caches", "self vllm_config"),
-    _part("vllm.v1.core.sched.scheduler", "Scheduler.make_spec_decoding_stats", "self"),
+# On both runners: start and admission, then numbers on their way to responses and the metrics page.
+FRONT = (
+    part_of("vllm.v1.engine.input_processor", "InputProcessor.__init__", "self vllm_config"),
+    part_of("vllm.v1.engine.input_processor", "InputProcessor._validate_params", "self params"),
+    part_of("vllm.v1.engine.core", "EngineCore._initialize_kv_caches", "self vllm_config"),
+    part_of("vllm.v1.engine.core", "EngineCore.collective_rpc", "self method", CALLED, called=False),
+    part_of("vllm.v1.engine.async_llm", "AsyncLLM.check_health", "self"),
+    part_of("vllm.entrypoints.serve.engine.serving", "BaseServing._check_model", "self request", optional=True),
+    part_of("vllm.v1.worker.worker_base", "WorkerBase.reprieve_status", "", ADDED),
+    part_of("vllm.v1.worker.worker_base", "WorkerBase.reprieve_install", "", ADDED),
+    part_of(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.update_from_output",
+        "self scheduler_output model_runner_output",
+        called=True,
+    ),
+    part_of("vllm.v1.spec_decode.metrics", "SpecDecodingStats.reprieve", "", ADDED),
+    part_of("vllm.v1.spec_decode.metrics", "SpecDecodingProm.__init__", "self speculative_config labelnames"),
+    part_of("vllm.v1.spec_decode.metrics", "SpecDecodingProm.observe", "self spec_decoding_stats", called=True),
+    part_of("vllm.v1.metrics.stats", "RequestSpecDecodeMetrics.reprieve", "", ADDED),
+    part_of("vllm.v1.metrics.stats", "RequestSpecDecodeMetrics.to_dict", "self", called=True),
 )
-PARTS: dict[str, tuple[Part, ...]] = {
-    "v1": (
-        *_FRONT,
-        _part(
-            _V1_SAMPLER,
-            "rejection_sample",
-            "draft_token_ids num_draft_tokens max_spec_len cu_num_draft_tokens draft_probs target_logits "
-            "bonus_token_ids sampling_metadata",
-            called=True,
-        ),
-        _part(_V1_SAMPLER, "apply_sampling_constraints", "logits cu_num_draft_tokens sampling_metadata"),
-        _part(_V1_SAMPLER, "generate_uniform_probs", "num_tokens num_draft_tokens generators device", called=True),
-        _part(_V1_RUNNER, "GPUModelRunner.sample_tokens", "self grammar_output"),
-        _part(_V1_RUNNER, "GPUModelRunner._copy_draft_token_ids_to_cpu", "self scheduler_output zeros_only"),
-    ),
-    "v2": (
-        *_FRONT,
-        _part(
-            f"{_V2}.spec_decode.rejection_sampler_utils",
-            "rejection_sample",
-            "target_logits draft_logits draft_sampled cu_num_logits pos idx_mapping expanded_idx_mapping "
-            "expanded_local_pos temperature seed num_speculative_steps",
-            called=True,
-        ),
-        _part(
-            f"{_V2}.sample.sampler",
-            "Sampler.apply_sampling_params",
-            "self logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos "
-            "seq_lens_upper_bound_np",
-            called=True,
-        ),
-        _part(
-            f"{_V2}.sample.logits_processor.interface", "LogitsProcessor.add_request", "self req_idx sampling_params"
-        ),
-        _part(f"{_V2}.sample.logits_processor.interface", "LogitsProcessor.apply", "self logits ctx"),
-        _part(f"{_V2}.sample.gumbel", "tl_rand32", "seed offset includes_zero", called=True),
-        _part(f"{_V2}.model_runner", "GPUModelRunner.sample", "self hidden_states input_batch grammar_output"),
-        _part(f"{_V2}.model_runner", "GPUModelRunner.sample_tokens", "self grammar_output"),
-        _part(f"{_V2}.model_runner", "GPUModelRunner.finish_requests", "self scheduler_output"),
-    ),
-}
+RUNNERS = ("v2", "v1")  # the folders that may be there, newest first
+
+
+def runners() -> list[str]:
+    """The model runners that the plugin knows."""
+    return [kind for kind in RUNNERS if importlib.util.find_spec(f"reprieve.vllm_plugin.{kind}") is not None]
+
+
+def parts(kind: str) -> tuple[Part, ...]:
+    """All parts that are touched with a model runner."""
+    own: tuple[Part, ...] = _folder(kind).PARTS
+    return (*FRONT, *own)
+
+
+def _folder(kind: str) -> Any:
+    return importlib.import_module(f"reprieve.vllm_plugin.{kind}.parts")
+
+
+def touched(kind: str) -> tuple[Part, ...]:
+    """The parts of a runner's vLLM that are not as vLLM made them once the plugin is configured."""
+    return tuple(part for part in parts(kind) if part.use in (WRAPPED, ADDED))
 
 
 def runner_kind(runner: Any) -> str:
@@ -100,10 +107,11 @@ def runner_kind(runner: Any) -> str:
         ReprieveError: neither.
     """
     modules = {kind.__module__ for kind in type(runner).__mro__}
-    for name, module in (("v1", _V1_RUNNER), ("v2", f"{_V2}.model_runner")):
-        if module in modules:
-            return name
-    raise ReprieveError(f"Reprieve's plugin knows vLLM's V1 and V2 model runners, this is {type(runner).__name__}")
+    for kind in runners():
+        if _folder(kind).RUNNER in modules:
+            return kind
+    known = " and ".join(kind.upper() for kind in reversed(runners()))
+    raise ReprieveError(f"Reprieve's plugin knows vLLM's {known} model runners, this is {type(runner).__name__}")
 
 
 def require_parts(kind: str, parameters_of: Callable[[Part], Sequence[Parameter] | None]) -> None:
@@ -112,9 +120,11 @@ def require_parts(kind: str, parameters_of: Callable[[Part], Sequence[Parameter]
     Raises:
         ReprieveError: names the part, what it takes and what it must take.
     """
-    for part in PARTS[kind]:
-        given = parameters_of(part)
+    for part in parts(kind):
+        given = None if part.use == ADDED else parameters_of(part)
         where = f"vLLM's {part.module}.{part.name}"
+        if given is None and (part.use == ADDED or part.optional):
+            continue
         if given is None:
             raise ReprieveError(f"{where} is not there: this vLLM does not fit Reprieve's plugin")
         names = tuple(parameter.name for parameter in given)

@@ -20,10 +20,16 @@ from reprieve.needs import Need
 from reprieve.rules import RiskBudget, Rule
 from reprieve.transfers import spread, to_device
 from reprieve.vllm_plugin.batch import Batch, Decisions, Row, decide
-from reprieve.vllm_plugin.menu import Choice, Menu
+from reprieve.vllm_plugin.menu import STRUCTURED_OUTPUTS, Choice, Menu
 from reprieve.vllm_plugin.policy import STRICT
 
 logger = logging.getLogger("vllm.reprieve")
+
+
+def asked_by(sampling_params: Any) -> dict[str, Any]:
+    """What a request's parameters say to the rules: its extra arguments, and whether its output is structured."""
+    structured = getattr(sampling_params, "structured_outputs", None) is not None
+    return {**(sampling_params.extra_args or {}), STRUCTURED_OUTPUTS: structured}
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class RoundRequest:
     request_id: str
     num_drafted: int
     greedy: bool
-    asked: Callable[[], Mapping[str, Any] | None]  # its extra arguments
+    asked: Callable[[], Mapping[str, Any] | None]  # see `asked_by`
     context_ids: Callable[[], Tensor]
 
 
@@ -106,10 +112,13 @@ class WorkerRules:
     num_rounds: int = 0
     num_rescued: int = 0
     _known: dict[str, RequestRules] = field(default_factory=dict)
+    # The most lenient rule that was in force for a request: its label and looseness.
+    _lenient: dict[str, tuple[str, float]] = field(default_factory=dict)
     _drafted: dict[str, bool] = field(default_factory=dict)
     _draft_probs: dict[str, Tensor] = field(default_factory=dict)
     # Ranks that give no output never take their counts: the oldest are dropped. Appended and taken by two threads.
     _pending: deque[_Pending] = field(default_factory=lambda: deque(maxlen=256))
+    _marks: deque[tuple[str, dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=4096))
 
     def __post_init__(self) -> None:
         self._noise = torch.Generator().manual_seed(self.seed)
@@ -138,7 +147,7 @@ class WorkerRules:
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop what belongs to requests that have ended; another may come by the same name."""
         for request_id in request_ids:
-            for kept in (self._known, self._drafted, self._draft_probs):
+            for kept in (self._known, self._drafted, self._draft_probs, self._lenient):
                 kept.pop(request_id, None)
 
     def forget_all_but(self, request_ids: Mapping[str, Any]) -> None:
@@ -239,11 +248,33 @@ class WorkerRules:
             lossless.view(-1)[spread(flat, torch.long, output_ids.device)] = made.lossless
             self.note(
                 [request.request_id for request in requests],
-                ["" if row.strict else self.label(row.name, row.rule) for row in rows],
+                [
+                    "" if row.strict else self.mark(request.request_id, row.name, row.rule)
+                    for request, row in zip(requests, rows, strict=True)
+                ],
                 [row.num_drafted for row in rows],
                 (output_ids >= 0).sum(-1) - 1,
                 ~lossless,
             )
+
+    def mark(self, request_id: str, name: str, rule: Rule) -> str:
+        """Have a request's response say that a rule was in force; the rule's label."""
+        label = self.label(name, rule)
+        before = self._lenient.get(request_id)
+        if before is None or (before[0] != label and rule.looseness > before[1]):
+            self._lenient[request_id] = (label, rule.looseness)
+            certified = self.menu.policies[name].covers(rule)
+            told = {"reprieve_rule": label, "reprieve_threshold": rule.dial_value, "reprieve_certified": certified}
+            self._marks.append((request_id, told))
+        return label
+
+    def take_marks(self) -> dict[str, dict[str, Any]]:
+        """What is to be said of requests since the last call, by request."""
+        marks = {}
+        while self._marks:
+            request_id, told = self._marks.popleft()
+            marks[request_id] = told
+        return marks
 
     def label(self, name: str, rule: Rule) -> str:
         """What counters call a rule in force: its name and, where the operator set it, the value of its dial."""

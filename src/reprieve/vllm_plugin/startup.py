@@ -6,19 +6,21 @@ No kernel is replaced: see `v1.sampler` and `v2.processor`. What a version must 
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import logging
 from collections.abc import Callable
 from typing import Any
 
-from reprieve.backends.request_fields import PREFIX
+from reprieve.backends.request_fields import LEVEL, PREFIX
 from reprieve.errors import ReprieveError
 from reprieve.heads.certificates import portable_spec
+from reprieve.rules.spans import THINKING
 from reprieve.vllm_plugin import configuration, numbers, probing
 from reprieve.vllm_plugin.health import require_healthy
 from reprieve.vllm_plugin.menu import Menu
 from reprieve.vllm_plugin.policy import Policy, RequestError
-from reprieve.vllm_plugin.rounds import WorkerRules
+from reprieve.vllm_plugin.rounds import WorkerRules, asked_by
 from reprieve.vllm_plugin.selftest import require_last_states, require_works
 
 logger = logging.getLogger("vllm.reprieve")
@@ -27,18 +29,25 @@ logger = logging.getLogger("vllm.reprieve")
 def register() -> None:
     """Wrap the places where vLLM starts up, once a process. Every wrapper asks first whether the plugin is configured.
 
-    The worker's wrapper comes first: whatever else has moved in another vLLM, it can still refuse a configured start.
+    A vLLM without these places could not refuse a configured start: there the workers do.
     """
     from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
     if hasattr(WorkerBase, "reprieve_status"):
         return
     WorkerBase.reprieve_status = _status
-    _after(WorkerWrapperBase, "init_device", lambda wrapper: _install(wrapper.worker))
+    WorkerBase.reprieve_install = _install
     try:
         _wrap_front_end()
     except (ImportError, AttributeError) as error:
-        logger.warning("Reprieve's plugin does not fit this vLLM and refuses to be configured: %s", error)
+        reason = f"Reprieve's plugin does not fit this vLLM: {error}"
+        _before(WorkerWrapperBase, "init_device", lambda wrapper, *rest, **more: _refuse(wrapper.vllm_config, reason))
+        logger.warning("%s; it refuses to be configured", reason)
+
+
+def _refuse(vllm_config: Any, reason: str) -> None:
+    if configuration.source_of(vllm_config.additional_config) is not None:
+        raise ReprieveError(reason)
 
 
 def _wrap_front_end() -> None:
@@ -48,7 +57,7 @@ def _wrap_front_end() -> None:
 
     _before(InputProcessor, "__init__", lambda processor, vllm_config, *rest, **more: _prepare(vllm_config))
     _before(InputProcessor, "_validate_params", _validate)
-    _after(EngineCore, "_initialize_kv_caches", _require_workers)
+    _before(EngineCore, "_initialize_kv_caches", _install_in_workers)
     _after_async(AsyncLLM, "check_health", _check_health)
 
 
@@ -56,7 +65,12 @@ def _menu(vllm_config: Any) -> Menu | None:
     source = configuration.source_of(vllm_config.additional_config)
     if source is None:
         return None
-    return configuration.load_menu(source, vllm_config.model_config.model, **_conditions(vllm_config))
+    model = vllm_config.model_config
+    parser = vllm_config.structured_outputs_config.reasoning_parser
+    thinking = None
+    if parser and THINKING in json.dumps(source):
+        thinking = configuration.thinking_markers(parser, model.tokenizer, model.trust_remote_code)
+    return configuration.load_menu(source, model.model, thinking=thinking, **_conditions(vllm_config))
 
 
 def _conditions(vllm_config: Any) -> dict[str, Any]:
@@ -95,7 +109,13 @@ def _prepare(vllm_config: Any) -> None:
     if warning := configuration.version_warning(__version__, setup.runner):
         logger.warning(warning)
     setup.require(menu)
+    model = vllm_config.model_config
+    configuration.require_markers(
+        menu, model.model, lambda: configuration.load_tokenizer(model.tokenizer, model.trust_remote_code)
+    )
+    _have_responses_say_it(vllm_config)
     numbers.extend(_about(vllm_config, menu))
+    _refuse_stray_fields()
 
 
 def _setup(vllm_config: Any) -> configuration.Setup:
@@ -119,6 +139,37 @@ def _setup(vllm_config: Any) -> configuration.Setup:
     )
 
 
+def _have_responses_say_it(vllm_config: Any) -> None:
+    """Switch vLLM's per-request metrics on: there a response says that it was decoded leniently."""
+    observability = vllm_config.observability_config
+    if vllm_config.speculative_config is not None and observability.per_request_spec_decode_metrics == "none":
+        observability.per_request_spec_decode_metrics = "summary"
+
+
+def _refuse_stray_fields() -> None:
+    """Have a `reprieve_` field outside of vllm_xargs refused, which vLLM would ignore; once a process."""
+    try:
+        from vllm.entrypoints.serve.engine.serving import BaseServing
+    except ImportError as error:
+        logger.warning("this vLLM ignores reprieve_ fields outside of vllm_xargs, and does not refuse them: %s", error)
+        return
+    check = BaseServing._check_model
+    if hasattr(check, "__wrapped__"):
+        return
+
+    @functools.wraps(check)
+    async def check_fields(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        for name in getattr(request, "model_extra", None) or {}:
+            if name.startswith(PREFIX):
+                shown = name[:100] if name.isprintable() else repr(name[:100])
+                return self.create_error_response(
+                    f'{shown} must be given in vllm_xargs, as {{"vllm_xargs": {{"{LEVEL}": "strict"}}}}', param=shown
+                )
+        return await check(self, request, *args, **kwargs)
+
+    BaseServing._check_model = check_fields
+
+
 def _validate(processor: Any, params: Any, *rest: Any) -> None:
     """A request's fields, in the front end: an error the client sees as 400."""
     asked = getattr(params, "extra_args", None)
@@ -130,24 +181,29 @@ def _validate(processor: Any, params: Any, *rest: Any) -> None:
     from vllm.exceptions import VLLMValidationError
 
     try:
-        menu.choose(asked)
+        menu.choose(asked_by(params))
     except RequestError as error:
         # Without its `value`, which vLLM would repeat however long it is: the message has what there is to see.
         raise VLLMValidationError(str(error), parameter=error.parameter) from None
 
 
-def _require_workers(engine: Any, vllm_config: Any) -> None:
-    """In the engine's process, after the workers came up: a worker without the plugin must not serve."""
+def _install_in_workers(engine: Any, vllm_config: Any) -> None:
+    """In the engine's process, once the workers hold the model: a worker without the plugin must not serve."""
     menu = _menu(vllm_config)
     if menu is None:
         return
+    _have_responses_say_it(vllm_config)  # its scheduler is made later; front ends may have started it as it was
     numbers.extend()
     try:
-        statuses = engine.collective_rpc("reprieve_status")
+        statuses = engine.collective_rpc("reprieve_install")
+    except ReprieveError:
+        raise
     except Exception as error:
         raise ReprieveError(f"Reprieve's plugin is configured and did not load in a worker: {error}") from None
     require_healthy(statuses)
     described = "; ".join(policy.describe() for policy in menu.policies.values())
+    if menu.strict_only:
+        described = f"strict_only, so that every request is decoded losslessly; {described}"
     logger.info("Reprieve is active in %d worker(s): %s", len(statuses), described)
     if any(policy.certificate is not None for policy in menu.policies.values()):
         logger.info(
@@ -176,40 +232,29 @@ def _status(worker: Any) -> dict[str, Any]:
     return status
 
 
-def _install(worker: Any) -> None:
-    """In a worker, once its runner exists: refuse what cannot work, and go on once the model is there."""
+def _install(worker: Any) -> dict[str, Any]:
+    """In a worker that holds its model: refuse what cannot work, hook the rest, and say what the worker's state is.
+
+    Raises:
+        ReprieveError: this vLLM or this set-up does not fit, or the self-test failed.
+    """
     menu = _menu(worker.vllm_config)
-    if menu is None:
-        return
+    assert menu is not None, "the engine has it, and the workers have the engine's configuration"
     _setup(worker.vllm_config).require(menu)
     runner = worker.model_runner
     kind = probing.runner_kind(runner)
     probing.require_parts(kind, probing.live)
     rules = worker_rules(menu, worker)
-    load_model = runner.load_model
-
-    @functools.wraps(load_model)
-    def load_and_activate(*args: Any, **kwargs: Any) -> Any:
-        runner.load_model = load_model
-        made = load_model(*args, **kwargs)
-        runner.reprieve = _hooks(kind)(rules, runner)
-        if getattr(runner, "rejection_sampler", None) is not None:  # else not the last stage: nothing is sampled here
-            runner.reprieve.install()
-            require_works(runner.reprieve, kind)
-            require_last_states(runner, rules.menu)
-        return made
-
-    runner.load_model = load_and_activate
+    runner.reprieve = _hooks(kind)(rules, runner)
+    if getattr(runner, "rejection_sampler", None) is not None:  # else not the last stage: nothing is sampled here
+        runner.reprieve.install()
+        require_works(runner.reprieve)
+        require_last_states(runner, rules.menu)
+    return _status(worker)
 
 
 def _hooks(kind: str) -> Any:
-    if kind == "v1":
-        from reprieve.vllm_plugin.v1.runner import V1Hooks
-
-        return V1Hooks
-    from reprieve.vllm_plugin.v2.runner import V2Hooks
-
-    return V2Hooks
+    return importlib.import_module(f"reprieve.vllm_plugin.{kind}.runner").Hooks
 
 
 def worker_rules(menu: Menu, worker: Any) -> WorkerRules:
@@ -218,33 +263,19 @@ def worker_rules(menu: Menu, worker: Any) -> WorkerRules:
     Raises:
         PairError: a head made for another tokenizer.
     """
-    tokenizer: Any = None
-    if any(rule.traits.reads_text or rule.heads for rule in menu.rules):
-        from transformers import AutoTokenizer
+    model = worker.vllm_config.model_config
 
-        model = worker.vllm_config.model_config
-        tokenizer = AutoTokenizer.from_pretrained(model.tokenizer, trust_remote_code=model.trust_remote_code)
+    def tokenizer() -> Any:
+        return configuration.load_tokenizer(model.tokenizer, model.trust_remote_code)
 
     def ready(policy: Policy) -> Policy:
         rule = policy.rule
         if rule.traits.reads_text or rule.heads:
-            configuration.require_tokenizer(rule, tokenizer)
-            rule = rule.bind(tokenizer)
+            configuration.require_tokenizer(rule, tokenizer())
+            rule = rule.bind(tokenizer())
         return policy.with_rule(rule.to(worker.model_runner.device))
 
     return WorkerRules(menu.change(ready), rank=worker.rank)
-
-
-def _after(kind: type, name: str, then: Callable[..., None]) -> None:
-    original = getattr(kind, name)
-
-    @functools.wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        made = original(self, *args, **kwargs)
-        then(self, *args, **kwargs)
-        return made
-
-    setattr(kind, name, wrapped)
 
 
 def _before(kind: type, name: str, first: Callable[..., None]) -> None:

@@ -24,7 +24,7 @@ _VALIDATION_BUCKETS = range(16)
 _TEST_BUCKETS = range(16, 48)
 _NUM_BUCKETS = 256
 # What the task's problems are like; the models are trained on mixtures of their own. Chosen on the validation split, so
-# that target and draft are as far apart as the papers' pairs are (docs/measured/pair.md).
+# that target and draft are as far apart as the papers' pairs are (docs/pair.md).
 LARGE_SHARE = 0.25
 FAMILY_WEIGHTS = {"chain": 1.0, "compare": 0.3, "shop": 1.0, "work": 1.0, "share": 1.5}
 

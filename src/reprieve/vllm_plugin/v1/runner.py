@@ -15,11 +15,12 @@ from reprieve.transfers import spread
 from reprieve.types import gather_token
 from reprieve.vllm_plugin import numbers
 from reprieve.vllm_plugin.batch import Batch
-from reprieve.vllm_plugin.rounds import RoundRequest, WorkerRules
+from reprieve.vllm_plugin.rounds import RoundRequest, WorkerRules, asked_by
 from reprieve.vllm_plugin.v1.sampler import ROUND, V1Round, patch_sampler
+from reprieve.vllm_plugin.v1.selftest import try_out
 
 
-class V1Hooks:
+class Hooks:
     """The hooks on one model runner."""
 
     def __init__(self, rules: WorkerRules, runner: Any) -> None:
@@ -56,6 +57,10 @@ class V1Hooks:
         runner._copy_draft_token_ids_to_cpu = copy
         if self._reads_draft:
             self._record_drafts(runner.drafter)
+
+    def try_out(self, size: int) -> list[tuple[int, int]]:
+        """See `selftest.require_works`."""
+        return try_out(self, size)
 
     def _record_drafts(self, drafter: Any) -> None:
         """Keep the distribution of each drafted token, which vLLM itself drops in greedy batches."""
@@ -107,7 +112,7 @@ class V1Hooks:
         ]
 
     def _asked(self, request_id: str) -> Any:
-        return self.runner.requests[request_id].sampling_params.extra_args
+        return asked_by(self.runner.requests[request_id].sampling_params)
 
     def _context_ids(self, place: int) -> Tensor:
         batch = self.runner.input_batch
@@ -142,8 +147,17 @@ class V1Hooks:
             noise=self.rules.noise(len(token_ids), token_ids.device),
             node_hidden={-1: hidden[judging + 1]} if Need.NODE_HIDDEN in needs else None,
             parent_hidden={-1: hidden[judging]} if Need.PARENT_HIDDEN in needs else None,
+            answer_places=self._answer_places(requests, token_ids.device) if Need.ANSWER_PLACES in needs else None,
             **(self._embeddings(token_ids.clamp_min(0), target_logits) if Need.EMBEDDINGS in needs else {}),
         )
+
+    def _answer_places(self, requests: list[RoundRequest], device: torch.device) -> Tensor:
+        batch = self.runner.input_batch
+        lengths = batch.num_tokens_no_spec - batch.num_prompt_tokens
+        places = [
+            int(lengths[row]) + place for row, request in enumerate(requests) for place in range(request.num_drafted)
+        ]
+        return spread(places, torch.long, device)
 
     def _embeddings(self, token_ids: Tensor, target_logits: Tensor) -> dict[str, Tensor]:
         """What the target reads for each drafted token, and for its own most likely one; every rank takes part."""

@@ -32,7 +32,7 @@ from reprieve.vllm_plugin.batch import (
     decide_together,
 )
 from reprieve.vllm_plugin.policy import STRICT
-from reprieve.vllm_plugin.rounds import RequestRules, WorkerRules
+from reprieve.vllm_plugin.rounds import RequestRules, WorkerRules, asked_by
 from reprieve.vllm_plugin.v2.round import V2Round
 
 # How far an accepted token is raised above the best: enough at any temperature up to 100, and finite at any above 0.
@@ -73,7 +73,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
         if request_id is None:  # vLLM tries its sampler out
             request_id = f"slot {req_idx}"
             self.rules.forget([request_id])
-        self._slots[req_idx] = known = self.rules.admit(request_id, lambda: sampling_params.extra_args)
+        self._slots[req_idx] = known = self.rules.admit(request_id, lambda: asked_by(sampling_params))
         self._tables.clear()
         return not known.strict
 
@@ -125,12 +125,13 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
                 mine = [slot for slot, other in zip(slots, names, strict=True) if other == name]
                 decide_together(rule, self._asked(name, mine, ctx), batch, decisions)
         decisions.accept &= batch.real
+        request_ids = current.request_ids[current.requests]
         labels = [
-            "" if rule is None else self.rules.label(name, rule) for name, rule in zip(names, in_force, strict=True)
+            "" if rule is None else self.rules.mark(request_id, name, rule)
+            for request_id, name, rule in zip(request_ids, names, in_force, strict=True)
         ]
-        requests = current.requests
-        num_drafted = [int(count) - 1 for count in current.num_rows[requests]]
-        return Chunk(ctx, draft_token_ids, decisions, current.request_ids[requests], num_drafted, labels)
+        num_drafted = [int(count) - 1 for count in current.num_rows[current.requests]]
+        return Chunk(ctx, draft_token_ids, decisions, request_ids, num_drafted, labels)
 
     def _in_force(self, slot: int) -> Rule | None:
         """The rule of the request in a slot, in this round; None for the lossless check."""
@@ -217,6 +218,9 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
             given["node_hidden"] = {-1: current.hidden(ahead=1)}
         if Need.PARENT_HIDDEN in needs:
             given["parent_hidden"] = {-1: current.hidden()}
+        if Need.ANSWER_PLACES in needs:
+            prompts = self.runner.req_states.prompt_len.gpu[ctx.expanded_idx_mapping.long()]
+            given["answer_places"] = ctx.pos.long() + 1 - prompts
         if Need.EMBEDDINGS in needs:
             embed = self.runner.model.embed_input_ids
             given |= {"token_embeddings": embed(token_ids), "top_embeddings": embed(logits.argmax(-1))}

@@ -1,6 +1,6 @@
 """The hooks on a V2 model runner of vLLM: what a round holds beside logits, and what goes back with its output.
 
-The rules themselves sit in `RuleProcessor`. Around it: `runner.sample`, for the batch and the hidden states;
+The rules themselves sit in `RuleProcessor`. Around it: `runner.sample_tokens`, for the batch and the hidden states;
 `sampler.apply_sampling_params`, for each chunk that is verified and its raw logits; `rejection_sample`, for what a
 processor cannot say (a token that must be refused although the target would have chosen it) and for counts.
 """
@@ -15,14 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from reprieve.errors import ReprieveError
 from reprieve.needs import Need
 from reprieve.vllm_plugin import numbers
 from reprieve.vllm_plugin.rounds import WorkerRules
 from reprieve.vllm_plugin.v2.processor import Chunk, RuleProcessor
 from reprieve.vllm_plugin.v2.round import V2Round
+from reprieve.vllm_plugin.v2.selftest import try_out
 
 
-class V2Hooks:
+class Hooks:
     """The hooks on one model runner; `rules` is what its status says."""
 
     def __init__(self, rules: WorkerRules, runner: Any) -> None:
@@ -38,30 +40,43 @@ class V2Hooks:
         self.processor.rules = rules
 
     def install(self) -> None:
-        """Give the runner's sampler the processor, and wrap what brings it the rest."""
-        runner = self.runner
-        runner.sampler.logits_processors.append(self.processor)
-        sample, sample_tokens, finish = runner.sample, runner.sample_tokens, runner.finish_requests
+        """Give the runner's sampler the processor, and wrap what brings it the rest.
 
-        def sample_round(hidden_states: Tensor, input_batch: Any, *rest: Any, **more: Any) -> Any:
-            self._begin(hidden_states, input_batch)
+        Raises:
+            ReprieveError: the runner keeps its round elsewhere, or reorders it for prefill context parallelism.
+        """
+        runner = self.runner
+        if not hasattr(runner, "execute_model_state"):
+            raise ReprieveError("vLLM's V2 model runner has no execute_model_state: this vLLM does not fit the plugin")
+        if getattr(runner, "pcp_manager", None) is not None:
+            raise ReprieveError("prefill context parallelism reorders a batch unseen by rules: do without it")
+        runner.sampler.logits_processors.append(self.processor)
+        sample_tokens, finish = runner.sample_tokens, runner.finish_requests
+
+        @functools.wraps(sample_tokens)
+        def sample_round(*args: Any, **kwargs: Any) -> Any:
+            state = runner.execute_model_state
+            if state is not None:
+                self._begin(state.hidden_states, state.input_batch)
             try:
-                return sample(hidden_states, input_batch, *rest, **more)
+                output = sample_tokens(*args, **kwargs)
             finally:
                 self._end()
-
-        def sample_and_count(*args: Any, **kwargs: Any) -> Any:
-            output = sample_tokens(*args, **kwargs)
             _when_ready(output, lambda made: numbers.attach(made, self.rules))
             return output
 
+        @functools.wraps(finish)
         def finish_requests(scheduler_output: Any) -> Any:
             self.rules.forget(scheduler_output.finished_req_ids)
             return finish(scheduler_output)
 
-        runner.sample, runner.sample_tokens, runner.finish_requests = sample_round, sample_and_count, finish_requests
+        runner.sample_tokens, runner.finish_requests = sample_round, finish_requests
         self._watch_chunks(runner.sampler)
         patch_rejection(self.processor)
+
+    def try_out(self, size: int) -> list[tuple[int, int]]:
+        """See `selftest.require_works`."""
+        return try_out(self, size)
 
     def _begin(self, hidden_states: Tensor, input_batch: Any) -> None:
         if input_batch.num_draft_tokens == 0 or input_batch.num_reqs == 0:

@@ -1,0 +1,47 @@
+"""`reprieve publish`: heads, certificates and report as repositories of the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from reprieve.cli import screen
+from reprieve.cli.command import Command
+
+
+@dataclass(frozen=True)
+class Publish(Command):
+    """Upload heads with certificates and report to the Hugging Face Hub; several heads get a page that lists them.
+
+    Args:
+        folders: Folders of heads, or of quickstart.
+        repo: Repository, owner/name. With several folders: of the page; a head's is owner/name-FOLDER.
+        report: HTML report to upload too. Default: the report.html of a quickstart folder.
+        private: Make new repositories private.
+        dry_run: Write the files to --out and upload nothing.
+        out: Folder for the files that are uploaded.
+    """
+
+    verb = "publish"
+    example = "reprieve publish heads/mine --repo you/your-head --dry-run"
+
+    folders: tuple[Path, ...] = field(metadata={"positional": True})
+    repo: str
+    report: Path | None = None
+    private: bool = False
+    dry_run: bool = False
+    out: Path = Path("runs/publish")
+
+    def run(self) -> int:
+        screen.quiet_transformers()
+        from reprieve.heads.publishing import repositories, upload
+
+        for repository in repositories(self.folders, self.repo, report=self.report):
+            folder = repository.write(self.out)
+            size = sum(map(len, repository.files.values())) / 1024
+            screen.say(f"{repository.name}: {len(repository.files)} files, {size:.0f} KiB, in {folder}")
+            if not self.dry_run:
+                screen.say(f"  {upload(repository, folder, private=self.private)}")
+        if self.dry_run:
+            screen.say("nothing was uploaded; run again without --dry-run")
+        return 0

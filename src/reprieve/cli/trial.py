@@ -1,0 +1,118 @@
+"""A few answers before long work: how fast they come, whether they can be read, and whether they are right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from reprieve.bench.settings import RunSettings
+from reprieve.cli import screen
+from reprieve.errors import ReprieveError
+from reprieve.settings import NumDraftTokens
+
+if TYPE_CHECKING:
+    from reprieve.bench.engine import Engine
+    from reprieve.tasks.asking import AskedTask
+
+_NUM_TRIED = 4  # problems
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Lossless answers to the first problems of the train split; means over them."""
+
+    num_answers: int
+    num_draft_tokens: NumDraftTokens
+    num_tokens: float
+    num_rounds: float
+    seconds: float
+    num_read: int
+    num_right: int
+    num_cut_off: int
+    example: str  # the end of the first response, the answer read there, and the right one
+
+    def tell(self, budget: int) -> None:
+        """Say how fast the answers came, how long they are, and how many were read and right."""
+        screen.say(
+            f"speed: {self.num_tokens / self.seconds:.0f} tokens a second with lossless speculation at K = "
+            f"{self.num_draft_tokens}; answers of {self.num_tokens:.0f} tokens; of {self.num_answers} {self.num_read} "
+            f"could be read, {self.num_right} were right"
+        )
+        if self.num_cut_off:
+            screen.warn(
+                f"ANSWERS CUT OFF: {self.num_cut_off} of {self.num_answers} at {budget} tokens: raise --max-new-tokens"
+            )
+
+    @property
+    def doubt(self) -> str:
+        """Why long work on these answers may be lost; empty where there is no reason."""
+        if not self.num_read:
+            return f"no answer could be read: check --grader and the prompt. {self.example}"
+        if not self.num_right:
+            return (
+                f"none of {self.num_answers} answers was right: check --answer, --grader and the prompt; a certificate "
+                f"needs problems that the target solves. {self.example}"
+            )
+        return ""
+
+
+def try_answers(
+    engine: Engine, task: AskedTask, task_spec: str, num_draft_tokens: NumDraftTokens, *, seed: int
+) -> Trial:
+    """Answer a few problems losslessly.
+
+    Raises:
+        ReprieveError: an answer failed.
+    """
+    from reprieve.bench.arms import LOSSLESS, make_arm
+    from reprieve.bench.config import RunConfig
+    from reprieve.bench.engine import Job
+
+    arm = make_arm(LOSSLESS, num_draft_tokens, target=engine.facts.identity.target)
+    config = RunConfig.of(engine, [arm], RunSettings(task=task_spec, split="train", limit=_NUM_TRIED, seed=seed))
+    problems = task.problems("train", _NUM_TRIED)
+    jobs = [Job(arm.label, number, 0) for number in range(len(problems))]
+    answers = []
+    with screen.progress_bar("trial answers") as bar:
+        report = screen.reporter(bar, "trial answers")
+        for answer in engine.answer(config, task, [arm], problems, jobs):
+            answers.append(answer)
+            report(len(answers), len(jobs))
+    if failed := next((answer.error for answer in answers if answer.error), None):
+        raise ReprieveError(f"the pair cannot answer: {failed}")
+    num, first = len(answers), answers[0]
+    reference = next(problem.reference for problem in problems if problem.problem_id == first.problem_id)
+    return Trial(
+        num_answers=num,
+        num_draft_tokens=num_draft_tokens,
+        num_tokens=sum(answer.num_tokens for answer in answers) / num,
+        num_rounds=max(1.0, sum(answer.num_rounds for answer in answers) / num),
+        seconds=sum(answer.seconds for answer in answers) / num,
+        num_read=sum(answer.answer is not None for answer in answers),
+        num_right=sum(answer.correct for answer in answers),
+        num_cut_off=sum(answer.finish_reason == "length" for answer in answers),
+        example=(
+            f"The right answer to the first problem is {reference!r}, the one read {first.answer!r}; the response "
+            f"ends:\n{first.text.strip()[-300:]}"
+        ),
+    )
+
+
+def about_pair(engine: Engine) -> str:
+    """Describe both models in a few words, with the memory that they take where they are loaded here."""
+    from reprieve.backends.local import LocalEngine
+
+    identity = engine.facts.identity
+    if not isinstance(engine, LocalEngine):
+        facts = engine.facts
+        version = " ".join(filter(None, (facts.engine, facts.engine_version, facts.runner)))
+        return f"{identity.target} and {identity.draft}, {facts.dtype} on {version}"
+    pair = engine.pair
+    models = [model for model in (pair.target, pair.draft) if model is not None]
+    sizes = [sum(part.numel() for part in model.parameters()) for model in models]
+    memory = sum(part.numel() * part.element_size() for model in models for part in model.parameters())
+    words = [f"{size / 1e9:.2f} B" if size > 1e8 else f"{size / 1e6:.1f} M" for size in sizes]
+    return (
+        f"{identity.target} and {identity.draft} ({' and '.join(words)} parameters), {engine.facts.dtype} on "
+        f"{pair.device}, {memory / 2**30:.2f} GiB of weights, one tokenizer of {len(pair.tokenizer)} tokens"
+    )

@@ -1,0 +1,243 @@
+"""Rules that hold in a part of the text: between two markers, or from a place of the answer on.
+
+A span's markers are texts, the name of a model family, or `thinking` and `tool_calls`, whose markers are read from the
+model's own tokenizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from reprieve.errors import SpecError, require_choice, require_whole
+from reprieve.needs import Need
+from reprieve.rules.base import Rule, Traits, VocabularySource
+from reprieve.rules.compose import AllOf, AnyOf, Wrapper, require_rescuing
+from reprieve.specs import quoted
+from reprieve.types import ROOT, Evidence
+
+# Thinking by model family: the markers of the chat templates.
+SPANS = {
+    "qwen3": ("<think>", "</think>"),
+    "deepseek-r1": ("<think>", "</think>"),
+    "gpt-oss": ("<|channel|>analysis<|message|>", "<|end|>"),
+}
+THINKING, TOOL_CALLS = "thinking", "tool_calls"
+# Markers by span, in the order in which a tokenizer is searched for them. gpt-oss comes first: its start is not one
+# token, so `_SIGNS` names the tokens that give its format away.
+MODEL_SPANS = {
+    THINKING: (
+        SPANS["gpt-oss"],
+        ("<think>", "</think>"),
+        ("<seed:think>", "</seed:think>"),
+        ("[THINK]", "[/THINK]"),
+        ("◁think▷", "◁/think▷"),
+        ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ),
+    TOOL_CALLS: (
+        ("<tool_call>", "</tool_call>"),
+        ("<seed:tool_call>", "</seed:tool_call>"),
+        ("<minimax:tool_call>", "</minimax:tool_call>"),
+        ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        ("<|START_ACTION|>", "<|END_ACTION|>"),
+    ),
+}
+_SIGNS = {SPANS["gpt-oss"]: ("<|channel|>", "<|message|>", "<|end|>")}
+
+
+def model_markers(span: str, tokenizer: VocabularySource) -> tuple[str, str]:
+    """Return the markers of `thinking` or `tool_calls` that a tokenizer has as tokens.
+
+    Markers that a tokenizer would cut into pieces do not count: the pieces depend on the text around them, and an end
+    marker that is not recognised would leave the span open.
+
+    Raises:
+        SpecError: the tokenizer has none of them.
+    """
+    for markers in MODEL_SPANS[span]:
+        if all(is_token(text, tokenizer) for text in _SIGNS.get(markers, markers)):
+            return markers
+    known = ", ".join(f"{start} {end}" for start, end in MODEL_SPANS[span])
+    raise SpecError(
+        f"span {span}: the tokenizer has no tokens for it (looked for {known}); name the markers with start= and end=, "
+        "or serve the rule without a span"
+    )
+
+
+def is_token(text: str, tokenizer: VocabularySource) -> bool:
+    """Whether a text is one token, and not the token for unknown text."""
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    return len(token_ids) == 1 and tokenizer.decode(list(token_ids)).strip() == text
+
+
+def last_occurrence(tokens: Sequence[int], marker: Sequence[int]) -> int:
+    """Index just past the last occurrence of `marker` in `tokens`, or -1."""
+    size = len(marker)
+    for end in range(len(tokens), size - 1, -1):
+        if list(tokens[end - size : end]) == list(marker):
+            return end
+    return -1
+
+
+def inside_span(tokens: Sequence[int], start_ids: Sequence[int], end_ids: Sequence[int]) -> bool:
+    """Whether a text is inside a span: `start` was seen, and `end` not since."""
+    return last_occurrence(tokens, start_ids) > last_occurrence(tokens, end_ids)
+
+
+@dataclass(frozen=True)
+class InsideSpan(Wrapper):
+    """A rescuing rule that holds only between two markers (thinking tokens, say); strict outside. Or the reverse.
+
+    A token is judged by the text before it, the drafted tokens it follows included; the first token of the marker that
+    would end its hold is itself never rescued, so that relaxing cannot move the span.
+    """
+
+    name = "inside_span"
+
+    rule: Rule
+    start: str = ""
+    end: str = ""
+    outside: bool = False  # the reverse: strict between the markers
+    span: str | None = None  # thinking or tool_calls: the markers are the model's own, found by `bind`
+    start_ids: tuple[int, ...] | None = field(default=None, compare=False)
+    end_ids: tuple[int, ...] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        require_rescuing(self.rule, "a span")
+        if self.span is not None:
+            require_choice("span", self.span, tuple(MODEL_SPANS))
+            if self.start or self.end:
+                raise SpecError("give span, or start and end, not both")
+        elif not self.start or not self.end:
+            raise SpecError(f"a span needs both start and end, got start={self.start!r}, end={self.end!r}")
+
+    @property
+    def parts(self) -> tuple[Rule, ...]:
+        return (self.rule,)
+
+    def with_parts(self, parts: Sequence[Rule]) -> Self:
+        return dataclasses.replace(self, rule=parts[0])
+
+    @property
+    def traits(self) -> Traits:
+        """Those of the rule inside, which now reads the text."""
+        inside = self.rule.traits
+        needs = inside.needs | {Need.CONTEXT}
+        return dataclasses.replace(inside, needs=needs, reads_text=True, reads_block=True, truncates=False)
+
+    def bind(self, tokenizer: VocabularySource) -> Self:
+        """Encode the markers and bind the rule inside.
+
+        Raises:
+            SpecError: the markers are the model's own, and its tokenizer has none.
+        """
+        markers = (self.start, self.end) if self.span is None else model_markers(self.span, tokenizer)
+        start_ids, end_ids = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in markers)
+        return dataclasses.replace(super().bind(tokenizer), start_ids=start_ids, end_ids=end_ids)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        where = {"start": self.start, "end": self.end} if self.span is None else {"span": self.span}
+        return {**self.rule.params, **where, "outside": self.outside}
+
+    @property
+    def spec(self) -> str:
+        return self._marked(self.rule.spec)
+
+    @property
+    def spec_without_dial(self) -> str:
+        return self._marked(self.rule.spec_without_dial)
+
+    def _marked(self, rule: str) -> str:
+        where = f"start={quoted(self.start)},end={quoted(self.end)}" if self.span is None else f"span={self.span}"
+        return _added(rule, where + (",outside=true" if self.outside else ""))
+
+    def risk(self, evidence: Evidence) -> Tensor:
+        """The inner rule's risk; infinite where the rule does not hold."""
+        assert self.start_ids is not None and self.end_ids is not None, "bind the rule to a tokenizer first"
+        assert evidence.context_ids is not None, "a span needs the text before the block: Need.CONTEXT"
+        parents = range(-1, len(evidence.token_ids) - 1) if evidence.parents is None else evidence.parents
+        context = evidence.context_ids.tolist()
+        drafted = evidence.token_ids.tolist()
+        longest = max(len(self.start_ids), len(self.end_ids))
+        # After each place: the last few tokens, and whether the span is open there.
+        states = {ROOT: (context[-longest:], inside_span(context, self.start_ids, self.end_ids))}
+        inside = []
+        for node, parent in enumerate(parents):
+            tail, is_open = states[parent]
+            leaves_by = self.start_ids[0] if self.outside else self.end_ids[0]
+            inside.append(is_open is not self.outside and drafted[node] != leaves_by)
+            tail = [*tail, drafted[node]][-longest:]
+            opened = last_occurrence(tail, self.start_ids) == len(tail)
+            closed = last_occurrence(tail, self.end_ids) == len(tail)
+            states[node] = (tail, opened or (is_open and not closed))
+        mask = torch.tensor(inside, dtype=torch.bool, device=evidence.token_ids.device)
+        return torch.where(mask, self.rule.risk(evidence), math.inf)
+
+
+@dataclass(frozen=True)
+class StrictFirst(Wrapper):
+    """A rescuing rule that holds from a place of the answer on; its first tokens are decoded losslessly.
+
+    The first tokens of an answer decide how it is written, and whether it is refused. A prompt does not count, nor do
+    earlier turns of a conversation.
+    """
+
+    name = "strict_first"
+
+    rule: Rule
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        require_whole("strict_first", self.num_tokens, 1)
+        require_rescuing(self.rule, "strict_first")
+        if isinstance(self.rule, StrictFirst):
+            raise SpecError("strict_first is given twice")
+
+    @property
+    def parts(self) -> tuple[Rule, ...]:
+        return (self.rule,)
+
+    def with_parts(self, parts: Sequence[Rule]) -> Self:
+        return dataclasses.replace(self, rule=parts[0])
+
+    @property
+    def traits(self) -> Traits:
+        """Those of the rule inside, which now reads how long the answer is."""
+        inside = self.rule.traits
+        return dataclasses.replace(inside, needs=inside.needs | {Need.ANSWER_PLACES}, truncates=False)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return {**self.rule.params, "strict_first": self.num_tokens}
+
+    @property
+    def spec(self) -> str:
+        return _added(self.rule.spec, f"strict_first={self.num_tokens}")
+
+    @property
+    def spec_without_dial(self) -> str:
+        return _added(self.rule.spec_without_dial, f"strict_first={self.num_tokens}")
+
+    def risk(self, evidence: Evidence) -> Tensor:
+        """The inner rule's risk; infinite among the answer's first tokens."""
+        assert evidence.answer_places is not None, "the answer's length is needed: Need.ANSWER_PLACES"
+        return torch.where(evidence.answer_places >= self.num_tokens, self.rule.risk(evidence), math.inf)
+
+
+def restricted(rule: Rule, restrict: Callable[[Rule], Rule]) -> Rule:
+    """The rule with every part of its compositions restricted alike, so that its specification can say so."""
+    if isinstance(rule, AllOf | AnyOf):
+        return rule.with_parts([restricted(part, restrict) for part in rule.parts])
+    return restrict(rule)
+
+
+def _added(spec: str, parameters: str) -> str:
+    return spec + ("," if ":" in spec else ":") + parameters

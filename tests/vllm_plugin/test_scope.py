@@ -1,0 +1,140 @@
+"""Thinking only, in one flag, and its relatives; what a request may require; a server that is strict only."""
+
+import pytest
+
+from reprieve.errors import SpecError
+from reprieve.rules import LosslessRule
+from reprieve.vllm_plugin import configuration
+from reprieve.vllm_plugin.configuration import load_menu, require_markers, source_of
+from reprieve.vllm_plugin.menu import STRUCTURED_OUTPUTS, Menu
+from reprieve.vllm_plugin.policy import RequestError
+from tests.kit.chats import byte_tokenizer
+from tests.rules.test_spans import Vocabulary
+
+JUDGE = "judge:path=reprieve/arithmetic-judge,threshold=0.1"
+
+
+@pytest.fixture(autouse=True)
+def _no_variable(monkeypatch):
+    monkeypatch.delenv(configuration.VARIABLE, raising=False)
+
+
+def spec_of(config):
+    return load_menu(source_of(config), "somebody/model").rules[0].spec
+
+
+@pytest.mark.parametrize(
+    ("beside", "spec"),
+    [
+        ({}, "margin:delta=3"),
+        ({"span": "thinking"}, "margin:delta=3,span=thinking"),
+        ({"span": {"start": "<a>", "end": "<b>"}}, "margin:delta=3,start=<a>,end=<b>"),
+        ({"span": "qwen3"}, "margin:delta=3,start=<think>,end=</think>"),
+        ({"strict_in": "tool_calls"}, "margin:delta=3,span=tool_calls,outside=true"),
+        ({"strict_first": 16}, "margin:delta=3,strict_first=16"),
+        ({"strict_first": 4, "span": "thinking"}, "margin:delta=3,span=thinking,strict_first=4"),
+    ],
+)
+def test_one_flag_restricts_the_rule(beside, spec):
+    assert spec_of({"reprieve": "margin:delta=3", **beside, "another_plugins": 1}) == spec
+    assert spec_of({"reprieve": {"rule": "margin:delta=3", **beside}}) == spec
+
+
+def test_requests_name_a_restricted_rule_as_they_did():
+    menu = Menu.load({"rule": "margin:delta=3", "span": "thinking", "strict_first": 4})
+    assert list(menu.policies) == ["margin"] and menu.choose({"reprieve_rule": "margin"}).name == "margin"
+
+
+def test_a_flag_restricts_all_rules_and_all_their_parts():
+    given = {"rules": [{"rule": "top_k:k=2"}, {"rule": "margin:delta=3|floor:min_prob=0.2,strict_first=2"}]}
+    menu = load_menu(source_of({"reprieve": given, "span": "thinking"}), "somebody/model")
+    assert [rule.spec for rule in menu.rules] == [
+        "top_k:k=2,span=thinking",
+        "margin:delta=3,span=thinking|floor:min_prob=0.2,span=thinking,strict_first=2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"reprieve": "margin:delta=3", "spann": "thinking"}, "'spann' is not known, did you mean 'span'"),
+        ({"reprieve": "margin:delta=3", "strict_frist": 4}, "did you mean 'strict_first'"),
+        ({"reprieve": "margin:delta=3", "span": "answers"}, "span must be one of thinking, tool_calls"),
+        ({"reprieve": "margin:delta=3", "span": {"start": "<a>"}}, "span must name both markers"),
+        ({"reprieve": "margin:delta=3", "span": "thinking", "strict_in": "tool_calls"}, "give span or strict_in"),
+        ({"reprieve": "margin:delta=3", "strict_first": 0}, "strict_first must be 1 or more"),
+        ({"reprieve": "margin:delta=3", "strict_first": True}, "strict_first must be a whole number"),
+        ({"reprieve": "fuzzy:threshold=0.3", "span": "thinking"}, "a span takes rules that rescue"),
+        ({"reprieve": "margin:delta=3,span=thinking", "span": "thinking"}, "has a span already"),
+        ({"reprieve": {"rule": "margin:delta=3", "strict_first": 4}, "strict_first": 4}, "must be given once"),
+        ({"reprieve": "margin:delta=3", "strict_only": "yes"}, "strict_only must be true or false"),
+    ],
+)
+def test_what_would_not_restrict_is_refused(config, said):
+    with pytest.raises(SpecError, match=said):
+        spec_of(config)
+
+
+def test_a_model_without_markers_is_refused_by_name_and_one_with_them_is_not():
+    menu = load_menu({"reprieve": "margin:delta=3", "span": "thinking"}, "somebody/model")
+    with pytest.raises(SpecError, match="model 'somebody/model': span thinking: the tokenizer has no tokens for it"):
+        require_markers(menu, "somebody/model", Vocabulary)
+    require_markers(menu, "somebody/model", byte_tokenizer)
+    require_markers(load_menu("margin:delta=3", "somebody/model"), "somebody/model", lambda: 1 / 0)
+
+
+def test_the_reasoning_parsers_markers_come_first():
+    given = source_of({"reprieve": "margin:delta=3", "span": "thinking", "strict_first": 2})
+    menu = load_menu(given, "somebody/model", thinking=("<reason>", "</reason>"))
+    assert menu.rules[0].spec == "margin:delta=3,start=<reason>,end=</reason>,strict_first=2"
+
+
+def test_structured_outputs_are_strict_where_the_policy_says_so():
+    asked = {STRUCTURED_OUTPUTS: True}
+    assert not Menu.load("margin:delta=3").choose(asked).strict
+    menu = Menu.load({"rule": "margin:delta=3", "strict_structured_outputs": True})
+    assert menu.choose(asked).strict and not menu.choose({STRUCTURED_OUTPUTS: False}).strict
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({"reprieve_require": "lossless"}, True),
+        ({"reprieve_require": "certified"}, True),
+        ({"reprieve_require": "lossless", "reprieve_leniency": "strict"}, False),
+        ({"reprieve_require": "lossless", "reprieve_rule": "off"}, False),
+        ({"reprieve_require": "certified", "reprieve_leniency": "certified"}, False),
+        ({"reprieve_require": "certified", "reprieve_threshold": 0.01}, False),
+        ({"reprieve_require": "certified", "reprieve_threshold": 0.2}, True),
+        ({"reprieve_require": "lossless", "reprieve_leniency": "certified"}, True),
+        ({"reprieve_require": "safe"}, True),
+    ],
+)
+def test_a_request_gets_what_it_requires_or_an_error(fields, refused):
+    menu = Menu.load(JUDGE)
+    if not refused:
+        menu.choose(fields)
+        return
+    with pytest.raises(RequestError, match="reprieve_require") as error:
+        menu.choose(fields)
+    assert error.value.parameter == "reprieve_require"
+
+
+def test_a_requirement_holds_under_every_load():
+    menu = Menu.load({"rule": JUDGE, "default": "strict", "by_load": {"8": 0.02}})
+    assert menu.choose({}).follows_load
+    menu.choose({"reprieve_require": "certified"})
+    with pytest.raises(RequestError, match=r"reprieve_require=lossless: this request would get judge at 0.02"):
+        menu.choose({"reprieve_require": "lossless"})
+
+
+def test_a_strict_server_decodes_losslessly_and_refuses_leniency():
+    menu = load_menu(source_of({"reprieve": {"rule": JUDGE, "fast": 0.2}, "strict_only": True}), "reprieve/x")
+    menu = menu.change(lambda policy: policy)
+    for fields in ({}, {"reprieve_rule": "on"}, {"reprieve_rule": "off"}, {"reprieve_leniency": "strict"}):
+        assert isinstance(menu.choose(fields).rule, LosslessRule)
+    for fields in ({"reprieve_leniency": "fast"}, {"reprieve_threshold": 0.01}, {"reprieve_leniency": "certified"}):
+        with pytest.raises(RequestError, match=r"decodes losslessly only \(strict_only\)"):
+            menu.choose(fields)
+    with pytest.raises(RequestError, match="reprieve_treshold is not known"):
+        menu.choose({"reprieve_treshold": 0.1})
