@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -36,12 +37,14 @@ pytestmark = pytest.mark.skipif(V2, reason="these start servers; V2's interprete
 SMALL = "max_model_len=512,max_num_seqs=16"
 PAIR = PairSettings(ARITHMETIC.name, dtype="float32")
 VLLM = EngineSettings(f"vllm:{SMALL}")
+MARK = f"REPRIEVE_TESTS={os.getpid()}"  # in the environment of all that these tests start
 
 
 @pytest.fixture(autouse=True)
 def processes(monkeypatch):
     """As outside of tests: other tests have vLLM's engine in their own process."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv(*MARK.split("="))
     yield
     deadline = time.monotonic() + 30
     while servers() and time.monotonic() < deadline:
@@ -50,10 +53,21 @@ def processes(monkeypatch):
 
 
 def servers():
-    """Processes of servers that were started by these tests, and of their engines."""
+    """Processes of servers that were started by these tests, and of their engines; never those of others."""
     listed = subprocess.run(["ps", "-eo", "pid,stat,args"], capture_output=True, text=True, check=True).stdout
     lines = [line.split() for line in listed.splitlines() if "reprieve.backends.child" in line or "VLLM::" in line]
-    return [int(pid) for pid, state, *_ in lines if not state.startswith("Z")]
+    return [int(pid) for pid, state, *_ in lines if not state.startswith("Z") and is_ours(pid)]
+
+
+GROUPS = set()  # of processes; engines rename themselves, and with that lose the mark
+
+
+def is_ours(pid):
+    with contextlib.suppress(OSError):  # it has ended
+        if MARK.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            GROUPS.add(os.getpgid(pid))
+        return os.getpgid(pid) in GROUPS
+    return False
 
 
 def kill_servers():
