@@ -54,7 +54,9 @@ benchmark: $(READY)
 
 # A real pair and its study: hours on two cores, minutes on a GPU; goes on where it was stopped. DATA names a folder with
 # GSM8K's and HumanEval's JSONL where the hub cannot be reached.
-real-pair: $(READY)
+GPU := $(shell command -v nvidia-smi 2>/dev/null)
+real-pair: $(READY) $(if $(GPU),,$(VLLM)/.ready)
+	$(if $(GPU),$(BIN)/python -m pip install --quiet vllm)
 	$(BIN)/python benchmarks/real_pair.py $(if $(DATA),--data $(DATA))
 	$(BIN)/python benchmarks/tables.py run $(REAL)
 

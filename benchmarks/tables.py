@@ -304,7 +304,9 @@ def run(names: list[str]) -> None:
     """
     for name in names:
         table, folder = tables()[name], RUNS / name
-        binaries = ROOT / table["environment"] / "bin" if "environment" in table else Path(sys.executable).parent
+        binaries = ROOT / table.get("environment", ".") / "bin"
+        if not binaries.is_dir():  # without an environment of its own; on a GPU, vLLM is in this one
+            binaries = Path(sys.executable).parent
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # scripts import `recipes`
         for command in table["run"]:
             words = words_of(name, command)

@@ -35,13 +35,13 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def save_chat_pair(folder: Path) -> tuple[str, str]:
-    """Folders of target and draft."""
+def save_chat_pair(folder: Path, *, head_dim: int = 16) -> tuple[str, str]:
+    """Save the pair; returns the folders of target and draft. vLLM's CPU build needs heads of 32 or more."""
     tokenizer = byte_tokenizer()
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=1024, bos_token_id=None,
+        num_key_value_heads=1, head_dim=head_dim, max_position_embeddings=1024, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=False,
     )  # fmt: skip
     target = Qwen3ForCausalLM(config)

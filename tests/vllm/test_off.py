@@ -20,17 +20,15 @@ def answers(llm, **asked):
     from reprieve.tasks import load_task
 
     prompts = [problem.prompt for problem in load_task("arithmetic").problems("test", NUM_PROMPTS)]
-    params = [
-        SamplingParams(
-            temperature=0.8 * (place % 2),
-            seed=place,
-            logprobs=1,
-            max_tokens=MAX_TOKENS,
-            extra_args=asked or None,
-        )
-        for place in range(len(prompts))
-    ]
-    made = llm.generate(prompts, params, use_tqdm=False)
+    made = []
+    for temperature, part in ((0.0, prompts[::2]), (0.8, prompts[1::2])):  # batches that mix both do not repeat here
+        params = [
+            SamplingParams(
+                temperature=temperature, seed=seed, logprobs=1, max_tokens=MAX_TOKENS, extra_args=asked or None
+            )
+            for seed in range(len(part))
+        ]
+        made += llm.generate(part, params, use_tqdm=False)
     return [
         (
             list(output.token_ids),

@@ -17,7 +17,7 @@ EVERYTHING = "top_k:k=300"
 def pair(tmp_path_factory):
     if V2:
         cpu_kernels.mend_interpreter()
-    return save_chat_pair(tmp_path_factory.mktemp("chats"))
+    return save_chat_pair(tmp_path_factory.mktemp("chats"), head_dim=64)
 
 
 def engine(pair, beside):
