@@ -1,4 +1,7 @@
-"""Off means off: with the plugin configured, requests that switch it off get the bytes of a vLLM without it."""
+"""Off means off: with the plugin configured, requests that switch it off get the bytes of a vLLM without it.
+
+Greedy requests on both model runners, sampled ones on V2.
+"""
 
 import json
 import os
@@ -10,8 +13,9 @@ from vllm import SamplingParams
 from tests.vllm import cpu_kernels
 from tests.vllm.runner import V2
 
-# Triton's interpreter takes ten times as long; every second prompt is sampled.
+# Triton's interpreter takes ten times as long.
 NUM_PROMPTS, MAX_TOKENS = (16, 8) if V2 else (200, 16)
+BATCH = 8
 RULE = "top_k:k=6"
 
 
@@ -21,14 +25,19 @@ def answers(llm, **asked):
 
     prompts = [problem.prompt for problem in load_task("arithmetic").problems("test", NUM_PROMPTS)]
     made = []
-    for temperature, part in ((0.0, prompts[::2]), (0.8, prompts[1::2])):  # batches that mix both do not repeat here
-        params = [
-            SamplingParams(
-                temperature=temperature, seed=seed, logprobs=1, max_tokens=MAX_TOKENS, extra_args=asked or None
-            )
-            for seed in range(len(part))
-        ]
-        made += llm.generate(part, params, use_tqdm=False)
+    for start in range(0, len(prompts), BATCH):
+        # Sampled answers of V1's CPU build differ from process to process even without the plugin (vLLM issue 55005).
+        temperature = 0.8 * (start // BATCH % 2) if V2 else 0.0
+        made += llm.generate(
+            prompts[start : start + BATCH],
+            [
+                SamplingParams(
+                    temperature=temperature, seed=seed, logprobs=1, max_tokens=MAX_TOKENS, extra_args=asked or None
+                )
+                for seed in range(BATCH)
+            ][: len(prompts) - start],
+            use_tqdm=False,
+        )
     return [
         (
             list(output.token_ids),
