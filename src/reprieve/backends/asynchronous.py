@@ -11,7 +11,7 @@ S = TypeVar("S")
 
 
 async def results_of(items: Iterable[S], make: Callable[[S], Awaitable[T]], *, num_parallel: int) -> AsyncIterator[T]:
-    """What `make` gives for each item, as they come, so many under way at once.
+    """Yield the results of `make` as they come, at most `num_parallel` under way at once.
 
     After the first failure nothing more is begun; it is raised once what was under way has ended and was given out.
     """

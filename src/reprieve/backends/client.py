@@ -130,7 +130,7 @@ class Client:
         async with self._room:
             told = await self._somewhere(asked, functools.partial(_read_prompt, num_rows))
         if len(told) < num_rows or None in told:
-            raise EngineError("the server tells no log-probabilities of prompts (prompt_logprobs): it has to be vLLM")
+            raise EngineError("the server reports no log-probabilities of prompts (prompt_logprobs): use a vLLM server")
         # The text's own last token stands for nothing.
         return [_likeliest(one, num_candidates) for one in told]
 
@@ -183,7 +183,7 @@ def _likeliest(told: Mapping[str, Any] | None, num: int) -> dict[int, float]:
 
 
 def _extra_body(params: SamplingParams, extra: Mapping[str, Any] | None, keep_stop: bool) -> dict[str, Any]:
-    """What OpenAI's API has no word for, in vLLM's words."""
+    """Fields that vLLM adds to OpenAI's API."""
     # Neutral values: else a server takes those of the model's generation_config.json.
     neutral = {"repetition_penalty": 1.0, "min_p": 0.0}
     body: dict[str, Any] = {"return_token_ids": True, "top_k": params.top_k or -1, **neutral}

@@ -1,4 +1,4 @@
-"""Who starts the servers that `--engine` names."""
+"""Deployers by engine: new vLLM servers, or running ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from reprieve.settings import PairSettings
 
 
 def make_deployer(settings: ServerSettings, pair: PairSettings, dtype: str) -> Deployer:
-    """Who starts the servers that `--engine` names.
+    """Return the deployer that starts or finds the servers of `--engine`.
 
     Raises:
         EngineError: running servers that do not answer.

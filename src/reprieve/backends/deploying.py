@@ -1,4 +1,4 @@
-"""What servers are asked to hold, and who starts them."""
+"""Slots that servers must fill, and the deployers that start these servers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TARGET, DRAFT, PAIR = "target", "draft", "pair"
 
 @dataclass
 class Slot:
-    """What a server is asked for: a model alone, or the pair with rules.
+    """Contents of a server: a model alone, or the pair with rules.
 
     Args:
         role: target, draft or pair.
@@ -47,7 +47,7 @@ class Slot:
 
     @property
     def key(self) -> tuple[str, int, str]:
-        """What cannot be changed from request to request."""
+        """Parts that no request can change: the role with its method, K, and the drafter."""
         role = f"{self.role} {json.dumps(self.method)}" if self.method else self.role
         return role, self.num_draft_tokens, self.drafter
 
@@ -57,17 +57,17 @@ class Slot:
             self.rules.append(rule)
 
     def offers(self, rule: Rule) -> bool:
-        """Whether requests can ask for this rule."""
+        """Return whether requests can select this rule."""
         if isinstance(rule, LosslessRule):
             return True
         return fields_of(rule, {str(number): portable_spec(one) for number, one in enumerate(self.rules)}) is not None
 
 
 def fields_of(rule: Rule | None, offered: Mapping[str, str]) -> dict[str, Any] | None:
-    """What a request says to get a rule from a server that offers these (portable specifications by name).
+    """Return the request fields that select a rule among the offered ones (portable specifications by name).
 
     Returns:
-        Nothing for no rule, or where the server has none; None where it does not offer this one.
+        Empty for no rule, or if the server has no rules; None if the server does not offer this rule.
     """
     if rule is None or (isinstance(rule, LosslessRule) and not offered):
         return {}
@@ -116,7 +116,7 @@ class Deployer(Protocol):
         ...
 
     def refusal(self, slot: Slot, rule: Rule | None) -> str:
-        """Why there can be no server for this; empty where there can."""
+        """Return the reason why no server can do this; empty if one can."""
         ...
 
 
@@ -138,7 +138,7 @@ class VllmDeployer:
         return start_vllm(self.deployment(slot), self.settings)
 
     def deployment(self, slot: Slot) -> Deployment:
-        """What vLLM is told.
+        """Return vLLM's settings for a server with these contents.
 
         Raises:
             ReprieveError: a model that cannot be found.
@@ -196,7 +196,7 @@ class VllmDeployer:
         )
 
     def words(self, slot: Slot) -> str:
-        """What a server is to hold, for people."""
+        """Describe a server's contents for messages."""
         if slot.role != PAIR:
             return f"the {slot.role} alone"
         rules = f", {len(slot.rules)} rules" if slot.rules else ""
@@ -253,7 +253,7 @@ def client_of(running: Running, settings: ServerSettings) -> Client:
 
 
 def drafter_fingerprints(drafter: str, target: str) -> dict[str, str]:
-    """What identifies the weights that a drafter brings with it for a target, from its files alone."""
+    """Fingerprints of the weights that a drafter has of its own, computed from its files."""
     settings: Any = DRAFTERS.make(drafter)
     if settings.name != "eagle3":
         return {}

@@ -121,7 +121,7 @@ class LocalEngine:
 
 
 class _Worker:
-    """What a worker process keeps between jobs."""
+    """State that a worker process keeps between jobs."""
 
     def __init__(self, config: RunConfig, arms: Sequence[Arm]) -> None:
         pair = load_pair(config.target, config.draft, dtype=config.dtype, device=config.device)

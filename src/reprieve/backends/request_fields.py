@@ -1,4 +1,4 @@
-"""What requests say to a server with rules, and what no rule can have from vLLM."""
+"""Request fields that select rules on a server, and rules that vLLM cannot run."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _SECONDS = 10.0
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What a server says it is; None for what it does not say."""
+    """Facts that a server reports about itself; None for each one that it does not report."""
 
     version: str | None = None
     runner: str | None = None
@@ -46,7 +46,7 @@ class Running:
 
 
 def facts_of(urls: Sequence[str]) -> ServerFacts:
-    """What all of these servers say of themselves.
+    """Return the facts that all of these servers agree on.
 
     Raises:
         EngineError: one of them does not answer.
@@ -82,7 +82,7 @@ def model_of(url: str, wanted: str | None) -> str:
 
 
 def answers(url: str) -> bool:
-    """Whether a server is up and well."""
+    """Return whether a server is up and healthy."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=_SECONDS) as response:
             return bool(response.status == 200)

@@ -54,7 +54,7 @@ class ServedEngine:
 
     @property
     def facts(self) -> EngineFacts:
-        """What the server says it is; one is started for that, if none is up."""
+        """Facts that the server reports; starts a server if none is up."""
         if self._up is None:
             pairs = [slot for slot in self._slots.values() if slot.role == PAIR]
             self._serve(max(pairs, key=lambda slot: len(slot.rules), default=Slot(TARGET)))
@@ -198,7 +198,7 @@ class ServedEngine:
         return list(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
 
     def _fields(self, arm: Arm, running: Running) -> dict[str, Any]:
-        """What a request says to get this arm.
+        """Return the request fields that select this arm.
 
         Raises:
             SpecError: the server does not offer it.
@@ -233,14 +233,14 @@ class ServedEngine:
 
 
 def _require_numbers(arm: Arm, made: Completion) -> None:
-    """Refuse a speculating server that tells no numbers of its requests.
+    """Refuse a speculating server that does not report metrics per request.
 
     Raises:
         EngineError: says which flag it needs.
     """
     if arm.rule is not None and not made.speculation and len(made.token_ids) > _FEW:
         raise EngineError(
-            "the server tells no numbers of its speculation: start it with --per-request-spec-decode-metrics summary"
+            "the server reports no speculation metrics: start it with --per-request-spec-decode-metrics summary"
         )
 
 

@@ -1,4 +1,4 @@
-"""Which engine answers, as `--engine` names it: a record for each kind. No server is touched here."""
+"""Settings of the engine that `--engine` names, one record for each kind. Nothing here contacts a server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SERVED_DRAFT_TOKENS = 8  # what `auto` is on servers, whose runners draft as man
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What answers.
+    """Engine that generates the answers.
 
     Args:
         engine: local; vllm (started here, with the plugin); openai:url=http://HOST:PORT (a running server); or
@@ -31,11 +31,11 @@ class EngineSettings:
 
     @property
     def local(self) -> bool:
-        """Whether it is the engine of this process."""
+        """True if the engine runs in this process."""
         return self.engine == LOCAL
 
     def draft_tokens(self, *wanted: NumDraftTokens) -> tuple[NumDraftTokens, ...]:
-        """What was asked for, as this engine can have it, each once."""
+        """Return the requested draft lengths in the form that this engine supports, without duplicates."""
         if self.local:
             return wanted
         return tuple(dict.fromkeys(SERVED_DRAFT_TOKENS if k == AUTO else k for k in wanted))
@@ -57,7 +57,7 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What all servers have.
+    """Settings that all kinds of servers share.
 
     Args:
         parallel: requests under way at once; the server makes batches of them.

@@ -32,12 +32,12 @@ _LOG_LINES = 12
 
 @dataclass(frozen=True)
 class Deployment:
-    """What a server is to hold.
+    """Model, speculation and rules of one server.
 
     Args:
         model: folder or hub id.
         speculation: vLLM's speculative configuration; None for none, and then there is no plugin either.
-        rules: what requests may ask for.
+        rules: rules that requests can select.
     """
 
     model: str
@@ -129,7 +129,7 @@ def _require_told(facts: ServerFacts, deployment: Deployment) -> None:
 
 @dataclass
 class _Why:
-    """What a server that has ended said last."""
+    """Explanation of a server's failure: its exit status and the last errors in its log."""
 
     process: subprocess.Popen[bytes]
     log: Path

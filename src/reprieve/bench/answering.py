@@ -109,7 +109,7 @@ class Answerer:
 def reply_of(
     arm: Arm, made: Generation, tokenizer: Decodes, stop: tuple[str, ...], *, energy_j: float | None = None
 ) -> Reply:
-    """What the local engine made, as every engine tells it."""
+    """Convert the local engine's output to the `Reply` that all engines return."""
     return Reply(
         text=made.text,
         finish_reason=made.finish_reason,
@@ -128,7 +128,7 @@ def reply_of(
 
 
 def record_of(arm: Arm, problem_id: str, made: Sequence[Reply]) -> ProblemRecord:
-    """What is kept of an answer of one turn or several, not graded yet."""
+    """Return the record of an answer of one turn or several, not graded yet."""
     last = made[-1]
     joules = [part.energy_j for part in made if part.energy_j is not None]
     return ProblemRecord(

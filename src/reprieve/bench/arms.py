@@ -62,7 +62,7 @@ class Arm:
 
     @property
     def folded(self) -> bool:
-        """Whether a head of its rule was trained out of fold."""
+        """True if a head of its rule was trained out of fold."""
         return self.rule is not None and any(isinstance(head, FoldedHead) for _, head in self.rule.heads)
 
     def decoder(
@@ -84,9 +84,9 @@ class Arm:
         )
 
     def unchecked(self, conditions: Conditions | None) -> Conditions | None:
-        """What the certificates beside its head are still to be held against: nothing, where one was named.
+        """Return the conditions to check against the certificates in its head's folder; None if one was named.
 
-        A run holds the named one against its conditions itself.
+        The run itself checks a named certificate against its conditions.
         """
         return None if self.certificate is not None else conditions
 
@@ -240,7 +240,7 @@ def _own_k(text: str, spec: str | Rule) -> NumDraftTokens:
 
 
 def _own_settings(spec: str) -> tuple[str, dict[str, str]]:
-    """What an arm says before and after its `@K=` and `@drafter=`."""
+    """Split an arm into its rule and its `@K=` and `@drafter=` settings."""
     name, *parts = _OWN.split(spec)
     own = dict(part.split("=", 1) for part in parts)
     if len(own) != len(parts) or not all(own.values()):

@@ -1,4 +1,4 @@
-"""What a run measures: kept in its folder, and compared when it is resumed."""
+"""Configuration of a run: stored in the run's folder, and compared when the run is resumed."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class RunConfig:
         )
 
     def conditions(self, engine: Described, arm: Arm) -> Conditions:
-        """What a certificate of this arm holds for."""
+        """Return the conditions under which a certificate of this arm is valid."""
         return Conditions(
             pair=engine.facts.identity,
             task=self.task,

@@ -25,7 +25,7 @@ class EnergyMeter:
 
     @property
     def source(self) -> str:
-        """Where the joules come from, or why there are none."""
+        """Sources of the energy readings, or the reason why there are none."""
         parts = (["NVML"] if self._gpu else []) + (["RAPL"] if self._domains else [])
         return "+".join(parts) or "unavailable: this machine reports no energy (no RAPL counters, no NVML)"
 
@@ -36,7 +36,7 @@ class EnergyMeter:
         for path in self._domains:
             now = _microjoules(path) or 0
             passed = now - self._last[path]
-            if passed < 0:  # the counter has started anew
+            if passed < 0:  # the counter wrapped around
                 passed += int((path / "max_energy_range_uj").read_text())
             self._processor_j += passed / 1e6
             self._last[path] = now

@@ -1,4 +1,4 @@
-"""What a run asks of an engine."""
+"""Interface that a run needs from an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine is: part of every run's configuration and of every certificate."""
+"""Facts about an engine: part of every run's configuration and of every certificate."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from reprieve.settings import NumDraftTokens
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What decodes.
+    """Kind, version and device of the engine that decodes.
 
     Args:
         engine: local or vllm; openai for a server that does not say what it is.
         engine_version, runner: a server's release and model runner; None where there is none, or it is not known.
-        engine_arguments: flags of its own that a person gave a server.
-        device: where it runs, as far as is known.
+        engine_arguments: further flags that the server was started with.
+        device: device that it runs on, if known.
     """
 
     identity: PairIdentity
@@ -32,11 +32,11 @@ class EngineFacts:
 
 
 class Described(Protocol):
-    """What can say of itself what it is."""
+    """Interface of engines that report facts about themselves."""
 
     @property
     def facts(self) -> EngineFacts:
-        """What decodes."""
+        """Kind, version and device of this engine."""
         ...
 
     def fingerprints(self, drafter: str) -> dict[str, str]:
@@ -44,11 +44,11 @@ class Described(Protocol):
         ...
 
     def draft_tokens(self, arm: Arm, drafter: str) -> NumDraftTokens:
-        """How many tokens a round of an arm drafts, as certificates have it: K, `auto`, or `auto:` and a head."""
+        """Draft length of an arm, as certificates record it: K, `auto`, or `auto:` and a head."""
         ...
 
     def refusal(self, arm: Arm, drafter: str) -> str:
-        """Why it cannot decode as this arm does; empty where it can."""
+        """Return the reason why the engine cannot run this arm; empty if it can."""
         ...
 
     def expect(self, arms: Sequence[Arm], drafter: str) -> None:

@@ -1,4 +1,4 @@
-"""Where and with what a measurement was made."""
+"""Environment of a measurement: hardware, software versions and commit."""
 
 from __future__ import annotations
 

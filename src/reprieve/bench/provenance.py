@@ -1,4 +1,4 @@
-"""Which characters of an answer came from the target, and which were drafted."""
+"""Provenance of each character of an answer: from the target, or drafted."""
 
 from __future__ import annotations
 

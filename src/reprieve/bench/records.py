@@ -1,4 +1,4 @@
-"""What a run leaves behind: one line per problem and arm, written as it happens and read back to resume."""
+"""Records of a run: one line per problem and arm, written at once and read again to resume."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reprieve.json_lines import append_line, read_lines, record_from
 
 @dataclass(frozen=True)
 class ProblemRecord:
-    """How one arm did on one problem. Seconds are wall clock; counts are of generated tokens."""
+    """Result of one arm on one problem. Seconds are wall clock; counts are of generated tokens."""
 
     arm: str
     problem_id: str
@@ -40,7 +40,7 @@ class ProblemRecord:
 
     @property
     def unread(self) -> bool:
-        """Whether it ended by itself and no answer could be read in it: counted as wrong, and apart from wrong ones."""
+        """True if the answer ended by itself but holds no final answer: counted as wrong, and reported separately."""
         return self.answer is None and self.error is None and self.finish_reason != "length"
 
 

@@ -25,7 +25,7 @@ _LONGEST_ROUND = 40
 
 @dataclass
 class Sources:
-    """What the named folders hold."""
+    """Runs, certificates and judgements found in the named folders."""
 
     runs: list[tuple[dict[str, Any], list[ProblemRecord]]] = field(default_factory=list)
     certificates: list[Certificate] = field(default_factory=list)
@@ -182,7 +182,7 @@ def _arm_summary(arm: dict[str, Any]) -> str:
 
 
 def _lengths(arms: list[dict[str, Any]], rows: Any, colours: dict[str, str]) -> list[tuple[str, float, Markup]]:
-    """How many tokens each round committed, arm by arm."""
+    """Bars of the tokens that each round committed, for each arm."""
     charts = []
     longest = 0
     counted = {}

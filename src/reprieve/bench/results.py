@@ -319,7 +319,7 @@ def _against_allocation(label: str, rows: Rows) -> list[float]:
 
 
 def _random_allocation(rows: Rows) -> list[dict[str, float]]:
-    """What sending a share of the problems to the draft alone would give: the line every rule has to beat."""
+    """Points for sending a share of the problems to the draft alone: the baseline that every rule must beat."""
     target, draft = _totals(rows[TARGET_ONLY]).sum(0), _totals(rows[DRAFT_ONLY]).sum(0)
     accuracies = [column(rows[label], lambda r: r.correct).mean() for label in (TARGET_ONLY, DRAFT_ONLY)]
     line = []

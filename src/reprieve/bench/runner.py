@@ -112,7 +112,7 @@ class Runner:
         return True
 
     def _missing(self, arms: list[Arm]) -> list[Job]:
-        """What is not answered yet, in the order it is to be; what failed is tried once more."""
+        """Return the unanswered jobs in the order to run them; failed ones are tried once more."""
         done = {(record.arm, record.problem_id, record.trial) for record in self.records if not record.error}
         jobs = []
         places = [(number, trial) for number in range(len(self.problems)) for trial in range(self.config.num_trials)]

@@ -1,4 +1,4 @@
-"""What is measured, and how: a record for each protocol."""
+"""Settings of measurements: one record for each protocol."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reprieve.settings import (
 
 @dataclass(frozen=True)
 class RunSettings(ProblemSettings):
-    """What a run asks of every arm.
+    """Settings that a run applies to every arm.
 
     Args:
         num_trials: Answers per problem and arm, each with draws of its own.
@@ -36,7 +36,7 @@ class RunSettings(ProblemSettings):
 
 @dataclass(frozen=True)
 class SpeedSettings:
-    """How speed under load is measured, beside the answers: on servers only.
+    """Measurement of speed under load, in addition to the answers. Requires a server engine.
 
     Args:
         concurrency: Requests under way at once, such as 1,8,32.
@@ -58,7 +58,7 @@ class SpeedSettings:
 
 @dataclass(frozen=True)
 class VerdictSettings:
-    """How a language model compares the answers, for tasks without right ones (AutoJudge, appendix L).
+    """Comparison of answers by a language model, for tasks without right answers (AutoJudge, appendix L).
 
     Args:
         judge: openai:model=NAME,url=ADDRESS; the key comes from OPENAI_API_KEY. Default: no verdicts.

@@ -29,7 +29,7 @@ then end with a number from 1 to 10 in double brackets, such as [[7]].
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the judge said of one answer: -1, 0 or 1 beside the baseline's, or a grade from 1 to 10."""
+    """The judge's verdict on one answer: -1, 0 or 1 relative to the baseline's, or a grade from 1 to 10."""
 
     arm: str
     problem_id: str

@@ -37,7 +37,7 @@ class Generate(Command):
         rule: The rule, such as margin:delta=2.
         dial: This request's own value of the rule's dial.
         drafter: draft, ngram:max_ngram=3, or eagle3:path=FOLDER.
-        num_draft_tokens: K, drafted tokens a round; auto for as many as pay, or auto:path=HEAD.
+        num_draft_tokens: K, drafted tokens a round; auto (adaptive), or auto:path=HEAD.
         max_new_tokens: Exact largest number of new tokens.
         stop: A text that ends the answer. Repeatable.
         template: auto, raw or chat: how the prompt is wrapped; auto is chat where one of the next two is given.

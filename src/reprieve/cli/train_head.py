@@ -162,7 +162,7 @@ class TrainStateArbiter(TrainHead):
         return train_state_arbiter
 
     def told(self, head: Head) -> list[str]:
-        """See `TrainHead`."""
+        """Lines on how good a head is."""
         from reprieve.heads.base import auc_text
 
         made = head.training

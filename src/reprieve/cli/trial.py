@@ -45,7 +45,7 @@ class Trial:
 
     @property
     def doubt(self) -> str:
-        """Why long work on these answers may be lost; empty where there is no reason."""
+        """Return the reason why long work on these answers may be lost; empty if there is none."""
         if not self.num_read:
             return f"no answer could be read: check --grader and the prompt. {self.example}"
         if not self.num_right:

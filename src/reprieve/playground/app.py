@@ -70,7 +70,7 @@ def create_app(settings: PlaygroundSettings, worker: Worker, menu: Menu, prompts
 
 
 class Service:
-    """What the routes do."""
+    """Handlers of the routes."""
 
     def __init__(
         self, settings: PlaygroundSettings, worker: Worker, menu: Menu, prompts: Prompts, metrics: Metrics
@@ -82,7 +82,7 @@ class Service:
         self.metrics = metrics
 
     def admits(self, headers: Headers) -> bool:
-        """Whether a request carries the key, if one is needed."""
+        """Return whether a request carries the API key, if one is set."""
         if self.settings.api_key is None:
             return True
         scheme, _, given = headers.get("authorization", "").partition(" ")

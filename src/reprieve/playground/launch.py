@@ -174,7 +174,7 @@ def _fitted(policy: Policy, pair: Pair, settings: PlaygroundSettings) -> Policy:
 
 
 def _num_draft_tokens(policy: Policy, settings: PlaygroundSettings) -> NumDraftTokens:
-    """What was asked for; where that is left to us, K of the policy's certificate, which holds for no other."""
+    """Return the configured draft length; for `auto`, the K that the policy's certificate is valid for."""
     if settings.num_draft_tokens == AUTO and policy.certificate is not None:
         certified = policy.certificate.conditions.num_draft_tokens
         if isinstance(certified, int):

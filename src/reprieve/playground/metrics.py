@@ -1,4 +1,4 @@
-"""What the server counts, in Prometheus's own format."""
+"""Metrics of the server in Prometheus's text format."""
 
 from __future__ import annotations
 

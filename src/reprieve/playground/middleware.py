@@ -1,4 +1,4 @@
-"""What stands before the routes: a limit on bodies, held while they arrive, and the API key."""
+"""Middleware before the routes: a limit on body sizes, enforced while a body arrives, and the API key."""
 
 from __future__ import annotations
 

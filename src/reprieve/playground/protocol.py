@@ -37,7 +37,7 @@ _FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 class RequestBody(BaseModel):
-    """What both kinds of completion take. Unknown fields are refused, and so are known ones that would do nothing."""
+    """Fields of both kinds of completion. Refuses unknown fields, and known ones that would have no effect."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -160,7 +160,7 @@ class Message(BaseModel):
 
 
 class TemplateOptions(BaseModel):
-    """What a chat template is told beside the messages."""
+    """Options of a chat template besides the messages."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -197,7 +197,7 @@ class Texts(Protocol):
 
 @dataclass
 class _Place:
-    """Where a choice's log-probabilities have come to."""
+    """Position that a choice's log-probabilities have reached."""
 
     num_characters: int = 0
     last: int | None = None  # token
@@ -246,7 +246,7 @@ class Replies:
         }
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """What a streamed chat begins with."""
+        """Return the first chunk of a streamed chat; None for completions."""
         return self._chunk(index, {"role": "assistant", "content": ""}) if self.chat else None
 
     def piece(self, index: int, token: Token, text: str, num_logprobs: int | None) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""How a server behaves."""
+"""Settings of the playground server."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True)
 class PlaygroundSettings:
-    """How a server behaves.
+    """Settings of the playground server.
 
     Args:
         model_name: What clients call the model. Default: the target.
         drafter: draft, ngram:max_ngram=3, or eagle3:path=FOLDER.
-        num_draft_tokens: K, drafted tokens a round; auto for as many as pay, or auto:path=HEAD.
+        num_draft_tokens: K, drafted tokens a round; auto (adaptive), or auto:path=HEAD.
         host: Address to listen on; anything but loopback lets others in.
         port: 0 takes a free one.
         api_key: Clients must send it. Default: $REPRIEVE_API_KEY, if it is set.
@@ -65,11 +65,11 @@ class PlaygroundSettings:
         if self.max_changed is not None:
             require_range("max_changed", self.max_changed, 0.0, 1.0)
             if not self.check_share:
-                raise SpecError("max_changed needs check_share above 0: without checks there is nothing to alarm of")
+                raise SpecError("max_changed needs check_share above 0: without checks there is nothing to alert on")
 
     @property
     def asked(self) -> PromptSettings:
-        """How chats are put to the model that do not say themselves."""
+        """Prompt settings for chats that do not set their own."""
         given = self.system_prompt is not None or self.thinking is not None
         return PromptSettings(chat_template=given, system_prompt=self.system_prompt, thinking=self.thinking)
 

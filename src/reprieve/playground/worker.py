@@ -63,7 +63,7 @@ class _Cancelled(Exception):
 
 @dataclass
 class QueuedRequest:
-    """What a request wants, and the way its events come back to the event loop that asked.
+    """A request, and the callback that sends its events to the event loop that queued it.
 
     Args:
         prompts: token ids, one list for each choice.

@@ -72,7 +72,7 @@ def model_markers(span: str, tokenizer: VocabularySource) -> tuple[str, str]:
 
 
 def is_token(text: str, tokenizer: VocabularySource) -> bool:
-    """Whether a text is one token, and not the token for unknown text."""
+    """Return whether a text is one token, and not the token for unknown text."""
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     return len(token_ids) == 1 and tokenizer.decode(list(token_ids)).strip() == text
 
@@ -87,7 +87,7 @@ def last_occurrence(tokens: Sequence[int], marker: Sequence[int]) -> int:
 
 
 def inside_span(tokens: Sequence[int], start_ids: Sequence[int], end_ids: Sequence[int]) -> bool:
-    """Whether a text is inside a span: `start` was seen, and `end` not since."""
+    """Return True if `start` occurs after the last `end`."""
     return last_occurrence(tokens, start_ids) > last_occurrence(tokens, end_ids)
 
 

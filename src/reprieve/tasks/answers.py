@@ -1,4 +1,4 @@
-"""Where a response says its final answer: `\\boxed{}`, `####`, or a phrase, as instruct models write them."""
+"""Extraction of a response's final answer: `\\boxed{}`, `####`, or a phrase, as instruct models write them."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ def _places(said: str) -> list[_Place]:
 
 
 def after_thinking(text: str) -> str | None:
-    """What follows a response's thinking; None where the thinking was cut off."""
+    """Return the text after a response's thinking; None if the thinking was cut off."""
     end = max((text.rfind(mark) + len(mark) for mark in THINKING_ENDS if mark in text), default=0)
     rest = text[end:]
     return None if any(mark in rest for mark in THINKING_BEGINS) else rest
 
 
 def _boxed(text: str) -> Iterator[tuple[int, str]]:
-    """Where boxes begin, and what is in them; one that is never closed is none."""
+    """Yield the position and content of each closed box."""
     begins = {match.end() - 1: match.start() for match in _BOXED.finditer(text)}
     if not begins:
         return
@@ -113,7 +113,7 @@ def _boxed(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _behind(text: str, match: re.Match[str]) -> str:
-    """What follows a phrase, as far as an answer can reach."""
+    """Return the text after a phrase, up to the longest possible answer."""
     return text[match.end() : match.end() + _LONGEST]
 
 

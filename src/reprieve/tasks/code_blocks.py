@@ -36,7 +36,7 @@ def _without_marks(text: str) -> str:
 
 
 def is_fenced(text: str) -> bool:
-    """Whether a response has a block with something in it."""
+    """Return whether a response contains a block that is not empty."""
     return any(token.content.strip() for token in _fences(textwrap.dedent(text)))
 
 

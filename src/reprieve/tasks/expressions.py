@@ -1,4 +1,4 @@
-"""When two written answers are the same number or expression, by math-verify."""
+"""Equality of written answers as numbers or expressions, by math-verify."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CHOICE = re.compile(r"\(\s*([A-Za-z])\s*\)")
 
 
 def same_expression(answer: str, other: str) -> bool:
-    """Whether two answers are equivalent: `1.5` and `3/2`, `\\frac{1}{2}` and `0.5`, `\\$1,000` and `1000 dollars`.
+    """Return whether answers are equivalent: `1.5` and `3/2`, `\\frac{1}{2}` and `0.5`, `\\$1,000` and `1000 dollars`.
 
     Words are compared as words. Answers that could take for ever to evaluate are equal only where they are written
     alike.
@@ -78,7 +78,7 @@ def _rewritten(text: str) -> str:
 
 
 def _apart(ours: list[Any], theirs: list[Any]) -> bool:
-    """Whether both are values that differ by more than rounding: math-verify rounds, so that 2^-99 equals 2^-98."""
+    """Return whether both are values that differ by more than rounding (math-verify rounds: 2^-99 equals 2^-98)."""
     values = []
     for side in (ours, theirs):
         value: Any = side[0] if side else None
@@ -101,7 +101,7 @@ def _bare(text: str) -> str:
 
 
 def _too_hard(text: str) -> bool:
-    """Whether evaluating an answer could take for ever: factorials, towers, huge exponents; or it is no answer."""
+    """Return whether evaluation could run forever (factorials, towers, huge exponents), or the text is no answer."""
     if len(text) > _LONGEST or max(map(text.count, "({[")) > 20:
         return True
     return "!" in text or text.count("^") > 8 or bool(_TOWER.search(text) or _HUGE_EXPONENT.search(text))

@@ -1,4 +1,4 @@
-"""How answers are read and compared, by name: shared by tasks, and open to other packages."""
+"""Graders by name, which read and compare answers: shared by tasks, and open to other packages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Grader(Protocol):
         ...
 
     def equivalent(self, answer: str | None, other: str | None) -> bool:
-        """Whether two extracted answers are the same; an absent answer equals nothing."""
+        """Return whether two extracted answers are the same; an absent answer equals nothing."""
         ...
 
 

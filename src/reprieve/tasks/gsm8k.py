@@ -33,7 +33,7 @@ class Gsm8kTask(Task):
             there is such a file. None for the hub.
         shots: worked training problems before each question, 0 to 64.
         context: training questions, unsolved, before all that: AutoJudge's long-context benchmark has 250
-            (appendix M.2). Drawn anew for each question, always the same ones for it.
+            (appendix M.2). Drawn for each question separately; the same question always gets the same ones.
     """
 
     path: str | None = None
@@ -94,7 +94,7 @@ class Gsm8kTask(Task):
 
     @property
     def _has_validation(self) -> bool:
-        """Whether validation problems are in a file of their own."""
+        """True if validation problems have a file of their own."""
         path = self.path or ""
         return "{split}" in path and Path(path.replace("{split}", "validation")).is_file()
 

@@ -133,7 +133,7 @@ def whole_number(text: str) -> Number | None:
 
 
 def same_number(left: Number, right: Number) -> bool:
-    """Whether two are equal; `50%` is 50 as well as 0.5, and 5 is 5 km, but 5 m is not."""
+    """Return whether two are equal; `50%` is 50 as well as 0.5, and 5 is 5 km, but 5 m is not."""
     if left.name and right.name and left.name != right.name:
         return False
     units = {_CURRENCIES.get(number.unit, number.unit) for number in (left, right)}

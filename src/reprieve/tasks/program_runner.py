@@ -257,7 +257,7 @@ def answer_calls(channel: Channel) -> None:
 
 
 class Elsewhere:
-    """What the candidate's process keeps: it can be called and handed back, and equals only itself."""
+    """Reference to an object in the candidate's process: callable, can be passed back, equals only itself."""
 
     def __init__(self, channel: Channel, number: int) -> None:
         self._channel, self._number = channel, number
@@ -298,7 +298,7 @@ class Elsewhere:
 
     @classmethod
     def named(cls, channel: Channel, expression: str) -> Any:
-        """What an expression is over there."""
+        """Return the value of an expression in the candidate's process."""
         channel.send({"look": expression})
         return cls(channel, -1)._received(channel.receive())
 
@@ -318,7 +318,7 @@ class Names(dict):  # type: ignore[type-arg]
 
 
 def _change(ours: Any, theirs: Any) -> Any:
-    """What a call did to an argument, seen by all who hold it; returns what stands in its place."""
+    """Apply a call's changes to an argument in place, if its type allows; return the object to use from now on."""
     if isinstance(ours, list | deque) and type(ours) is type(theirs):
         if len(ours) == len(theirs):  # else one cannot tell which of the inner ones is which
             theirs = [_change(*both) for both in zip(ours, theirs, strict=True)]

@@ -29,7 +29,7 @@ _DEFINED = re.compile(r"^def (\w+)", re.MULTILINE)
 
 @dataclass
 class ProgramsTask(FileTask):
-    """What programming tasks share.
+    """Base of the programming tasks.
 
     Args:
         seconds, memory_mb: limits of each run of a program.
@@ -61,14 +61,14 @@ class ProgramsTask(FileTask):
         return None if said is None else BREAK.join(code_blocks(said)).rstrip() or None
 
     def equivalent(self, answer: str | None, other: str | None) -> bool:
-        """Whether a program passes; `other` is the problem's reference: its tests."""
+        """Return whether a program passes; `other` is the problem's reference: its tests."""
         if answer is None or other is None:
             return False
         verdicts = self.known_verdicts(answer, other)
         return bool(verdicts) and all(verdicts)
 
     def same(self, problem: TaskProblem, answer: str | None, other: str | None) -> bool:
-        """Whether two programs do alike in every test (AutoJudge, section 4.2)."""
+        """Return whether two programs get the same result in every test (AutoJudge, section 4.2)."""
         if answer is None or other is None:
             return False
         ours, theirs = (self.known_verdicts(program, problem.reference) for program in (answer, other))
@@ -88,7 +88,7 @@ class ProgramsTask(FileTask):
         return known
 
     def verdicts(self, answer: str, reference: str) -> list[bool]:
-        """Which of the reference's tests a program passes."""
+        """Return for each of the reference's tests whether a program passes it."""
         raise NotImplementedError
 
     def _problem(self, row: dict[str, Any], where: str) -> TaskProblem:
@@ -238,7 +238,7 @@ def _imports(setup: str) -> str:
 
 
 def _printed(finished: ProgramResult, wanted: str) -> bool:
-    """Whether a program ended well and printed the wanted lines, compared as the benchmark's own grader does.
+    """Return whether a program ended well and printed the wanted lines, compared as the benchmark's grader does.
 
     `testing_util.py` of LiveCodeBench compares lines as texts, and else their numbers, exactly: 0.30 is 0.3, but what
     0.1 + 0.2 prints is not.

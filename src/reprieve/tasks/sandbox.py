@@ -40,7 +40,7 @@ _MOST_THREADS = 32  # of each process, on average
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run of a program may use.
+    """Resource limits of one run of a program.
 
     Args:
         seconds: wall clock, and processor seconds of each process.
@@ -63,7 +63,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """How a program ended. Output is what it wrote before, cut where it was too long."""
+    """Result of a program. Output is the text that it wrote, truncated if it was too long."""
 
     exit_code: int  # negative, or above 128: killed, by a limit or a signal
     stdout: str
@@ -103,12 +103,12 @@ class Sandbox:
 
     @property
     def mechanism(self) -> str:
-        """What isolates programs here: "bubblewrap", "sandlock", or "none"."""
+        """Mechanism that isolates programs on this host: "bubblewrap", "sandlock", or "none"."""
         return self._mechanism.name
 
     @property
     def isolated(self) -> bool:
-        """Whether programs are isolated."""
+        """True if programs are isolated."""
         return type(self._mechanism) is not Unisolated
 
     def run(self, program: str, stdin: str = "") -> ProgramResult:
@@ -116,7 +116,7 @@ class Sandbox:
         return self._run({"program": program, "stdin": stdin}, grade=False)
 
     def passes(self, candidate: str, checks: str, setup: str = "") -> bool:
-        """Whether `checks`, run on what a candidate's functions give, reach their end.
+        """Return whether `checks`, run on the results of a candidate's functions, reach their end.
 
         The candidate runs in a process of its own and sends back plain values; the checks, and a number drawn for this
         run that must be shown at the end, are in another that it never shared.
@@ -146,7 +146,7 @@ class Sandbox:
         return finished
 
     def _why_not(self, mechanism: Unisolated) -> str | None:
-        """Why a mechanism does not isolate here; None where it does. Tried, not guessed."""
+        """Return the reason why a mechanism does not isolate here, found by trying it; None if it does."""
         limits = replace(self.limits, seconds=max(self.limits.seconds, _PROBE_S))
         for program, wanted in (("print(1)", "1"), ("open('/var/tmp/reprieve-probe', 'w')", None)):
             try:
@@ -208,7 +208,7 @@ def _wait(process: subprocess.Popen[bytes], job: bytes, limits: Limits, is_withi
 
 
 def _is_within(process: int, mechanism: Unisolated, limits: Limits, folder: Path | None, disk: int) -> bool:
-    """Whether all of a program's processes together keep within the limits now."""
+    """Return whether all of a program's processes together keep within the limits now."""
     found = descendants(process)
     programs = [process, *found] if type(mechanism) is Unisolated else list(found)[1:]  # the first stands over them
     if len(programs) > limits.num_processes or sum(found.values()) > _MOST_THREADS * limits.num_processes:

@@ -1,4 +1,4 @@
-"""What tasks from files and data sets have in common: rows, splits, and problems told apart by their questions."""
+"""Base of tasks from files and data sets: rows, splits, and problems identified by their questions."""
 
 from __future__ import annotations
 

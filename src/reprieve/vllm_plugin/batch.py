@@ -48,13 +48,13 @@ class Row:
 
     @property
     def strict(self) -> bool:
-        """Whether vLLM's own check is to stand."""
+        """True if only vLLM's own check applies."""
         return not self.trusted or isinstance(self.rule, LosslessRule)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What the engine knows about the drafted tokens of one round."""
+    """Tensors that the engine has for the drafted tokens of one round."""
 
     token_ids: Tensor  # [N], int64; negative ones are padding
     scores: Tensor  # [N, V], the target's logits after penalties, masks, temperature, top-k and top-p
@@ -77,7 +77,7 @@ class Batch:
         return self.possible & (self.token_ids >= 0)
 
     def evidence(self, index: slice, *, greedy: bool, context_ids: Tensor | None = None) -> Evidence:
-        """What a rule may see of some tokens, as if all of their requests sampled, or none of them."""
+        """Evidence for a rule about some tokens, as if all of their requests sampled, or none of them."""
         token_ids = self.token_ids[index].clamp_min(0)
         scores = self.scores[index]
         uniforms = None if greedy or self.uniforms is None else self.uniforms[index]
@@ -108,7 +108,7 @@ class Batch:
 
 @dataclass
 class Decisions:
-    """What the engine is to do with each drafted token; where neither flag is set, its own check stands."""
+    """Decision on each drafted token; vLLM's own check decides if neither flag is set."""
 
     accept: Tensor  # [N], bool
     refuse: Tensor  # [N], bool
@@ -124,7 +124,7 @@ class Decisions:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the drafted tokens' requests asked of one rule."""
+    """Settings of one rule for each drafted token, from the token's request."""
 
     limits: Tensor  # [N], float64: each request's own threshold
     relaxed: Tensor  # [N], bool: whether the request asked for this rule
@@ -167,7 +167,7 @@ def decide(rows: Sequence[Row], batch: Batch) -> Decisions:
 
 
 def by_request(rule: Rule) -> bool:
-    """Whether it must be asked request by request, for which the host waits for the device."""
+    """Return whether the rule must run request by request, for which the host waits for the device."""
     return rule.traits.reads_block or rule.traits.limited or rule.traits.relaxes_target
 
 

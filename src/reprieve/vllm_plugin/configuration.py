@@ -1,4 +1,4 @@
-"""Where the plugin's configuration comes from, and what a vLLM set-up must offer a rule."""
+"""Sources of the plugin's configuration, and requirements of the rules on a vLLM set-up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TESTED = Path(__file__).with_name("tested.json")
 
 
 def source_of(additional_config: Any) -> Any:
-    """What `--additional-config` says, else the environment variable; None where the plugin is off.
+    """Return the value from `--additional-config`, else from the environment variable; None if the plugin is off.
 
     Raises:
         SpecError: a key that looks like a misspelt one of ours: without it a rule would hold where it should not.
@@ -122,7 +122,7 @@ def require_markers(menu: Menu, target: str, tokenizer: Callable[[], Any]) -> No
 
 
 def version_warning(version: str, runner: str) -> str:
-    """What to say of a vLLM that was not run with this plugin; empty for the tested ones."""
+    """Return a warning about a vLLM version that was not tested with this plugin; empty for tested ones."""
     rows = [(row["vllm"], row["runner"]) for row in json.loads(TESTED.read_text(encoding="utf-8"))]
     minor = version.split(".")[:2]
     if any(tested.split(".")[:2] == minor and runner == kind for tested, kind in rows):

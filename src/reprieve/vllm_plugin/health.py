@@ -1,4 +1,4 @@
-"""Whether the rule is in force in every worker."""
+"""Check that the rule is in force in every worker."""
 
 from __future__ import annotations
 

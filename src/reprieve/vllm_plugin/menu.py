@@ -41,7 +41,7 @@ def stops(policy: Policy) -> list[float]:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a request gets: one of the offered rules, in its own setting."""
+    """Rule of one request: one of the offered rules, in the request's own setting."""
 
     name: str
     rule: Rule
@@ -118,12 +118,12 @@ class Menu:
 
     @cached_property
     def needs(self) -> frozenset[Need]:
-        """What at least one of the rules reads."""
+        """Union of the inputs that the rules read."""
         return frozenset().union(*(rule.traits.needs for rule in self.rules))
 
     @cached_property
     def reads_raw_logits(self) -> bool:
-        """Whether a rule reads the model's own distribution, as heads do, beside the one that tokens are drawn from."""
+        """True if a rule, such as a head, also reads the model's distribution before sampling parameters."""
         states = {Need.NODE_HIDDEN, Need.PARENT_HIDDEN}
         return bool(states & self.needs) or any(rule.traits.beyond_truncation for rule in self.rules)
 
@@ -202,7 +202,7 @@ def _name_of(rule: Rule) -> str:
 
 
 def _with(settings: dict[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
-    """A rule's settings and those beside it.
+    """Merge a rule's settings with those next to it.
 
     Raises:
         SpecError: one of them is given twice.

@@ -1,4 +1,4 @@
-"""What a request may ask of the rule, and what it gets: the same words on vLLM and on the local server.
+"""Policy for the rule settings of requests, the same on vLLM and on the local server.
 
 A request names a threshold, a level (`strict`, `certified`, `fast`), or switches the rule off. The operator says what
 the levels mean and how far a request may go.
@@ -194,7 +194,7 @@ class Policy:
         return [self.standard, *(rule for _, rule in self._rules_by_load)]
 
     def covers(self, rule: Rule) -> bool:
-        """Whether the certificate covers a setting of the rule; the lossless check needs none."""
+        """Return whether the certificate covers a setting of the rule; the lossless check needs none."""
         if isinstance(rule, LosslessRule):
             return True
         certificate = self.certificate
@@ -269,7 +269,7 @@ class Policy:
 
 
 def read_settings(source: Any) -> dict[str, Any]:
-    """What a configuration says: a rule's specification, a JSON file's path, or its content.
+    """Return the settings from a rule's specification, a JSON file's path, or its content.
 
     Raises:
         ReprieveError: a file that cannot be read.
@@ -306,7 +306,7 @@ def _loads(given: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _differences(certificate: Certificate, conditions: Mapping[str, Any]) -> list[str]:
-    """What is known to be otherwise than where a certificate was made."""
+    """Return the conditions that are known to differ from those of a certificate."""
     made = certificate.conditions
     return [
         f"{name} {value} (certified: {getattr(made, name)})"

@@ -27,21 +27,21 @@ logger = logging.getLogger("vllm.reprieve")
 
 
 def asked_by(sampling_params: Any) -> dict[str, Any]:
-    """What a request's parameters say to the rules: its extra arguments, and whether its output is structured."""
+    """Return a request's settings for rules: its extra arguments, and whether its output is structured."""
     structured = getattr(sampling_params, "structured_outputs", None) is not None
     return {**(sampling_params.extra_args or {}), STRUCTURED_OUTPUTS: structured}
 
 
 @dataclass(frozen=True)
 class RequestRules:
-    """What a request chose, and what is left of its budget."""
+    """Choice of one request, and the rest of its risk budget."""
 
     choice: Choice
     budget: RiskBudget
 
     @property
     def strict(self) -> bool:
-        """Whether no rule will ever touch it."""
+        """True if no rule will ever apply to the request."""
         return self.choice.strict and not self.choice.follows_load
 
 
@@ -58,7 +58,7 @@ class RoundRequest:
 
 @dataclass
 class Counts:
-    """What one round or several did for one request; lists are by position in the block."""
+    """Counts of one round or several for one request; lists are by position in the block."""
 
     rule: str
     num_rounds: int = 0
@@ -177,7 +177,7 @@ class WorkerRules:
         return rows
 
     def known(self, request_id: str, asked: Callable[[], Mapping[str, Any] | None]) -> RequestRules:
-        """What a request chose, resolved at its first round."""
+        """Return a request's choice, resolved at its first round."""
         known = self._known.get(request_id)
         return self.admit(request_id, asked) if known is None else known
 
@@ -269,7 +269,7 @@ class WorkerRules:
         return label
 
     def take_marks(self) -> dict[str, dict[str, Any]]:
-        """What is to be said of requests since the last call, by request."""
+        """Return the marks for requests since the last call, by request, and clear them."""
         marks = {}
         while self._marks:
             request_id, told = self._marks.popleft()
@@ -277,7 +277,7 @@ class WorkerRules:
         return marks
 
     def label(self, name: str, rule: Rule) -> str:
-        """What counters call a rule in force: its name and, where the operator set it, the value of its dial."""
+        """Return a rule's label for counters: its name and, if the operator set it, the value of its dial."""
         value = rule.dial_value
         if value is None:
             return name

@@ -1,4 +1,4 @@
-"""Where vLLM starts up, and where requests come in: on both model runners.
+"""Entry points of the plugin at vLLM's startup and at each request, on both model runners.
 
 No kernel is replaced: see `v1.sampler` and `v2.processor`. What a version must have for that is listed in `probing`.
 """
@@ -74,7 +74,7 @@ def _menu(vllm_config: Any) -> Menu | None:
 
 
 def _conditions(vllm_config: Any) -> dict[str, Any]:
-    """What a server knows of what a certificate holds for."""
+    """Return the conditions of certificates that a server knows."""
     from vllm.version import __version__
 
     spec = vllm_config.speculative_config
@@ -93,7 +93,7 @@ def _runner(vllm_config: Any) -> str:
 
 
 def _about(vllm_config: Any, menu: Menu) -> dict[str, str]:
-    """What the metrics page says of this server."""
+    """Return the labels of this server for the metrics page."""
     rules = {name: portable_spec(policy.rule) for name, policy in menu.policies.items()}
     return {**{name: str(value) for name, value in _conditions(vllm_config).items()}, "rules": json.dumps(rules)}
 

@@ -1,4 +1,4 @@
-"""What the task files here call. Importing it makes the model type `reprieve` known to lm-evaluation-harness."""
+"""Functions that the task files call. Importing this module registers the model type `reprieve` in lm_eval."""
 
 from typing import Any
 

@@ -26,7 +26,7 @@ FRACTIONS = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth"}
 
 @dataclass(frozen=True)
 class Ranges:
-    """How large the numbers of a problem are: pairs are (smallest, largest), single numbers the largest."""
+    """Sizes of a problem's numbers: pairs are (smallest, largest), single numbers the largest."""
 
     start: tuple[int, int]
     change: int

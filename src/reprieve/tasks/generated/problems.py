@@ -31,7 +31,7 @@ FAMILY_WEIGHTS = {"chain": 1.0, "compare": 0.3, "shop": 1.0, "work": 1.0, "share
 
 @dataclass(frozen=True)
 class Contents:
-    """What a set of problems is like.
+    """Composition of a set of problems.
 
     Args:
         family_weights: relative frequency of each family.
@@ -85,7 +85,7 @@ class GeneratedProblem:
 
 
 class Teller(Protocol):
-    """How a model words its solutions."""
+    """Interface that words the solutions of one model."""
 
     def tell(self, problem: GeneratedProblem, rng: random.Random) -> Segments:
         """A problem's worked solution."""

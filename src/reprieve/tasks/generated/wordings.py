@@ -1,4 +1,4 @@
-"""How the miniature's solutions are told: five wordings of everything, preferences, slips that are noticed.
+"""Wordings of the miniature's solutions: five for everything, preferences, slips that are noticed.
 
 At every *place* of a solution (introduction, opener, hedge, body, order of operands, order of steps) there are several
 wordings. A `Voice` prefers some of them, others in other contexts, so that both models are spread over all wordings,
@@ -40,7 +40,7 @@ _SWAPPED = 0.25  # share of the operand order and step order that a voice does n
 
 @dataclass(frozen=True)
 class Voice:
-    """What one model prefers to say, and how often it slips.
+    """Preferred wordings of one model, and the rate of its slips.
 
     Args:
         seed: of the order in which it prefers the wordings of each context.
@@ -115,7 +115,7 @@ def _draw(voice: Voice, place: str, context: str) -> random.Random:
 
 
 def _body(step: ProblemStep, template: str) -> tuple[str, str]:
-    """What stands before and after the equation."""
+    """Return the text before the equation and the text after it."""
     before, after = template.split("{equation}")
     words = {"subject": step.subject, "verb": step.verb, "unit": step.unit, "tail": step.tail}
     return before.format(**words), after.format(**words)

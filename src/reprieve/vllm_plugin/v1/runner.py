@@ -59,7 +59,7 @@ class Hooks:
             self._record_drafts(runner.drafter)
 
     def try_out(self, size: int) -> list[tuple[int, int]]:
-        """See `selftest.require_works`."""
+        """Return token pairs for the self-test: of a request with the rule, and of one without."""
         return try_out(self, size)
 
     def _record_drafts(self, drafter: Any) -> None:
@@ -160,7 +160,7 @@ class Hooks:
         return spread(places, torch.long, device)
 
     def _embeddings(self, token_ids: Tensor, target_logits: Tensor) -> dict[str, Tensor]:
-        """What the target reads for each drafted token, and for its own most likely one; every rank takes part."""
+        """Target's input embeddings of each drafted token and of its own most likely one; every rank takes part."""
         embed = self.runner.get_model().embed_input_ids
         return {"token_embeddings": embed(token_ids), "top_embeddings": embed(target_logits.argmax(-1))}
 

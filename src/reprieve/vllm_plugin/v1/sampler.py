@@ -26,7 +26,7 @@ from reprieve.vllm_plugin.rounds import RoundRequest, WorkerRules
 
 
 class Hooks(Protocol):
-    """What the sampler needs of a runner's hooks."""
+    """Interface of a runner's hooks that the sampler uses."""
 
     rules: WorkerRules
 
@@ -43,7 +43,7 @@ class Hooks(Protocol):
 
 @dataclass
 class V1Round:
-    """What belongs to the round that is being sampled."""
+    """State of the round that is being sampled."""
 
     hooks: Hooks
     state: Any  # vLLM's ExecuteModelState

@@ -143,7 +143,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
         return None if isinstance(rule, LosslessRule) else rule
 
     def _asked(self, name: str, slots: Sequence[int], ctx: LogitsContext) -> Asked:
-        """What each row's request asked of a rule, gathered from a table by slot that changes with requests only."""
+        """Settings of a rule for each row's request, gathered from a table by slot that changes with requests only."""
         assert self.round is not None
         policy = self.rules.menu.policies[name]
         at_load = policy.at_load(self.round.num_requests).dial_value if policy.by_load else None
@@ -235,7 +235,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
         )
 
     def _draft(self, ctx: LogitsContext, current: V2Round, token_ids: Tensor, *, sampling: bool) -> dict[str, Tensor]:
-        """What the drafter's distributions say of the drafted tokens; nothing where it keeps none."""
+        """Return the drafter's distributions for the drafted tokens; empty if it keeps none."""
         draft = current.draft_scores(ctx)
         if draft is None:
             return {}

@@ -75,7 +75,7 @@ class Hooks:
         patch_rejection(self.processor)
 
     def try_out(self, size: int) -> list[tuple[int, int]]:
-        """See `selftest.require_works`."""
+        """Return token pairs for the self-test: of a request with the rule, and of one without."""
         return try_out(self, size)
 
     def _begin(self, hidden_states: Tensor, input_batch: Any) -> None:
@@ -159,7 +159,7 @@ def patch_rejection(processor: RuleProcessor) -> None:
 
 
 def _refused(chunk: Chunk, target_logits: Tensor, draft_sampled: Tensor) -> tuple[Tensor, Tensor]:
-    """What vLLM verifies, changed where a rule refuses a token or verifies against another distribution."""
+    """Return vLLM's inputs, changed where a rule refuses a token or verifies against another distribution."""
     decisions = chunk.decisions
     if decisions.scores is not None:
         target_logits = torch.where(decisions.relaxed.unsqueeze(-1), decisions.scores, target_logits)
