@@ -92,7 +92,36 @@ def inside_span(tokens: Sequence[int], start_ids: Sequence[int], end_ids: Sequen
 
 
 @dataclass(frozen=True)
-class InsideSpan(Wrapper):
+class _Restricted(Wrapper):
+    """A rule that holds in a part of the text; its specification is that rule's with further parameters."""
+
+    rule: Rule
+
+    @property
+    def _parameters(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def parts(self) -> tuple[Rule, ...]:
+        return (self.rule,)
+
+    def with_parts(self, parts: Sequence[Rule]) -> Self:
+        return dataclasses.replace(self, rule=parts[0])
+
+    @property
+    def spec(self) -> str:
+        return self._restricted(self.rule.spec)
+
+    @property
+    def spec_without_dial(self) -> str:
+        return self._restricted(self.rule.spec_without_dial)
+
+    def _restricted(self, spec: str) -> str:
+        return spec + ("," if ":" in spec else ":") + self._parameters
+
+
+@dataclass(frozen=True)
+class InsideSpan(_Restricted):
     """A rescuing rule that holds only between two markers (thinking tokens, say); strict outside. Or the reverse.
 
     A token is judged by the text before it, the drafted tokens it follows included; the first token of the marker that
@@ -101,7 +130,6 @@ class InsideSpan(Wrapper):
 
     name = "inside_span"
 
-    rule: Rule
     start: str = ""
     end: str = ""
     outside: bool = False  # the reverse: strict between the markers
@@ -117,13 +145,6 @@ class InsideSpan(Wrapper):
                 raise SpecError("give span, or start and end, not both")
         elif not self.start or not self.end:
             raise SpecError(f"a span needs both start and end, got start={self.start!r}, end={self.end!r}")
-
-    @property
-    def parts(self) -> tuple[Rule, ...]:
-        return (self.rule,)
-
-    def with_parts(self, parts: Sequence[Rule]) -> Self:
-        return dataclasses.replace(self, rule=parts[0])
 
     @property
     def traits(self) -> Traits:
@@ -148,16 +169,9 @@ class InsideSpan(Wrapper):
         return {**self.rule.params, **where, "outside": self.outside}
 
     @property
-    def spec(self) -> str:
-        return self._marked(self.rule.spec)
-
-    @property
-    def spec_without_dial(self) -> str:
-        return self._marked(self.rule.spec_without_dial)
-
-    def _marked(self, rule: str) -> str:
+    def _parameters(self) -> str:
         where = f"start={quoted(self.start)},end={quoted(self.end)}" if self.span is None else f"span={self.span}"
-        return _added(rule, where + (",outside=true" if self.outside else ""))
+        return where + (",outside=true" if self.outside else "")
 
     def risk(self, evidence: Evidence) -> Tensor:
         """The inner rule's risk; infinite where the rule does not hold."""
@@ -183,7 +197,7 @@ class InsideSpan(Wrapper):
 
 
 @dataclass(frozen=True)
-class StrictFirst(Wrapper):
+class StrictFirst(_Restricted):
     """A rescuing rule that holds from a place of the answer on; its first tokens are decoded losslessly.
 
     The first tokens of an answer decide how it is written, and whether it is refused. A prompt does not count, nor do
@@ -192,7 +206,6 @@ class StrictFirst(Wrapper):
 
     name = "strict_first"
 
-    rule: Rule
     num_tokens: int
 
     def __post_init__(self) -> None:
@@ -200,13 +213,6 @@ class StrictFirst(Wrapper):
         require_rescuing(self.rule, "strict_first")
         if isinstance(self.rule, StrictFirst):
             raise SpecError("strict_first is given twice")
-
-    @property
-    def parts(self) -> tuple[Rule, ...]:
-        return (self.rule,)
-
-    def with_parts(self, parts: Sequence[Rule]) -> Self:
-        return dataclasses.replace(self, rule=parts[0])
 
     @property
     def traits(self) -> Traits:
@@ -219,12 +225,8 @@ class StrictFirst(Wrapper):
         return {**self.rule.params, "strict_first": self.num_tokens}
 
     @property
-    def spec(self) -> str:
-        return _added(self.rule.spec, f"strict_first={self.num_tokens}")
-
-    @property
-    def spec_without_dial(self) -> str:
-        return _added(self.rule.spec_without_dial, f"strict_first={self.num_tokens}")
+    def _parameters(self) -> str:
+        return f"strict_first={self.num_tokens}"
 
     def risk(self, evidence: Evidence) -> Tensor:
         """The inner rule's risk; infinite among the answer's first tokens."""
@@ -237,7 +239,3 @@ def restricted(rule: Rule, restrict: Callable[[Rule], Rule]) -> Rule:
     if isinstance(rule, AllOf | AnyOf):
         return rule.with_parts([restricted(part, restrict) for part in rule.parts])
     return restrict(rule)
-
-
-def _added(spec: str, parameters: str) -> str:
-    return spec + ("," if ":" in spec else ":") + parameters
