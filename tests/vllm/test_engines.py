@@ -56,7 +56,7 @@ def servers():
     """Processes of servers that were started by these tests, and of their engines; never those of others."""
     listed = subprocess.run(["ps", "-eo", "pid,stat,args"], capture_output=True, text=True, check=True).stdout
     lines = [line.split() for line in listed.splitlines() if "reprieve.backends.child" in line or "VLLM::" in line]
-    return [int(pid) for pid, state, *_ in lines if not state.startswith("Z") and is_ours(pid)]
+    return [int(pid) for pid, state, *_ in lines if not state.startswith("Z") and is_ours(int(pid))]
 
 
 GROUPS = set()  # of processes; engines rename themselves, and with that lose the mark
