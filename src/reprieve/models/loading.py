@@ -189,8 +189,8 @@ def require_device(name: str | None) -> None:
     """
     if name is None:
         return
-    found = torch.accelerator.current_accelerator()
-    num = 0 if found is None else torch.accelerator.device_count()
+    num = torch.accelerator.device_count()
+    found = torch.accelerator.current_accelerator() if num else None  # PyTorch for CUDA may run without a GPU
     usual = "cpu" if found is None else f"cpu, {found.type}" + (f" or {found.type}:0 to {num - 1}" if num > 1 else "")
     try:
         device = torch.device(name)
