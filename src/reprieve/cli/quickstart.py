@@ -121,7 +121,7 @@ class Quickstart(Command):
             require_whole(name, getattr(self, name), 1)
 
     def run(self) -> int:
-        for module, extra in (("sklearn", "labels"), ("pyarrow", "labels"), ("scipy", "evidence")):
+        for module, extra in (("sklearn", "labels"), ("scipy", "evidence")):
             import_extra(module, extra)  # before hours of mining
         prompt, num_mined, num_certified, provable = self._look()
         if self.look:
