@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,8 @@ from reprieve.bench.config import RunConfig
 from reprieve.bench.results import lossless_for
 from reprieve.bench.settings import SpeedSettings
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
-from reprieve.files import parse_json, whole_lines
+from reprieve.errors import ReprieveError
+from reprieve.json_lines import append_line, read_lines, record_from
 from reprieve.stats import bootstrap_interval
 from reprieve.tasks import Task, TaskProblem
 
@@ -87,8 +87,7 @@ def measure_throughput(
             num_warm = level if turn == 0 else 1
             made, seconds = engine.timed(config, task, arm, asked, concurrency=level, num_warm=num_warm)
             cell = _cell(arm.label, level, turn, made, seconds)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(dataclasses.asdict(cell)) + "\n")
+            append_line(path, dataclasses.asdict(cell))
             done[arm.label, level, turn] = cell
         progress(number, len(places))
     return list(_rows([done[arm.label, level, turn] for level, turn, arm in places], arms))
@@ -131,10 +130,11 @@ def _middle(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _read(path: Path) -> Iterator[Cell]:
-    for line in whole_lines(path, repair=True):
-        values = parse_json(line)
-        pairs = {name: tuple(values[name]) for name in ("first", "per_token", "pieces")}
-        yield Cell(**{**values, **pairs})
+    for where, values in read_lines(path, "cell of a speed measurement", repair=True):
+        try:
+            yield record_from(Cell, values)
+        except ValueError as error:
+            raise ReprieveError(f"{where}: {error}") from None
 
 
 def _rows(cells: Sequence[Cell], arms: Sequence[Arm]) -> Iterator[dict[str, Any]]:

@@ -15,6 +15,7 @@ import numpy as np
 from reprieve.bench.records import ProblemRecord, RecordFile
 from reprieve.errors import ReprieveError, SpecError, require_whole
 from reprieve.files import parse_json, replace_file, whole_lines
+from reprieve.json_lines import append_line
 from reprieve.stats import bootstrap_interval, wilson_interval
 from reprieve.tasks import TaskProblem
 from reprieve.tasks.chat import FIRST_BETTER, SECOND_BETTER, Chat, ask_verdict
@@ -124,8 +125,7 @@ def judge_run(
     async def work(waiting: Iterator[ProblemRecord]) -> None:
         for record in waiting:
             verdict = await judge(record)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(verdict), ensure_ascii=False) + "\n")
+            append_line(path, asdict(verdict))
             verdicts.append(verdict)
             progress(len(verdicts), len(old) + len(todo))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import os
 import signal
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from reprieve.errors import ReprieveError
 from reprieve.files import parse_json, replace_file, whole_lines
+from reprieve.json_lines import append_line
 
 CHECKPOINT = "checkpoint.safetensors"
 CHECKPOINT_SECONDS = 120.0
@@ -200,8 +200,7 @@ class RunLog:
         """Log one step's numbers; `kind` names their origin (`train`, `validation`)."""
         if self.path is None:
             return
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
+        append_line(self.path, {"step": step, "kind": kind, **values})
         if self._writer is not None:
             for name, value in values.items():
                 self._writer.add_scalar(f"{kind}/{name}", value, step)
