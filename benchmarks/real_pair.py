@@ -136,6 +136,47 @@ def convert(gguf: Path, folder: Path) -> None:
     loaded.tokenizer.save_pretrained(folder)
 
 
+def quantise(source: Path, folder: Path) -> None:
+    """Write a model with int8 weights by channel and int8 activations by token, as compressed-tensors (W8A8).
+
+    vLLM runs it on CPUs at several times bfloat16's speed. Embeddings and the output layer stay as they are.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    if folder.is_dir():
+        return
+    print(f"quantising {source.name}", flush=True)
+    weights = {}
+    for path in source.glob("*.safetensors"):
+        for name, weight in load_file(path).items():
+            if name.endswith("_proj.weight"):
+                scale = weight.float().abs().amax(1, keepdim=True).clamp(min=1e-8) / 127
+                weights[f"{name}_scale"] = scale.to(torch.bfloat16)
+                weight = torch.round(weight.float() / scale).to(torch.int8)
+            weights[name] = weight
+    kind = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**kind, "strategy": "channel", "dynamic": False},
+        "input_activations": {**kind, "strategy": "token", "dynamic": True},
+    }
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        ready = Path(temporary) / folder.name
+        shutil.copytree(source, ready, ignore=shutil.ignore_patterns("*.safetensors*"))
+        save_file(weights, ready / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((ready / "config.json").read_text())
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "quantization_status": "compressed",
+            "ignore": ["lm_head"],
+            "config_groups": {"group_0": group},
+        }
+        (ready / "config.json").write_text(json.dumps(config, indent=2))
+        ready.rename(folder)
+
+
 def fetch_data(folder: Path, local: Path | None) -> None:
     """Put the problems into `folder/data`, from a local folder or from the hub."""
     for name, (dataset, configuration, split) in DATA.items():
@@ -169,6 +210,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for model in MODELS:
         fetch_model(model, folder)
+        quantise(folder / model.role, folder / f"{model.role}-w8a8")
     fetch_data(folder, arguments.data)
     LINK.parent.mkdir(exist_ok=True)
     if LINK.is_symlink():

@@ -57,6 +57,10 @@ class ModelPair:
     draft_name: str | None
     _eagle_heads: dict[str, EagleHead] = field(default_factory=dict, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        if any(getattr(model.config, "quantization_config", None) for model in self._models):
+            _ = self.identity  # the first forward of compressed-tensors replaces the weights
+
     @property
     def vocab_size(self) -> int:
         """Columns of the target's logits; the draft's are matched to it."""
@@ -118,6 +122,12 @@ class ModelPair:
         return identify(self.target, self.draft, self.tokenizer, self.target_name, self.draft_name)
 
 
+# Parameters that compressed-tensors adds to a linear layer.
+_QUANTISER = frozenset(
+    f"{of}_{what}" for of in ("weight", "input", "output") for what in ("scale", "zero_point", "g_idx", "global_scale")
+)
+
+
 def identify(
     target: PreTrainedModel, draft: PreTrainedModel | None, tokenizer: Any, target_name: str, draft_name: str | None
 ) -> PairIdentity:
@@ -132,8 +142,12 @@ def identify(
 
 
 def weights_fingerprint(model: PreTrainedModel) -> str:
-    """Return a fingerprint of the first values of every tensor, in bfloat16 so that lower precisions match."""
-    return fingerprint_of(_values(parameter.detach()) for parameter in model.parameters())
+    """Return a fingerprint of the first values of every tensor, in bfloat16 so that lower precisions match.
+
+    Scales and zero points of compressed-tensors do not count, so that a checkpoint's files give the same.
+    """
+    weights = (weight for name, weight in model.named_parameters() if name.rpartition(".")[2] not in _QUANTISER)
+    return fingerprint_of(_values(weight.detach()) for weight in weights)
 
 
 def _values(weights: torch.Tensor) -> torch.Tensor:
@@ -178,7 +192,9 @@ def load_models(
             raise PairError(
                 f"draft {str(draft)!r} has {num_rows} token embeddings, its tokenizer {len(tokenizer)} tokens"
             )
-    return ModelPair(target_model, draft_model, tokenizer, str(target), None if draft is None else str(draft))
+    pair = ModelPair(target_model, draft_model, tokenizer, str(target), None if draft is None else str(draft))
+    _ = pair.identity  # before the first forward, which replaces the weights of compressed-tensors
+    return pair
 
 
 def require_device(name: str | None) -> None:
