@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from reprieve.backends.settings import EngineSettings
-from reprieve.bench.records import ProblemRecord, RecordFile, read_run
+from reprieve.bench.records import RecordFile, read_run
 from reprieve.cli.flags import parse
 from reprieve.drafters import DRAFTERS
 from reprieve.errors import ReprieveError
@@ -145,7 +145,13 @@ def read_bodies(draw: Callable[[Any], Any]) -> None:
         MENU.choose(draw(st.dictionaries(KEYS, VALUES, max_size=3)), num_running=draw(st.integers(0, 10**6)))
 
 
-RECORD = json.dumps(asdict(ProblemRecord("a", "p", True, "7", 10, 2, 8, 6, 1, 0.5, "eos", "7", {"draft": 0.1})))
+RECORD = json.dumps(
+    {
+        "arm": "a", "problem_id": "p", "correct": True, "answer": "7", "text": "7", "finish_reason": "eos",
+        "num_tokens": 10, "num_rounds": 2, "num_drafted": 8, "num_accepted": 6, "num_rescued": 1, "seconds": 0.5,
+        "seconds_by_part": {"draft": 0.1},
+    }
+)  # fmt: skip
 
 
 def read_journals(draw: Callable[[Any], Any], folder: Path) -> None:

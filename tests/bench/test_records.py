@@ -11,8 +11,9 @@ import pytest
 from reprieve.bench.records import ProblemRecord, RecordFile, claim_run
 from reprieve.errors import ReprieveError
 from reprieve.files import replace_file
+from tests.kit.records import a_record
 
-GOOD = dataclasses.asdict(ProblemRecord("a", "p", True, "7", 10, 2, 8, 6, 1, 0.5, "eos", "7", {"draft": 0.1}))
+GOOD = dataclasses.asdict(a_record())
 
 
 @pytest.mark.parametrize(

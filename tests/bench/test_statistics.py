@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from reprieve.bench.arms import make_arms
-from reprieve.bench.records import ProblemRecord
 from reprieve.bench.results import _against_allocation, summarise
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.settings import SamplingSettings
 from reprieve.stats import clustered_interval, paired_difference, paired_pvalue
 from tests.bench.toys import run
+from tests.kit.records import a_record
 
 
 def test_trials_have_draws_of_their_own_and_count_as_one_problem(pair, tmp_path):
@@ -57,7 +57,7 @@ def test_sign_flips_find_differences_and_keep_their_level():
 
 def test_random_allocation_is_at_the_arms_speed():
     def row(correct, seconds):
-        return [[ProblemRecord("a", "p", correct, None, 10, 1, 0, 0, 0, seconds, "eos", "")]]
+        return [[a_record(correct=correct, seconds=seconds)]]
 
     # One is right and slow, the other wrong and fast: a third of the problems to it makes 1.5 times the speed.
     target, draft, arm = row(True, 10.0) * 90, row(False, 0.0) * 90, row(True, 20 / 3) * 90

@@ -10,7 +10,7 @@ import pytest
 from reprieve.backends.local import LocalEngine
 from reprieve.bench.arms import make_arms
 from reprieve.bench.config import RunConfig
-from reprieve.bench.records import ProblemRecord, claim_run
+from reprieve.bench.records import claim_run
 from reprieve.bench.runner import Runner
 from reprieve.certify.procedure import Plan, certify
 from reprieve.certify.settings import CertifySettings, Promise
@@ -19,6 +19,7 @@ from reprieve.heads.certificates import Certificate
 from reprieve.settings import SamplingSettings
 from reprieve.tasks import load_task
 from tests.bench.toys import TwoTurns, run, settings
+from tests.kit.records import a_record
 from tests.kit.toys import ToyTask
 
 
@@ -122,7 +123,7 @@ def test_thresholds_are_tried_from_strict_to_lenient_whatever_their_order():
 
 def test_folders_grow_only_where_that_is_harmless(tmp_path):
     begun = claim_run(tmp_path, {"arms": ["a"], "heads": {"h": "1"}}, extendable=("arms", "heads"))
-    begun.append(ProblemRecord("a", "p", True, None, 10, 1, 0, 0, 0, 1.0, "eos", ""))
+    begun.append(a_record())
     claim_run(tmp_path, {"arms": ["b"], "heads": {"i": "2"}}, extendable=("arms", "heads"))
     assert json.loads((tmp_path / "run.json").read_text()) == {"arms": ["a", "b"], "heads": {"h": "1", "i": "2"}}
     with pytest.raises(ReprieveError, match="with heads = "):
@@ -133,7 +134,7 @@ def test_folders_grow_only_where_that_is_harmless(tmp_path):
 
 def test_a_larger_limit_goes_on_in_the_same_folder(tmp_path):
     begun = claim_run(tmp_path, {"arms": ["a"], "limit": 2})
-    begun.append(ProblemRecord("a", "p", True, None, 10, 1, 0, 0, 0, 1.0, "eos", ""))
+    begun.append(a_record())
     assert len(claim_run(tmp_path, {"arms": ["a"], "limit": 5}).records) == 1
     with pytest.raises(ReprieveError, match="with limit = 5 instead of 2"):
         claim_run(tmp_path, {"arms": ["a"], "limit": 2})

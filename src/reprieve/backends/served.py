@@ -13,12 +13,12 @@ from reprieve.backends.client import Client, Completion
 from reprieve.backends.deploying import DRAFT, PAIR, TARGET, Deployer, Slot, client_of, drafter_fingerprints, fields_of
 from reprieve.backends.running import Running
 from reprieve.backends.settings import SERVED_DRAFT_TOKENS
-from reprieve.bench.answering import Answerer, Reply
+from reprieve.bench.answering import Answerer
 from reprieve.bench.arms import Arm
 from reprieve.bench.config import RunConfig
 from reprieve.bench.engine import Job
 from reprieve.bench.engine_facts import EngineFacts
-from reprieve.bench.records import ProblemRecord
+from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, SamplingParams
 from reprieve.errors import EngineError, SpecError
 from reprieve.heads.binding import PairIdentity

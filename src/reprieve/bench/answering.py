@@ -5,41 +5,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from reprieve.bench.arms import Arm
 from reprieve.bench.config import RunConfig
 from reprieve.bench.provenance import provenance_spans
-from reprieve.bench.records import ProblemRecord
+from reprieve.bench.records import ProblemRecord, Reply, totals
 from reprieve.engine import DRAFT_ONLY, SamplingParams
 from reprieve.engine.text_stream import Decodes
 from reprieve.errors import EngineError, PairError
 from reprieve.settings import PromptSettings
 from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.asking import Conversation, PromptFormat, prompt_of
-from reprieve.types import PARTS, Generation
+from reprieve.types import Generation
 
 WARM_UP_TOKENS = 24
-
-
-@dataclass(frozen=True)
-class Reply:
-    """One turn, as an engine tells of it: counts are of tokens, and seconds wall clock."""
-
-    text: str
-    finish_reason: str  # eos, stop or length
-    num_tokens: int
-    num_rounds: int
-    num_drafted: int
-    num_accepted: int
-    num_rescued: int
-    seconds: float
-    num_pruned: int = 0
-    round_lengths: list[int] = field(default_factory=list)
-    spans: list[list[Any]] = field(default_factory=list)  # see `ProblemRecord`
-    seconds_by_part: dict[str, float] = field(default_factory=dict)
-    energy_j: float | None = None
 
 
 class Answerer:
@@ -82,7 +62,15 @@ class Answerer:
         except Exception as error:  # whatever it is, the other problems are still worth measuring
             failure = f"{type(error).__name__}: {error}"
             return ProblemRecord(
-                arm.label, problem.problem_id, False, None, 0, 0, 0, 0, 0, 0.0, "error", "", error=failure, trial=trial
+                arm=arm.label,
+                problem_id=problem.problem_id,
+                trial=trial,
+                correct=False,
+                answer=None,
+                text="",
+                finish_reason="error",
+                error=failure,
+                **totals(()),
             )
         return dataclasses.replace(
             record_of(arm, problem.problem_id, made), correct=correct, answer=answer, trial=trial
@@ -127,27 +115,18 @@ def reply_of(
     )
 
 
-def record_of(arm: Arm, problem_id: str, made: Sequence[Reply]) -> ProblemRecord:
+def record_of(arm: Arm, problem_id: str, turns: Sequence[Reply]) -> ProblemRecord:
     """Return the record of an answer of one turn or several, not graded yet."""
-    last = made[-1]
-    joules = [part.energy_j for part in made if part.energy_j is not None]
+    last = turns[-1]
     return ProblemRecord(
         arm=arm.label,
         problem_id=problem_id,
         correct=False,
         answer=None,
-        num_tokens=sum(part.num_tokens for part in made),
-        num_rounds=sum(part.num_rounds for part in made),
-        num_drafted=sum(part.num_drafted for part in made),
-        num_pruned=sum(part.num_pruned for part in made),
-        num_accepted=sum(part.num_accepted for part in made),
-        num_rescued=sum(part.num_rescued for part in made),
-        seconds=sum(part.seconds for part in made),
-        finish_reason=last.finish_reason,
         text=last.text,
-        turns=[part.text for part in made] if len(made) > 1 else [],
-        round_lengths=[length for part in made for length in part.round_lengths],
+        finish_reason=last.finish_reason,
         spans=last.spans,
-        seconds_by_part={part: sum(turn.seconds_by_part.get(part, 0.0) for turn in made) for part in PARTS},
-        energy_j=sum(joules) if len(joules) == len(made) else None,
+        round_lengths=[length for turn in turns for length in turn.round_lengths],
+        turns=[turn.text for turn in turns] if len(turns) > 1 else [],
+        **totals(turns),
     )

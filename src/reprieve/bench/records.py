@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,32 +11,51 @@ from typing import Any
 from reprieve.errors import ReprieveError
 from reprieve.files import FolderLock, read_json, replace_file
 from reprieve.json_lines import append_line, read_lines, record_from
+from reprieve.types import PARTS
+
+COUNTS = ("num_tokens", "num_rounds", "num_drafted", "num_pruned", "num_accepted", "num_rescued")
 
 
-@dataclass(frozen=True)
-class ProblemRecord:
-    """Result of one arm on one problem. Seconds are wall clock; counts are of generated tokens."""
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """An engine's answer to one prompt, or to the turns of a conversation. Counts are of tokens, seconds wall clock."""
 
-    arm: str
-    problem_id: str
-    correct: bool
-    answer: str | None
+    text: str
+    finish_reason: str  # eos, stop, length or error
     num_tokens: int
     num_rounds: int
     num_drafted: int
+    num_pruned: int = 0  # drafted, and cut away before verification
     num_accepted: int
     num_rescued: int
     seconds: float
-    finish_reason: str
-    text: str
     seconds_by_part: dict[str, float] = field(default_factory=dict)  # of each of PARTS
-    error: str | None = None
-    trial: int = 0  # 0 to num_trials - 1; each has draws of its own
-    turns: list[str] = field(default_factory=list)  # the answers of a conversation of several turns
     round_lengths: list[int] = field(default_factory=list)  # committed tokens of each round
     spans: list[list[Any]] = field(default_factory=list)  # [characters, t, m or r]: who proposed `text`
     energy_j: float | None = None
-    num_pruned: int = 0  # drafted, and cut away before verification
+
+
+def totals(replies: Sequence[Reply]) -> dict[str, Any]:
+    """Return the sum of every count of these replies, by name; energy is None where one did not measure it."""
+    joules = [reply.energy_j for reply in replies if reply.energy_j is not None]
+    return {
+        **{name: sum(getattr(reply, name) for reply in replies) for name in (*COUNTS, "seconds")},
+        "seconds_by_part": {part: sum(reply.seconds_by_part.get(part, 0.0) for reply in replies) for part in PARTS},
+        "energy_j": sum(joules) if len(joules) == len(replies) else None,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProblemRecord(Reply):
+    """One arm's reply to one problem, graded."""
+
+    arm: str
+    problem_id: str
+    trial: int = 0  # 0 to num_trials - 1; each has draws of its own
+    correct: bool
+    answer: str | None
+    error: str | None = None
+    turns: list[str] = field(default_factory=list)  # the answers of a conversation of several turns
 
     @property
     def unread(self) -> bool:

@@ -13,13 +13,12 @@ import numpy as np
 
 from reprieve.bench.arms import LOSSLESS, Arm
 from reprieve.bench.config import RunConfig
-from reprieve.bench.records import ProblemRecord
+from reprieve.bench.records import COUNTS, ProblemRecord, totals
 from reprieve.bench.runner import Run
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.files import replace_file
 from reprieve.settings import NumDraftTokens
 from reprieve.stats import bootstrap_interval, paired_difference, paired_pvalue, share_interval
-from reprieve.types import PARTS
 
 SCHEMA = 1
 _NUM_SHARES = 11
@@ -148,12 +147,9 @@ def _summarise_arm(arm: Arm, rows: Rows, run: Run) -> dict[str, Any]:
     records = [record for trials in problems for record in trials]
     correct = column(problems, lambda record: record.correct)
     num_correct = int(correct.sum())
-    tokens = sum(record.num_tokens for record in records)
-    seconds = sum(record.seconds for record in records)
-    rounds = sum(record.num_rounds for record in records)
-    drafted, accepted = (sum(getattr(record, name) for record in records) for name in ("num_drafted", "num_accepted"))
-    pruned = sum(record.num_pruned for record in records)
-    joules = [record.energy_j for record in records]
+    total = totals(records)
+    tokens, rounds, drafted, pruned, accepted, rescued = (total[name] for name in COUNTS)
+    seconds, joules = total["seconds"], total["energy_j"]
     return {
         "rule": arm.rule_name,
         "spec": arm.label,
@@ -172,7 +168,7 @@ def _summarise_arm(arm: Arm, rows: Rows, run: Run) -> dict[str, Any]:
         "acceptance_rate": accepted / drafted if drafted else None,
         "draft_share": accepted / tokens if drafted and tokens else None,
         "sequence_bound": _sequence_bound(arm, accepted / len(records), run.config),
-        "num_rescued": sum(record.num_rescued for record in records),
+        "num_rescued": rescued,
         "pruned_share": pruned / (drafted + pruned) if pruned else 0.0,
         "tokens_per_second": tokens / seconds if seconds else None,
         "tokens_per_answer": tokens / len(records),
@@ -180,8 +176,8 @@ def _summarise_arm(arm: Arm, rows: Rows, run: Run) -> dict[str, Any]:
         "num_unread": sum(record.unread for record in records),
         "answers_per_second": _finished_rate(_answer_totals(problems)),
         "seconds_per_solved": seconds / num_correct if num_correct else None,
-        "joules_per_solved": _joules_per_solved(joules, num_correct),
-        "seconds_by_part": {part: sum(record.seconds_by_part.get(part, 0.0) for record in records) for part in PARTS},
+        "joules_per_solved": joules / num_correct if num_correct and joules is not None else None,
+        "seconds_by_part": total["seconds_by_part"],
     }
 
 
@@ -264,11 +260,6 @@ def _difference(ours: Any, theirs: Any, left: np.ndarray, right: np.ndarray) -> 
     if ours is theirs:
         return [0.0, 0.0, 0.0]
     return [max(-_LARGEST, min(_LARGEST, value)) for value in paired_difference(left, right)]
-
-
-def _joules_per_solved(joules: list[float | None], num_correct: int) -> float | None:
-    known = [value for value in joules if value is not None]
-    return sum(known) / num_correct if num_correct and len(known) == len(joules) else None
 
 
 def lossless_for(arm: Arm, arms: Sequence[Arm]) -> str:
