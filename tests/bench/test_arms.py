@@ -144,3 +144,12 @@ class TestAuto:
         served = EngineSettings("vllm")
         assert served.draft_tokens("auto", 4, 8) == (8, 4)
         assert EngineSettings().draft_tokens("auto", 4) == ("auto", 4)
+
+
+def test_charts_name_arms_without_the_paths_of_heads():
+    judge = JudgeRule(path="/long/way/j", threshold=0.1).with_head(lambda source, kind: random_head())
+    arm = make_arm(judge, 8, suffixed=True)
+    assert arm.label == "judge:path=/long/way/j,threshold=0.1@K=8"
+    assert arm.short_label == "judge:threshold=0.1@K=8"
+    assert make_arm("lossless_rerun@K=4@drafter=ngram", 8).short_label == "lossless_rerun@K=4@drafter=ngram"
+    assert make_arm("direct:top_k:k=2", 8).short_label == "direct:top_k:k=2"

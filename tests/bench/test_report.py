@@ -11,7 +11,7 @@ import pytest
 
 from reprieve.bench.arms import make_arms
 from reprieve.bench.charts import histogram, intervals, scatter, stacked
-from reprieve.bench.report import short_name, write_report
+from reprieve.bench.report import write_report
 from reprieve.bench.results import summarise, write_results
 from reprieve.cli.main import main
 from reprieve.errors import ReprieveError
@@ -113,11 +113,6 @@ def test_text_of_models_cannot_become_markup(folder, tmp_path):
     (copy / "problems.jsonl").write_text("\n".join(lines) + "\n")
     content = write_report([copy], tmp_path / "r.html").read_text()
     assert "<script>alert" not in content and "&lt;script&gt;alert" in content
-
-
-def test_names_leave_out_where_a_head_lies():
-    assert short_name("judge:path=/long/way/j,threshold=0.1@K=8") == "judge:threshold=0.1 @K=8"
-    assert short_name("judge:path=x") == "judge" and short_name("lossless") == "lossless"
 
 
 def test_ungraded_and_interrupted_runs_are_reported_too(folder, tmp_path):

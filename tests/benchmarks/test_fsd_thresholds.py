@@ -13,10 +13,11 @@ from tests.kit.toys import ToyTask
 
 
 def test_each_arm_gets_the_k_it_is_fastest_at():
-    def arm(spec, k, speed):
-        return {"spec": spec, "num_draft_tokens": k, "tokens_per_second": speed}
+    def arm(name, k, speed):
+        common = {"spec": f"{name}@K={k}", "drafter": None, "num_draft_tokens": k}
+        return {"name": name, "tokens_per_second": speed, **common}
 
-    rows = [arm("target_only", None, 50), arm("lossless@K=4", 4, 90), arm("lossless@K=8", 8, 80), arm("margin", 8, 7)]
+    rows = [arm("target_only", None, 50), arm("lossless", 4, 90), arm("lossless", 8, 80), arm("margin", 8, 7)]
     best = best_ks({"arms": rows})
     assert [found.arm for found in best] == ["lossless@K=4", "margin@K=8"]
     assert best[0].by_k == {4: 90, 8: 80}

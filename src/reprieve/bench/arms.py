@@ -13,7 +13,7 @@ from typing import Any
 from reprieve.drafters import DRAFTERS
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, FoldedDecoder, Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import SpecError, require_choice
-from reprieve.heads.certificates import Certificate, Conditions
+from reprieve.heads.certificates import Certificate, Conditions, pathless_spec
 from reprieve.heads.folds import FoldedHead
 from reprieve.heads.loading import attach_heads, fitting_length
 from reprieve.rules import Rule, parse_rule
@@ -36,23 +36,53 @@ _OWN = re.compile(r"@(?=K=|drafter=)")  # what follows a rule in an arm
 class Arm:
     """One way of decoding, heads included: plain data, which another process takes as it is.
 
-    `label` names it in files and tables and is unique within a run.
+    Args:
+        name: what decodes: the rule's specification, or the name of an arm without one.
+        rule: None for target_only, draft_only and direct.
+        names_k: whether its label names K.
+        truncation: of a direct arm.
+        certificate: of a certified arm.
+        seed_shift: draws of its own, for a rerun.
+        drafter: its own; None for the run's.
+        vllm: further entries of vLLM's speculative configuration, for one of vLLM's own methods.
     """
 
-    label: str
-    rule: Rule | None  # None for target_only, draft_only and direct
+    name: str
+    rule: Rule | None
     num_draft_tokens: NumDraftTokens
-    truncation: Rule | None = None  # of a direct arm
-    certificate: Certificate | None = None  # of a certified arm
-    seed_shift: int = 0  # draws of its own, for a rerun
-    drafter: str | None = None  # its own; None for the run's
-    vllm: tuple[tuple[str, Any], ...] = ()  # of an arm of vLLM's own: what its speculative configuration says beside
+    names_k: bool = False
+    truncation: Rule | None = None
+    certificate: Certificate | None = None
+    seed_shift: int = 0
+    drafter: str | None = None
+    vllm: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Its name in files and tables, as `bench --arm` takes it; unique within a run."""
+        return self.name + self._suffix
+
+    @property
+    def short_label(self) -> str:
+        """The label without the paths of heads, for charts."""
+        return (self.rule_name if self._named else pathless_spec(self.rule)) + self._suffix if self.rule else self.name
 
     @property
     def rule_name(self) -> str:
+        """The rule's name without parameters, or the arm's where it has no rule of its own."""
         if self.truncation is not None:
             return DIRECT + self.truncation.name
-        return _OWN.split(self.label)[0] if self.rule is None or self.seed_shift or self.vllm else self.rule.name
+        return self.name if self._named or self.rule is None else self.rule.name
+
+    @property
+    def _named(self) -> bool:
+        """True for arms that decode by a rule and have another name."""
+        return bool(self.seed_shift or self.vllm)
+
+    @property
+    def _suffix(self) -> str:
+        k = f"@K={self.num_draft_tokens}" if self.names_k else ""
+        return k + (f"@drafter={self.drafter}" if self.drafter else "")
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """A run's sampling as this arm has it. A direct arm always samples: greedy, it would be the plain target."""
@@ -201,11 +231,16 @@ def make_arm(spec: str | Rule, k: NumDraftTokens, *, suffixed: bool = False, tar
     rerun, method = name == RERUN, _vllm_method(name) if name.startswith(VLLM) else ()
     rule = spec if isinstance(spec, Rule) else parse_rule(LOSSLESS if rerun or method else name)
     rule = attach_heads(rule, target)
-    label, shift = (RERUN, _RERUN_SEED) if rerun else (name if method else rule.spec, 0)
     k = fitting_length(k, rule) if own_k is None else _own_k(own_k, spec)
-    label += f"@K={k}" if suffixed or own_k or named_length(k) else ""
-    label += f"@drafter={drafter}" if drafter else ""
-    return Arm(label, rule, k, seed_shift=shift, drafter=drafter, vllm=method)
+    return Arm(
+        name if rerun or method else rule.spec,
+        rule,
+        k,
+        names_k=suffixed or own_k is not None or bool(named_length(k)),
+        seed_shift=_RERUN_SEED if rerun else 0,
+        drafter=drafter,
+        vllm=method,
+    )
 
 
 def _vllm_method(name: str) -> tuple[tuple[str, Any], ...]:

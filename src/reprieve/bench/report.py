@@ -17,7 +17,8 @@ from reprieve.bench.results import common_rows
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.errors import ReprieveError
 from reprieve.files import read_json, replace_file
-from reprieve.heads.certificates import Certificate
+from reprieve.heads.certificates import Certificate, pathless_spec
+from reprieve.rules import parse_rule
 from reprieve.types import PARTS
 
 _LONGEST_ROUND = 40
@@ -78,16 +79,8 @@ def write_report(folders: Sequence[Path], path: Path, *, title: str = "", num_ex
     return path
 
 
-def short_name(spec: str) -> str:
-    """An arm's specification without its head's path, which says where, not what."""
-    rule, at, k = spec.partition("@")
-    name, colon, rest = rule.partition(":")
-    kept = [part for part in rest.split(",") if not part.startswith("path=")]
-    return name + (colon + ",".join(kept) if kept else "") + (f" @{k}" if at else "")
-
-
 def _run_view(document: dict[str, Any], records: list[ProblemRecord], num_examples: int) -> dict[str, Any]:
-    arms = [{**arm, "name": short_name(arm["spec"])} for arm in document["arms"]]
+    arms = document["arms"]
     groups = list(dict.fromkeys(arm["rule"] for arm in arms))
     colours = {group: COLOURS[index % len(COLOURS)] for index, group in enumerate(groups)}
     rows = common_rows([arm["spec"] for arm in arms], records, document.get("num_trials", 1))
@@ -101,7 +94,7 @@ def _run_view(document: dict[str, Any], records: list[ProblemRecord], num_exampl
         "frontier": _frontier(document, arms, colours, "speedup_vs_target", "speed, times the target alone"),
         "by_rounds": _frontier(document, arms, colours, "tokens_per_round", "tokens per target forward"),
         "throughput": document.get("throughput", []),
-        "load": _load(document.get("throughput", [])),
+        "load": _load(document.get("throughput", []), {arm["spec"]: arm["short"] for arm in arms}),
         "lengths": _lengths(arms, rows, colours),
         "times": Markup(_times(arms, document["num_problems"] * document.get("num_trials", 1))),
         "time_parts": list(zip(PARTS, COLOURS, strict=False)),
@@ -148,21 +141,21 @@ def _frontier(
     return Markup(chart)
 
 
-def _load(rows: list[dict[str, Any]]) -> Markup | None:
+def _load(rows: list[dict[str, Any]], short: dict[str, str]) -> Markup | None:
     """Tokens a second against concurrency, an arm a line."""
-    names = list(dict.fromkeys(short_name(row["arm"]) for row in rows))
+    names = list(dict.fromkeys(short[row["arm"]] for row in rows))
     if not names:
         return None
     points = [
         Point(
-            group=short_name(row["arm"]),
+            group=short[row["arm"]],
             x=row["concurrency"],
             y=row["tokens_per_second"],
             x_low=row["concurrency"],
             x_high=row["concurrency"],
             y_low=row["tokens_per_second_range"][0],
             y_high=row["tokens_per_second_range"][1],
-            note=f"{short_name(row['arm'])}: {row['tokens_per_second']:.0f} tokens a second with {row['concurrency']} "
+            note=f"{short[row['arm']]}: {row['tokens_per_second']:.0f} tokens a second with {row['concurrency']} "
             f"requests at once, {row['num_turns']} turns of {row['num_requests']}",
         )
         for row in rows
@@ -174,7 +167,7 @@ def _load(rows: list[dict[str, Any]]) -> Markup | None:
 def _arm_summary(arm: dict[str, Any]) -> str:
     speed, rounds = arm.get("speedup_vs_target"), arm.get("tokens_per_round")
     return (
-        f"{arm['name']}: {_percent(arm['accuracy'])} solved {_interval(arm['accuracy_ci95'], 100)}"
+        f"{arm['short']}: {_percent(arm['accuracy'])} solved {_interval(arm['accuracy_ci95'], 100)}"
         + (f", {speed:.2f}x the target's speed" if speed else "")
         + (f", {rounds:.2f} tokens a round" if rounds else "")
         + f", n = {arm['num_problems']}"
@@ -196,14 +189,14 @@ def _lengths(arms: list[dict[str, Any]], rows: Any, colours: dict[str, str]) -> 
     for arm in arms:
         if lengths := counted.get(arm["spec"], []):
             shares = [sum(length == n for length in lengths) / len(lengths) for n in range(1, longest + 1)]
-            chart = histogram(shares, colours[arm["rule"]], title=f"tokens per round of {arm['name']}")
-            charts.append((arm["name"], sum(lengths) / len(lengths), Markup(chart)))
+            chart = histogram(shares, colours[arm["rule"]], title=f"tokens per round of {arm['short']}")
+            charts.append((arm["short"], sum(lengths) / len(lengths), Markup(chart)))
     return charts
 
 
 def _times(arms: list[dict[str, Any]], num_answers: int) -> str:
     rows = [
-        (arm["name"], [1000 * arm["seconds_by_part"][part] / max(1, num_answers) for part in PARTS])
+        (arm["short"], [1000 * arm["seconds_by_part"][part] / max(1, num_answers) for part in PARTS])
         for arm in arms
         if arm["spec"] != DRAFT_ONLY and not arm["rule"].startswith("direct:")
     ]
@@ -217,11 +210,11 @@ def _inflation(arms: list[dict[str, Any]]) -> str:
         if difference is None or arm["rule"] == "lossless":
             continue
         summary = (
-            f"{arm['name']}: {difference[0]:+.1f} tokens an answer [{difference[1]:.1f}, {difference[2]:.1f}], "
+            f"{arm['short']}: {difference[0]:+.1f} tokens an answer [{difference[1]:.1f}, {difference[2]:.1f}], "
             f"p = {arm['tokens_vs_lossless_p']:.2g}; {arm['num_truncated']} cut off, p = "
             f"{arm['truncated_vs_lossless_p']:.2g}"
         )
-        rows.append((arm["name"], *difference, summary))
+        rows.append((arm["short"], *difference, summary))
     return intervals(rows, label="tokens an answer, beside lossless") if rows else ""
 
 
@@ -234,7 +227,7 @@ def _examples(arms: list[dict[str, Any]], rows: Any, strict: str, num: int) -> l
             continue
         for ours, theirs in zip(rows[arm["spec"]], rows[strict], strict=True):
             if ours[0].num_rescued and theirs[0].correct:
-                (kept if ours[0].correct else spoiled).append((arm["name"], theirs[0], ours[0]))
+                (kept if ours[0].correct else spoiled).append((arm["short"], theirs[0], ours[0]))
     kept.sort(key=lambda item: (-item[2].num_rescued, item[2].problem_id))
     spoiled.sort(key=lambda item: (item[2].num_rescued, item[2].problem_id))
     chosen: list[tuple[str, ProblemRecord, ProblemRecord]] = []
@@ -271,7 +264,7 @@ def _pieces(record: ProblemRecord) -> list[tuple[str, str]]:
 def _certificate_view(certificate: Certificate) -> dict[str, Any]:
     return {
         "certificate": certificate,
-        "name": short_name(certificate.rule),
+        "name": pathless_spec(parse_rule(certificate.rule)),
         "steps": certificate.calibration["steps"],
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -45,26 +46,11 @@ def summarise(run: Run) -> dict[str, Any]:
     num_problems = len(next(iter(rows.values()), ()))
     document: dict[str, Any] = {
         "schema": SCHEMA,
-        "command": run.config.command,
+        **dataclasses.asdict(run.config),
         **run.environment,
         "complete": run.complete,
-        "seed": run.config.seed,
-        "target": run.config.target,
-        "draft": run.config.draft,
-        "drafter": run.config.drafter,
-        "dtype": run.config.dtype,
-        "device": run.config.device,
-        "engine": run.config.engine,
-        "engine_version": run.config.engine_version,
-        "runner": run.config.runner,
-        "task": run.config.task,
-        "split": run.config.split,
-        "offset": run.config.offset,
-        "num_problems": num_problems,
-        "num_trials": run.config.num_trials,
         "num_draft_tokens": run.config.num_draft_tokens[0] if len(run.config.num_draft_tokens) == 1 else "by arm",
-        "sampling": run.config.sampling,
-        "prompt": run.config.prompt,
+        "num_problems": num_problems,
         "graded": run.graded,
         "arms": [_summarise_arm(arm, rows, run) for arm in run.arms] if num_problems else [],
     }
@@ -112,7 +98,7 @@ def best_ks(document: dict[str, Any]) -> list[BestK]:
     for arm in document["arms"]:
         speed = loaded.get(arm["spec"], arm["tokens_per_second"])
         if arm["num_draft_tokens"] is not None and speed:
-            spec = arm["spec"].partition("@K=")[0]
+            spec = arm["name"] + (f"@drafter={arm['drafter']}" if arm["drafter"] else "")
             speeds.setdefault(spec, {})[arm["num_draft_tokens"]] = speed
     fastest = []
     for spec, by_k in speeds.items():
@@ -152,7 +138,9 @@ def _summarise_arm(arm: Arm, rows: Rows, run: Run) -> dict[str, Any]:
     seconds, joules = total["seconds"], total["energy_j"]
     return {
         "rule": arm.rule_name,
+        "name": arm.name,
         "spec": arm.label,
+        "short": arm.short_label,
         "params": {} if arm.rule is None else arm.rule.params,
         "spec_without_dial": None if arm.rule is None else arm.rule.spec_without_dial,
         "dial": None if arm.rule is None or arm.rule.dial is None else arm.rule.dial.name,

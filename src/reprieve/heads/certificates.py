@@ -166,6 +166,11 @@ def portable_spec(rule: Rule) -> str:
     return _renamed(rule, lambda part: part.path if part.head is None else part.head.fingerprint)
 
 
+def pathless_spec(rule: Rule) -> str:
+    """Return the rule's specification without the paths of its heads."""
+    return _renamed(rule, lambda _: "")
+
+
 def _renamed(rule: Rule, path: Callable[[HeadRule], str]) -> str:
     """Return a rule's specification with other paths of its heads."""
     return rule.transform(
