@@ -32,8 +32,14 @@ every_page = pytest.mark.parametrize("page", DOCS, ids=lambda path: path.relativ
 
 
 def blocks_of(text, language=""):
-    """What stands in a page's fenced blocks of a language; lines continued by a backslash are joined."""
-    return [re.sub(r"\\\n\s*", "", block) for block in re.findall(rf"^```{language}\n(.*?)^```", text, re.S | re.M)]
+    """Contents of a page's fenced blocks of a language; lines continued by a backslash are joined."""
+    fences = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```$", text, re.S | re.M)
+    return [re.sub(r"\\\n\s*", "", block) for kind, block in fences if kind == language]
+
+
+def titled_files(text):
+    """Files that a page shows in blocks with a title, by name."""
+    return dict(re.findall(r'^```\w+ title="([\w.]+)"\n(.*?)^```$', text, re.S | re.M))
 
 
 def block_commands(text):
@@ -107,8 +113,12 @@ def without_files(monkeypatch):
 
 
 @every_page
-def test_commands_in_blocks_resolve_to_settings(page, without_files):
-    for line in block_commands(page.read_text()):
+def test_commands_in_blocks_resolve_to_settings(page, without_files, tmp_path, monkeypatch):
+    text = page.read_text()
+    monkeypatch.chdir(tmp_path)
+    for name, content in titled_files(text).items():
+        Path(name).write_text(content)
+    for line in block_commands(text):
         try:
             resolve(line)
         except (SystemExit, SpecError) as error:
