@@ -133,6 +133,8 @@ def arms_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
         f"{machine['num_threads']} thread(s) of an {machine['processor']}; brackets are 95% intervals.",
     )
     note = f"{', '.join(parts)}\n`{document['command']}`"
+    if "note" in table:  # a view's own, where another page has the command
+        note = table["note"].format(n=document["num_problems"])
     return f"{grid([COLUMNS[column][0] for column in columns], rows)}\n\n{note}"
 
 

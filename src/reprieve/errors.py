@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 
@@ -40,10 +42,14 @@ def import_extra(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ReprieveError(
-            f"this needs {module}, which the extra `{extra}` brings: pip install '.[{extra}]' in Reprieve's "
-            f"folder ({error})"
-        ) from None
+        raise ReprieveError(f"{module} is not installed: {install_command(extra)} ({error})") from None
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra: by the package's name, or from the checkout this runs in."""
+    checkout = Path(__file__).resolve().parents[2]
+    what = f"{checkout}[{extra}]" if (checkout / "pyproject.toml").is_file() else f"reprieve[{extra}]"
+    return f"pip install {shlex.quote(what)}"
 
 
 def require_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from reprieve.backends.running import Running, ServerFacts, answers, facts_of
 from reprieve.backends.settings import VllmSettings
-from reprieve.errors import EngineError, ReprieveError
+from reprieve.errors import EngineError, ReprieveError, install_command
 
 SERVER = "vllm.entrypoints.openai.api_server"
 MODEL_NAME = "target"
@@ -79,8 +79,8 @@ def start_vllm(deployment: Deployment, settings: VllmSettings, *, host: str = "1
     """
     if find_spec("vllm") is None:
         raise ReprieveError(
-            "engine vllm needs vLLM in this environment: pip install '.[vllm]', or `make test-vllm`'s .venv-vllm on a "
-            "machine without a GPU"
+            f"engine vllm requires vLLM in this environment: {install_command('vllm')}, or, without a GPU, "
+            "`make .venv-vllm/.ready` in a checkout"
         )
     folder = Path(tempfile.mkdtemp(prefix="reprieve-vllm-"))
     port = _free_port()

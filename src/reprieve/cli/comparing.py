@@ -13,7 +13,7 @@ from reprieve.bench.settings import RunSettings, SpeedSettings, VerdictSettings
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.cli.tables import show_results, show_throughput
-from reprieve.errors import SpecError
+from reprieve.errors import SpecError, install_command
 from reprieve.settings import PairSettings
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def report(run: Run, document: dict[str, Any], engine: EngineSettings, out: Path
     elif find_spec("matplotlib"):
         screen.say(f"figure: {draw_frontier(document, out)[0]}")
     else:
-        screen.say("matplotlib is not installed; skipping the figure: pip install 'reprieve[evidence]'")
+        screen.say(f"matplotlib is not installed; skipping the figure: {install_command('evidence')}")
     if not run.complete:
         screen.warn("interrupted: the table holds what was finished; run again to resume")
         return 130

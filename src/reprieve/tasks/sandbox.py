@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from reprieve.errors import ReprieveError, require_range
+from reprieve.errors import ReprieveError, install_command, require_range
 from reprieve.files import is_running
 from reprieve.tasks.isolation import FOLDER, MECHANISMS, Unisolated, environment
 from reprieve.tasks.usage import descendants, disk_bytes, memory_bytes
@@ -97,7 +97,7 @@ class Sandbox:
         if not self.isolated and not unsafe:
             raise ReprieveError(
                 f"generated code needs isolation, which this host lacks ({'; '.join(reasons)}). Install bubblewrap, or "
-                "use Linux 6.12 or newer with pip install 'reprieve[code]', or accept that the code can do what you "
+                f"use Linux 6.12 or newer with {install_command('code')}, or accept that the code can do what you "
                 "can: unsafe=true in the task"
             )
 
