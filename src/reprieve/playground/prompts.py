@@ -45,6 +45,7 @@ class Prompts:
         self.num_draft_tokens = num_draft_tokens
         self.example = example
         self._wrap = wrap
+        self._most_characters = _SLACK * max_positions * max(map(len, tokenizer.get_vocab()))
         self._asked = asked or PromptSettings()
         PromptFormat(tokenizer, self._asked)  # refuses what the tokenizer has no template for
 
@@ -52,8 +53,9 @@ class Prompts:
         """A prompt as token ids.
 
         Raises:
-            RequestError: empty, or a token id out of range.
+            RequestError: empty, too long for the context, or a token id out of range.
         """
+        self._require_room("prompt", prompt)
         require_text("prompt", prompt)
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         if not token_ids:
@@ -72,6 +74,7 @@ class Prompts:
             RequestError: neither is there, or the template refuses these messages.
         """
         for _, message in messages:
+            self._require_room("messages", message)
             require_text("messages", message)
         if self.tokenizer.chat_template:
             turns = [{"role": role, "content": text} for role, text in messages]
@@ -111,6 +114,13 @@ class Prompts:
             )
         return min(left if asked is None else asked, largest)
 
+    def _require_room(self, field: str, prompt: str | list[int]) -> None:
+        """Refuse a prompt that is too long however it is split into tokens, before that takes seconds."""
+        of_text = isinstance(prompt, str)
+        if len(prompt) > (self._most_characters if of_text else self.max_positions):
+            got = f"{len(prompt)} {'characters' if of_text else 'tokens'}"
+            raise RequestError(field, f"{field} must hold at most {self.max_positions - 1} tokens, got {got}")
+
     def decode(self, token_ids: list[int]) -> str:
         """Token ids to text, special tokens included."""
         return str(self.tokenizer.decode(token_ids))
@@ -138,6 +148,7 @@ def _byte_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
+_SLACK = 4  # times the characters of the longest token: tokenizers may shorten a text before they split it
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BYTES = _byte_characters()
 
