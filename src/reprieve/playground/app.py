@@ -27,8 +27,8 @@ from reprieve.playground.bodies import (
     CompletionBody,
     MalformedBodyError,
     RequestBody,
-    read_body,
 )
+from reprieve.playground.checker import BodyChecker
 from reprieve.playground.failures import KINDS, Disconnected, TimedOut, UnknownModelError, error_of, on_error
 from reprieve.playground.metrics import Metrics
 from reprieve.playground.middleware import BodyLimit, Guard
@@ -55,7 +55,9 @@ def create_app(settings: PlaygroundSettings, worker: Worker, menu: Menu, prompts
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.checker.start()
         yield
+        service.checker.close()
         worker.close(settings.grace)  # the signal has closed it already, where `run` serves
         await asyncio.to_thread(worker.join)
 
@@ -89,6 +91,7 @@ class Service:
         self.menu = menu
         self.prompts = prompts
         self.metrics = metrics
+        self.checker = BodyChecker(prompts.context)
 
     def admits(self, headers: Headers) -> bool:
         """Return whether a request carries the API key, if one is set."""
@@ -99,7 +102,7 @@ class Service:
 
     async def complete(self, request: Request) -> Response:
         """`POST /v1/completions`."""
-        body = await _read(CompletionBody, request)
+        body = await self._read(CompletionBody, request)
         if body.n * len(body.prompts) > MAX_CHOICES:
             message = f"n times the number of prompts must be at most {MAX_CHOICES}, got {body.n * len(body.prompts)}"
             raise RequestError("n", message)
@@ -108,7 +111,7 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
-        body = await _read(ChatBody, request)
+        body = await self._read(ChatBody, request)
         messages = [(message.role, message.text) for message in body.messages]
         thinking = None if body.chat_template_kwargs is None else body.chat_template_kwargs.enable_thinking
         prompt = await asyncio.to_thread(self.prompts.chat, messages, thinking)
@@ -150,6 +153,17 @@ class Service:
     def _require_model(self, name: str | None) -> None:
         if name is not None and name != self.settings.model_name:
             raise UnknownModelError("model", f"model must be {self.settings.model_name!r}, got {name!r}")
+
+    async def _read(self, kind: type[Body], request: Request) -> Body:
+        """Read a request's body.
+
+        Raises:
+            MalformedBodyError: it is not sent as JSON, which a page elsewhere could do unasked, or cannot be accepted.
+        """
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if not (media_type.startswith("application/") and media_type.endswith(("/json", "+json"))):
+            raise MalformedBodyError("send a JSON object, with Content-Type: application/json")
+        return await self.checker.read(kind, [piece async for piece in request.stream()])
 
     async def _answer(
         self,
@@ -250,18 +264,6 @@ class Service:
             yield _line(error_of(error)[1])
         finally:
             await events.aclose()  # type: ignore[attr-defined]
-
-
-async def _read(kind: type[Body], request: Request) -> Body:
-    """Read a request's body.
-
-    Raises:
-        MalformedBodyError: it is not sent as JSON, which a page elsewhere could do unasked, or `read_body` refuses it.
-    """
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if not (media_type.startswith("application/") and media_type.endswith(("/json", "+json"))):
-        raise MalformedBodyError("send a JSON object, with Content-Type: application/json")
-    return read_body(kind, b"".join([piece async for piece in request.stream()]))
 
 
 async def _watch(job: QueuedRequest, request: Request) -> None:

@@ -1,18 +1,23 @@
-"""Requests of OpenAI's protocol: fields, limits, and errors that name the field."""
+"""Requests of OpenAI's protocol: fields, limits, and errors that name the field. Imports no engine at first.
+
+Large bodies are checked in a process of their own (`checker`), which is to be small and quick to start.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from reprieve.backends.request_fields import LEVEL, SWITCH, THRESHOLD
-from reprieve.engine import SamplingParams
 from reprieve.errors import ReprieveError
 from reprieve.files import parse_json
 from reprieve.settings import MAX_STOP_LENGTH
+
+if TYPE_CHECKING:
+    from reprieve.engine import SamplingParams
 
 Whole = Annotated[int, Field(strict=True)]  # true is no number
 _MOST_ITEMS = 100_000  # of a prompt's token ids, and of the parts of all messages
@@ -89,9 +94,15 @@ class RequestBody(BaseModel):
     @property
     def leniency(self) -> dict[str, Any]:
         """The fields that choose rule and setting; as on vLLM they may also stand in `vllm_xargs`."""
+        from reprieve.backends.request_fields import LEVEL, SWITCH, THRESHOLD
+
         given: dict[str, Any] = {str(name): value for name, value in (self.vllm_xargs or {}).items()}
         own = {SWITCH: self.reprieve_rule, THRESHOLD: self.reprieve_threshold, LEVEL: self.reprieve_leniency}
         return {**given, **{name: value for name, value in own.items() if value is not None}}
+
+    def inputs(self) -> Iterator[tuple[str, str | list[int]]]:
+        """Texts or token ids that the models are to read, each with its field's name."""
+        raise NotImplementedError
 
     @property
     def include_usage(self) -> bool:
@@ -99,6 +110,8 @@ class RequestBody(BaseModel):
 
     def sampling(self, *, max_new_tokens: int, seed: int, num_logprobs: int | None) -> SamplingParams:
         """For the engine."""
+        from reprieve.engine import SamplingParams
+
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
             max_new_tokens=max_new_tokens,
@@ -126,6 +139,10 @@ class CompletionBody(RequestBody):
     echo: Literal[False] | None = None
     suffix: None = None
     best_of: Literal[1] | None = None
+
+    def inputs(self) -> Iterator[tuple[str, str | list[int]]]:
+        for prompt in self.prompts:
+            yield "prompt", prompt
 
     @property
     def prompts(self) -> list[str | TokenIds]:
@@ -177,6 +194,10 @@ class ChatBody(RequestBody):
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None
 
+    def inputs(self) -> Iterator[tuple[str, str | list[int]]]:
+        for message in self.messages:
+            yield "messages", message.text
+
     @model_validator(mode="after")
     def _one_budget(self) -> ChatBody:
         given = {value for value in (self.max_tokens, self.max_completion_tokens) if value is not None}
@@ -196,35 +217,65 @@ class MalformedBodyError(ReprieveError):
         self.parameter = parameter
 
 
-def read_body(kind: type[Body], data: bytes) -> Body:
+@dataclass(frozen=True)
+class Context:
+    """Room for prompts.
+
+    Args:
+        max_tokens: of a prompt.
+        max_characters: of a text; longer ones have too many tokens however they are split.
+    """
+
+    max_tokens: int
+    max_characters: int
+
+    def require_room(self, field: str, prompt: str | list[int]) -> None:
+        """Refuse a prompt that is too long, before it is split into tokens, which may take seconds.
+
+        Raises:
+            MalformedBodyError: names the field.
+        """
+        of_text = isinstance(prompt, str)
+        if len(prompt) > (self.max_characters if of_text else self.max_tokens):
+            got = f"{len(prompt)} {'characters' if of_text else 'tokens'}"
+            raise MalformedBodyError(f"{field} must hold at most {self.max_tokens} tokens, got {got}", field)
+
+
+def read_body(kind: type[Body], data: bytes, context: Context) -> Body:
     """Parse a request body and check its fields.
 
     Raises:
-        MalformedBodyError: it is not JSON, holds too many values, or has fields that `kind` does not accept.
+        MalformedBodyError: it is not JSON, holds too many values, has fields that `kind` does not accept, or a prompt
+            that is too long.
     """
     require_few_values(data)
     try:
-        return kind.model_validate(parse_json(data))
+        body = kind.model_validate(parse_json(data))
     except ValidationError as error:
         raise MalformedBodyError(*field_error(error.errors(include_url=False))) from None
     except ValueError as error:
         raise MalformedBodyError(f"the body is not JSON: {error}") from None
+    for field, prompt in body.inputs():
+        context.require_room(field, prompt)
+    return body
 
 
 def require_few_values(data: bytes) -> None:
-    """Bound the number of values in a JSON text before it is parsed, which takes about 100 ns a value.
+    """Bound what a JSON text holds before it is parsed, which takes about 100 ns a value.
 
     Raises:
-        MalformedBodyError: more values than any request needs.
+        MalformedBodyError: more than any request needs.
     """
-    outside = b"".join(data.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2])  # of strings
-    counts = {
-        "values in lists and objects": (outside.count(b","), _MOST_ITEMS + _MOST_NESTED),
-        "lists, objects and fields": (sum(map(outside.count, (b"[", b"{", b":"))), _MOST_NESTED),
-    }
-    for what, (count, most) in counts.items():
+
+    def require(what: str, most: int, count: int) -> None:
         if count > most:
             raise MalformedBodyError(f"the body must hold at most {most} {what}, got {count}")
+
+    unescaped = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    require("texts", 2 * _MOST_NESTED, unescaped.count(b'"') // 2)
+    outside = b"".join(unescaped.split(b'"')[::2])  # of texts
+    require("lists, objects and fields", _MOST_NESTED, sum(map(outside.count, (b"[", b"{", b":"))))
+    require("values", _MOST_ITEMS + _MOST_NESTED, 1 + outside.count(b","))
 
 
 _SHAPES = {  # fields that take several shapes: the checks of each shape alone would mislead

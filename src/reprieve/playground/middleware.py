@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from reprieve.playground.protocol import error_body
 _LINGER = 16  # times the limit: how much more of a body that is too large is listened to
 _MOST_HELD = 32  # times the limit: bodies in memory, of all requests together
 _REFUSED = (400, 404, 405, 408, 413)  # statuses that take a turn
-_TURN_S, _TURN_S_PER_BYTE = 0.008, 25e-9  # about ten times what a refusal costs the process
+_TURN_S, _TURN_S_PER_BYTE = 0.012, 12e-9  # about ten times what a refusal costs the process
 
 
 class Turns:
@@ -45,7 +46,7 @@ class _Incoming:
     """The body of one request."""
 
     began: float = field(default_factory=time.monotonic)
-    body: bytearray = field(default_factory=bytearray)
+    pieces: list[bytes] = field(default_factory=list)
     num_held: int = 0  # bytes that count as held, until the answer begins
 
 
@@ -92,7 +93,7 @@ class BodyLimit:
             return _refusal(408, f"the request body must arrive within {self.timeout_s:g} s")
         except _NoMemoryError:
             return _refusal(503, "the bodies of other requests take all the memory set aside; try again later")
-        if len(incoming.body) > self.max_bytes:
+        if incoming.num_held > self.max_bytes:
             return _refusal(413, f"the request body must hold at most {self.max_bytes} bytes")
         return self.app if complete else None
 
@@ -111,12 +112,12 @@ class BodyLimit:
             if message["type"] == "http.disconnect":
                 return False
             piece = message.get("body", b"")
-            if len(incoming.body) > self.max_bytes:
+            if incoming.num_held > self.max_bytes:
                 num_dropped += len(piece)
             elif self._num_held + len(piece) > _MOST_HELD * self.max_bytes:
                 raise _NoMemoryError
             else:
-                incoming.body += piece
+                incoming.pieces.append(piece)
                 incoming.num_held += len(piece)
                 self._num_held += len(piece)
             if num_dropped > _LINGER * self.max_bytes or not message.get("more_body"):
@@ -132,16 +133,15 @@ class _NoMemoryError(Exception):
 
 
 def _replay(incoming: _Incoming, receive: Receive) -> Receive:
-    """Return a `receive` that gives the collected body once, and keeps nothing of it."""
-    handed_on = False
+    """Return a `receive` that gives the collected pieces, keeps none of them, and then waits for the client to go."""
+    left = deque(incoming.pieces)
+    incoming.pieces.clear()
 
     async def replay() -> Message:
-        nonlocal handed_on
-        if handed_on:
-            return await receive()  # what comes now can only be the client going away
-        handed_on = True
-        body, incoming.body = bytes(incoming.body), bytearray()
-        return {"type": "http.request", "body": body, "more_body": False}
+        if not left:
+            return await receive()
+        piece = left.popleft()
+        return {"type": "http.request", "body": piece, "more_body": bool(left)}
 
     return replay
 

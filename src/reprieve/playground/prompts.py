@@ -8,6 +8,7 @@ from typing import Any
 
 from reprieve.engine.text_stream import REPLACEMENT
 from reprieve.errors import SpecError
+from reprieve.playground.bodies import Context
 from reprieve.settings import NumDraftTokens, PromptSettings
 from reprieve.tasks.asking import PromptFormat
 from reprieve.vllm_plugin.policy import RequestError
@@ -45,7 +46,7 @@ class Prompts:
         self.num_draft_tokens = num_draft_tokens
         self.example = example
         self._wrap = wrap
-        self._most_characters = _SLACK * max_positions * max(map(len, tokenizer.get_vocab()))
+        self.context = Context(max_positions - 1, _SLACK * max_positions * max(map(len, tokenizer.get_vocab())))
         self._asked = asked or PromptSettings()
         PromptFormat(tokenizer, self._asked)  # refuses what the tokenizer has no template for
 
@@ -53,9 +54,8 @@ class Prompts:
         """A prompt as token ids.
 
         Raises:
-            RequestError: empty, too long for the context, or a token id out of range.
+            RequestError: empty, or a token id out of range.
         """
-        self._require_room("prompt", prompt)
         require_text("prompt", prompt)
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         if not token_ids:
@@ -74,7 +74,6 @@ class Prompts:
             RequestError: neither is there, or the template refuses these messages.
         """
         for _, message in messages:
-            self._require_room("messages", message)
             require_text("messages", message)
         if self.tokenizer.chat_template:
             turns = [{"role": role, "content": text} for role, text in messages]
@@ -113,13 +112,6 @@ class Prompts:
                 f"{self.max_positions}, this server writes up to {largest}), got {asked}",
             )
         return min(left if asked is None else asked, largest)
-
-    def _require_room(self, field: str, prompt: str | list[int]) -> None:
-        """Refuse a prompt that is too long however it is split into tokens, before that takes seconds."""
-        of_text = isinstance(prompt, str)
-        if len(prompt) > (self._most_characters if of_text else self.max_positions):
-            got = f"{len(prompt)} {'characters' if of_text else 'tokens'}"
-            raise RequestError(field, f"{field} must hold at most {self.max_positions - 1} tokens, got {got}")
 
     def decode(self, token_ids: list[int]) -> str:
         """Token ids to text, special tokens included."""
