@@ -76,7 +76,7 @@ def bodies(seed: int = 0) -> dict[str, tuple[str, bytes]]:
         "a prompt of 1 MB": filled('{"prompt": "', "many words", '"}', separator=" "),
         "a prompt without blanks": filled('{"prompt": "', "a", '"}', separator=""),
         "a prompt of emoji": filled('{"prompt": "', "🔑", '"}', separator=""),
-        "128 prompts of 8 kB": filled('{"prompt": [', f'"{"word " * 1600}"', "]}", size=1_040_000),
+        "128 prompts of 8 kB": filled('{"prompt": [', f'"{"word " * 1600}"', "]}", size=1_020_000),
         "a field's name of 1 MB": filled('{"prompt": "x", "', "n", '": 1}', separator=""),
         "an unknown field of 1 MB": filled('{"prompt": "x", "surprise": "', "n", '"}', separator=""),
         "an unknown list of 1 MB": filled('{"prompt": "x", "surprise": [', "{}", "]}"),

@@ -525,7 +525,7 @@ def test_the_playground_is_driven_by_keyboard_and_pointer(port, size, tmp_path):
         ({"messages": [{}] * 330_000}, "at most 32768 lists, objects and fields, got 330"),
         ({"vllm_xargs": {f"x{i}": 1 for i in range(50_000)}}, "at most 32768 lists, objects and fields, got 50"),
         ({"vllm_xargs": {f"x{i}": 1 for i in range(70_000)}}, "at most 65536 texts, got 70"),
-        ({"prompt": [1] * 200_000}, "at most 132768 values, got 200000"),
+        ({"prompt": [1] * 200_000}, "at most 132768 values, got 200002"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import json
-import os
 import struct
 import subprocess
 import sys
@@ -83,7 +82,6 @@ class BodyChecker:
                 [sys.executable, "-I", "-c", start],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,  # Ctrl-C is for the server, whose end ends this process
             )
         return self._process
