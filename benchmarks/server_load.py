@@ -5,7 +5,8 @@
 Ten streams ask the bundled pair for one greedy answer after another. In every second phase another process sends
 malformed bodies of many kinds and sizes, one after another over each of its connections; `--pause` makes it wait
 between two. A stream's speed is that of its whole answers in a phase; its slow-down compares the phases of one turn.
-Memory is the resident size of the server and of its children, above that of the server once it is ready.
+On a busy machine the engine's thread also waits for a core: `stream_ratio_own_core` leaves that time out. Memory is
+the resident size of the server and its children, above that of the server once it is ready.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from typing import Any
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LIMIT = 1 << 20  # the server's own, --max-body-bytes
 SETTLE_S = 1.0  # of a phase, left out
-NUM_TOKENS = 16  # of an answer
 
 
 def filled(before: str, item: str, after: str, *, separator: str = ",", size: int = LIMIT - 64) -> bytes:
@@ -131,15 +131,16 @@ def send_malformed(port: int, seconds: float, pause: float, out: Path, seed: int
 class Streams:
     """Clients that ask for one streamed answer after another."""
 
-    def __init__(self, port: int, count: int) -> None:
+    def __init__(self, port: int, count: int, num_tokens: int) -> None:
         self.port = port
+        self.num_tokens = num_tokens
         self.ended: list[list[tuple[float, int]]] = [[] for _ in range(count)]  # when an answer ended, its tokens
         self.health: list[tuple[float, float]] = []  # when, and seconds
         self.tasks = [asyncio.create_task(self._stream(number)) for number in range(count)]
         self.tasks.append(asyncio.create_task(self._watch_health()))
 
     async def _stream(self, number: int) -> None:
-        asked = {"prompt": f"Question: {number} and 2?\nAnswer:", "max_tokens": NUM_TOKENS, "temperature": 0}
+        asked = {"prompt": f"Question: {number} and 2?\nAnswer:", "max_tokens": self.num_tokens, "temperature": 0}
         body = json.dumps({**asked, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}})
         while True:
             payload = await self._ask("POST", COMPLETIONS, body)
@@ -205,6 +206,15 @@ def resident_mb(pid: int) -> float:
         return 0.0
 
 
+def threads_s(pid: int) -> dict[int, tuple[float, float]]:
+    """Seconds that each thread of a process ran, and seconds that it waited for a core."""
+    found = {}
+    for thread in map(int, os.listdir(f"/proc/{pid}/task")):
+        ran, waited, _ = map(int, Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split())
+        found[thread] = ran / 1e9, waited / 1e9
+    return found
+
+
 @contextlib.contextmanager
 def served(options: argparse.Namespace, log: Path) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
     """A server on a free port, once it answers."""
@@ -227,7 +237,7 @@ def served(options: argparse.Namespace, log: Path) -> Iterator[tuple[int, subpro
 
 async def measure(options: argparse.Namespace, port: int, memory: Memory, folder: Path) -> dict[str, Any]:
     """Alternate phases without and with malformed bodies."""
-    streams = Streams(port, options.streams)
+    streams = Streams(port, options.streams, options.tokens)
     await asyncio.sleep(5)
     warm_mb = memory.take_largest_mb()
     phases: list[dict[str, Any]] = []
@@ -240,9 +250,12 @@ async def measure(options: argparse.Namespace, port: int, memory: Memory, folder
                 told = ["--port", str(port), "--seconds", str(options.seconds), "--pause", str(options.pause)]
                 told += ["--malformed", str(out), "--seed", str(100 * turn + number)]
                 clients.append((out, await asyncio.create_subprocess_exec(sys.executable, __file__, *told)))
-            began = time.monotonic() + SETTLE_S
-            await asyncio.sleep(options.seconds)
-            ended = time.monotonic()
+            await asyncio.sleep(SETTLE_S)
+            began, before = time.monotonic(), threads_s(memory.pid)
+            await asyncio.sleep(options.seconds - SETTLE_S)
+            ended, after = time.monotonic(), threads_s(memory.pid)
+            engine = max(set(before) - {memory.pid}, key=lambda thread: before[thread])  # the one that ran most
+            waited = after[engine][1] - before[engine][1]
             for out, client in clients:
                 assert await client.wait() == 0
                 for kind, seconds, status in json.loads(out.read_text()):
@@ -252,6 +265,8 @@ async def measure(options: argparse.Namespace, port: int, memory: Memory, folder
                 {
                     "malformed": hostile,
                     "tokens_per_s": streams.speeds(began, ended),
+                    "engine_waited_for_core": waited / (ended - began),
+                    "event_loop_ran": (after[memory.pid][0] - before[memory.pid][0]) / (ended - began),
                     "health_median_s": statistics.median(health) if health else None,  # None: stalled
                     "health_max_s": max(health, default=None),
                     "largest_mb": memory.take_largest_mb(),
@@ -300,6 +315,9 @@ def summary(
     def kept(hostile: bool) -> list[dict[str, Any]]:
         return [phase for phase in phases if phase["malformed"] is hostile]
 
+    def own_core(phase: dict[str, Any]) -> float:
+        return float(sum(phase["tokens_per_s"]) / (1 - phase["engine_waited_for_core"]))
+
     by_turn = [
         [beside / alone for alone, beside in zip(one["tokens_per_s"], other["tokens_per_s"], strict=True)]
         for one, other in zip(kept(False), kept(True), strict=True)
@@ -312,6 +330,7 @@ def summary(
         "refusal": latencies(every),
         "share_within_50_ms": sum(seconds <= 0.05 for seconds in every) / len(every),
         "stream_ratio_by_turn": [statistics.median(ratios) for ratios in by_turn],
+        "stream_ratio_own_core": [own_core(b) / own_core(a) for a, b in zip(kept(False), kept(True), strict=True)],
         "stream_ratio_median": statistics.median(by_stream),
         "stream_ratio_worst": min(by_stream),
         "above_idle_mb": {
@@ -325,6 +344,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--target", default="reprieve/miniature")
     parser.add_argument("--streams", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=16, help="of an answer")
     parser.add_argument("--turns", type=int, default=4, help="of two phases, one with malformed bodies")
     parser.add_argument("--seconds", type=float, default=30, help="of a phase")
     parser.add_argument("--connections", type=int, default=1, help="that send malformed bodies")

@@ -121,6 +121,23 @@ def test_refusals_leave_one_after_another(monkeypatch):
     assert slept == pytest.approx([small, small + large, small + large + small])
 
 
+def test_a_refusal_waits_for_a_bounded_time(monkeypatch):
+    slept = []
+
+    async def sleep(seconds):
+        slept.append(seconds)
+
+    monkeypatch.setattr(middleware.asyncio, "sleep", sleep)
+
+    async def refuse():
+        turns = Turns()
+        for _ in range(1000):
+            await turns.wait(time.monotonic(), 1 << 20)
+
+    asyncio.run(refuse())
+    assert max(slept) == pytest.approx(middleware._LONGEST_WAIT_S)
+
+
 class Client:
     """An ASGI client that sends half of a body, and the rest once it may."""
 
@@ -150,20 +167,24 @@ async def accept(scope, receive, send):
 
 def test_bodies_together_take_bounded_memory_and_make_room_when_they_are_done():
     async def clients():
-        limit = BodyLimit(accept, max_bytes=1000, timeout_s=30)
-        fill = [Client(b"x" * 500) for _ in range(2 * middleware._MOST_HELD)]
+        limit = BodyLimit(accept, max_bytes=100_000, timeout_s=30)
+        fill = [Client(b"x" * 50_000) for _ in range(2 * middleware._MOST_HELD)]
         tasks = [asyncio.create_task(limit({"type": "http"}, one.receive, one.send)) for one in fill]
         while any(not one.num_received for one in fill):
             await asyncio.sleep(0)
-        refused, admitted = Client(b"y"), Client(b"y")
-        await limit({"type": "http"}, refused.receive, refused.send)
-        assert refused.statuses == [503]
-        for one in fill[:10]:
-            one.rest.set()
+
+        async def status(body):
+            client = Client(body)
+            client.rest.set()
+            await limit({"type": "http"}, client.receive, client.send)
+            return client.statuses
+
+        assert await status(b"y" * 20_000) == [503]
+        assert await status(b"y") == [200], "ordinary requests are kept out"
+        for task in tasks[:10]:
+            task.cancel()
         await asyncio.gather(*tasks[:10], return_exceptions=True)
-        admitted.rest.set()
-        await limit({"type": "http"}, admitted.receive, admitted.send)
-        assert admitted.statuses == [200]
+        assert await status(b"y" * 20_000) == [200]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

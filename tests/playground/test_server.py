@@ -225,6 +225,8 @@ def test_provenance_names_each_tokens_origin(port, prompt):
         ({"prompt": [[1]] * 200}, "prompt"),
         ({"prompt": ["a"] * 100, "n": 2}, "n"),
         ({"prompt": "a " * 3000, "max_tokens": None}, "prompt"),
+        ({"prompt": "a " * 50_000}, "prompt"),
+        ({"prompt": [1] * 50_000}, "prompt"),
         ({"seed": True}, "seed"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"reprieve_treshold": 0.1}, "reprieve_treshold"),

@@ -16,8 +16,10 @@ from reprieve.playground.protocol import error_body
 
 _LINGER = 16  # times the limit: how much more of a body that is too large is listened to
 _MOST_HELD = 32  # times the limit: bodies in memory, of all requests together
+_SMALL = 1 << 14  # bytes of a body that are taken in any case, so that large bodies keep no ordinary request out
 _REFUSED = (400, 404, 405, 408, 413)  # statuses that take a turn
-_TURN_S, _TURN_S_PER_BYTE = 0.012, 12e-9  # about ten times what a refusal costs the process
+_TURN_S, _TURN_S_PER_BYTE = 0.015, 18e-9  # about ten times what a refusal costs the process
+_LONGEST_WAIT_S = 2.0  # for a turn, however many requests are refused
 
 
 class Turns:
@@ -37,8 +39,10 @@ class Turns:
             began: when the request began.
             num_bytes: of its body.
         """
-        self._free = max(began, self._free) + _TURN_S + _TURN_S_PER_BYTE * num_bytes
-        await asyncio.sleep(self._free - time.monotonic())
+        now = time.monotonic()
+        ends = max(began, self._free) + _TURN_S + _TURN_S_PER_BYTE * num_bytes
+        self._free = min(ends, now + _LONGEST_WAIT_S)
+        await asyncio.sleep(self._free - now)
 
 
 @dataclass
@@ -53,7 +57,7 @@ class _Incoming:
 class BodyLimit:
     """ASGI middleware: answers 413 to bodies of more than `max_bytes`, whether or not they say how long they are.
 
-    A body that has not arrived after `timeout_s` seconds is answered 408, and 503 a body for which the others leave no
+    A body that has not arrived after `timeout_s` seconds is answered 408, and 503 a large one for which others leave no
     memory. Refusals leave in turns.
     """
 
@@ -106,7 +110,7 @@ class BodyLimit:
         Raises:
             _NoMemoryError: other bodies leave no room for this one.
         """
-        num_dropped = 0
+        num_dropped, most_held = 0, _MOST_HELD * self.max_bytes
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -114,7 +118,7 @@ class BodyLimit:
             piece = message.get("body", b"")
             if incoming.num_held > self.max_bytes:
                 num_dropped += len(piece)
-            elif self._num_held + len(piece) > _MOST_HELD * self.max_bytes:
+            elif incoming.num_held + len(piece) > _SMALL and self._num_held + len(piece) > most_held:
                 raise _NoMemoryError
             else:
                 incoming.pieces.append(piece)

@@ -54,12 +54,15 @@ class Prompts:
         """A prompt as token ids.
 
         Raises:
-            RequestError: empty, or a token id out of range.
+            RequestError: empty, too long for the context, or a token id out of range.
         """
         require_text("prompt", prompt)
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         if not token_ids:
             raise RequestError("prompt", "prompt must hold at least one token, got none")
+        if len(token_ids) > self.context.max_tokens:  # before other prompts are split
+            most = self.context.max_tokens
+            raise RequestError("prompt", f"prompt must hold at most {most} tokens, got {len(token_ids)}")
         if bad := [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]:
             raise RequestError("prompt", f"prompt: token ids must be in [0, {self.vocab_size - 1}], got {bad[0]}")
         return list(token_ids)
@@ -99,12 +102,10 @@ class Prompts:
         """New tokens that each choice may have: what was asked for, else as many as fit, at most `largest`.
 
         Raises:
-            RequestError: a prompt that fills the context, or more new tokens than fit or the server allows.
+            RequestError: more new tokens than fit or the server allows.
         """
         longest = max(len(prompt) for prompt in prompts)
         left = self.max_positions - longest
-        if left < 1:
-            raise RequestError("prompt", f"prompt must hold at most {self.max_positions - 1} tokens, got {longest}")
         if asked is not None and asked > min(left, largest):
             raise RequestError(
                 "max_tokens",
