@@ -28,7 +28,6 @@ from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from reprieve.backends.settings import EngineSettings
 from reprieve.bench.records import RecordFile, read_run
@@ -39,7 +38,7 @@ from reprieve.files import parse_json, read_json
 from reprieve.heads.certificates import Certificate
 from reprieve.heads.files import find_head
 from reprieve.mining.store import LabelStore
-from reprieve.playground.protocol import ChatBody, CompletionBody, field_error
+from reprieve.playground.bodies import ChatBody, CompletionBody, Context, read_body
 from reprieve.rules import RULES, parse_rule
 from reprieve.tasks.code_blocks import BREAK, code_blocks, program_of
 from reprieve.tasks.graders import GRADERS
@@ -132,15 +131,9 @@ KEYS = st.sampled_from(["reprieve_threshold", "reprieve_rule", "reprieve_lenienc
 def read_bodies(draw: Callable[[Any], Any]) -> None:
     """A damaged body, and fields of a request as vLLM hands them on."""
     kind, valid = draw(st.sampled_from([(CompletionBody, COMPLETION), (ChatBody, CHAT)]))
-    try:
-        body = kind.model_validate(parse_json(changed(valid, draw)))
-        with contextlib.suppress(ReprieveError):
-            MENU.choose(body.leniency)
-    except ValidationError as error:
-        sentence, _ = field_error(error.errors())
-        assert sentence
-    except ValueError:
-        pass  # no JSON: FastAPI says so
+    with contextlib.suppress(ReprieveError):
+        body = read_body(kind, changed(valid, draw).encode(errors="surrogatepass"), Context(512, 10_000))
+        MENU.choose(body.leniency)
     with contextlib.suppress(ReprieveError):
         MENU.choose(draw(st.dictionaries(KEYS, VALUES, max_size=3)), num_running=draw(st.integers(0, 10**6)))
 

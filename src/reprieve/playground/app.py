@@ -20,11 +20,20 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from reprieve.engine import SamplingParams
 from reprieve.errors import ReprieveError
+from reprieve.playground.bodies import (
+    MAX_CHOICES,
+    Body,
+    ChatBody,
+    CompletionBody,
+    MalformedBodyError,
+    RequestBody,
+)
+from reprieve.playground.checker import BodyChecker
 from reprieve.playground.failures import KINDS, Disconnected, TimedOut, UnknownModelError, error_of, on_error
 from reprieve.playground.metrics import Metrics
 from reprieve.playground.middleware import BodyLimit, Guard
 from reprieve.playground.prompts import Prompts
-from reprieve.playground.protocol import MAX_CHOICES, ChatBody, CompletionBody, Replies, RequestBody
+from reprieve.playground.protocol import Replies
 from reprieve.playground.settings import PlaygroundSettings
 from reprieve.playground.worker import (
     Event,
@@ -46,7 +55,9 @@ def create_app(settings: PlaygroundSettings, worker: Worker, menu: Menu, prompts
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.checker.start()
         yield
+        service.checker.close()
         worker.close(settings.grace)  # the signal has closed it already, where `run` serves
         await asyncio.to_thread(worker.join)
 
@@ -80,6 +91,7 @@ class Service:
         self.menu = menu
         self.prompts = prompts
         self.metrics = metrics
+        self.checker = BodyChecker(prompts.context)
 
     def admits(self, headers: Headers) -> bool:
         """Return whether a request carries the API key, if one is set."""
@@ -88,16 +100,18 @@ class Service:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         return scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), self.settings.api_key.encode())
 
-    async def complete(self, body: CompletionBody, request: Request) -> Response:
+    async def complete(self, request: Request) -> Response:
         """`POST /v1/completions`."""
+        body = await self._read(CompletionBody, request)
         if body.n * len(body.prompts) > MAX_CHOICES:
             message = f"n times the number of prompts must be at most {MAX_CHOICES}, got {body.n * len(body.prompts)}"
             raise RequestError("n", message)
         prompts = [await asyncio.to_thread(self.prompts.plain, prompt) for prompt in body.prompts]
         return await self._answer(body, prompts, "completion", body.max_tokens, body.logprobs, request)
 
-    async def chat(self, body: ChatBody, request: Request) -> Response:
+    async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
+        body = await self._read(ChatBody, request)
         messages = [(message.role, message.text) for message in body.messages]
         thinking = None if body.chat_template_kwargs is None else body.chat_template_kwargs.enable_thinking
         prompt = await asyncio.to_thread(self.prompts.chat, messages, thinking)
@@ -139,6 +153,17 @@ class Service:
     def _require_model(self, name: str | None) -> None:
         if name is not None and name != self.settings.model_name:
             raise UnknownModelError("model", f"model must be {self.settings.model_name!r}, got {name!r}")
+
+    async def _read(self, kind: type[Body], request: Request) -> Body:
+        """Read a request's body.
+
+        Raises:
+            MalformedBodyError: it is not sent as JSON, which a page elsewhere could do unasked, or cannot be accepted.
+        """
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if not (media_type.startswith("application/") and media_type.endswith(("/json", "+json"))):
+            raise MalformedBodyError("send a JSON object, with Content-Type: application/json")
+        return await self.checker.read(kind, [piece async for piece in request.stream()])
 
     async def _answer(
         self,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from reprieve.errors import ContextOverflowError, ReprieveError, SpecError
-from reprieve.playground.protocol import error_body, field_error
+from reprieve.playground.bodies import MalformedBodyError
+from reprieve.playground.protocol import error_body
 from reprieve.playground.worker import QueueFullError, StoppedError
 from reprieve.vllm_plugin.policy import RequestError
 
@@ -28,20 +28,17 @@ class Disconnected(Exception):
 
 
 # What the routes may raise.
-KINDS = (RequestValidationError, HTTPException, ReprieveError, TimedOut, Disconnected, Exception)
+KINDS = (HTTPException, ReprieveError, TimedOut, Disconnected, Exception)
 
 
 def error_of(error: Exception) -> tuple[int, dict[str, Any]]:
     """Status and body of an error."""
-    if isinstance(error, RequestValidationError):
-        message, param = field_error(error.errors())
-        return 400, error_body(message, kind="invalid_request_error", param=param, code=400)
     if isinstance(error, HTTPException):
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
         return error.status_code, error_body(str(error.detail), kind=kind, code=error.status_code)
     if isinstance(error, UnknownModelError):
         return 404, error_body(str(error), kind="not_found_error", param="model", code="model_not_found")
-    if isinstance(error, RequestError):
+    if isinstance(error, RequestError | MalformedBodyError):
         return 400, error_body(str(error), kind="invalid_request_error", param=error.parameter, code=400)
     if isinstance(error, QueueFullError):
         return 429, error_body(str(error), kind="rate_limit_error", code=429)

@@ -8,6 +8,7 @@ from typing import Any
 
 from reprieve.engine.text_stream import REPLACEMENT
 from reprieve.errors import SpecError
+from reprieve.playground.bodies import Context
 from reprieve.settings import NumDraftTokens, PromptSettings
 from reprieve.tasks.asking import PromptFormat
 from reprieve.vllm_plugin.policy import RequestError
@@ -45,6 +46,7 @@ class Prompts:
         self.num_draft_tokens = num_draft_tokens
         self.example = example
         self._wrap = wrap
+        self.context = Context(max_positions - 1, _SLACK * max_positions * max(map(len, tokenizer.get_vocab())))
         self._asked = asked or PromptSettings()
         PromptFormat(tokenizer, self._asked)  # refuses what the tokenizer has no template for
 
@@ -52,12 +54,15 @@ class Prompts:
         """A prompt as token ids.
 
         Raises:
-            RequestError: empty, or a token id out of range.
+            RequestError: empty, too long for the context, or a token id out of range.
         """
         require_text("prompt", prompt)
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         if not token_ids:
             raise RequestError("prompt", "prompt must hold at least one token, got none")
+        if len(token_ids) > self.context.max_tokens:  # before other prompts are split
+            most = self.context.max_tokens
+            raise RequestError("prompt", f"prompt must hold at most {most} tokens, got {len(token_ids)}")
         if bad := [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]:
             raise RequestError("prompt", f"prompt: token ids must be in [0, {self.vocab_size - 1}], got {bad[0]}")
         return list(token_ids)
@@ -97,12 +102,10 @@ class Prompts:
         """New tokens that each choice may have: what was asked for, else as many as fit, at most `largest`.
 
         Raises:
-            RequestError: a prompt that fills the context, or more new tokens than fit or the server allows.
+            RequestError: more new tokens than fit or the server allows.
         """
         longest = max(len(prompt) for prompt in prompts)
         left = self.max_positions - longest
-        if left < 1:
-            raise RequestError("prompt", f"prompt must hold at most {self.max_positions - 1} tokens, got {longest}")
         if asked is not None and asked > min(left, largest):
             raise RequestError(
                 "max_tokens",
@@ -138,6 +141,7 @@ def _byte_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
+_SLACK = 4  # times the characters of the longest token: tokenizers may shorten a text before they split it
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BYTES = _byte_characters()
 

@@ -1,190 +1,17 @@
-"""The part of OpenAI's protocol that this server speaks: requests as they come, checked; responses as they go."""
+"""Responses of OpenAI's protocol, whole and streamed."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any, Protocol
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-
-from reprieve.backends.request_fields import LEVEL, SWITCH, THRESHOLD
-from reprieve.engine import SamplingParams
 from reprieve.engine.text_stream import LONGEST_CHARACTER, REPLACEMENT
-from reprieve.settings import MAX_STOP_LENGTH
 from reprieve.types import Generation, Token
 
-Whole = Annotated[int, Field(strict=True)]  # true is no number
-_MOST_ITEMS = 100_000  # of a prompt's token ids, and of the parts of all messages
-_MOST_MESSAGES = 4096
-_MOST_FIELDS = 64  # of a body, and of an object in it
-
-
-def _no_boolean(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError(f"a number is wanted, got {value}")
-    return value
-
-
-Real = Annotated[float, BeforeValidator(_no_boolean)]
-TokenIds = Annotated[list[Whole], Field(max_length=_MOST_ITEMS, fail_fast=True)]
-StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-MAX_CHOICES = 128
-_GREEDY = 1e-5  # temperatures below it are 0, as in vLLM: dividing by much less overflows
 _FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
-
-
-class RequestBody(BaseModel):
-    """Fields of both kinds of completion. Refuses unknown fields, and known ones that would have no effect."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    model: str | None = None
-    temperature: Annotated[Real, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[Real, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[Whole, Field(ge=-1)] | None = None
-    n: Annotated[int, Field(ge=1, le=16, strict=True)] = 1
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63, strict=True)] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
-    stream: bool = False
-    stream_options: dict[Literal["include_usage"], bool] | None = None
-    ignore_eos: bool = False
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
-    presence_penalty: Literal[0] | None = None
-    frequency_penalty: Literal[0] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    vllm_xargs: dict[Literal["reprieve_threshold", "reprieve_rule", "reprieve_leniency"], Any] | None = None
-    reprieve_rule: str | None = None
-    reprieve_threshold: Real | None = None
-    reprieve_leniency: str | None = None
-    reprieve_provenance: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _few_fields(cls, body: Any) -> Any:
-        """Bound the number of fields before any of them is looked at."""
-        if isinstance(body, dict):
-            for name, value in [("the body", body), *list(body.items())[:_MOST_FIELDS]]:
-                if isinstance(value, dict) and len(value) > _MOST_FIELDS:
-                    raise ValueError(f"{str(name)[:100]} must hold at most {_MOST_FIELDS} fields, got {len(value)}")
-        return body
-
-    @model_validator(mode="after")
-    def _options_need_a_stream(self) -> RequestBody:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream=true")
-        return self
-
-    @model_validator(mode="after")
-    def _extra_arguments_are_plain(self) -> RequestBody:
-        for name, value in (self.vllm_xargs or {}).items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{name} must be finite, got {value}")
-            if isinstance(value, list | dict):
-                raise ValueError(f"{name} must be a number or a text, got {type(value).__name__}")
-        return self
-
-    @property
-    def leniency(self) -> dict[str, Any]:
-        """The fields that choose rule and setting; as on vLLM they may also stand in `vllm_xargs`."""
-        given: dict[str, Any] = {str(name): value for name, value in (self.vllm_xargs or {}).items()}
-        own = {SWITCH: self.reprieve_rule, THRESHOLD: self.reprieve_threshold, LEVEL: self.reprieve_leniency}
-        return {**given, **{name: value for name, value in own.items() if value is not None}}
-
-    @property
-    def include_usage(self) -> bool:
-        return bool((self.stream_options or {}).get("include_usage"))
-
-    def sampling(self, *, max_new_tokens: int, seed: int, num_logprobs: int | None) -> SamplingParams:
-        """For the engine."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return SamplingParams(
-            max_new_tokens=max_new_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature if self.temperature >= _GREEDY else 0.0,
-            top_p=self.top_p or 1.0,
-            top_k=max(0, self.top_k or 0),
-            seed=seed,
-            stop=tuple(stop),
-            ignore_eos=self.ignore_eos,
-            num_logprobs=num_logprobs,
-        )
-
-
-class CompletionBody(RequestBody):
-    """`POST /v1/completions`."""
-
-    prompt: (
-        str
-        | Annotated[list[str], Field(max_length=MAX_CHOICES)]
-        | TokenIds
-        | Annotated[list[TokenIds], Field(max_length=MAX_CHOICES)]
-    )
-    max_tokens: Annotated[int, Field(ge=1, strict=True)] | None = 16
-    logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = None
-    echo: Literal[False] | None = None
-    suffix: None = None
-    best_of: Literal[1] | None = None
-
-    @property
-    def prompts(self) -> list[str | TokenIds]:
-        """One prompt or several, as text or token ids."""
-        given = self.prompt
-        several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
-        return given if several else [given]  # type: ignore[return-value, list-item]
-
-
-class TextPart(BaseModel):
-    """A part of a message; only text is understood."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(BaseModel):
-    """One message of a chat."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(max_length=_MOST_MESSAGES, fail_fast=True)]
-
-    @property
-    def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
-
-
-class TemplateOptions(BaseModel):
-    """Options of a chat template besides the messages."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    enable_thinking: bool | None = None
-
-
-class ChatBody(RequestBody):
-    """`POST /v1/chat/completions`."""
-
-    messages: Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
-    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
-    chat_template_kwargs: TemplateOptions | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
-
-    @model_validator(mode="after")
-    def _one_budget(self) -> ChatBody:
-        given = {value for value in (self.max_tokens, self.max_completion_tokens) if value is not None}
-        if len(given) > 1:
-            raise ValueError("max_tokens and max_completion_tokens must agree where both are given")
-        return self
 
 
 class Texts(Protocol):
@@ -373,31 +200,6 @@ def usage(num_prompt_tokens: int, made: Sequence[Generation]) -> dict[str, int]:
 def error_body(message: str, *, kind: str, param: str | None = None, code: int | str | None = None) -> dict[str, Any]:
     """An error as OpenAI's clients read it."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-_SHAPES = {  # fields that take several shapes: the checks of each shape alone would mislead
-    "prompt": f"must be a text, token ids, or up to {MAX_CHOICES} of either",
-    "stop": f"must be a text of 1 to {MAX_STOP_LENGTH} characters, or up to 16 of them",
-    "messages": "must be a list of messages, each with a role and a text (or text parts) as content",
-}
-
-
-def field_error(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
-    """The first thing wrong with a body: a sentence, and the field."""
-    first = errors[0]
-    where = [str(part)[:100] for part in first["loc"] if part != "body"]
-    if first["type"] == "json_invalid":
-        return f"the body is not JSON: {first['ctx']['error']} at character {where[0]}", None
-    if first["type"] == "value_error":
-        reason = str(first["ctx"]["error"])
-        return (f"{'.'.join(where)}: {reason}", where[0]) if where else (reason, reason.partition(" ")[0])
-    if not where:
-        return "send a JSON object, with Content-Type: application/json", None
-    if where[0] in _SHAPES and first["type"] != "missing":
-        return f"{where[0]} {_SHAPES[where[0]]}", where[0]
-    got = first.get("input")
-    shown = "" if isinstance(got, dict | list) or got is None else f", got {str(got)[:80]!r}"
-    return f"{'.'.join(where)}: {first['msg']}{shown}", where[0]
 
 
 def _finite(value: float | None) -> float | None:

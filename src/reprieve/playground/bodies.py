@@ -1,0 +1,301 @@
+"""Requests of OpenAI's protocol: fields, limits, and errors that name the field. Imports no engine at first.
+
+Large bodies are checked in a process of their own (`checker`), which is to be small and quick to start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from reprieve.errors import ReprieveError
+from reprieve.files import parse_json
+from reprieve.settings import MAX_STOP_LENGTH
+
+if TYPE_CHECKING:
+    from reprieve.engine import SamplingParams
+
+Whole = Annotated[int, Field(strict=True)]  # true is no number
+_MOST_ITEMS = 100_000  # of a prompt's token ids, and of the parts of all messages
+_MOST_MESSAGES = 4096
+_MOST_FIELDS = 64  # of a body, and of an object in it
+_MOST_NESTED = 32_768  # lists, objects and fields of a body: eight for each message
+
+
+def _no_boolean(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"a number is wanted, got {value}")
+    return value
+
+
+Real = Annotated[float, BeforeValidator(_no_boolean)]
+TokenIds = Annotated[list[Whole], Field(max_length=_MOST_ITEMS, fail_fast=True)]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+MAX_CHOICES = 128
+_GREEDY = 1e-5  # temperatures below it are 0, as in vLLM: dividing by much less overflows
+
+
+class RequestBody(BaseModel):
+    """Fields of both kinds of completion. Refuses unknown fields, and known ones that would have no effect."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    model: str | None = None
+    temperature: Annotated[Real, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[Real, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1)] | None = None
+    n: Annotated[int, Field(ge=1, le=16, strict=True)] = 1
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63, strict=True)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stream: bool = False
+    stream_options: dict[Literal["include_usage"], bool] | None = None
+    ignore_eos: bool = False
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    presence_penalty: Literal[0] | None = None
+    frequency_penalty: Literal[0] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    vllm_xargs: dict[Literal["reprieve_threshold", "reprieve_rule", "reprieve_leniency"], Any] | None = None
+    reprieve_rule: str | None = None
+    reprieve_threshold: Real | None = None
+    reprieve_leniency: str | None = None
+    reprieve_provenance: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, body: Any) -> Any:
+        """Bound the number of fields before any of them is looked at."""
+        if isinstance(body, dict):
+            for name, value in [("the body", body), *list(body.items())[:_MOST_FIELDS]]:
+                if isinstance(value, dict) and len(value) > _MOST_FIELDS:
+                    raise ValueError(f"{str(name)[:100]} must hold at most {_MOST_FIELDS} fields, got {len(value)}")
+        return body
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> RequestBody:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream=true")
+        return self
+
+    @model_validator(mode="after")
+    def _extra_arguments_are_plain(self) -> RequestBody:
+        for name, value in (self.vllm_xargs or {}).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name} must be finite, got {value}")
+            if isinstance(value, list | dict):
+                raise ValueError(f"{name} must be a number or a text, got {type(value).__name__}")
+        return self
+
+    @property
+    def leniency(self) -> dict[str, Any]:
+        """The fields that choose rule and setting; as on vLLM they may also stand in `vllm_xargs`."""
+        from reprieve.backends.request_fields import LEVEL, SWITCH, THRESHOLD
+
+        given: dict[str, Any] = {str(name): value for name, value in (self.vllm_xargs or {}).items()}
+        own = {SWITCH: self.reprieve_rule, THRESHOLD: self.reprieve_threshold, LEVEL: self.reprieve_leniency}
+        return {**given, **{name: value for name, value in own.items() if value is not None}}
+
+    def inputs(self) -> Iterator[tuple[str, str | list[int]]]:
+        """Texts or token ids that the models are to read, each with its field's name."""
+        raise NotImplementedError
+
+    @property
+    def include_usage(self) -> bool:
+        return bool((self.stream_options or {}).get("include_usage"))
+
+    def sampling(self, *, max_new_tokens: int, seed: int, num_logprobs: int | None) -> SamplingParams:
+        """For the engine."""
+        from reprieve.engine import SamplingParams
+
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature if self.temperature >= _GREEDY else 0.0,
+            top_p=self.top_p or 1.0,
+            top_k=max(0, self.top_k or 0),
+            seed=seed,
+            stop=tuple(stop),
+            ignore_eos=self.ignore_eos,
+            num_logprobs=num_logprobs,
+        )
+
+
+class CompletionBody(RequestBody):
+    """`POST /v1/completions`."""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(max_length=MAX_CHOICES)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(max_length=MAX_CHOICES)]
+    )
+    max_tokens: Annotated[int, Field(ge=1, strict=True)] | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = None
+    echo: Literal[False] | None = None
+    suffix: None = None
+    best_of: Literal[1] | None = None
+
+    def inputs(self) -> Iterator[tuple[str, str | list[int]]]:
+        for prompt in self.prompts:
+            yield "prompt", prompt
+
+    @property
+    def prompts(self) -> list[str | TokenIds]:
+        """One prompt or several, as text or token ids."""
+        given = self.prompt
+        several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+        return given if several else [given]  # type: ignore[return-value, list-item]
+
+
+class TextPart(BaseModel):
+    """A part of a message; only text is understood."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One message of a chat."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(max_length=_MOST_MESSAGES, fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+class TemplateOptions(BaseModel):
+    """Options of a chat template besides the messages."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    enable_thinking: bool | None = None
+
+
+class ChatBody(RequestBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
+    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
+
+    def inputs(self) -> Iterator[tuple[str, str | list[int]]]:
+        for message in self.messages:
+            yield "messages", message.text
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> ChatBody:
+        given = {value for value in (self.max_tokens, self.max_completion_tokens) if value is not None}
+        if len(given) > 1:
+            raise ValueError("max_tokens and max_completion_tokens must agree where both are given")
+        return self
+
+
+Body = TypeVar("Body", bound=RequestBody)
+
+
+class MalformedBodyError(ReprieveError):
+    """A request body that cannot be accepted; `parameter` names the field, if it is one field's fault."""
+
+    def __init__(self, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+@dataclass(frozen=True)
+class Context:
+    """Room for prompts.
+
+    Args:
+        max_tokens: of a prompt.
+        max_characters: of a text; longer ones have too many tokens however they are split.
+    """
+
+    max_tokens: int
+    max_characters: int
+
+    def require_room(self, field: str, prompt: str | list[int]) -> None:
+        """Refuse a prompt that is too long, before it is split into tokens, which may take seconds.
+
+        Raises:
+            MalformedBodyError: names the field.
+        """
+        of_text = isinstance(prompt, str)
+        if len(prompt) > (self.max_characters if of_text else self.max_tokens):
+            got = f"{len(prompt)} {'characters' if of_text else 'tokens'}"
+            raise MalformedBodyError(f"{field} must hold at most {self.max_tokens} tokens, got {got}", field)
+
+
+def read_body(kind: type[Body], data: bytes, context: Context) -> Body:
+    """Parse a request body and check its fields.
+
+    Raises:
+        MalformedBodyError: it is not JSON, holds too many values, has fields that `kind` does not accept, or a prompt
+            that is too long.
+    """
+    require_few_values(data)
+    try:
+        body = kind.model_validate(parse_json(data))
+    except ValidationError as error:
+        raise MalformedBodyError(*field_error(error.errors(include_url=False))) from None
+    except ValueError as error:
+        raise MalformedBodyError(f"the body is not JSON: {error}") from None
+    for field, prompt in body.inputs():
+        context.require_room(field, prompt)
+    return body
+
+
+def require_few_values(data: bytes) -> None:
+    """Bound what a JSON text holds before it is parsed, which takes about 100 ns a value.
+
+    Raises:
+        MalformedBodyError: more than any request needs.
+    """
+
+    def require(what: str, most: int, count: int) -> None:
+        if count > most:
+            raise MalformedBodyError(f"the body must hold at most {most} {what}, got {count}")
+
+    unescaped = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    require("texts", 2 * _MOST_NESTED, unescaped.count(b'"') // 2)
+    outside = b"".join(unescaped.split(b'"')[::2])  # of texts
+    require("lists, objects and fields", _MOST_NESTED, sum(map(outside.count, (b"[", b"{", b":"))))
+    require("values", _MOST_ITEMS + _MOST_NESTED, 1 + outside.count(b","))
+
+
+_SHAPES = {  # fields that take several shapes: the checks of each shape alone would mislead
+    "prompt": f"must be a text, token ids, or up to {MAX_CHOICES} of either",
+    "stop": f"must be a text of 1 to {MAX_STOP_LENGTH} characters, or up to 16 of them",
+    "messages": "must be a list of messages, each with a role and a text (or text parts) as content",
+}
+
+
+def field_error(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
+    """The first thing wrong with a body: a sentence, and the field."""
+    first = errors[0]
+    where = [str(part)[:100] for part in first["loc"]]
+    if first["type"] == "value_error":
+        reason = str(first["ctx"]["error"])
+        return (f"{'.'.join(where)}: {reason}", where[0]) if where else (reason, reason.partition(" ")[0])
+    if not where:
+        return "the body must be a JSON object", None
+    if where[0] in _SHAPES and first["type"] != "missing":
+        return f"{where[0]} {_SHAPES[where[0]]}", where[0]
+    got = first.get("input")
+    shown = "" if isinstance(got, dict | list) or got is None else f", got {str(got)[:80]!r}"
+    return f"{'.'.join(where)}: {first['msg']}{shown}", where[0]
