@@ -2,9 +2,9 @@
 
     .venv-vllm/bin/python benchmarks/fly_parity.py FOLDER      # FOLDER holds the package `vllm`, unpacked
 
-Both of vLLM's rejection samplers (V1, V2) run as they are, in Triton's interpreter. Ours runs as in the plugin. Blocks are
-made up (KINDS) or recorded from the bundled pair. A block agrees if both accept the same number of drafted tokens; the
-token that follows is not compared, and not drawn. Writes results.json.
+Both of vLLM's rejection samplers (V1, V2) run as they are, in Triton's interpreter. Ours runs as in the plugin. Blocks
+are made up (KINDS) or recorded from the bundled pair. A block agrees if both accept the same number of drafted tokens;
+the token that follows is not compared, and not drawn. Writes results.json.
 """
 
 from __future__ import annotations
@@ -305,7 +305,10 @@ def main() -> None:
                     found = ours(blocks, mode, replace(rule, variant=variant, window=other), draws)
                     same = sum(a == b for a, b in zip(found, theirs, strict=True))
                     others[f"{variant}, {name}"] += same
-        print(f"K = {k}, window {window}, theta {theta:.2f}: {total(counts, 'agree')} of {total(counts, 'blocks')}", flush=True)
+        print(
+            f"K = {k}, window {window}, theta {theta:.2f}: {total(counts, 'agree')} of {total(counts, 'blocks')}",
+            flush=True,
+        )
     document = {
         "command": " ".join(sys.argv),
         "vllm": version_of(options.folder),
