@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import importlib
 import importlib.metadata
 import itertools
 import json
@@ -20,6 +21,10 @@ import sys
 import types
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
 
 INTERPRETER = Path(__file__).parents[1] / "tests" / "vllm" / "interpreter"  # Triton's stub of a CPU backend
 SIZE = 64  # of the made-up vocabulary
@@ -34,9 +39,13 @@ def use(folder: Path) -> None:
     """Import `vllm` from a folder of sources, as a CPU build with Triton's interpreter."""
     sys.path[:0] = [str(folder), str(INTERPRETER)]
     os.environ |= {"TRITON_INTERPRET": "1", "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"}
-    installed = importlib.metadata.version
+    installed: Any = importlib.metadata.version
     version = f"{version_of(folder)}+cpu"
-    importlib.metadata.version = lambda name: version if name == "vllm" else installed(name)
+
+    def version_or(name: str) -> str:
+        return version if name == "vllm" else str(installed(name))
+
+    setattr(importlib.metadata, "version", version_or)  # noqa: B010
 
 
 def version_of(folder: Path) -> str:
@@ -51,9 +60,9 @@ class Blocks:
 
     kinds: list[str]  # [B]
     lengths: list[int]  # [B]
-    token_ids: object  # [B, K], int64; -1 is padding
-    scores: object  # [B, K, V]
-    draft_scores: object  # [B, K, V]
+    token_ids: Any  # [B, K], int64; -1 is padding
+    scores: Any  # [B, K, V]
+    draft_scores: Any  # [B, K, V]
 
     def flat(self, values):
         """The blocks' own tokens one after another: [B, K, ...] to [N, ...]."""
@@ -92,11 +101,11 @@ def made_up(num: int, k: int, draw) -> Blocks:
 
 def recorded(num: int, k: int) -> Blocks:
     """Return blocks that the bundled pair drafted and verified on its task, at temperature 1."""
-    import reprieve.engine.decoder as engine
     from reprieve.bundles import bundle_of
     from reprieve.engine import SamplingParams, load_pair
     from reprieve.tasks import load_task
 
+    engine: Any = importlib.import_module("reprieve.engine.decoder")
     rounds, accept = [], engine.accept
 
     def keep(rule, block, evidence, checked, **more):
@@ -261,9 +270,6 @@ def main() -> None:
     if not (options.folder / "vllm" / "v1" / "spec_decode" / "fly.py").is_file():
         sys.exit(f"error: {options.folder} holds no vLLM with FLy, which came with 0.33")
     use(options.folder)
-    global torch, F
-    import torch
-    import torch.nn.functional as F
     import vllm.v1.worker.cpu.shm  # noqa: F401  # vLLM's stand-in for pinned memory
     from vllm.triton_utils import HAS_TRITON, tl
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
@@ -277,7 +283,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     for k, window, theta in settings(options.num_draft_tokens):
         width = min(6, k - 1) if window is None else window
-        rule = replace(parse_rule(f"fly:theta={theta!r},variant=vllm"), window=window)
+        rule = parse_rule(f"fly:theta={theta!r},variant=vllm" + ("" if window is None else f",window={window}"))
         batches = [made_up(options.blocks, k, draw), *([real[k]] if k in real else [])]
         for mode, blocks, runner in itertools.product(MODES, batches, ("v1", "v2")):
             tally.compare(runner, mode, blocks, rule, width, draw)

@@ -97,7 +97,8 @@ def run_parts(parts: Sequence[Part], out: Path, runner: Runner) -> dict[str, dic
 
 
 def _run(part: Part, folder: Path, runner: Runner) -> dict[str, Any]:
-    began, why, result = time.monotonic(), "", {}
+    began, why = time.monotonic(), ""
+    result: dict[str, Any] = {}
     log = folder / "log.txt"
     log.unlink(missing_ok=True)
     try:
@@ -109,7 +110,7 @@ def _run(part: Part, folder: Path, runner: Runner) -> dict[str, Any]:
             result, why = part.judge(folder)
     except (OSError, ValueError, KeyError, ReprieveError) as error:
         why = f"{type(error).__name__}: {error}"
-    kept = {"status": FAILED if why else OK, "why": why, "commands": part.lines, "result": result}
+    kept: dict[str, Any] = {"status": FAILED if why else OK, "why": why, "commands": part.lines, "result": result}
     kept["seconds"] = round(time.monotonic() - began, 1)
     if why and log.is_file():
         kept["log"] = log.read_text(encoding="utf-8", errors="replace").splitlines()[-40:]
@@ -169,7 +170,7 @@ def plan(options: argparse.Namespace, num_devices: int, version: tuple[int, ...]
         return Part(name, (((*command, "--out", str(out / name)), more),), skip, judge_bench)
 
     single = "" if num_devices > 1 else "one device"
-    pair = ("--target", options.target, "--draft", options.draft, "--dtype", options.dtype)
+    pair: tuple[str, ...] = ("--target", options.target, "--draft", options.draft, "--dtype", options.dtype)
     pair += ("--task", options.task, *shlex.split(options.prompt))
     if cpu and options.target == DEFAULT_TARGET:
         missing = "without a GPU it takes hours; name --target and --draft"
