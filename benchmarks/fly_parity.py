@@ -287,7 +287,8 @@ def main() -> None:
         batches = [made_up(options.blocks, k, draw), *([real[k]] if k in real else [])]
         for mode, blocks, runner in itertools.product(MODES, batches, ("v1", "v2")):
             tally.compare(runner, mode, blocks, rule, width, draw)
-        document = {"command": " ".join(sys.argv), "vllm": version_of(options.folder), **tally.document()}
+        facts = {"command": " ".join(sys.argv), "vllm": version_of(options.folder), "last": [k, window, theta]}
+        document = {**facts, **tally.document()}
         (options.out / "results.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         print(f"K = {k}, window {window}, theta {theta:.2f}: {document['agree']} of {document['blocks']}", flush=True)
     print(json.dumps({name: value for name, value in document.items() if name != "by_kind"}, indent=1))
