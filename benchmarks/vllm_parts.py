@@ -1,26 +1,81 @@
-"""Whether a vLLM that lies unpacked in a folder has the parts that the plugin's hooks need; nothing of it is run.
+"""Whether a vLLM that lies unpacked in a folder has what the plugin uses; nothing of it is run.
 
-python benchmarks/vllm_parts.py FOLDER        # FOLDER holds the package `vllm`
+    python benchmarks/vllm_parts.py FOLDER            # FOLDER holds the package `vllm`
+    python benchmarks/vllm_parts.py FOLDER OLDER      # and which touched functions differ from those of an older one
+
+Checks the parameters of touched functions (`vllm_plugin/probing.py`) and that each imported name is defined.
 """
 
+from __future__ import annotations
+
+import ast
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import reprieve
 from reprieve.errors import ReprieveError
 from reprieve.vllm_plugin import probing
 
 
 def main() -> int:
-    status = 0
-    for folder in sys.argv[1:]:
-        for kind in probing.runners():
-            try:
-                probing.require_parts(kind, probing.in_source(Path(folder)))
-                print(f"{folder}: {kind} fits")
-            except ReprieveError as error:
-                print(f"{folder}: {kind}: {error}")
-                status = 1
-    return status
+    if not 2 <= len(sys.argv) <= 3:
+        sys.exit(__doc__)
+    folder = Path(sys.argv[1])
+    problems = list(missing_names(folder))
+    for kind in probing.runners():
+        try:
+            probing.require_parts(kind, probing.in_source(folder))
+            print(f"{folder}: {kind} fits")
+        except ReprieveError as error:
+            problems.append(f"{kind}: {error}")
+    print("\n".join(f"{folder}: {problem}" for problem in problems) or f"{folder}: all imported names are there")
+    for change in differences(folder, Path(sys.argv[2])) if len(sys.argv) == 3 else ():
+        print(change)
+    return bool(problems)
+
+
+def missing_names(folder: Path) -> Iterator[str]:
+    """Names that our code imports from vLLM and that its modules do not define."""
+    for file in sorted(Path(reprieve.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
+                known = defined(folder, str(node.module))
+                for name in {alias.name for alias in node.names} - known:
+                    if not source_of(folder, f"{node.module}.{name}"):
+                        yield f"{file.name} imports {node.module}.{name}, which is not there"
+
+
+def source_of(folder: Path, module: str) -> Path | None:
+    path = folder.joinpath(*module.split("."))
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+
+
+def defined(folder: Path, module: str) -> set[str]:
+    """Names that a module binds anywhere, imports among them."""
+    file = source_of(folder, module)
+    if module == "vllm.version":  # written when a wheel is built; it imports its name
+        return {"__version__"} if file else set()
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if file else ():
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def differences(new: Path, old: Path) -> Iterator[str]:
+    """Touched functions that are not as they were: new parameters, or another body."""
+    for part in dict.fromkeys(part for kind in probing.runners() for part in probing.parts(kind)):
+        then, now = (probing.node_in(folder, part) for folder in (old, new))
+        if then is None or now is None or ast.dump(then) == ast.dump(now):
+            continue
+        arguments = [ast.unparse(node.args) for node in (then, now)]
+        what = "another body" if arguments[0] == arguments[1] else f"({arguments[1]}) instead of ({arguments[0]})"
+        yield f"{part.module}.{part.name}: {what}"
 
 
 if __name__ == "__main__":

@@ -172,6 +172,7 @@ class Evidence:
     parents: Sequence[int] | None = None  # [N], ROOT or an earlier node; None for a chain
     context_ids: Tensor | None = None  # [T], prompt and committed tokens, oldest first
     answer_places: Tensor | None = None  # [...], int64: how many tokens of the answer precede the token
+    num_draft_tokens: int | None = None  # the engine's K, of which a block may fall short; None where K varies
 
     @cached_property
     def own_ids(self) -> Tensor:

@@ -254,6 +254,31 @@ def test_fly_forgives_only_where_the_window_matches_and_fits():
     assert accepts(bound("fly:window=3,theta=1.2"), case).tolist() == (tokens == 0).tolist(), "ln 3 is below 1.2"
 
 
+def test_flys_default_window_in_vllm_follows_k_and_not_the_blocks_own_length():
+    # A mismatch and two matches, a block cut short at K = 8: the window is 6, as vLLM configures it once.
+    tokens = torch.tensor([1, 0, 0])
+    case = Evidence(
+        token_ids=tokens,
+        target_logits=torch.tensor([[0.4, 0.3, 0.3]] * 3).log(),
+        greedy=True,
+        lossless_accepts=tokens == 0,
+        parents=range(-1, 2),
+    )
+    rule = bound("fly:variant=vllm")
+    assert accepts(rule, dataclasses.replace(case, num_draft_tokens=8)).tolist() == [False, True, True]
+    assert accepts(rule, dataclasses.replace(case, num_draft_tokens=3)).tolist() == [True] * 3
+    assert accepts(rule, case).tolist() == [True] * 3, "K varies: the block's own"
+    # A tree counts by its depth: two branches of three tokens.
+    tree = dataclasses.replace(
+        case,
+        token_ids=tokens.repeat(2),
+        target_logits=case.target_logits.repeat(2, 1),
+        lossless_accepts=tokens.repeat(2) == 0,
+        parents=(-1, 0, 1, -1, 3, 4),
+    )
+    assert accepts(rule, tree).tolist() == [True] * 6
+
+
 def test_math_symbols_refuses_digits_operators_and_variables_only():
     from reprieve.rules.math_symbols import is_mathematical
 

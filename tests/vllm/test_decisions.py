@@ -14,7 +14,7 @@ from reprieve.vllm_plugin.v1 import sampler
 from reprieve.vllm_plugin.v1.runner import Hooks
 from tests.kit.pairs import ARITHMETIC
 from tests.vllm import cpu_kernels
-from tests.vllm.conftest import local_decoder
+from tests.vllm.conftest import K, local_decoder
 from tests.vllm.recording import RULES, Recorder, embedding, num_answered
 from tests.vllm.runner import V2
 
@@ -89,6 +89,7 @@ def verify(rules, batch, temperature, monkeypatch):
         requests={name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=None)) for name in batch},
         drafter=SimpleNamespace(_enable_probabilistic_draft_probs=True),
         get_model=lambda: SimpleNamespace(embed_input_ids=embedding()),
+        speculative_config=SimpleNamespace(num_speculative_tokens=K),
     )
     for place, name in enumerate(batch):
         rules.note_drafts([name], None if probs is None else probs[place].unsqueeze(0))

@@ -15,7 +15,7 @@ from reprieve.vllm_plugin.menu import Menu
 from reprieve.vllm_plugin.rounds import WorkerRules
 from tests.kit.pairs import ARITHMETIC
 from tests.vllm import cpu_kernels
-from tests.vllm.conftest import local_decoder
+from tests.vllm.conftest import K, local_decoder
 from tests.vllm.recording import RULES, Recorder, embedding, num_answered
 from tests.vllm.runner import V2
 
@@ -50,7 +50,8 @@ def hooks_of(rules, *, contexts=(), slots=64, size=None):
     )
     model = SimpleNamespace(embed_input_ids=lambda ids: embedding()(ids))
     sampler = SimpleNamespace(sampling_states=SamplingStates(slots, size))
-    return RuleProcessor(rules, SimpleNamespace(req_states=states, model=model, sampler=sampler))
+    runner = SimpleNamespace(req_states=states, model=model, sampler=sampler, num_speculative_steps=K)
+    return RuleProcessor(rules, runner)
 
 
 def admit(processor, slot, params):

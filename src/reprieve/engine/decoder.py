@@ -306,6 +306,7 @@ class SpeculativeDecoder:
             parents=block.parents,
             context_ids=answer.context_ids(block.token_ids.device) if Need.CONTEXT in needs else None,
             answer_places=answer.places(block) if Need.ANSWER_PLACES in needs else None,
+            num_draft_tokens=self.length.most if isinstance(self.length, FixedLength) else None,
         )
         return check, evidence
 

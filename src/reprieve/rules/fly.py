@@ -59,7 +59,8 @@ class FlyRule(Rule):
     Args:
         theta: least entropy of the target; lower is more lenient, inf is lossless.
         window: matching tokens needed after the mismatch. They must fit into the block, so its last tokens are never
-            relaxed. None uses the variant's default: 5 (`amd`), min(6, K - 1) (`vllm`), 6 (`normalised`).
+            relaxed. None uses the variant's default: 5 (`amd`), min(6, K - 1) (`vllm`), 6 (`normalised`). K is the
+            engine's, also where a block is shorter; where K varies, it is the block's own depth.
         variant: `amd`, the authors' code: entropy over the top 3, in nats, matches by argmax; `vllm`, the port in
             vLLM 0.33: as `amd`, but the window counts tokens the lossless check accepts; `normalised`: full entropy
             over ln V, as the paper describes it.
@@ -86,7 +87,7 @@ class FlyRule(Rule):
         return -self.theta
 
     def window_for(self, num_draft_tokens: int) -> int:
-        """Return the window for blocks of this depth."""
+        """Return the window at this K."""
         if self.window is not None:
             return self.window
         return {"amd": 5, "vllm": max(1, min(6, num_draft_tokens - 1)), "normalised": 6}[self.variant]
@@ -102,5 +103,6 @@ class FlyRule(Rule):
             uncertainty = entropy(evidence.target_probs) / math.log(evidence.target_probs.shape[-1])
         else:
             uncertainty = truncated_entropy(evidence.target_probs, 3)
-        fits = matching_run(matches, parents) >= self.window_for(len(parents))
+        k = len(_levels(parents)) if evidence.num_draft_tokens is None else evidence.num_draft_tokens
+        fits = matching_run(matches, parents) >= self.window_for(k)
         return torch.where(fits, -uncertainty, math.inf)

@@ -70,6 +70,7 @@ class Batch:
     token_embeddings: Tensor | None = None  # [N, D], the target's
     top_embeddings: Tensor | None = None  # [N, D], of the target's most likely token
     answer_places: Tensor | None = None  # [N], int64: how many tokens of the answer precede the token
+    num_draft_tokens: int | None = None  # the server's K
 
     @property
     def real(self) -> Tensor:
@@ -103,6 +104,7 @@ class Batch:
             parents=None if context_ids is None else range(-1, len(token_ids) - 1),
             context_ids=context_ids,
             answer_places=_rows(self.answer_places, index),
+            num_draft_tokens=self.num_draft_tokens,
         )
 
 

@@ -157,14 +157,8 @@ def in_source(root: Path) -> Callable[[Part], list[Parameter] | None]:
     """The same of a vLLM that lies unpacked in a folder and need not be importable."""
 
     def parameters_of(part: Part) -> list[Parameter] | None:
-        path = root.joinpath(*part.module.split(".")).with_suffix(".py")
-        body: Sequence[ast.AST] = ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else ()
-        node: ast.AST | None = None
-        for name in part.name.split("."):
-            named = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-            node = next((item for item in body if isinstance(item, named) and item.name == name), None)
-            body = node.body if isinstance(node, ast.ClassDef) else ()
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        node = node_in(root, part)
+        if node is None:
             return None
         given = node.args
         positional = [*given.posonlyargs, *given.args]
@@ -174,3 +168,15 @@ def in_source(root: Path) -> Callable[[Part], list[Parameter] | None]:
         return made + [Parameter(item.arg, default is None) for item, default in keywords]
 
     return parameters_of
+
+
+def node_in(root: Path, part: Part) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """The definition of a part in such a folder; None where it is not there."""
+    path = root.joinpath(*part.module.split(".")).with_suffix(".py")
+    body: Sequence[ast.AST] = ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else ()
+    node: ast.AST | None = None
+    for name in part.name.split("."):
+        named = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        node = next((item for item in body if isinstance(item, named) and item.name == name), None)
+        body = node.body if isinstance(node, ast.ClassDef) else ()
+    return node if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else None

@@ -148,6 +148,7 @@ class Hooks:
             node_hidden={-1: hidden[judging + 1]} if Need.NODE_HIDDEN in needs else None,
             parent_hidden={-1: hidden[judging]} if Need.PARENT_HIDDEN in needs else None,
             answer_places=self._answer_places(requests, token_ids.device) if Need.ANSWER_PLACES in needs else None,
+            num_draft_tokens=self.runner.speculative_config.num_speculative_tokens,
             **(self._embeddings(token_ids.clamp_min(0), target_logits) if Need.EMBEDDINGS in needs else {}),
         )
 

@@ -231,6 +231,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
             logits=scores if raw is None else raw.float(),
             possible=gather_token(logits, token_ids) > -math.inf,
             noise=current.noise(ctx) if Need.NOISE in needs else None,
+            num_draft_tokens=self.runner.num_speculative_steps,
             **given,
         )
 
