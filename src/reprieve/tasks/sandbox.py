@@ -25,7 +25,7 @@ from typing import IO
 from reprieve.errors import ReprieveError, install_command, require_range
 from reprieve.files import is_running
 from reprieve.tasks.isolation import FOLDER, MECHANISMS, Unisolated, environment
-from reprieve.tasks.usage import descendants, disk_bytes, memory_bytes
+from reprieve.tasks.usage import cpu_seconds, descendants, disk_bytes, memory_bytes
 
 _KILOBYTE, _MEGABYTE = 1 << 10, 1 << 20
 _FOLDERS = "reprieve-program-"
@@ -35,6 +35,7 @@ _WATCH_S = 0.02  # between looks at what a program uses
 _PROBE_S = 60.0  # for the first programs, on a busy machine
 _GRACE_S = 5.0  # to end a program in
 _NOT_STARTED = (125, 126, 127)  # exit statuses of what should have started a program, or of the program itself
+_WALL = 4  # times a program's processor seconds: on a busy machine it waits, and asleep it uses none
 _MOST_THREADS = 32  # of each process, on average
 
 
@@ -43,7 +44,7 @@ class Limits:
     """Resource limits of one run of a program.
 
     Args:
-        seconds: wall clock, and processor seconds of each process.
+        seconds: processor seconds of all its processes together; four times as many of the wall clock.
         memory_mb: of all its processes together.
         disk_mb: of all files it writes, and of each.
         num_processes: at once.
@@ -185,16 +186,17 @@ class Sandbox:
             if folder and within:
                 within = disk_bytes(folder, disk) <= disk
             seconds = time.monotonic() - started
+            timed_out = within is None
             stdout, stderr = (_read(file, limits.disk_mb * _MEGABYTE) for file in (out, err))
             code = int(process.returncode) if within else -int(signal.SIGKILL)
-            result = ProgramResult(code, stdout, stderr, timed_out=seconds >= limits.seconds, seconds=seconds)
-            failed = within and (code < 0 or code in _NOT_STARTED or stderr.startswith("bwrap: "))
+            result = ProgramResult(code, stdout, stderr, timed_out=timed_out, seconds=seconds)
+            failed = bool(within) and (code < 0 or code in _NOT_STARTED or stderr.startswith("bwrap: "))
             return result, failed and type(mechanism) is not Unisolated
 
 
-def _wait(process: subprocess.Popen[bytes], job: bytes, limits: Limits, is_within: Callable[[], bool]) -> bool:
-    """Send the job; whether the program then came to its end within the limits."""
-    deadline = time.monotonic() + limits.seconds
+def _wait(process: subprocess.Popen[bytes], job: bytes, limits: Limits, is_within: Callable[[], bool]) -> bool | None:
+    """Send the job; whether the program then came to its end within the limits, None where its time was over."""
+    deadline = time.monotonic() + _WALL * limits.seconds
     given: bytes | None = job
     while True:
         try:
@@ -203,7 +205,9 @@ def _wait(process: subprocess.Popen[bytes], job: bytes, limits: Limits, is_withi
             given = None  # the rest of it is sent on
         else:
             return True
-        if time.monotonic() >= deadline or not is_within():
+        if time.monotonic() >= deadline or cpu_seconds([process.pid, *descendants(process.pid)]) >= limits.seconds:
+            return None
+        if not is_within():
             return False
 
 
@@ -227,7 +231,7 @@ def _is_within(process: int, mechanism: Unisolated, limits: Limits, folder: Path
 
 
 def _program(limits: Limits, disk: int, *, own_files: bool, grade: bool) -> list[str]:
-    cpu_s = math.ceil(limits.seconds) + 1  # beyond the clock, which alone can tell that it was time
+    cpu_s = math.ceil(limits.seconds) + 1  # of each process: more than all together may take
     numbers = grade, own_files, cpu_s, disk, limits.memory_mb * _MEGABYTE
     runner = _RUNNER.read_text(encoding="utf-8")
     return [sys.executable, "-I", "-c", runner, *(str(int(number)) for number in numbers)]

@@ -1,4 +1,4 @@
-"""Memory, processes and disk that a program uses, counted over all its processes. Linux only."""
+"""Processor time, memory, processes and disk that a program uses, counted over all its processes. Linux only."""
 
 from __future__ import annotations
 
@@ -24,6 +24,15 @@ def descendants(root: int) -> dict[int, int]:
         level = [child for child in children if child not in found]
     found.pop(root, None)
     return found
+
+
+def cpu_seconds(processes: list[int]) -> float:
+    """Return the processor time of processes together, that of children which have ended included."""
+    ticks = 0
+    for process in processes:
+        fields = _text(f"/proc/{process}/stat").rpartition(")")[2].split()  # after the name, which may hold anything
+        ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def memory_bytes(processes: list[int], enough: int) -> int:
