@@ -15,7 +15,11 @@ from reprieve.display import LEGEND
 from reprieve.settings import AUTO, NumDraftTokens, PairSettings
 
 ARMS = ("judge:threshold=0.1", "margin:delta=2", "typical", "fuzzy:threshold=1,divergence=kl,form=released")
-QUESTION = "Anna has 23 apples. She buys 18 more apples. She gives away 9 apples. How many apples does Anna have now?"
+QUESTION = (
+    "Noah works 6 hours a day for 4 days and earns 3 dollars per hour. He spends 48 dollars on food. How many dollars "
+    "does Noah have now?"
+)
+_SHOWN_K = 16  # of the two answers that are shown; `auto` has to see some answers first
 _SECONDS = 3  # of a problem, all arms, on two CPU cores: 40 problems took two minutes
 _FEW = 200  # problems: fewer give wide intervals
 
@@ -44,9 +48,10 @@ class Demo(Command):
             f"decoding on {self.settings.limit} problems.\nTakes about {minutes} minute{'s' * (minutes > 1)} on two "
             "CPU cores; the models are bundled, nothing is downloaded. Ctrl-C keeps what is done."
         )
+        k = _SHOWN_K if self.num_draft_tokens == AUTO else self.num_draft_tokens
         for rule in ("lossless", ARMS[0]):
             screen.console().print(f"\n[bold]{rule}[/bold]  {QUESTION}", soft_wrap=True)
-            Generate(QUESTION, rule=rule, num_draft_tokens=self.num_draft_tokens, pair=self.pair).run()
+            Generate(QUESTION, rule=rule, num_draft_tokens=k, pair=self.pair).run()
             screen.say(f"{LEGEND}\n")
         from reprieve.bench.arms import make_arms
 

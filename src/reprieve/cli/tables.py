@@ -76,6 +76,8 @@ def show_results(document: dict[str, Any]) -> None:
         warn(f"ANSWERS CUT OFF: {cut}. What was cut off counts as wrong: raise --max-new-tokens")
     if document["graded"] and (unread := _shares_above(document["arms"], "num_unread", answers, _MOST_UNREAD)):
         warn(f"ANSWERS NOT READ: {unread}. They count as wrong: check the grader and the prompt")
+    if document["graded"] and not any(arm["accuracy"] for arm in document["arms"]):
+        warn("NOTHING SOLVED by any arm: check the prompt format (template, --chat-template) and the grader")
 
 
 def _shares_above(arms: list[dict[str, Any]], count: str, num_answers: int, most: float) -> str:

@@ -60,8 +60,10 @@ class Conditions:
         if self.task.partition(":")[0] != other.task.partition(":")[0]:
             differing.append(f"task {other.task} (certified: {self.task})")
         for name in ("num_draft_tokens", "drafter", "dtype", "max_new_tokens", *_ENGINE):
-            if getattr(self, name) != getattr(other, name):
-                differing.append(f"{name} {getattr(other, name)} (certified: {getattr(self, name)})")
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                usual = "the task's" if name == "max_new_tokens" else None
+                differing.append(f"{name} {theirs or usual} (certified: {ours or usual})")
         if self.format != other.format:
             differing.append(f"{describe_format(other.format)} (certified: {describe_format(self.format)})")
         for name in sorted(self.sampling.keys() | other.sampling.keys()):
