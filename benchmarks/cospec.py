@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # for `recipes`
+
 from arms import answer_test_problems, over, part, run, task_of, whole, write_parts
 from recipes.arbiter.reinforce import Reinforce
 from reprieve.bench.arms import LOSSLESS, Arm, make_arms

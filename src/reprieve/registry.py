@@ -7,6 +7,7 @@ the class.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import pkgutil
 import warnings
@@ -71,7 +72,9 @@ class Registry(Generic[T]):
         if name not in self._classes and name in self._plugins:
             self._import_plugin(self._plugins[name])
         if name not in self._classes:
-            raise SpecError(f"{self.what} must be one of {', '.join(self.names())}, got {name!r}")
+            close = difflib.get_close_matches(name, self.names(), n=1)
+            guess = f"; did you mean {close[0]}?" if close else ""
+            raise SpecError(f"{self.what} must be one of {', '.join(self.names())}, got {name!r}{guess}")
         return self._classes[name]
 
     def __iter__(self) -> Iterator[type[T]]:

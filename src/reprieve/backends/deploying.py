@@ -199,7 +199,7 @@ class VllmDeployer:
         """Describe a server's contents for messages."""
         if slot.role != PAIR:
             return f"the {slot.role} alone"
-        rules = f", {len(slot.rules)} rules" if slot.rules else ""
+        rules = f", {len(slot.rules)} rule{'s' * (len(slot.rules) > 1)}" if slot.rules else ""
         rules += "".join(f", {name} {value}" for name, value in slot.method)
         return f"{self.pair.target} with drafter {slot.drafter}, K = {slot.num_draft_tokens}{rules}"
 

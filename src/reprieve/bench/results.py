@@ -152,7 +152,7 @@ def _summarise_arm(arm: Arm, rows: Rows, run: Run) -> dict[str, Any]:
         "accuracy_ci95": list(share_interval(correct)),
         **_against_target(problems, rows.get(TARGET_ONLY)),
         **_against_lossless(problems, lossless),
-        "tokens_per_round": tokens / rounds if rounds else None,
+        "tokens_per_round": tokens / rounds if rounds and arm.name != DRAFT_ONLY else None,
         "acceptance_rate": accepted / drafted if drafted else None,
         "draft_share": accepted / tokens if drafted and tokens else None,
         "sequence_bound": _sequence_bound(arm, accepted / len(records), run.config),

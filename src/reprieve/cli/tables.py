@@ -28,6 +28,7 @@ def _table(title: str, full: list[dict[str, str]], short: list[dict[str, str]], 
     Args:
         full: all columns, where names of arms fit on one line beside them.
         short: columns for less room, the first the names; the last but one is dropped until names break at their signs.
+            A line below says so.
     """
     from rich import box
     from rich.table import Table
@@ -40,6 +41,9 @@ def _table(title: str, full: list[dict[str, str]], short: list[dict[str, str]], 
             dropped = list(rows[0])[-2]
             rows = [{name: text for name, text in row.items() if name != dropped} for row in rows]
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    if len(rows[0]) < len(short[0]):
+        table.caption = "COLUMNS=120 shows more columns; results.json has all"
+        table.caption_justify = "left"
     for name in rows[0]:
         table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=name != "arm", overflow="fold")
     for row in rows:
