@@ -103,7 +103,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Any], str], str]]] = {
     "acceptance_rate": ("accepted", _plain(0, 100, "%")),
     "draft_share": ("drafted", _plain(0, 100, "%")),
     "speedup_vs_target": ("speed over target", lambda arm, name: _with_interval(arm, name, 1, 2)),
-    "speedup_vs_lossless": ("over lossless", lambda arm, name: _with_interval(arm, name, 1, 2)),
+    "speedup_vs_lossless": ("speed over lossless", lambda arm, name: _with_interval(arm, name, 1, 2)),
     "pruned_share": ("pruned", _plain(0, 100, "%")),
     "tokens_per_answer": ("tokens an answer", _plain(0)),
     "answers_vs_lossless": ("answers a second, over lossless", lambda arm, name: _with_interval(arm, name, 1, 2)),
