@@ -16,8 +16,7 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from arms import answer_params, flags_in_force, write_json
-from reprieve.bench.arms import rule_arms
+from arms import answer_params, flags_in_force, rule_arms, write_json
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.cli.main import run_command

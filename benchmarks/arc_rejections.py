@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
-from arms import answer_params, flags_in_force, write_json
+from arms import answer_params, flags_in_force, share_with_interval, write_json
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.cli.main import run_command
@@ -38,7 +38,6 @@ from reprieve.settings import (
     PromptSettings,
     SamplingSettings,
 )
-from reprieve.stats import share_with_interval
 from reprieve.tasks.asking import prompt_of
 from reprieve.tasks.base import Task, TaskProblem
 from reprieve.types import ROOT, Generation

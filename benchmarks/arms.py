@@ -11,8 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from reprieve.backends.local import LocalEngine
-from reprieve.bench.arms import Arm
+from reprieve.bench.arms import Arm, make_arm
 from reprieve.bench.config import RunConfig
 from reprieve.bench.runner import Run, Runner, environment
 from reprieve.bench.settings import RunSettings
@@ -20,10 +22,13 @@ from reprieve.bundles import BUNDLES, Bundle, bundle_of
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.engine import Pair
-from reprieve.errors import ReprieveError
+from reprieve.errors import ReprieveError, SpecError
 from reprieve.files import replace_file
+from reprieve.heads.loading import attach_heads
 from reprieve.mining.store import LabelStore
-from reprieve.settings import SamplingParams, SamplingSettings
+from reprieve.rules import Rule, parse_rule
+from reprieve.settings import NumDraftTokens, SamplingParams, SamplingSettings
+from reprieve.stats import bootstrap_interval
 from reprieve.tasks import Task, load_task
 from tables import parts_table
 
@@ -135,3 +140,54 @@ def flags_in_force(command: Command) -> dict[str, Any]:
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
     replace_file(path, json.dumps(document, indent=2, default=str) + "\n")
+
+
+def rule_arms(specs: Sequence[str], num_draft_tokens: NumDraftTokens, *, target: str | None = None) -> list[Arm]:
+    """Just the arms asked for, each with a rule.
+
+    Raises:
+        SpecError: none, an arm without a rule, or a specification that cannot be read.
+    """
+    arms = [make_arm(spec, num_draft_tokens, target=target) for spec in specs]
+    for spec, arm in zip(specs, arms, strict=True):
+        if arm.rule is None:
+            raise SpecError(f"{spec!r} has no rule: nothing drafted is accepted there")
+    if not arms:
+        raise SpecError("rules must name at least one, got none")
+    return arms
+
+
+def sweep_rules(
+    spec: str, thresholds: Sequence[float], *, dial: str | None = None, target: str | None = None
+) -> list[Rule]:
+    """The rule at each threshold, in the unit and direction of its own parameter (`dial`, the rule's by default).
+
+    Raises:
+        SpecError: no thresholds, a value out of range, or a rule without that parameter.
+    """
+    rule = attach_heads(parse_rule(spec), target)
+    if not thresholds:
+        raise SpecError("thresholds must hold at least one value, got none")
+    if dial is None and rule.dial is None:
+        raise SpecError(f"rule {rule.name} has nothing to sweep")
+    return [rule.with_dial(value) if dial is None else rule.with_parameter(dial, value) for value in thresholds]
+
+
+def share_with_interval(parts: np.ndarray, wholes: np.ndarray) -> list[float] | None:
+    """A share over all problems with its 95% bootstrap interval over problems: share, low, high; None of nothing.
+
+    Where fewer than two problems have any, the interval is all of 0 to 1. Where all or none are in the share it has no
+    width, as a bootstrap cannot see what no problem showed.
+
+    Args:
+        parts: of each problem how many are in the share, `wholes` of how many: [n] each.
+    """
+    if not wholes.sum():
+        return None
+
+    def share(places: np.ndarray) -> float:
+        whole = wholes[places].sum()
+        return float(parts[places].sum() / whole) if whole else float("nan")
+
+    known = np.count_nonzero(wholes) > 1
+    return [float(parts.sum() / wholes.sum()), *(bootstrap_interval(share, len(parts)) if known else (0.0, 1.0))]

@@ -19,7 +19,7 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from arms import answer_params, flags_in_force, write_json
+from arms import answer_params, flags_in_force, share_with_interval, write_json
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.cli.main import run_command
@@ -37,7 +37,7 @@ from reprieve.settings import (
     PromptSettings,
     SamplingSettings,
 )
-from reprieve.stats import BranchChoices, share_with_interval
+from reprieve.stats import BranchChoices
 from reprieve.tasks.asking import prompt_of
 from reprieve.tasks.base import Task, TaskProblem
 from reprieve.types import Generation, RoundTrace

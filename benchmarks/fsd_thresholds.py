@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from arms import sweep_rules
 from reprieve.backends.settings import EngineSettings
-from reprieve.bench.arms import LOSSLESS, Arm, make_arms, sweep_rules
+from reprieve.bench.arms import LOSSLESS, Arm, make_arms
 from reprieve.bench.config import RunConfig
 from reprieve.bench.engine import Engine
 from reprieve.bench.results import best_ks, summarise, write_results

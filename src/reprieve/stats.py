@@ -118,26 +118,6 @@ def bootstrap_interval(
     return (float(low), float(high))
 
 
-def share_with_interval(parts: np.ndarray, wholes: np.ndarray) -> list[float] | None:
-    """A share over all problems with its 95% bootstrap interval over problems: share, low, high; None of nothing.
-
-    Where fewer than two problems have any, the interval is all of 0 to 1. Where all or none are in the share it has no
-    width, as a bootstrap cannot see what no problem showed.
-
-    Args:
-        parts: of each problem how many are in the share, `wholes` of how many: [n] each.
-    """
-    if not wholes.sum():
-        return None
-
-    def share(places: np.ndarray) -> float:
-        whole = wholes[places].sum()
-        return float(parts[places].sum() / whole) if whole else float("nan")
-
-    known = np.count_nonzero(wholes) > 1
-    return [float(parts.sum() / wholes.sum()), *(bootstrap_interval(share, len(parts)) if known else (0.0, 1.0))]
-
-
 @dataclass(frozen=True)
 class BranchChoices:
     """Choices between a draft's and a target's branch, and what each branch was worth: [n] each (CoSpec, Table 3)."""

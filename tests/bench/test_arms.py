@@ -10,7 +10,7 @@ import torch
 
 from reprieve.backends.local import LocalEngine
 from reprieve.backends.settings import EngineSettings
-from reprieve.bench.arms import make_arm, make_arms, rule_arms
+from reprieve.bench.arms import make_arm, make_arms
 from reprieve.bench.config import RunConfig
 from reprieve.bench.results import summarise
 from reprieve.bench.settings import RunSettings
@@ -113,7 +113,7 @@ class TestAuto:
             make_arms(["typical"], [named])
 
     def test_an_arms_own_head_stays(self, bundled_pair):
-        [arm] = rule_arms([f"lossless@K=auto:path={self.JUDGE}"], 8)
+        arm = make_arm(f"lossless@K=auto:path={self.JUDGE}", 8)
         assert arm.num_draft_tokens == f"auto:path={self.JUDGE}"
         with pytest.raises(SpecError, match="trained for judge"):
             arm.decoder(bundled_pair)
@@ -125,7 +125,7 @@ class TestAuto:
 
     def test_a_certificate_names_what_decided(self, bundled_pair):
         engine = LocalEngine(bundled_pair)
-        [arm] = rule_arms(["lossless@K=auto"], 8)
+        arm = make_arm("lossless@K=auto", 8)
         named = engine.draft_tokens(arm, "draft")
         head = load_head("reprieve/arithmetic-length-lossless")
         assert named == f"auto:{head.fingerprint}"

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from reprieve.backends.local import LocalEngine
-from reprieve.bench.arms import make_arms, sweep_rules
+from reprieve.bench.arms import make_arms
 from reprieve.bench.config import RunConfig
 from reprieve.bench.figure import draw_frontier
 from reprieve.bench.records import RecordFile
@@ -17,7 +17,7 @@ from reprieve.bench.report import write_report
 from reprieve.bench.results import summarise, write_results
 from reprieve.bench.runner import run_arms
 from reprieve.bench.settings import RunSettings
-from reprieve.errors import ReprieveError, SpecError
+from reprieve.errors import ReprieveError
 from reprieve.tasks import TaskProblem
 from tests.bench.toys import run
 from tests.kit.toys import ToyTask
@@ -182,19 +182,6 @@ def test_damaged_line_is_named(tmp_path):
     (tmp_path / "problems.jsonl").write_text('{"arm": 1}\n')
     with pytest.raises(ReprieveError, match="line 1 is no problem record"):
         RecordFile(tmp_path / "problems.jsonl")
-
-
-def test_sweep_sets_the_papers_own_parameter_at_every_k():
-    rules = sweep_rules("lenience", [1.0, 0.5])
-    assert [rule.spec for rule in rules] == ["lenience:lenience=1", "lenience:lenience=0.5"]
-    assert [rule.params["epsilon"] for rule in sweep_rules("typical", [0.1, 0.2], dial="epsilon")] == [0.1, 0.2]
-    labels = [arm.label for arm in make_arms(rules, [4, 8])]
-    assert labels[:3] == ["target_only", "draft_only", "lossless@K=4"]
-    assert "lenience:lenience=0.5@K=8" in labels
-    with pytest.raises(SpecError, match="dial must be one of epsilon, delta, slack, got 'theta'"):
-        sweep_rules("typical", [0.1], dial="theta")
-    with pytest.raises(SpecError, match="nothing to sweep"):
-        sweep_rules("lossless", [0.1])
 
 
 def test_answers_are_cut_to_the_room_that_the_models_have(bundled_pair, tmp_path):

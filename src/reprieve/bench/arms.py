@@ -188,21 +188,6 @@ def expand_values(spec: str) -> list[str]:
     return [f"{name}:{','.join(parts)}{suffix}" for parts in made]
 
 
-def rule_arms(specs: Sequence[str], num_draft_tokens: NumDraftTokens, *, target: str | None = None) -> list[Arm]:
-    """Just the arms asked for, each with a rule.
-
-    Raises:
-        SpecError: none, an arm without a rule, or a specification that cannot be read.
-    """
-    arms = [make_arm(spec, num_draft_tokens, target=target) for spec in specs]
-    for spec, arm in zip(specs, arms, strict=True):
-        if arm.rule is None:
-            raise SpecError(f"{spec!r} has no rule: nothing drafted is accepted there")
-    if not arms:
-        raise SpecError("rules must name at least one, got none")
-    return arms
-
-
 def make_arm(spec: str | Rule, k: NumDraftTokens, *, suffixed: bool = False, target: str | None = None) -> Arm:
     """One arm; arguments as `make_arms` has them.
 
@@ -283,19 +268,3 @@ def _own_settings(spec: str) -> tuple[str, dict[str, str]]:
     if "drafter" in own:
         DRAFTERS.make(own["drafter"])
     return name, own
-
-
-def sweep_rules(
-    spec: str, thresholds: Sequence[float], *, dial: str | None = None, target: str | None = None
-) -> list[Rule]:
-    """The rule at each threshold, in the unit and direction of its own parameter (`dial`, the rule's by default).
-
-    Raises:
-        SpecError: no thresholds, a value out of range, or a rule without that parameter.
-    """
-    rule = attach_heads(parse_rule(spec), target)
-    if not thresholds:
-        raise SpecError("thresholds must hold at least one value, got none")
-    if dial is None and rule.dial is None:
-        raise SpecError(f"rule {rule.name} has nothing to sweep")
-    return [rule.with_dial(value) if dial is None else rule.with_parameter(dial, value) for value in thresholds]
