@@ -10,7 +10,7 @@ import torch
 
 from reprieve.errors import SpecError
 from reprieve.rules import RULES, accepts, all_of, parse_rule
-from reprieve.rules.lossless import greedy_accepts, sampling_accepts
+from reprieve.rules.lossless import sampling_accepts
 from reprieve.rules.spans import SPANS
 from reprieve.types import Evidence
 from tests.kit.tiny import NumberTokenizer, with_heads
@@ -65,7 +65,7 @@ def evidence(*, greedy: bool, size: int = 200, seed: int = 0) -> Evidence:
     uniforms = torch.rand(size, generator=generator)
     embeddings = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=torch.Generator().manual_seed(seed + 1))
     if greedy:
-        lossless = greedy_accepts(target, token_ids)
+        lossless = target.argmax(-1) == token_ids
     else:
         lossless = sampling_accepts(target.softmax(-1), draft.softmax(-1), token_ids, uniforms)
     return Evidence(
@@ -177,7 +177,7 @@ def hand(target, draft, tokens, **extra) -> Evidence:
         token_ids=token_ids,
         target_logits=target.log(),
         greedy=True,
-        lossless_accepts=greedy_accepts(target, token_ids),
+        lossless_accepts=target.argmax(-1) == token_ids,
         draft_scores=draft.log(),
         parents=(-1, 0, 1),
         **extra,

@@ -49,14 +49,6 @@ class LosslessRule(Rule):
         return torch.full(evidence.token_ids.shape, float("inf"), device=evidence.token_ids.device)
 
 
-def greedy_accepts(
-    target_logits: Tensor,  # [..., V]
-    token_ids: Tensor,  # [...], int64
-) -> Tensor:  # [...], bool
-    """Return the mask of drafted tokens that equal the target's first choice."""
-    return target_logits.argmax(-1) == token_ids
-
-
 def sampling_accepts(
     target_probs: Tensor,  # [..., V]
     proposal_probs: Tensor | None,  # [..., V]; None when the drafter did not sample
