@@ -144,5 +144,5 @@ def test_a_pair_without_a_draft_has_no_draft_alone():
 def test_without_vllm_the_way_to_it_is_said(monkeypatch):
     monkeypatch.setattr("reprieve.backends.vllm.find_spec", lambda name: None)
     deployer = VllmDeployer(VllmSettings(), PairSettings(ARITHMETIC.name), "float32")
-    with pytest.raises(ReprieveError, match="needs vLLM in this environment"):
+    with pytest.raises(ReprieveError, match="requires vLLM in this environment"):
         start_vllm(deployer.deployment(Slot(TARGET)), deployer.settings)
