@@ -1,15 +1,13 @@
 """A pair known by its files alone is the pair that was loaded."""
 
-import json
-import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from torch import nn
 
+from benchmarks.real_pair import quantise
 from reprieve.engine import load_pair
 from reprieve.errors import PairError, ReprieveError
 from reprieve.models.identity import stored_fingerprint, stored_identity
@@ -60,35 +58,10 @@ def test_missing_weights_are_named(tmp_path):
         stored_identity(PairSettings(str(tmp_path / "draft"), "reprieve/arithmetic-pair"))
 
 
-def save_int8(source, folder):
-    """Write a model's folder again with int8 weights (compressed-tensors, W8A8)."""
-    weights = {}
-    for name, weight in load_file(source / "model.safetensors").items():
-        if name.endswith("_proj.weight"):
-            scale = weight.float().abs().amax(1, keepdim=True) / 127
-            weights[f"{name}_scale"] = scale.bfloat16()
-            weight = torch.round(weight.float() / scale).to(torch.int8)
-        weights[name] = weight
-    shutil.copytree(source, folder)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    whole = {"num_bits": 8, "type": "int", "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": {**whole, "strategy": "channel"},
-        "input_activations": {**whole, "strategy": "token", "dynamic": True},
-    }
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed",
-        "ignore": ["lm_head"], "config_groups": {"group_0": group},
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 def test_a_checkpoint_of_compressed_tensors_is_known_by_its_files(tmp_path):
     pytest.importorskip("compressed_tensors")
     target, draft = save_chat_pair(tmp_path)
-    save_int8(tmp_path / "target", tmp_path / "int8")
+    quantise(tmp_path / "target", tmp_path / "int8")
     identity = stored_identity(PairSettings(str(tmp_path / "int8"), draft))[0]
     pair = load_pair(tmp_path / "int8", draft)
     assert pair.target.model.layers[0].mlp.up_proj.weight.dtype == torch.int8

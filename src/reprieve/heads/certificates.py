@@ -62,8 +62,9 @@ class Conditions:
         for name in ("num_draft_tokens", "drafter", "dtype", "max_new_tokens", *_ENGINE):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
-                usual = "the task's" if name == "max_new_tokens" else None
-                differing.append(f"{name} {theirs or usual} (certified: {ours or usual})")
+                if name == "max_new_tokens":  # None stands for the task's
+                    ours, theirs = ours or "the task's", theirs or "the task's"
+                differing.append(f"{name} {theirs} (certified: {ours})")
         if self.format != other.format:
             differing.append(f"{describe_format(other.format)} (certified: {describe_format(self.format)})")
         for name in sorted(self.sampling.keys() | other.sampling.keys()):

@@ -192,9 +192,7 @@ def load_models(
             raise PairError(
                 f"draft {str(draft)!r} has {num_rows} token embeddings, its tokenizer {len(tokenizer)} tokens"
             )
-    pair = ModelPair(target_model, draft_model, tokenizer, str(target), None if draft is None else str(draft))
-    _ = pair.identity  # before the first forward, which replaces the weights of compressed-tensors
-    return pair
+    return ModelPair(target_model, draft_model, tokenizer, str(target), None if draft is None else str(draft))
 
 
 def require_device(name: str | None) -> None:

@@ -186,10 +186,9 @@ class Sandbox:
             if folder and within:
                 within = disk_bytes(folder, disk) <= disk
             seconds = time.monotonic() - started
-            timed_out = within is None
             stdout, stderr = (_read(file, limits.disk_mb * _MEGABYTE) for file in (out, err))
             code = int(process.returncode) if within else -int(signal.SIGKILL)
-            result = ProgramResult(code, stdout, stderr, timed_out=timed_out, seconds=seconds)
+            result = ProgramResult(code, stdout, stderr, timed_out=within is None, seconds=seconds)
             failed = bool(within) and (code < 0 or code in _NOT_STARTED or stderr.startswith("bwrap: "))
             return result, failed and type(mechanism) is not Unisolated
 
