@@ -74,8 +74,11 @@ class ScriptedDraft:
     def __init__(self, next_token: Callable[[list[int]], int]) -> None:
         self.next_token = next_token
 
-    async def predict(self, prompt_ids, response_ids):
-        return [self.next_token(response_ids[:place]) for place in range(len(response_ids))]
+    async def mismatches(self, prompt_ids, response_ids, start=0):
+        for position in range(start, len(response_ids)):
+            token = self.next_token(response_ids[:position])
+            if token != response_ids[position]:
+                yield position, token
 
 
 def responses(task=None, max_new_tokens=12) -> ResponseFormat:

@@ -158,7 +158,26 @@ def test_draft_reader_equals_a_forward_over_the_whole_text():
     for response in (first, second, first, second[:4]):
         with torch.inference_mode():
             logits = model(torch.tensor([[*prompt, *response]])).logits[0]
-        assert asyncio.run(reader.predict(prompt, response)) == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        assert reader.predict(prompt, response) == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def test_a_draft_reader_reads_no_further_than_the_next_mismatch():
+    model = CachedModel(tiny_model(seed=4))
+    reader = DraftReader(model, Sampler(SamplingParams(), torch.device("cpu")))
+    prompt, response = [3, 1, 4], [position % 40 for position in range(100)]
+    expected = [(at, new) for at, new in enumerate(reader.predict(prompt, response)) if new != response[at]]
+
+    async def read(until):
+        found = []
+        async for mismatch in reader.mismatches(prompt, response):
+            found.append(mismatch)
+            if len(found) == until:
+                break
+        return found
+
+    assert asyncio.run(read(1)) == expected[:1]
+    assert len(model.cached_ids) < len(prompt) + 40
+    assert asyncio.run(read(None)) == expected
 
 
 def test_texts_that_wait_together_are_read_in_one_forward(monkeypatch):
@@ -169,7 +188,7 @@ def test_texts_that_wait_together_are_read_in_one_forward(monkeypatch):
     async def read(draft):
         return await asyncio.gather(*(draft.predict(*text) for text in texts))
 
-    expected = [asyncio.run(alone.predict(*text)) for text in texts]
+    expected = [alone.predict(*text) for text in texts]
     together = BatchedDraft(model, 64)
     assert asyncio.run(read(together)) == expected
     assert together.num_forwards == 1

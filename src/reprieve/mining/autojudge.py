@@ -79,23 +79,27 @@ class AutoJudgeMiner:
         """Run Algorithm 1, lines 6 to 20; return the response after all harmless swaps, and the mismatches."""
         running = original
         mismatches: list[Mismatch] = []
-        drafted = await search.draft.predict(search.prompt_ids, running)
-        position = _next_mismatch(running, drafted, 0)
-        while position is not None:
-            mismatch, response = await search.attempt(running, drafted[position], position, original)
+        start: int | None = 0
+        while start is not None:
+            running, start = await self._next_swap(search, running, start, original, mismatches)
+        return running, mismatches
+
+    async def _next_swap(
+        self, search: _Search, running: list[int], start: int, original: list[int], mismatches: list[Mismatch]
+    ) -> tuple[list[int], int | None]:
+        """Try mismatches up to the first harmless one; return the response after it, and where the search goes on."""
+        async for position, draft_id in search.draft.mismatches(search.prompt_ids, running, start):
+            mismatch, response = await search.attempt(running, draft_id, position, original)
             mismatches.append(mismatch)
             if mismatch.important is False:
                 assert response is not None
-                running = response
-                drafted = await search.draft.predict(search.prompt_ids, running)
-            position = _next_mismatch(running, drafted, position + 1)
-        return running, mismatches
+                return response, position + 1
+        return running, None
 
     async def _try_each(self, search: _Search, original: list[int]) -> list[Mismatch]:
         """Try every mismatch of the target's response, each alone."""
-        drafted = await search.draft.predict(search.prompt_ids, original)
-        places = [i for i, (ours, theirs) in enumerate(zip(original, drafted, strict=True)) if ours != theirs]
-        attempts = [search.attempt(original, drafted[place], place, original) for place in places]
+        found = [mismatch async for mismatch in search.draft.mismatches(search.prompt_ids, original)]
+        attempts = [search.attempt(original, draft_id, position, original) for position, draft_id in found]
         return [mismatch for mismatch, _ in await gather_all(attempts)]
 
 
@@ -144,7 +148,3 @@ class _Search:
             verdict=verdict.votes,
         )
         return mismatch, response
-
-
-def _next_mismatch(response: list[int], drafted: list[int], start: int) -> int | None:
-    return next((t for t in range(start, len(response)) if response[t] != drafted[t]), None)

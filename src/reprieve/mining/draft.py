@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,19 +14,24 @@ from reprieve.models.cached_model import CachedModel, execution_device, shared_l
 from reprieve.models.draws import GumbelNoise, gumbel_choice
 from reprieve.models.sampling import Sampler
 
+_AHEAD = 32  # tokens read at once
 _MOST_LOGITS = 2**28  # logits per forward: a GiB in float32
 
 
 class Draft(Protocol):
-    """Predicts the draft's token at every position of a response."""
+    """Finds the tokens of a response that the draft would not have chosen."""
 
-    async def predict(self, prompt_ids: list[int], response_ids: list[int]) -> list[int]:
-        """Return the draft's own token at every position of the response, given the response before it."""
+    def mismatches(
+        self, prompt_ids: list[int], response_ids: list[int], start: int = 0
+    ) -> AsyncIterator[tuple[int, int]]:
+        """Yield each position from `start` on where the draft's own token differs, and that token."""
         ...
 
 
 class DraftReader(Draft):
-    """Reads one problem's responses in parallel forwards; common prefixes are read once.
+    """Reads one problem's responses a few tokens ahead; common prefixes are read once.
+
+    A swap changes the rest of the response, so what lies far behind the next mismatch is not read in advance.
 
     Args:
         model: the draft, with its own cache.
@@ -39,9 +45,18 @@ class DraftReader(Draft):
         self.noise = noise
         self._predicted: list[int] = []  # after each cached token, from the prompt's last one
 
+    async def mismatches(
+        self, prompt_ids: list[int], response_ids: list[int], start: int = 0
+    ) -> AsyncIterator[tuple[int, int]]:
+        """See `Draft.mismatches`."""
+        for first in range(start, len(response_ids), _AHEAD):
+            known = response_ids[: first + _AHEAD]
+            for position, token in _differing(known, self.predict(prompt_ids, known), first):
+                yield position, token
+
     @torch.inference_mode()
-    async def predict(self, prompt_ids: list[int], response_ids: list[int]) -> list[int]:
-        """Return the draft's own token at every position of the response."""
+    def predict(self, prompt_ids: list[int], response_ids: list[int]) -> list[int]:
+        """Return the draft's own token at every position of the response, given the response before it."""
         text = [*prompt_ids, *response_ids]
         first = len(prompt_ids) - 1
         shared = min(shared_length(text[:-1], self.model.cached_ids), first + len(self._predicted))
@@ -70,10 +85,10 @@ class _Read:
 
 
 class BatchedDraft(Draft):
-    """Reads the responses of all problems in flight together, greedily: for servers with hundreds of problems.
+    """Reads the responses of all problems in flight together, greedily: on accelerators, beside servers.
 
-    It reads whole texts without a cache, because one forward over many texts costs less than many forwards over their
-    ends.
+    It reads whole texts without a cache, because there one forward over many texts costs less than many forwards over
+    their ends.
 
     Args:
         model: the draft.
@@ -87,8 +102,15 @@ class BatchedDraft(Draft):
         self._waiting: list[_Read] = []
         self._serving: asyncio.Task[None] | None = None
 
+    async def mismatches(
+        self, prompt_ids: list[int], response_ids: list[int], start: int = 0
+    ) -> AsyncIterator[tuple[int, int]]:
+        """See `Draft.mismatches`."""
+        for position, token in _differing(response_ids, await self.predict(prompt_ids, response_ids), start):
+            yield position, token
+
     async def predict(self, prompt_ids: list[int], response_ids: list[int]) -> list[int]:
-        """Return the draft's own token at every position of the response."""
+        """Return the draft's own token at every position of the response, given the response before it."""
         if not response_ids:
             return []
         done: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
@@ -129,6 +151,10 @@ class BatchedDraft(Draft):
         best = logits[..., : self.vocab_size].argmax(-1).tolist()
         self.num_forwards += 1
         return [row[read.first : len(read.text)] for row, read in zip(best, batch, strict=True)]
+
+
+def _differing(response: list[int], predicted: list[int], start: int) -> list[tuple[int, int]]:
+    return [(at, predicted[at]) for at in range(start, len(response)) if response[at] != predicted[at]]
 
 
 def _settle(done: asyncio.Future[list[int]], result: list[int] | Exception) -> None:

@@ -178,7 +178,8 @@ def _autojudge(
     params = settings.params
     assert pair.draft is not None
     sampler = Sampler(params, pair.draft.device)
-    together = None if served is None else BatchedDraft(pair.draft, pair.vocab_size)
+    batched = served is not None and pair.device.type != "cpu"
+    together = BatchedDraft(pair.draft, pair.vocab_size) if batched else None
 
     def make_draft(noise: GumbelNoise | None) -> Draft:
         return together or DraftReader(pair.cached_draft(), sampler, noise)
