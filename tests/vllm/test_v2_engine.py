@@ -188,11 +188,13 @@ def test_n_grams_serve_rules_that_need_no_draft(problems):
     assert status["failures"] == 0 and status["num_rounds"] > 0 and status["num_rescued"] > 0
 
 
-@pytest.mark.parametrize("broken", ["the processor is lost", "the edit is lost", "everybody is edited"])
+@pytest.mark.parametrize("broken", ["the processor is lost", "the edit is lost", "everybody is edited", "other draws"])
 def test_the_self_test_fails_where_a_hook_is_broken(llm, broken, monkeypatch):
     from reprieve.errors import ReprieveError
     from reprieve.vllm_plugin.selftest import require_works
     from reprieve.vllm_plugin.v2 import processor as v2_processor
+    from reprieve.vllm_plugin.v2 import selftest as v2_selftest
+    from reprieve.vllm_plugin.v2.uniforms import uniforms_of
 
     hooks = worker_of(llm).model_runner.reprieve
     require_works(hooks)
@@ -201,10 +203,12 @@ def test_the_self_test_fails_where_a_hook_is_broken(llm, broken, monkeypatch):
         monkeypatch.setattr(worker_of(llm).model_runner.sampler, "logits_processors", processors[:-1])
     elif broken == "the edit is lost":
         monkeypatch.setattr(v2_processor, "_raise", lambda *args: None)
+    elif broken == "other draws":
+        monkeypatch.setattr(v2_selftest, "uniforms_of", lambda *rows: 1 - uniforms_of(*rows))
     else:
         two = torch.tensor([2])
         monkeypatch.setattr(type(hooks.processor), "apply", lambda self, logits, ctx: logits.index_fill_(1, two, 9.0))
-    with pytest.raises(ReprieveError, match=r"self-test failed in worker 0: a .* was (rejected|changed)"):
+    with pytest.raises(ReprieveError, match=r"self-test failed in worker 0: (a .* was (rejected|changed)|.* random)"):
         require_works(hooks)
 
 

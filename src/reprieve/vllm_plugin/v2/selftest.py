@@ -8,15 +8,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from reprieve.errors import ReprieveError
 from reprieve.vllm_plugin.selftest import ASKED, DRAFTED, OWN, certain_logits
 from reprieve.vllm_plugin.v2.round import V2Round
+from reprieve.vllm_plugin.v2.uniforms import uniforms_of
+
+_POSITIONS = range(5, 21)  # 16 draws agree by chance once in 65,536 servers
 
 
 def try_out(hooks: Any, size: int) -> list[tuple[int, int]]:
-    """Greedy and sampled, one request after the other: a server may have a single slot."""
+    """Greedy and sampled, one request after the other: a server may have a single slot.
+
+    Raises:
+        ReprieveError: vLLM accepts and rejects by other random numbers than `uniforms_of` gives.
+    """
     try:
+        _require_known_draws(hooks, size)
         return [
-            (_token(hooks, size, ASKED[0], temperature), _token(hooks, size, ASKED[1], temperature))
+            (_token(hooks, size, ASKED[0], temperature)[0], _token(hooks, size, ASKED[1], temperature)[0])
             for temperature in (0.0, 0.7)
         ]
     finally:
@@ -24,7 +33,23 @@ def try_out(hooks: Any, size: int) -> list[tuple[int, int]]:
         hooks.processor.forget_slots()
 
 
-def _token(hooks: Any, size: int, asked: dict[str, str], temperature: float) -> int:
+def _require_known_draws(hooks: Any, size: int) -> None:
+    """Rules that are random read vLLM's draws ahead: a token of probability 1/2 is accepted where they are below."""
+    for position in _POSITIONS:
+        token, uniform = _token(hooks, size, ASKED[1], 1.0, equal=True, position=position)
+        if (token == DRAFTED) != (uniform < 0.5):
+            raise ReprieveError(f"vLLM decides by other random numbers than Reprieve reads (position {position})")
+
+
+def _token(
+    hooks: Any, size: int, asked: dict[str, str], temperature: float, *, equal: bool = False, position: int = 5
+) -> tuple[int, float]:
+    """Return the token that vLLM's sampler takes, and the draw as `uniforms_of` gives it.
+
+    Args:
+        equal: the target is undecided between its own and the drafted token.
+        position: of the drafted token's row in the text.
+    """
     from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
@@ -35,14 +60,15 @@ def _token(hooks: Any, size: int, asked: dict[str, str], temperature: float) -> 
     def rows(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
+    logits = certain_logits(2, size, device)
+    if equal:
+        logits[:, DRAFTED] = logits[:, OWN]
     slots, row_slots, places = rows([0]), rows([0, 0]), rows([0, 1])
-    positions, fed = rows([5, 6], torch.int64), rows([OWN, DRAFTED])
+    positions, fed = rows([position, position + 1], torch.int64), rows([OWN, DRAFTED])
     states = sampler.sampling_states
     hooks.processor.round = V2Round(["self-test"], np.array([2]), None, None, states.seeds.gpu)
     hosts = np.array([0])
-    processed = sampler.apply_sampling_params(
-        certain_logits(2, size, device), row_slots, slots, hosts, positions, fed, places, np.array([7])
-    )
+    processed = sampler.apply_sampling_params(logits, row_slots, slots, hosts, positions, fed, places, np.array([7]))
     sampled, _ = rejection_sampler.rejection_sample(
         processed,
         None,
@@ -56,4 +82,4 @@ def _token(hooks: Any, size: int, asked: dict[str, str], temperature: float) -> 
         states.seeds.gpu,
         hooks.runner.num_speculative_steps,
     )
-    return int(sampled[0, 0])
+    return int(sampled[0, 0]), float(uniforms_of(states.seeds.gpu, row_slots, positions)[0])
