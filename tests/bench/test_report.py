@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from html.parser import HTMLParser
 
 import pytest
 
+from reprieve.bench import figures
 from reprieve.bench.arms import make_arms
-from reprieve.bench.charts import histogram, intervals, scatter, stacked
 from reprieve.bench.report import write_report
 from reprieve.bench.results import summarise, write_results
 from reprieve.cli.main import main
@@ -76,8 +75,9 @@ def test_the_page_stands_alone_and_says_everything(folder, tmp_path):
     content = path.read_text()
     page = Page()
     page.feed(content)
-    assert page.open == [] and page.fetched == [] and "@import" not in content and "url(" not in content
-    assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", content)
+    assert page.open == [] and page.fetched == [] and "@import" not in content
+    assert not re.findall(r"url\((?!#)", content) and "<script" not in content
+    assert not re.findall(r"https?://(?!www\.w3\.org/(2000/svg|1999/xlink))", content)
     told = " ".join(" ".join(page.text).split())
     for words in (
         "A <b>title</b>", "Certificates", "It holds.", "Quality against speed", "Tokens per round", "Where time goes",
@@ -87,7 +87,7 @@ def test_the_page_stands_alone_and_says_everything(folder, tmp_path):
         assert words in told, words
     document = json.loads((folder / "results.json").read_text())
     row = next(arm for arm in document["arms"] if arm["spec"] == "margin:delta=3")
-    assert f"{100 * row['accuracy']:.1f}%" in content and 'data-note="margin:delta=3:' in content
+    assert f"{100 * row['accuracy']:.1f}%" in content and ">margin:delta=3</text>" in content
 
 
 def test_examples_show_the_whole_answer_and_mark_rescues(folder, tmp_path):
@@ -140,21 +140,17 @@ def test_folders_without_anything_are_refused(folder, tmp_path, capsys):
     assert main(["report", str(folder), "--out", str(tmp_path / "r.html")]) == 0
 
 
-def test_charts_keep_inside_their_frames():
-    from reprieve.bench.charts import Point
+def test_figures_are_repeatable_and_take_runs_without_rescues():
+    row = {"arm": "a", "concurrency": 1, "tokens_per_second": 10.0, "tokens_per_second_range": [9.0, 12.0]}
+    names = {"a": 'told "so" <b>'}
 
-    point = Point("a", 1.0, 50.0, 0.5, 2.0, 40.0, 60.0, 'told "so"')
-    drawn = scatter(
-        [point, dataclasses.replace(point, x=1.5)], {"a": "#000"}, x_label="x", y_label="y", line=[(0, 1), (3, 99)]
-    )
-    assert "told &quot;so&quot;" in drawn
-    for x, y in re.findall(r'cx="([-\d.]+)" cy="([-\d.]+)"', drawn):
-        assert 0 <= float(x) <= 520 and 0 <= float(y) <= 360
-    assert scatter(
-        [dataclasses.replace(point, x_low=1, x_high=1, y_low=50, y_high=50)], {"a": "#000"}, x_label="", y_label=""
-    )
-    assert "NaN" not in histogram([], "#000", title="") + stacked([("a", [0.0, 0.0])], ["p", "q"], unit="ms")
-    assert "\u2212" in intervals([("a", -1.0, -2.0, 0.5, "t")], label="l")
+    def drawn():
+        return figures.as_svg(figures.throughput([row, row | {"concurrency": 8}], names))
+
+    assert drawn() == drawn() and "&lt;b&gt;" in drawn() and "<b>" not in drawn()
+    assert ">a</text>" in figures.as_svg(figures.round_lengths({"a": [1, 1]}, 1))
+    for figure in (figures.times({"a": [0.0, 0.0]}, ["p", "q"]), figures.answer_growth({"a": [0.0, 0.0, 0.0]})):
+        assert "nan" not in figures.as_svg(figure).lower()
 
 
 @pytest.mark.parametrize(("commit", "dirty"), [("abc123-dirty", True), ("abc123", False), (None, False)])

@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from reprieve.bench.charts import COLOURS, Point, histogram, intervals, scatter, stacked
+from reprieve.bench import figures
 from reprieve.bench.records import ProblemRecord, RecordFile
 from reprieve.bench.results import common_rows
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
@@ -80,142 +80,56 @@ def write_report(folders: Sequence[Path], path: Path, *, title: str = "", num_ex
 
 
 def _run_view(document: dict[str, Any], records: list[ProblemRecord], num_examples: int) -> dict[str, Any]:
-    arms = document["arms"]
-    groups = list(dict.fromkeys(arm["rule"] for arm in arms))
-    colours = {group: COLOURS[index % len(COLOURS)] for index, group in enumerate(groups)}
+    arms, graded = document["arms"], document.get("graded", True)
     rows = common_rows([arm["spec"] for arm in arms], records, document.get("num_trials", 1))
-    graded = document.get("graded", True)
     strict = next((arm["spec"] for arm in arms if arm["rule"] == "lossless"), None)
+    load = document.get("throughput", [])
+    lengths, growth = _round_lengths(arms, rows), _answer_growth(arms)
     return {
         "document": document,
         "arms": arms,
-        "colours": colours,
         "graded": graded,
-        "frontier": _frontier(document, arms, colours, "speedup_vs_target", "speed, times the target alone"),
-        "by_rounds": _frontier(document, arms, colours, "tokens_per_round", "tokens per target forward"),
-        "throughput": document.get("throughput", []),
-        "load": _load(document.get("throughput", []), {arm["spec"]: arm["short"] for arm in arms}),
-        "lengths": _lengths(arms, rows, colours),
-        "times": Markup(_times(arms, document["num_problems"] * document.get("num_trials", 1))),
-        "time_parts": list(zip(PARTS, COLOURS, strict=False)),
-        "inflation": Markup(_inflation(arms)),
+        "frontier": _drawn(figures.frontier(document)) if graded else None,
+        "throughput": load,
+        "load": _drawn(figures.throughput(load, {arm["spec"]: arm["short"] for arm in arms})) if load else None,
+        "lengths": _drawn(figures.round_lengths(lengths, _longest(lengths))) if lengths else None,
+        "times": _drawn(figures.times(_times(arms, document["num_problems"] * document.get("num_trials", 1)), PARTS)),
+        "growth": _drawn(figures.answer_growth(growth)) if growth else None,
         "examples": _examples(arms, rows, strict, num_examples) if strict else [],
     }
 
 
-def _frontier(
-    document: dict[str, Any], arms: list[dict[str, Any]], colours: dict[str, str], x: str, label: str
-) -> Markup | None:
-    if not document.get("graded", True):
-        return None
-    points = []
-    for arm in arms:
-        if not arm.get(x):
-            continue
-        low, high = arm.get(f"{x}_ci95") or (arm[x], arm[x])
-        points.append(
-            Point(
-                group=arm["rule"],
-                x=arm[x],
-                y=100 * arm["accuracy"],
-                x_low=low,
-                x_high=high,
-                y_low=100 * arm["accuracy_ci95"][0],
-                y_high=100 * arm["accuracy_ci95"][1],
-                note=_arm_summary(arm),
-            )
-        )
-    if not points:
-        return None
-    line = []
-    if x == "speedup_vs_target":
-        line = [(point[x], 100 * point["accuracy"]) for point in document.get("random_allocation", [])]
-    chart = scatter(
-        points,
-        colours,
-        x_label=label,
-        y_label="problems solved, %",
-        line=line,
-        line_label="sending problems to the draft at random",
-    )
-    return Markup(chart)
+def _drawn(figure: Any) -> Markup:
+    return Markup(figures.as_svg(figure))
 
 
-def _load(rows: list[dict[str, Any]], short: dict[str, str]) -> Markup | None:
-    """Tokens a second against concurrency, an arm a line."""
-    names = list(dict.fromkeys(short[row["arm"]] for row in rows))
-    if not names:
-        return None
-    points = [
-        Point(
-            group=short[row["arm"]],
-            x=row["concurrency"],
-            y=row["tokens_per_second"],
-            x_low=row["concurrency"],
-            x_high=row["concurrency"],
-            y_low=row["tokens_per_second_range"][0],
-            y_high=row["tokens_per_second_range"][1],
-            note=f"{short[row['arm']]}: {row['tokens_per_second']:.0f} tokens a second with {row['concurrency']} "
-            f"requests at once, {row['num_turns']} turns of {row['num_requests']}",
-        )
-        for row in rows
-    ]
-    colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
-    return Markup(scatter(points, colours, x_label="requests at once", y_label="tokens a second"))
-
-
-def _arm_summary(arm: dict[str, Any]) -> str:
-    speed, rounds = arm.get("speedup_vs_target"), arm.get("tokens_per_round")
-    return (
-        f"{arm['short']}: {_percent(arm['accuracy'])} solved {_interval(arm['accuracy_ci95'], 100)}"
-        + (f", {speed:.2f}x the target's speed" if speed else "")
-        + (f", {rounds:.2f} tokens a round" if rounds else "")
-        + f", n = {arm['num_problems']}"
-    )
-
-
-def _lengths(arms: list[dict[str, Any]], rows: Any, colours: dict[str, str]) -> list[tuple[str, float, Markup]]:
-    """Bars of the tokens that each round committed, for each arm."""
-    charts = []
-    longest = 0
-    counted = {}
+def _round_lengths(arms: list[dict[str, Any]], rows: Any) -> dict[str, list[int]]:
+    """Tokens that each round committed, by arm."""
+    found = {}
     for arm in arms:
         if arm["spec"] in (TARGET_ONLY, DRAFT_ONLY) or arm["num_draft_tokens"] is None:
             continue
         lengths = [length for trials in rows[arm["spec"]] for record in trials for length in record.round_lengths]
         if lengths:
-            counted[arm["spec"]] = lengths
-            longest = max(longest, min(_LONGEST_ROUND, max(lengths)))
-    for arm in arms:
-        if lengths := counted.get(arm["spec"], []):
-            shares = [sum(length == n for length in lengths) / len(lengths) for n in range(1, longest + 1)]
-            chart = histogram(shares, colours[arm["rule"]], title=f"tokens per round of {arm['short']}")
-            charts.append((arm["short"], sum(lengths) / len(lengths), Markup(chart)))
-    return charts
+            found[arm["short"]] = lengths
+    return found
 
 
-def _times(arms: list[dict[str, Any]], num_answers: int) -> str:
-    rows = [
-        (arm["short"], [1000 * arm["seconds_by_part"][part] / max(1, num_answers) for part in PARTS])
+def _longest(lengths: dict[str, list[int]]) -> int:
+    return min(_LONGEST_ROUND, max(max(found) for found in lengths.values()))
+
+
+def _times(arms: list[dict[str, Any]], num_answers: int) -> dict[str, list[float]]:
+    return {
+        arm["short"]: [1000 * arm["seconds_by_part"][part] / max(1, num_answers) for part in PARTS]
         for arm in arms
         if arm["spec"] != DRAFT_ONLY and not arm["rule"].startswith("direct:")
-    ]
-    return stacked(rows, list(PARTS), unit="ms an answer")
+    }
 
 
-def _inflation(arms: list[dict[str, Any]]) -> str:
-    rows = []
-    for arm in arms:
-        difference = arm.get("tokens_vs_lossless")
-        if difference is None or arm["rule"] == "lossless":
-            continue
-        summary = (
-            f"{arm['short']}: {difference[0]:+.1f} tokens an answer [{difference[1]:.1f}, {difference[2]:.1f}], "
-            f"p = {arm['tokens_vs_lossless_p']:.2g}; {arm['num_truncated']} cut off, p = "
-            f"{arm['truncated_vs_lossless_p']:.2g}"
-        )
-        rows.append((arm["short"], *difference, summary))
-    return intervals(rows, label="tokens an answer, beside lossless") if rows else ""
+def _answer_growth(arms: list[dict[str, Any]]) -> dict[str, list[float]]:
+    lenient = [arm for arm in arms if arm["rule"] != "lossless" and arm.get("tokens_vs_lossless") is not None]
+    return {arm["short"]: arm["tokens_vs_lossless"] for arm in lenient}
 
 
 def _examples(arms: list[dict[str, Any]], rows: Any, strict: str, num: int) -> list[dict[str, Any]]:

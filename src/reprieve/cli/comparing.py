@@ -29,7 +29,7 @@ _FEW = 100  # problems, below which the fastest K may be chance
 
 def report(run: Run, document: dict[str, Any], engine: EngineSettings, out: Path, *, num_workers: int = 1) -> int:
     """Write and show what was measured; returns the exit status."""
-    from reprieve.bench.figure import draw_frontier
+    from reprieve.bench.figures import draw_frontier
     from reprieve.bench.results import best_ks, write_results
 
     fastest = best_ks(document)

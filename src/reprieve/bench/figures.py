@@ -1,0 +1,197 @@
+"""The figures of a run, drawn by matplotlib: files beside the results, and SVG text for the report."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from reprieve.bench.arms import LOSSLESS
+from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
+from reprieve.errors import import_extra
+
+# Okabe and Ito's colours, told apart by most colour-blind readers; markers repeat the distinction.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#6a3d9a", "#8c564b")
+_MARKERS = "osD^vP*Xh<>p"
+_PANELS = {
+    "speedup_vs_target": "speedup over the target alone (tokens per second)",
+    "tokens_per_round": "tokens per target forward",
+}
+_COLUMNS = 3  # small figures side by side
+
+
+def draw_frontier(document: dict[str, Any], folder: Path) -> list[Path]:
+    """Draw `frontier.png` and `frontier.svg` from a results document; return their paths."""
+    figure = frontier(document)
+    paths = [folder / "frontier.png", folder / "frontier.svg"]
+    for path in paths:
+        temporary = path.with_name(f".{path.name}.tmp")
+        figure.savefig(temporary, format=path.suffix[1:], dpi=150)
+        temporary.replace(path)
+    return paths
+
+
+def as_svg(figure: Any) -> str:
+    """Return a figure as an SVG element whose text stays text; equal figures give equal bytes."""
+    matplotlib = import_extra("matplotlib", "evidence")
+    target = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "reprieve"}):
+        figure.savefig(target, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    drawn = target.getvalue()
+    return re.sub(r"<metadata>.*?</metadata>", "", drawn[drawn.index("<svg") :], flags=re.DOTALL)
+
+
+def frontier(document: dict[str, Any]) -> Any:
+    """Accuracy against speedup, where speed was measured, and against tokens a round; the arms of a rule are joined."""
+    arms = document["arms"]
+    panels = {x: label for x, label in _PANELS.items() if any(arm[x] for arm in arms)}
+    figure = _figure(2.5 + 4.5 * max(1, len(panels)), 4.8)
+    drawn = figure.subplots(1, max(1, len(panels)), squeeze=False)[0]
+    lines = _lines(arms)
+    target = next((arm for arm in arms if arm["rule"] == TARGET_ONLY), None)
+    for axes, (x, label) in zip(drawn, panels.items(), strict=False):
+        _panel(axes, lines, x, label)
+        if target and target[x]:
+            _reference(axes, target, x)
+        if x == "speedup_vs_target":
+            _allocation(axes, document.get("random_allocation", []))
+    drawn[0].set_ylabel("problems solved, %")
+    handles, labels = drawn[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", fontsize=8, frameon=False)
+    figure.suptitle(
+        f"{document['task']} ({document['split']}), n = {document['num_problems']}, "
+        f"K = {document['num_draft_tokens']}; bars are 95% intervals",
+        fontsize=10,
+    )
+    return figure
+
+
+def throughput(rows: Sequence[dict[str, Any]], names: Mapping[str, str]) -> Any:
+    """Tokens a second against the number of concurrent requests; bars run from the slowest turn to the fastest.
+
+    Args:
+        rows: of a results document's `throughput`.
+        names: what to call each arm.
+    """
+    figure = _figure(7, 4.2)
+    axes = figure.subplots()
+    for index, arm in enumerate(dict.fromkeys(row["arm"] for row in rows)):
+        its = sorted((row for row in rows if row["arm"] == arm), key=lambda row: row["concurrency"])
+        medians = [row["tokens_per_second"] for row in its]
+        ends = [row["tokens_per_second_range"] for row in its]
+        bars = [[m - low for m, (low, _) in zip(medians, ends, strict=True)],
+                [high - m for m, (_, high) in zip(medians, ends, strict=True)]]  # fmt: skip
+        axes.errorbar([row["concurrency"] for row in its], medians, yerr=bars, label=names[arm], **_style(index))
+    axes.set_xlabel("requests at once")
+    axes.set_ylabel("tokens a second")
+    axes.grid(alpha=0.25)
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    return figure
+
+
+def round_lengths(lengths: Mapping[str, Sequence[int]], longest: int) -> Any:
+    """A histogram of the tokens that each round committed, for each arm.
+
+    Args:
+        lengths: of every round, by the arm's name.
+        longest: rounds of more tokens are not drawn.
+    """
+    num_rows = math.ceil(len(lengths) / _COLUMNS)
+    figure = _figure(9, 1.7 * num_rows)
+    grid = figure.subplots(num_rows, _COLUMNS, squeeze=False, sharex=True).ravel()
+    for axes, (name, found) in zip(grid, lengths.items(), strict=False):
+        axes.hist(found, bins=[number + 0.5 for number in range(longest + 1)], weights=[1 / len(found)] * len(found))
+        axes.set_title(name, fontsize=8)
+        axes.set_yticks([])
+    for axes in grid[len(lengths) :]:
+        axes.set_visible(False)
+    return figure
+
+
+def times(rows: Mapping[str, Sequence[float]], parts: Sequence[str]) -> Any:
+    """Milliseconds an answer by part, a bar for each arm."""
+    figure, axes = _rows(list(rows))
+    before = [0.0] * len(rows)
+    for index, part in enumerate(parts):
+        values = [of_arm[index] for of_arm in rows.values()]
+        axes.barh(list(rows), values, left=before, label=part, color=_COLOURS[index % len(_COLOURS)])
+        before = [start + value for start, value in zip(before, values, strict=True)]
+    axes.set_xlabel("milliseconds an answer")
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    return figure
+
+
+def answer_growth(rows: Mapping[str, Sequence[float]]) -> Any:
+    """Tokens an answer beside lossless decoding: difference, and the ends of its interval, for each arm."""
+    figure, axes = _rows(list(rows))
+    values = [value for value, _, _ in rows.values()]
+    bars = [[value - low for value, low, _ in rows.values()], [high - value for value, _, high in rows.values()]]
+    axes.errorbar(values, list(rows), xerr=bars, fmt="o", color=_COLOURS[0], markersize=5, elinewidth=0.8)
+    axes.axvline(0, color="0.3", linewidth=0.8)
+    axes.set_xlabel("tokens an answer, beside lossless")
+    return figure
+
+
+def _figure(width: float, height: float) -> Any:
+    return import_extra("matplotlib.figure", "evidence").Figure(figsize=(width, height), layout="constrained")
+
+
+def _rows(names: list[str]) -> tuple[Any, Any]:
+    """A figure with a row for each arm, the first on top."""
+    figure = _figure(8, 1 + 0.3 * len(names))
+    axes = figure.subplots()
+    axes.grid(axis="x", alpha=0.25)
+    axes.tick_params(axis="y", labelsize=8)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    return figure, axes
+
+
+def _style(index: int) -> dict[str, Any]:
+    marker, color = _MARKERS[index % len(_MARKERS)], _COLOURS[index % len(_COLOURS)]
+    return {"marker": marker, "color": color, "markersize": 6, "linewidth": 1, "elinewidth": 0.6}
+
+
+def _lines(arms: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Arms that only a dial tells apart, by name: the rule, and of its settings those that others of it differ in."""
+    forms: dict[str, dict[tuple[tuple[str, Any], ...], list[dict[str, Any]]]] = {}
+    for arm in arms:
+        if arm["rule"] not in (TARGET_ONLY, DRAFT_ONLY):
+            combined = any(isinstance(value, dict) for value in arm["params"].values())
+            params = {} if combined else {name: of for name, of in arm["params"].items() if name != arm["dial"]}
+            settings = {**params, "K": arm["num_draft_tokens"], "drafter": arm["drafter"]}
+            form = tuple((name, str(value)) for name, value in settings.items() if value not in (None, ""))
+            rule = arm["spec_without_dial"] if combined else arm["rule"]
+            forms.setdefault(rule, {}).setdefault(form, []).append(arm)
+    named = {}
+    for rule, of_rule in forms.items():
+        common = set.intersection(*map(set, of_rule))
+        for form, its in of_rule.items():
+            named[", ".join((rule, *(f"{name}={value}" for name, value in form if (name, value) not in common)))] = its
+    return named
+
+
+def _panel(axes: Any, lines: dict[str, list[dict[str, Any]]], x: str, label: str) -> None:
+    for index, (name, its) in enumerate(lines.items()):
+        points = sorted((arm for arm in its if arm[x]), key=lambda arm: arm[x])
+        if not points:
+            continue
+        accuracy = [100 * arm["accuracy"] for arm in points]
+        low = [100 * (arm["accuracy"] - arm["accuracy_ci95"][0]) for arm in points]
+        high = [100 * (arm["accuracy_ci95"][1] - arm["accuracy"]) for arm in points]
+        strict = {"color": "black", "markersize": 9} if points[0]["rule"] == LOSSLESS else {}
+        axes.errorbar([arm[x] for arm in points], accuracy, yerr=[low, high], label=name, **(_style(index) | strict))
+    axes.set_xlabel(label)
+    axes.grid(alpha=0.25)
+
+
+def _reference(axes: Any, target: dict[str, Any], x: str) -> None:
+    axes.axhline(100 * target["accuracy"], color="0.3", linewidth=0.8, linestyle=":")
+    axes.plot([target[x]], [100 * target["accuracy"]], marker="s", color="0.3", linestyle="none", label="target only")
+
+
+def _allocation(axes: Any, line: Sequence[dict[str, float]]) -> None:
+    speeds, solved = [point["speedup_vs_target"] for point in line], [100 * point["accuracy"] for point in line]
+    axes.plot(speeds, solved, color="0.6", linestyle="--", zorder=0, label="random allocation to the draft")
