@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import json
+import operator
 import re
 
 import pytest
@@ -154,6 +156,25 @@ def test_interrupted_run_keeps_what_is_done_and_resumes_to_the_same_records(pair
     assert without_times(second.records) == without_times(whole.records)
     third = run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path / "cut")
     assert len(third.records) == len(whole.records), "nothing is measured twice"
+
+
+def test_arms_are_added_to_a_run_where_answers_are_not_timed(pair, tmp_path):
+    few, more = make_arms([], [4]), make_arms(["margin:delta=2.0"], [4])
+    whole = run_arms(config(more), more, LocalEngine(pair), ToyTask(), tmp_path / "whole")
+    engine = LocalEngine(pair)
+    run_arms(config(few), few, engine, ToyTask(), tmp_path / "run")
+    with pytest.raises(ReprieveError, match="with arms = "):
+        run_arms(config(more), more, engine, ToyTask(), tmp_path / "run")
+    engine.answer = functools.partial(_in_turn, engine, engine.answer)
+    engine.num_parallel = 2
+    extended = run_arms(config(more), more, engine, ToyTask(), tmp_path / "run")
+    key = operator.attrgetter("arm", "problem_id")
+    assert without_times(sorted(extended.records, key=key)) == without_times(sorted(whole.records, key=key))
+
+
+def _in_turn(engine, answer, *args):
+    engine.num_parallel = 1
+    return answer(*args)
 
 
 def test_another_run_in_the_folder_is_refused_by_name(pair, tmp_path):

@@ -42,7 +42,8 @@ class Runner:
     Arms take turns problem by problem, in an order that rotates, so that a noisy machine hits all alike.
 
     Args:
-        extendable: arms may be added to a folder that has others. Not for timing: they would not take turns.
+        extendable: arms may be added to a folder that has others. Always so where the engine answers several problems
+            at once, which measures no speed; elsewhere not for timing, because they would not take turns.
 
     Raises:
         SpecError: a task without problems here, or an arm that the engine cannot decode.
@@ -77,9 +78,8 @@ class Runner:
                 )
             if arm.certificate is not None:
                 arm.certificate.check(config.conditions(engine, arm), where=f"of {arm.label}")
-        self.file: RecordFile = claim_run(
-            folder, dataclasses.asdict(config), extendable=("arms", "heads") if extendable else ()
-        )
+        added = ("arms", "heads", "num_draft_tokens") if extendable or engine.num_parallel > 1 else ()
+        self.file: RecordFile = claim_run(folder, dataclasses.asdict(config), extendable=added)
 
     @property
     def records(self) -> list[ProblemRecord]:
