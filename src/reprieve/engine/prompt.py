@@ -51,8 +51,24 @@ def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[i
             raise SpecError(f"each message must have a role and a content, got {message!r}")
     if not getattr(tokenizer, "chat_template", None):
         raise SpecError("messages= requires a tokenizer with a chat template, this one has none: pass a prompt")
+    return encode_chat(tokenizer, render_chat(tokenizer, messages))
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
+    """Return a chat in the tokenizer's chat template, as text: the template writes its own special tokens.
+
+    Args:
+        options: variables of the template, such as `enable_thinking`.
+
+    Raises:
+        SpecError: the template fails.
+    """
     try:
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # a template raises whatever its author chose
+        return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **options))
+    except Exception as error:  # templates raise whatever their author chose, often for a system message
         raise SpecError(f"the tokenizer's chat template failed: {' '.join(str(error).split())}") from None
+
+
+def encode_chat(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of a rendered chat."""
     return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]

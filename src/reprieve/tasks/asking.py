@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from reprieve.engine.prompt import encode_chat, render_chat
 from reprieve.errors import SpecError
 from reprieve.settings import PromptSettings
 from reprieve.tasks.answers import THINKING_BEGINS, THINKING_ENDS, after_thinking
@@ -46,8 +47,7 @@ class PromptFormat:
         """The tokens of a conversation, up to where the model's next turn begins."""
         if not self.settings.chat_template:
             return [int(token) for token in self.tokenizer.encode("\n\n".join(item["content"] for item in messages))]
-        text = self._render(messages)  # as text first: the template writes its own special tokens
-        return [int(token) for token in self.tokenizer.encode(text, add_special_tokens=False)]
+        return encode_chat(self.tokenizer, self._render(messages))
 
     def said(self, text: str) -> str | None:
         """A response without its thinking; None where it never stopped thinking."""
@@ -60,10 +60,7 @@ class PromptFormat:
         if self.settings.system_prompt:
             asked.insert(0, {"role": "system", "content": self.settings.system_prompt})
         given = {} if self.settings.thinking is None else {"enable_thinking": self.settings.thinking == "on"}
-        try:
-            return str(self.tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False, **given))
-        except Exception as error:  # templates raise whatever their author chose, often for a system message
-            raise SpecError(f"the tokenizer's chat template failed: {' '.join(str(error).split())}") from None
+        return render_chat(self.tokenizer, asked, **given)
 
 
 class Conversation:
