@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import warnings
 
 import pytest
 
 from reprieve.cli.main import main
+from reprieve.engine import load_pair
 from reprieve.mining.store import LabelStore
 from reprieve.tasks import load_task
 from tests.kit.pairs import SMALL
@@ -122,6 +124,17 @@ def test_annotated_labels_train_a_head(tmp_path):
     assert main(["labels", "import", str(path), *SMALL, "--out", str(store)]) == 0
     train = ["train", "judge", *SMALL, "--labels", str(store), "--held-out", "0.3"]
     assert main([*train, "--out", str(tmp_path / "h")]) == 0
+    manifest = json.loads((store / "manifest.json").read_text())
+    (store / "manifest.json").write_text(json.dumps(manifest | {"drafter": "eagle3:depth=4"}))
+    assert main([*train, "--out", str(tmp_path / "e")]) == 0
+    pair = load_pair(manifest["target"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pair.decoder(f"judge:path={tmp_path / 'h'}")
+        pair.decoder(f"judge:path={tmp_path / 'e'}", drafter="eagle3")
+    for name, drafter, other in (("h", "eagle3", "draft"), ("e", "draft", "eagle3")):
+        with pytest.warns(UserWarning, match=f"trained on tokens of drafter {other} and judges those of {drafter}"):
+            pair.decoder(f"judge:path={tmp_path / name}", drafter=drafter)
 
 
 @pytest.mark.slow

@@ -8,16 +8,22 @@ import pytest
 import torch
 
 import reprieve
+from reprieve.backends.settings import EngineSettings
+from reprieve.cli.main import main
+from reprieve.drafters.eagle3 import EagleSettings
+from reprieve.engine import load_pair
 from reprieve.errors import SpecError
-from reprieve.mining.draft import BatchedDraft, DraftReader
+from reprieve.mining.draft import BatchedDraft, DraftReader, EagleModel
 from reprieve.mining.recipes import build
 from reprieve.mining.records import MINED, NO_ANSWER
 from reprieve.mining.settings import AutoJudgeMining, PivotMining
+from reprieve.mining.store import LabelStore
 from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest
 from reprieve.models.cached_model import CachedModel
 from reprieve.models.draws import GumbelNoise, UniformDraw, choose, gumbel_choice
 from reprieve.models.sampling import Sampler
 from reprieve.settings import PairSettings, SamplingParams, SamplingSettings
+from reprieve.tasks import load_task
 from tests.kit.mining import EOS, miner, problem
 from tests.kit.tiny import ARCHITECTURES, NumberTokenizer, tiny_model
 
@@ -178,6 +184,48 @@ def test_a_draft_reader_reads_no_further_than_the_next_mismatch():
     assert asyncio.run(read(1)) == expected[:1]
     assert len(model.cached_ids) < len(prompt) + 40
     assert asyncio.run(read(None)) == expected
+
+
+def test_an_eagle_head_reads_what_it_drafts_first_in_every_round():
+    pair = load_pair(BUNDLED)
+    head = pair.eagle_head(EagleSettings().source(pair.target_name))
+    prompt = pair.tokenizer.encode(load_task("arithmetic").problems("test", 1)[0].prompt)
+    decoder = pair.decoder("lossless", drafter="eagle3:top_k=1,depth=2,total_tokens=2", num_draft_tokens=2)
+    made = decoder.generate(prompt, SamplingParams(max_new_tokens=40), trace=True)
+    model = EagleModel(pair.cached_target(head.layers_read), head, pair.vocab_size)
+    reader = DraftReader(model, Sampler(SamplingParams(), pair.device))
+    reader.predict(prompt, [*made.token_ids[:9], 7, 8, 9])  # another response before it: its end is rolled back
+    read, place, num_wrong = reader.predict(prompt, made.token_ids), 0, 0
+    for one in made.trace:
+        if one.drafted_ids:
+            assert read[place] == one.drafted_ids[0]
+            num_wrong += read[place] != made.token_ids[place]
+        place += len(one.committed)
+    assert place == len(made.token_ids) and num_wrong > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"drafter": "ngram"}, "drafter must be one of draft, eagle3, got 'ngram'"),
+        ({"drafter": "eagle3", "sampling": SamplingSettings(temperature=1.0)}, "or sampled, got 'eagle3'"),
+        ({"drafter": "eagle3", "answering": EngineSettings("vllm")}, "on a server or sampled, got 'eagle3'"),
+    ],
+)
+def test_drafters_that_cannot_be_mined_are_refused(changes, message):
+    with pytest.raises(SpecError, match=message):
+        AutoJudgeMining(**OURS, **changes)
+
+
+def test_labels_name_the_drafter_they_were_mined_from(tmp_path):
+    options = ["--task", "arithmetic", "--target", BUNDLED, "--limit", "1", "--num-threads", "1"]
+    assert main(["mine", "autojudge", *options, "--drafter", "eagle3", "--out", str(tmp_path)]) == 0
+    manifest = LabelStore(tmp_path).manifest
+    head = EagleSettings().source(BUNDLED)
+    assert (
+        manifest["drafter"] == "eagle3"
+        and manifest["drafter_weights"] == load_pair(BUNDLED).eagle_head(head).fingerprint
+    )
 
 
 def test_texts_that_wait_together_are_read_in_one_forward(monkeypatch):

@@ -94,7 +94,8 @@ class TrainHead(Command):
                 progress=screen.reporter(bar, "steps"),
             )
         digests = sorted({problem.digest for problem in problems} - {""})
-        head = dataclasses.replace(head, prompt=manifest["prompt"], problems=tuple(digests))
+        drafter = manifest.get("drafter", "draft").partition(":")[0]
+        head = dataclasses.replace(head, prompt=manifest["prompt"], problems=tuple(digests), drafter=drafter)
         head.save_pretrained(out)
         shutil.rmtree(out / _WORK, ignore_errors=True)
         screen.say("\n".join([*self.told(head), f"features: {recipe.name}"]))

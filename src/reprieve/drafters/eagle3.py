@@ -206,19 +206,9 @@ class EagleDrafter:
 
     def _read_committed(self) -> tuple[Tensor, Tensor]:
         """Read the committed tokens with the target's states; return the head's logits and state after them."""
-        num, before = len(self._unread), self._length
-        mask = None
-        if num > 1:
-            hidden_from_view = torch.ones(num, before + num, dtype=torch.bool, device=self.device).triu(before + 1)
-            mask = self._additive(~hidden_from_view)
-        logits, states = self.head(
-            spread(self._unread, torch.long, self.device),
-            torch.cat(self._states),
-            cache=self._cache,
-            positions=torch.arange(before, before + num, device=self.device),
-            mask=mask,
-        )
-        self._length = before + num
+        tokens = spread(self._unread, torch.long, self.device)
+        logits, states = self.head.read(tokens, torch.cat(self._states), cache=self._cache, num_cached=self._length)
+        self._length += len(self._unread)
         self._unread, self._states = [], []
         return logits[-1], states[-1]
 
@@ -281,12 +271,7 @@ class EagleDrafter:
     def _tree_mask(self, ancestors: Tensor) -> Tensor:
         """Mask for the last nodes: each sees the committed text, its drafted ancestors and itself."""
         text = torch.ones(len(ancestors), self._length, dtype=torch.bool, device=self.device)
-        return self._additive(torch.cat([text, ancestors], dim=1))
-
-    def _additive(self, visible: Tensor) -> Tensor:
-        dtype = self.head.fc.weight.dtype
-        mask = torch.zeros(visible.shape, dtype=dtype, device=self.device)
-        return mask.masked_fill(~visible, torch.finfo(dtype).min)[None, None]
+        return self.head.additive_mask(torch.cat([text, ancestors], dim=1))
 
     def _entropy(self, logits: Tensor | None) -> Tensor:
         """Return the normalised entropy of the target's distribution [V] at the root: [] (ARC-Decode, Eq. 2)."""

@@ -19,7 +19,7 @@ from reprieve.heads.files import fingerprint_of, read_head, write_head
 from reprieve.heads.model_card import model_card
 from reprieve.registry import Registry
 
-_ORIGIN = frozenset({"prompt", "problems"})  # optional: unknown where they are missing
+_ORIGIN = frozenset({"prompt", "problems", "drafter"})  # optional: unknown where they are missing
 _TENSORS = "tensors"  # a field that holds all weights by name; else each is a field of its own
 
 

@@ -28,12 +28,14 @@ class Head(Artefact):
         task: task it was mined on; use on another is a warning.
         threshold: recommended threshold, in the unit of its risk.
         training: settings of the training and results on held-out problems.
+        drafter: whose tokens it was trained on: draft, or eagle3.
     """
 
     tensors: Mapping[str, Tensor]
     recipe: FeatureRecipe
     threshold: float
     training: Mapping[str, Any] = field(default_factory=dict)
+    drafter: str = field(default="draft", kw_only=True)
 
     def __post_init__(self) -> None:
         require_range("threshold", self.threshold, 0.0, 1.0)

@@ -16,7 +16,7 @@ from reprieve.heads.certificates import Conditions, read_certificates, warn_of_c
 from reprieve.heads.files import find_head, kind_of
 from reprieve.heads.folds import FoldedHead, fold_folder, read_folds
 from reprieve.heads.length import ANY_RULE, LengthHead
-from reprieve.heads.origin import warn_of_format, warn_of_sampling
+from reprieve.heads.origin import warn_of_drafter, warn_of_format, warn_of_sampling
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.learned import HeadRule, LearnedRule
 from reprieve.settings import AUTO, NumDraftTokens, named_length, require_draft_tokens
@@ -146,10 +146,13 @@ def head_folders(rule: Rule) -> dict[str, Path]:
     return {source: find_head(source) for source in sources}
 
 
-def require_heads_fit(rule: Rule, pair: PairIdentity, task: str | None, *, here: Conditions | None = None) -> None:
+def require_heads_fit(
+    rule: Rule, pair: PairIdentity, task: str | None, *, drafter: str | None = None, here: Conditions | None = None
+) -> None:
     """Check a rule's heads against the pair and the task they will serve.
 
     Args:
+        drafter: name of the drafter, for a warning if a head was trained on another's tokens; None skips it.
         here: conditions of use, for a warning if this threshold was certified under others; None skips it.
 
     Raises:
@@ -159,6 +162,8 @@ def require_heads_fit(rule: Rule, pair: PairIdentity, task: str | None, *, here:
         head.require_pair(pair, name)
         if task is not None:
             warn_of_transfer(f"head {name!r}", head.task, task)
+        if drafter is not None:
+            warn_of_drafter(name, head, drafter)
         if here is not None:
             warn_of_format(name, head, here.format)
             warn_of_sampling(name, head, here.sampling)

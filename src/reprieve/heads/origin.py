@@ -69,6 +69,18 @@ def warn_of_sampling(name: str, head: Artefact | FoldedHead, here: Mapping[str, 
         warnings.warn(f"{name!r} is used with {', '.join(other)}: calibrate at that sampling", stacklevel=4)
 
 
+def warn_of_drafter(name: str, head: Artefact | FoldedHead, drafter: str) -> None:
+    """Warn that a head judges the tokens of a drafter that it was not trained on."""
+    first = head.heads[0] if isinstance(head, FoldedHead) else head
+    made_for = getattr(first, "drafter", drafter)
+    if made_for != drafter:
+        warnings.warn(
+            f"head {name!r} was trained on tokens of drafter {made_for} and judges those of {drafter}: expect wrong "
+            f"answers, because judges do not transfer; mine labels with --drafter {drafter}",
+            stacklevel=4,
+        )
+
+
 def _answering(head: Any, problem: Problem) -> Artefact | None:
     if isinstance(head, FoldedHead):
         head = head.heads[fold_of(problem.problem_id, len(head.heads))]

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from reprieve.models.cache import RollbackCache
 from reprieve.models.cached_model import CachedModel, execution_device, shared_length
 from reprieve.models.draws import GumbelNoise, gumbel_choice
+from reprieve.models.eagle3 import EagleHead
 from reprieve.models.sampling import Sampler
+from reprieve.transfers import spread
 
 _AHEAD = 32  # tokens read at once
 _MOST_LOGITS = 2**28  # logits per forward: a GiB in float32
@@ -28,18 +32,69 @@ class Draft(Protocol):
         ...
 
 
+class TextModel(Protocol):
+    """The part of `CachedModel` that a `DraftReader` needs."""
+
+    cached_ids: list[int]
+
+    def keep(self, length: int) -> None: ...
+    def forward(self, token_ids: list[int], *, num_rows: int | None = None) -> tuple[Tensor, Any]: ...
+
+
+class EagleModel(TextModel):
+    """An EAGLE-3 head and its target as one model of texts: what the head drafts first after every token.
+
+    Args:
+        target: with its own cache, returning the states of the head's layers.
+        head: on the target's device.
+        vocab_size: columns of the logits.
+    """
+
+    def __init__(self, target: CachedModel, head: EagleHead, vocab_size: int) -> None:
+        self.target = target
+        self.head = head
+        self.vocab_size = vocab_size
+        self.cached_ids = target.cached_ids
+        self._cache = RollbackCache()
+        self._states = torch.empty(0, head.fc.out_features, dtype=head.fc.weight.dtype, device=target.device)
+
+    def keep(self, length: int) -> None:
+        """Roll back to the first `length` tokens."""
+        self.target.keep(length)
+        self._cache.keep(max(0, length - 1))
+        self._states = self._states[:length]
+
+    def forward(self, token_ids: list[int], *, num_rows: int | None = None) -> tuple[Tensor, None]:
+        """Append tokens; return the head's logits [n, V] after each; none after a text's first token.
+
+        Args:
+            num_rows: return the last rows only; None for all.
+        """
+        before = len(self.cached_ids)
+        prefill = self.target.start([*self.cached_ids, *token_ids], reuse_prefix=True)
+        assert prefill.hidden is not None
+        self._states = torch.cat([self._states, self.head.fuse(prefill.hidden)])
+        logits = torch.full((len(token_ids), self.vocab_size), -torch.inf, device=self.target.device)
+        first = max(1, before)  # the head reads a token with the state of the one before
+        if unread := token_ids[first - before :]:
+            tokens = spread(unread, torch.long, self.target.device)
+            read, _ = self.head.read(tokens, self._states[first - 1 : -1], cache=self._cache, num_cached=first - 1)
+            logits[first - before :, self.head.target_ids] = read
+        return logits if num_rows is None else logits[-num_rows:], None
+
+
 class DraftReader(Draft):
     """Reads one problem's responses a few tokens ahead; common prefixes are read once.
 
     A swap changes the rest of the response, so what lies far behind the next mismatch is not read in advance.
 
     Args:
-        model: the draft, with its own cache.
+        model: the draft, or an `EagleModel`, with its own cache.
         sampler: temperature, top-k and top-p.
         noise: makes sampling repeatable; None when greedy.
     """
 
-    def __init__(self, model: CachedModel, sampler: Sampler, noise: GumbelNoise | None = None) -> None:
+    def __init__(self, model: TextModel, sampler: Sampler, noise: GumbelNoise | None = None) -> None:
         self.model = model
         self.sampler = sampler
         self.noise = noise
@@ -61,7 +116,7 @@ class DraftReader(Draft):
         first = len(prompt_ids) - 1
         shared = min(shared_length(text[:-1], self.model.cached_ids), first + len(self._predicted))
         if shared <= first:
-            self.model.start(prompt_ids[:-1], reuse_prefix=True)
+            self._read_prompt(prompt_ids[:-1])
             shared, self._predicted = first, []
         self.model.keep(shared)
         del self._predicted[shared - first :]
@@ -69,6 +124,12 @@ class DraftReader(Draft):
             logits, _ = self.model.forward(text[shared:-1])
             self._predicted += self._choose(logits, text, shared)
         return self._predicted[: len(response_ids)]
+
+    def _read_prompt(self, token_ids: list[int]) -> None:
+        shared = shared_length(token_ids, self.model.cached_ids)
+        self.model.keep(shared)
+        if shared < len(token_ids):
+            self.model.forward(token_ids[shared:], num_rows=1)
 
     def _choose(self, logits: torch.Tensor, text: list[int], shared: int) -> list[int]:
         scores = self.sampler.target_scores(logits)

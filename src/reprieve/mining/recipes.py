@@ -12,13 +12,15 @@ from reprieve.backends.deployers import make_deployer
 from reprieve.backends.deploying import TARGET, Deployer, Slot, client_of, fields_of
 from reprieve.backends.running import Running
 from reprieve.bench.runner import no_problems
+from reprieve.drafters import DRAFTERS
+from reprieve.drafters.eagle3 import EagleSettings
 from reprieve.engine import Pair
 from reprieve.engine.threads import load_asked
 from reprieve.errors import SpecError
 from reprieve.heads.binding import PairIdentity
 from reprieve.mining.api_target import ApiTarget
 from reprieve.mining.autojudge import AutoJudgeMiner
-from reprieve.mining.draft import BatchedDraft, Draft, DraftReader
+from reprieve.mining.draft import BatchedDraft, Draft, DraftReader, EagleModel
 from reprieve.mining.equivalence import NotWorse, SameAnswer
 from reprieve.mining.pivot import CandidateSource, PivotMiner
 from reprieve.mining.responses import ResponseFormat
@@ -33,6 +35,7 @@ from reprieve.mining.traces import LABELS_VERSION, ArbitrationMiner, PairScorer
 from reprieve.models.batch_decoder import BatchDecoder
 from reprieve.models.cached_model import CachedModel, HiddenLayers, eos_token_ids
 from reprieve.models.draws import DRAWS_VERSION, GumbelNoise
+from reprieve.models.eagle3 import EagleHead
 from reprieve.models.identity import stored_generation, stored_identity
 from reprieve.models.sampling import Sampler
 from reprieve.rules import LosslessRule
@@ -168,7 +171,8 @@ def _load(settings: MiningSettings, served: TargetServers | None) -> Pair:
             alone, target=draft, draft=draft, tokenizer=tokenizer, target_name=names.target, draft_name=draft_name
         )
     pair = load_asked(names)
-    pair.cached_draft()  # raises an error without a draft
+    if settings.by_draft:
+        pair.cached_draft()  # raises an error without a draft
     return pair
 
 
@@ -176,22 +180,38 @@ def _autojudge(
     settings: AutoJudgeMining, pair: Pair, responses: ResponseFormat, served: TargetServers | None
 ) -> AutoJudgeMiner:
     params = settings.params
-    assert pair.draft is not None
-    sampler = Sampler(params, pair.draft.device)
-    batched = served is not None and pair.device.type != "cpu"
-    together = BatchedDraft(pair.draft, pair.vocab_size) if batched else None
-
-    def make_draft(noise: GumbelNoise | None) -> Draft:
-        return together or DraftReader(pair.cached_draft(), sampler, noise)
-
     return AutoJudgeMiner(
         target=_target(settings, pair, responses, served),
-        make_draft=make_draft,
+        make_draft=_make_draft(settings, pair, served),
         responses=responses,
         equivalence=NotWorse(make_chat(settings.judge)) if settings.judge else SameAnswer(responses.task),
         noise=None if params.greedy else (lambda problem: GumbelNoise(problem_seed(settings.seed, problem))),
         variant=settings.variant,
     )
+
+
+def _make_draft(
+    settings: AutoJudgeMining, pair: Pair, served: TargetServers | None
+) -> Callable[[GumbelNoise | None], Draft]:
+    sampler = Sampler(settings.params, pair.device)
+    if not settings.by_draft:
+        head = _eagle_head(settings, pair)
+
+        def make_model() -> EagleModel:
+            return EagleModel(pair.cached_target(head.layers_read), head, pair.vocab_size)
+
+        return lambda noise: DraftReader(make_model(), sampler)
+    if served is not None and pair.device.type != "cpu":
+        assert pair.draft is not None
+        together = BatchedDraft(pair.draft, pair.vocab_size)
+        return lambda noise: together
+    return lambda noise: DraftReader(pair.cached_draft(), sampler, noise)
+
+
+def _eagle_head(settings: AutoJudgeMining, pair: Pair) -> EagleHead:
+    drafter = DRAFTERS.make(settings.drafter)
+    assert isinstance(drafter, EagleSettings)
+    return pair.eagle_head(drafter.source(pair.target_name))
 
 
 def _pivot(settings: PivotMining, pair: Pair, responses: ResponseFormat, served: TargetServers | None) -> PivotMiner:
@@ -314,6 +334,8 @@ def _manifest(
     if isinstance(settings, AutoJudgeMining) and settings.api_url is not None:
         identity["target_weights"] = f"{API_WEIGHTS}{settings.pair.target}"
         identity["api_prompts"] = settings.api_prompts
+    if isinstance(settings, AutoJudgeMining) and not settings.by_draft:
+        identity["drafter_weights"] = _eagle_head(settings, pair).fingerprint
     return {
         "miner": settings.miner,
         "labels_version": LABELS_VERSION if isinstance(settings, TraceMining) else None,

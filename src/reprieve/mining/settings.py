@@ -67,6 +67,11 @@ class MiningSettings(ProblemSettings):
         return 1 if self.sampling.greedy else self.sampling.top_k
 
     @property
+    def by_draft(self) -> bool:
+        """True if the draft model's tokens are labelled."""
+        return True
+
+    @property
     def options(self) -> dict[str, Any]:
         """The miner's own settings, which labels in one store must share; None for unused ones."""
         return {}
@@ -83,6 +88,8 @@ class AutoJudgeMining(MiningSettings):
 
     Args:
         variant: search (Algorithm 1), or naive (every mismatch alone).
+        drafter: Whose tokens are judged: draft, or eagle3:path=FOLDER (what its head drafts first). A head is of use
+            with the drafter it was mined from.
         judge: Compares open-ended responses: openai:model=NAME,url=ADDRESS.
         api_url: Address of an OpenAI-compatible server with the target; --target is its name there.
         api_prompts: Prompts sent to the API: text, or tokens (vLLM).
@@ -91,6 +98,7 @@ class AutoJudgeMining(MiningSettings):
     miner: ClassVar[str] = "autojudge"
 
     variant: str = "search"
+    drafter: str = "draft"
     judge: str | None = None
     api_url: str | None = None
     api_prompts: str = "text"
@@ -98,6 +106,13 @@ class AutoJudgeMining(MiningSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("variant", self.variant, ("search", "naive"))
+        if not self.by_draft:
+            require_choice("drafter", self.drafter.partition(":")[0], ("draft", "eagle3"))
+            if not (self.sampling.greedy and self.answering.local and self.api_url is None):
+                raise SpecError(
+                    f"drafter must be draft where the target is on a server or sampled, got {self.drafter!r}: EAGLE-3 "
+                    "reads the target's states, and proposes its likeliest tokens, no draws"
+                )
         if self.api_url is not None and (not self.sampling.greedy or self.pair.draft is None):
             raise SpecError("a target behind an API needs temperature 0, and a draft by name")
         if self.api_url is not None and not self.answering.local:
@@ -110,7 +125,11 @@ class AutoJudgeMining(MiningSettings):
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"variant": self.variant, "judge": self.judge}
+        return {"variant": self.variant, "judge": self.judge, "drafter": None if self.by_draft else self.drafter}
+
+    @property
+    def by_draft(self) -> bool:
+        return self.drafter == "draft"
 
     @property
     def asks_a_judge(self) -> bool:

@@ -146,6 +146,29 @@ class EagleHead(nn.Module):
         fused: Tensor = self.fc(joined if self.input_norm is None else self.input_norm(joined))
         return fused
 
+    def read(
+        self,
+        token_ids: Tensor,  # [n], int64: consecutive tokens of a text, the target's numbers
+        states: Tensor,  # [n, D], fused, of the token before each
+        *,
+        cache: RollbackCache,
+        num_cached: int,
+    ) -> tuple[Tensor, Tensor]:  # logits [n, draft_vocab_size], float32; states [n, D]
+        """Read a text further, each token seeing those before it."""
+        num, device, mask = len(token_ids), token_ids.device, None
+        if num > 1:
+            seen = torch.ones(num, num_cached + num, dtype=torch.bool, device=device).tril(num_cached)
+            mask = self.additive_mask(seen)
+        positions = torch.arange(num_cached, num_cached + num, device=device)
+        logits, states = self(token_ids, states, cache=cache, positions=positions, mask=mask)
+        return logits, states
+
+    def additive_mask(self, visible: Tensor) -> Tensor:
+        """Return a mask for `forward` from what each token sees, [n, cached + n], bool."""
+        dtype = self.fc.weight.dtype
+        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+        return mask.masked_fill(~visible, torch.finfo(dtype).min)[None, None]
+
     def forward(
         self,
         token_ids: Tensor,  # [n], int64, the target's numbers
