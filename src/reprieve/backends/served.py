@@ -107,7 +107,11 @@ class ServedEngine:
         for arm in arms:
             if arm.rule is not None and arm.rule.heads:
                 require_heads_fit(
-                    arm.rule, self.identity, config.task, here=arm.unchecked(config.conditions(self, arm))
+                    arm.rule,
+                    self.identity,
+                    config.task,
+                    drafter=(arm.drafter or config.drafter).partition(":")[0],
+                    here=arm.unchecked(config.conditions(self, arm)),
                 )
         slots = {arm.label: self._slots[self._slot(arm, config.drafter).key] for arm in arms}
         for slot in self._up_first({slot.key: slot for slot in slots.values()}):
