@@ -51,7 +51,7 @@ def measure(
 
 
 def figure(rows: list[dict[str, Any]], x: str, x_label: str, path: Path) -> None:
-    """Tokens a round, speedup and accuracy against one setting, a line for each arm."""
+    """Tokens per round, speedup and accuracy against one setting, a line for each arm."""
     drawing = Figure(figsize=(12, 3.8), layout="constrained")
     FigureCanvasAgg(drawing)
     names = list(dict.fromkeys(row["name"] for row in rows))

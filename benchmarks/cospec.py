@@ -110,7 +110,7 @@ def ablations(pair: Pair, options: argparse.Namespace) -> None:
     """Train every variant on the same budget, unless it is there, and measure them side by side.
 
     At one lambda variants would be compared at different speeds: each is measured at several, and shown at the one
-    where its tokens a round come nearest to those of the warmed-up arbiter at its own.
+    where its tokens per round come nearest to those of the warmed-up arbiter at its own.
     """
     _, start = _start(options)
     causal = options.out / "sft-causal"
@@ -153,7 +153,7 @@ def ablations(pair: Pair, options: argparse.Namespace) -> None:
     lambdas = ", ".join(f"{value:g}" for value in LAMBDAS)
     note = (
         f"{options.updates} updates of {options.prompts * 8} rollouts each; each variant at the lambda of {lambdas} "
-        f"where its tokens a round come nearest to {aim:.2f}; n = {options.limit} test problems, greedy, "
+        f"where its tokens per round come nearest to {aim:.2f}; n = {options.limit} test problems, greedy, "
         f"K = {options.num_draft_tokens}; brackets are 95% intervals."
     )
     write_parts(options.out / "ablations.json", {"ablations": part(head, rows, note)})
@@ -211,7 +211,7 @@ def overhead(pair: Pair, options: argparse.Namespace) -> None:
         shares = [sum(answer[key] for answer in answers) / seconds for key in ("draft", "verify")]
         middle = [float(np.median(share)), *bootstrap_interval(_median_of(share), len(share))]
         rows.append([name, over(middle, 1, 100), f"{positions / num_rounds:.0f}", *(f"{100 * s:.0f}" for s in shares)])
-    head = ["context", "arbiter, % of an answer's time", "positions a round", "drafting, %", "verifying, %"]
+    head = ["context", "arbiter, % of an answer's time", "positions per round", "drafting, %", "verifying, %"]
     ratio = np.array([b["advise"] / a["advise"] for a, b in zip(*spent.values(), strict=True)])
     longer = over([float(np.median(ratio)), *bootstrap_interval(_median_of(ratio), len(ratio))], 2)
     note = (

@@ -194,7 +194,7 @@ def _decisions(made: Generation) -> list[tuple[int, RoundTrace, int]]:
     return mismatches
 
 
-_BLOCK = 16  # drafted tokens a round where nothing says otherwise
+_BLOCK = 16  # drafted tokens per round where nothing says otherwise
 
 
 @dataclass(frozen=True)

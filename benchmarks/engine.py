@@ -190,7 +190,7 @@ def length_head(pair: Pair, rounds: dict) -> dict:
 
 
 def ratio(speeds: dict[str, list[float]], fast: str, slow: str) -> dict:
-    """How many times as many tokens a second: median over problems, with a 95% interval."""
+    """How many times as many tokens per second: median over problems, with a 95% interval."""
     ratios = np.array(speeds[fast]) / np.array(speeds[slow])
     interval = bootstrap_interval(lambda index: float(np.median(ratios[index])), len(ratios))
     return {"median": float(np.median(ratios)), "ci95": list(interval)}
@@ -295,7 +295,7 @@ def parts_of(document: dict) -> dict[str, dict]:
         rounds.append([name, *counts, f"{one['round_ms']:.1f}", spent])
     same = document["num_problems"] - document["num_with_different_tokens"]
     note = f"All lossless ways gave the same tokens on {same} of {document['num_problems']} problems."
-    head = ["arm", "tokens a round", "drafted", "accepted", "round, ms", "of it drafting, verifying, rule, commit"]
+    head = ["arm", "tokens per round", "drafted", "accepted", "round, ms", "of it drafting, verifying, rule, commit"]
     return {
         "speed": part(["decoded by", "over `generate`", "over target-only here"], speeds, note),
         "rounds": part(head, rounds),

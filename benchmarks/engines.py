@@ -1,9 +1,9 @@
 """What `--engine vllm` measures beside the local engine, on a bundled pair (needs vLLM; see docs/guides/engines.md).
 
-- `agree`: the same arms, problems and K on both: who solves what, which answers are the same, tokens a round;
+- `agree`: the same arms, problems and K on both: who solves what, which answers are the same, tokens per round;
 - `sweep`: all thresholds in one run beside one run each: the same answers, and the time of both;
 - `mine`: AutoJudge's labels from both, and seconds a problem; with `--rollouts 8` PAD's, for their speed;
-- `load`: tokens a second at 1, 8 and 32 requests at once, as `reprieve bench --concurrency` has it, without the arms
+- `load`: tokens per second at 1, 8 and 32 requests at once, as `reprieve bench --concurrency` has it, without the arms
   that need servers of their own.
 
     .venv-vllm/bin/python benchmarks/engines.py agree --limit 200 --out runs/engines
@@ -108,7 +108,7 @@ def agree(measurement: Measurement) -> Parts:
         "difference, points",
         "same final answer",
         "same text",
-        "tokens a round, local and vLLM",
+        "tokens per round, local and vLLM",
     ]
     return {
         "agree": part(head, rows, f"{measurement.limit} test problems, greedy, K = {K}; brackets are 95% intervals.")
@@ -152,9 +152,9 @@ def load(measurement: Measurement) -> Parts:
         cells = [cell for cell in found if cell["arm"] == arm.label]
         ratios = [over([cell["vs_lossless"], *cell["vs_lossless_ci95"]], 2) for cell in cells]
         rows.append([f"`{arm.label}`", *ratios, f"{cells[0]['tokens_per_step']:.1f}"])
-    head = ["arm", *(f"{level} at once" for level in speed.concurrency), "tokens a step"]
+    head = ["arm", *(f"{level} at once" for level in speed.concurrency), "tokens per step"]
     counts = ", ".join(str(cell["num_requests"]) for cell in cells)
-    note = f"Tokens a second over lossless in the same turn, medians of {speed.turns} turns and their 95% intervals"
+    note = f"Tokens per second over lossless in the same turn, medians of {speed.turns} turns and their 95% intervals"
     return {"load": part(head, rows, f"{note}; K = {K}, {counts} requests a turn.")}
 
 

@@ -66,13 +66,14 @@ def main() -> None:
         faster = bootstrap_interval(lambda i, v=values: ratio(v[i], base[i]), len(values))
         times = (f"{1e3 * part_s / rounds:.0f}" for part_s in (draft_s, verify_s))
         table.append([label, int(correct), f"{tokens / rounds:.2f}", *times, over([ratio(values, base), *faster], 2)])
-    head = ["arm", "solved", "tokens a round", "draft, ms a round", "verify, ms a round", f"speed over {arms[0].label}"]
+    times = ("draft, ms per round", "verify, ms per round")
+    head = ["arm", "solved", "tokens per round", *times, f"speed over {arms[0].label}"]
     note = f"n = {arguments.limit} test problems, greedy; brackets are 95% intervals over problems."
     write_parts(arguments.out / "offload.json", {"offload": part(head, table, note)})
 
 
 def ratio(values: np.ndarray, base: np.ndarray) -> float:
-    """Tokens a second over the baseline's."""
+    """Tokens per second over the baseline's."""
     return float((values[:, 0].sum() / values[:, 1].sum()) / (base[:, 0].sum() / base[:, 1].sum()))
 
 

@@ -2,7 +2,7 @@
 
 Measures what `benchmarks/miniature.json` fixes: accuracies and their union, one-step problems, how the target spreads
 over wordings, whether it repairs a wrong result put into its answer, what mismatches are worth, the cost of a forward,
-weights, and the tokens a round of EAGLE-3's trees. Mismatches are those that AutoJudge's search meets, with its labels;
+weights, and tokens per round of EAGLE-3's trees. Mismatches are those that AutoJudge's search meets, with its labels;
 which side is better, as CoSpec's Table 3 counts it, is seen from the answers of both sides.
 """
 
@@ -200,7 +200,7 @@ def cost_ratio(pair: Pair, repeats: int = 200) -> float:
 
 
 def tree_tokens(pair: Pair, task: Task, head: str, problems: list[TaskProblem]) -> float:
-    """Tokens a round of lossless decoding on EAGLE-3's trees at temperature 1."""
+    """Tokens per round of lossless decoding on EAGLE-3's trees at temperature 1."""
     decoder = pair.decoder("lossless", num_draft_tokens=6, drafter=f"eagle3:path={head},depth=6,total_tokens=32")
     made = [
         decoder.generate(

@@ -164,7 +164,7 @@ class Streams:
         return answer
 
     def speeds(self, began: float, ended: float) -> list[float]:
-        """Tokens a second of each stream, from its first answer that ended in this time to its last."""
+        """Tokens per second of each stream, from its first answer that ended in this time to its last."""
         found = []
         for answers in self.ended:
             inside = [(when, tokens) for when, tokens in answers if began <= when <= ended]

@@ -147,7 +147,7 @@ class Arm:
 
 
 def take_turns(arms, prompts, repeats):
-    """Tokens a second of each arm, run after run; the first round warms up."""
+    """Tokens per second of each arm, run after run; the first round warms up."""
     speeds = {arm.label: [] for arm in arms}
     last = {}
     for repeat in range(repeats + 1):
@@ -197,18 +197,18 @@ def main():
             arm.close()
     batches = sorted(options.batches)
     note = (
-        f"Tokens a second over vLLM without a rule, medians of {options.repeats} turns and their range without the "
+        f"Tokens per second over vLLM without a rule, medians of {options.repeats} turns and their range without the "
         f"extremes; K = {options.num_draft_tokens}, answers of {FIXED} tokens. Installed without a rule, the plugin "
         f"gave the same tokens on {same} of {options.identical} prompts."
     )
     parts = {
         "throughput": part(
-            ["arm", *(f"{batch} at once" for batch in batches), "tokens a round", "share of the plugin in the time"],
+            ["arm", *(f"{batch} at once" for batch in batches), "tokens per round", "share of the plugin in the time"],
             [throughput_row(label, [found[batch][label] for batch in batches]) for label in found[batches[0]]],
             note,
         ),
         "accuracy": part(
-            ["arm", "solved, %", "tokens a round"],
+            ["arm", "solved, %", "tokens per round"],
             solved,
             f"{options.problems} test problems, answers that end by themselves; brackets are 95% intervals.",
         ),
@@ -233,7 +233,7 @@ def unnoticed(arms, prompts):
 
 
 def accuracy(arms, task, problems):
-    """A line of the table for each arm: problems solved, tokens a round."""
+    """A line of the table for each arm: problems solved, tokens per round."""
     rows = []
     for label, arm in arms.items():
         made = arm.run([problem.prompt for problem in problems], False)
@@ -248,7 +248,7 @@ def accuracy(arms, task, problems):
 
 
 def throughput(arms, options, prompts, batch):
-    """Tokens a second of each arm and of its synthetic twin over vLLM without a rule."""
+    """Tokens per second of each arm and of its synthetic twin over vLLM without a rule."""
     everyone = dict(arms)
     for rule in options.rules:
         length = arms[rule].run(prompts, True)["length"]

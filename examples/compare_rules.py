@@ -15,4 +15,4 @@ for rule in ("lossless", "margin:delta=3", f"judge:threshold={head.threshold}"):
     pairs = zip(answers, problems, strict=True)
     solved = sum(task.equivalent(task.extract_answer(a.text), problem.reference) for a, problem in pairs)
     per_round = sum(len(a.tokens) for a in answers) / sum(a.num_rounds for a in answers)
-    print(f"{rule}: {solved} of {len(problems)} solved, {per_round:.2f} tokens a round")
+    print(f"{rule}: {solved} of {len(problems)} solved, {per_round:.2f} tokens per round")

@@ -7,4 +7,4 @@ decoder = pair.decoder("margin:delta=4", num_draft_tokens=16)
 question = "Ben has 40 coins. He finds 13 more coins. He loses 5 coins. How many coins does Ben have now?"
 answer = decoder.generate(f"Question: {question}\nAnswer:")
 print(answer.text)
-print(f"{answer.tokens_per_round:.1f} tokens a round, {answer.num_rescued} rescued")
+print(f"{answer.tokens_per_round:.1f} tokens per round, {answer.num_rescued} rescued")

@@ -31,4 +31,4 @@ for level in ("strict", "certified"):
     )
     report = answer.model_extra["reprieve"]
     print(f"{level}: {answer.choices[0].text.strip()}")
-    print(f"  {report['rule']}: {report['tokens_per_round']:.1f} tokens a round, {report['num_rescued']} rescued")
+    print(f"  {report['rule']}: {report['tokens_per_round']:.1f} tokens per round, {report['num_rescued']} rescued")

@@ -12,4 +12,4 @@ for rule in ("lossless", "lts:theta=0.9"):
     made = [decoder.generate(problem.prompt, params) for problem in problems]
     tokens, rounds = sum(len(one.tokens) for one in made), sum(one.num_rounds for one in made)
     pruned = sum(one.num_pruned for one in made) / sum(one.num_pruned + one.num_drafted for one in made)
-    print(f"{rule}: {tokens / rounds:.2f} tokens a round, {pruned:.0%} of the drafted nodes pruned")
+    print(f"{rule}: {tokens / rounds:.2f} tokens per round, {pruned:.0%} of the drafted nodes pruned")

@@ -6,7 +6,7 @@ pair = reprieve.load_pair()
 problem = reprieve.load_task("word_problems").problems("test", 7)[6]
 decoder = pair.decoder("arbiter", num_draft_tokens=16)
 answer = decoder.generate(problem.prompt, trace=True)
-print(f"{answer.text.strip()}\n\n{answer.tokens_per_round:.2f} tokens a round; mismatches it was asked about:")
+print(f"{answer.text.strip()}\n\n{answer.tokens_per_round:.2f} tokens per round; mismatches it was asked about:")
 
 for made in answer.trace:
     for place, (drafted, own) in enumerate(zip(made.drafted_ids, made.target_ids, strict=True)):

@@ -57,7 +57,7 @@ class Reinforcement:
         num_validation: Validation problems, asked before the first update and then now and again.
         validate_every: Updates between validations.
         speed_weight: What a full block is worth in right answers where validation compares arbiters: the best has the
-            largest accuracy + speed_weight * tokens a round / (K + 1).
+            largest accuracy + speed_weight * tokens per round / (K + 1).
         split: Of the prompts. Default: train if there is one.
         offset: First prompt of the split.
         validation_split: Default: validation if there is one; else the first problems of the prompts' split.

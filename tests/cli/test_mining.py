@@ -155,7 +155,7 @@ def test_mining_needs_at_least_one_worker(tmp_path, capsys):
 def test_a_file_s_long_answers_are_shortened_to_what_the_pair_has_room_for(tmp_path):
     rows = [{"question": f"What is {number} + {number}?", "answer": str(2 * number)} for number in range(30)]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = f"jsonl:path={tmp_path / 'q.jsonl'},grader=number"  # 1,024 tokens an answer, and the pair reads 512
+    task = f"jsonl:path={tmp_path / 'q.jsonl'},grader=number"  # 1,024 tokens per answer, and the pair reads 512
     with pytest.warns(UserWarning, match="instead of 1024: the models read 512 tokens"):
         assert main(["mine", "autojudge", *SMALL, "--task", task, "--limit", "1", "--out", str(tmp_path / "l")]) == 0
     lts = ["train", "lts", *SMALL, "--task", task, "--out", str(tmp_path / "lts")]

@@ -1,4 +1,4 @@
-"""How many tokens a round drafts: constant, by recent acceptance, or by a head."""
+"""How many tokens per round drafts: constant, by recent acceptance, or by a head."""
 
 import dataclasses
 

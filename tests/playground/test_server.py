@@ -490,7 +490,7 @@ def test_the_playground_is_driven_by_keyboard_and_pointer(port, size, tmp_path):
         page.locator("#prompt").fill(prompt + "How many shells do Leo and Sam have together?\nAnswer:")
         page.locator("#prompt").focus()
         page.keyboard.press("Control+Enter")
-        expect(page.locator("#verdict")).to_contain_text("tokens a second", timeout=60000)
+        expect(page.locator("#verdict")).to_contain_text("tokens per second", timeout=60000)
         assert page.locator("#lossless .rescued").count() == 0
         rescued = page.locator("#relaxed .rescued")
         assert rescued.count() > 0

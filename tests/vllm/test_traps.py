@@ -23,7 +23,7 @@ def counted(llm):
 
 
 def test_accepting_everything_gives_whole_blocks(llm, problems):
-    """k = V accepts all that the drafter proposes: K + 1 tokens a round."""
+    """k = V accepts all that the drafter proposes: K + 1 tokens per round."""
     before = counted(llm)
     generate(llm, [problem.prompt for problem in problems[:3]], ignore_eos=True, max_tokens=91)
     after = counted(llm)

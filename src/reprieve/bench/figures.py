@@ -45,7 +45,7 @@ def as_svg(figure: Any) -> str:
 
 
 def frontier(document: dict[str, Any]) -> Any:
-    """Accuracy against speedup, where speed was measured, and against tokens a round; the arms of a rule are joined."""
+    """Accuracy against speedup, where it was measured, and against tokens per round; the arms of a rule are joined."""
     arms = document["arms"]
     panels = {x: label for x, label in _PANELS.items() if any(arm[x] for arm in arms)}
     figure = _figure(2.5 + 4.5 * max(1, len(panels)), 4.8)
@@ -70,7 +70,7 @@ def frontier(document: dict[str, Any]) -> Any:
 
 
 def throughput(rows: Sequence[dict[str, Any]], names: Mapping[str, str]) -> Any:
-    """Tokens a second against the number of concurrent requests; bars run from the slowest turn to the fastest.
+    """Tokens per second against the number of concurrent requests; bars run from the slowest turn to the fastest.
 
     Args:
         rows: of a results document's `throughput`.
@@ -86,7 +86,7 @@ def throughput(rows: Sequence[dict[str, Any]], names: Mapping[str, str]) -> Any:
                 [high - m for m, (_, high) in zip(medians, ends, strict=True)]]  # fmt: skip
         axes.errorbar([row["concurrency"] for row in its], medians, yerr=bars, label=names[arm], **_style(index))
     axes.set_xlabel("requests at once")
-    axes.set_ylabel("tokens a second")
+    axes.set_ylabel("tokens per second")
     axes.grid(alpha=0.25)
     figure.legend(loc="outside right upper", fontsize=8, frameon=False)
     return figure
@@ -112,26 +112,26 @@ def round_lengths(lengths: Mapping[str, Sequence[int]], longest: int) -> Any:
 
 
 def times(rows: Mapping[str, Sequence[float]], parts: Sequence[str]) -> Any:
-    """Milliseconds an answer by part, a bar for each arm."""
+    """Milliseconds per answer by part, a bar for each arm."""
     figure, axes = _rows(list(rows))
     before = [0.0] * len(rows)
     for index, part in enumerate(parts):
         values = [of_arm[index] for of_arm in rows.values()]
         axes.barh(list(rows), values, left=before, label=part, color=_COLOURS[index % len(_COLOURS)])
         before = [start + value for start, value in zip(before, values, strict=True)]
-    axes.set_xlabel("milliseconds an answer")
+    axes.set_xlabel("milliseconds per answer")
     figure.legend(loc="outside right upper", fontsize=8, frameon=False)
     return figure
 
 
 def answer_growth(rows: Mapping[str, Sequence[float]]) -> Any:
-    """Tokens an answer beside lossless decoding: difference, and the ends of its interval, for each arm."""
+    """Tokens per answer beside lossless decoding: difference, and the ends of its interval, for each arm."""
     figure, axes = _rows(list(rows))
     values = [value for value, _, _ in rows.values()]
     bars = [[value - low for value, low, _ in rows.values()], [high - value for value, _, high in rows.values()]]
     axes.errorbar(values, list(rows), xerr=bars, fmt="o", color=_COLOURS[0], markersize=5, elinewidth=0.8)
     axes.axvline(0, color="0.3", linewidth=0.8)
-    axes.set_xlabel("tokens an answer, beside lossless")
+    axes.set_xlabel("tokens per answer, beside lossless")
     return figure
 
 

@@ -75,7 +75,7 @@ def write_results(document: dict[str, Any], folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class BestK:
-    """One arm at the K that decodes most tokens a second.
+    """One arm at the K that decodes most tokens per second.
 
     The fastest of several measurements is a little flattered; measure again on other problems before quoting it.
     """
@@ -83,7 +83,7 @@ class BestK:
     spec: str
     num_draft_tokens: NumDraftTokens
     tokens_per_second: float
-    by_k: dict[NumDraftTokens, float]  # tokens a second
+    by_k: dict[NumDraftTokens, float]  # tokens per second
 
     @property
     def arm(self) -> str:
@@ -223,13 +223,13 @@ def _answer_totals(problems: list[list[ProblemRecord]]) -> np.ndarray:
 
 
 def _finished_rate(totals: np.ndarray) -> float | None:
-    """Finished answers a second; None where no time was taken."""
+    """Finished answers per second; None where no time was taken."""
     finished, seconds = totals.sum(0)
     return float(finished / seconds) if seconds else None
 
 
 def _answers_against(problems: list[list[ProblemRecord]], lossless: list[list[ProblemRecord]]) -> dict[str, Any]:
-    """Ratio of finished answers a second to lossless decoding's: a rule whose answers grow gains less than tokens."""
+    """Ratio of finished answers per second to lossless decoding's: a rule whose answers grow gains less than tokens."""
     ours, theirs = _answer_totals(problems), _answer_totals(lossless)
     nothing = {"answers_vs_lossless": None, "answers_vs_lossless_ci95": None}
     if not ours[:, 1].all() or not theirs[:, 1].all() or not theirs[:, 0].any():

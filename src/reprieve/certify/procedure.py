@@ -374,7 +374,7 @@ def _line(plan: Plan, step: ThresholdStep, where: str = "calibration") -> str:
             f"{risk.name} {100 * risk.observed:+.1f}%, at most {100 * risk.upper_bound:.1f}%, p = {risk.p_value:.3g}, "
             for risk in evidence.risks
         )
-        + (f"{step.tokens_per_round:.2f} tokens a round, " if step.tokens_per_round else "")
+        + (f"{step.tokens_per_round:.2f} tokens per round, " if step.tokens_per_round else "")
         + ("passed" if evidence.passed else "not proved")
     )
 

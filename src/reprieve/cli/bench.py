@@ -20,7 +20,7 @@ class Bench(Command):
     Args:
         arm: A rule, such as margin:delta=1,2,3 (an arm for each) or judge:path=heads/j@K=24; lossless_rerun;
             direct:top_k:k=4. Repeatable.
-        num_draft_tokens: K, drafted tokens a round; several as 8,16,auto; auto (adaptive), or auto:path=HEAD.
+        num_draft_tokens: K, drafted tokens per round; several as 8,16,auto; auto (adaptive), or auto:path=HEAD.
         num_workers: Parallel processes. With more than one, timings are unreliable.
         out: Folder for results; run again with it to resume.
     """

@@ -155,7 +155,7 @@ def _verdict_words(arm: dict[str, Any]) -> str:
 
 
 def _under_load(engine: Engine, run: Run, task: Task, speed: SpeedSettings, out: Path) -> list[dict[str, Any]]:
-    """Tokens a second of a run's arms at each concurrency."""
+    """Tokens per second of a run's arms at each concurrency."""
     from reprieve.backends.served import ServedEngine
     from reprieve.backends.throughput import measure_throughput
 

@@ -29,7 +29,7 @@ class Demo(Command):
     """Compare a trained head and three training-free rules with lossless and target-only on generated word problems.
 
     Args:
-        num_draft_tokens: K, drafted tokens a round; auto (adaptive), or auto:path=HEAD.
+        num_draft_tokens: K, drafted tokens per round; auto (adaptive), or auto:path=HEAD.
         out: Folder for results; run again with it to resume.
     """
 

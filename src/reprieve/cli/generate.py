@@ -37,7 +37,7 @@ class Generate(Command):
         rule: The rule, such as margin:delta=2.
         dial: This request's own value of the rule's dial.
         drafter: draft, ngram:max_ngram=3, or eagle3:path=FOLDER.
-        num_draft_tokens: K, drafted tokens a round; auto (adaptive), or auto:path=HEAD.
+        num_draft_tokens: K, drafted tokens per round; auto (adaptive), or auto:path=HEAD.
         max_new_tokens: Exact largest number of new tokens.
         stop: A text that ends the answer. Repeatable.
         template: auto, raw or chat: how the prompt is wrapped; auto is chat where one of the next two is given.
@@ -111,7 +111,7 @@ class Generate(Command):
             return 0
         shown.print()
         screen.warn(
-            f"{len(made.tokens)} tokens in {made.num_rounds} rounds ({made.tokens_per_round:.2f} a round), "
+            f"{len(made.tokens)} tokens in {made.num_rounds} rounds ({made.tokens_per_round:.2f} per round), "
             f"{made.num_accepted} drafted and accepted, {made.num_rescued} of them rescued; "
             f"{made.seconds:.2f} s, ended by {made.finish_reason}"
         )

@@ -19,7 +19,7 @@ class Monitor(Command):
 
     Args:
         rule: The rule, such as judge:path=heads/j,threshold=0.03.
-        num_draft_tokens: K, drafted tokens a round; auto (adaptive), or auto:path=HEAD.
+        num_draft_tokens: K, drafted tokens per round; auto (adaptive), or auto:path=HEAD.
     """
 
     verb = "monitor"

@@ -72,7 +72,7 @@ class Quickstart(Command):
         certify_limit: Calibration problems from the validation split, and as many held-out ones from the test split.
         max_drop: What the certificate promises to stay below: 0.05 is five points.
         max_growth: Growth of the answers' length that it promises to stay below: 0.25 is a quarter longer.
-        num_draft_tokens: K, drafted tokens a round; auto (adaptive), or auto:path=HEAD.
+        num_draft_tokens: K, drafted tokens per round; auto (adaptive), or auto:path=HEAD.
         num_workers: Processes side by side while mining and certifying. Default: the cores, at most 4; 1 on a GPU.
         seed: Same seed, same result.
         look: Look at the pair and the data, say what would be done, and stop.

@@ -34,7 +34,7 @@ class Trial:
     def tell(self, budget: int) -> None:
         """Say how fast the answers came, how long they are, and how many were read and right."""
         screen.say(
-            f"speed: {self.num_tokens / self.seconds:.0f} tokens a second with lossless speculation at K = "
+            f"speed: {self.num_tokens / self.seconds:.0f} tokens per second with lossless speculation at K = "
             f"{self.num_draft_tokens}; answers of {self.num_tokens:.0f} tokens; of {self.num_answers} {self.num_read} "
             f"could be read, {self.num_right} were right"
         )

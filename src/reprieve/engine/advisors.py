@@ -1,4 +1,4 @@
-"""CoSpec's arbiter in the decoding loop: one forward a round over the newly committed tokens and the round's own."""
+"""CoSpec's arbiter in the decoding loop: one forward per round over the newly committed tokens and the round's own."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class PlaygroundSettings:
     Args:
         model_name: What clients call the model. Default: the target.
         drafter: draft, ngram:max_ngram=3, or eagle3:path=FOLDER.
-        num_draft_tokens: K, drafted tokens a round; auto (adaptive), or auto:path=HEAD.
+        num_draft_tokens: K, drafted tokens per round; auto (adaptive), or auto:path=HEAD.
         host: Address to listen on; anything but loopback lets others in.
         port: 0 takes a free one.
         api_key: Clients must send it. Default: $REPRIEVE_API_KEY, if it is set.
