@@ -66,8 +66,8 @@ def main() -> None:
         faster = bootstrap_interval(lambda i, v=values: ratio(v[i], base[i]), len(values))
         times = (f"{1e3 * part_s / rounds:.0f}" for part_s in (draft_s, verify_s))
         table.append([label, int(correct), f"{tokens / rounds:.2f}", *times, over([ratio(values, base), *faster], 2)])
-    times = ("draft, ms per round", "verify, ms per round")
-    head = ["arm", "solved", "tokens per round", *times, f"speed over {arms[0].label}"]
+    costs = ("draft, ms per round", "verify, ms per round")
+    head = ["arm", "solved", "tokens per round", *costs, f"speed over {arms[0].label}"]
     note = f"n = {arguments.limit} test problems, greedy; brackets are 95% intervals over problems."
     write_parts(arguments.out / "offload.json", {"offload": part(head, table, note)})
 

@@ -20,8 +20,11 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # for `recipes`
+
 import reprieve
 from arms import run, whole
+from recipes.pair.wordings import SENTENCES
 from reprieve.bench.runner import environment
 from reprieve.bundles import bundle_of
 from reprieve.engine import Pair
@@ -42,7 +45,6 @@ from reprieve.settings import PairSettings
 from reprieve.stats import wilson_interval
 from reprieve.tasks import Task, TaskProblem, load_task
 from reprieve.tasks.generated.problems import draw_problem
-from reprieve.tasks.generated.wordings import SENTENCES
 from reprieve.tasks.word_problems import ArithmeticTask
 from tables import grid
 

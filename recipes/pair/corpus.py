@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from recipes.pair.wordings import Segments, Teller
 from reprieve.tasks.generated.families import LARGE, ROUND, SMALL, format_equation
-from reprieve.tasks.generated.problems import Contents, Segments, Teller, draw_problem
+from reprieve.tasks.generated.problems import Contents, draw_problem
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from recipes.pair.corpus import Mixture
 from recipes.pair.tokenizer import MAX_LENGTH
-from reprieve.tasks.generated.problems import ARITHMETIC, MINIATURE, Contents, Style, Teller
-from reprieve.tasks.generated.wordings import Voice
+from recipes.pair.wordings import Style, Teller, Voice
+from reprieve.tasks.generated.problems import ARITHMETIC, MINIATURE, Contents
 
 
 @dataclass(frozen=True)

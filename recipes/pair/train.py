@@ -28,9 +28,10 @@ from recipes.pair.card import greedy_accuracy, install, write_card
 from recipes.pair.corpus import RowStream
 from recipes.pair.presets import CONTENTS, HALF, RECIPES, TOKENIZER_TEXTS, Recipe
 from recipes.pair.tokenizer import train_tokenizer
+from recipes.pair.wordings import Teller
 from reprieve.bundles import BY_KEY
 from reprieve.tasks.generated.families import FAMILIES
-from reprieve.tasks.generated.problems import Contents, Teller, draw_problem
+from reprieve.tasks.generated.problems import Contents, draw_problem
 from reprieve.training.loop import Learner, learning_rate_at, load_network, network_state, train
 
 _TELL_SECONDS = 20.0

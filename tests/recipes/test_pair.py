@@ -16,11 +16,11 @@ from recipes.pair.corpus import Mixture, RowStream
 from recipes.pair.presets import TOKENIZER_TEXTS, Recipe
 from recipes.pair.tokenizer import train_tokenizer
 from recipes.pair.train import PairLearner, build_model, grow, pair_tokenizer
+from recipes.pair.wordings import RARE, SENTENCES, Style, Voice
 from reprieve.bundles import BUNDLES, BY_KEY
 from reprieve.tasks import load_task
 from reprieve.tasks.generated.families import FAMILIES, evaluate
-from reprieve.tasks.generated.problems import ARITHMETIC, MINIATURE, Contents, Style, draw_problem, split_of
-from reprieve.tasks.generated.wordings import RARE, SENTENCES, Voice
+from reprieve.tasks.generated.problems import ARITHMETIC, MINIATURE, Contents, draw_problem, split_of
 from reprieve.training.loop import learning_rate_at, train
 
 EQUATION = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)|(\d+)% of (\d+)=(\d+)")

@@ -1,10 +1,7 @@
-"""Problems of the bundled tasks: what is asked, what has to be computed, and how a solution is worded.
+"""Problems of the bundled tasks: what is asked, and what has to be computed.
 
-A problem is a question, a list of arithmetic steps and an answer. The arithmetic pair tells the same steps in two
-wordings at several *choice points* (opener, hedge, body, operand order, step order, introduction). A `Style` holds the
-probability of the second wording at each of them. Target and draft are trained on different styles, so they disagree
-on words far more often than on numbers, which is what the relaxed rules need to have something to rescue. The
-miniature's wordings are in `reprieve.tasks.generated.wordings`.
+A problem is a question, a list of arithmetic steps and an answer. How the bundled models word their solutions is in
+`recipes/pair/wordings.py`.
 """
 
 from __future__ import annotations
@@ -13,11 +10,9 @@ import hashlib
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from reprieve.tasks.generated.families import FAMILIES, LARGE, ROUND, SMALL, ProblemStep
 
-Segments = list[tuple[str, bool]]  # text, whether a training's loss counts it
 SPLITS = ("train", "validation", "test")
 # Share of the hash space each split owns. A question belongs to exactly one split, whatever the seeds.
 _VALIDATION_BUCKETS = range(16)
@@ -84,51 +79,6 @@ class GeneratedProblem:
         return f"Question: {self.question}\nAnswer:"
 
 
-class Teller(Protocol):
-    """Interface that words the solutions of one model."""
-
-    def tell(self, problem: GeneratedProblem, rng: random.Random) -> Segments:
-        """A problem's worked solution."""
-
-
-@dataclass(frozen=True)
-class Style:
-    """Probability, 0 to 1, of the second wording at each choice point."""
-
-    intro: float = 0.0
-    opener: float = 0.0
-    hedge: float = 0.0
-    body: float = 0.0
-    commute: float = 0.0
-    order: float = 0.0
-
-    @classmethod
-    def uniform(cls, probability: float) -> Style:
-        """The same probability at every choice point."""
-        return cls(*[probability] * 6)
-
-    def tell(self, problem: GeneratedProblem, rng: random.Random) -> Segments:
-        """The worked solution in this style, with a leading space, ending in `The final answer is N.`."""
-
-        def second(probability: float) -> bool:
-            return rng.random() < probability
-
-        sentences = ["Here is the whole story." if second(self.intro) else "Let us work through this."]
-        steps = ordered(problem.steps, reverse=second(self.order))
-        for number, step in enumerate(steps):
-            place = 0 if number == 0 else 2 if number == len(steps) - 1 else 1
-            opener = (("First", "Initially"), ("Then", "Next"), ("Finally", "Lastly"))[place][second(self.opener)]
-            hedge = "it follows that" if second(self.hedge) else "we know that"
-            equation = step.equation(commuted=second(self.commute))
-            if second(self.body):
-                body = f"the number of {step.unit} {step.subject} {step.verb}{step.tail} is {equation}"
-            else:
-                body = f"{step.subject} {step.verb} a total of {equation} {step.unit}{step.tail}"
-            sentences.append(f"{opener}, {hedge} {body}.")
-        sentences.append(f"The final answer is {problem.answer}.")
-        return [(" " + " ".join(sentences), True)]
-
-
 def split_of(question: str) -> str:
     """The one split a question belongs to, from a hash of its text, so that splits cannot overlap."""
     bucket = int.from_bytes(hashlib.sha256(question.encode()).digest()[:4], "big") % _NUM_BUCKETS
@@ -169,9 +119,3 @@ def draw_problem(split: str, index: int, *, seed: int = 0, contents: Contents = 
         question, steps = FAMILIES[family](rng, num_steps, ranges)
         if split_of(question) == split:
             return GeneratedProblem(f"{split}-{seed}-{index}", family, question, tuple(steps))
-
-
-def ordered(steps: tuple[ProblemStep, ...], *, reverse: bool) -> list[ProblemStep]:
-    """Steps in the order told: those marked `free` come first and may be told backwards."""
-    free = [step for step in steps if step.free]
-    return (free[::-1] if reverse else free) + [step for step in steps if not step.free]

@@ -1,9 +1,12 @@
-"""Wordings of the miniature's solutions: five for everything, preferences, slips that are noticed.
+"""Wordings of the bundled pairs' solutions.
 
-At every *place* of a solution (introduction, opener, hedge, body, order of operands, order of steps) there are several
-wordings. A `Voice` prefers some of them, others in other contexts, so that both models are spread over all wordings,
-as real pairs are. One wording of each place is rare in the target's voice, and harmless. Some solutions get a result
-wrong, notice it and repair it, so that one wrong token need not end wrong.
+Target and draft are trained on different wordings, so they disagree on words far more often than on numbers, which is
+what the relaxed rules need to have something to rescue. The arithmetic pair tells the same steps in two wordings at
+several choice points; a `Style` holds the probability of the second one at each. The miniature has five wordings at
+every *place* of a solution (introduction, opener, hedge, body, order of operands, order of steps). A `Voice` prefers
+some of them, others in other contexts, so that both models are spread over all wordings, as real pairs are. One wording
+of each place is rare in the target's voice, and harmless. Some solutions get a result wrong, notice it and repair it,
+so that one wrong token need not end wrong.
 """
 
 from __future__ import annotations
@@ -11,9 +14,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 from reprieve.tasks.generated.families import ProblemStep, evaluate
-from reprieve.tasks.generated.problems import GeneratedProblem, Segments, ordered
+from reprieve.tasks.generated.problems import GeneratedProblem
+
+Segments = list[tuple[str, bool]]  # text, whether a training's loss counts it
 
 # The last wording of each place is the rare one.
 SENTENCES = {
@@ -36,6 +42,51 @@ SENTENCES = {
 SHARES = (0.55, 0.23, 0.135, 0.07)  # of a voice's first, second, third and fourth choice
 RARE = 0.015
 _SWAPPED = 0.25  # share of the operand order and step order that a voice does not prefer
+
+
+class Teller(Protocol):
+    """Interface that words the solutions of one model."""
+
+    def tell(self, problem: GeneratedProblem, rng: random.Random) -> Segments:
+        """A problem's worked solution."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """Probability, 0 to 1, of the second wording at each choice point."""
+
+    intro: float = 0.0
+    opener: float = 0.0
+    hedge: float = 0.0
+    body: float = 0.0
+    commute: float = 0.0
+    order: float = 0.0
+
+    @classmethod
+    def uniform(cls, probability: float) -> Style:
+        """The same probability at every choice point."""
+        return cls(*[probability] * 6)
+
+    def tell(self, problem: GeneratedProblem, rng: random.Random) -> Segments:
+        """The worked solution in this style, with a leading space, ending in `The final answer is N.`."""
+
+        def second(probability: float) -> bool:
+            return rng.random() < probability
+
+        sentences = ["Here is the whole story." if second(self.intro) else "Let us work through this."]
+        steps = ordered(problem.steps, reverse=second(self.order))
+        for number, step in enumerate(steps):
+            place = 0 if number == 0 else 2 if number == len(steps) - 1 else 1
+            opener = (("First", "Initially"), ("Then", "Next"), ("Finally", "Lastly"))[place][second(self.opener)]
+            hedge = "it follows that" if second(self.hedge) else "we know that"
+            equation = step.equation(commuted=second(self.commute))
+            if second(self.body):
+                body = f"the number of {step.unit} {step.subject} {step.verb}{step.tail} is {equation}"
+            else:
+                body = f"{step.subject} {step.verb} a total of {equation} {step.unit}{step.tail}"
+            sentences.append(f"{opener}, {hedge} {body}.")
+        sentences.append(f"The final answer is {problem.answer}.")
+        return [(" " + " ".join(sentences), True)]
 
 
 @dataclass(frozen=True)
@@ -133,3 +184,9 @@ def _wrong(step: ProblemStep, rng: random.Random) -> str:
         return str(step.result + rng.choice(offsets))
     other = abs(evaluate(step.left, "-" if step.operator == "+" else "+", step.right))
     return str(other if other != step.result else step.result + 1)
+
+
+def ordered(steps: tuple[ProblemStep, ...], *, reverse: bool) -> list[ProblemStep]:
+    """Steps in the order told: those marked `free` come first and may be told backwards."""
+    free = [step for step in steps if step.free]
+    return (free[::-1] if reverse else free) + [step for step in steps if not step.free]
