@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from reprieve.bundles import source_of
@@ -18,7 +18,14 @@ from reprieve.errors import ReprieveError, SpecError
 from reprieve.files import read_json
 from reprieve.heads.binding import PairIdentity, tokenizer_fingerprint
 from reprieve.models.int8 import INT8
-from reprieve.models.loading import GGUF, NUM_VALUES, fingerprint_of, load_tokenizer, require_same_tokenizer
+from reprieve.models.loading import (
+    GGUF,
+    NUM_VALUES,
+    fingerprint_of,
+    load_tokenizer,
+    parameter_names,
+    require_same_tokenizer,
+)
 from reprieve.settings import PairSettings
 
 _ANY = 10**9  # positions of a model without a limit
@@ -105,9 +112,7 @@ def stored_fingerprint(folder: Path) -> str:
     """
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        with torch.device("meta"):
-            names = [name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()]
-        return fingerprint_of(_read_first(folder, names, config.get_text_config().model_type))
+        return fingerprint_of(_read_first(folder, parameter_names(config), config.get_text_config().model_type))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ReprieveError(f"the weights in {str(folder)!r} cannot be read without loading them: {error}") from None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from reprieve.bundles import BUNDLES, source_of
@@ -144,10 +144,20 @@ def identify(
 def weights_fingerprint(model: PreTrainedModel) -> str:
     """Return a fingerprint of the first values of every tensor, in bfloat16 so that lower precisions match.
 
-    Scales and zero points of compressed-tensors do not count, so that a checkpoint's files give the same.
+    Scales and zero points of compressed-tensors do not count, and its weights, which it registers anew behind their
+    biases, count in their usual order, so that a checkpoint's files give the same.
     """
-    weights = (weight for name, weight in model.named_parameters() if name.rpartition(".")[2] not in _QUANTISER)
-    return fingerprint_of(_values(weight.detach()) for weight in weights)
+    weights = {name: weight for name, weight in model.named_parameters() if name.rpartition(".")[2] not in _QUANTISER}
+    if getattr(getattr(model, "config", None), "quantization_config", None):
+        place = {name: number for number, name in enumerate(parameter_names(model.config))}
+        weights = {name: weights[name] for name in sorted(weights, key=lambda name: place.get(name, len(place)))}
+    return fingerprint_of(_values(weight.detach()) for weight in weights.values())
+
+
+def parameter_names(config: PretrainedConfig) -> list[str]:
+    """Return the names of a model's parameters in their order, without quantisation; loads no weights."""
+    with torch.device("meta"):
+        return [name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()]
 
 
 def _values(weights: torch.Tensor) -> torch.Tensor:
