@@ -34,6 +34,7 @@ from reprieve.heads.loading import attach_heads
 from reprieve.rules import Rule
 from reprieve.rules.arbiter import ArbiterRule
 from reprieve.stats import bootstrap_interval, paired_difference
+from reprieve.types import Block, Evidence
 from tables import COLUMNS
 
 LAMBDAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
@@ -178,6 +179,14 @@ def _require_done(status: int) -> None:
         sys.exit(status)
 
 
+class Forgetful(ArbiterAdvisor):
+    """Reads the whole context in every round, to measure the effect of the cache."""
+
+    def advise(self, block: Block, evidence: Evidence, settled: torch.Tensor) -> torch.Tensor:
+        self.arbiter.forget()
+        return super().advise(block, evidence, settled)
+
+
 def overhead(pair: Pair, options: argparse.Namespace) -> None:
     """Where a round's time goes, the cached context beside the whole context every round; answers take turns."""
     rule, start = _start(options)
@@ -186,8 +195,8 @@ def overhead(pair: Pair, options: argparse.Namespace) -> None:
     model = build_arbiter(start, pair.draft)
     decoders: dict[str, SpeculativeDecoder] = {}
     advisors: dict[str, ArbiterAdvisor] = {}
-    for name, keep in (("cached", True), ("read again every round", False)):
-        advisors[name] = ArbiterAdvisor(model, keep_context=keep)
+    for name, kind in (("cached", ArbiterAdvisor), ("read again every round", Forgetful)):
+        advisors[name] = kind(model)
         decoders[name] = arm.decoder(pair)
         decoders[name].advisor = advisors[name]
     spent: dict[str, list[dict[str, float]]] = {name: [] for name in decoders}

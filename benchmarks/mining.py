@@ -121,7 +121,14 @@ def guarantee(pair: Pair, task: Task, stores: dict[str, LabelStore]) -> dict:
     rows = []
     for name, problems in mined.items():
         summary = summarise(problems)
-        share = over([summary.share_important, *wilson_interval(summary.num_important, summary.num_labelled)], 1, 100)
+        share = over(
+            [
+                summary.num_important / summary.num_labelled,
+                *wilson_interval(summary.num_important, summary.num_labelled),
+            ],
+            1,
+            100,
+        )
         counts = [summary.num_problems, summary.num_labelled, summary.num_important]
         rows.append([name, *counts, share, *(_misses(task, problems, answers) if name in greedy else ["-", "-"])])
     head = [

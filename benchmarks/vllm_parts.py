@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import reprieve
 from reprieve.errors import ReprieveError
 from reprieve.vllm_plugin import probing
+from reprieve.vllm_plugin.probing import Parameter, Part
 
 
 def main() -> int:
@@ -25,7 +26,7 @@ def main() -> int:
     problems = list(missing_names(folder))
     for kind in probing.runners():
         try:
-            probing.require_parts(kind, probing.in_source(folder))
+            probing.require_parts(kind, in_source(folder))
             print(f"{folder}: {kind} fits")
         except ReprieveError as error:
             problems.append(f"{kind}: {error}")
@@ -33,6 +34,35 @@ def main() -> int:
     for change in differences(folder, Path(sys.argv[2])) if len(sys.argv) == 3 else ():
         print(change)
     return bool(problems)
+
+
+def in_source(root: Path) -> Callable[[Part], list[Parameter] | None]:
+    """Return a reader of parameters, like `probing.live`, for a vLLM that lies unpacked in a folder."""
+
+    def parameters_of(part: Part) -> list[Parameter] | None:
+        node = node_in(root, part)
+        if node is None:
+            return None
+        given = node.args
+        positional = [*given.posonlyargs, *given.args]
+        num_required = len(positional) - len(given.defaults)
+        made = [Parameter(item.arg, place < num_required) for place, item in enumerate(positional)]
+        keywords = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+        return made + [Parameter(item.arg, default is None) for item, default in keywords]
+
+    return parameters_of
+
+
+def node_in(root: Path, part: Part) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """The definition of a part in such a folder; None where it is not there."""
+    path = root.joinpath(*part.module.split(".")).with_suffix(".py")
+    body: Sequence[ast.AST] = ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else ()
+    node: ast.AST | None = None
+    for name in part.name.split("."):
+        named = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        node = next((item for item in body if isinstance(item, named) and item.name == name), None)
+        body = node.body if isinstance(node, ast.ClassDef) else ()
+    return node if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else None
 
 
 def missing_names(folder: Path) -> Iterator[str]:
@@ -70,7 +100,7 @@ def defined(folder: Path, module: str) -> set[str]:
 def differences(new: Path, old: Path) -> Iterator[str]:
     """Touched functions that are not as they were: new parameters, or another body."""
     for part in dict.fromkeys(part for kind in probing.runners() for part in probing.parts(kind)):
-        then, now = (probing.node_in(folder, part) for folder in (old, new))
+        then, now = (node_in(folder, part) for folder in (old, new))
         if then is None or now is None or ast.dump(then) == ast.dump(now):
             continue
         arguments = [ast.unparse(node.args) for node in (then, now)]

@@ -28,10 +28,28 @@ from reprieve.heads.files import claim_head
 from reprieve.heads.settings import ArbiterShape
 from reprieve.models.arbiter import ArbiterModel
 from reprieve.tasks import Task
-from reprieve.training.arbiter_warm_up import untrained
-from reprieve.training.best_arbiter import keep_best
+from reprieve.training.arbiter_warm_up import keep_best
 from reprieve.training.loop import Learner, Progress, load_network, network_state, train
 from reprieve.training.readings import RoundReader
+
+_REJECT_ALL = -3.0  # logit: pi(accept) is 5%, enough for exploration
+
+
+def untrained(pair: Pair, shape: ArbiterShape, task: str, num_draft_tokens: int) -> Arbiter:
+    """Return an untrained arbiter that rejects nearly everything: training without a warm-up (Table 6)."""
+    assert pair.draft is not None
+    model = ArbiterModel(pair.draft, shape)
+    with torch.no_grad():
+        model.head.bias.fill_(_REJECT_ALL)
+    return Arbiter(
+        tensors=model.snapshot(),
+        shape=shape,
+        pair=pair.identity,
+        task=task,
+        threshold=0.6,
+        num_draft_tokens=num_draft_tokens,
+        training={"stage": "none"},
+    )
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,7 @@ class PairLearner(Learner):
         input_ids = torch.from_numpy(ids).to(self.device)
         loss_weights = torch.from_numpy(weights[:, 1:]).to(self.device)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate_at(recipe, update)
+            group["lr"] = rate_at(recipe, update)
         with torch.autocast(torch.device(self.device).type, dtype=torch.bfloat16):
             logits = self._forward(input_ids=input_ids[:, :-1], use_cache=False).logits
         token_loss = F.cross_entropy(logits.float().flatten(0, 1), input_ids[:, 1:].flatten(), reduction="none")
@@ -204,6 +204,13 @@ class PairLearner(Learner):
             f"loss {loss:.4f}, {size / per_update:,.0f} tokens/s, {minutes:.0f} min left",
             flush=True,
         )
+
+
+def rate_at(recipe: Recipe, update: int) -> float:
+    """Return the learning rate of an update."""
+    return learning_rate_at(
+        update, peak=recipe.learning_rate, num_warmup=recipe.warmup_updates, num_updates=recipe.num_updates
+    )
 
 
 def pair_tokenizer(folder: Path, contents: Contents, teller: Teller) -> PreTrainedTokenizerFast:

@@ -98,10 +98,16 @@ def test_a_round_without_a_mismatch_is_not_asked_about(target):
     assert made.num_rescued == 0 and advisor.arbiter.num_read == 0
 
 
+class Forgetful(ArbiterAdvisor):
+    def advise(self, *args):
+        self.arbiter.forget()
+        return super().advise(*args)
+
+
 def test_the_cache_changes_no_answer_and_reads_less(target, draft):
     model = trained(draft)
     rule = ArbiterRule.of(arbiter_of(model), lambda_=0.5)
-    advisors = [ArbiterAdvisor(model, keep_context=keep) for keep in (True, False)]
+    advisors = [ArbiterAdvisor(model), Forgetful(model)]
     texts = [
         decoder_with(target, draft, rule, advisor).generate(PROMPT, SamplingParams(max_new_tokens=80)).token_ids
         for advisor in advisors

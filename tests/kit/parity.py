@@ -4,7 +4,7 @@ import asyncio
 
 import torch
 
-from recipes.arbiter.reinforce import Reinforcement, reinforce
+from recipes.arbiter.reinforce import Reinforcement, reinforce, untrained
 from recipes.arbiter.rollouts import RolloutSettings
 from reprieve.drafters import DraftModelDrafter
 from reprieve.engine import SamplingParams, SpeculativeDecoder
@@ -16,7 +16,6 @@ from reprieve.models.batch_decoder import BatchDecoder
 from reprieve.rules import LosslessRule
 from reprieve.settings import PairSettings
 from reprieve.tasks import TaskProblem
-from reprieve.training.arbiter_warm_up import untrained
 from tests.kit.mining import LastWordTask
 
 CPU = torch.device("cpu")

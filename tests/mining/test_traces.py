@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 
+from recipes.arbiter.reinforce import untrained
 from recipes.arbiter.rollouts import RolloutJob, RolloutMaker, RolloutSettings
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import ReprieveError, SpecError
@@ -18,7 +19,6 @@ from reprieve.mining.traces import LABELS_VERSION, PairScorer, soft_label
 from reprieve.models import CachedModel
 from reprieve.settings import PairSettings, SamplingSettings
 from reprieve.tasks import load_task
-from reprieve.training.arbiter_warm_up import untrained
 from tests.kit.pairs import ARITHMETIC
 from tests.kit.parity import ParityTask, mine, miner_of
 from tests.kit.tiny import NumberTokenizer, perturbed, tiny_model

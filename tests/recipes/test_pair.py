@@ -15,13 +15,13 @@ from recipes.pair.card import install
 from recipes.pair.corpus import Mixture, RowStream
 from recipes.pair.presets import TOKENIZER_TEXTS, Recipe
 from recipes.pair.tokenizer import train_tokenizer
-from recipes.pair.train import PairLearner, build_model, grow, pair_tokenizer
+from recipes.pair.train import PairLearner, build_model, grow, pair_tokenizer, rate_at
 from recipes.pair.wordings import RARE, SENTENCES, Style, Voice
 from reprieve.bundles import BUNDLES, BY_KEY
 from reprieve.tasks import load_task
 from reprieve.tasks.generated.families import FAMILIES, evaluate
 from reprieve.tasks.generated.problems import ARITHMETIC, MINIATURE, Contents, draw_problem, split_of
-from reprieve.training.loop import learning_rate_at, train
+from reprieve.training.loop import train
 
 EQUATION = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)|(\d+)% of (\d+)=(\d+)")
 
@@ -145,9 +145,9 @@ def test_training_resumes_to_the_same_weights(tokenizer, tmp_path):
 
 def test_learning_rate_warms_up_and_decays():
     recipe = Recipe(1, 16, 32, 2, num_tokens=1000 * 16 * 288, learning_rate=1.0, mixture=Mixture(Style(), ARITHMETIC))
-    assert learning_rate_at(recipe, 0) == pytest.approx(1 / 200)
-    assert learning_rate_at(recipe, 200) == pytest.approx(1.0)
-    assert learning_rate_at(recipe, 1000) == pytest.approx(0.02)
+    assert rate_at(recipe, 0) == pytest.approx(1 / 200)
+    assert rate_at(recipe, 200) == pytest.approx(1.0)
+    assert rate_at(recipe, 1000) == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))

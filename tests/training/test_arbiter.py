@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from recipes.arbiter.reinforce import Reinforcement, reinforce
+from recipes.arbiter.reinforce import Reinforcement, reinforce, untrained
 from recipes.arbiter.rewards import Rewards
 from recipes.arbiter.rollouts import RolloutJob, RolloutPool, RolloutSettings
 from reprieve.engine import Pair, SamplingParams
@@ -19,7 +19,7 @@ from reprieve.needs import Need
 from reprieve.rules.arbiter import ArbiterRule
 from reprieve.settings import PairSettings
 from reprieve.tasks import load_task
-from reprieve.training.arbiter_warm_up import WarmUp, untrained, warm_up
+from reprieve.training.arbiter_warm_up import WarmUp, warm_up
 from reprieve.training.readings import RoundReader
 from tests.kit.pairs import SMALL
 from tests.kit.parity import CLIMB, ParityTask, climb, mine

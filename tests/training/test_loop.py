@@ -140,10 +140,7 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
 
 
 def test_the_rate_warms_up_and_falls_to_a_fiftieth():
-    class Schedule:
-        learning_rate, warmup_updates, num_updates = 1.0, 4, 20
-
-    rates = [learning_rate_at(Schedule(), update) for update in range(21)]
+    rates = [learning_rate_at(update, peak=1.0, num_warmup=4, num_updates=20) for update in range(21)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4:] == sorted(rates[4:], reverse=True)
     assert rates[4] == 1.0

@@ -10,6 +10,7 @@ import pytest
 from reprieve.errors import ReprieveError
 from reprieve.vllm_plugin import probing
 from tests.vllm.runner import V2
+from vllm_parts import in_source
 
 # Set on each output that is on its way from the device, not on a class or on the runner.
 PER_OUTPUT = {"vllm.v1.worker.gpu.async_utils.AsyncOutput.get_output"}
@@ -32,7 +33,7 @@ def test_the_installed_vllm_fits_live_and_as_source(kind):
     import vllm
 
     probing.require_parts(kind, probing.live)
-    probing.require_parts(kind, probing.in_source(Path(vllm.__file__).parents[1]))
+    probing.require_parts(kind, in_source(Path(vllm.__file__).parents[1]))
 
 
 SOURCE = """
@@ -54,7 +55,7 @@ def probe(tmp_path, monkeypatch, *parameters):
     (tmp_path / "some").mkdir(exist_ok=True)
     (tmp_path / "some" / "module.py").write_text(SOURCE.format(*parameters))
     monkeypatch.setattr(probing, "parts", lambda kind: PARTS)
-    probing.require_parts("v2", probing.in_source(tmp_path))
+    probing.require_parts("v2", in_source(tmp_path))
 
 
 def test_unknown_optional_parameters_are_let_be(tmp_path, monkeypatch):
@@ -77,7 +78,7 @@ def test_what_does_not_fit_is_named(tmp_path, monkeypatch, parameters, said):
 def test_a_part_that_is_gone_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(probing, "parts", lambda kind: (probing.Part("some.module", "gone", ()),))
     with pytest.raises(ReprieveError, match=r"some\.module\.gone is not there"):
-        probing.require_parts("v2", probing.in_source(tmp_path))
+        probing.require_parts("v2", in_source(tmp_path))
     with pytest.raises(ReprieveError, match="is not there"):
         probing.require_parts("v2", probing.live)
 

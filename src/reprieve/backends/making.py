@@ -1,13 +1,17 @@
-"""The engine that `--engine` names."""
+"""The engine that `--engine` names, and the deployer of its servers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from reprieve.backends.settings import EngineSettings
+from reprieve.backends.settings import EngineSettings, OpenAISettings, RaySettings, ServerSettings, VllmSettings
 from reprieve.bench.engine import Engine
 from reprieve.errors import SpecError
 from reprieve.settings import PairSettings
+
+if TYPE_CHECKING:
+    from reprieve.backends.deploying import Deployer
 
 
 def make_engine(
@@ -34,9 +38,25 @@ def make_engine(
         return LocalEngine(load_asked(pair, announce), num_workers=num_workers)
     if num_workers > 1:
         raise SpecError("workers are processes of the local engine; servers take parallel= requests at once")
-    from reprieve.backends.deployers import make_deployer
     from reprieve.backends.served import ServedEngine
     from reprieve.models.identity import stored_identity
 
     identity, tokenizer, dtype = stored_identity(pair)
     return ServedEngine(make_deployer(settings.servers, pair, dtype), tokenizer, identity, announce=announce)
+
+
+def make_deployer(settings: ServerSettings, pair: PairSettings, dtype: str) -> Deployer:
+    """Return the deployer that starts or finds the servers of `--engine`.
+
+    Raises:
+        EngineError: running servers that do not answer.
+    """
+    from reprieve.backends.deploying import RunningServers, VllmDeployer
+    from reprieve.backends.ray import RayDeployer
+
+    if isinstance(settings, OpenAISettings):
+        return RunningServers(settings, dtype)
+    if isinstance(settings, RaySettings):
+        return RayDeployer(settings, pair, dtype)
+    assert isinstance(settings, VllmSettings)
+    return VllmDeployer(settings, pair, dtype)

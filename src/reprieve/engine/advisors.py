@@ -26,8 +26,8 @@ class ArbiterAdvisor:
     reads its tokens with the next round that does.
     """
 
-    def __init__(self, model: ArbiterModel, *, keep_context: bool = True) -> None:
-        self.arbiter = CachedArbiter(model, keep_context=keep_context)
+    def __init__(self, model: ArbiterModel) -> None:
+        self.arbiter = CachedArbiter(model)
 
     def start(self, prompt_ids: Sequence[int], *, max_length: int, num_draft_tokens: int) -> None:
         """Begin an answer.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from reprieve.errors import SpecError, require_choice
+from reprieve.mining.responses import until_stop
 from reprieve.mining.target import Target
 from reprieve.models.batch_decoder import Session
 from reprieve.models.draws import Draw
@@ -83,7 +84,7 @@ class ApiTarget(Target):
         stopped = self.stops is not None and self.stops([*response_ids, *new])
         if choice.finish_reason == "stop" and not stopped and new[-1:] != [self.eos_id]:
             new.append(self.eos_id)
-        return self._until_stop(response_ids, new[:max_new_tokens])
+        return until_stop(self.stops, response_ids, new[:max_new_tokens])
 
     def _asked_of_tokens(self) -> dict[str, Any]:
         """Additional request fields for servers that take tokens, in vLLM's names."""
@@ -91,12 +92,6 @@ class ApiTarget(Target):
             return {}
         more = {"return_token_ids": True, "include_stop_str_in_output": True}
         return {"extra_body": more, **({"stop": self.stop} if self.stop else {})}
-
-    def _until_stop(self, response_ids: list[int], new: list[int]) -> list[int]:
-        if self.stops is None:
-            return new
-        sizes = range(1, len(new) + 1)
-        return new[: next((size for size in sizes if self.stops([*response_ids, *new[:size]])), len(new))]
 
     def _text(self, token_ids: list[int]) -> str:
         """Return the text of tokens, special ones included, except a first one that the tokenizer adds itself."""

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from reprieve.backends.deployers import make_deployer
 from reprieve.backends.deploying import TARGET, Deployer, Slot, client_of, fields_of
+from reprieve.backends.making import make_deployer
 from reprieve.backends.running import Running
 from reprieve.bench.runner import no_problems
 from reprieve.drafters import DRAFTERS

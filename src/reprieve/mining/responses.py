@@ -69,3 +69,15 @@ class ResponseFormat:
         longest = max(map(len, self.task.stop), default=0)
         tail = str(self.tokenizer.decode(response_ids[-longest - 1 :]))
         return any(stop in tail for stop in self.task.stop)
+
+
+def until_stop(stops: Callable[[list[int]], bool] | None, response_ids: list[int], new: list[int]) -> list[int]:
+    """Cut a response's new tokens at a stop text, which can end in the middle of a server's block.
+
+    Args:
+        stops: returns True if a stop text ends a response's tokens; None where there are none.
+    """
+    if stops is None:
+        return new
+    sizes = range(1, len(new) + 1)
+    return new[: next((size for size in sizes if stops([*response_ids, *new[:size]])), len(new))]

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from reprieve.backends.client import Client
 from reprieve.errors import SpecError
+from reprieve.mining.responses import until_stop
 from reprieve.mining.target import Target
 from reprieve.models.batch_decoder import Session
 from reprieve.models.draws import Draw, UniformDraw
@@ -86,7 +87,7 @@ class ServedTarget(Target):
             raise SpecError("a server's draws cannot be keyed by the prefix: mine at temperature 0, or locally")
         text = [*prompt_ids, *response_ids]
         made = await self._in_this_loop().complete(text, params, extra=self._extra, num=len(draws), keep_stop=True)
-        return [self._until_stop(response_ids, one.token_ids) for one in made]
+        return [until_stop(self._stops, response_ids, one.token_ids) for one in made]
 
     async def apart(self, work: Callable[[], T]) -> T:
         """Run code in its own thread; one thread computes at a time while others wait for servers. See `Target`."""
@@ -125,13 +126,6 @@ class ServedTarget(Target):
             return list(asking.result())
         finally:
             self._computing.acquire()
-
-    def _until_stop(self, response_ids: list[int], new: list[int]) -> list[int]:
-        """Cut tokens at a stop text, which can end in the middle of a server's block."""
-        if self._stops is None:
-            return new
-        sizes = range(1, len(new) + 1)
-        return new[: next((size for size in sizes if self._stops([*response_ids, *new[:size]])), len(new))]
 
     def _in_this_loop(self) -> Client:
         loop = asyncio.get_running_loop()

@@ -24,10 +24,6 @@ class LabelSummary:
     num_generated: int
     num_cut_off: int = 0  # responses of the largest length
 
-    @property
-    def share_important(self) -> float | None:
-        return self.num_important / self.num_labelled if self.num_labelled else None
-
     def sentence(self) -> str:
         """One line for a terminal."""
         if not self.num_labelled:

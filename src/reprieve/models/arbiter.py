@@ -264,14 +264,10 @@ class CachedArbiter:
 
     A round reads the tokens committed since the last one and its own region, 2K + 3 positions, in one forward. The
     region is dropped afterwards.
-
-    Args:
-        keep_context: False reads the whole context in every round, to measure the effect of the cache.
     """
 
-    def __init__(self, model: ArbiterModel, *, keep_context: bool = True) -> None:
+    def __init__(self, model: ArbiterModel) -> None:
         self.model = model
-        self.keep_context = keep_context
         self.num_read = 0  # positions read by forwards
         self._cache = RollbackCache()
         self._context_ids: list[int] = []
@@ -293,11 +289,13 @@ class CachedArbiter:
         """Add the tokens that a round committed."""
         self._context_ids += token_ids
 
+    def forget(self) -> None:
+        """Drop the cache: the next round reads the whole context again."""
+        self._cache.keep(0)
+
     @torch.inference_mode()
     def judge(self, draft_ids: Sequence[int], target_ids: Sequence[int], readings: Tensor | None = None) -> Tensor:
         """Return the logits of accepting each drafted token of this round, [K]; arguments as in `ArbitrationRound`."""
-        if not self.keep_context:
-            self._cache.keep(0)
         first = self._cache.get_seq_length()
         end = len(self._context_ids)
         asked = ArbitrationRound(end, draft_ids, target_ids, readings)

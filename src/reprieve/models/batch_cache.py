@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-_FIRST_CAPACITY = 256
+from reprieve.models.cache import capacity_for
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,7 @@ class RowLayer(DynamicLayer):
         capacity = 0 if self.keys is None or not self.is_initialized else self.keys.shape[-2]
         if capacity >= length:
             return
-        grown = max(_FIRST_CAPACITY, capacity)
-        while grown < length:
-            grown *= 2
+        grown = capacity_for(length)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         buffers = []

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-from reprieve.errors import SpecError, require_range
+from reprieve.errors import SpecError
 from reprieve.needs import Need
 from reprieve.registry import Registry
 from reprieve.specs import format_spec, parameters_of
@@ -283,11 +283,6 @@ def require_k(name: str, value: int | None) -> None:
     """Refuse a rank cap below 1; None means no cap."""
     if value is not None and (not float(value).is_integer() or value < 1):
         raise SpecError(f"{name} must be a whole number of 1 or more, got {value!r}")
-
-
-def require_probability(name: str, value: float) -> None:
-    """Refuse a value outside [0, 1]."""
-    require_range(name, value, 0.0, 1.0)
 
 
 def _json_number(value: Any) -> Any:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from reprieve.errors import require_range
 from reprieve.needs import Need
-from reprieve.rules.base import About, Dial, Rule, Traits, register_rule, require_probability
+from reprieve.rules.base import About, Dial, Rule, Traits, register_rule
 from reprieve.types import Evidence
 
 
@@ -29,7 +30,7 @@ class RandomRule(Rule):
     rate: float = 0.5
 
     def __post_init__(self) -> None:
-        require_probability("rate", self.rate)
+        require_range("rate", self.rate, 0.0, 1.0)
 
     @property
     def threshold(self) -> float:

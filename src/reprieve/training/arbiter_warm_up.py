@@ -18,18 +18,14 @@ from reprieve.engine import Pair
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.binding import PairIdentity, digest
-from reprieve.heads.settings import ArbiterShape
 from reprieve.mining.records import ProblemLabels, TracedRound
 from reprieve.mining.store import LabelStore
 from reprieve.mining.traces import LABELS_VERSION, soft_label
 from reprieve.models.arbiter import ArbiterModel, ArbitrationRound
 from reprieve.stats import BranchChoices
-from reprieve.training.best_arbiter import keep_best
 from reprieve.training.loop import Learner, Progress, load_network, network_state, train
 from reprieve.training.readings import RoundReader, num_readings
 from reprieve.training.settings import WarmUp
-
-_REJECT_ALL = -3.0  # logit: pi(accept) is 5%, enough for exploration
 
 
 @dataclass(frozen=True)
@@ -301,21 +297,21 @@ class _Learner(Learner):
         return reached
 
 
-def untrained(pair: Pair, shape: ArbiterShape, task: str, num_draft_tokens: int) -> Arbiter:
-    """Return an untrained arbiter that rejects nearly everything: training without a warm-up (Table 6)."""
-    assert pair.draft is not None
-    model = ArbiterModel(pair.draft, shape)
-    with torch.no_grad():
-        model.head.bias.fill_(_REJECT_ALL)
-    return Arbiter(
-        tensors=model.snapshot(),
-        shape=shape,
-        pair=pair.identity,
-        task=task,
-        threshold=0.6,
-        num_draft_tokens=num_draft_tokens,
-        training={"stage": "none"},
-    )
+def keep_best(folder: Path, made: Arbiter, *, measure: str, lower: bool = False) -> None:
+    """Save an arbiter, unless the saved one did better in the same training.
+
+    Args:
+        measure: key of `training["validation"]` to compare; larger is better, or smaller with `lower`.
+
+    Raises:
+        ReprieveError: the saved head is no arbiter.
+    """
+    if made.training["update"] > 0 and (folder / "config.json").exists():
+        before = Arbiter.from_pretrained(folder).training
+        old, new = (training["validation"][measure] for training in (before, made.training))
+        if before["recipe"] == made.training["recipe"] and (old <= new if lower else old >= new):
+            return
+    made.save_pretrained(folder)
 
 
 def warm_up_loss(

@@ -61,14 +61,6 @@ class _Plan:
         return batches
 
     @property
-    def learning_rate(self) -> float:
-        return self.settings.learning_rate
-
-    @property
-    def warmup_updates(self) -> int:
-        return self.settings.warmup_updates
-
-    @property
     def num_updates(self) -> int:
         return len(self.batches)
 
@@ -225,8 +217,9 @@ class _Learner(Learner):
 
     def one_update(self, update: int) -> dict[str, float]:
         self.model.train()
+        peak, num_warmup = self.settings.learning_rate, self.settings.warmup_updates
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate_at(self.plan, update)
+            group["lr"] = learning_rate_at(update, peak=peak, num_warmup=num_warmup, num_updates=self.num_updates)
         batch = self._batch([self.plan.texts[index] for index in self.plan.batches[update]])
         _, loss, _ = self.model(
             **batch,

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -154,23 +154,12 @@ def load_network(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Ma
             }
 
 
-class Schedule(Protocol):
-    """Length and learning rate of a training."""
-
-    @property
-    def learning_rate(self) -> float: ...
-    @property
-    def warmup_updates(self) -> int: ...
-    @property
-    def num_updates(self) -> int: ...
-
-
-def learning_rate_at(schedule: Schedule, update: int) -> float:
+def learning_rate_at(update: int, *, peak: float, num_warmup: int, num_updates: int) -> float:
     """Return the learning rate: linear warm-up, then a cosine down to 2% of the peak."""
-    if update < schedule.warmup_updates:
-        return schedule.learning_rate * (update + 1) / schedule.warmup_updates
-    done = (update - schedule.warmup_updates) / max(1, schedule.num_updates - schedule.warmup_updates)
-    return schedule.learning_rate * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
+    if update < num_warmup:
+        return peak * (update + 1) / num_warmup
+    done = (update - num_warmup) / max(1, num_updates - num_warmup)
+    return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 class RunLog:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from reprieve.errors import ReprieveError
@@ -151,32 +149,3 @@ def live(part: Part) -> list[Parameter] | None:
         for name, item in inspect.signature(function).parameters.items()
         if item.kind not in free
     ]
-
-
-def in_source(root: Path) -> Callable[[Part], list[Parameter] | None]:
-    """The same of a vLLM that lies unpacked in a folder and need not be importable."""
-
-    def parameters_of(part: Part) -> list[Parameter] | None:
-        node = node_in(root, part)
-        if node is None:
-            return None
-        given = node.args
-        positional = [*given.posonlyargs, *given.args]
-        num_required = len(positional) - len(given.defaults)
-        made = [Parameter(item.arg, place < num_required) for place, item in enumerate(positional)]
-        keywords = zip(given.kwonlyargs, given.kw_defaults, strict=True)
-        return made + [Parameter(item.arg, default is None) for item, default in keywords]
-
-    return parameters_of
-
-
-def node_in(root: Path, part: Part) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """The definition of a part in such a folder; None where it is not there."""
-    path = root.joinpath(*part.module.split(".")).with_suffix(".py")
-    body: Sequence[ast.AST] = ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else ()
-    node: ast.AST | None = None
-    for name in part.name.split("."):
-        named = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        node = next((item for item in body if isinstance(item, named) and item.name == name), None)
-        body = node.body if isinstance(node, ast.ClassDef) else ()
-    return node if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else None
