@@ -33,9 +33,10 @@ SHIFTS = {
     "margin": "difference of log-probabilities, squared",
 }
 THETAS = (0.3, 0.5, 0.7, 0.9, 0.97, 1.0)
-PRUNINGS = [
-    *[f"eagle3:prune=entropy,epsilon={e}" for e in (0.05, 0.2)],
-    *[f"eagle3:prune={name},keep=0.5" for name in ("depth", "depth_exp", "path_prob")],
+PRUNINGS = [  # `keep` such that about as many nodes are cut as with `epsilon`
+    *[f"eagle3:prune=entropy,epsilon={epsilon}" for epsilon in (0.05, 0.2)],
+    *[f"eagle3:prune={name},keep={keep}" for name in ("depth_exp", "path_prob") for keep in (0.92, 0.66)],
+    *[f"eagle3:prune=depth,keep={keep}" for keep in (0.95, 0.8)],
 ]
 
 
