@@ -1,0 +1,106 @@
+"""What a run proves about its rules, as `certify` would: `python benchmarks/provable.py RUN [RUN ...] --out OUT`.
+
+Each rule is compared with lossless decoding on the run's problems: its loss, the growth of its answers and the share of
+them left unfinished, each with the upper limit at 95% confidence for that arm alone. The last column is the number of
+problems that prove a loss below `--max-drop` if the run's problems repeat themselves. It is no certificate: nobody
+confirmed it on held-out problems.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from arms import part, run, write_parts
+from reprieve.bench.arms import LOSSLESS
+from reprieve.bench.records import ProblemRecord, RecordFile, read_run
+from reprieve.bench.results import column, common_rows
+from reprieve.certify.fixed_sequence import losses_of, paired_test, pvalue
+from reprieve.certify.risks import Lengths
+from reprieve.certify.settings import Promise
+from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
+from reprieve.errors import SpecError
+
+Trials = list[list[ProblemRecord]]  # of each problem
+MOST_REPEATS = 512  # of a run's problems; a rule that needs more loses about as much as may be lost
+
+
+def rows_of(folder: Path, promise: Promise) -> list[list[object]]:
+    """A row for each rule of a run.
+
+    Raises:
+        SpecError: a run without lossless decoding, or without a limit on answers.
+    """
+    config = read_run(folder)
+    rows = common_rows(config["arms"], RecordFile(folder / "problems.jsonl").records, config.get("num_trials", 1))
+    if not rows.get(LOSSLESS):
+        raise SpecError(f"{str(folder)!r} holds no finished answers of {LOSSLESS}")
+    if (budget := config["prompt"]["max_new_tokens"]) is None:
+        raise SpecError(
+            f"{str(folder)!r} must be a run with --max-new-tokens, which bounds how much an answer can grow"
+        )
+    strict = rows[LOSSLESS]
+    solved = column(strict, lambda record: record.correct)
+    table: list[list[object]] = []
+    for label in config["arms"]:
+        if label in (TARGET_ONLY, DRAFT_ONLY, LOSSLESS):
+            continue
+        lengths = lengths_of(strict, rows[label], budget)
+        relaxed = column(rows[label], lambda record: record.correct)
+        test = paired_test(promise, solved, relaxed, lengths)
+        growth, unfinished = test.risks
+        needed = num_needed(promise, losses_of(promise, solved, relaxed))
+        table.append(
+            [
+                folder.name,
+                f"`{label}`",
+                len(strict),
+                f"{100 * test.observed:+.1f}, at most {100 * test.upper_bound:.1f}",
+                f"{100 * growth.observed:+.0f}, at most {100 * growth.upper_bound:.0f}",
+                f"{100 * unfinished.observed:+.1f}, at most {100 * unfinished.upper_bound:.1f}",
+                "-" if needed is None else needed,
+            ]
+        )
+    return table
+
+
+def lengths_of(strict: Trials, relaxed: Trials, budget: int) -> Lengths:
+    """The lengths of the same answers."""
+
+    def tokens(record: ProblemRecord) -> int:
+        return record.num_tokens
+
+    def cut(record: ProblemRecord) -> bool:
+        return record.finish_reason == "length"
+
+    return Lengths(column(strict, tokens), column(relaxed, tokens), column(strict, cut), column(relaxed, cut), budget)
+
+
+def num_needed(promise: Promise, losses: np.ndarray) -> int | None:
+    """How many problems such as these prove the promised loss; None if they cannot."""
+    repeats = 1
+    while repeats <= MOST_REPEATS and losses.mean() < promise.max_drop:
+        if pvalue(promise, np.tile(losses, repeats), promise.max_drop) <= 1 - promise.confidence:
+            return repeats * len(losses)
+        repeats += 1
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of `reprieve bench`")
+    parser.add_argument("--max-drop", type=float, default=0.03, help="loss to prove, as a share")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    promise = Promise(options.max_drop, max_growth=0.1, max_unfinished=0.01)
+    rows = [row for folder in options.runs for row in rows_of(folder, promise)]
+    points = 100 * options.max_drop
+    head = ["run", "arm", "n", "lost, points", "longer, %", "more unfinished, points", f"n for {points:g} points"]
+    note = "Against lossless decoding; limits at 95% confidence for one arm alone."
+    write_parts(options.out / "provable.json", {"provable": part(head, rows, note)})
+
+
+if __name__ == "__main__":
+    run(main)
