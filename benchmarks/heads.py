@@ -19,7 +19,7 @@ from sklearn.neural_network import MLPClassifier
 
 import reprieve
 from arms import labels_of, over, part, run, task_of, write_parts
-from reprieve.heads.settings import JUDGE_BOTH, JUDGE_TARGET, FeatureRecipe
+from reprieve.heads.settings import FeatureRecipe
 from reprieve.training.features import LabelledTokens, collect
 from reprieve.training.judge import fit_linear
 from reprieve.training.pivot import train_pivot
@@ -59,6 +59,9 @@ class Split:
         fits = {c: fit_linear(features[~chooses], important[~chooses], c) for c in GRID}
         best = max(GRID, key=lambda c: auc(important[chooses], fits[c].scores(features[chooses])))
         return best, self.linear(recipe, best)
+
+
+JUDGE_TARGET, JUDGE_BOTH = FeatureRecipe(), FeatureRecipe(states="both")
 
 
 def regularisation(split: Split) -> list[list[str]]:

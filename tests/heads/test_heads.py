@@ -13,10 +13,11 @@ from reprieve.drafters import DraftModelDrafter
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import PairError, ReprieveError, SpecError, UnsupportedModelError
 from reprieve.heads.features import TokenStates, assemble
+from reprieve.heads.files import signature
 from reprieve.heads.judge import JudgeHead, judge_probability
 from reprieve.heads.loading import attach_heads, load_head, require_heads_fit
 from reprieve.heads.pivot import PivotHead, pivot_logits
-from reprieve.heads.settings import JUDGE_BOTH, JUDGE_TARGET, PIVOT, FeatureRecipe
+from reprieve.heads.settings import FeatureRecipe
 from reprieve.heads.state_arbiter import StateArbiter
 from reprieve.mining.records import MINED, Mismatch, ProblemLabels
 from reprieve.models.cached_model import CachedModel
@@ -56,7 +57,7 @@ def evidence(hidden, *, logits=None, token_ids=(1, 0, 2)):
 
 def test_judge_by_hand_at_three_tokens():
     head = JudgeHead(
-        {"weight": torch.tensor([2.0, -1.0]), "bias": torch.tensor(0.5)}, JUDGE_TARGET, 0.3, pair=IDENTITY, task="t"
+        {"weight": torch.tensor([2.0, -1.0]), "bias": torch.tensor(0.5)}, FeatureRecipe(), 0.3, pair=IDENTITY, task="t"
     )
     case = evidence([[0.0, 0.5], [-1.0, 0.5], [1.0, 1.0]])
     expected = [1 / (1 + math.exp(-logit)) for logit in (0.0, -2.0, 1.5)]
@@ -97,7 +98,7 @@ def test_pivot_by_hand_and_its_floor():
         "fuse.weight": torch.tensor([[1.0, -4.0]]), "fuse.bias": torch.tensor([0.0]),
         "out.weight": torch.tensor([[0.0], [1.0]]), "out.bias": torch.tensor([0.0, 0.0]),
     }  # fmt: skip
-    head = PivotHead(tensors, PIVOT, 0.5, pair=IDENTITY, task="t")
+    head = PivotHead(tensors, FeatureRecipe(entropy=True, probability=True), 0.5, pair=IDENTITY, task="t")
     case = evidence([[2.0], [3.0], [-1.0]], token_ids=(1, 2, 0))
     # relu(2 - 4 * 0.3 / 2) = 1.4; p = 5e-5; relu(0 - 0.8) = 0
     probabilities = head.risk(case)
@@ -129,9 +130,20 @@ def test_recipes_put_states_in_order_and_refuse_what_decoding_lacks():
             odd.require_decodable()
     with pytest.raises(SpecError, match="states must be one of target, draft, both, got 'all'"):
         FeatureRecipe(states="all")
-    assert FeatureRecipe.from_config(json.loads(json.dumps(recipe.to_config()))) == recipe
-    with pytest.raises(SpecError, match="unknown keys depth"):
-        FeatureRecipe.from_config({"depth": 3})
+
+
+def test_a_recipe_is_saved_with_its_head(tmp_path):
+    recipe = FeatureRecipe(states="both", layers=(2, -1), entropy=True)
+    dataclasses.replace(random_head("judge"), recipe=recipe).save_pretrained(tmp_path)
+    assert JudgeHead.from_pretrained(tmp_path).recipe == recipe
+    config = json.loads((tmp_path / "config.json").read_text())
+    for changes, message in (({"depth": 3}, "unexpected keyword argument 'depth'"), ({"states": "all"}, "got 'all'")):
+        changed = {**config, "recipe": {**config["recipe"], **changes}}
+        changed.pop("sha256")
+        changed["sha256"] = signature(changed, (tmp_path / "model.safetensors").read_bytes())
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(ReprieveError, match=message):
+            JudgeHead.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["judge", "pivot"])
@@ -183,10 +195,10 @@ def test_mismatched_and_tampered_artefacts_are_refused(tmp_path):
     with pytest.raises(ReprieveError, match="was changed after they were saved together"):
         JudgeHead.from_pretrained(folder)
     with pytest.raises(SpecError, match=r"weight must have shape \[-1\], got nothing"):
-        JudgeHead({"bias": torch.tensor(0.0)}, JUDGE_TARGET, 0.1, pair=IDENTITY, task="t")
+        JudgeHead({"bias": torch.tensor(0.0)}, FeatureRecipe(), 0.1, pair=IDENTITY, task="t")
     weights = {"weight": torch.tensor([math.nan]), "bias": torch.tensor(0.0)}
     with pytest.raises(SpecError, match="must be finite"):
-        JudgeHead(weights, JUDGE_TARGET, 0.1, pair=IDENTITY, task="t")
+        JudgeHead(weights, FeatureRecipe(), 0.1, pair=IDENTITY, task="t")
 
 
 def test_other_pairs_are_errors_and_other_tasks_warnings(pair):
@@ -200,7 +212,11 @@ def test_other_pairs_are_errors_and_other_tasks_warnings(pair):
     other_draft = dataclasses.replace(pair.identity, draft_weights="d9")
     require_heads_fit(rule, other_draft, None)
     both = JudgeHead(
-        {"weight": torch.zeros(64), "bias": torch.tensor(0.0)}, JUDGE_BOTH, 0.2, pair=pair.identity, task="arithmetic"
+        {"weight": torch.zeros(64), "bias": torch.tensor(0.0)},
+        FeatureRecipe(states="both"),
+        0.2,
+        pair=pair.identity,
+        task="arithmetic",
     )
     with pytest.raises(PairError, match="different draft_weights"):
         require_heads_fit(JudgeRule.of(both), other_draft, None)
@@ -307,7 +323,7 @@ def test_training_features_equal_what_decoding_sees(pair):
         assert tokens.target_log_probs[row] == pytest.approx(float(log_probs[ours]), abs=1e-3)
         expected = float(states(pair.draft, before).logits[0, -1].softmax(-1)[ours])
         assert tokens.draft_probs[row] == pytest.approx(expected, abs=1e-4)
-    assert tokens.features(JUDGE_BOTH).shape == (2, 64)
+    assert tokens.features(FeatureRecipe(states="both")).shape == (2, 64)
 
 
 def test_formulas_take_any_leading_shape():

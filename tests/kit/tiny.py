@@ -25,7 +25,7 @@ from reprieve.heads.judge import JudgeHead
 from reprieve.heads.length import LengthHead
 from reprieve.heads.lts import LtsCalibration
 from reprieve.heads.pivot import PivotHead
-from reprieve.heads.settings import JUDGE_TARGET, PIVOT, STATE_ARBITER, ArbiterShape
+from reprieve.heads.settings import ArbiterShape, FeatureRecipe
 from reprieve.heads.state_arbiter import StateArbiter
 from reprieve.models.eagle3 import EagleConfig, EagleHead
 from reprieve.models.sampling import Sampler
@@ -35,6 +35,8 @@ from reprieve.rules.learned import HeadRule
 from reprieve.types import Block, Outcome, Prefill, Verification
 
 VOCAB_SIZE = 48
+STATE_ARBITER = FeatureRecipe(states="both", entropy=True, probability=True, draft_scalars=True)
+PIVOT = FeatureRecipe(entropy=True, probability=True)
 ARCHITECTURES = ("llama", "qwen3", "gemma3", "gpt_neox")
 
 
@@ -165,7 +167,7 @@ def random_head(
         return torch.randn(*shape, generator=generator)
 
     if kind == "judge":
-        return JudgeHead({"weight": draw(size), "bias": draw(1)[0]}, JUDGE_TARGET, 0.2, pair=pair, task="arithmetic")
+        return JudgeHead({"weight": draw(size), "bias": draw(1)[0]}, FeatureRecipe(), 0.2, pair=pair, task="arithmetic")
     if kind == "state_arbiter":
         tensors = {"weight": draw(2, 2 * size + 4), "bias": draw(2)}
         return StateArbiter(tensors, STATE_ARBITER, 0.51, pair=pair, task="arithmetic")

@@ -204,8 +204,9 @@ def _typed(hint: Any, value: Any) -> Any:
     Raises:
         TypeError: another type.
     """
-    if dataclasses.is_dataclass(hint):
-        return hint.from_config(value) if hasattr(hint, "from_config") else hint(**value)  # type: ignore[operator]
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        return hint(**{name: _typed(hints.get(name), part) for name, part in value.items()})
     if hint in (str, int, float):
         if isinstance(value, bool) or not isinstance(value, (int, float) if hint is float else hint):
             raise TypeError(f"a {hint.__name__} is wanted, got {value!r}")

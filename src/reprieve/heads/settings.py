@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from reprieve.errors import SpecError, require_choice, require_range, require_whole
 from reprieve.needs import Need
@@ -108,29 +106,6 @@ class FeatureRecipe:
                 f"features with encoding={self.encoding}, states={self.states} do not exist while decoding; a head "
                 "that decodes needs encoding=draft, or previous with states=target"
             )
-
-    def to_config(self) -> dict[str, Any]:
-        """Convert to types that JSON can hold."""
-        return {**asdict(self), "layers": list(self.layers), "draft_layers": list(self.draft_layers)}
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> FeatureRecipe:
-        """Inverse of `to_config`.
-
-        Raises:
-            SpecError: unknown keys, or values out of range.
-        """
-        known = {"states", "encoding", "layers", "draft_layers", "entropy", "probability", "draft_scalars", "version"}
-        if unknown := config.keys() - known:
-            raise SpecError(f"feature recipe has unknown keys {', '.join(sorted(unknown))}")
-        layers = {key: tuple(config[key]) for key in ("layers", "draft_layers") if key in config}
-        return cls(**{**config, **layers})
-
-
-JUDGE_TARGET = FeatureRecipe()
-JUDGE_BOTH = FeatureRecipe(states="both")
-STATE_ARBITER = FeatureRecipe(states="both", entropy=True, probability=True, draft_scalars=True)
-PIVOT = FeatureRecipe(entropy=True, probability=True)
 
 
 _MOST_READINGS = 1 << 20
