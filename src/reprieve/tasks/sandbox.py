@@ -37,6 +37,7 @@ _GRACE_S = 5.0  # to end a program in
 _NOT_STARTED = (125, 126, 127)  # exit statuses of what should have started a program, or of the program itself
 _WALL = 4  # times a program's processor seconds: on a busy machine it waits, and asleep it uses none
 _MOST_THREADS = 32  # of each process, on average
+_Processes = dict[int, int]  # threads of each, by id; 0 for the one that was started
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ class Sandbox:
                 start_new_session=True,  # Ctrl-C is for us
             )
             try:
-                within = _wait(process, job, limits, lambda: _is_within(process.pid, mechanism, limits, folder, disk))
+                within = _wait(process, job, limits, lambda found: _is_within(found, mechanism, limits, folder, disk))
             finally:
                 _end(process, mechanism)
             if folder and within:
@@ -193,7 +194,9 @@ class Sandbox:
             return result, failed and type(mechanism) is not Unisolated
 
 
-def _wait(process: subprocess.Popen[bytes], job: bytes, limits: Limits, is_within: Callable[[], bool]) -> bool | None:
+def _wait(
+    process: subprocess.Popen[bytes], job: bytes, limits: Limits, is_within: Callable[[_Processes], bool]
+) -> bool | None:
     """Send the job; whether the program then came to its end within the limits, None where its time was over."""
     deadline = time.monotonic() + _WALL * limits.seconds
     given: bytes | None = job
@@ -204,16 +207,16 @@ def _wait(process: subprocess.Popen[bytes], job: bytes, limits: Limits, is_withi
             given = None  # the rest of it is sent on
         else:
             return True
-        if time.monotonic() >= deadline or cpu_seconds([process.pid, *descendants(process.pid)]) >= limits.seconds:
+        found = {process.pid: 0, **descendants(process.pid)}
+        if time.monotonic() >= deadline or cpu_seconds(list(found)) >= limits.seconds:
             return None
-        if not is_within():
+        if not is_within(found):
             return False
 
 
-def _is_within(process: int, mechanism: Unisolated, limits: Limits, folder: Path | None, disk: int) -> bool:
+def _is_within(found: _Processes, mechanism: Unisolated, limits: Limits, folder: Path | None, disk: int) -> bool:
     """Return whether all of a program's processes together keep within the limits now."""
-    found = descendants(process)
-    programs = [process, *found] if type(mechanism) is Unisolated else list(found)[1:]  # the first stands over them
+    programs = list(found)[0 if type(mechanism) is Unisolated else 2 :]  # the first two stand over them
     if len(programs) > limits.num_processes or sum(found.values()) > _MOST_THREADS * limits.num_processes:
         return False
     in_memory = 0
