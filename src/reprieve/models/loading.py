@@ -144,7 +144,7 @@ def identify(
 def weights_fingerprint(model: PreTrainedModel) -> str:
     """Return a fingerprint of the first values of every tensor, in bfloat16 so that lower precisions match.
 
-    Scales and zero points of compressed-tensors do not count, and its weights, which it registers anew behind their
+    Scales and zero points of compressed-tensors do not count, and its weights, which it registers again after their
     biases, count in their usual order, so that a checkpoint's files give the same.
     """
     weights = {name: weight for name, weight in model.named_parameters() if name.rpartition(".")[2] not in _QUANTISER}
