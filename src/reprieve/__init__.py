@@ -1,4 +1,4 @@
-"""Reprieve gives rejected draft tokens per second chance: relaxed verification for speculative decoding.
+"""Reprieve gives rejected draft tokens a second chance: relaxed verification for speculative decoding.
 
 pair = reprieve.load_pair()
 decoder = pair.decoder("margin:delta=3")

@@ -167,6 +167,9 @@ def test_arms_are_added_to_a_run_where_answers_are_not_timed(pair, tmp_path):
         run_arms(config(more), more, engine, ToyTask(), tmp_path / "run")
     engine.answer = functools.partial(_in_turn, engine, engine.answer)
     engine.num_parallel = 2
+    with pytest.raises(ReprieveError, match=r"with num_draft_tokens = \[4\] instead of \[8\]"):
+        run_arms(config(more, num_draft_tokens=[8]), more, engine, ToyTask(), tmp_path / "run")
+    engine.num_parallel = 2
     extended = run_arms(config(more), more, engine, ToyTask(), tmp_path / "run")
     key = operator.attrgetter("arm", "problem_id")
     assert without_times(sorted(extended.records, key=key)) == without_times(sorted(whole.records, key=key))

@@ -10,6 +10,7 @@ import warnings
 import pytest
 
 from reprieve.cli.main import main
+from reprieve.drafters.eagle3 import EagleSettings
 from reprieve.engine import load_pair
 from reprieve.mining.store import LabelStore
 from reprieve.tasks import load_task
@@ -125,9 +126,12 @@ def test_annotated_labels_train_a_head(tmp_path):
     train = ["train", "judge", *SMALL, "--labels", str(store), "--held-out", "0.3"]
     assert main([*train, "--out", str(tmp_path / "h")]) == 0
     manifest = json.loads((store / "manifest.json").read_text())
-    (store / "manifest.json").write_text(json.dumps(manifest | {"drafter": "eagle3:depth=4"}))
-    assert main([*train, "--out", str(tmp_path / "e")]) == 0
     pair = load_pair(manifest["target"])
+    weights = pair.eagle_head(EagleSettings().source(pair.target_name)).fingerprint
+    for name, made_by in (("e", weights), ("other", "0" * 16)):
+        changed = manifest | {"drafter": "eagle3", "drafter_weights": made_by}
+        (store / "manifest.json").write_text(json.dumps(changed))
+        assert main([*train, "--out", str(tmp_path / name)]) == 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pair.decoder(f"judge:path={tmp_path / 'h'}")
@@ -135,6 +139,8 @@ def test_annotated_labels_train_a_head(tmp_path):
     for name, drafter, other in (("h", "eagle3", "draft"), ("e", "draft", "eagle3")):
         with pytest.warns(UserWarning, match=f"trained on tokens of drafter {other} and judges those of {drafter}"):
             pair.decoder(f"judge:path={tmp_path / name}", drafter=drafter)
+    with pytest.warns(UserWarning, match="trained on tokens of drafter eagle3 and judges another head's"):
+        pair.decoder(f"judge:path={tmp_path / 'other'}", drafter="eagle3")
 
 
 @pytest.mark.slow

@@ -208,6 +208,8 @@ def test_an_eagle_head_reads_what_it_drafts_first_in_every_round():
     ("changes", "message"),
     [
         ({"drafter": "ngram"}, "drafter must be one of draft, eagle3, got 'ngram'"),
+        ({"drafter": "draft:x=1"}, "drafter must be draft, eagle3, or eagle3:path=FOLDER, got 'draft:x=1'"),
+        ({"drafter": "eagle3:depth=3"}, "drafter must be draft, eagle3, or eagle3:path=FOLDER, got 'eagle3:depth=3'"),
         ({"drafter": "eagle3", "sampling": SamplingSettings(temperature=1.0)}, "or sampled, got 'eagle3'"),
         ({"drafter": "eagle3", "answering": EngineSettings("vllm")}, "on a server or sampled, got 'eagle3'"),
     ],

@@ -56,8 +56,8 @@ def frontier(document: dict[str, Any]) -> Any:
         _panel(axes, lines, x, label)
         if target and target[x]:
             _reference(axes, target, x)
-        if x == "speedup_vs_target":
-            _allocation(axes, document.get("random_allocation", []))
+        if x == "speedup_vs_target" and document.get("random_allocation"):
+            _allocation(axes, document["random_allocation"])
     drawn[0].set_ylabel("problems solved, %")
     handles, labels = drawn[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", fontsize=8, frameon=False)

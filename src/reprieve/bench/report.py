@@ -83,17 +83,18 @@ def _run_view(document: dict[str, Any], records: list[ProblemRecord], num_exampl
     arms, graded = document["arms"], document.get("graded", True)
     rows = common_rows([arm["spec"] for arm in arms], records, document.get("num_trials", 1))
     strict = next((arm["spec"] for arm in arms if arm["rule"] == "lossless"), None)
-    load = document.get("throughput", [])
-    lengths, growth = _round_lengths(arms, rows), _answer_growth(arms)
+    load, names = document.get("throughput", []), _names(arms)
+    lengths, growth = _round_lengths(arms, rows, names), _answer_growth(arms, names)
+    times = _times(arms, document["num_problems"] * document.get("num_trials", 1), names)
     return {
         "document": document,
         "arms": arms,
         "graded": graded,
         "frontier": _drawn(figures.frontier(document)) if graded else None,
         "throughput": load,
-        "load": _drawn(figures.throughput(load, {arm["spec"]: arm["short"] for arm in arms})) if load else None,
+        "load": _drawn(figures.throughput(load, names)) if load else None,
         "lengths": _drawn(figures.round_lengths(lengths, _longest(lengths))) if lengths else None,
-        "times": _drawn(figures.times(_times(arms, document["num_problems"] * document.get("num_trials", 1)), PARTS)),
+        "times": _drawn(figures.times(times, PARTS)),
         "growth": _drawn(figures.answer_growth(growth)) if growth else None,
         "examples": _examples(arms, rows, strict, num_examples) if strict else [],
     }
@@ -103,7 +104,13 @@ def _drawn(figure: Any) -> Markup:
     return Markup(figures.as_svg(figure))
 
 
-def _round_lengths(arms: list[dict[str, Any]], rows: Any) -> dict[str, list[int]]:
+def _names(arms: list[dict[str, Any]]) -> dict[str, str]:
+    """Names of arms by label: without the paths of heads, unless only those tell two arms apart."""
+    short = [arm["short"] for arm in arms]
+    return {arm["spec"]: arm["short"] if short.count(arm["short"]) == 1 else arm["spec"] for arm in arms}
+
+
+def _round_lengths(arms: list[dict[str, Any]], rows: Any, names: dict[str, str]) -> dict[str, list[int]]:
     """Tokens that each round committed, by arm."""
     found = {}
     for arm in arms:
@@ -111,7 +118,7 @@ def _round_lengths(arms: list[dict[str, Any]], rows: Any) -> dict[str, list[int]
             continue
         lengths = [length for trials in rows[arm["spec"]] for record in trials for length in record.round_lengths]
         if lengths:
-            found[arm["short"]] = lengths
+            found[names[arm["spec"]]] = lengths
     return found
 
 
@@ -119,17 +126,17 @@ def _longest(lengths: dict[str, list[int]]) -> int:
     return min(_LONGEST_ROUND, max(max(found) for found in lengths.values()))
 
 
-def _times(arms: list[dict[str, Any]], num_answers: int) -> dict[str, list[float]]:
+def _times(arms: list[dict[str, Any]], num_answers: int, names: dict[str, str]) -> dict[str, list[float]]:
     return {
-        arm["short"]: [1000 * arm["seconds_by_part"][part] / max(1, num_answers) for part in PARTS]
+        names[arm["spec"]]: [1000 * arm["seconds_by_part"][part] / max(1, num_answers) for part in PARTS]
         for arm in arms
         if arm["spec"] != DRAFT_ONLY and not arm["rule"].startswith("direct:")
     }
 
 
-def _answer_growth(arms: list[dict[str, Any]]) -> dict[str, list[float]]:
+def _answer_growth(arms: list[dict[str, Any]], names: dict[str, str]) -> dict[str, list[float]]:
     lenient = [arm for arm in arms if arm["rule"] != "lossless" and arm.get("tokens_vs_lossless") is not None]
-    return {arm["short"]: arm["tokens_vs_lossless"] for arm in lenient}
+    return {names[arm["spec"]]: arm["tokens_vs_lossless"] for arm in lenient}
 
 
 def _examples(arms: list[dict[str, Any]], rows: Any, strict: str, num: int) -> list[dict[str, Any]]:

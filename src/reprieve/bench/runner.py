@@ -78,7 +78,7 @@ class Runner:
                 )
             if arm.certificate is not None:
                 arm.certificate.check(config.conditions(engine, arm), where=f"of {arm.label}")
-        added = ("arms", "heads", "num_draft_tokens") if extendable or engine.num_parallel > 1 else ()
+        added = ("arms", "heads") if extendable or engine.num_parallel > 1 else ()
         self.file: RecordFile = claim_run(folder, dataclasses.asdict(config), extendable=added)
 
     @property

@@ -94,7 +94,7 @@ class TrainHead(Command):
                 progress=screen.reporter(bar, "steps"),
             )
         digests = sorted({problem.digest for problem in problems} - {""})
-        drafter = manifest.get("drafter", "draft").partition(":")[0]
+        drafter = f"eagle3:{manifest['drafter_weights']}" if "drafter" in manifest else "draft"
         head = dataclasses.replace(head, prompt=manifest["prompt"], problems=tuple(digests), drafter=drafter)
         head.save_pretrained(out)
         shutil.rmtree(out / _WORK, ignore_errors=True)

@@ -68,7 +68,8 @@ class Pair(ModelPair):
             return SpeculativeDecoder(model, None, self.tokenizer)
         ready = attach_heads(parse_rule(rule) if isinstance(rule, str) else rule, self.target_name)
         if ready.heads:
-            require_heads_fit(ready, self.identity, task, drafter=settings.name, here=conditions)
+            drafted_by = ":".join((settings.name, *settings.fingerprints(self).values()))
+            require_heads_fit(ready, self.identity, task, drafter=drafted_by, here=conditions)
         length = self._length(num_draft_tokens, ready, settings)
         proposer = settings.build(self, ready, length)
         layers = dict.fromkeys((*ready.traits.target_layers, *proposer.target_layers))

@@ -28,7 +28,7 @@ class Head(Artefact):
         task: task it was mined on; use on another is a warning.
         threshold: recommended threshold, in the unit of its risk.
         training: settings of the training and results on held-out problems.
-        drafter: whose tokens it was trained on: draft, or eagle3.
+        drafter: whose tokens it was trained on: draft, or eagle3 and the fingerprint of its head.
     """
 
     tensors: Mapping[str, Tensor]

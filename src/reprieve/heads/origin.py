@@ -70,13 +70,20 @@ def warn_of_sampling(name: str, head: Artefact | FoldedHead, here: Mapping[str, 
 
 
 def warn_of_drafter(name: str, head: Artefact | FoldedHead, drafter: str) -> None:
-    """Warn that a head judges the tokens of a drafter that it was not trained on."""
+    """Warn that a head judges the tokens of a drafter that it was not trained on.
+
+    Args:
+        drafter: its kind; for EAGLE-3 with the head's fingerprint behind a colon, where it is known.
+    """
     first = head.heads[0] if isinstance(head, FoldedHead) else head
-    made_for = getattr(first, "drafter", drafter)
-    if made_for != drafter:
+    made_for, made_by = str(getattr(first, "drafter", drafter)).partition(":")[::2]
+    kind, weights = drafter.partition(":")[::2]
+    if made_for != kind or (made_by and weights and made_by != weights):
+        other = f"those of {kind}" if made_for != kind else "another head's"
+        advice = f": mine labels with --drafter {kind}" if first.kind == "judge" and kind in ("draft", "eagle3") else ""
         warnings.warn(
-            f"head {name!r} was trained on tokens of drafter {made_for} and judges those of {drafter}: expect wrong "
-            f"answers, because judges do not transfer; mine labels with --drafter {drafter}",
+            f"head {name!r} was trained on tokens of drafter {made_for} and judges {other}; expect wrong answers, "
+            f"because judges do not transfer{advice}",
             stacklevel=4,
         )
 

@@ -74,13 +74,15 @@ class EagleModel(TextModel):
         prefill = self.target.start([*self.cached_ids, *token_ids], reuse_prefix=True)
         assert prefill.hidden is not None
         self._states = torch.cat([self._states, self.head.fuse(prefill.hidden)])
-        logits = torch.full((len(token_ids), self.vocab_size), -torch.inf, device=self.target.device)
         first = max(1, before)  # the head reads a token with the state of the one before
+        num_rows = len(token_ids) if num_rows is None else num_rows
+        logits = torch.full((num_rows, self.vocab_size), -torch.inf, device=self.target.device)
         if unread := token_ids[first - before :]:
             tokens = spread(unread, torch.long, self.target.device)
             read, _ = self.head.read(tokens, self._states[first - 1 : -1], cache=self._cache, num_cached=first - 1)
-            logits[first - before :, self.head.target_ids] = read
-        return logits if num_rows is None else logits[-num_rows:], None
+            known = read[-num_rows:]
+            logits[num_rows - len(known) :, self.head.target_ids] = known
+        return logits, None
 
 
 class DraftReader(Draft):

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from reprieve.backends.settings import EngineSettings
 from reprieve.errors import SpecError, require_choice, require_range, require_whole
 from reprieve.settings import MAX_SEED, PairSettings, ProblemSettings, SamplingParams, SamplingSettings
+from reprieve.specs import parse_spec
 
 MOST_CANDIDATES = 20  # per position that vLLM returns, unless started with more (--max-logprobs)
 
@@ -107,7 +108,10 @@ class AutoJudgeMining(MiningSettings):
         super().__post_init__()
         require_choice("variant", self.variant, ("search", "naive"))
         if not self.by_draft:
-            require_choice("drafter", self.drafter.partition(":")[0], ("draft", "eagle3"))
+            name, parameters = parse_spec(self.drafter, what="drafter")
+            require_choice("drafter", name, ("draft", "eagle3"))
+            if name == "draft" or parameters.keys() - {"path"}:
+                raise SpecError(f"drafter must be draft, eagle3, or eagle3:path=FOLDER, got {self.drafter!r}")
             if not (self.sampling.greedy and self.answering.local and self.api_url is None):
                 raise SpecError(
                     f"drafter must be draft where the target is on a server or sampled, got {self.drafter!r}: EAGLE-3 "
@@ -125,7 +129,7 @@ class AutoJudgeMining(MiningSettings):
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"variant": self.variant, "judge": self.judge, "drafter": None if self.by_draft else self.drafter}
+        return {"variant": self.variant, "judge": self.judge, "drafter": None if self.by_draft else "eagle3"}
 
     @property
     def by_draft(self) -> bool:
