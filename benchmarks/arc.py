@@ -16,10 +16,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from arms import answer_test_problems, labels_of, over, part, run, whole, write_parts
-from reprieve.bench.arms import make_arms
-from reprieve.bench.results import summarise, write_results
+from reprieve.bench.arms import LOSSLESS, make_arms
+from reprieve.bench.records import RecordFile
+from reprieve.bench.results import column, common_rows, summarise, write_results
 from reprieve.engine import DRAFT_ONLY, Pair, SamplingParams, load_pair
 from reprieve.models.sampling import Sampler
+from reprieve.stats import bootstrap_interval
 from reprieve.training.splits import auc_interval
 from reprieve.training.swaps import SwapMeter
 from tables import COLUMNS
@@ -33,11 +35,18 @@ SHIFTS = {
     "margin": "difference of log-probabilities, squared",
 }
 THETAS = (0.3, 0.5, 0.7, 0.9, 0.97, 1.0)
-PRUNINGS = [  # `keep` such that about as many nodes are cut as with `epsilon`
-    *[f"eagle3:prune=entropy,epsilon={epsilon}" for epsilon in (0.05, 0.2)],
-    *[f"eagle3:prune={name},keep={keep}" for name in ("depth_exp", "path_prob") for keep in (0.92, 0.66)],
-    *[f"eagle3:prune=depth,keep={keep}" for keep in (0.95, 0.8)],
+# Strategies that cut about equally many nodes, the paper's first.
+PRUNINGS = [
+    [
+        f"eagle3:prune={spec}"
+        for spec in ("entropy,epsilon=0.05", "depth_exp,keep=0.92", "path_prob,keep=0.92", "depth,keep=0.95")
+    ],
+    [
+        f"eagle3:prune={spec}"
+        for spec in ("entropy,epsilon=0.2", "depth_exp,keep=0.66", "path_prob,keep=0.66", "depth,keep=0.8")
+    ],
 ]
+_TREE_COLUMNS = ("pruned_share", "tokens_per_round")
 
 
 def measure(
@@ -103,8 +112,32 @@ def theta(pair: Pair, options: argparse.Namespace) -> None:
 
 
 def pruning(pair: Pair, options: argparse.Namespace) -> None:
-    specs = [f"lossless@drafter={spec}" for spec in PRUNINGS]
-    measure(pair, specs, options.out / "pruning", options, temperature=1.0)
+    specs = [f"lossless@drafter={spec}" for strategies in PRUNINGS for spec in strategies]
+    document = measure(pair, specs, options.out / "pruning", options, temperature=1.0)
+    found = {arm["spec"]: arm for arm in document["arms"]}
+    records = RecordFile(options.out / "pruning" / "problems.jsonl").records
+    answers = common_rows([*found], records)
+    tokens, rounds = (
+        {spec: column(answers[spec], lambda one, name=name: getattr(one, name)) for spec in found}
+        for name in ("num_tokens", "num_rounds")
+    )
+    counts = {spec: np.hstack([tokens[spec], rounds[spec]]) for spec in found}
+    rows = [[f"`{LOSSLESS}`", *(COLUMNS[name][1](found[LOSSLESS], name) for name in _TREE_COLUMNS), "-"]]
+    for first, *others in PRUNINGS:
+        entropy = counts[f"lossless@drafter={first}"]
+        for spec in (first, *others):
+            arm, ours = found[f"lossless@drafter={spec}"], counts[f"lossless@drafter={spec}"]
+            ends = bootstrap_interval(lambda i, ours=ours, base=entropy: _rate(ours[i]) - _rate(base[i]), len(ours))
+            more = "-" if spec == first else over([_rate(ours) - _rate(entropy), *ends], 2)
+            rows.append([f"`{spec}`", *(COLUMNS[name][1](arm, name) for name in _TREE_COLUMNS), more])
+    head = ["drafter", *(COLUMNS[name][0] for name in _TREE_COLUMNS), "tokens per round, against entropy"]
+    write_parts(options.out / "pruning.json", {"pruning": part(head, rows, _note(options))})
+
+
+def _rate(counts: np.ndarray) -> float:
+    """Tokens per round of answers, [n, 2]: tokens and rounds."""
+    tokens, rounds = counts.sum(0)
+    return float(tokens / rounds)
 
 
 def _note(options: argparse.Namespace) -> str:
