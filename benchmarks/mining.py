@@ -121,15 +121,9 @@ def guarantee(pair: Pair, task: Task, stores: dict[str, LabelStore]) -> dict:
     rows = []
     for name, problems in mined.items():
         summary = summarise(problems)
-        share = over(
-            [
-                summary.num_important / summary.num_labelled,
-                *wilson_interval(summary.num_important, summary.num_labelled),
-            ],
-            1,
-            100,
-        )
-        counts = [summary.num_problems, summary.num_labelled, summary.num_important]
+        important, labelled = summary.num_important, summary.num_labelled
+        share = over([important / labelled, *wilson_interval(important, labelled)], 1, 100)
+        counts = [summary.num_problems, labelled, important]
         rows.append([name, *counts, share, *(_misses(task, problems, answers) if name in greedy else ["-", "-"])])
     head = [
         "labels",

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from reprieve.bench.arms import Arm
-from reprieve.bench.engine import Engine
+from reprieve.bench.engine_facts import Described
 from reprieve.bench.settings import RunSettings
 from reprieve.errors import SpecError
 from reprieve.heads.certificates import Conditions
@@ -42,7 +42,7 @@ class RunConfig:
     engine_arguments: str = ""
 
     @classmethod
-    def of(cls, engine: Engine, arms: Sequence[Arm], settings: RunSettings, *, command: str = "") -> RunConfig:
+    def of(cls, engine: Described, arms: Sequence[Arm], settings: RunSettings, *, command: str = "") -> RunConfig:
         """The configuration of a run of these arms on this engine.
 
         Raises:
@@ -71,7 +71,7 @@ class RunConfig:
             **{**vars(settings), "sampling": asdict(settings.sampling), "prompt": asdict(settings.prompt)},
         )
 
-    def conditions(self, engine: Engine, arm: Arm) -> Conditions:
+    def conditions(self, engine: Described, arm: Arm) -> Conditions:
         """Return the conditions under which a certificate of this arm is valid."""
         return Conditions(
             pair=engine.facts.identity,
@@ -88,7 +88,7 @@ class RunConfig:
         )
 
 
-def _fingerprints(engine: Engine, arms: Sequence[Arm], drafter: str) -> dict[str, str]:
+def _fingerprints(engine: Described, arms: Sequence[Arm], drafter: str) -> dict[str, str]:
     """Of every trained part that is not the pair's own, by name."""
     by_head: dict[str, str] = {}
     for arm in arms:
