@@ -7,8 +7,8 @@ BASE := $(VENV)/.base
 READY := $(VENV)/.ready
 
 VLLM := .venv-vllm
-V2_TESTS := $(addprefix tests/vllm/test_,v2_decisions.py v2_engine.py v2_ranks.py parity.py drafters.py probing.py off.py \
-	thinking.py)
+V2_TESTS := $(addprefix tests/vllm/test_,v2_decisions.py v2_engine.py v2_hook.py v2_ranks.py parity.py drafters.py probing.py \
+	off.py thinking.py)
 V1_TESTS := $(filter-out $(wildcard tests/vllm/test_v2_*.py),$(wildcard tests/vllm/test_*.py))
 # Trains EAGLE-3 heads; its own dependencies (torchvision, torchaudio) are of no use here.
 EAGLE := speculators hs-connectors loguru
