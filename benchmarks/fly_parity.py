@@ -209,13 +209,13 @@ def proposals(blocks: Blocks, mode: str):
 
 def ours(blocks: Blocks, mode: str, rule, draws) -> list[int]:
     """Return how many tokens of each block the rule accepts, as the plugin applies it."""
-    from reprieve.rules import RiskBudget
     from reprieve.types import gather_token
-    from reprieve.vllm_plugin.batch import Batch, Row, decide
+    from reprieve.vllm_plugin.batch import Batch, Budget, Row, decide
 
     token_ids, scores = blocks.flat(blocks.token_ids), blocks.flat(blocks.scores)
     batch = Batch(
         token_ids=token_ids,
+        block_sizes=blocks.lengths,
         scores=scores,
         logits=scores,
         possible=gather_token(scores, token_ids.clamp_min(0)) > -math.inf,
@@ -224,7 +224,7 @@ def ours(blocks: Blocks, mode: str, rule, draws) -> list[int]:
         num_draft_tokens=blocks.scores.shape[1],
     )
     greedy = mode == "greedy"
-    rows = [Row("fly", rule, length, greedy, True, RiskBudget.of(rule), None) for length in blocks.lengths]
+    rows = [Row("fly", rule, length, greedy, True, Budget.of(rule)) for length in blocks.lengths]
     made = decide(rows, batch)
     passes = (made.accept | made.lossless) & (token_ids >= 0)
     return [int(flags.long().cumprod(0).sum()) for flags in passes.split(blocks.lengths)]

@@ -55,7 +55,7 @@ def _behind_the_plugin():
         rules.note_drafts(names, None)
         hooks = Hooks(rules, None)
         hooks.requests = lambda given: [  # type: ignore[method-assign, assignment]
-            RoundRequest(name, count, bool(zero[int(name)] == 0) or meta.all_greedy, lambda: None, lambda: None)
+            RoundRequest(name, count, bool(zero[int(name)] == 0) or meta.all_greedy, lambda: None)
             for name, count in zip(names, given, strict=True)
         ]
         metadata = SimpleNamespace(draft_token_ids=token_ids, target_logits_indices=torch.arange(len(token_ids)))

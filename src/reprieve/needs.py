@@ -15,5 +15,5 @@ class Need(StrEnum):
     EMBEDDINGS = "embeddings"  # `token_embeddings` and `top_embeddings`
     NOISE = "noise"
     ADVICE = "advice"
-    CONTEXT = "context_ids"
+    CONTEXT = "context"
     ANSWER_PLACES = "answer_places"

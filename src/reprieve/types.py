@@ -143,6 +143,14 @@ class Verification:
 
 
 @dataclass(frozen=True)
+class Context:
+    """Texts before the drafted tokens, prompts and committed tokens, of one request or of a batch."""
+
+    token_ids: Tensor  # [B, T], oldest first; what lies past a text's length is ignored
+    lengths: Tensor  # [B], int64
+
+
+@dataclass(frozen=True)
 class Evidence:
     """Inputs of a rule, for drafted tokens in any leading shape `...` ([N] here, [num_tokens] in vLLM).
 
@@ -170,7 +178,11 @@ class Evidence:
     top_embeddings: Tensor | None = None  # [..., D], that of the target's most likely token in its place
     advice: Tensor | None = None  # [...], what an advisor's extra forward returned
     parents: Sequence[int] | None = None  # [N], ROOT or an earlier node; None for a chain
-    context_ids: Tensor | None = None  # [T], prompt and committed tokens, oldest first
+    padding: Tensor | None = None  # [...], bool: no drafted token; None where every one is
+    context: Context | None = None
+    context_rows: Sequence[int] | None = (
+        None  # [N], the text of `context` that each token continues; None for the only one
+    )
     answer_places: Tensor | None = None  # [...], int64: how many tokens of the answer precede the token
     num_draft_tokens: int | None = None  # the engine's K, of which a block may fall short; None where K varies
 

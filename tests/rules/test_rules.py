@@ -12,7 +12,7 @@ from reprieve.errors import SpecError
 from reprieve.rules import RULES, accepts, all_of, parse_rule
 from reprieve.rules.lossless import sampling_accepts
 from reprieve.rules.spans import SPANS
-from reprieve.types import Evidence
+from reprieve.types import Context, Evidence
 from tests.kit.tiny import NumberTokenizer, with_heads
 
 VOCAB_SIZE = 12
@@ -56,6 +56,11 @@ LADDERS = [
 ]
 
 
+def text(*token_ids: int) -> Context:
+    """One text before the drafted tokens."""
+    return Context(torch.tensor([token_ids]), torch.tensor([len(token_ids)]))
+
+
 def evidence(*, greedy: bool, size: int = 200, seed: int = 0) -> Evidence:
     """Random logits in which draft and target often agree."""
     generator = torch.Generator().manual_seed(seed)
@@ -78,7 +83,7 @@ def evidence(*, greedy: bool, size: int = 200, seed: int = 0) -> Evidence:
         uniforms=None if greedy else uniforms,
         noise=torch.rand(size, generator=generator),
         parents=range(-1, size - 1),
-        context_ids=torch.tensor([1, 2]),
+        context=text(1, 2),
         node_hidden={-1: torch.randn(size, HIDDEN_SIZE, generator=generator)},
         draft_hidden={-1: torch.randn(size, HIDDEN_SIZE, generator=torch.Generator().manual_seed(seed + 2))},
         token_embeddings=embeddings[token_ids],
@@ -304,9 +309,9 @@ def test_span_holds_between_its_markers_and_never_closes_itself():
     rule = bound("margin:delta=9,start=1 2,end=3")
     case = evidence(greedy=True, size=4)
     drafted = torch.tensor([5, 3, 5, 5])
-    inside = dataclasses.replace(case, token_ids=drafted, parents=(-1, 0, 1, 2), context_ids=torch.tensor([1, 2, 7]))
+    inside = dataclasses.replace(case, token_ids=drafted, parents=(-1, 0, 1, 2), context=text(1, 2, 7))
     assert torch.isfinite(rule.risk(inside)).tolist() == [True, False, False, False]
-    outside = dataclasses.replace(inside, context_ids=torch.tensor([1, 2, 3]))
+    outside = dataclasses.replace(inside, context=text(1, 2, 3))
     assert torch.isinf(rule.risk(outside)).all()
     reverse = dataclasses.replace(rule, outside=True)
     assert torch.isinf(reverse.risk(inside)).tolist() == [True, True, False, False]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.models import CachedModel
 from reprieve.rules import InsideSpan, StrictFirst, parse_rule
+from reprieve.rules.markers import span_is_open
 from reprieve.rules.spans import model_markers
-from reprieve.types import Provenance
+from reprieve.types import ROOT, Context, Provenance
 from tests.kit.chats import byte_tokenizer
 from tests.kit.tiny import NumberTokenizer, perturbed, tiny_model
 from tests.rules.test_rules import bound, evidence
@@ -47,6 +49,39 @@ class Vocabulary:
 )
 def test_thinking_markers_are_the_tokenizers_own(known, markers):
     assert model_markers("thinking", Vocabulary(*known)) == markers
+
+
+def last_in(text, marker):
+    """Index just past the marker's last occurrence in a list, -1 where there is none."""
+    ends = range(len(marker), len(text) + 1)
+    return max((end for end in ends if text[end - len(marker) : end] == list(marker)), default=-1)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_spans_are_followed_along_every_branch_of_every_text(seed):
+    """Several texts at once, random trees, markers of one to three tokens that overlap: as a search of each text."""
+    draw = random.Random(seed)
+    markers = [[draw.randrange(3) for _ in range(draw.randint(1, 3))] for _ in range(2)]
+    lengths = [draw.randint(1, 9) for _ in range(4)]
+    texts = [[draw.randrange(3) for _ in range(length)] for length in lengths]
+    parents, rows, paths = [], [], []
+    for node in range(20):
+        parent = draw.randint(-1, node - 1)
+        parents.append(parent)
+        rows.append(draw.randrange(4) if parent == ROOT else rows[parent])
+    token_ids = [draw.randrange(3) for _ in parents]
+    for parent, row in zip(parents, rows, strict=True):
+        paths.append(texts[row] if parent == ROOT else [*paths[parent], token_ids[parent]])
+    case = dataclasses.replace(
+        evidence(greedy=True, size=20),
+        token_ids=torch.tensor(token_ids),
+        parents=parents,
+        context=Context(torch.tensor([[*text, *[0] * (9 - len(text))] for text in texts]), torch.tensor(lengths)),
+        context_rows=rows,
+    )
+    found = span_is_open(case, *markers).tolist()
+    # A token that completes both markers closes the span.
+    assert found == [last_in(path, markers[0]) > last_in(path, markers[1]) for path in paths]
 
 
 @pytest.mark.parametrize("known", [(), ("<think>",), ("</think>",)])

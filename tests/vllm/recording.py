@@ -23,6 +23,7 @@ RULES = [
     "cascade:kind=opt,alpha=0.6",
     "cascade:kind=tok,alpha=0.99",
     "margin:delta=3,strict_first=9",
+    'margin:delta=9,start=" ",end="\n"',
 ]
 
 
@@ -54,7 +55,7 @@ class Recorder:
         def wrapped(rule, block, evidence, checked, **more):
             outcome = original(rule, block, evidence, checked, **more)
             answer, verification = self.blocks[-1]
-            context = answer.context_ids(torch.device("cpu"))
+            context = answer.context(torch.device("cpu")).token_ids[0]
             self.rounds[-1].append((block, evidence, verification, outcome, context))
             del self.budgets[len(self.rounds) :]
             self.budgets += [[] for _ in range(len(self.rounds) - len(self.budgets))]

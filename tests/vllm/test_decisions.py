@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from vllm.v1.sample import rejection_sampler as module
 
 from reprieve.engine import SamplingParams
@@ -80,7 +81,7 @@ def verify(rules, batch, temperature, monkeypatch):
         input_batch=SimpleNamespace(
             req_ids=list(batch),
             greedy_reqs=set(batch) if greedy else set(),
-            token_ids_cpu=[context.numpy() for *_, context in batch.values()],
+            token_ids_cpu=pad_sequence([context for *_, context in batch.values()], batch_first=True).numpy(),
             num_tokens_no_spec=np.array([len(context) for *_, context in batch.values()]),
             num_prompt_tokens=np.array(
                 [len(context) - num_answered(item) for _, item, _, _, context in batch.values()]

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from reprieve.errors import PairError, ReprieveError, SpecError
-from reprieve.rules import RiskBudget, accepts, parse_rule
+from reprieve.rules import accepts, parse_rule
+from reprieve.types import Context
 from reprieve.vllm_plugin import probing
-from reprieve.vllm_plugin.batch import Batch, Row, decide
+from reprieve.vllm_plugin.batch import Batch, Budget, Row, decide
 from reprieve.vllm_plugin.configuration import (
     Setup,
     load_menu,
@@ -30,15 +31,23 @@ V = 12
 
 def row(rule, num_drafted, *, greedy=True, trusted=True):
     rule = parse_rule(rule) if isinstance(rule, str) else rule
-    text = torch.empty(0, dtype=torch.long)
-    return Row(rule.name, rule, num_drafted, greedy, trusted, RiskBudget.of(rule), lambda: text)
+    return Row(rule.name, rule, num_drafted, greedy, trusted, Budget.of(rule))
 
 
-def batch_of(num_tokens, seed=0, **more):
+class Letters:
+    """A tokenizer of two markers."""
+
+    def encode(self, text, add_special_tokens=False):
+        return [{"a": 1, "b": 2}[text]]
+
+
+def batch_of(*block_sizes, seed=0, **more):
+    num_tokens = sum(block_sizes)
     draw = torch.Generator().manual_seed(seed)
     scores = torch.randn(num_tokens, V, generator=draw) * 2
     given = dict(
         token_ids=torch.randint(0, V, (num_tokens,), generator=draw),
+        block_sizes=block_sizes,
         scores=scores,
         logits=scores,
         possible=torch.ones(num_tokens, dtype=torch.bool),
@@ -53,16 +62,27 @@ def test_rows_have_their_own_thresholds():
     scores = torch.full((8, V), -9.0)
     for token in range(8):
         scores[token, 0], scores[token, 1] = 5.0, 5.0 - token % 4
-    batch = batch_of(8, scores=scores, logits=scores, token_ids=torch.ones(8, dtype=torch.long))
+    batch = batch_of(4, 4, scores=scores, logits=scores, token_ids=torch.ones(8, dtype=torch.long))
     made = decide([row("margin:delta=1", 4), row("margin:delta=2", 4)], batch)
     assert (made.accept | made.lossless).tolist() == [True, True, False, False, True, True, True, False]
     assert made.lossless.tolist() == [scores[t].argmax().item() == 1 for t in range(8)]
 
 
-@pytest.mark.parametrize("spec", ["margin:delta=2", "fuzzy:threshold=0.3", "asd:regret=4", "fly:theta=0.1,window=1"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "margin:delta=2",
+        "fuzzy:threshold=0.3",
+        "asd:regret=4",
+        "asd:regret=9,per_block=1",
+        "fly:theta=0.1,window=1",
+        "cascade:kind=tok,alpha=0.9",
+        "top_k:k=9,start=a,end=b",
+    ],
+)
 def test_order_and_company_change_nothing(spec):
     """Each request's decisions are those it gets alone, whatever the others ask for and however they sample."""
-    rule = parse_rule(spec)
+    rule = parse_rule(spec).bind(Letters())
     rows = [
         row(rule, 3),
         row(STRICT, 2),
@@ -71,21 +91,29 @@ def test_order_and_company_change_nothing(spec):
         row(rule, 2, trusted=False),
         row(rule, 3, greedy=False),
     ]
-    whole = batch_of(14)
+    texts = torch.tensor([[1, 2, 0], [1, 0, 0], [2, 1, 2], [1, 1, 1], [3, 3, 1], [5, 1, 2]])
+    lengths = torch.tensor([1, 1, 3, 1, 3, 2])
+    whole = batch_of(*(item.num_drafted for item in rows), context=Context(texts, lengths))
     made = decide(rows, whole)
     start = 0
-    for item in rows:
+    for place, item in enumerate(rows):
         span = slice(start, start + item.num_drafted)
         start += item.num_drafted
         if not item.num_drafted:
             continue
         fields = ("token_ids", "scores", "logits", "possible", "uniforms", "draft_scores")
-        alone = Batch(**{name: getattr(whole, name)[span] for name in fields})
-        again = dataclasses.replace(item, budget=RiskBudget.of(item.rule))
+        text = Context(texts[place : place + 1], lengths[place : place + 1])
+        alone = Batch(
+            block_sizes=[item.num_drafted], context=text, **{name: getattr(whole, name)[span] for name in fields}
+        )
+        again = dataclasses.replace(item, budget=Budget.of(item.rule))
         own = decide([again], alone)
         assert own.accept.tolist() == made.accept[span].tolist()
         assert own.refuse.tolist() == made.refuse[span].tolist()
         assert own.lossless.tolist() == made.lossless[span].tolist()
+        assert own.relaxed.tolist() == made.relaxed[span].tolist()
+        if own.scores is not None:
+            torch.testing.assert_close(own.scores, made.scores[span])
         if item.strict:
             assert not own.accept.any() and not own.refuse.any()
 
@@ -94,7 +122,7 @@ def test_a_replacing_rule_decides_every_token():
     rule = parse_rule("fuzzy:threshold=0.3")
     batch = batch_of(10)
     made = decide([row(rule, 10)], batch)
-    evidence = batch.evidence(slice(None), greedy=True)
+    evidence = batch.evidence(greedy=True)
     assert made.accept.tolist() == accepts(rule, evidence).tolist()
     assert (made.accept ^ made.refuse).all()
 
@@ -118,12 +146,12 @@ def test_limits_count_what_the_walk_rescues():
     rule = parse_rule("asd:regret=2,per_block=2,budget=3.5")
     item = row(rule, 4)
     assert decide([item], batch).accept.tolist() == [True, True, False, False]
-    assert item.budget.left == pytest.approx(1.5)
+    assert float(item.budget.left) == pytest.approx(1.5)
     assert decide([item], batch).accept.tolist() == [True, False, False, False]
 
 
 def request(name, num_drafted=2, asked=None):
-    return RoundRequest(name, num_drafted, True, lambda: asked, lambda: torch.empty(0))
+    return RoundRequest(name, num_drafted, True, lambda: asked)
 
 
 def test_drafts_are_trusted_only_after_the_drafter_made_them():
@@ -163,7 +191,7 @@ def test_counts_are_rescued_tokens_that_were_kept():
     rules.note_drafts(["a", "b"], None)
     requests = [request("a", 3), request("b", 2), request("c", 0)]
     rows = rules.rows(requests)
-    made = decide(rows, batch_of(5))
+    made = decide(rows, batch_of(3, 2, 0))
     made.lossless = torch.tensor([True, False, False, False, True])
     output = torch.tensor([[4, 5, 6, -1], [7, -1, -1, -1], [8, -1, -1, -1]])
     rules.count(requests, rows, made, output)
@@ -280,7 +308,7 @@ def test_risk_does_not_depend_on_the_dial():
         rule = parse_rule(spec)
         other = rule.with_dial({"top_k": 5, "cascade": 0.7}.get(spec, 0.6))
         for greedy in (True, False):
-            evidence = batch.evidence(slice(None), greedy=greedy)
+            evidence = batch.evidence(greedy=greedy)
             torch.testing.assert_close(rule.risk(evidence), other.risk(evidence))
 
 
@@ -295,7 +323,7 @@ def test_a_head_that_reads_another_layer_is_refused():
 def test_rules_see_processed_scores_and_heads_the_models_own():
     """Penalties and masks are part of what a rule judges by; a head was trained on raw distributions."""
     batch = batch_of(4, logits=torch.zeros(4, V))
-    evidence = batch.evidence(slice(None), greedy=True)
+    evidence = batch.evidence(greedy=True)
     assert torch.equal(evidence.scores, batch.scores) and torch.equal(evidence.target_logits, batch.logits)
 
 

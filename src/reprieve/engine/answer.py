@@ -16,7 +16,7 @@ from reprieve.models.sampling import Sampler
 from reprieve.rules import RiskBudget, Rule
 from reprieve.settings import SamplingParams
 from reprieve.transfers import spread
-from reprieve.types import Block, RoundTrace, Token
+from reprieve.types import Block, Context, RoundTrace, Token
 
 OnToken = Callable[[Token, str], None]  # a committed token and the text that became final with it
 
@@ -58,8 +58,10 @@ class Answer:
         first = len(self.tokens) - 1
         return spread([first + depth for depth in block.depths], torch.long, block.token_ids.device)
 
-    def context_ids(self, device: torch.device) -> Tensor:
-        return spread([*self.prompt_ids, *(token.token_id for token in self.tokens)], torch.long, device)
+    def context(self, device: torch.device) -> Context:
+        """Prompt and committed tokens, as one text."""
+        token_ids = spread([*self.prompt_ids, *(token.token_id for token in self.tokens)], torch.long, device)
+        return Context(token_ids.unsqueeze(0), spread([len(token_ids)], torch.long, device))
 
     def take(self, token: Token) -> bool:
         """Commit one token; return False once the answer has ended."""

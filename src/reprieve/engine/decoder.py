@@ -304,7 +304,7 @@ class SpeculativeDecoder:
             token_embeddings=self.target.embed(block.token_ids) if reads_embeddings else None,
             top_embeddings=self.target.embed(judged.argmax(-1)) if reads_embeddings else None,
             parents=block.parents,
-            context_ids=answer.context_ids(block.token_ids.device) if Need.CONTEXT in needs else None,
+            context=answer.context(block.token_ids.device) if Need.CONTEXT in needs else None,
             answer_places=answer.places(block) if Need.ANSWER_PLACES in needs else None,
             num_draft_tokens=self.length.most if isinstance(self.length, FixedLength) else None,
         )

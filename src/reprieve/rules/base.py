@@ -165,8 +165,12 @@ class Rule(ABC):
         """Mask of drafted tokens that pass regardless of an advisor, [...], bool."""
         return evidence.lossless_accepts
 
-    def relaxed_target_probs(self, evidence: Evidence) -> Tensor | None:
-        """Distribution that replaces the target's when sampling is verified, [..., V]; None for the target's."""
+    def relaxed_target_probs(self, evidence: Evidence, *, threshold: float | Tensor | None = None) -> Tensor | None:
+        """Distribution that replaces the target's when sampling is verified, [..., V]; None for the target's.
+
+        Args:
+            threshold: overrides the rule's own; a tensor has one value for each token.
+        """
         return None
 
     @property

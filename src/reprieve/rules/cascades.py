@@ -19,14 +19,15 @@ def cascade_tok_probs(
     target_probs: Tensor,  # [..., V]
     draft_probs: Tensor,  # [..., V]
     *,
-    alpha: float,
+    alpha: float | Tensor,  # or [...]
 ) -> Tensor:  # [..., V]
     """Return the distribution that Tok (version 3) samples from.
 
     With A the tokens of at least (1 - alpha) times the best target probability: draft(v) on A, plus the draft's mass
     outside A distributed as the target's probabilities.
     """
-    allowed = target_probs >= (1 - alpha) * target_probs.amax(-1, keepdim=True)
+    least = (1 - alpha) * target_probs.amax(-1)
+    allowed = target_probs >= least.unsqueeze(-1)
     kept = draft_probs * allowed
     return kept + (1 - kept.sum(-1, keepdim=True)) * target_probs
 
@@ -83,8 +84,9 @@ class CascadeRule(Rule):
         # Equal distributions give 0 / 0: any alpha accepts.
         return torch.where(distance > 0, (best_target - best_draft) / distance, -torch.inf)
 
-    def relaxed_target_probs(self, evidence: Evidence) -> Tensor | None:
+    def relaxed_target_probs(self, evidence: Evidence, *, threshold: float | Tensor | None = None) -> Tensor | None:
         if self.kind != "tok" or evidence.greedy:
             return None
         assert evidence.draft_probs is not None
-        return cascade_tok_probs(evidence.target_probs, evidence.draft_probs, alpha=self.alpha)
+        alpha = self.alpha if threshold is None else threshold
+        return cascade_tok_probs(evidence.target_probs, evidence.draft_probs, alpha=alpha)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ def matching_run(matches: Tensor, parents: Sequence[int]) -> Tensor:
     if not num_nodes:
         return below
     # Level by level from the leaves: a node's own run passes to its parent, if the node matches.
-    for level in reversed(_levels(parents)):
+    for level in reversed(_levels(tuple(parents))):
         nodes = spread([node for node in level if parents[node] != ROOT], torch.long, matches.device)
         above = spread([parents[node] for node in level if parents[node] != ROOT], torch.long, matches.device)
         runs = torch.where(matches[nodes], below[nodes] + 1, 0)
@@ -34,7 +35,8 @@ def matching_run(matches: Tensor, parents: Sequence[int]) -> Tensor:
     return below
 
 
-def _levels(parents: Sequence[int]) -> list[list[int]]:
+@lru_cache(maxsize=64)
+def _levels(parents: tuple[int, ...]) -> list[list[int]]:
     """Nodes by depth."""
     depths: list[int] = []
     levels: list[list[int]] = []
@@ -99,10 +101,12 @@ class FlyRule(Rule):
             matches = evidence.lossless_accepts
         else:
             matches = evidence.scores.argmax(-1) == evidence.token_ids
+        if evidence.padding is not None:
+            matches = matches & ~evidence.padding
         if self.variant == "normalised":
             uncertainty = entropy(evidence.target_probs) / math.log(evidence.target_probs.shape[-1])
         else:
             uncertainty = truncated_entropy(evidence.target_probs, 3)
-        k = len(_levels(parents)) if evidence.num_draft_tokens is None else evidence.num_draft_tokens
+        k = len(_levels(tuple(parents))) if evidence.num_draft_tokens is None else evidence.num_draft_tokens
         fits = matching_run(matches, parents) >= self.window_for(k)
         return torch.where(fits, -uncertainty, math.inf)

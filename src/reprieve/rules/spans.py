@@ -19,8 +19,9 @@ from reprieve.errors import SpecError, require_choice, require_whole
 from reprieve.needs import Need
 from reprieve.rules.base import Rule, Traits, VocabularySource
 from reprieve.rules.compose import AllOf, AnyOf, Wrapper, require_rescuing
+from reprieve.rules.markers import span_is_open
 from reprieve.specs import quoted
-from reprieve.types import ROOT, Evidence
+from reprieve.types import Evidence
 
 # Thinking by model family: the markers of the chat templates.
 SPANS = {
@@ -75,20 +76,6 @@ def is_token(text: str, tokenizer: VocabularySource) -> bool:
     """Return whether a text is one token, and not the token for unknown text."""
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     return len(token_ids) == 1 and tokenizer.decode(list(token_ids)).strip() == text
-
-
-def last_occurrence(tokens: Sequence[int], marker: Sequence[int]) -> int:
-    """Index just past the last occurrence of `marker` in `tokens`, or -1."""
-    size = len(marker)
-    for end in range(len(tokens), size - 1, -1):
-        if list(tokens[end - size : end]) == list(marker):
-            return end
-    return -1
-
-
-def inside_span(tokens: Sequence[int], start_ids: Sequence[int], end_ids: Sequence[int]) -> bool:
-    """Return True if `start` occurs after the last `end`."""
-    return last_occurrence(tokens, start_ids) > last_occurrence(tokens, end_ids)
 
 
 @dataclass(frozen=True)
@@ -176,24 +163,9 @@ class InsideSpan(_Restricted):
     def risk(self, evidence: Evidence) -> Tensor:
         """The inner rule's risk; infinite where the rule does not hold."""
         assert self.start_ids is not None and self.end_ids is not None, "bind the rule to a tokenizer first"
-        assert evidence.context_ids is not None, "a span needs the text before the block: Need.CONTEXT"
-        parents = range(-1, len(evidence.token_ids) - 1) if evidence.parents is None else evidence.parents
-        context = evidence.context_ids.tolist()
-        drafted = evidence.token_ids.tolist()
-        longest = max(len(self.start_ids), len(self.end_ids))
-        # After each place: the last few tokens, and whether the span is open there.
-        states = {ROOT: (context[-longest:], inside_span(context, self.start_ids, self.end_ids))}
-        inside = []
-        for node, parent in enumerate(parents):
-            tail, is_open = states[parent]
-            leaves_by = self.start_ids[0] if self.outside else self.end_ids[0]
-            inside.append(is_open is not self.outside and drafted[node] != leaves_by)
-            tail = [*tail, drafted[node]][-longest:]
-            opened = last_occurrence(tail, self.start_ids) == len(tail)
-            closed = last_occurrence(tail, self.end_ids) == len(tail)
-            states[node] = (tail, opened or (is_open and not closed))
-        mask = torch.tensor(inside, dtype=torch.bool, device=evidence.token_ids.device)
-        return torch.where(mask, self.rule.risk(evidence), math.inf)
+        leaves_by = self.start_ids[0] if self.outside else self.end_ids[0]
+        holds = span_is_open(evidence, self.start_ids, self.end_ids) ^ self.outside
+        return torch.where(holds & (evidence.token_ids != leaves_by), self.rule.risk(evidence), math.inf)
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,45 @@
 """A rule over a whole batch of requests at once: flat tensors in, decisions out. Knows nothing of vLLM.
 
-Shapes: B requests, N drafted tokens of all of them one after another, V vocabulary, D hidden size. The rules and the
-acceptance walk are those of the local engine.
+Shapes: B requests, N drafted tokens of all of them one after another, K of the longest block, V vocabulary, D hidden
+size. The rules and the lossless check are those of the local engine. Nothing here waits for the device.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from reprieve.needs import Need
-from reprieve.rules import Checked, LosslessRule, RiskBudget, Rule, accept, accepts
+from reprieve.rules import LosslessRule, Rule
+from reprieve.rules.base import bounded_risk, passes
 from reprieve.rules.checks import GreedyCheck, LosslessCheck, SampledCheck
 from reprieve.transfers import spread
-from reprieve.types import Block, Evidence, HiddenStates, Provenance, select_rows
+from reprieve.types import ROOT, Context, Evidence, HiddenStates
 
 EVERYTHING = slice(None)
+
+
+@dataclass
+class Budget:
+    """The rest of an answer's risk budget; it moves to the device when it is first used."""
+
+    left: float | Tensor = math.inf
+
+    @classmethod
+    def of(cls, rule: Rule) -> Budget:
+        """Return the rule's budget for a whole answer."""
+        return cls(math.inf if rule.traits.risk_budget is None else rule.traits.risk_budget)
+
+    def on(self, device: torch.device) -> Tensor:
+        """What is left, on the device: [], float64."""
+        if isinstance(self.left, Tensor):
+            return self.left
+        return torch.full((), self.left, dtype=torch.float64, device=device)
 
 
 @dataclass(frozen=True)
@@ -34,8 +53,7 @@ class Row:
         greedy: how it samples.
         trusted: whether its drafted tokens come from the drafter, with all that the rule reads of the draft. Rows that
             are not are left to vLLM.
-        budget: what is left of its answer's risk budget; reduced in place.
-        context_ids: gives prompt and committed tokens [T], for rules that read the text.
+        budget: reduced in place by what is rescued.
     """
 
     name: str
@@ -43,8 +61,7 @@ class Row:
     num_drafted: int
     greedy: bool
     trusted: bool
-    budget: RiskBudget
-    context_ids: Callable[[], Tensor]
+    budget: Budget
 
     @property
     def strict(self) -> bool:
@@ -56,7 +73,8 @@ class Row:
 class Batch:
     """Tensors that the engine has for the drafted tokens of one round."""
 
-    token_ids: Tensor  # [N], int64; negative ones are padding
+    token_ids: Tensor  # [N], int64; negative ones are padding, which ends a block
+    block_sizes: Sequence[int]  # [B], drafted tokens by request, padding included; their sum is N
     scores: Tensor  # [N, V], the target's logits after penalties, masks, temperature, top-k and top-p
     logits: Tensor  # [N, V], the target's raw logits
     possible: Tensor  # [N], bool: not excluded by a grammar, a mask or a processor; top-k and top-p do not count
@@ -70,6 +88,7 @@ class Batch:
     token_embeddings: Tensor | None = None  # [N, D], the target's
     top_embeddings: Tensor | None = None  # [N, D], of the target's most likely token
     answer_places: Tensor | None = None  # [N], int64: how many tokens of the answer precede the token
+    context: Context | None = None  # of the B requests
     num_draft_tokens: int | None = None  # the server's K
 
     @property
@@ -77,33 +96,35 @@ class Batch:
         """Tokens that may be accepted at all: [N], bool."""
         return self.possible & (self.token_ids >= 0)
 
-    def evidence(self, index: slice, *, greedy: bool, context_ids: Tensor | None = None) -> Evidence:
-        """Evidence for a rule about some tokens, as if all of their requests sampled, or none of them."""
-        token_ids = self.token_ids[index].clamp_min(0)
-        scores = self.scores[index]
-        uniforms = None if greedy or self.uniforms is None else self.uniforms[index]
-        proposal_probs = None if greedy else _rows(self.proposal_probs, index)
-        check: LosslessCheck = GreedyCheck(scores, token_ids, EVERYTHING)
+    def evidence(self, *, greedy: bool) -> Evidence:
+        """Evidence for a rule, as if all of the requests sampled, or none of them."""
+        token_ids = self.token_ids.clamp_min(0)
+        uniforms = None if greedy else self.uniforms
+        proposal_probs = None if greedy else self.proposal_probs
+        check: LosslessCheck = GreedyCheck(self.scores, token_ids, EVERYTHING)
         if uniforms is not None:
-            check = SampledCheck(scores, token_ids, EVERYTHING, uniforms=uniforms, proposal_probs=proposal_probs)
+            check = SampledCheck(self.scores, token_ids, EVERYTHING, uniforms=uniforms, proposal_probs=proposal_probs)
+        rows, places = _layout(tuple(self.block_sizes))
         return Evidence(
             token_ids=token_ids,
-            target_logits=self.logits[index],
+            target_logits=self.logits,
             greedy=greedy,
             lossless_accepts=check.accepts,
-            target_scores=scores,
-            draft_scores=_rows(self.draft_scores, index),
+            target_scores=self.scores,
+            draft_scores=self.draft_scores,
             proposal_probs=proposal_probs,
             uniforms=uniforms,
-            noise=_rows(self.noise, index),
-            node_logits=_rows(self.node_logits, index),
-            node_hidden=select_rows(self.node_hidden, index),
-            parent_hidden=select_rows(self.parent_hidden, index),
-            token_embeddings=_rows(self.token_embeddings, index),
-            top_embeddings=_rows(self.top_embeddings, index),
-            parents=None if context_ids is None else range(-1, len(token_ids) - 1),
-            context_ids=context_ids,
-            answer_places=_rows(self.answer_places, index),
+            noise=self.noise,
+            node_logits=self.node_logits,
+            node_hidden=self.node_hidden,
+            parent_hidden=self.parent_hidden,
+            token_embeddings=self.token_embeddings,
+            top_embeddings=self.top_embeddings,
+            parents=[token - 1 if place else ROOT for token, place in enumerate(places)],
+            padding=self.token_ids < 0,
+            context=self.context,
+            context_rows=rows,
+            answer_places=self.answer_places,
             num_draft_tokens=self.num_draft_tokens,
         )
 
@@ -152,79 +173,71 @@ class Asked:
 
 
 def decide(rows: Sequence[Row], batch: Batch) -> Decisions:
-    """Apply each request's rule in its own setting.
-
-    Rules that judge token by token are asked once for the whole batch, without waiting for the device. Those that
-    look along a block, or count what they rescue, are asked request by request.
-    """
+    """Apply each request's rule in its own setting: each rule is asked once for the whole batch."""
     decisions = Decisions.none(batch)
     rules = {row.name: row.rule for row in rows if not row.strict}
     for name, rule in rules.items():
-        if by_request(rule):
-            decide_each(name, rows, batch, decisions)
-        else:
-            decide_together(rule, Asked.of(name, rows, batch.token_ids.device), batch, decisions)
+        asked = Asked.of(name, rows, batch.token_ids.device)
+        decide_together(rule, asked, [row.budget for row in rows], batch, decisions)
     decisions.accept &= batch.real
     return decisions
 
 
-def by_request(rule: Rule) -> bool:
-    """Return whether the rule must run request by request, for which the host waits for the device."""
-    return rule.traits.reads_block or rule.traits.limited or rule.traits.relaxes_target
-
-
-def decide_together(rule: Rule, asked: Asked, batch: Batch, decisions: Decisions) -> None:
-    """One rule, token by token, over the whole batch; its risk is the same at every setting of its dial."""
+def decide_together(rule: Rule, asked: Asked, budgets: Sequence[Budget], batch: Batch, decisions: Decisions) -> None:
+    """Decide for all requests that asked for a rule; its risk is the same at every setting of its dial."""
     for greedy in asked.kinds:
-        evidence = batch.evidence(EVERYTHING, greedy=greedy)
+        evidence = batch.evidence(greedy=greedy)
         mine = asked.relaxed & (asked.greedy == greedy)
-        passed = accepts(rule, evidence, threshold=asked.limits)
-        decisions.lossless |= mine & evidence.lossless_accepts
+        lossless = evidence.lossless_accepts
+        decisions.lossless |= mine & lossless
+        probs = rule.relaxed_target_probs(evidence, threshold=asked.limits)
+        if probs is not None:
+            relaxed = mine & batch.real
+            before = batch.scores if decisions.scores is None else decisions.scores
+            decisions.scores = torch.where(relaxed.unsqueeze(-1), probs.log().to(before.dtype), before)
+            decisions.relaxed |= relaxed
+            continue
+        risk = bounded_risk(rule, evidence)
+        passed = passes(risk, asked.limits)
         if rule.traits.replaces:
             decisions.accept |= mine & passed
             decisions.refuse |= mine & ~passed
-        else:
-            decisions.accept |= mine & passed & ~evidence.lossless_accepts
-
-
-def decide_each(name: str, rows: Sequence[Row], batch: Batch, decisions: Decisions) -> None:
-    """One rule, request by request, along each block."""
-    for row, span in zip(rows, _spans(rows), strict=True):
-        if row.strict or row.name != name:
             continue
-        drafted = batch.token_ids[span].tolist()
-        num_real = next((place for place, token_id in enumerate(drafted) if token_id < 0), len(drafted))
-        real = slice(span.start, span.start + num_real)  # padding ends a block
-        if not num_real:
-            continue
-        context = row.context_ids() if Need.CONTEXT in row.rule.traits.needs else None
-        evidence = batch.evidence(real, greedy=row.greedy, context_ids=context)
-        decisions.lossless[real] = evidence.lossless_accepts
-        relaxed = row.rule.relaxed_target_probs(evidence)
-        if relaxed is not None:
-            if decisions.scores is None:
-                decisions.scores = batch.scores.clone()
-            decisions.scores[real] = relaxed.log()
-            decisions.relaxed[real] = True
-            continue
-        outcome = accept(
-            row.rule,
-            Block.chain(evidence.token_ids),
-            evidence,
-            Checked.of_flags(evidence.lossless_accepts),  # the engine has drawn, and draws what follows
-            budget=row.budget,
-        )
-        for node, provenance in zip(outcome.path, outcome.provenance, strict=True):
-            decisions.accept[span.start + node] = provenance is Provenance.RESCUED
+        rescued = mine & passed & ~lossless & batch.real
+        if rule.traits.limited:
+            rescued = _within_limits(rule, rescued, lossless & batch.real, risk, budgets, batch)
+        decisions.accept |= rescued
 
 
-def _spans(rows: Sequence[Row]) -> list[slice]:
-    spans, start = [], 0
-    for row in rows:
-        spans.append(slice(start, start + row.num_drafted))
-        start += row.num_drafted
-    return spans
+def _within_limits(
+    rule: Rule, rescued: Tensor, lossless: Tensor, risk: Tensor, budgets: Sequence[Budget], batch: Batch
+) -> Tensor:
+    """Return the rescues that a block's and an answer's limits allow, [N], and take them off the budgets.
+
+    A block is accepted up to its first refusal, so the sums of all rescues up to a token are those of its own path.
+    """
+    device, sizes = risk.device, batch.block_sizes
+    rows, columns = (spread(numbers, torch.long, device) for numbers in _layout(tuple(sizes)))
+
+    def by_block(flat: Tensor) -> Tensor:  # [N] to [B, K]
+        return flat.new_zeros(len(sizes), max(sizes)).index_put((rows, columns), flat)
+
+    # Negative and infinite risks (typical, any_of) cost nothing: budgets belong to rules with risk >= 0.
+    cost = by_block(torch.where(rescued, risk.double().clamp_min(0.0), 0.0))
+    left = torch.stack([budget.on(device) for budget in budgets])
+    allowed = cost.cumsum(-1) <= left.unsqueeze(-1)
+    if rule.traits.max_rescues_per_block is not None:
+        allowed &= by_block(rescued).cumsum(-1) <= rule.traits.max_rescues_per_block
+    allowed &= by_block(rescued)
+    path = (allowed | by_block(lossless)).cumprod(-1)
+    spent = (cost * allowed * path).sum(-1)
+    for budget, rest in zip(budgets, (left - spent).unbind(), strict=True):
+        budget.left = rest
+    return allowed[rows, columns]
 
 
-def _rows(tensor: Tensor | None, index: slice) -> Tensor | None:
-    return None if tensor is None else tensor[index]
+@lru_cache(maxsize=64)
+def _layout(block_sizes: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """Return each drafted token's request and its place in the block."""
+    rows = [row for row, size in enumerate(block_sizes) for _ in range(size)]
+    return rows, [place for size in block_sizes for place in range(size)]

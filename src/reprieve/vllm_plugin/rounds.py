@@ -17,9 +17,9 @@ from torch import Tensor
 
 from reprieve.errors import ReprieveError
 from reprieve.needs import Need
-from reprieve.rules import RiskBudget, Rule
+from reprieve.rules import Rule
 from reprieve.transfers import spread, to_device
-from reprieve.vllm_plugin.batch import Batch, Decisions, Row, decide
+from reprieve.vllm_plugin.batch import Batch, Budget, Decisions, Row, decide
 from reprieve.vllm_plugin.menu import STRUCTURED_OUTPUTS, Choice, Menu
 from reprieve.vllm_plugin.policy import STRICT
 
@@ -37,7 +37,7 @@ class RequestRules:
     """Choice of one request, and the rest of its risk budget."""
 
     choice: Choice
-    budget: RiskBudget
+    budget: Budget
 
     @property
     def strict(self) -> bool:
@@ -53,7 +53,6 @@ class RoundRequest:
     num_drafted: int
     greedy: bool
     asked: Callable[[], Mapping[str, Any] | None]  # see `asked_by`
-    context_ids: Callable[[], Tensor]
 
 
 @dataclass
@@ -163,17 +162,7 @@ class WorkerRules:
             trusted = self._drafted.get(request.request_id, False)
             if Need.DRAFT_PROBS in rule.traits.needs:
                 trusted = trusted and request.request_id in self._draft_probs
-            rows.append(
-                Row(
-                    known.choice.name,
-                    rule,
-                    request.num_drafted,
-                    request.greedy,
-                    trusted,
-                    known.budget,
-                    request.context_ids,
-                )
-            )
+            rows.append(Row(known.choice.name, rule, request.num_drafted, request.greedy, trusted, known.budget))
         return rows
 
     def known(self, request_id: str, asked: Callable[[], Mapping[str, Any] | None]) -> RequestRules:
@@ -190,7 +179,7 @@ class WorkerRules:
             choice = Choice("", STRICT)
         before = self._known.get(request_id)
         if before is None or before.choice != choice:
-            self._known[request_id] = RequestRules(choice, RiskBudget.of(choice.rule))
+            self._known[request_id] = RequestRules(choice, Budget.of(choice.rule))
         return self._known[request_id]
 
     def rule_of(self, choice: Choice, num_running: int) -> Rule:

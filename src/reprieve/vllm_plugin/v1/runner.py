@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from reprieve.needs import Need
-from reprieve.transfers import spread
-from reprieve.types import gather_token
+from reprieve.transfers import spread, to_device
+from reprieve.types import Context, gather_token
 from reprieve.vllm_plugin import numbers
 from reprieve.vllm_plugin.batch import Batch
 from reprieve.vllm_plugin.rounds import RoundRequest, WorkerRules, asked_by
@@ -106,17 +106,19 @@ class Hooks:
                 num_drafted=num_drafted,
                 greedy=request_id in batch.greedy_reqs,
                 asked=functools.partial(self._asked, request_id),
-                context_ids=functools.partial(self._context_ids, place),
             )
-            for place, (request_id, num_drafted) in enumerate(zip(batch.req_ids, num_draft_tokens, strict=True))
+            for request_id, num_drafted in zip(batch.req_ids, num_draft_tokens, strict=True)
         ]
 
     def _asked(self, request_id: str) -> Any:
         return asked_by(self.runner.requests[request_id].sampling_params)
 
-    def _context_ids(self, place: int) -> Tensor:
+    def _context(self, num_requests: int, device: torch.device) -> Context:
+        """Prompts and committed tokens, which lie on the host."""
         batch = self.runner.input_batch
-        return torch.from_numpy(batch.token_ids_cpu[place, : batch.num_tokens_no_spec[place]])
+        lengths = torch.as_tensor(batch.num_tokens_no_spec[:num_requests], dtype=torch.long)
+        token_ids = torch.from_numpy(batch.token_ids_cpu[:num_requests, : max(lengths.tolist())])
+        return Context(to_device(token_ids, device), to_device(lengths, device))
 
     def batch(
         self,
@@ -138,6 +140,7 @@ class Hooks:
             proposal = gather_token(draft_probs, token_ids.clamp_min(0))
         return Batch(
             token_ids=token_ids,
+            block_sizes=[request.num_drafted for request in requests],
             scores=target_logits,
             logits=state.logits[judging].float() if self.rules.menu.reads_raw_logits else target_logits,
             possible=current.possible,
@@ -147,6 +150,7 @@ class Hooks:
             noise=self.rules.noise(len(token_ids), token_ids.device),
             node_hidden={-1: hidden[judging + 1]} if Need.NODE_HIDDEN in needs else None,
             parent_hidden={-1: hidden[judging]} if Need.PARENT_HIDDEN in needs else None,
+            context=self._context(len(requests), token_ids.device) if Need.CONTEXT in needs else None,
             answer_places=self._answer_places(requests, token_ids.device) if Need.ANSWER_PLACES in needs else None,
             num_draft_tokens=self.runner.speculative_config.num_speculative_tokens,
             **(self._embeddings(token_ids.clamp_min(0), target_logits) if Need.EMBEDDINGS in needs else {}),

@@ -27,12 +27,11 @@ def try_out(hooks: Any, size: int) -> list[tuple[int, int]]:
     bonus = torch.zeros(2, 1, dtype=torch.int32, device=device)
     possible = torch.ones(2, dtype=torch.bool, device=device)
     requests = [
-        RoundRequest(name, 1, True, functools.partial(dict, asked), lambda: torch.empty(0, dtype=torch.long))
-        for name, asked in zip(names, ASKED, strict=True)
+        RoundRequest(name, 1, True, functools.partial(dict, asked)) for name, asked in zip(names, ASKED, strict=True)
     ]
 
     def batch(current: Any, requests: Any, logits: Tensor, probs: Any, meta: Any) -> Batch:
-        return Batch(token_ids=drafts.long(), scores=logits, logits=logits, possible=possible)
+        return Batch(token_ids=drafts.long(), block_sizes=[1, 1], scores=logits, logits=logits, possible=possible)
 
     fake: Any = SimpleNamespace(rules=hooks.rules, requests=lambda counts: requests, batch=batch)
     meta = SimpleNamespace(all_greedy=True, all_random=False, temperature=None, generators={}, top_k=None, top_p=None)

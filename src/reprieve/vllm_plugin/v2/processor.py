@@ -3,12 +3,11 @@
 vLLM calls it after penalties, bad words and grammar and before temperature, with a row of logits for each drafted token
 and one for the bonus token. Where a rule accepts a drafted token its logit is raised above the row's best, so that
 vLLM's own rejection sampler accepts it, greedy or sampling. Logits are vLLM's own copy: log-probabilities are read from
-the originals. Everything stays on the device, but for rules that are asked request by request.
+the originals. Everything stays on the device.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,19 +18,10 @@ from torch import Tensor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
 
 from reprieve.needs import Need
-from reprieve.rules import LosslessRule, RiskBudget, Rule
+from reprieve.rules import LosslessRule, Rule
 from reprieve.transfers import spread
-from reprieve.types import gather_token
-from reprieve.vllm_plugin.batch import (
-    Asked,
-    Batch,
-    Decisions,
-    Row,
-    by_request,
-    decide_each,
-    decide_together,
-)
-from reprieve.vllm_plugin.policy import STRICT
+from reprieve.types import Context, gather_token
+from reprieve.vllm_plugin.batch import Asked, Batch, Budget, Decisions, decide_together
 from reprieve.vllm_plugin.rounds import RequestRules, WorkerRules, asked_by
 from reprieve.vllm_plugin.v2.round import V2Round
 
@@ -118,12 +108,12 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
             "" if rule is None else self._slots[slot].choice.name for slot, rule in zip(slots, in_force, strict=True)
         ]
         rules = {name: rule for name, rule in zip(names, in_force, strict=True) if rule is not None}
+        budgets = [
+            Budget() if rule is None else self._slots[slot].budget for slot, rule in zip(slots, in_force, strict=True)
+        ]
         for name, rule in rules.items():
-            if by_request(rule):
-                decide_each(name, self._rows(names, slots, in_force, current), batch, decisions)
-            else:
-                mine = [slot for slot, other in zip(slots, names, strict=True) if other == name]
-                decide_together(rule, self._asked(name, mine, ctx), batch, decisions)
+            mine = [slot for slot, other in zip(slots, names, strict=True) if other == name]
+            decide_together(rule, self._asked(name, mine, ctx), budgets, batch, decisions)
         decisions.accept &= batch.real
         request_ids = current.request_ids[current.requests]
         labels = [
@@ -174,32 +164,6 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
             (),
         )
 
-    def _rows(
-        self, names: Sequence[str], slots: Sequence[int], in_force: Sequence[Rule | None], current: V2Round
-    ) -> list[Row]:
-        """The chunk's requests for rules that are asked one by one; a bonus row ends each block as padding does."""
-        num_rows = current.num_rows[current.requests]
-        nothing = RiskBudget.of(STRICT)
-        return [
-            Row(
-                name,
-                rule or STRICT,
-                int(num),
-                self._greedy(slot),
-                rule is not None,
-                nothing if rule is None else self._slots[slot].budget,
-                functools.partial(self._text, slot),
-            )
-            for name, slot, rule, num in zip(names, slots, in_force, num_rows, strict=True)
-        ]
-
-    def _text(self, slot: int) -> Tensor:
-        """Prompt and committed tokens, which lie on the device: nothing of the scheduler's is asked for."""
-        states = self.runner.req_states
-        length = int(states.total_len.gpu[slot])
-        committed: Tensor = states.all_token_ids.gpu[slot, :length]
-        return committed
-
     def _batch(
         self, logits: Tensor, ctx: LogitsContext, draft_token_ids: Tensor, slots: Sequence[int], current: V2Round
     ) -> Batch:
@@ -218,6 +182,9 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
             given["node_hidden"] = {-1: current.hidden(ahead=1)}
         if Need.PARENT_HIDDEN in needs:
             given["parent_hidden"] = {-1: current.hidden()}
+        if Need.CONTEXT in needs:
+            states, requests = self.runner.req_states, ctx.idx_mapping.long()
+            given["context"] = Context(states.all_token_ids.gpu[requests], states.total_len.gpu[requests].long())
         if Need.ANSWER_PLACES in needs:
             prompts = self.runner.req_states.prompt_len.gpu[ctx.expanded_idx_mapping.long()]
             given["answer_places"] = ctx.pos.long() + 1 - prompts
@@ -227,6 +194,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
         raw = current.raw_logits if self.rules.menu.reads_raw_logits else None
         return Batch(
             token_ids=draft_token_ids,
+            block_sizes=[int(count) for count in current.num_rows[current.requests]],  # a bonus row is padding
             scores=scores,
             logits=scores if raw is None else raw.float(),
             possible=gather_token(logits, token_ids) > -math.inf,
