@@ -36,7 +36,7 @@ class Budget:
         return cls(math.inf if rule.traits.risk_budget is None else rule.traits.risk_budget)
 
     def on(self, device: torch.device) -> Tensor:
-        """What is left, on the device: [], float64."""
+        """The rest on the device: [], float64."""
         if isinstance(self.left, Tensor):
             return self.left
         return torch.full((), self.left, dtype=torch.float64, device=device)
