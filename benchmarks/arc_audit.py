@@ -34,8 +34,8 @@ from reprieve.settings import (
     SamplingSettings,
 )
 from reprieve.stats import wilson_interval
-from reprieve.tasks.asking import prompt_of
 from reprieve.tasks.base import Task, TaskProblem
+from reprieve.tasks.prompting import prompt_of
 from reprieve.training.lts import bounds_of
 from reprieve.training.swaps import SwapMeter, Swaps
 from reprieve.types import Provenance

@@ -38,8 +38,8 @@ from reprieve.settings import (
     PromptSettings,
     SamplingSettings,
 )
-from reprieve.tasks.asking import prompt_of
 from reprieve.tasks.base import Task, TaskProblem
+from reprieve.tasks.prompting import prompt_of
 from reprieve.types import ROOT, Generation
 from tables import share_text
 

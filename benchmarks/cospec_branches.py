@@ -38,8 +38,8 @@ from reprieve.settings import (
     SamplingSettings,
 )
 from reprieve.stats import BranchChoices
-from reprieve.tasks.asking import prompt_of
 from reprieve.tasks.base import Task, TaskProblem
+from reprieve.tasks.prompting import prompt_of
 from reprieve.types import Generation, RoundTrace
 from tables import share_text
 

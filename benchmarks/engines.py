@@ -41,7 +41,7 @@ from reprieve.mining.store import LabelStore
 from reprieve.settings import PairSettings
 from reprieve.stats import paired_difference
 from reprieve.tasks import Task, load_task
-from reprieve.tasks.asking import ask
+from reprieve.tasks.prompting import with_prompts
 
 VLLM = "vllm:max_model_len=512,max_num_seqs=64"
 ENGINES = ("local", VLLM)
@@ -79,7 +79,7 @@ class Measurement:
         return RunConfig.of(engine, arms, RunSettings(task=self.task, limit=self.limit))
 
     def asked(self, engine: Engine) -> Task:
-        return ask(load_task(self.task), engine.tokenizer)
+        return with_prompts(load_task(self.task), engine.tokenizer)
 
 
 def agree(measurement: Measurement) -> Parts:

@@ -192,8 +192,9 @@ class _Learner(Learner):
     def _with_readings(self, rollout: Rollout) -> Rollout:
         if self._reader is None:
             return rollout
-        read = self._reader.read(rollout.context_ids, [taken.asked for taken in rollout.rounds])
-        rounds = (dataclasses.replace(taken, asked=asked) for taken, asked in zip(rollout.rounds, read, strict=True))
+        read = self._reader.read(rollout.context_ids, [taken.arbitration for taken in rollout.rounds])
+        pairs = zip(rollout.rounds, read, strict=True)
+        rounds = (dataclasses.replace(taken, arbitration=arbitration) for taken, arbitration in pairs)
         return dataclasses.replace(rollout, rounds=tuple(rounds))
 
     def _prompt(self, turn: int) -> int:
@@ -310,7 +311,7 @@ def with_splits(settings: Reinforcement, task: Task) -> Reinforcement:
 
 def _logits(model: ArbiterModel, rollout: Rollout, places: Sequence[tuple[int, int]]) -> Tensor:
     """Of accepting, at a rollout's effective decisions: [n]."""
-    judged = model.judge(rollout.context_ids, [taken.asked for taken in rollout.rounds])
+    judged = model.judge(rollout.context_ids, [taken.arbitration for taken in rollout.rounds])
     return torch.stack([judged[number][place] for number, place in places])
 
 

@@ -42,20 +42,20 @@ class Decision:
 class RolloutRound:
     """One round of a rollout that had a mismatch within reach."""
 
-    asked: ArbitrationRound
+    arbitration: ArbitrationRound
     decisions: tuple[Decision, ...]
 
     @cached_property
     def num_emitted(self) -> int:
         """s: the place of the first rejected mismatch, K + 1 without one (Eq. 15)."""
         rejected = (decision.place for decision in self.decisions if not decision.accepted)
-        return next(rejected, len(self.asked.draft_ids) + 1)
+        return next(rejected, len(self.arbitration.draft_ids) + 1)
 
     @cached_property
     def length_credit(self) -> float:
         """rho: the share of what lay beyond the first mismatch that the round took (Eq. 19 and 20)."""
         first = self.decisions[0].place
-        return (self.num_emitted - first) / (len(self.asked.draft_ids) + 1 - first)
+        return (self.num_emitted - first) / (len(self.arbitration.draft_ids) + 1 - first)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from reprieve.needs import Need
 from reprieve.rules import Rule, Traits
 from reprieve.rules.arbiter import ArbiterRule
 from reprieve.tasks import Task, TaskProblem, load_task
-from reprieve.tasks.asking import ask, prompt_of
+from reprieve.tasks.prompting import prompt_of, with_prompts
 from reprieve.types import Evidence, Generation
 
 _CHUNK = 4
@@ -213,7 +213,7 @@ def _start(settings: RolloutSettings, shape: ArbiterShape) -> None:
     global _MAKER
     start_worker()
     pair = load_pair(**settings.pair.models)
-    task = ask(load_task(settings.task), pair.tokenizer, settings.prompt)
+    task = with_prompts(load_task(settings.task), pair.tokenizer, settings.prompt)
     _MAKER = RolloutMaker(settings, shape, pair, task)
 
 

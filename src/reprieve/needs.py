@@ -16,4 +16,4 @@ class Need(StrEnum):
     NOISE = "noise"
     ADVICE = "advice"
     CONTEXT = "context"
-    ANSWER_PLACES = "answer_places"
+    ANSWER_POSITIONS = "answer_positions"

@@ -92,8 +92,8 @@ class Registry(Generic[T]):
             SpecError: an unknown name or parameter, or a value that cannot be read or is out of range.
         """
         name, given = parse_spec(spec, what=self.what)
-        made: T = construct(self.get(name), given, where=f"{self.what} {name}")
-        return made
+        item: T = construct(self.get(name), given, where=f"{self.what} {name}")
+        return item
 
     @cached_property
     def _plugins(self) -> dict[str, EntryPoint]:

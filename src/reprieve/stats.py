@@ -134,13 +134,15 @@ class BranchChoices:
         groups: dict[str, list[tuple[bool, float]]] = {
             name: [] for name in ("all", "draft_better", "target_better", "both_right", "both_wrong")
         }
-        for accepted, ours, theirs in zip(self.accepted, self.draft_utilities, self.target_utilities, strict=True):
-            if ours == theirs:
-                name = "both_right" if ours >= 0.5 else "both_wrong"
+        for accepted, draft_utility, target_utility in zip(
+            self.accepted, self.draft_utilities, self.target_utilities, strict=True
+        ):
+            if draft_utility == target_utility:
+                name = "both_right" if draft_utility >= 0.5 else "both_wrong"
             else:
-                name = "draft_better" if ours > theirs else "target_better"
+                name = "draft_better" if draft_utility > target_utility else "target_better"
             for group in ("all", name):
-                groups[group].append((accepted, ours - theirs))
+                groups[group].append((accepted, draft_utility - target_utility))
         return {
             name: {
                 "num": len(members),

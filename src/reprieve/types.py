@@ -183,7 +183,7 @@ class Evidence:
     context_rows: Sequence[int] | None = (
         None  # [N], the text of `context` that each token continues; None for the only one
     )
-    answer_places: Tensor | None = None  # [...], int64: how many tokens of the answer precede the token
+    answer_positions: Tensor | None = None  # [...], int64: how many tokens of the answer precede the token
     num_draft_tokens: int | None = None  # the engine's K, of which a block may fall short; None where K varies
 
     @cached_property

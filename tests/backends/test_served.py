@@ -19,7 +19,7 @@ from reprieve.cli.main import main
 from reprieve.errors import EngineError, SpecError
 from reprieve.settings import PairSettings, SamplingSettings
 from reprieve.tasks import load_task
-from reprieve.tasks.asking import ask
+from reprieve.tasks.prompting import with_prompts
 from tests.kit.pairs import ARITHMETIC, SMALL
 from tests.kit.servers import PairServer
 
@@ -30,7 +30,7 @@ SETTINGS = RunSettings(task="arithmetic", limit=5)
 
 @pytest.fixture
 def task(bundled_pair):
-    return ask(load_task("arithmetic"), bundled_pair.tokenizer)
+    return with_prompts(load_task("arithmetic"), bundled_pair.tokenizer)
 
 
 def engine_of(*servers, **more):

@@ -13,7 +13,7 @@ from reprieve.bench.results import summarise
 from reprieve.bench.runner import run_arms
 from reprieve.errors import SpecError
 from reprieve.settings import PromptSettings, SamplingParams
-from reprieve.tasks.asking import Conversation, PromptFormat
+from reprieve.tasks.prompting import Conversation, PromptFormat
 from reprieve.types import Provenance, Token
 from tests.bench.toys import TwoTurns, run, settings
 from tests.kit.tiny import NumberTokenizer

@@ -211,11 +211,11 @@ def test_damaged_line_is_named(tmp_path):
 def test_answers_are_cut_to_the_room_that_the_models_have(bundled_pair, tmp_path):
     """Data files ask for 1,024 tokens; a pair of 512 positions still answers."""
     from reprieve.tasks import load_task
-    from reprieve.tasks.asking import ask
+    from reprieve.tasks.prompting import with_prompts
 
     path = tmp_path / "q.jsonl"
     path.write_text(json.dumps({"question": "How many?", "answer": "3"}) + "\n")
-    task = ask(load_task(f"jsonl:path={path},grader=number"), bundled_pair.tokenizer)
+    task = with_prompts(load_task(f"jsonl:path={path},grader=number"), bundled_pair.tokenizer)
     engine, arms = LocalEngine(bundled_pair), make_arms([], [4])
     asked = RunSettings(task="jsonl", split="all", limit=1)
     config = RunConfig.of(engine, arms, asked)

@@ -25,7 +25,7 @@ def test_a_trial_decides(bundled_pair, monkeypatch, seconds_of_two, chosen):
     monkeypatch.setattr(threads, "load_pair", lambda **asked: bundled_pair)
     torch.set_num_threads(2)
     said = []
-    assert threads.load_asked(PairSettings(ARITHMETIC.name), said.append) is bundled_pair
+    assert threads.load_configured(PairSettings(ARITHMETIC.name), said.append) is bundled_pair
     assert torch.get_num_threads() == chosen
     assert bool(said) == (chosen == 1)
 
@@ -35,10 +35,10 @@ def test_what_is_asked_for_is_not_tried(bundled_pair, monkeypatch):
     monkeypatch.setattr(threads, "load_pair", lambda **asked: bundled_pair)
     said = []
     for number in (2, 1):
-        threads.load_asked(PairSettings(num_threads=number), said.append)
+        threads.load_configured(PairSettings(num_threads=number), said.append)
         assert torch.get_num_threads() == number
     torch.set_num_threads(1)
-    threads.load_asked(PairSettings(ARITHMETIC.name), said.append)  # one core: nothing to choose
+    threads.load_configured(PairSettings(ARITHMETIC.name), said.append)  # one core: nothing to choose
     assert not said
 
 

@@ -106,7 +106,7 @@ def test_the_draft_has_its_own_temperature_in_traces_and_rollouts(bundled_pair):
     settings = RolloutSettings("arithmetic", 6, draft_temperature=0.0, pair=PairSettings(ARITHMETIC.name))
     maker = RolloutMaker(settings, shape, bundled_pair, task)
     (rollout,) = maker.make([RolloutJob("train", 1, seed=1)], untrained(bundled_pair, shape, "arithmetic", 6).tensors)
-    rounds = [made.asked for made in rollout.rounds]
+    rounds = [made.arbitration for made in rollout.rounds]
     asked += [(rollout.context_ids[: r.context_length], r.draft_ids, r.target_ids) for r in rounds]
     for before, drafted, _ in asked:
         text = torch.tensor([[*before, *drafted]])

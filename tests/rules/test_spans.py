@@ -137,7 +137,7 @@ def test_restrictions_combine_and_come_back_from_their_specification():
 
 def test_the_first_tokens_of_an_answer_are_strict():
     rule, plain = bound("margin:delta=9,strict_first=3"), bound("margin:delta=9")
-    case = dataclasses.replace(evidence(greedy=True, size=5), answer_places=torch.tensor([1, 2, 3, 4, 2]))
+    case = dataclasses.replace(evidence(greedy=True, size=5), answer_positions=torch.tensor([1, 2, 3, 4, 2]))
     risk = rule.risk(case)
     assert torch.isinf(risk).tolist() == [True, True, False, False, True]
     assert torch.equal(risk[2:4], plain.risk(case)[2:4])

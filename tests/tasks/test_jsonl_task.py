@@ -7,8 +7,8 @@ import pytest
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.settings import PromptSettings
 from reprieve.tasks import load_task
-from reprieve.tasks.asking import ask
 from reprieve.tasks.jsonl_task import JsonlTask
+from reprieve.tasks.prompting import with_prompts
 from tests.kit.tiny import NumberTokenizer
 
 
@@ -125,7 +125,7 @@ def test_a_template_and_a_judge(data, tmp_path):
 
 def test_a_template_that_the_tokenizer_lacks_is_told(data):
     with pytest.raises(SpecError, match="needs a tokenizer with a chat template"):
-        ask(own(data), NumberTokenizer(), PromptSettings(chat_template=True))
+        with_prompts(own(data), NumberTokenizer(), PromptSettings(chat_template=True))
     for settings in (dict(thinking="on"), dict(system_prompt="Be brief.")):
         with pytest.raises(SpecError, match="needs the chat template"):
             PromptSettings(**settings)

@@ -34,7 +34,7 @@ def test_a_rollout_keeps_effective_decisions_and_what_decided_them(target, draft
     assert list(found.context_ids) == PROMPT + made.token_ids
     num_rejected = 0
     for taken in found.rounds:
-        asked = taken.asked
+        asked = taken.arbitration
         *before, last = taken.decisions
         assert all(decision.accepted for decision in before), "nothing behind a rejection is effective"
         num_rejected += not last.accepted

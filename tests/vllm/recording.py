@@ -29,7 +29,7 @@ RULES = [
 
 def num_answered(evidence):
     """How many tokens of the answer precede the block; 0 where the rule does not read it."""
-    return 0 if evidence.answer_places is None else int(evidence.answer_places[0])
+    return 0 if evidence.answer_positions is None else int(evidence.answer_positions[0])
 
 
 class Recorder:

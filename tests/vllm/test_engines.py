@@ -29,7 +29,7 @@ from reprieve.mining.settings import AutoJudgeMining, PivotMining, TraceMining
 from reprieve.mining.store import LabelStore
 from reprieve.settings import PairSettings
 from reprieve.tasks import load_task
-from reprieve.tasks.asking import ask
+from reprieve.tasks.prompting import with_prompts
 from tests.kit.pairs import ARITHMETIC
 from tests.vllm.runner import V2
 
@@ -87,7 +87,7 @@ def measured(folder, limit, *, engine=VLLM, speed=None, progress=lambda done, to
     """A run, and rows of speed under load if they are asked for."""
     arms, made = arms_of(*ARMS), make_engine(engine, PAIR)
     try:
-        task = ask(load_task("arithmetic"), made.tokenizer)
+        task = with_prompts(load_task("arithmetic"), made.tokenizer)
         config = RunConfig.of(made, arms, RunSettings(task="arithmetic", limit=limit))
         certificate = find_head("reprieve/arithmetic-judge") / "certificates" / "net_drop-0.03-0.04-vllm.json"
         conditions = Certificate.load(certificate).conditions

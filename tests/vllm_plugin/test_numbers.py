@@ -10,7 +10,7 @@ import torch
 from reprieve.rules import parse_rule
 from reprieve.vllm_plugin import numbers, startup
 from reprieve.vllm_plugin.menu import Menu
-from reprieve.vllm_plugin.rounds import WorkerRules, asked_by
+from reprieve.vllm_plugin.rounds import WorkerRules, request_settings
 
 
 def records():
@@ -144,6 +144,6 @@ def test_a_stray_field_is_an_error_that_says_where_it_belongs(monkeypatch):
 
 def test_structured_outputs_are_among_what_a_request_asks():
     plain = SimpleNamespace(extra_args=None, structured_outputs=None)
-    assert asked_by(plain) == {"structured_outputs": False}
+    assert request_settings(plain) == {"structured_outputs": False}
     grammar = SimpleNamespace(extra_args={"reprieve_rule": "on"}, structured_outputs=object())
-    assert asked_by(grammar) == {"reprieve_rule": "on", "structured_outputs": True}
+    assert request_settings(grammar) == {"reprieve_rule": "on", "structured_outputs": True}

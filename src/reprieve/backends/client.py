@@ -93,7 +93,7 @@ class Client:
             EngineError: no server answers any more.
             ReprieveError: the servers refuse the request.
         """
-        asked = {
+        request = {
             "model": self.model,
             "prompt": list(prompt_ids),
             "max_tokens": params.max_new_tokens,
@@ -106,7 +106,7 @@ class Client:
             **(_STREAMED if stream else {}),
         }
         async with self._room:
-            return await self._somewhere(asked, _ask)
+            return await self._somewhere(request, _ask)
 
     async def read(
         self, token_ids: Sequence[int], num_rows: int, num_candidates: int, *, extra: Mapping[str, Any] | None = None
@@ -122,37 +122,37 @@ class Client:
             EngineError: no server answers any more, or it does not tell.
             ReprieveError: the servers refuse the request.
         """
-        text = [*token_ids, token_ids[-1]]  # a server tells of places that have a token; one more gives the last
+        text = [*token_ids, token_ids[-1]]  # a server reports positions that have a token; one more gives the last
         body: dict[str, Any] = {"prompt_logprobs": num_candidates}
         if extra:
             body["vllm_xargs"] = dict(extra)
-        asked = {"model": self.model, "prompt": text, "max_tokens": 1, "temperature": 0.0, "n": 1, "extra_body": body}
+        request = {"model": self.model, "prompt": text, "max_tokens": 1, "temperature": 0.0, "n": 1, "extra_body": body}
         async with self._room:
-            told = await self._somewhere(asked, functools.partial(_read_prompt, num_rows))
-        if len(told) < num_rows or None in told:
+            logprobs = await self._somewhere(request, functools.partial(_read_prompt, num_rows))
+        if len(logprobs) < num_rows or None in logprobs:
             raise EngineError("the server reports no log-probabilities of prompts (prompt_logprobs): use a vLLM server")
         # The text's own last token stands for nothing.
-        return [_likeliest(one, num_candidates) for one in told]
+        return [_likeliest(one, num_candidates) for one in logprobs]
 
-    async def _somewhere(self, asked: Mapping[str, Any], ask: Callable[..., Awaitable[list[T]]]) -> list[T]:
+    async def _somewhere(self, request: Mapping[str, Any], send: Callable[..., Awaitable[list[T]]]) -> list[T]:
         """A request to the server with the fewest under way, and to another where that has died."""
         while self._under_way:
             url = min(self._under_way, key=self._under_way.__getitem__)
             self._under_way[url] += 1
             try:
-                return await ask(self._clients[url], asked)
+                return await send(self._clients[url], request)
             except self._errors.APIError as error:
                 said = " ".join(str(error).split()) or type(error).__name__
                 status = getattr(error, "status_code", 500)
                 if status < 500 or await asyncio.to_thread(answers, url):  # it lives: this request is the matter
                     raise ReprieveError(f"{url} refuses: {said}") from None
                 self._under_way.pop(url, None)  # the others take its share
-                told = f"{url} does not answer ({said}){self._why()}"
+                failure = f"{url} does not answer ({said}){self._why()}"
             finally:
                 if url in self._under_way:
                     self._under_way[url] -= 1
             if not self._under_way:
-                raise EngineError(told)
+                raise EngineError(failure)
         raise EngineError("no server answers any more")
 
     async def close(self) -> None:
@@ -161,24 +161,24 @@ class Client:
             await client.close()
 
 
-async def _ask(client: Any, asked: Mapping[str, Any]) -> list[Completion]:
+async def _ask(client: Any, request: Mapping[str, Any]) -> list[Completion]:
     began = time.perf_counter()
-    reply = await client.completions.create(**asked)
-    if "stream" in asked:
+    reply = await client.completions.create(**request)
+    if "stream" in request:
         return [await _read_stream(reply, began)]
     seconds = time.perf_counter() - began
     numbers = _speculation(reply)
     return [_completion(choice, seconds, numbers) for choice in sorted(reply.choices, key=lambda one: one.index)]
 
 
-async def _read_prompt(num_rows: int, client: Any, asked: Mapping[str, Any]) -> list[dict[str, Any] | None]:
-    reply = await client.completions.create(**asked)
+async def _read_prompt(num_rows: int, client: Any, request: Mapping[str, Any]) -> list[dict[str, Any] | None]:
+    reply = await client.completions.create(**request)
     return list(getattr(reply.choices[0], "prompt_logprobs", None) or ())[-num_rows:]
 
 
-def _likeliest(told: Mapping[str, Any] | None, num: int) -> dict[int, float]:
-    """The first `num` of what is told of a place; the token that stands there is told of whatever its rank."""
-    ranked = sorted((told or {}).items(), key=lambda item: (item[1]["rank"], int(item[0])))
+def _likeliest(logprobs: Mapping[str, Any] | None, num: int) -> dict[int, float]:
+    """The `num` likeliest tokens of a position; servers also report the text's own token, whatever its rank."""
+    ranked = sorted((logprobs or {}).items(), key=lambda item: (item[1]["rank"], int(item[0])))
     return {int(token_id): float(one["logprob"]) for token_id, one in ranked[:num]}
 
 

@@ -19,7 +19,7 @@ from reprieve.errors import require_whole
 from reprieve.models.worker_process import start_worker
 from reprieve.settings import NumDraftTokens, PromptSettings
 from reprieve.tasks import Task, TaskProblem, load_task
-from reprieve.tasks.asking import ask
+from reprieve.tasks.prompting import with_prompts
 
 
 class LocalEngine:
@@ -114,10 +114,10 @@ class LocalEngine:
     async def _decode(self, arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:
         decoder = self._decoders[arm.label].outside(problem.problem_id)
         before = self._meter.joules()
-        made = decoder.generate(prompt, params, timed=True)
+        generation = decoder.generate(prompt, params, timed=True)
         after = self._meter.joules()
         energy = None if before is None or after is None else after - before
-        return reply_of(arm, made, self.tokenizer, params.stop, energy_j=energy)
+        return reply_of(arm, generation, self.tokenizer, params.stop, energy_j=energy)
 
 
 class _Worker:
@@ -126,7 +126,7 @@ class _Worker:
     def __init__(self, config: RunConfig, arms: Sequence[Arm]) -> None:
         pair = load_pair(config.target, config.draft, dtype=config.dtype, device=config.device)
         self.config, self.arms = config, arms
-        self.task = ask(load_task(config.task), pair.tokenizer, PromptSettings(**config.prompt))
+        self.task = with_prompts(load_task(config.task), pair.tokenizer, PromptSettings(**config.prompt))
         self.problems = self.task.problems(config.split, config.limit, offset=config.offset)
         self.engine = LocalEngine(pair)
         if pair.num_positions is not None:

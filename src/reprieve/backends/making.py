@@ -33,9 +33,9 @@ def make_engine(
     """
     if settings.local:
         from reprieve.backends.local import LocalEngine
-        from reprieve.engine.threads import load_asked
+        from reprieve.engine.threads import load_configured
 
-        return LocalEngine(load_asked(pair, announce), num_workers=num_workers)
+        return LocalEngine(load_configured(pair, announce), num_workers=num_workers)
     if num_workers > 1:
         raise SpecError("workers are processes of the local engine; servers take parallel= requests at once")
     from reprieve.backends.served import ServedEngine

@@ -52,11 +52,11 @@ def facts_of(urls: Sequence[str]) -> ServerFacts:
         EngineError: one of them does not answer.
         ReprieveError: they are not alike.
     """
-    told = {url: _facts(url) for url in urls}
-    first = next(iter(told.values()))
-    for url, facts in told.items():
+    facts_by_url = {url: _facts(url) for url in urls}
+    first = next(iter(facts_by_url.values()))
+    for url, facts in facts_by_url.items():
         if facts != first:
-            raise ReprieveError(f"{url} and {next(iter(told))} are not the same server: {facts} and {first}")
+            raise ReprieveError(f"{url} and {next(iter(facts_by_url))} are not the same server: {facts} and {first}")
     return first
 
 
@@ -91,9 +91,9 @@ def answers(url: str) -> bool:
 
 
 def _facts(url: str) -> ServerFacts:
-    told = _get(f"{url}/version", missing="{}")
+    reply = _get(f"{url}/version", missing="{}")
     try:
-        version = str(json.loads(told)["version"])
+        version = str(json.loads(reply)["version"])
     except (ValueError, KeyError, TypeError):
         version = None
     page = _get(f"{url}/metrics", missing="")

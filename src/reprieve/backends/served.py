@@ -25,7 +25,7 @@ from reprieve.heads.binding import PairIdentity
 from reprieve.heads.loading import require_heads_fit
 from reprieve.settings import NumDraftTokens
 from reprieve.tasks import Task, TaskProblem
-from reprieve.tasks.asking import prompt_of
+from reprieve.tasks.prompting import prompt_of
 
 _FEW = 2  # tokens of an answer for which nothing may have been drafted
 
@@ -59,14 +59,14 @@ class ServedEngine:
             pairs = [slot for slot in self._slots.values() if slot.role == PAIR]
             self._serve(max(pairs, key=lambda slot: len(slot.rules), default=Slot(TARGET)))
         assert self._up is not None
-        told = self._up[1].facts
+        facts = self._up[1].facts
         return EngineFacts(
             self.identity,
-            dtype=told.dtype or self.deployer.dtype,
+            dtype=facts.dtype or self.deployer.dtype,
             device="server",
-            engine="openai" if told.version is None else "vllm",
-            engine_version=told.version,
-            runner=told.runner,
+            engine="openai" if facts.version is None else "vllm",
+            engine_version=facts.version,
+            runner=facts.runner,
             engine_arguments=getattr(self.deployer.settings, "arguments", ""),
         )
 
@@ -115,8 +115,8 @@ class ServedEngine:
                 )
         slots = {arm.label: self._slots[self._slot(arm, config.drafter).key] for arm in arms}
         for slot in self._up_first({slot.key: slot for slot in slots.values()}):
-            ours = [job for job in jobs if slots[job.arm] is slot]
-            if not ours:
+            slot_jobs = [job for job in jobs if slots[job.arm] is slot]
+            if not slot_jobs:
                 continue
             running = self._serve(slot)
 
@@ -127,8 +127,8 @@ class ServedEngine:
                 async def answer(job: Job, answerer: Answerer = answerer) -> ProblemRecord:
                     return await answerer.answer(by_label[job.arm], problems[job.number], job.number, job.trial)
 
-                made = results_of(ours, answer, num_parallel=self.num_parallel)
-                yield from iterate(loop, made, closing=client.close)
+                results = results_of(slot_jobs, answer, num_parallel=self.num_parallel)
+                yield from iterate(loop, results, closing=client.close)
 
     def grouped(self, arms: Sequence[Arm], drafter: str) -> list[list[Arm]]:
         """The arms by the server that they need."""
@@ -167,16 +167,16 @@ class ServedEngine:
                 number, problem = numbered
                 seeded = dataclasses.replace(params, seed=params.seed + number)
                 prompt_ids = self._encode(prompt_of(problem))
-                [made] = await client.complete(prompt_ids, seeded, extra=fields, stream=True)
-                _require_numbers(arm, made)
-                return made
+                [completion] = await client.complete(prompt_ids, seeded, extra=fields, stream=True)
+                _require_numbers(arm, completion)
+                return completion
 
             try:
                 warm = enumerate(problems[:num_warm])
                 _ = [one async for one in results_of(warm, ask, num_parallel=concurrency)]
                 began = time.perf_counter()
-                made = [one async for one in results_of(enumerate(problems), ask, num_parallel=concurrency)]
-                return made, time.perf_counter() - began
+                completions = [one async for one in results_of(enumerate(problems), ask, num_parallel=concurrency)]
+                return completions, time.perf_counter() - began
             finally:
                 await client.close()
 
@@ -192,9 +192,9 @@ class ServedEngine:
         """Turns of conversations as requests to a server."""
 
         async def decode(arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:
-            [made] = await client.complete(self._encode(prompt), params, extra=self._fields(arm, running))
-            _require_numbers(arm, made)
-            return reply_of_server(made)
+            [completion] = await client.complete(self._encode(prompt), params, extra=self._fields(arm, running))
+            _require_numbers(arm, completion)
+            return reply_of_server(completion)
 
         return decode
 
@@ -236,29 +236,29 @@ class ServedEngine:
         return running
 
 
-def _require_numbers(arm: Arm, made: Completion) -> None:
+def _require_numbers(arm: Arm, completion: Completion) -> None:
     """Refuse a speculating server that does not report metrics per request.
 
     Raises:
         EngineError: says which flag it needs.
     """
-    if arm.rule is not None and not made.speculation and len(made.token_ids) > _FEW:
+    if arm.rule is not None and not completion.speculation and len(completion.token_ids) > _FEW:
         raise EngineError(
             "the server reports no speculation metrics: start it with --per-request-spec-decode-metrics summary"
         )
 
 
-def reply_of_server(made: Completion) -> Reply:
+def reply_of_server(completion: Completion) -> Reply:
     """A completion, as every engine tells of it."""
-    numbers = made.speculation
+    numbers = completion.speculation
     return Reply(
-        text=made.text,
-        finish_reason=made.finish_reason,
-        num_tokens=len(made.token_ids),
-        num_rounds=made.num_steps,
-        round_lengths=made.step_lengths,
+        text=completion.text,
+        finish_reason=completion.finish_reason,
+        num_tokens=len(completion.token_ids),
+        num_rounds=completion.num_steps,
+        round_lengths=completion.step_lengths,
         num_drafted=int(numbers.get("num_draft_tokens", 0)),
         num_accepted=int(numbers.get("num_accepted_draft_tokens", 0)),
         num_rescued=int(numbers.get("num_rescued_tokens", 0)),
-        seconds=made.seconds,
+        seconds=completion.seconds,
     )

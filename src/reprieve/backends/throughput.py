@@ -74,23 +74,23 @@ def measure_throughput(
     num_requests = {level: settings.num_requests or max(2 * level, _FEWEST) for level in levels}
     known = [cell for cell in _read(path) if cell.num_requests == num_requests.get(cell.concurrency)]
     done = {(cell.arm, cell.concurrency, cell.turn): cell for cell in known}
-    places = [
+    schedule = [
         (level, turn, arm)
         for slot in engine.grouped(arms, config.drafter)
         for level in levels
         for turn in range(settings.turns)
         for arm in [*slot[turn % len(slot) :], *slot[: turn % len(slot)]]
     ]
-    for number, (level, turn, arm) in enumerate(places, start=1):
+    for number, (level, turn, arm) in enumerate(schedule, start=1):
         if (arm.label, level, turn) not in done:
-            asked = _repeated(problems, num_requests[level])
+            requests = _repeated(problems, num_requests[level])
             num_warm = level if turn == 0 else 1
-            made, seconds = engine.timed(config, task, arm, asked, concurrency=level, num_warm=num_warm)
-            cell = _cell(arm.label, level, turn, made, seconds)
+            completions, seconds = engine.timed(config, task, arm, requests, concurrency=level, num_warm=num_warm)
+            cell = _cell(arm.label, level, turn, completions, seconds)
             append_line(path, dataclasses.asdict(cell))
             done[arm.label, level, turn] = cell
-        progress(number, len(places))
-    return list(_rows([done[arm.label, level, turn] for level, turn, arm in places], arms))
+        progress(number, len(schedule))
+    return list(_rows([done[arm.label, level, turn] for level, turn, arm in schedule], arms))
 
 
 _FEWEST = 16  # requests of a turn
@@ -100,23 +100,23 @@ def _repeated(problems: Sequence[TaskProblem], count: int) -> list[TaskProblem]:
     return [problems[number % len(problems)] for number in range(count)]
 
 
-def _cell(label: str, level: int, turn: int, made: Sequence[Completion], seconds: float) -> Cell:
-    steps = sum(one.num_steps for one in made)
-    tokens = sum(len(one.token_ids) for one in made)
-    gaps = [gap for one in made for gap in np.diff(one.arrivals)]
+def _cell(label: str, level: int, turn: int, completions: Sequence[Completion], seconds: float) -> Cell:
+    steps = sum(one.num_steps for one in completions)
+    tokens = sum(len(one.token_ids) for one in completions)
+    gaps = [gap for one in completions for gap in np.diff(one.arrivals)]
     per_token = [
-        (one.arrivals[-1] - one.arrivals[0]) / (len(one.token_ids) - 1) for one in made if len(one.token_ids) > 1
+        (one.arrivals[-1] - one.arrivals[0]) / (len(one.token_ids) - 1) for one in completions if len(one.token_ids) > 1
     ]
     return Cell(
         arm=label,
         concurrency=level,
         turn=turn,
-        num_requests=len(made),
+        num_requests=len(completions),
         num_tokens=tokens,
         seconds=seconds,
         tokens_per_step=tokens / max(1, steps),
-        num_rescued=sum(int(one.speculation.get("num_rescued_tokens", 0)) for one in made),
-        first=_middle([one.arrivals[0] for one in made if one.arrivals]),
+        num_rescued=sum(int(one.speculation.get("num_rescued_tokens", 0)) for one in completions),
+        first=_middle([one.arrivals[0] for one in completions if one.arrivals]),
         per_token=_middle(per_token),
         pieces=_middle(gaps),
     )
@@ -139,30 +139,30 @@ def _read(path: Path) -> Iterator[Cell]:
 
 def _rows(cells: Sequence[Cell], arms: Sequence[Arm]) -> Iterator[dict[str, Any]]:
     """Medians over turns; ratios over lossless in the same turn, with the interval of their median."""
-    by_place = {(cell.arm, cell.concurrency, cell.turn): cell for cell in cells}
+    by_turn = {(cell.arm, cell.concurrency, cell.turn): cell for cell in cells}
     compared = any(arm.rule is not None and arm.rule_name == LOSSLESS for arm in arms)
     for arm in arms:
         base = lossless_for(arm, arms) if compared else None
         for level in sorted({cell.concurrency for cell in cells}):
-            ours = [cell for cell in cells if cell.arm == arm.label and cell.concurrency == level]
-            if not ours:
+            arm_cells = [cell for cell in cells if cell.arm == arm.label and cell.concurrency == level]
+            if not arm_cells:
                 continue
-            speeds = np.array([cell.num_tokens / cell.seconds for cell in ours])
+            speeds = np.array([cell.num_tokens / cell.seconds for cell in arm_cells])
             row = {
                 "arm": arm.label,
                 "concurrency": level,
-                "num_turns": len(ours),
-                "num_requests": ours[0].num_requests,
+                "num_turns": len(arm_cells),
+                "num_requests": arm_cells[0].num_requests,
                 "tokens_per_second": float(np.median(speeds)),
                 "tokens_per_second_range": [float(speeds.min()), float(speeds.max())],
-                "tokens_per_step": float(np.median([cell.tokens_per_step for cell in ours])),
-                "num_rescued": sum(cell.num_rescued for cell in ours),
+                "tokens_per_step": float(np.median([cell.tokens_per_step for cell in arm_cells])),
+                "num_rescued": sum(cell.num_rescued for cell in arm_cells),
                 "vs_lossless": None,
                 "vs_lossless_ci95": None,
             }
             for name in ("first", "per_token", "pieces"):
-                row[f"{name}_s"] = [float(np.median([getattr(cell, name)[at] for cell in ours])) for at in (0, 1)]
-            pairs = [by_place.get((str(base), level, cell.turn)) for cell in ours]
+                row[f"{name}_s"] = [float(np.median([getattr(cell, name)[at] for cell in arm_cells])) for at in (0, 1)]
+            pairs = [by_turn.get((str(base), level, cell.turn)) for cell in arm_cells]
             beside = arm.label not in (TARGET_ONLY, DRAFT_ONLY)
             if beside and all(pairs):
                 strict_speeds = np.array([pair.num_tokens / pair.seconds for pair in pairs if pair])

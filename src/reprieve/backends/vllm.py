@@ -111,7 +111,7 @@ def start_vllm(deployment: Deployment, settings: VllmSettings, *, host: str = "1
     def close() -> None:
         alive = process.poll() is None
         _end(process)
-        if alive and not why.told:  # else somebody was told to read its log
+        if alive and not why.shown:  # else somebody was told to read its log
             shutil.rmtree(folder, ignore_errors=True)
 
     return Running((url,), MODEL_NAME, facts, close=close, why=why)
@@ -133,10 +133,10 @@ class _Why:
 
     process: subprocess.Popen[bytes]
     log: Path
-    told: bool = False
+    shown: bool = False
 
     def __call__(self) -> str:
-        self.told = True
+        self.shown = True
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         errors = [line for line in lines if "Error" in line and "Traceback" not in line]
         status = self.process.poll()

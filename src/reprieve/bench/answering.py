@@ -16,7 +16,7 @@ from reprieve.engine.text_stream import Decodes
 from reprieve.errors import EngineError, PairError
 from reprieve.settings import PromptSettings
 from reprieve.tasks import Task, TaskProblem
-from reprieve.tasks.asking import Conversation, PromptFormat, prompt_of
+from reprieve.tasks.prompting import Conversation, PromptFormat, prompt_of
 from reprieve.types import Generation
 
 WARM_UP_TOKENS = 24
@@ -55,8 +55,8 @@ class Answerer:
     async def _answer(self, arm: Arm, problem: TaskProblem, params: SamplingParams, trial: int) -> ProblemRecord:
         """One arm on one problem. An error is recorded as an error, never as an answer."""
         try:
-            made = await self._converse(arm, problem, arm.params(params))
-            answer, correct = await self._grade(made[-1].text, problem)
+            generations = await self._converse(arm, problem, arm.params(params))
+            answer, correct = await self._grade(generations[-1].text, problem)
         except (EngineError, PairError):  # there is nothing to answer with
             raise
         except Exception as error:  # whatever it is, the other problems are still worth measuring
@@ -73,7 +73,7 @@ class Answerer:
                 **totals(()),
             )
         return dataclasses.replace(
-            record_of(arm, problem.problem_id, made), correct=correct, answer=answer, trial=trial
+            record_of(arm, problem.problem_id, generations), correct=correct, answer=answer, trial=trial
         )
 
     async def _grade(self, text: str, problem: TaskProblem) -> tuple[str | None, bool]:
@@ -84,33 +84,33 @@ class Answerer:
 
     async def _converse(self, arm: Arm, problem: TaskProblem, params: SamplingParams) -> list[Reply]:
         """The answers of all turns; most problems have one."""
-        made = [await self._decode(arm, problem, prompt_of(problem), params)]
+        generations = [await self._decode(arm, problem, prompt_of(problem), params)]
         if not problem.follow_ups:
-            return made
+            return generations
         talk = Conversation(self._format, problem.prompt)
         for message in problem.follow_ups:
-            talk.add(made[-1].text, message)
-            made.append(await self._decode(arm, problem, talk.prompt(), params))
-        return made
+            talk.add(generations[-1].text, message)
+            generations.append(await self._decode(arm, problem, talk.prompt(), params))
+        return generations
 
 
 def reply_of(
-    arm: Arm, made: Generation, tokenizer: Decodes, stop: tuple[str, ...], *, energy_j: float | None = None
+    arm: Arm, generation: Generation, tokenizer: Decodes, stop: tuple[str, ...], *, energy_j: float | None = None
 ) -> Reply:
     """Convert the local engine's output to the `Reply` that all engines return."""
     return Reply(
-        text=made.text,
-        finish_reason=made.finish_reason,
-        num_tokens=len(made.tokens),
-        num_rounds=0 if arm.label == DRAFT_ONLY else made.num_rounds,  # rounds are target forwards
-        num_drafted=made.num_drafted,
-        num_accepted=made.num_accepted,
-        num_rescued=made.num_rescued,
-        seconds=made.seconds,
-        num_pruned=made.num_pruned,
-        round_lengths=made.round_lengths,
-        spans=[list(span) for span in provenance_spans(made.tokens, tokenizer, stop)],
-        seconds_by_part=made.seconds_by_part,
+        text=generation.text,
+        finish_reason=generation.finish_reason,
+        num_tokens=len(generation.tokens),
+        num_rounds=0 if arm.label == DRAFT_ONLY else generation.num_rounds,  # rounds are target forwards
+        num_drafted=generation.num_drafted,
+        num_accepted=generation.num_accepted,
+        num_rescued=generation.num_rescued,
+        seconds=generation.seconds,
+        num_pruned=generation.num_pruned,
+        round_lengths=generation.round_lengths,
+        spans=[list(span) for span in provenance_spans(generation.tokens, tokenizer, stop)],
+        seconds_by_part=generation.seconds_by_part,
         energy_j=energy_j,
     )
 

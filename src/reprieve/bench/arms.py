@@ -184,8 +184,8 @@ def expand_values(spec: str) -> list[str]:
         else:
             values[-1][1].append(key)
     suffix = spec.removeprefix(rule)
-    made = itertools.product(*([key + value for value in options] for key, options in values))
-    return [f"{name}:{','.join(parts)}{suffix}" for parts in made]
+    combinations = itertools.product(*([key + value for value in options] for key, options in values))
+    return [f"{name}:{','.join(parts)}{suffix}" for parts in combinations]
 
 
 def make_arm(spec: str | Rule, k: NumDraftTokens, *, suffixed: bool = False, target: str | None = None) -> Arm:
@@ -210,8 +210,8 @@ def make_arm(spec: str | Rule, k: NumDraftTokens, *, suffixed: bool = False, tar
         certificate = Certificate.load(name.removeprefix(CERTIFIED))
         rule = attach_heads(parse_rule(certificate.rule), target)
         certified = certificate.conditions.num_draft_tokens
-        ours = fitting_length(k, rule) if isinstance(k, str) else AUTO
-        k = certified if isinstance(certified, int) else ours
+        length = fitting_length(k, rule) if isinstance(k, str) else AUTO
+        k = certified if isinstance(certified, int) else length
         return Arm(rule.spec, rule, k, certificate=certificate)
     rerun, method = name == RERUN, _vllm_method(name) if name.startswith(VLLM) else ()
     rule = spec if isinstance(spec, Rule) else parse_rule(LOSSLESS if rerun or method else name)

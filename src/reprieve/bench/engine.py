@@ -16,7 +16,7 @@ from reprieve.tasks import Task, TaskProblem
 
 @dataclass(frozen=True)
 class Job:
-    """One answer to be made: the arm's label, the problem's place in the run, and the trial."""
+    """One answer to be made: the arm's label, the problem's number in the run, and the trial."""
 
     arm: str
     number: int

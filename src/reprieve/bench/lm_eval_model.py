@@ -81,8 +81,8 @@ class ReprieveLM(HFLM):  # type: ignore[misc]
             max_new_tokens=max_length - len(prompt_ids),
             stop=tuple(text for text in stop if text and text != eos),
         )
-        made = self._decoder.generate(prompt_ids, self.arm.params(params))
-        return torch.tensor([prompt_ids + made.token_ids], device=context.device)
+        generation = self._decoder.generate(prompt_ids, self.arm.params(params))
+        return torch.tensor([prompt_ids + generation.token_ids], device=context.device)
 
 
 def _arm(spec: str, k: NumDraftTokens, target: str) -> Arm:

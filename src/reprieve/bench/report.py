@@ -146,9 +146,9 @@ def _examples(arms: list[dict[str, Any]], rows: Any, strict: str, num: int) -> l
     for arm in arms:
         if not arm["num_rescued"] or arm["spec"] == strict:
             continue
-        for ours, theirs in zip(rows[arm["spec"]], rows[strict], strict=True):
-            if ours[0].num_rescued and theirs[0].correct:
-                (kept if ours[0].correct else spoiled).append((arm["short"], theirs[0], ours[0]))
+        for relaxed, lossless in zip(rows[arm["spec"]], rows[strict], strict=True):
+            if relaxed[0].num_rescued and lossless[0].correct:
+                (kept if relaxed[0].correct else spoiled).append((arm["short"], lossless[0], relaxed[0]))
     kept.sort(key=lambda item: (-item[2].num_rescued, item[2].problem_id))
     spoiled.sort(key=lambda item: (item[2].num_rescued, item[2].problem_id))
     chosen: list[tuple[str, ProblemRecord, ProblemRecord]] = []
@@ -161,13 +161,13 @@ def _examples(arms: list[dict[str, Any]], rows: Any, strict: str, num: int) -> l
     return [
         {
             "arm": name,
-            "problem_id": ours.problem_id,
+            "problem_id": relaxed.problem_id,
             "answers": [
-                ("lossless", theirs, _pieces(theirs)),
-                (name, ours, _pieces(ours)),
+                ("lossless", lossless, _pieces(lossless)),
+                (name, relaxed, _pieces(relaxed)),
             ],
         }
-        for name, theirs, ours in chosen[:num]
+        for name, lossless, relaxed in chosen[:num]
     ]
 
 

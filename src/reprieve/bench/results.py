@@ -190,14 +190,14 @@ def _against_target(problems: list[list[ProblemRecord]], target: list[list[Probl
 
 def _against_lossless(problems: list[list[ProblemRecord]], lossless: list[list[ProblemRecord]]) -> dict[str, Any]:
     """Quality, length and speed beside the lossless answers to the same problems."""
-    ours, strict = (column(arm, lambda record: record.correct) for arm in (problems, lossless))
+    correct, lossless_correct = (column(arm, lambda record: record.correct) for arm in (problems, lossless))
     tokens = [column(arm, lambda record: record.num_tokens) for arm in (problems, lossless)]
     cut = [column(arm, lambda record: record.finish_reason == "length") for arm in (problems, lossless)]
-    regressed, improved = strict * (1 - ours), ours * (1 - strict)
-    difference = _difference(problems, lossless, ours, strict)
+    regressed, improved = lossless_correct * (1 - correct), correct * (1 - lossless_correct)
+    difference = _difference(problems, lossless, correct, lossless_correct)
     return {
         "accuracy_vs_lossless": difference,
-        "accuracy_vs_lossless_p": paired_pvalue(ours - strict),
+        "accuracy_vs_lossless_p": paired_pvalue(correct - lossless_correct),
         "net_drop": [-difference[0], -difference[2], -difference[1]],
         "regression_rate": float(regressed.mean()),
         "regression_rate_ci95": list(share_interval(regressed)),
@@ -230,22 +230,22 @@ def _finished_rate(totals: np.ndarray) -> float | None:
 
 def _answers_against(problems: list[list[ProblemRecord]], lossless: list[list[ProblemRecord]]) -> dict[str, Any]:
     """Ratio of finished answers per second to lossless decoding's: a rule whose answers grow gains less than tokens."""
-    ours, theirs = _answer_totals(problems), _answer_totals(lossless)
+    totals, lossless_totals = _answer_totals(problems), _answer_totals(lossless)
     nothing = {"answers_vs_lossless": None, "answers_vs_lossless_ci95": None}
-    if not ours[:, 1].all() or not theirs[:, 1].all() or not theirs[:, 0].any():
+    if not totals[:, 1].all() or not lossless_totals[:, 1].all() or not lossless_totals[:, 0].any():
         return nothing
 
     def ratio(index: Any) -> float:
-        one, other = _finished_rate(ours[index]), _finished_rate(theirs[index])
+        one, other = _finished_rate(totals[index]), _finished_rate(lossless_totals[index])
         return float("nan") if one is None or not other else one / other
 
-    interval = list(bootstrap_interval(ratio, len(ours), num_resamples=1000)) if len(ours) > 1 else None
-    return {"answers_vs_lossless": ratio(np.arange(len(ours))), "answers_vs_lossless_ci95": interval}
+    interval = list(bootstrap_interval(ratio, len(totals), num_resamples=1000)) if len(totals) > 1 else None
+    return {"answers_vs_lossless": ratio(np.arange(len(totals))), "answers_vs_lossless_ci95": interval}
 
 
-def _difference(ours: Any, theirs: Any, left: np.ndarray, right: np.ndarray) -> list[float]:
+def _difference(arm: Any, baseline: Any, left: np.ndarray, right: np.ndarray) -> list[float]:
     """[difference, low, high]; an arm beside itself differs by nothing. JSON has no infinity: the largest number is."""
-    if ours is theirs:
+    if arm is baseline:
         return [0.0, 0.0, 0.0]
     return [max(-_LARGEST, min(_LARGEST, value)) for value in paired_difference(left, right)]
 
@@ -293,8 +293,8 @@ def _against_allocation(label: str, rows: Rows) -> list[float]:
         share = min(max(below / (below - above), 0.0), 1.0) if below != above else 0.0
     else:
         share = 0.0
-    ours, strong, weak = (column(rows[name], lambda r: r.correct) for name in (label, TARGET_ONLY, DRAFT_ONLY))
-    return _difference(rows[label], None, ours, (1 - share) * strong + share * weak)
+    correct, strong, weak = (column(rows[name], lambda r: r.correct) for name in (label, TARGET_ONLY, DRAFT_ONLY))
+    return _difference(rows[label], None, correct, (1 - share) * strong + share * weak)
 
 
 def _random_allocation(rows: Rows) -> list[dict[str, float]]:

@@ -18,7 +18,7 @@ from reprieve.errors import EngineError, ReprieveError, SpecError
 from reprieve.heads.origin import name_problems, seen_problems
 from reprieve.settings import MAX_PROBLEMS
 from reprieve.tasks import Task, TaskProblem
-from reprieve.tasks.asking import AskedTask
+from reprieve.tasks.prompting import PromptedTask
 
 Progress = Callable[[int, int], None]  # finished and all (problem, trial, arm) triples
 
@@ -63,7 +63,7 @@ class Runner:
         self.problems = task.problems(config.split, config.limit, offset=config.offset)
         if not arms or not self.problems:
             raise SpecError(no_problems(task, config.split, config.offset))
-        if isinstance(task, AskedTask) and engine.num_positions is not None:
+        if isinstance(task, PromptedTask) and engine.num_positions is not None:
             task.fit(self.problems, engine.num_positions)
         self.config = config
         self.arms = list(arms)
@@ -106,17 +106,17 @@ class Runner:
             return False
         except EngineError as error:
             raise EngineError(f"{error}; {len(self.records)} answers are kept, run again to go on") from None
-        ours = [record for record in self.records if record.arm in labels]
-        if ours and all(record.error for record in ours):
-            raise ReprieveError(f"every problem failed; the first error: {ours[0].error}")
+        chosen_records = [record for record in self.records if record.arm in labels]
+        if chosen_records and all(record.error for record in chosen_records):
+            raise ReprieveError(f"every problem failed; the first error: {chosen_records[0].error}")
         return True
 
     def _missing(self, arms: list[Arm]) -> list[Job]:
         """Return the unanswered jobs in the order to run them; failed ones are tried once more."""
         done = {(record.arm, record.problem_id, record.trial) for record in self.records if not record.error}
         jobs = []
-        places = [(number, trial) for number in range(len(self.problems)) for trial in range(self.config.num_trials)]
-        for turn, (number, trial) in enumerate(places):
+        trials = [(number, trial) for number in range(len(self.problems)) for trial in range(self.config.num_trials)]
+        for turn, (number, trial) in enumerate(trials):
             for arm in [*arms[turn % len(arms) :], *arms[: turn % len(arms)]]:
                 if (arm.label, self.problems[number].problem_id, trial) not in done:
                     jobs.append(Job(arm.label, number, trial))

@@ -46,32 +46,32 @@ class Verdict:
 
 
 async def judge_answer(
-    chat: Chat, problem: TaskProblem, ours: ProblemRecord, baseline: ProblemRecord, *, num_votes: int
+    chat: Chat, problem: TaskProblem, record: ProblemRecord, baseline: ProblemRecord, *, num_votes: int
 ) -> Verdict:
-    """Compare two answers, each vote in both orders, since judges prefer a place. Equal texts need no judge."""
-    texts = (conversation(problem, baseline), conversation(problem, ours))
+    """Compare two answers, each vote in both orders, since judges prefer a position. Equal texts need no judge."""
+    texts = (conversation(problem, baseline), conversation(problem, record))
     votes: list[str] = []
     score: float | None = 0.0
     if texts[0] != texts[1]:
         points = []
         for number in range(num_votes):
             for first, second, sign in ((*texts, 1), (*texts[::-1], -1)):
-                vote = await ask_verdict(chat, problem.asked, first, second, number=number)
+                vote = await ask_verdict(chat, problem.question_text, first, second, number=number)
                 votes.append(vote or "none")
                 if vote:
                     points.append(sign * ((vote in SECOND_BETTER) - (vote in FIRST_BETTER)))
         score = float(np.sign(sum(points))) if points else None
-    return Verdict(ours.arm, ours.problem_id, ours.trial, "compare", problem.category, votes, score)
+    return Verdict(record.arm, record.problem_id, record.trial, "compare", problem.category, votes, score)
 
 
-async def grade_answer(chat: Chat, problem: TaskProblem, ours: ProblemRecord, *, num_votes: int) -> Verdict:
+async def grade_answer(chat: Chat, problem: TaskProblem, record: ProblemRecord, *, num_votes: int) -> Verdict:
     """Grade an answer from 1 to 10, as MT-Bench does: the mean of the votes."""
-    prompt = _GRADE.format(conversation=conversation(problem, ours))
+    prompt = _GRADE.format(conversation=conversation(problem, record))
     votes = [_RATING.findall(await chat.ask(prompt, attempt=number)) for number in range(num_votes)]
     grades = [float(numbers[-1]) for numbers in votes if numbers and 1 <= float(numbers[-1]) <= 10]
     score = sum(grades) / len(grades) if grades else None
     return Verdict(
-        ours.arm, ours.problem_id, ours.trial, "grade", problem.category, [str(grade) for grade in grades], score
+        record.arm, record.problem_id, record.trial, "grade", problem.category, [str(grade) for grade in grades], score
     )
 
 
@@ -79,7 +79,7 @@ def conversation(problem: TaskProblem, record: ProblemRecord) -> str:
     """All turns, or just the answer where there is one."""
     if not problem.follow_ups:
         return record.text
-    said = zip((problem.asked, *problem.follow_ups), record.turns or [record.text], strict=False)
+    said = zip((problem.question_text, *problem.follow_ups), record.turns or [record.text], strict=False)
     return "\n\n".join(f"User: {message}\n\nAssistant: {answer}" for message, answer in said)
 
 
@@ -158,10 +158,10 @@ def summarise_verdicts(verdicts: Sequence[Verdict], baseline: str) -> dict[str, 
     """Per arm and category: wins, ties and losses with the share of equal or better, or the mean grade."""
     arms = []
     for arm in dict.fromkeys(verdict.arm for verdict in verdicts):
-        ours = [verdict for verdict in verdicts if verdict.arm == arm]
-        row: dict[str, Any] = {"arm": arm, **_summary(ours)}
-        categories = sorted({verdict.category for verdict in ours} - {""})
-        row["categories"] = {name: _summary([v for v in ours if v.category == name]) for name in categories}
+        arm_verdicts = [verdict for verdict in verdicts if verdict.arm == arm]
+        row: dict[str, Any] = {"arm": arm, **_summary(arm_verdicts)}
+        categories = sorted({verdict.category for verdict in arm_verdicts} - {""})
+        row["categories"] = {name: _summary([v for v in arm_verdicts if v.category == name]) for name in categories}
         arms.append(row)
     return {"schema": 1, "kind": verdicts[0].kind if verdicts else None, "baseline": baseline, "arms": arms}
 

@@ -22,7 +22,7 @@ from reprieve.certify.confidence_sequence import ConfidenceSequence
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.errors import EngineError, ReprieveError, SpecError, require_range, require_whole
 from reprieve.tasks import Task, TaskProblem
-from reprieve.tasks.asking import prompt_of
+from reprieve.tasks.prompting import prompt_of
 
 
 @dataclass(frozen=True)
@@ -225,13 +225,13 @@ def watch(
         ReprieveError: every problem failed.
     """
     problems = task.problems(config.split, config.limit, offset=config.offset)
-    places = {problem.problem_id: number for number, problem in enumerate(problems)}
+    number_of = {problem.problem_id: number for number, problem in enumerate(problems)}
 
     def answered(arm: Arm, numbers: Iterable[int]) -> Iterator[ProblemRecord]:
         return engine.answer(config, task, [arm], problems, [Job(arm.label, number, 0) for number in numbers])
 
     def check(served: ServedAnswer) -> float:
-        [record] = answered(strict, [places[served.problem.problem_id]])
+        [record] = answered(strict, [number_of[served.problem.problem_id]])
         if record.error:
             raise ReprieveError(record.error)
         return drop_of(task, served.problem, record.text, served.text)
@@ -246,7 +246,7 @@ def watch(
             if record.error:
                 errors.append(record.error)
             else:
-                monitor.observe(ServedAnswer(problems[places[record.problem_id]], params, record.text))
+                monitor.observe(ServedAnswer(problems[number_of[record.problem_id]], params, record.text))
             on_answer(monitor.status)
     except EngineError:
         monitor.close(check_waiting=False)

@@ -302,8 +302,8 @@ def _where(runner: Runner) -> dict[str, Any]:
 
 def _plain(record: Any) -> dict[str, Any]:
     """Return a record as JSON holds it."""
-    made: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(record)))
-    return made
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(record)))
+    return plain
 
 
 def _unread(runner: Runner) -> dict[str, int]:
@@ -350,7 +350,7 @@ def _noise_floor(runner: Runner, strict: Arm, again: Arm) -> Noise:
     low, high = paired_difference(*solved)[1:]
     return {
         "num_problems": len(rows[strict.label]),
-        "same_answers": float(np.mean([ours == theirs for ours, theirs in zip(*texts, strict=True)])),
+        "same_answers": float(np.mean([first == second for first, second in zip(*texts, strict=True)])),
         "difference": float(solved[0].mean() - solved[1].mean()),
         "difference_ci95": [low, high],
     }

@@ -35,13 +35,13 @@ class Certify(Command):
 
         [k] = self.answering.draft_tokens(self.settings.num_draft_tokens)
         plan = Plan.of(replace(self.settings, num_draft_tokens=k), target=self.pair.target)
-        asked = self.settings.run
+        run_settings = self.settings.run
         opened = screen.engine_and_task(
-            self.answering, self.pair, asked.task, asked.prompt, num_workers=self.num_workers
+            self.answering, self.pair, run_settings.task, run_settings.prompt, num_workers=self.num_workers
         )
         with opened as (engine, task), screen.progress_bar("answers") as bar:
-            self._warn_of_few(len(task.problems(asked.split, asked.limit, offset=asked.offset)))
-            made = certify(
+            self._warn_of_few(len(task.problems(run_settings.split, run_settings.limit, offset=run_settings.offset)))
+            outcome = certify(
                 plan,
                 engine,
                 task,
@@ -50,16 +50,16 @@ class Certify(Command):
                 announce=screen.say,
                 progress=screen.reporter(bar),
             )
-        if made is None:
+        if outcome is None:
             screen.warn("interrupted: answers are kept; run again to go on")
             return 130
         self.keep_config(self.out)
-        if made.certificate is None:
-            screen.say(f"no certificate: {made.reason}")
+        if outcome.certificate is None:
+            screen.say(f"no certificate: {outcome.reason}")
             return 1
-        screen.say(f"\n{made.certificate.statement}")
-        screen.say(f"{made.certificate.verdict}; certificate: {made.path}")
-        screen.say(f"use it: reprieve bench --arm certified:{made.path}")
+        screen.say(f"\n{outcome.certificate.statement}")
+        screen.say(f"{outcome.certificate.verdict}; certificate: {outcome.path}")
+        screen.say(f"use it: reprieve bench --arm certified:{outcome.path}")
         return 0
 
     def _warn_of_few(self, num_problems: int) -> None:

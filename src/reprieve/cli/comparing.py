@@ -97,14 +97,17 @@ def measure(
     levels = speed.concurrency if speed is not None else ()
     if levels and engine.local:
         raise SpecError("--concurrency requires a server engine (--engine vllm): the local engine has batch size 1")
-    with screen.engine_and_task(engine, pair, settings.task, settings.prompt, num_workers=num_workers) as (made, task):
-        arms = without_missing(arms, made, settings.drafter)
-        config = RunConfig.of(made, arms, settings, command=screen.command_line())
+    with screen.engine_and_task(engine, pair, settings.task, settings.prompt, num_workers=num_workers) as (
+        running_engine,
+        task,
+    ):
+        arms = without_missing(arms, running_engine, settings.drafter)
+        config = RunConfig.of(running_engine, arms, settings, command=screen.command_line())
         with screen.progress_bar(f"{len(arms)} arms") as bar:
             run = run_arms(
                 config,
                 arms,
-                made,
+                running_engine,
                 task,
                 out,
                 begun=lambda: command.keep_config(out),
@@ -112,7 +115,7 @@ def measure(
             )
         document = summarise(run)
         if speed is not None and levels and run.complete:
-            document["throughput"] = _under_load(made, run, task, speed, out)
+            document["throughput"] = _under_load(running_engine, run, task, speed, out)
     return run, document
 
 

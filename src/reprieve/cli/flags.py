@@ -172,19 +172,19 @@ def build(kind: type[T], values: Mapping[str, Any], *, default: Any = dataclasse
         SpecError: a value that a record refuses.
     """
     hints = typing.get_type_hints(kind)
-    made = {}
+    arguments = {}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         if not field.init:
             continue
         fallback = _default_of(field) if default is dataclasses.MISSING else getattr(default, field.name)
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint):
-            made[field.name] = build(hint, values, default=fallback)  # type: ignore[arg-type]
+            arguments[field.name] = build(hint, values, default=fallback)  # type: ignore[arg-type]
         elif field.name in values and field.metadata.get("flag") is not False:
-            made[field.name] = values[field.name]
+            arguments[field.name] = values[field.name]
         elif fallback is not dataclasses.MISSING:
-            made[field.name] = fallback
-    return kind(**made)
+            arguments[field.name] = fallback
+    return kind(**arguments)
 
 
 def to_yaml(record: Any, command: str) -> str:

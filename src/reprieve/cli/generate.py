@@ -75,7 +75,7 @@ class Generate(Command):
         from rich.text import Text
 
         require_choice("template", self.template, ("auto", "raw", "chat"))
-        asked = self._asked
+        prompt_settings = self._prompt_settings
         require_draft_tokens(self.num_draft_tokens)
         screen.require_file(self.out)
         params = SamplingParams(
@@ -96,14 +96,14 @@ class Generate(Command):
         def show(token: Token, piece: str) -> None:
             shown.print(Text(piece, style=STYLES[token.provenance.value]), end="", soft_wrap=True)
 
-        made = decoder.generate(
-            self._wrapped(text, pair.tokenizer, asked),
+        generation = decoder.generate(
+            self._wrapped(text, pair.tokenizer, prompt_settings),
             params,
             dial=self.dial,
             on_token=None if self.json else show,
             trace=self.trace,
         )
-        document = json.dumps(_as_json(made, decoder.rule.spec, pair.tokenizer))
+        document = json.dumps(_as_json(generation, decoder.rule.spec, pair.tokenizer))
         if self.out is not None:
             replace_file(self.out, document + "\n")
         if self.json:
@@ -111,45 +111,45 @@ class Generate(Command):
             return 0
         shown.print()
         screen.warn(
-            f"{len(made.tokens)} tokens in {made.num_rounds} rounds ({made.tokens_per_round:.2f} per round), "
-            f"{made.num_accepted} drafted and accepted, {made.num_rescued} of them rescued; "
-            f"{made.seconds:.2f} s, ended by {made.finish_reason}"
+            f"{len(generation.tokens)} tokens in {generation.num_rounds} rounds "
+            f"({generation.tokens_per_round:.2f} per round), {generation.num_accepted} drafted and accepted, "
+            f"{generation.num_rescued} of them rescued; {generation.seconds:.2f} s, ended by {generation.finish_reason}"
         )
         return 0
 
     @property
-    def _asked(self) -> PromptSettings:
+    def _prompt_settings(self) -> PromptSettings:
         wanted = self.template == "chat" or (
             self.template == "auto" and (self.system_prompt is not None or self.thinking is not None)
         )
         return PromptSettings(chat_template=wanted, system_prompt=self.system_prompt, thinking=self.thinking)
 
-    def _wrapped(self, text: str, tokenizer: Any, asked: PromptSettings) -> str | list[int]:
+    def _wrapped(self, text: str, tokenizer: Any, prompt_settings: PromptSettings) -> str | list[int]:
         from reprieve.tasks import load_task
-        from reprieve.tasks.asking import PromptFormat
+        from reprieve.tasks.prompting import PromptFormat
 
-        if asked.chat_template:
+        if prompt_settings.chat_template:
             if not tokenizer.chat_template:
                 target = self.pair.target
                 raise SpecError(f"template must be auto or raw for {target!r}: its tokenizer has no chat template")
-            return PromptFormat(tokenizer, asked).encode([{"role": "user", "content": text}])
+            return PromptFormat(tokenizer, prompt_settings).encode([{"role": "user", "content": text}])
         if self.template == "auto" and self.pair.bundle:
             return load_task(self.pair.bundle.task).wrap(text)
         return text
 
 
-def _as_json(made: Generation, spec: str, tokenizer: Any) -> dict[str, Any]:
+def _as_json(generation: Generation, spec: str, tokenizer: Any) -> dict[str, Any]:
     document: dict[str, Any] = {
         "rule": spec,
-        "text": made.text,
-        "finish_reason": made.finish_reason,
-        "num_tokens": len(made.tokens),
-        "num_rounds": made.num_rounds,
-        "num_drafted": made.num_drafted,
-        "num_accepted": made.num_accepted,
-        "num_rescued": made.num_rescued,
-        "tokens_per_round": made.tokens_per_round,
-        "seconds": made.seconds,
+        "text": generation.text,
+        "finish_reason": generation.finish_reason,
+        "num_tokens": len(generation.tokens),
+        "num_rounds": generation.num_rounds,
+        "num_drafted": generation.num_drafted,
+        "num_accepted": generation.num_accepted,
+        "num_rescued": generation.num_rescued,
+        "tokens_per_round": generation.tokens_per_round,
+        "seconds": generation.seconds,
         "tokens": [
             {
                 "token_id": token.token_id,
@@ -157,11 +157,11 @@ def _as_json(made: Generation, spec: str, tokenizer: Any) -> dict[str, Any]:
                 "provenance": token.provenance.value,
                 "risk": token.risk if token.risk is not None and abs(token.risk) != float("inf") else None,
             }
-            for token in made.tokens
+            for token in generation.tokens
         ],
     }
-    if made.trace is not None:
-        document["rounds"] = [_finite(dataclasses.asdict(entry)) for entry in made.trace]
+    if generation.trace is not None:
+        document["rounds"] = [_finite(dataclasses.asdict(entry)) for entry in generation.trace]
     return document
 
 

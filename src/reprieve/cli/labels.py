@@ -86,8 +86,8 @@ class LabelStats(Command):
             table.add_row(row.name, str(row.num_labelled), str(row.num_important), share)
         screen.console().print(table)
         swaps = Table("important: target", "draft", "times", box=box.SIMPLE_HEAD)
-        for ours, theirs, count in frequent_important(problems, tokenizer, self.top):
-            swaps.add_row(repr(ours), repr(theirs), str(count))
+        for target_text, draft_text, count in frequent_important(problems, tokenizer, self.top):
+            swaps.add_row(repr(target_text), repr(draft_text), str(count))
         screen.console().print(swaps)
         return 0
 

@@ -55,14 +55,14 @@ class Mine(Command):
                 store = LabelStore(self.out)
                 self.keep_config(self.out)
         report.require_some()
-        made = summarise(store.problems(), store.manifest.get("max_new_tokens"))
-        screen.say(made.sentence())
-        if made.num_cut_off:
+        summary = summarise(store.problems(), store.manifest.get("max_new_tokens"))
+        screen.say(summary.sentence())
+        if summary.num_cut_off:
             length = store.manifest["max_new_tokens"]
-            loud = made.num_cut_off > screen.MOST_CUT_OFF * made.num_problems
+            loud = summary.num_cut_off > screen.MOST_CUT_OFF * summary.num_problems
             screen.warn(
-                f"{'RESPONSES CUT OFF: ' if loud else ''}{made.num_cut_off} of {made.num_problems} responses ended at "
-                f"{length} tokens, without their answer: raise --max-new-tokens"
+                f"{'RESPONSES CUT OFF: ' if loud else ''}{summary.num_cut_off} of {summary.num_problems} responses "
+                f"ended at {length} tokens, without their answer: raise --max-new-tokens"
             )
         screen.say(
             f"labels: {self.out}   mined now: {report.num_mined}, there before: {report.num_skipped}, "

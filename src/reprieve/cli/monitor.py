@@ -41,12 +41,12 @@ class Monitor(Command):
         strict, relaxed = (make_arm(rule, k, target=self.pair.target) for rule in (LOSSLESS, self.rule))
         if relaxed.rule is None or relaxed.rule.dial is None:
             raise SpecError(f"--rule must be a relaxed rule: there is nothing to watch in {self.rule!r}")
-        asked = self.problems
-        with screen.engine_and_task(self.answering, self.pair, asked.task, asked.prompt) as (engine, task):
-            config = RunConfig.of(engine, [strict, relaxed], asked, command=screen.command_line())
+        problems = self.problems
+        with screen.engine_and_task(self.answering, self.pair, problems.task, problems.prompt) as (engine, task):
+            config = RunConfig.of(engine, [strict, relaxed], problems, command=screen.command_line())
             if relaxed.certificate is not None:
                 relaxed.certificate.check(config.conditions(engine, relaxed), where=f"of {relaxed.label}")
-            num_problems = len(task.problems(asked.split, asked.limit, offset=asked.offset))
+            num_problems = len(task.problems(problems.split, problems.limit, offset=problems.offset))
             num_told = -1
 
             def on_answer(status: MonitorStatus) -> None:
@@ -63,7 +63,7 @@ class Monitor(Command):
                 relaxed,
                 strict,
                 **asdict(self.settings),
-                seed=asked.seed,
+                seed=problems.seed,
                 on_alarm=lambda status: screen.say(f"alarm: {status.sentence()}"),
                 on_answer=on_answer,
             )

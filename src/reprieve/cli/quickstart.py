@@ -41,7 +41,7 @@ from reprieve.specs import quoted
 if TYPE_CHECKING:
     from reprieve.heads.certificates import Certificate
     from reprieve.tasks import Task
-    from reprieve.tasks.asking import AskedTask
+    from reprieve.tasks.prompting import PromptedTask
 
 _COMPARED = 40  # problems of the last comparison
 _MOST = 10_000  # problems counted of a split
@@ -212,15 +212,15 @@ class Quickstart(Command):
         files = [self.data, self.prompt_template, Path(self.grader.removeprefix("python:").rpartition(":")[0] or "-")]
         digests = {str(path): digest(path.read_bytes()) for path in files if path is not None and path.is_file()}
         given = dataclasses.asdict(self) | {"pair": self.pair.models}
-        ours = {key: str(value) for key, value in given.items() if key not in _FREE} | digests
+        started = {key: str(value) for key, value in given.items() if key not in _FREE} | digests
         path = self.out / "started.json"
         if not path.exists():
-            replace_file(path, json.dumps(ours, indent=2) + "\n")
+            replace_file(path, json.dumps(started, indent=2) + "\n")
             return
         before = read_json(path, "the run's settings")
-        for key in sorted(ours.keys() | before.keys()):
-            if ours.get(key) != before.get(key):
-                what = f"{key} = {before.get(key)!r} instead of {ours.get(key)!r}"
+        for key in sorted(started.keys() | before.keys()):
+            if started.get(key) != before.get(key):
+                what = f"{key} = {before.get(key)!r} instead of {started.get(key)!r}"
                 what = f"another content of {key}" if key in digests else what
                 raise ReprieveError(f"--out {str(self.out)!r} was begun with {what}; name another folder")
 
@@ -247,7 +247,7 @@ class Quickstart(Command):
         """
         from reprieve.backends.making import make_engine
         from reprieve.tasks import load_task
-        from reprieve.tasks.asking import ask
+        from reprieve.tasks.prompting import with_prompts
 
         plain = load_task(self.task_spec)
         if not plain.graded:
@@ -257,7 +257,7 @@ class Quickstart(Command):
         engine = make_engine(self.answering, self.pair, announce=screen.warn)
         try:
             prompt = self._prompt(engine.tokenizer)
-            task = ask(plain, engine.tokenizer, prompt)
+            task = with_prompts(plain, engine.tokenizer, prompt)
             self._fit(task, max(num_mined, num_certified))
             prompt = dataclasses.replace(prompt, max_new_tokens=task.max_new_tokens)
             screen.say(f"pair: {about_pair(engine)}; prompts: {describe_format(prompt.format)}")
@@ -290,7 +290,7 @@ class Quickstart(Command):
             raise SpecError("quickstart needs two problems or more in each split: give it more data")
         return num_mined, num_certified
 
-    def _fit(self, task: AskedTask, limit: int) -> None:
+    def _fit(self, task: PromptedTask, limit: int) -> None:
         """Shorten answers to what the models have room for behind the longest prompt of any stage."""
         from reprieve.models.identity import stored_positions
 
@@ -410,10 +410,10 @@ class Quickstart(Command):
 
         settings = self.answering.servers
         assert isinstance(settings, VllmSettings)
-        made = certificate.conditions
-        deployer = VllmDeployer(settings, self.pair, made.dtype)
-        assert isinstance(made.num_draft_tokens, int)  # servers have no other
-        deployment = deployer.deployment(Slot(PAIR, made.num_draft_tokens, made.drafter))
+        conditions = certificate.conditions
+        deployer = VllmDeployer(settings, self.pair, conditions.dtype)
+        assert isinstance(conditions.num_draft_tokens, int)  # servers have no other
+        deployment = deployer.deployment(Slot(PAIR, conditions.num_draft_tokens, conditions.drafter))
         command = shlex.join(["vllm", "serve", deployment.model, *deployment.flags(settings, policy.resolve())])
         return f"VLLM_USE_V2_MODEL_RUNNER={int(settings.runner == 'v2')} {command}" if settings.runner else command
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reprieve.bench.engine import Engine
     from reprieve.engine import Pair
     from reprieve.tasks import Task, TaskProblem
-    from reprieve.tasks.asking import AskedTask
+    from reprieve.tasks.prompting import PromptedTask
 
 
 MOST_CUT_OFF = 0.05  # of the answers; more is said loudly
@@ -50,10 +50,10 @@ def command_line() -> str:
     return shlex.join(["reprieve" if start is None else "/".join(path[start:]), *sys.argv[1:]])
 
 
-def split_of(task: Task, asked: str | None, usual: str) -> str:
+def split_of(task: Task, split: str | None, usual: str) -> str:
     """The split asked for; else the usual one, or the only one of a task that has no such names."""
-    if asked is not None:
-        return asked
+    if split is not None:
+        return split
     return usual if usual in task.splits else task.splits[0]
 
 
@@ -145,17 +145,17 @@ def reporter(bar: Progress, what: str = "answers") -> Callable[[int, int], None]
 
 def load_pair_and_task(
     pair: PairSettings, task: str, prompt: PromptSettings | None = None, *, decodes: bool = True
-) -> tuple[Pair, AskedTask]:
+) -> tuple[Pair, PromptedTask]:
     """Both, the task first: a misspelt one fails before a large model is read; its problems are put to the target."""
     from reprieve.tasks import load_task
-    from reprieve.tasks.asking import ask
+    from reprieve.tasks.prompting import with_prompts
 
     plain = load_task(task)
     loaded = load(pair, decodes=decodes)
-    return loaded, ask(plain, loaded.tokenizer, prompt)
+    return loaded, with_prompts(plain, loaded.tokenizer, prompt)
 
 
-def problems_for(pair: Pair, task: AskedTask, split: str, limit: int, offset: int) -> list[TaskProblem]:
+def problems_for(pair: Pair, task: PromptedTask, split: str, limit: int, offset: int) -> list[TaskProblem]:
     """Return some problems of a task, whose answers are shortened to what the pair has room for.
 
     Raises:
@@ -174,32 +174,32 @@ def problems_for(pair: Pair, task: AskedTask, split: str, limit: int, offset: in
 @contextlib.contextmanager
 def engine_and_task(
     engine: EngineSettings, pair: PairSettings, task: str, prompt: PromptSettings, *, num_workers: int = 1
-) -> Iterator[tuple[Engine, AskedTask]]:
+) -> Iterator[tuple[Engine, PromptedTask]]:
     """Both, the task first; what the engine starts is ended afterwards."""
     from reprieve.tasks import load_task
-    from reprieve.tasks.asking import ask
+    from reprieve.tasks.prompting import with_prompts
 
     plain = load_task(task)
     quiet_transformers()
     from reprieve.backends.making import make_engine
 
-    made = make_engine(engine, pair, num_workers=num_workers, announce=warn)
+    started = make_engine(engine, pair, num_workers=num_workers, announce=warn)
     try:
-        yield made, ask(plain, made.tokenizer, prompt)
+        yield started, with_prompts(plain, started.tokenizer, prompt)
     finally:
-        made.close()
+        started.close()
 
 
 def load(pair: PairSettings, *, decodes: bool = True) -> Pair:
     """The pair, without transformers' own bars and warnings.
 
     Args:
-        decodes: see `engine.threads.load_asked`.
+        decodes: see `engine.threads.load_configured`.
     """
     quiet_transformers()
-    from reprieve.engine.threads import load_asked
+    from reprieve.engine.threads import load_configured
 
-    return load_asked(pair, warn, decodes=decodes)
+    return load_configured(pair, warn, decodes=decodes)
 
 
 def quiet_transformers() -> None:

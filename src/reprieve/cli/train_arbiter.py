@@ -51,7 +51,7 @@ class TrainArbiter(Command):
         claim_head(self.out / "arbiter", "arbiter")
         self.keep_config(self.out)
         with screen.progress_bar("updates") as bar:
-            made = warm_up(
+            arbiter = warm_up(
                 pair,
                 traces.problems,
                 traces.task,
@@ -60,16 +60,16 @@ class TrainArbiter(Command):
                 settings=self.settings,
                 progress=screen.reporter(bar, "updates"),
             )
-        report_arbiter(made, self.out / "arbiter")
+        report_arbiter(arbiter, self.out / "arbiter")
         return 0
 
 
-def report_arbiter(made: Arbiter, folder: Path) -> None:
+def report_arbiter(arbiter: Arbiter, folder: Path) -> None:
     """Print the scores that the arbiter reached, and the command that uses it."""
-    reached = made.training["validation"]
+    reached = arbiter.training["validation"]
     scores = ", ".join(f"{name} {value:.3f}" for name, value in reached.items())
     screen.say(
-        f"best at update {made.training['update']}: {scores}\n"
+        f"best at update {arbiter.training['update']}: {scores}\n"
         f"arbiter: {folder}   use it: reprieve bench --arm arbiter:path={folder} "
-        f"--num-draft-tokens {made.num_draft_tokens}"
+        f"--num-draft-tokens {arbiter.num_draft_tokens}"
     )

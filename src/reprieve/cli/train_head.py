@@ -98,19 +98,19 @@ class TrainHead(Command):
         head = dataclasses.replace(head, prompt=manifest["prompt"], problems=tuple(digests), drafter=drafter)
         head.save_pretrained(out)
         shutil.rmtree(out / _WORK, ignore_errors=True)
-        screen.say("\n".join([*self.told(head), f"features: {recipe.name}"]))
+        screen.say("\n".join([*self.report(head), f"features: {recipe.name}"]))
         return head
 
-    def told(self, head: Head) -> list[str]:
+    def report(self, head: Head) -> list[str]:
         """Lines on how good a head is."""
         from reprieve.heads.base import auc_text
 
-        made = head.training
+        training = head.training
         return [
-            f"{made['num_tokens']} labels of {made['num_problems']} problems, {made['num_important']} important; "
-            f"held-out ROC AUC {auc_text(made['auc_held_out'])}",
-            f"threshold {head.threshold:g} refuses {100 * made['recall_at_threshold']:.0f}% of the important and "
-            f"accepts {100 * made['acceptance_at_threshold']:.0f}% of the others",
+            f"{training['num_tokens']} labels of {training['num_problems']} problems, "
+            f"{training['num_important']} important; held-out ROC AUC {auc_text(training['auc_held_out'])}",
+            f"threshold {head.threshold:g} refuses {100 * training['recall_at_threshold']:.0f}% of the important and "
+            f"accepts {100 * training['acceptance_at_threshold']:.0f}% of the others",
         ]
 
 
@@ -162,12 +162,13 @@ class TrainStateArbiter(TrainHead):
 
         return train_state_arbiter
 
-    def told(self, head: Head) -> list[str]:
+    def report(self, head: Head) -> list[str]:
         """Lines on how good a head is."""
         from reprieve.heads.base import auc_text
 
-        made = head.training
-        return [f"{made['num_tokens']} labels of {made['num_problems']} problems"] + [
-            f"the draft's side {name} in {made[name]['num']}; held-out ROC AUC {auc_text(made[name]['auc_held_out'])}"
+        training = head.training
+        return [f"{training['num_tokens']} labels of {training['num_problems']} problems"] + [
+            f"the draft's side {name} in {training[name]['num']}; "
+            f"held-out ROC AUC {auc_text(training[name]['auc_held_out'])}"
             for name in ("worse", "better")
         ]

@@ -72,14 +72,14 @@ class TrainLength(Command):
         digests = tuple(sorted({problem.digest for problem in problems}))
         replace(head, prompt=self.prompt.format, problems=digests).save_pretrained(self.out)
         shutil.rmtree(self.out / _WORK, ignore_errors=True)
-        made = head.training
-        this, after = made["auc_held_out"]
-        share, gain = made["accepted_share"], made["expected_over_best_constant"]
+        training = head.training
+        this, after = training["auc_held_out"]
+        share, gain = training["accepted_share"], training["expected_over_best_constant"]
         screen.say(
-            f"{made['num_tokens']} drafted tokens of {made['num_problems']} answers; {made['num_held_out']} held out: "
-            f"ROC AUC {this:.3f} for a token, {after:.3f} for the next\n"
+            f"{training['num_tokens']} drafted tokens of {training['num_problems']} answers; "
+            f"{training['num_held_out']} held out: ROC AUC {this:.3f} for a token, {after:.3f} for the next\n"
             f"price {head.price:g}: a further token is drafted while its chance is that or more; {share:.0%} of them "
-            f"accepted, estimated {gain:.2f} times as fast as K = {made['best_constant']}, the best constant\n"
+            f"accepted, estimated {gain:.2f} times as fast as K = {training['best_constant']}, the best constant\n"
             f"head: {self.out}   use it: reprieve bench --arm '{self.rule}@K=auto:path={self.out}'"
         )
         return 0

@@ -65,7 +65,7 @@ class TrainLts(Command):
                 progress=screen.reporter(bar, "answers"),
             )
         sampling = {name: value for name, value in asdict(self.sampling).items() if name != "draft_temperature"}
-        made = fit(
+        fitted = fit(
             pair,
             self.task,
             scale,
@@ -77,17 +77,17 @@ class TrainLts(Command):
             sampling=sampling,
         )
         digests = tuple(sorted({problem.digest for problem in problems}))
-        made = replace(made, prompt=self.prompt.format, problems=digests)
-        made.save_pretrained(self.out)
+        fitted = replace(fitted, prompt=self.prompt.format, problems=digests)
+        fitted.save_pretrained(self.out)
         self.keep_config(self.out)
-        bound, tolerance = bounds_of(made, swaps)
+        bound, tolerance = bounds_of(fitted, swaps)
         covered, tolerated = (swaps.divergence <= bound).mean(), (swaps.divergence <= tolerance).mean()
         notes = [
-            *_constants(made),
+            *_constants(fitted),
             f"{swaps.num} positions of {len(texts)} answers; the bound covers {covered:.1%} of them, the tolerance "
             f"{tolerated:.1%}",
         ]
-        if float(made.tolerances.max()) > math.log(2):
+        if float(fitted.tolerances.max()) > math.log(2):
             notes.append("the tolerance is above ln 2, the largest divergence: it excludes nothing, and theta must")
         notes.append(f"calibration: {self.out}   use it: reprieve bench --arm lts:path={self.out}")
         screen.say("\n".join(notes))

@@ -12,7 +12,7 @@ from reprieve.settings import NumDraftTokens
 
 if TYPE_CHECKING:
     from reprieve.bench.engine import Engine
-    from reprieve.tasks.asking import AskedTask
+    from reprieve.tasks.prompting import PromptedTask
 
 _NUM_TRIED = 4  # problems
 
@@ -57,7 +57,7 @@ class Trial:
 
 
 def try_answers(
-    engine: Engine, task: AskedTask, task_spec: str, num_draft_tokens: NumDraftTokens, *, seed: int
+    engine: Engine, task: PromptedTask, task_spec: str, num_draft_tokens: NumDraftTokens, *, seed: int
 ) -> Trial:
     """Answer a few problems losslessly.
 

@@ -237,9 +237,9 @@ class EagleDrafter:
         # A child is never more likely than its parent and comes later, so a stable sort keeps parents.
         order = log_probs.sort(descending=True, stable=True).indices
         chosen = order[: self.shape.total_tokens].sort().values
-        places = torch.full_like(all_parents, ROOT)
-        places[chosen] = torch.arange(len(chosen), device=self.device)
-        renumbered = torch.where(all_parents == ROOT, ROOT, places[all_parents])[chosen]
+        new_index = torch.full_like(all_parents, ROOT)
+        new_index[chosen] = torch.arange(len(chosen), device=self.device)
+        renumbered = torch.where(all_parents == ROOT, ROOT, new_index[all_parents])[chosen]
         fetched = to_host(renumbered, log_probs[chosen], self._root_entropy)
         parents = [int(parent) for parent in fetched[0]]
         kept = list(range(len(parents)))
@@ -283,5 +283,5 @@ class EagleDrafter:
 
 def _renumbered(parents: Sequence[int], kept: Sequence[int]) -> list[int]:
     """Return the parents of the kept nodes, as indices of kept nodes."""
-    place = {node: index for index, node in enumerate(kept)}
-    return [ROOT if parents[node] == ROOT else place[parents[node]] for node in kept]
+    new_index = {node: index for index, node in enumerate(kept)}
+    return [ROOT if parents[node] == ROOT else new_index[parents[node]] for node in kept]

@@ -20,8 +20,8 @@ from reprieve.settings import require_draft_tokens
 _MEMORY = 0.8  # weight of earlier rounds
 _VERIFIED = 0.03  # cost of verifying one more token, in target forwards
 _MOST, _MOST_EXACT = 16, 32
-_PRIOR_RATE = 0.9  # of a block's first place, before anything is known
-_PLACE_WEIGHT = 8.0  # judged tokens that the rate of the place before counts for
+_PRIOR_RATE = 0.9  # of a block's first position, before anything is known
+_POSITION_WEIGHT = 8.0  # judged tokens that the rate of the position before counts for
 _ANSWERS_WEIGHT = 16.0  # judged tokens that the rate over earlier answers counts for
 _BLOCK_MEMORY = 0.97
 
@@ -142,57 +142,57 @@ class FixedLength:
 
 
 class AcceptanceRates:
-    """Acceptance rate of each place of a block, given that all places before it were accepted.
+    """Acceptance rate of each position of a block, given that all positions before it were accepted.
 
     Tokens are not accepted independently of each other: a block is mostly accepted whole or rejected early. So every
-    place has a rate of its own. Where little was seen, the rate of the place before it counts.
+    position has a rate of its own. Where little was seen, the rate of the position before it counts.
 
     Args:
-        num_places: of the longest block.
+        num_positions: of the longest block.
         memory: weight of what was seen before each new block, (0, 1].
     """
 
-    def __init__(self, num_places: int, memory: float = 1.0) -> None:
-        self._accepted = [0.0] * num_places
-        self._judged = [0.0] * num_places
+    def __init__(self, num_positions: int, memory: float = 1.0) -> None:
+        self._accepted = [0.0] * num_positions
+        self._judged = [0.0] * num_positions
         self._memory = memory
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
         """See `RoundLength`."""
         if not num_drafted:
             return
-        for place in range(len(self._judged)):
-            judged = place < min(num_drafted, num_accepted + 1)
-            self._judged[place] = self._memory * self._judged[place] + judged
-            self._accepted[place] = self._memory * self._accepted[place] + (place < num_accepted)
+        for position in range(len(self._judged)):
+            judged = position < min(num_drafted, num_accepted + 1)
+            self._judged[position] = self._memory * self._judged[position] + judged
+            self._accepted[position] = self._memory * self._accepted[position] + (position < num_accepted)
 
     def rates(self, prior: Sequence[float] | None = None) -> list[float]:
-        """Return the rate of each place.
+        """Return the rate of each position.
 
         Args:
             prior: rates of other answers; None if there are none.
         """
         rates, before = [], _PRIOR_RATE
-        for place, (accepted, judged) in enumerate(zip(self._accepted, self._judged, strict=True)):
-            expected, weight = (before, _PLACE_WEIGHT) if prior is None else (prior[place], _ANSWERS_WEIGHT)
+        for position, (accepted, judged) in enumerate(zip(self._accepted, self._judged, strict=True)):
+            expected, weight = (before, _POSITION_WEIGHT) if prior is None else (prior[position], _ANSWERS_WEIGHT)
             before = (accepted + weight * expected) / (judged + weight)
             rates.append(before)
         return rates
 
 
 def best_length(rates: Sequence[float], cost: float) -> int:
-    """Return the K with most expected tokens for its time (Leviathan et al. 2023, Theorem 3.8, with a rate a place).
+    """Return the K with most expected tokens for its time (Leviathan et al. 2023, Theorem 3.8), a rate per position.
 
     Args:
-        rates: chance of each place to be accepted if all before it are.
+        rates: chance of each position to be accepted if all before it are.
         cost: of drafting and verifying a token, in target forwards.
     """
     reached, expected, best, length = 1.0, 1.0, 0.0, 1
-    for place, rate in enumerate(rates, start=1):
+    for num_drafted, rate in enumerate(rates, start=1):
         reached *= rate
         expected += reached
-        if (speed := expected / (1 + cost * place)) > best:
-            best, length = speed, place
+        if (speed := expected / (1 + cost * num_drafted)) > best:
+            best, length = speed, num_drafted
     return length
 
 
@@ -202,9 +202,9 @@ class AcceptanceLength:
     Args:
         cost: of a drafted token, or of a level of a tree, in target forwards.
         drafts_trees: whether blocks branch; their levels and nodes are then weighed one by one.
-        exact: whether a greedy answer is the same for every K. K then comes from a rate a place, and an answer begins
+        exact: whether a greedy answer is the same for every K. K comes from a rate per position then, an answer begins
             with the rates of earlier ones. Otherwise K follows from the answer itself, so that a request repeated
-            gives the same answer, and from one rate for all places, as in the certificates that say `auto`.
+            gives the same answer, and from one rate for all positions, as in the certificates that say `auto`.
     """
 
     reads_states = False
@@ -309,7 +309,7 @@ class _Learned:
         assert hidden is not None
         read = torch.cat([self._weight @ hidden[0].float(), token_log_prob(logits, token_id)])
         this, after, self._features[1] = read.tolist()
-        self._features[2], self._features[3] = place_feature(self._place), self.recent.share
+        self._features[2], self._features[3] = position_feature(self._place), self.recent.share
         self._place += 1
         self._chance *= _sigmoid(this + _product(self._scalars[0], self._features))
         return self._chance * _sigmoid(after + _product(self._scalars[1], self._features)) >= self._head.price
@@ -335,9 +335,9 @@ def token_log_prob(logits: Tensor, token_id: Tensor) -> Tensor:
     return logits[0, token_id] - logits.logsumexp(-1)
 
 
-def place_feature(place: int) -> float:
+def position_feature(position: int) -> float:
     """Return a token's position in its block, from 0, scaled as a head reads it."""
-    return min(place, 8) / 8
+    return min(position, 8) / 8
 
 
 def _product(weights: list[float], values: list[float]) -> float:

@@ -92,9 +92,9 @@ class Pruning:
         for node, parent in enumerate(parents):
             children.setdefault(parent, []).append(node)
         kept: set[int] = set()
-        for place in (ROOT, *range(len(parents))):  # parents come before their children
-            below = children.get(place, [])
-            if not below or (place != ROOT and place not in kept):
+        for above in (ROOT, *range(len(parents))):  # parents come before their children
+            below = children.get(above, [])
+            if not below or (above != ROOT and above not in kept):
                 continue
             passed = [
                 node

@@ -53,8 +53,8 @@ class Answer:
         """True where text is needed token by token."""
         return self.on_token is not None or bool(self.params.stop)
 
-    def places(self, block: Block) -> Tensor:
-        """Places of a block's tokens in the answer, from 0: [N], int64."""
+    def positions(self, block: Block) -> Tensor:
+        """Positions of a block's tokens in the answer, from 0: [N], int64."""
         first = len(self.tokens) - 1
         return spread([first + depth for depth in block.depths], torch.long, block.token_ids.device)
 

@@ -146,8 +146,10 @@ def custom_generate(
     drafter = "ngram" if draft_model is None else "draft"
     decoder = pair.decoder(parsed, num_draft_tokens=num_draft_tokens, drafter=drafter)
     seed = int(torch.randint(2**31, ())) if seed is None else seed
-    made = decoder.generate(input_ids[0].tolist(), _params(config, input_ids.shape[1], seed, stop), on_token=on_token)
-    return torch.cat([input_ids, torch.tensor([made.token_ids], device=input_ids.device)], dim=1)
+    generation = decoder.generate(
+        input_ids[0].tolist(), _params(config, input_ids.shape[1], seed, stop), on_token=on_token
+    )
+    return torch.cat([input_ids, torch.tensor([generation.token_ids], device=input_ids.device)], dim=1)
 
 
 def _refuse_unsupported(input_ids: Tensor, config: GenerationConfig, extra: dict[str, Any]) -> None:

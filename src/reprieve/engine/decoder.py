@@ -305,7 +305,7 @@ class SpeculativeDecoder:
             top_embeddings=self.target.embed(judged.argmax(-1)) if reads_embeddings else None,
             parents=block.parents,
             context=answer.context(block.token_ids.device) if Need.CONTEXT in needs else None,
-            answer_places=answer.places(block) if Need.ANSWER_PLACES in needs else None,
+            answer_positions=answer.positions(block) if Need.ANSWER_POSITIONS in needs else None,
             num_draft_tokens=self.length.most if isinstance(self.length, FixedLength) else None,
         )
         return check, evidence
@@ -325,8 +325,8 @@ class SpeculativeDecoder:
         self.drafter.commit(block, outcome, verification)
         answer.length.learn(block.num_tokens, len(outcome.path))
         committed = [
-            Token(token_id, provenance, None if outcome.risks is None else outcome.risks[place])
-            for place, (token_id, provenance) in enumerate(zip(outcome.token_ids, outcome.provenance, strict=True))
+            Token(token_id, provenance, None if outcome.risks is None else outcome.risks[index])
+            for index, (token_id, provenance) in enumerate(zip(outcome.token_ids, outcome.provenance, strict=True))
         ]
         committed.append(Token(outcome.next_token_id, Provenance.TARGET))
         if answer.params.num_logprobs is not None:

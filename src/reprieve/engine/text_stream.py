@@ -37,17 +37,17 @@ class _Stop:
         self.matched = 0  # its characters that the text so far ends with
         self._borders = [0] * len(text)  # for each prefix: length of its longest border
         size = 0
-        for place in range(1, len(text)):
-            size = self._next(size, text[place])
-            self._borders[place] = size
+        for index in range(1, len(text)):
+            size = self._next(size, text[index])
+            self._borders[index] = size
 
     def feed(self, piece: str) -> int | None:
         """Return the stop text's start in the piece (negative if earlier), or None if it does not end there."""
-        for place, character in enumerate(piece):
+        for index, character in enumerate(piece):
             self.matched = self._next(self.matched, character)
             if self.matched == len(self.text):
                 self.matched = self._borders[-1]
-                return place + 1 - len(self.text)
+                return index + 1 - len(self.text)
         return None
 
     def _next(self, size: int, character: str) -> int:

@@ -18,7 +18,7 @@ _REPEATS = 7
 _READ = 8  # tokens of a trial forward
 
 
-def load_asked(
+def load_configured(
     settings: PairSettings, announce: Callable[[str], None] = lambda line: None, *, decodes: bool = True
 ) -> Pair:
     """Load the pair named by settings and set the threads; raises the errors of `load_pair`.

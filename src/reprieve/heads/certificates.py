@@ -60,17 +60,17 @@ class Conditions:
         if self.task.partition(":")[0] != other.task.partition(":")[0]:
             differing.append(f"task {other.task} (certified: {self.task})")
         for name in ("num_draft_tokens", "drafter", "dtype", "max_new_tokens", *_ENGINE):
-            ours, theirs = getattr(self, name), getattr(other, name)
-            if ours != theirs:
+            certified, actual = getattr(self, name), getattr(other, name)
+            if certified != actual:
                 if name == "max_new_tokens":  # None stands for the task's
-                    ours, theirs = ours or "the task's", theirs or "the task's"
-                differing.append(f"{name} {theirs} (certified: {ours})")
+                    certified, actual = certified or "the task's", actual or "the task's"
+                differing.append(f"{name} {actual} (certified: {certified})")
         if self.format != other.format:
             differing.append(f"{describe_format(other.format)} (certified: {describe_format(self.format)})")
         for name in sorted(self.sampling.keys() | other.sampling.keys()):
-            ours, theirs = self.sampling.get(name), other.sampling.get(name)
-            if ours != theirs:
-                differing.append(f"{name} {theirs} (certified: {ours})")
+            certified, actual = self.sampling.get(name), other.sampling.get(name)
+            if certified != actual:
+                differing.append(f"{name} {actual} (certified: {certified})")
         return differing
 
 
@@ -123,9 +123,9 @@ class Certificate:
                 raise ValueError(f"not a {_KIND} of schema {SCHEMA}")
             conditions = values.pop("conditions")
             pair = PairIdentity(**conditions.pop("pair"))
-            made = cls(conditions=Conditions(pair=pair, **conditions), **values)
-            made._require_agreement()
-            return made
+            certificate = cls(conditions=Conditions(pair=pair, **conditions), **values)
+            certificate._require_agreement()
+            return certificate
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ReprieveError(f"certificate {str(path)!r} cannot be read: {error}") from None
 

@@ -40,14 +40,14 @@ class TokenStates:
             target["previous"] = evidence.parent_hidden
         if evidence.draft_hidden is not None:
             draft["draft"] = evidence.draft_hidden
-        ours: tuple[Tensor | None, Tensor | None] = (None, None)
-        theirs = ours
+        target_scalars: tuple[Tensor | None, Tensor | None] = (None, None)
+        draft_scalars = target_scalars
         if recipe.num_scalars:
-            ours = distribution_scalars(evidence.target_logits, evidence.token_ids)
+            target_scalars = distribution_scalars(evidence.target_logits, evidence.token_ids)
         if recipe.draft_scalars:
             assert evidence.draft_logits is not None, "the engine refuses this head without a draft's distribution"
-            theirs = distribution_scalars(evidence.draft_logits, evidence.token_ids)
-        return cls(target, draft, *ours, *theirs)
+            draft_scalars = distribution_scalars(evidence.draft_logits, evidence.token_ids)
+        return cls(target, draft, *target_scalars, *draft_scalars)
 
 
 def distribution_scalars(

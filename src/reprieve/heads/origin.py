@@ -61,9 +61,11 @@ def warn_of_format(name: str, head: Artefact | FoldedHead, here: Mapping[str, An
 
 def warn_of_sampling(name: str, head: Artefact | FoldedHead, here: Mapping[str, Any]) -> None:
     """Warn that constants were measured with other sampling settings, which give other margins."""
-    made = getattr(head, "settings", {}).get("sampling") or {}
+    measured = getattr(head, "settings", {}).get("sampling") or {}
     other = [
-        f"{key} {here[key]} (measured at {made[key]})" for key in sorted(made) if here.get(key, made[key]) != made[key]
+        f"{key} {here[key]} (measured at {measured[key]})"
+        for key in sorted(measured)
+        if here.get(key, measured[key]) != measured[key]
     ]
     if other:
         warnings.warn(f"{name!r} is used with {', '.join(other)}: calibrate at that sampling", stacklevel=4)

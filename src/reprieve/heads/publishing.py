@@ -113,8 +113,8 @@ def repositories(folders: Sequence[Path], name: str, *, report: Path | None = No
     names = [f"{name}-{folder.resolve().name}" for folder in folders]
     if len(set(names)) < len(names):
         raise SpecError(f"folders must have different names, got {', '.join(map(str, folders))}")
-    made = [_repository(folder, own, None) for folder, own in zip(folders, names, strict=True)]
-    return [*made, Repository(name, {_CARD: _collection(name, made).encode(), **_generate_files()})]
+    repositories = [_repository(folder, own, None) for folder, own in zip(folders, names, strict=True)]
+    return [*repositories, Repository(name, {_CARD: _collection(name, repositories).encode(), **_generate_files()})]
 
 
 def upload(repository: Repository, folder: Path, *, private: bool = False) -> str:
@@ -139,19 +139,19 @@ def upload(repository: Repository, folder: Path, *, private: bool = False) -> st
 
 
 def _repository(folder: Path, name: str, report: Path | None) -> Repository:
-    place = folder / "head" if (folder / "head").is_dir() else folder
-    if not place.is_dir():
+    head_folder = folder / "head" if (folder / "head").is_dir() else folder
+    if not head_folder.is_dir():
         raise ReprieveError(f"{str(folder)!r} must be the folder of a head or of quickstart; there is no such folder")
-    kind = "folds" if read_folds(place) is not None else kind_of(place)
+    kind = "folds" if read_folds(head_folder) is not None else kind_of(head_folder)
     if kind not in HEADS.names():
         raise ReprieveError(f"{str(folder)!r} must hold one head ({', '.join(HEADS.names())}), got {kind}")
-    head = cast(Artefact, load_head(place))
-    head = dataclasses.replace(head, certificates=_certificates(head, place, folder))
+    head = cast(Artefact, load_head(head_folder))
+    head = dataclasses.replace(head, certificates=_certificates(head, head_folder, folder))
     if report is None and (folder / _REPORT).is_file():
         report = folder / _REPORT
     files = {
         _CARD: _card(head, name, has_report=report is not None).encode(),
-        **{path: read_file(place / path, "head") for path in ("config.json", "model.safetensors")},
+        **{path: read_file(head_folder / path, "head") for path in ("config.json", "model.safetensors")},
         **{path: text.encode() for path, text in head.certificates.items()},
         **_generate_files(),
     }
@@ -185,8 +185,8 @@ def _card(head: Artefact, name: str, *, has_report: bool) -> str:
     return f"{card}\nThe [report]({_REPORT}) has the measurements.\n" if has_report else card
 
 
-def _collection(repo: str, made: Sequence[Repository]) -> str:
-    heads = [(repository.name, repository.head) for repository in made if repository.head is not None]
+def _collection(repo: str, repositories: Sequence[Repository]) -> str:
+    heads = [(repository.name, repository.head) for repository in repositories if repository.head is not None]
     certified = sum(bool(head.certificates) for _, head in heads)
     rows = [
         f"| [{name}]({_HUB}/{name}) | {head.kind} | {head.pair.target} | {head.task} | {_promises(head)} |"

@@ -90,7 +90,7 @@ class NotWorse:
         running: list[int],
         changed: list[int],
     ) -> Comparison:
-        texts = (problem.asked, responses.text(running), responses.text(changed))
+        texts = (problem.question_text, responses.text(running), responses.text(changed))
         votes = [
             await ask_verdict(self.chat, *texts, number=number, num_tries=self.num_tries)
             for number in range(self.num_votes)

@@ -57,11 +57,11 @@ class CandidateSource:
         target_probs = self.sampler.target_scores(logits).softmax(-1)
         proposal = self.sampler.draft_scores(draft_logits).softmax(-1)
         accepts = sampling_accepts(target_probs, proposal, token_ids, self.sampler.uniforms(len(drafted))).tolist()
-        place = next((i for i, accepted in enumerate(accepts) if not accepted), None)
-        if place is None:
+        rejected = next((i for i, accepted in enumerate(accepts) if not accepted), None)
+        if rejected is None:
             return drafted, None
-        residual = residual_probs(target_probs[place], proposal[place], token_ids[place])
-        return drafted[:place], Candidate(drafted[place], int(self.sampler.draw(residual[None])))
+        residual = residual_probs(target_probs[rejected], proposal[rejected], token_ids[rejected])
+        return drafted[:rejected], Candidate(drafted[rejected], int(self.sampler.draw(residual[None])))
 
     def _draft(self, text: list[int], size: int) -> tuple[list[int], torch.Tensor]:
         """Return drafted tokens and the logits [size, V] that each was drawn from."""
@@ -180,11 +180,13 @@ class _Walk:
         if num_left < 1:
             return [list(response_ids)] * self.miner.num_rollouts
         draws = [seeded_draw(self.seed, len(response_ids), side, number) for number in range(self.miner.num_rollouts)]
-        made = await self.miner.target.complete_all(self.session, self.prompt_ids, response_ids, num_left, draws)
-        if made is None:
+        continuations = await self.miner.target.complete_all(
+            self.session, self.prompt_ids, response_ids, num_left, draws
+        )
+        if continuations is None:
             raise SpecError("rollouts need a target that reads tokens; a text API would read others")
-        self.num_generated += sum(map(len, made))
-        return [[*response_ids, *new] for new in made]
+        self.num_generated += sum(map(len, continuations))
+        return [[*response_ids, *new] for new in continuations]
 
     async def _correct(self, response_ids: list[int]) -> bool:
         return await self.miner.responses.correct(response_ids, self.problem.reference)
@@ -192,7 +194,7 @@ class _Walk:
     async def _ask(self, response_ids: list[int]) -> str:
         assert self.miner.soundness is not None
         text = self.miner.responses.text(response_ids)
-        return await self.miner.soundness.judge(self.problem.asked, self.problem.reference, text)
+        return await self.miner.soundness.judge(self.problem.question_text, self.problem.reference, text)
 
 
 def median_length(responses: list[list[int]]) -> list[int]:

@@ -32,11 +32,11 @@ def mine_in_processes(
     context = multiprocessing.get_context("spawn")
     connections, workers, total = [], [], MiningReport()
     for number in range(num_workers):
-        ours, theirs = context.Pipe()
-        workers.append(context.Process(target=_run, args=(theirs, settings, number, num_workers), daemon=True))
+        own_end, worker_end = context.Pipe()
+        workers.append(context.Process(target=_run, args=(worker_end, settings, number, num_workers), daemon=True))
         workers[-1].start()
-        theirs.close()  # so that the end of the worker ends the pipe
-        connections.append(ours)
+        worker_end.close()  # so that the end of the worker ends the pipe
+        connections.append(own_end)
     try:
         for connection in connections:
             store = LabelStore(folder, _receive(connection))

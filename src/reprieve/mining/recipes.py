@@ -15,7 +15,7 @@ from reprieve.bench.runner import no_problems
 from reprieve.drafters import DRAFTERS
 from reprieve.drafters.eagle3 import EagleSettings
 from reprieve.engine import Pair
-from reprieve.engine.threads import load_asked
+from reprieve.engine.threads import load_configured
 from reprieve.errors import SpecError
 from reprieve.heads.binding import PairIdentity
 from reprieve.mining.api_target import ApiTarget
@@ -42,8 +42,8 @@ from reprieve.rules import LosslessRule
 from reprieve.specs import parse_spec
 from reprieve.tasks import Task, TaskProblem, load_task
 from reprieve.tasks.answers import ANSWERS_VERSION
-from reprieve.tasks.asking import ask
 from reprieve.tasks.chat import Chat, OpenAIChat, openai_client
+from reprieve.tasks.prompting import with_prompts
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def build(settings: MiningSettings, *, announce: Callable[[str], None] = lambda 
 
 def _build(settings: MiningSettings, plain: Task, served: TargetServers | None) -> Workbench:
     pair = _load(settings, served)
-    task = ask(plain, pair.tokenizer, settings.prompt)
+    task = with_prompts(plain, pair.tokenizer, settings.prompt)
     problems = task.problems(settings.split, settings.limit, offset=settings.offset)
     if not problems:
         raise SpecError(no_problems(task, settings.split, settings.offset))
@@ -162,7 +162,7 @@ def _load(settings: MiningSettings, served: TargetServers | None) -> Pair:
         draft_name = names.whole_draft
         if draft_name is None:
             raise SpecError("mining needs a draft by name (--draft)")
-        alone = load_asked(dataclasses.replace(names, target=draft_name, draft=None, device_map=None))
+        alone = load_configured(dataclasses.replace(names, target=draft_name, draft=None, device_map=None))
         draft = alone.target if alone.draft is None else alone.draft  # the bundled pair has its own draft
         tokenizer = alone.tokenizer
         if served is not None:
@@ -170,7 +170,7 @@ def _load(settings: MiningSettings, served: TargetServers | None) -> Pair:
         return dataclasses.replace(
             alone, target=draft, draft=draft, tokenizer=tokenizer, target_name=names.target, draft_name=draft_name
         )
-    pair = load_asked(names)
+    pair = load_configured(names)
     if settings.by_draft:
         pair.cached_draft()  # raises an error without a draft
     return pair
@@ -329,8 +329,8 @@ def _manifest(
     """Return the settings that all labels of one store share; settings of speed are left out."""
     identity = dataclasses.asdict(pair.identity if served is None else served.identity)
     if served is not None:
-        told = served.running.facts
-        identity["engine"] = f"vllm {told.version}" if told.version else "openai"
+        facts = served.running.facts
+        identity["engine"] = f"vllm {facts.version}" if facts.version else "openai"
     if isinstance(settings, AutoJudgeMining) and settings.api_url is not None:
         identity["target_weights"] = f"{API_WEIGHTS}{settings.pair.target}"
         identity["api_prompts"] = settings.api_prompts

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reprieve.tasks import Task, TaskProblem
-from reprieve.tasks.asking import prompt_ids_of
+from reprieve.tasks.prompting import prompt_ids_of
 
 
 @dataclass(frozen=True)

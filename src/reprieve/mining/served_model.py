@@ -56,9 +56,9 @@ class ServedModel(CachedModel):
             raise SpecError("servers read chains, and the drafter draws trees")
         new = token_ids.tolist() if isinstance(token_ids, Tensor) else list(token_ids)
         num_rows = len(new) if num_logits is None else num_logits
-        told = self._read([*self.cached_ids, *new], num_rows, self._num_candidates)
+        logprobs = self._read([*self.cached_ids, *new], num_rows, self._num_candidates)
         logits = torch.full((num_rows, self._num_columns), -math.inf)
-        for row, candidates in enumerate(told):
+        for row, candidates in enumerate(logprobs):
             # Columns beyond the draft's are padding of the target's vocabulary.
             known = {token_id: value for token_id, value in candidates.items() if token_id < self._num_columns}
             logits[row, list(known)] = torch.tensor(list(known.values()))

@@ -86,8 +86,10 @@ class ServedTarget(Target):
         else:
             raise SpecError("a server's draws cannot be keyed by the prefix: mine at temperature 0, or locally")
         text = [*prompt_ids, *response_ids]
-        made = await self._in_this_loop().complete(text, params, extra=self._extra, num=len(draws), keep_stop=True)
-        return [until_stop(self._stops, response_ids, one.token_ids) for one in made]
+        completions = await self._in_this_loop().complete(
+            text, params, extra=self._extra, num=len(draws), keep_stop=True
+        )
+        return [until_stop(self._stops, response_ids, one.token_ids) for one in completions]
 
     async def apart(self, work: Callable[[], T]) -> T:
         """Run code in its own thread; one thread computes at a time while others wait for servers. See `Target`."""

@@ -28,12 +28,12 @@ class LabelPiece:
 
 def pieces_of(problem: ProblemLabels, tokenizer: Any) -> list[LabelPiece]:
     """Return the response token by token."""
-    by_place = {mismatch.position: mismatch for mismatch in problem.mismatches}
+    by_position = {mismatch.position: mismatch for mismatch in problem.mismatches}
     pieces, before = [], ""
-    for place, token_id in enumerate(problem.response_ids):
-        upto = tokenizer.decode(problem.response_ids[: place + 1])  # a character can span several tokens
+    for position, token_id in enumerate(problem.response_ids):
+        upto = tokenizer.decode(problem.response_ids[: position + 1])  # a character can span several tokens
         text, before = upto[len(before) :], upto
-        mismatch = by_place.get(place)
+        mismatch = by_position.get(position)
         if mismatch is None:
             pieces.append(LabelPiece(text))
             continue
@@ -66,8 +66,10 @@ def _swap_line(piece: LabelPiece, tokenizer: Any, style: str) -> Text:
     mismatch = piece.mismatch
     assert mismatch is not None
     line = Text()
-    ours, theirs = (tokenizer.decode([token_id]).strip() for token_id in (mismatch.target_id, mismatch.draft_id))
-    line.append(f"{ours!r} -> {theirs!r} ", style=style)
+    target_text, draft_text = (
+        tokenizer.decode([token_id]).strip() for token_id in (mismatch.target_id, mismatch.draft_id)
+    )
+    line.append(f"{target_text!r} -> {draft_text!r} ", style=style)
     line.append(f"...{_shortened(piece.continuation)} ", style="dim")
     line.append(outcome(mismatch), style=style)
     return line

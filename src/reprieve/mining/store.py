@@ -84,10 +84,10 @@ class LabelStore:
             PairError: names both.
         """
         names = (f.name for f in dataclasses.fields(PairIdentity))
-        ours = PairIdentity(**{name: self.manifest.get(name) for name in names})  # type: ignore[arg-type]
-        if ours.target_weights.startswith(API_WEIGHTS):  # the same model, served elsewhere: the user vouches for it
-            ours = dataclasses.replace(ours, target_weights=pair.target_weights)
-        ours.require_matches(pair, f"label store {str(self.folder)!r}", reads_draft=True)
+        labelled = PairIdentity(**{name: self.manifest.get(name) for name in names})  # type: ignore[arg-type]
+        if labelled.target_weights.startswith(API_WEIGHTS):  # the same model, served elsewhere: the user vouches for it
+            labelled = dataclasses.replace(labelled, target_weights=pair.target_weights)
+        labelled.require_matches(pair, f"label store {str(self.folder)!r}", reads_draft=True)
 
     def append(self, labels: ProblemLabels) -> None:
         """Write one problem; it outlives the process when this returns.

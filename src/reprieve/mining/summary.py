@@ -100,6 +100,6 @@ def frequent_important(problems: Sequence[ProblemLabels], tokenizer: Any, limit:
         if mismatch.important
     )
     return [
-        (tokenizer.decode([ours]), tokenizer.decode([theirs]), count)
-        for (ours, theirs), count in swaps.most_common(limit)
+        (tokenizer.decode([target_id]), tokenizer.decode([draft_id]), count)
+        for (target_id, draft_id), count in swaps.most_common(limit)
     ]

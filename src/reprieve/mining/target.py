@@ -37,11 +37,11 @@ class Target(Protocol):
         draws: Sequence[Draw | None],
     ) -> list[list[int]] | None:
         """Return completions with several draws."""
-        made = await gather_all(
+        completions = await gather_all(
             self.complete(session, prompt_ids, response_ids, max_new_tokens, draw) for draw in draws
         )
-        whole = [new for new in made if new is not None]
-        return whole if len(whole) == len(made) else None
+        whole = [new for new in completions if new is not None]
+        return whole if len(whole) == len(completions) else None
 
     async def apart(self, work: Callable[[], T]) -> T:
         """Return the result of synchronous code that reads the target; other problems can continue meanwhile."""

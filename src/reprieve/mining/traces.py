@@ -120,10 +120,10 @@ class ArbitrationMiner:
 
     def _decoder(self) -> SpeculativeDecoder:
         """Return this thread's own decoder, because decoders have caches."""
-        if not hasattr(self._decoders, "made"):
-            self._decoders.made = self.make_decoder(self.num_draft_tokens)
-        made: SpeculativeDecoder = self._decoders.made
-        return made
+        if not hasattr(self._decoders, "decoder"):
+            self._decoders.decoder = self.make_decoder(self.num_draft_tokens)
+        decoder: SpeculativeDecoder = self._decoders.decoder
+        return decoder
 
     @property
     def continues_greedily(self) -> bool:
@@ -139,29 +139,29 @@ class ArbitrationMiner:
             stop=tuple(self.responses.task.stop),
         )
         prompt_ids = self.responses.encode_prompt(problem)
-        made = await self.target.apart(lambda: self._decoder().generate(prompt_ids, params, trace=True))
-        branches = _Branches(self, problem, prompt_ids, made)
-        rounds = await gather_all(branches.label(start, traced) for start, traced in _rounds(made))
+        generation = await self.target.apart(lambda: self._decoder().generate(prompt_ids, params, trace=True))
+        branches = _Branches(self, problem, prompt_ids, generation)
+        rounds = await gather_all(branches.label(start, traced) for start, traced in _rounds(generation))
         return ProblemLabels(
             problem_id=problem.problem_id,
             status=MINED,
             prompt_ids=tuple(prompt_ids),
             target_ids=(),
-            response_ids=tuple(made.token_ids),
-            target_answer=self.responses.answer(made.token_ids),
+            response_ids=tuple(generation.token_ids),
+            target_answer=self.responses.answer(generation.token_ids),
             mismatches=tuple(_reached(rounds)),
             seconds=time.perf_counter() - started,
-            num_generated=branches.num_generated + len(made.tokens),
+            num_generated=branches.num_generated + len(generation.tokens),
             source="arbitration",
             rounds=tuple(rounds),
         )
 
 
-def _rounds(made: Generation) -> Iterable[tuple[int, TracedRound]]:
+def _rounds(generation: Generation) -> Iterable[tuple[int, TracedRound]]:
     """Yield the rounds with drafted tokens, each with its start in the response."""
     start = 0
-    assert made.trace is not None
-    for traced in made.trace:
+    assert generation.trace is not None
+    for traced in generation.trace:
         if traced.drafted_ids:
             nothing = (None,) * len(traced.drafted_ids)
             yield start, TracedRound(start, tuple(traced.drafted_ids), tuple(traced.target_ids), nothing)
@@ -171,17 +171,17 @@ def _rounds(made: Generation) -> Iterable[tuple[int, TracedRound]]:
 def _reached(rounds: Iterable[TracedRound]) -> Iterable[Mismatch]:
     """Yield the first mismatch of each round, at which plain decoding stopped."""
     for traced in rounds:
-        for place, label in enumerate(traced.labels):
+        for node, label in enumerate(traced.labels):
             if label is not None:
-                ours, theirs = traced.target_utilities[place], traced.draft_utilities[place]
-                assert ours is not None and theirs is not None
+                target_utility, draft_utility = traced.target_utilities[node], traced.draft_utilities[node]
+                assert target_utility is not None and draft_utility is not None
                 yield Mismatch(
-                    position=traced.start + place,
-                    target_id=traced.target_ids[place],
-                    draft_id=traced.draft_ids[place],
-                    important=theirs < ours,
-                    base_utility=ours,
-                    candidate_utility=theirs,
+                    position=traced.start + node,
+                    target_id=traced.target_ids[node],
+                    draft_id=traced.draft_ids[node],
+                    important=draft_utility < target_utility,
+                    base_utility=target_utility,
+                    candidate_utility=draft_utility,
                 )
                 break
 
@@ -189,11 +189,13 @@ def _reached(rounds: Iterable[TracedRound]) -> Iterable[Mismatch]:
 class _Branches:
     """Texts of one problem and their values; known continuations are not generated again."""
 
-    def __init__(self, miner: ArbitrationMiner, problem: TaskProblem, prompt_ids: list[int], made: Generation) -> None:
+    def __init__(
+        self, miner: ArbitrationMiner, problem: TaskProblem, prompt_ids: list[int], generation: Generation
+    ) -> None:
         self.miner = miner
         self.problem = problem
         self.prompt_ids = prompt_ids
-        self.response_ids = made.token_ids
+        self.response_ids = generation.token_ids
         self.seed = miner.make_seed(problem)
         self.session = Session()
         self.num_generated = 0
@@ -203,50 +205,55 @@ class _Branches:
     async def label(self, start: int, traced: TracedRound) -> TracedRound:
         """Return the round with labels for its first few mismatches."""
         pairs = enumerate(zip(traced.draft_ids, traced.target_ids, strict=True))
-        places = [place for place, (ours, theirs) in pairs if ours != theirs][: self.miner.max_mismatches]
+        nodes = [node for node, (draft_id, target_id) in pairs if draft_id != target_id][: self.miner.max_mismatches]
         end = self.miner.responses.length_of(self._text(start, traced.draft_ids), start=start)
         if end is not None:  # later mismatches are not decided
-            places = [place for place in places if start + place < end]
+            nodes = [node for node in nodes if start + node < end]
         num = len(traced.draft_ids)
         labels: list[float | None] = [None] * num
-        ours, theirs = list(labels), list(labels)
-        for place, utilities in zip(places, await self._score(start, traced, places), strict=True):
+        draft_utilities, target_utilities = list(labels), list(labels)
+        for node, utilities in zip(nodes, await self._score(start, traced, nodes), strict=True):
             if utilities is not None:
-                ours[place], theirs[place] = utilities
-                labels[place] = soft_label(*utilities, tie=self.miner.tie)
+                draft_utilities[node], target_utilities[node] = utilities
+                labels[node] = soft_label(*utilities, tie=self.miner.tie)
         return dataclasses.replace(
-            traced, labels=tuple(labels), draft_utilities=tuple(ours), target_utilities=tuple(theirs)
+            traced,
+            labels=tuple(labels),
+            draft_utilities=tuple(draft_utilities),
+            target_utilities=tuple(target_utilities),
         )
 
     def _text(self, start: int, drafted: Iterable[int]) -> list[int]:
         return [*self.response_ids[:start], *drafted]
 
-    async def _score(self, start: int, traced: TracedRound, places: list[int]) -> list[tuple[float, float] | None]:
+    async def _score(self, start: int, traced: TracedRound, nodes: list[int]) -> list[tuple[float, float] | None]:
         """Return utilities of the draft's and the target's side of each mismatch."""
         if self.miner.scorer is not None:
-            return await gather_all(self._ask(start, traced, place) for place in places)
+            return await gather_all(self._ask(start, traced, node) for node in nodes)
         # Draft branches first: greedily, the target's branch at a mismatch equals the draft's at the previous one.
-        ours = await gather_all(self._utility(self._text(start, traced.draft_ids[: p + 1]), p, 0) for p in places)
-        theirs = await gather_all(
-            self._utility(self._text(start, (*traced.draft_ids[:p], traced.target_ids[p])), p, 1) for p in places
+        draft_utilities = await gather_all(
+            self._utility(self._text(start, traced.draft_ids[: p + 1]), p, 0) for p in nodes
         )
-        return list(zip(ours, theirs, strict=True))
+        target_utilities = await gather_all(
+            self._utility(self._text(start, (*traced.draft_ids[:p], traced.target_ids[p])), p, 1) for p in nodes
+        )
+        return list(zip(draft_utilities, target_utilities, strict=True))
 
-    async def _ask(self, start: int, traced: TracedRound, place: int) -> tuple[float, float] | None:
+    async def _ask(self, start: int, traced: TracedRound, node: int) -> tuple[float, float] | None:
         assert self.miner.scorer is not None
-        written = self.miner.responses.text(self._text(start, traced.draft_ids[:place]))
+        written = self.miner.responses.text(self._text(start, traced.draft_ids[:node]))
         decode = self.miner.responses.tokenizer.decode
-        candidates = (decode([ids[place]]) for ids in (traced.draft_ids, traced.target_ids))
-        return await self.miner.scorer.score(self.problem.asked, written, *candidates)
+        candidates = (decode([ids[node]]) for ids in (traced.draft_ids, traced.target_ids))
+        return await self.miner.scorer.score(self.problem.question_text, written, *candidates)
 
-    async def _utility(self, text: list[int], place: int, side: int) -> float:
+    async def _utility(self, text: list[int], node: int, side: int) -> float:
         """Return the share of right answers among the continuations of a text."""
-        responses = await self._continued(text, place, side)
+        responses = await self._continued(text, node, side)
         reference = self.problem.reference
         right = await gather_all(self.miner.responses.correct(response, reference) for response in responses)
         return sum(right) / len(right)
 
-    async def _continued(self, text: list[int], place: int, side: int) -> list[list[int]]:
+    async def _continued(self, text: list[int], node: int, side: int) -> list[list[int]]:
         """Return all rollouts from a text."""
         num, greedy = self.miner.num_rollouts, self.miner.continues_greedily
         if greedy:
@@ -255,12 +262,12 @@ class _Branches:
                     return [known] * num
         if (num_left := self.miner.responses.num_left(text)) < 1:
             return [text] * num
-        draws = [None if greedy else seeded_draw(self.seed, len(text), place, side, number) for number in range(num)]
-        made = await self.miner.target.complete_all(self.session, self.prompt_ids, text, num_left, draws)
-        if made is None:
+        draws = [None if greedy else seeded_draw(self.seed, len(text), node, side, number) for number in range(num)]
+        continuations = await self.miner.target.complete_all(self.session, self.prompt_ids, text, num_left, draws)
+        if continuations is None:
             raise SpecError("rollouts need a target that reads tokens; a text API would read others")
-        self.num_generated += sum(map(len, made))
-        whole = [[*text, *new] for new in made]
+        self.num_generated += sum(map(len, continuations))
+        whole = [[*text, *new] for new in continuations]
         if greedy:
             self._known.append((len(text), whole[0]))
         return whole

@@ -84,10 +84,12 @@ class Layout:
         return cls(positions, torch.full_like(positions, _CONTEXT), positions + 1)
 
     @classmethod
-    def region(cls, number: int, asked: ArbitrationRound) -> Layout:
+    def region(cls, number: int, arbitration: ArbitrationRound) -> Layout:
         """Return the layout of a round's tokens, which follow its context."""
-        positions = torch.arange(asked.region_size) + asked.context_length
-        return cls(positions, torch.full_like(positions, number), torch.full_like(positions, asked.context_length))
+        positions = torch.arange(arbitration.region_size) + arbitration.context_length
+        return cls(
+            positions, torch.full_like(positions, number), torch.full_like(positions, arbitration.context_length)
+        )
 
     @classmethod
     def join(cls, parts: Sequence[Layout]) -> Layout:
@@ -199,29 +201,31 @@ class ArbiterModel(nn.Module):
         """
         logits: list[Tensor] = []
         part: list[ArbitrationRound] = []
-        for asked in rounds:
-            if part and sum(other.region_size for other in (*part, asked)) > _MOST_POSITIONS:
+        for arbitration in rounds:
+            if part and sum(other.region_size for other in (*part, arbitration)) > _MOST_POSITIONS:
                 logits += self._judge_together(context_ids, part)
                 part = []
-            part.append(asked)
+            part.append(arbitration)
         return logits + (self._judge_together(context_ids, part) if part else [])
 
     def _judge_together(self, context_ids: Sequence[int], rounds: Sequence[ArbitrationRound]) -> list[Tensor]:
-        end = max(asked.context_length for asked in rounds)
+        end = max(arbitration.context_length for arbitration in rounds)
         layout = Layout.join(
-            [Layout.context(0, end), *(Layout.region(number, asked) for number, asked in enumerate(rounds))]
+            [Layout.context(0, end), *(Layout.region(number, arbitration) for number, arbitration in enumerate(rounds))]
         )
-        embeddings = torch.cat([self._embed(context_ids[:end]), *(self._embed_region(asked) for asked in rounds)])
+        embeddings = torch.cat(
+            [self._embed(context_ids[:end]), *(self._embed_region(arbitration) for arbitration in rounds)]
+        )
         hidden = self._run(embeddings, layout, layout, None)
-        logits, place = [], end
-        for asked in rounds:
-            logits.append(self._score(hidden, place, asked))
-            place += asked.region_size
+        logits, start = [], end
+        for arbitration in rounds:
+            logits.append(self._score(hidden, start, arbitration))
+            start += arbitration.region_size
         return logits
 
-    def _score(self, hidden: Tensor, start: int, asked: ArbitrationRound) -> Tensor:
+    def _score(self, hidden: Tensor, start: int, arbitration: ArbitrationRound) -> Tensor:
         """Apply the head to the drafted tokens of a region that starts at a row (Eq. 11)."""
-        rows = hidden[start + 1 : start + 1 + len(asked.draft_ids)].float()
+        rows = hidden[start + 1 : start + 1 + len(arbitration.draft_ids)].float()
         logits: Tensor = self.head(rows).squeeze(-1)
         return logits
 
@@ -230,15 +234,15 @@ class ArbiterModel(nn.Module):
         embedded: Tensor = self.backbone.get_input_embeddings()(ids)
         return embedded
 
-    def _embed_region(self, asked: ArbitrationRound) -> Tensor:
+    def _embed_region(self, arbitration: ArbitrationRound) -> Tensor:
         separator = self.separator[None].to(self.dtype)
-        drafted = self._embed(asked.draft_ids)
+        drafted = self._embed(arbitration.draft_ids)
         if self.readings is not None:
-            if asked.readings is None:
+            if arbitration.readings is None:
                 raise SpecError("this arbiter reads what verification knows of each drafted token, and got nothing")
-            known = asked.readings.to(self.device).float()
+            known = arbitration.readings.to(self.device).float()
             drafted = drafted + self.readings(F.layer_norm(known, known.shape[-1:])).to(self.dtype)
-        return torch.cat((separator, drafted, separator, self._embed(asked.target_ids), separator))
+        return torch.cat((separator, drafted, separator, self._embed(arbitration.target_ids), separator))
 
     def _run(self, embeddings: Tensor, rows: Layout, columns: Layout, cache: RollbackCache | None) -> Tensor:
         """Return hidden states [n, D] of embeddings [n, D] with layout `rows`, which attend to `columns`."""
@@ -298,16 +302,16 @@ class CachedArbiter:
         """Return the logits of accepting each drafted token of this round, [K]; arguments as in `ArbitrationRound`."""
         first = self._cache.get_seq_length()
         end = len(self._context_ids)
-        asked = ArbitrationRound(end, draft_ids, target_ids, readings)
-        rows = Layout.join([Layout.context(first, end), Layout.region(0, asked)])
+        arbitration = ArbitrationRound(end, draft_ids, target_ids, readings)
+        rows = Layout.join([Layout.context(first, end), Layout.region(0, arbitration)])
         columns = Layout.join([Layout.context(0, first), rows])
         unread = self._context_ids[first:]
         parts = [self.model._embed(unread)] if unread else []
-        embeddings = torch.cat([*parts, self.model._embed_region(asked)])
+        embeddings = torch.cat([*parts, self.model._embed_region(arbitration)])
         hidden = self.model._run(embeddings, rows, columns, self._cache)
         self.num_read += len(embeddings)
         self._cache.keep(end)
-        return self.model._score(hidden, end - first, asked)
+        return self.model._score(hidden, end - first, arbitration)
 
 
 def share_weights(model: nn.Module) -> nn.Module:

@@ -39,15 +39,15 @@ class RowLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write each row's new states at its own positions; return the rows' states so far, padded to one length."""
-        place = self.placement
-        num, size = place.positions.shape
-        self.reserve(place.end, key_states, value_states)
-        rows = torch.arange(place.first, place.first + num, device=key_states.device)[:, None].expand(num, size)
+        placement = self.placement
+        num, size = placement.positions.shape
+        self.reserve(placement.end, key_states, value_states)
+        rows = torch.arange(placement.first, placement.first + num, device=key_states.device)[:, None].expand(num, size)
         results = []
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
             assert buffer is not None
-            buffer[rows, :, place.positions] = states.transpose(1, 2)
-            results.append(buffer[place.first : place.first + num, :, : place.end])
+            buffer[rows, :, placement.positions] = states.transpose(1, 2)
+            results.append(buffer[placement.first : placement.first + num, :, : placement.end])
         return results[0], results[1]
 
     def reserve(self, length: int, key_states: Tensor, value_states: Tensor) -> None:

@@ -59,15 +59,15 @@ def _agrees(model: PreTrainedModel) -> bool:
     """Return True if two steps match the library's result, in case the family changed."""
     token_ids = torch.arange(7, device=model.device) * 31 % model.config.vocab_size
     try:
-        ours = DirectModel(model)
-        steps = [ours(token_ids[:5])[0], ours(token_ids[5:])[0]]
+        direct = DirectModel(model)
+        steps = [direct(token_ids[:5])[0], direct(token_ids[5:])[0]]
     except (AttributeError, TypeError, RuntimeError):  # another release may structure the family differently
         return False
-    theirs = model(input_ids=token_ids[None], use_cache=False).logits[0]
+    expected = model(input_ids=token_ids[None], use_cache=False).logits[0]
     # int8 layers round activations: one float32 bit of difference can become one step of 13 bits.
-    tolerance = 1e-3 if theirs.dtype == torch.float32 and not is_int8(model) else 0.05
-    largest = theirs.abs().amax().item()
-    return bool((torch.cat(steps) - theirs).abs().amax() <= tolerance * max(largest, 1e-6))
+    tolerance = 1e-3 if expected.dtype == torch.float32 and not is_int8(model) else 0.05
+    largest = expected.abs().amax().item()
+    return bool((torch.cat(steps) - expected).abs().amax() <= tolerance * max(largest, 1e-6))
 
 
 class DirectCache:
@@ -147,10 +147,10 @@ class DirectModel:
         causal = mask is None and num > 1
         wanted = {layer % (len(self._layers) + 1) for layer in hidden_layers}
         states: dict[int, Tensor] = {}
-        for place, layer in enumerate(self._layers):
-            if place in wanted:
-                states[place] = x
-            x = x + self._attend(layer, x, buffer[place], (start, end), (cos, sin), mask, causal)
+        for index, layer in enumerate(self._layers):
+            if index in wanted:
+                states[index] = x
+            x = x + self._attend(layer, x, buffer[index], (start, end), (cos, sin), mask, causal)
             y = _normed(x, layer.after.weight, self._eps)
             x = x + layer.down(F.silu(layer.gate(y)) * layer.up(y))
         x = _normed(x, self._norm, self._eps)

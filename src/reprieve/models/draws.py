@@ -67,12 +67,12 @@ def choose(scores: Tensor, draws: Sequence[Draw | None], texts: Sequence[Sequenc
     """
     chosen: list[Tensor | None] = [None] * len(draws)
     for kind, pick in ((UniformDraw, _by_uniforms), (GumbelNoise, _by_noise), (type(None), _likeliest)):
-        rows = [place for place, draw in enumerate(draws) if isinstance(draw, kind)]
+        rows = [row for row, draw in enumerate(draws) if isinstance(draw, kind)]
         if rows:
             part = scores if len(rows) == len(draws) else scores[rows]
-            picked = pick(part, [draws[place] for place in rows], [texts[place] for place in rows])
-            for place, token in zip(rows, picked, strict=True):
-                chosen[place] = token
+            picked = pick(part, [draws[row] for row in rows], [texts[row] for row in rows])
+            for row, token in zip(rows, picked, strict=True):
+                chosen[row] = token
     return [int(token_id) for token_id in torch.stack([token for token in chosen if token is not None]).tolist()]
 
 
@@ -123,9 +123,9 @@ def _under_noise(scores: Tensor, columns: Tensor, keys: Tensor) -> Tensor:
 
 def _at_uniform(scores: Tensor, columns: Tensor, uniforms: Tensor) -> Tensor:
     cumulative = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
-    place = torch.searchsorted(cumulative, uniforms.unsqueeze(-1) * cumulative[:, -1:], right=True).squeeze(-1)
-    places = torch.arange(scores.shape[-1], device=scores.device)
-    return torch.minimum(place, torch.where(scores > -math.inf, places, -1).amax(-1))
+    drawn = torch.searchsorted(cumulative, uniforms.unsqueeze(-1) * cumulative[:, -1:], right=True).squeeze(-1)
+    columns_in_order = torch.arange(scores.shape[-1], device=scores.device)
+    return torch.minimum(drawn, torch.where(scores > -math.inf, columns_in_order, -1).amax(-1))
 
 
 def _gumbel(keys: Tensor, columns: Tensor) -> Tensor:

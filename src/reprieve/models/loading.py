@@ -149,8 +149,8 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
     """
     weights = {name: weight for name, weight in model.named_parameters() if name.rpartition(".")[2] not in _QUANTISER}
     if getattr(getattr(model, "config", None), "quantization_config", None):
-        place = {name: number for number, name in enumerate(parameter_names(model.config))}
-        weights = {name: weights[name] for name in sorted(weights, key=lambda name: place.get(name, len(place)))}
+        order = {name: number for number, name in enumerate(parameter_names(model.config))}
+        weights = {name: weights[name] for name in sorted(weights, key=lambda name: order.get(name, len(order)))}
     return fingerprint_of(_values(weight.detach()) for weight in weights.values())
 
 
@@ -234,14 +234,17 @@ def require_same_tokenizer(target: Any, draft: Any, target_name: str, draft_name
     Raises:
         PairError: names both and the first difference.
     """
-    ours, theirs = target.get_vocab(), draft.get_vocab()
-    if ours == theirs:
+    vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
+    if vocab == draft_vocab:
         return
-    different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+    different = sorted(
+        token for token in vocab.keys() | draft_vocab.keys() if vocab.get(token) != draft_vocab.get(token)
+    )
     raise PairError(
-        f"target {target_name!r} ({len(ours)} tokens) and draft {draft_name!r} ({len(theirs)} tokens) have different "
-        f"tokenizers: {len(different)} tokens differ, such as {different[0]!r} "
-        f"({ours.get(different[0])} and {theirs.get(different[0])}); a draft must share the target's tokenizer"
+        f"target {target_name!r} ({len(vocab)} tokens) and draft {draft_name!r} ({len(draft_vocab)} tokens) have "
+        f"different tokenizers: {len(different)} tokens differ, such as {different[0]!r} "
+        f"({vocab.get(different[0])} and {draft_vocab.get(different[0])}); "
+        "a draft must share the target's tokenizer"
     )
 
 
@@ -335,9 +338,9 @@ def _require_whole(model: PreTrainedModel, found: Mapping[str, Any]) -> None:
     for what in ("missing", "mismatched", "unexpected"):
         names = [name if isinstance(name, str) else name[0] for name in found.get(f"{what}_keys") or ()]
         if names := sorted(name for name in names if what != "unexpected" or not _SPARE.search(name)):
-            told = {"missing": "lack", "mismatched": "have another shape for", "unexpected": "have no place for"}[what]
+            verb = {"missing": "lack", "mismatched": "have another shape for", "unexpected": "have no place for"}[what]
             raise ValueError(
-                f"its weights {told} {names[0]}" + (f" and {len(names) - 1} others" if len(names) > 1 else "")
+                f"its weights {verb} {names[0]}" + (f" and {len(names) - 1} others" if len(names) > 1 else "")
             )
     for name, parameter in model.named_parameters():
         plain = parameter.is_floating_point() and type(parameter.data) is torch.Tensor and not parameter.is_meta

@@ -17,7 +17,7 @@ class ResponseTree:
     def __init__(self, response_ids: Sequence[int]) -> None:
         self.token_ids = list(response_ids)
         self.parents = list(range(ROOT, len(self.token_ids) - 1))
-        self._rows = {(place, token_id): place + 1 for place, token_id in enumerate(self.token_ids)}
+        self._rows = {(position, token_id): position + 1 for position, token_id in enumerate(self.token_ids)}
 
     def add(self, position: int, token_id: int) -> None:
         """Add a token at the response's position `position`, unless present."""

@@ -200,8 +200,8 @@ class Service:
             first = await anext(events)  # an error before the first token is still an ordinary response
             lines = self._lines(first, events, replies, body.include_usage, num_read, num_logprobs)
             return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        made = [event.made async for event in events if isinstance(event, Finished)]
-        return JSONResponse(replies.whole(made, num_read, num_logprobs))
+        generations = [event.generation async for event in events if isinstance(event, Finished)]
+        return JSONResponse(replies.whole(generations, num_read, num_logprobs))
 
     async def _events(self, job: QueuedRequest, request: Request) -> AsyncIterator[Event]:
         """The job's events, until all choices are finished; the job is cancelled when nobody listens any more."""
@@ -242,7 +242,7 @@ class Service:
         num_logprobs: int | None,
     ) -> AsyncIterator[str]:
         """Server-sent events; an error after the first token becomes one, and ends the stream without [DONE]."""
-        made: list[Generation] = []
+        generations: list[Generation] = []
         opened: set[int] = set()
         try:
             event: Event | None = first
@@ -254,11 +254,11 @@ class Service:
                 if isinstance(event, Piece):
                     yield _line(replies.piece(event.index, event.token, event.text, num_logprobs))
                 else:
-                    made.append(event.made)
-                    yield _line(replies.closing(event.index, event.made))
+                    generations.append(event.generation)
+                    yield _line(replies.closing(event.index, event.generation))
                 event = await anext(events, None)
             if include_usage:
-                yield _line(replies.usage(num_read, made))
+                yield _line(replies.usage(num_read, generations))
             yield "data: [DONE]\n\n"
         except (TimedOut, Disconnected, ReprieveError) as error:
             yield _line(error_of(error)[1])

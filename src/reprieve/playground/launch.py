@@ -54,8 +54,8 @@ class Monitoring:
             return
         self._seen += 1
         problem = TaskProblem(str(self._seen), "", "")
-        asked, params = job.prompts[finished.index], job.params[finished.index]
-        self.monitor.observe(ServedAnswer(problem, params, finished.made.text, prompt_ids=asked))
+        prompt_ids, params = job.prompts[finished.index], job.params[finished.index]
+        self.monitor.observe(ServedAnswer(problem, params, finished.generation.text, prompt_ids=prompt_ids))
 
 
 def make_app(
@@ -192,6 +192,6 @@ def _prompts(pair: Pair, task: Task | None, settings: PlaygroundSettings) -> Pro
         vocab_size=pair.num_token_ids,
         wrap=wrap,
         num_draft_tokens=AUTO if isinstance(settings.num_draft_tokens, str) else settings.num_draft_tokens,
-        asked=settings.asked,
+        settings=settings.prompt_settings,
         example=task.problems("test", 7)[6].prompt if bundled and task is not None else "",  # both models solve it
     )

@@ -62,10 +62,10 @@ class Metrics:
     def count_answer(self, job: QueuedRequest, finished: Finished) -> None:
         """One finished choice."""
         rule = "lossless" if job.choice.strict else job.choice.name
-        for token in finished.made.tokens:
+        for token in finished.generation.tokens:
             self._tokens.labels(rule, token.provenance.value).inc()
-        self._rounds.labels(rule).inc(finished.made.num_rounds)
-        self._drafted.labels(rule).inc(finished.made.num_drafted)
+        self._rounds.labels(rule).inc(finished.generation.num_rounds)
+        self._drafted.labels(rule).inc(finished.generation.num_drafted)
 
     def page(self, worker: Worker) -> bytes:
         """The content of /metrics."""

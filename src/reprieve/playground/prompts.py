@@ -10,7 +10,7 @@ from reprieve.engine.text_stream import REPLACEMENT
 from reprieve.errors import SpecError
 from reprieve.playground.bodies import Context
 from reprieve.settings import NumDraftTokens, PromptSettings
-from reprieve.tasks.asking import PromptFormat
+from reprieve.tasks.prompting import PromptFormat
 from reprieve.vllm_plugin.policy import RequestError
 
 
@@ -38,7 +38,7 @@ class Prompts:
         wrap: Callable[[str], str] | None,
         num_draft_tokens: NumDraftTokens,
         example: str = "",
-        asked: PromptSettings | None = None,
+        settings: PromptSettings | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.max_positions = max_positions
@@ -47,8 +47,8 @@ class Prompts:
         self.example = example
         self._wrap = wrap
         self.context = Context(max_positions - 1, _SLACK * max_positions * max(map(len, tokenizer.get_vocab())))
-        self._asked = asked or PromptSettings()
-        PromptFormat(tokenizer, self._asked)  # refuses what the tokenizer has no template for
+        self._settings = settings or PromptSettings()
+        PromptFormat(tokenizer, self._settings)  # refuses what the tokenizer has no template for
 
     def plain(self, prompt: str | list[int]) -> list[int]:
         """A prompt as token ids.
@@ -80,13 +80,13 @@ class Prompts:
             require_text("messages", message)
         if self.tokenizer.chat_template:
             turns = [{"role": role, "content": text} for role, text in messages]
-            asked = PromptSettings(
+            settings = PromptSettings(
                 chat_template=True,
-                system_prompt=None if turns[0]["role"] == "system" else self._asked.system_prompt,
-                thinking=self._asked.thinking if thinking is None else "on" if thinking else "off",
+                system_prompt=None if turns[0]["role"] == "system" else self._settings.system_prompt,
+                thinking=self._settings.thinking if thinking is None else "on" if thinking else "off",
             )
             try:
-                return self.plain(PromptFormat(self.tokenizer, asked).encode(turns))
+                return self.plain(PromptFormat(self.tokenizer, settings).encode(turns))
             except SpecError as error:
                 raise RequestError("messages", f"messages: the chat template refuses them: {error}") from None
         if self._wrap is None:
@@ -98,7 +98,7 @@ class Prompts:
             )
         return self.plain(self._wrap(messages[0][1]))
 
-    def room(self, prompts: Sequence[list[int]], asked: int | None, largest: int) -> int:
+    def room(self, prompts: Sequence[list[int]], requested: int | None, largest: int) -> int:
         """New tokens that each choice may have: what was asked for, else as many as fit, at most `largest`.
 
         Raises:
@@ -106,13 +106,13 @@ class Prompts:
         """
         longest = max(len(prompt) for prompt in prompts)
         left = self.max_positions - longest
-        if asked is not None and asked > min(left, largest):
+        if requested is not None and requested > min(left, largest):
             raise RequestError(
                 "max_tokens",
                 f"max_tokens must be in [1, {min(left, largest)}] beside a prompt of {longest} tokens (the models read "
-                f"{self.max_positions}, this server writes up to {largest}), got {asked}",
+                f"{self.max_positions}, this server writes up to {largest}), got {requested}",
             )
-        return min(left if asked is None else asked, largest)
+        return min(left if requested is None else requested, largest)
 
     def decode(self, token_ids: list[int]) -> str:
         """Token ids to text, special tokens included."""
@@ -138,7 +138,7 @@ def _byte_characters() -> dict[str, int]:
     """Return which byte each character of a byte-level tokenizer stands for: printable ones for themselves."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 _SLACK = 4  # times the characters of the longest token: tokenizers may shorten a text before they split it

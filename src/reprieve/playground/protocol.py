@@ -23,7 +23,7 @@ class Texts(Protocol):
 
 
 @dataclass
-class _Place:
+class _Cursor:
     """Position that a choice's log-probabilities have reached."""
 
     num_characters: int = 0
@@ -49,12 +49,14 @@ class Replies:
         self.provenance = provenance
         self._base = {"id": request_id, "created": int(time.time()), "model": model}
         self.token_bytes = texts.token_bytes
-        self._places: dict[int, _Place] = {}  # of each choice
+        self._cursors: dict[int, _Cursor] = {}  # of each choice
 
-    def whole(self, made: Sequence[Generation], num_prompt_tokens: int, num_logprobs: int | None) -> dict[str, Any]:
+    def whole(
+        self, generations: Sequence[Generation], num_prompt_tokens: int, num_logprobs: int | None
+    ) -> dict[str, Any]:
         """The response of a request that does not stream."""
         choices = []
-        for index, answer in enumerate(made):
+        for index, answer in enumerate(generations):
             choice: dict[str, Any] = {"index": index, "finish_reason": _FINISH[answer.finish_reason]}
             if self.chat:
                 choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
@@ -68,8 +70,8 @@ class Replies:
             **self._base,
             "object": "chat.completion" if self.chat else "text_completion",
             "choices": choices,
-            "usage": usage(num_prompt_tokens, made),
-            "reprieve": self.summary(made),
+            "usage": usage(num_prompt_tokens, generations),
+            "reprieve": self.summary(generations),
         }
 
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -86,26 +88,31 @@ class Replies:
             chunk["choices"][0]["reprieve"] = {"tokens": [self.token(token)]}
         return chunk
 
-    def closing(self, index: int, made: Generation) -> dict[str, Any]:
+    def closing(self, index: int, generation: Generation) -> dict[str, Any]:
         """The end of one streamed choice, with what the rule did."""
-        chunk = self._chunk(index, {} if self.chat else "", finish_reason=_FINISH[made.finish_reason])
-        return {**chunk, "reprieve": self.summary([made])}
+        chunk = self._chunk(index, {} if self.chat else "", finish_reason=_FINISH[generation.finish_reason])
+        return {**chunk, "reprieve": self.summary([generation])}
 
-    def usage(self, num_prompt_tokens: int, made: Sequence[Generation]) -> dict[str, Any]:
+    def usage(self, num_prompt_tokens: int, generations: Sequence[Generation]) -> dict[str, Any]:
         """The last chunk of a stream that was asked for its usage."""
-        return {**self._base, "object": self._chunk_object, "choices": [], "usage": usage(num_prompt_tokens, made)}
+        return {
+            **self._base,
+            "object": self._chunk_object,
+            "choices": [],
+            "usage": usage(num_prompt_tokens, generations),
+        }
 
-    def summary(self, made: Sequence[Generation]) -> dict[str, Any]:
+    def summary(self, generations: Sequence[Generation]) -> dict[str, Any]:
         """Rule, tokens rescued, and how fast it was."""
-        num_tokens = sum(len(answer.tokens) for answer in made)
-        num_rounds = sum(answer.num_rounds for answer in made)
-        seconds = sum(answer.seconds for answer in made)
+        num_tokens = sum(len(answer.tokens) for answer in generations)
+        num_rounds = sum(answer.num_rounds for answer in generations)
+        seconds = sum(answer.seconds for answer in generations)
         return {
             "rule": self.spec,
             "num_rounds": num_rounds,
-            "num_drafted": sum(answer.num_drafted for answer in made),
-            "num_accepted": sum(answer.num_accepted for answer in made),
-            "num_rescued": sum(answer.num_rescued for answer in made),
+            "num_drafted": sum(answer.num_drafted for answer in generations),
+            "num_accepted": sum(answer.num_accepted for answer in generations),
+            "num_rescued": sum(answer.num_rescued for answer in generations),
             "tokens_per_round": num_tokens / max(1, num_rounds),
             "tokens_per_second": num_tokens / seconds if seconds else None,
             "seconds": seconds,
@@ -143,30 +150,30 @@ class Replies:
             return None
         if self.chat:
             return {"content": [self._chat_logprob(token, num_logprobs) for token in tokens], "refusal": None}
-        place = self._places.setdefault(index, _Place())
-        entries = [self._completion_logprob(place, token, num_logprobs) for token in tokens]
+        cursor = self._cursors.setdefault(index, _Cursor())
+        entries = [self._completion_logprob(cursor, token, num_logprobs) for token in tokens]
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         return (
             dict(zip(names, map(list, zip(*entries, strict=True)), strict=True)) if entries else {n: [] for n in names}
         )
 
     def _completion_logprob(
-        self, place: _Place, token: Token, num_logprobs: int
+        self, cursor: _Cursor, token: Token, num_logprobs: int
     ) -> tuple[str, float | None, dict[str, float | None], int]:
         """A token's text, log-probability and alternatives, and the character of the answer that it begins at."""
-        text = self._text(place.last, token.token_id)
+        text = self._text(cursor.last, token.token_id)
         top: dict[str, float | None] = {}
         for token_id, value in token.alternatives[:num_logprobs]:
-            name = self._text(place.last, token_id)
+            name = self._text(cursor.last, token_id)
             top[name if name not in top else f"token_id:{token_id}"] = _finite(value)  # two tokens with one text
-        offset = place.num_characters
-        place.pending.append(token.token_id)
-        before = [] if place.complete is None else [place.complete]
-        grown = self.visible([*before, *place.pending])[len(self.visible(before)) if before else 0 :]
-        if not grown.endswith(REPLACEMENT) or len(place.pending) >= LONGEST_CHARACTER:  # else half a character
-            place.num_characters += len(grown)
-            place.complete, place.pending = token.token_id, []
-        place.last = token.token_id
+        offset = cursor.num_characters
+        cursor.pending.append(token.token_id)
+        before = [] if cursor.complete is None else [cursor.complete]
+        grown = self.visible([*before, *cursor.pending])[len(self.visible(before)) if before else 0 :]
+        if not grown.endswith(REPLACEMENT) or len(cursor.pending) >= LONGEST_CHARACTER:  # else half a character
+            cursor.num_characters += len(grown)
+            cursor.complete, cursor.pending = token.token_id, []
+        cursor.last = token.token_id
         return text, _finite(token.logprob), top, offset
 
     def _text(self, before: int | None, token_id: int) -> str:
@@ -187,9 +194,9 @@ class Replies:
         return {**entry(token.token_id, token.logprob), "top_logprobs": top}
 
 
-def usage(num_prompt_tokens: int, made: Sequence[Generation]) -> dict[str, int]:
+def usage(num_prompt_tokens: int, generations: Sequence[Generation]) -> dict[str, int]:
     """Tokens read and written."""
-    num_new = sum(len(answer.tokens) for answer in made)
+    num_new = sum(len(answer.tokens) for answer in generations)
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_new,

@@ -44,7 +44,7 @@ class Finished:
     """One choice is complete."""
 
     index: int
-    made: Generation
+    generation: Generation
 
 
 @dataclass(frozen=True)
@@ -217,8 +217,8 @@ class Worker:
                     raise _Cancelled
                 job.send(Piece(index, token, text))
 
-            made = decoder.generate(prompt, params, dial=job.choice.dial, on_token=take)
-            finished = Finished(index, made)
+            generation = decoder.generate(prompt, params, dial=job.choice.dial, on_token=take)
+            finished = Finished(index, generation)
             self._on_answer(job, finished)
             job.send(finished)
 

@@ -52,19 +52,19 @@ def accept(
     walk = _Walk(rule, block, evidence, checked, rule.threshold if threshold is None else threshold, budget)
     path: list[int] = []
     provenance: list[Provenance] = []
-    place = ROOT
-    while children := block.children.get(place, []):
+    parent = ROOT
+    while children := block.children.get(parent, []):
         node, kind = walk.choose(children)
         if node is None:
             break
         path.append(node)
         provenance.append(kind)
-        place = node
+        parent = node
     return Outcome(
         path=path,
         token_ids=[walk.token_ids[node] for node in path],
         provenance=provenance,
-        next_token_id=walk.next_ids[place + 1],
+        next_token_id=walk.next_ids[parent + 1],
         risks=None if walk.risks is None else [walk.risks[node] for node in path],
     )
 

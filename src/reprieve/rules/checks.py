@@ -194,8 +194,8 @@ class BlockCheck(SampledCheck):
 def _by_turn(block: Block) -> list[list[int]]:
     """Group nodes by sibling index: the first child of every node, then the second ones, and so on."""
     turns: list[list[int]] = []
-    for place in (ROOT, *range(block.num_tokens)):
-        for turn, node in enumerate(block.children.get(place, [])):
+    for parent in (ROOT, *range(block.num_tokens)):
+        for turn, node in enumerate(block.children.get(parent, [])):
             if turn == len(turns):
                 turns.append([])
             turns[turn].append(node)

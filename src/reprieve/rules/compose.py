@@ -84,11 +84,11 @@ class _Composite(Wrapper):
     def __post_init__(self) -> None:
         if len(self.rules) < 2:
             raise SpecError(f"{self.name} needs at least 2 rules, got {len(self.rules)}")
-        for place, rule in enumerate(self.rules):
+        for index, rule in enumerate(self.rules):
             require_rescuing(rule, self.name)
             if isinstance(rule, AnyOf) or (isinstance(rule, AllOf) and isinstance(self, AllOf)):
                 raise SpecError(f"{self.name} cannot hold {rule.name}; write it out as a&b|a&c")
-            if rule.traits.limited and (place > 0 or isinstance(self, AnyOf)):
+            if rule.traits.limited and (index > 0 or isinstance(self, AnyOf)):
                 raise SpecError(f"{rule.spec!r} has limits of its own: it can only be the first rule of an all_of")
 
     @property

@@ -48,8 +48,8 @@ def _ends_with(evidence: Evidence, marker: Sequence[int], parents: Sequence[int]
     context, token_ids = evidence.context, evidence.token_ids
     assert context is not None
     size, device = len(marker), token_ids.device
-    places = context.lengths.unsqueeze(-1) - torch.arange(size, 0, -1, device=device)  # [B, size]
-    tails = torch.where(places >= 0, context.token_ids.gather(-1, places.clamp_min(0)), -1)
+    positions = context.lengths.unsqueeze(-1) - torch.arange(size, 0, -1, device=device)  # [B, size]
+    tails = torch.where(positions >= 0, context.token_ids.gather(-1, positions.clamp_min(0)), -1)
     known = torch.cat([tails.reshape(-1), token_ids])
     windows = known[to_device(_windows(tuple(parents), tuple(rows), len(tails), size), device)]  # [N, size]
     return (windows == spread(list(marker), torch.long, device)).all(-1)

@@ -1,4 +1,4 @@
-"""Rules that hold in a part of the text: between two markers, or from a place of the answer on.
+"""Rules that hold in a part of the text: between two markers, or from a position in the answer on.
 
 A span's markers are texts, the name of a model family, or `thinking` and `tool_calls`, whose markers are read from the
 model's own tokenizer.
@@ -170,7 +170,7 @@ class InsideSpan(_Restricted):
 
 @dataclass(frozen=True)
 class StrictFirst(_Restricted):
-    """A rescuing rule that holds from a place of the answer on; its first tokens are decoded losslessly.
+    """A rescuing rule that holds from a position in the answer on; its first tokens are decoded losslessly.
 
     The first tokens of an answer decide how it is written, and whether it is refused. A prompt does not count, nor do
     earlier turns of a conversation.
@@ -190,7 +190,7 @@ class StrictFirst(_Restricted):
     def traits(self) -> Traits:
         """Those of the rule inside, which now reads how long the answer is."""
         inside = self.rule.traits
-        return dataclasses.replace(inside, needs=inside.needs | {Need.ANSWER_PLACES}, truncates=False)
+        return dataclasses.replace(inside, needs=inside.needs | {Need.ANSWER_POSITIONS}, truncates=False)
 
     @property
     def params(self) -> dict[str, Any]:
@@ -202,8 +202,8 @@ class StrictFirst(_Restricted):
 
     def risk(self, evidence: Evidence) -> Tensor:
         """The inner rule's risk; infinite among the answer's first tokens."""
-        assert evidence.answer_places is not None, "the answer's length is needed: Need.ANSWER_PLACES"
-        return torch.where(evidence.answer_places >= self.num_tokens, self.rule.risk(evidence), math.inf)
+        assert evidence.answer_positions is not None, "the answer's length is needed: Need.ANSWER_POSITIONS"
+        return torch.where(evidence.answer_positions >= self.num_tokens, self.rule.risk(evidence), math.inf)
 
 
 def restricted(rule: Rule, restrict: Callable[[Rule], Rule]) -> Rule:

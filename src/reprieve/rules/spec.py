@@ -38,11 +38,11 @@ def _parse_all(spec: str) -> Rule:
 
 def _parse_one(spec: str) -> Rule:
     name, given = parse_spec(spec, what="rule")
-    places = {key: given.pop(key) for key in ("start", "end", "span", "outside") if key in given}
+    markers = {key: given.pop(key) for key in ("start", "end", "span", "outside") if key in given}
     num_strict = given.pop("strict_first", None)
     rule: Rule = construct(RULES.get(name), given, where=f"rule {name}")
-    if places:
-        rule = _in_span(rule, **places)
+    if markers:
+        rule = _in_span(rule, **markers)
     if num_strict is None:
         return rule
     if not num_strict.isdecimal():

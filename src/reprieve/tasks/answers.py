@@ -45,7 +45,7 @@ _QUOTES = "\"'“”‘’«»"
 
 
 @dataclass(frozen=True, order=True)
-class _Place:
+class _Mention:
     """A place in a response that names an answer."""
 
     start: int
@@ -69,25 +69,25 @@ def final_answer(text: str) -> str | None:
     said = after_thinking(text)
     if said is None:
         return None
-    places = _places(said)
-    if places and (run_on := RUN_ON.search(said, places[0].start)):
-        places = _places(said[: run_on.start()])
-    ranks = [(place.final and place.firm, place.firm, place.final) for place in places]
-    best = max(range(len(places)), key=lambda number: (ranks[number], number), default=None)
-    return None if best is None else places[best].answer
+    mentions = _mentions(said)
+    if mentions and (run_on := RUN_ON.search(said, mentions[0].start)):
+        mentions = _mentions(said[: run_on.start()])
+    ranks = [(mention.final and mention.firm, mention.firm, mention.final) for mention in mentions]
+    best = max(range(len(mentions)), key=lambda number: (ranks[number], number), default=None)
+    return None if best is None else mentions[best].answer
 
 
-def _places(said: str) -> list[_Place]:
+def _mentions(said: str) -> list[_Mention]:
     """Return the places of a text that name an answer, in order."""
     finals, others = _FINAL.finditer(said), _ANSWER.finditer(said)
-    places = [
-        *(_Place(start, answer, boxed=True) for start, answer in _boxed(said)),
-        *(_Place(match.start(), _cleaned(match[1]), boxed=True) for match in _BOXED_DIGITS.finditer(said)),
-        *(_Place(match.start(), _result_line(_behind(said, match))) for match in _HASHES.finditer(said)),
-        *(_Place(match.end(), _first_sentence(_behind(said, match))) for match in finals),
-        *(_Place(match.end(), _first_sentence(_behind(said, match)), final=False) for match in others),
+    mentions = [
+        *(_Mention(start, answer, boxed=True) for start, answer in _boxed(said)),
+        *(_Mention(match.start(), _cleaned(match[1]), boxed=True) for match in _BOXED_DIGITS.finditer(said)),
+        *(_Mention(match.start(), _result_line(_behind(said, match))) for match in _HASHES.finditer(said)),
+        *(_Mention(match.end(), _first_sentence(_behind(said, match))) for match in finals),
+        *(_Mention(match.end(), _first_sentence(_behind(said, match)), final=False) for match in others),
     ]
-    return sorted(place for place in places if place.answer)
+    return sorted(mention for mention in mentions if mention.answer)
 
 
 def after_thinking(text: str) -> str | None:

@@ -20,7 +20,7 @@ class TaskProblem:
         reference: the answer that graders compare with.
         follow_ups: the user's later turns.
         question: what is asked, without instructions and worked examples; empty where the prompt is just that.
-        prompt_ids: the tokens that the model reads, once the problem is put to one (`reprieve.tasks.asking`).
+        prompt_ids: the tokens that the model reads, once the problem is put to one (`reprieve.tasks.prompting`).
     """
 
     problem_id: str
@@ -32,14 +32,14 @@ class TaskProblem:
     prompt_ids: tuple[int, ...] = ()
 
     @property
-    def asked(self) -> str:
+    def question_text(self) -> str:
         """The question alone, for judges and for telling problems apart."""
         return self.question or self.prompt
 
     @property
     def digest(self) -> str:
-        """Identifies the problem by its question, whatever its number and its place in a file."""
-        return problem_digest(self.asked)
+        """Identifies the problem by its question, whatever its number and its line in a file."""
+        return problem_digest(self.question_text)
 
 
 def problem_digest(question: str) -> str:

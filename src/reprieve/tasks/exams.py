@@ -115,7 +115,7 @@ class ChoiceTask(TableTask):
     stop: tuple[str, ...] = field(default=(), init=False)
     grader: Grader = field(default=ChoiceGrader(), init=False, repr=False)
 
-    def _asked(self, question: str, choices: list[str], right: int | str, where: str) -> TaskProblem:
+    def _problem(self, question: str, choices: list[str], right: int | str, where: str) -> TaskProblem:
         letter = _LETTERS[right] if isinstance(right, int) and 0 <= right < len(choices) else right
         if not isinstance(letter, str) or letter not in _LETTERS[: len(choices)]:
             raise ReprieveError(
@@ -141,7 +141,7 @@ class MmluTask(ChoiceTask):
             raise ReprieveError(f"task mmlu: {where}: choices must be a list of two or more, got {choices!r}")
         right = row.get("answer")
         right = int(right) if isinstance(right, str) and right.isdigit() else right
-        return self._asked(text_of(row, "question", where), [str(item) for item in choices], right, where)  # type: ignore[arg-type]
+        return self._problem(text_of(row, "question", where), [str(item) for item in choices], right, where)  # type: ignore[arg-type]
 
 
 @register_task
@@ -157,7 +157,7 @@ class CommonsenseQaTask(ChoiceTask):
         texts = choices.get("text") if isinstance(choices, dict) else None
         if not isinstance(texts, list) or len(texts) < 2:
             raise ReprieveError(f"task commonsenseqa: {where}: choices must hold two texts or more, got {choices!r}")
-        return self._asked(
+        return self._problem(
             text_of(row, "question", where), [str(item) for item in texts], str(row.get("answerKey")), where
         )
 

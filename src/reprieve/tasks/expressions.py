@@ -65,8 +65,10 @@ def same_expression(answer: str, other: str) -> bool:
         return False
     math_verify = import_extra("math_verify", "tasks")
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns of the missing time limit at every call
-    ours, theirs = _parse(math_verify, left), _parse(math_verify, right)
-    return bool(math_verify.verify(ours, theirs, timeout_seconds=None)) and not _apart(ours, theirs)
+    left_value, right_value = _parse(math_verify, left), _parse(math_verify, right)
+    return bool(math_verify.verify(left_value, right_value, timeout_seconds=None)) and not _apart(
+        left_value, right_value
+    )
 
 
 def _rewritten(text: str) -> str:
@@ -77,10 +79,10 @@ def _rewritten(text: str) -> str:
     return text.strip()
 
 
-def _apart(ours: list[Any], theirs: list[Any]) -> bool:
+def _apart(left: list[Any], right: list[Any]) -> bool:
     """Return whether both are values that differ by more than rounding (math-verify rounds: 2^-99 equals 2^-98)."""
     values = []
-    for side in (ours, theirs):
+    for side in (left, right):
         value: Any = side[0] if side else None
         if not hasattr(value, "free_symbols") or value.free_symbols or not getattr(value, "is_number", False):
             return False

@@ -156,9 +156,9 @@ def written(number: Number) -> str:
         bottom //= 2 if bottom % 2 == 0 else 5
     if bottom != 1:
         return f"{value.numerator}/{value.denominator}{sign}"
-    places = next(places for places in range(1, 2000) if (value * 10**places).denominator == 1)
-    digits = str(abs(value.numerator * 10**places // value.denominator)).rjust(places + 1, "0")
-    return f"{'-' if value < 0 else ''}{digits[:-places]}.{digits[-places:]}{sign}"
+    decimals = next(decimals for decimals in range(1, 2000) if (value * 10**decimals).denominator == 1)
+    digits = str(abs(value.numerator * 10**decimals // value.denominator)).rjust(decimals + 1, "0")
+    return f"{'-' if value < 0 else ''}{digits[:-decimals]}.{digits[-decimals:]}{sign}"
 
 
 def _plain(text: str) -> str:

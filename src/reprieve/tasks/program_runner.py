@@ -238,16 +238,16 @@ def answer_calls(channel: Channel) -> None:
     exec(compile(channel.receive(), "program", "exec"), names)
     kept: list[Any] = []
     while True:
-        asked = channel.receive()
+        call = channel.receive()
         try:
-            if "look" in asked:
-                reply = {"value": as_json(eval(asked["look"], names), kept)}
+            if "look" in call:
+                reply = {"value": as_json(eval(call["look"], names), kept)}
             else:
-                positional = [from_json(value, kept.__getitem__) for value in asked["args"]]
-                named = {key: from_json(value, kept.__getitem__) for key, value in asked["kwargs"].items()}
-                made = kept[asked["call"]](*positional, **named)
+                positional = [from_json(value, kept.__getitem__) for value in call["args"]]
+                named = {key: from_json(value, kept.__getitem__) for key, value in call["kwargs"].items()}
+                result = kept[call["call"]](*positional, **named)
                 left = {key: as_json(value, kept) for key, value in named.items()}
-                reply = {"value": as_json(made, kept), "args": [as_json(value, kept) for value in positional]}
+                reply = {"value": as_json(result, kept), "args": [as_json(value, kept) for value in positional]}
                 reply["kwargs"] = left
         except BaseException as error:
             reply = {"raised": [kind.__name__ for kind in type(error).__mro__], "args": [str(error)[:1000]]}
@@ -271,12 +271,12 @@ class Elsewhere:
             }
         )
         reply = self._channel.receive()
-        made = self._received(reply)
-        for ours, theirs in zip(args, reply["args"], strict=True):
-            _change(ours, self._decoded(theirs))
-        for key, theirs in reply["kwargs"].items():
-            _change(kwargs[key], self._decoded(theirs))
-        return made
+        result = self._received(reply)
+        for argument, changed in zip(args, reply["args"], strict=True):
+            _change(argument, self._decoded(changed))
+        for key, changed in reply["kwargs"].items():
+            _change(kwargs[key], self._decoded(changed))
+        return result
 
     def _received(self, reply: dict[str, Any]) -> Any:
         if "raised" in reply:
@@ -317,24 +317,24 @@ class Names(dict):  # type: ignore[type-arg]
         return Elsewhere.named(self._channel, name)
 
 
-def _change(ours: Any, theirs: Any) -> Any:
+def _change(old: Any, new: Any) -> Any:
     """Apply a call's changes to an argument in place, if its type allows; return the object to use from now on."""
-    if isinstance(ours, list | deque) and type(ours) is type(theirs):
-        if len(ours) == len(theirs):  # else one cannot tell which of the inner ones is which
-            theirs = [_change(*both) for both in zip(ours, theirs, strict=True)]
-        ours.clear()
-        ours.extend(theirs)
-        return ours
-    if isinstance(ours, dict) and type(ours) is type(theirs):
-        changed = {key: _change(ours[key], value) if key in ours else value for key, value in theirs.items()}
-        ours.clear()
-        ours.update(changed)
-        return ours
-    if isinstance(ours, set) and type(ours) is type(theirs):
-        ours.clear()
-        ours.update(theirs)
-        return ours
-    return theirs
+    if isinstance(old, list | deque) and type(old) is type(new):
+        if len(old) == len(new):  # else one cannot tell which of the inner ones is which
+            new = [_change(*both) for both in zip(old, new, strict=True)]
+        old.clear()
+        old.extend(new)
+        return old
+    if isinstance(old, dict) and type(old) is type(new):
+        changed = {key: _change(old[key], value) if key in old else value for key, value in new.items()}
+        old.clear()
+        old.update(changed)
+        return old
+    if isinstance(old, set) and type(old) is type(new):
+        old.clear()
+        old.update(new)
+        return old
+    return new
 
 
 def grade() -> None:

@@ -71,8 +71,8 @@ class ProgramsTask(FileTask):
         """Return whether two programs get the same result in every test (AutoJudge, section 4.2)."""
         if answer is None or other is None:
             return False
-        ours, theirs = (self.known_verdicts(program, problem.reference) for program in (answer, other))
-        return answer == other or ours == theirs
+        verdicts, other_verdicts = (self.known_verdicts(program, problem.reference) for program in (answer, other))
+        return answer == other or verdicts == other_verdicts
 
     def known_verdicts(self, answer: str, reference: str) -> tuple[bool, ...]:
         """`verdicts`, each program run once: mining compares many with the target's own. Any thread may ask."""
@@ -245,16 +245,16 @@ def _printed(finished: ProgramResult, wanted: str) -> bool:
     """
     if finished.exit_code != 0:
         return False
-    ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (finished.stdout, wanted))
-    return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
+    printed, expected = ([line.strip() for line in text.strip().split("\n")] for text in (finished.stdout, wanted))
+    return len(printed) == len(expected) and all(map(_same_line, printed, expected))
 
 
 def _same_line(left: str, right: str) -> bool:
     if left == right:
         return True
     try:
-        ours, theirs = ([Decimal(word) for word in line.split()] for line in (left, right))
-        return ours == theirs
+        left_numbers, right_numbers = ([Decimal(word) for word in line.split()] for line in (left, right))
+        return left_numbers == right_numbers
     except InvalidOperation:
         return False
 

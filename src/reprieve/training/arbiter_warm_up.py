@@ -241,19 +241,19 @@ class _Learner(Learner):
     def _at_mismatches(self, answer: LabelledAnswer) -> tuple[torch.Tensor, ...]:
         """Return logits, labels and both utilities at an answer's labelled mismatches, [n] each."""
         judged = self.model.judge(answer.context_ids, self._rounds(answer))
-        places = [
-            (number, place)
+        mismatches = [
+            (number, node)
             for number, traced in enumerate(answer.traced)
-            for place, label in enumerate(traced.labels)
+            for node, label in enumerate(traced.labels)
             if label is not None
         ]
-        logits = torch.stack([judged[number][place] for number, place in places])
+        logits = torch.stack([judged[number][node] for number, node in mismatches])
         labels, draft, target = (
-            [getattr(answer.traced[number], name)[place] for number, place in places]
+            [getattr(answer.traced[number], name)[node] for number, node in mismatches]
             for name in ("labels", "draft_utilities", "target_utilities")
         )
         if (tie := self.settings.tie) is not None:
-            labels = [soft_label(ours, theirs, tie=tie) for ours, theirs in zip(draft, target, strict=True)]
+            labels = [soft_label(*utilities, tie=tie) for utilities in zip(draft, target, strict=True)]
         columns = (labels, draft, target)
         return logits, *(torch.tensor(column, device=logits.device, dtype=torch.float32) for column in columns)
 
@@ -274,7 +274,7 @@ class _Learner(Learner):
         accepted = logits.sigmoid() > self.settings.lambda_
         choices = BranchChoices(accepted.tolist(), draft.tolist(), target.tolist())
         reached = {"loss": float(warm_up_loss(logits, labels)) / len(logits), **choices.shares()}
-        made = Arbiter(
+        arbiter = Arbiter(
             tensors=self.model.snapshot(),
             shape=self.shape,
             pair=self.pair.identity,
@@ -293,11 +293,11 @@ class _Learner(Learner):
                 "validation": reached,
             },
         )
-        keep_best(self.folder / "arbiter", made, measure="loss", lower=True)
+        keep_best(self.folder / "arbiter", arbiter, measure="loss", lower=True)
         return reached
 
 
-def keep_best(folder: Path, made: Arbiter, *, measure: str, lower: bool = False) -> None:
+def keep_best(folder: Path, arbiter: Arbiter, *, measure: str, lower: bool = False) -> None:
     """Save an arbiter, unless the saved one did better in the same training.
 
     Args:
@@ -306,12 +306,12 @@ def keep_best(folder: Path, made: Arbiter, *, measure: str, lower: bool = False)
     Raises:
         ReprieveError: the saved head is no arbiter.
     """
-    if made.training["update"] > 0 and (folder / "config.json").exists():
+    if arbiter.training["update"] > 0 and (folder / "config.json").exists():
         before = Arbiter.from_pretrained(folder).training
-        old, new = (training["validation"][measure] for training in (before, made.training))
-        if before["recipe"] == made.training["recipe"] and (old <= new if lower else old >= new):
+        old, new = (training["validation"][measure] for training in (before, arbiter.training))
+        if before["recipe"] == arbiter.training["recipe"] and (old <= new if lower else old >= new):
             return
-    made.save_pretrained(folder)
+    arbiter.save_pretrained(folder)
 
 
 def warm_up_loss(

@@ -268,14 +268,14 @@ class _Learner(Learner):
         parts: dict[str, list[Tensor]] = {}
         for row, text in enumerate(texts):
             end = len(text.prompt_ids) + len(text.answer_ids)
-            places = torch.arange(1, end, device=device)
+            positions = torch.arange(1, end, device=device)
             piece = {
                 "input_ids": padded[row, 1:end],
                 "hidden_states": states[row, : end - 1],
                 "verifier_last_hidden_states": logits[row, 1:end],
-                "loss_mask": places >= len(text.prompt_ids) - 1,  # positions that predict an answer's token
-                "document_ids": torch.full_like(places, row),
-                "position_ids": places,
+                "loss_mask": positions >= len(text.prompt_ids) - 1,  # positions that predict an answer's token
+                "document_ids": torch.full_like(positions, row),
+                "position_ids": positions,
             }
             for name, values in piece.items():
                 parts.setdefault(name, []).append(values)

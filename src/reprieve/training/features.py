@@ -80,14 +80,14 @@ def collect(
         progress(number + 1, len(problems))
     if not kept:
         raise SpecError("labels must hold at least one labelled mismatch, got none")
-    probability = torch.cat([ours.probability for ours, _ in parts])
-    read = [theirs for _, theirs in parts if theirs]
-    draft_entropy = torch.cat([theirs.entropy for theirs in read]) if read else None
-    draft_probability = torch.cat([theirs.probability for theirs in read]) if read else None
+    probability = torch.cat([target_side.probability for target_side, _ in parts])
+    read = [draft_side for _, draft_side in parts if draft_side]
+    draft_entropy = torch.cat([draft_side.entropy for draft_side in read]) if read else None
+    draft_probability = torch.cat([draft_side.probability for draft_side in read]) if read else None
     states = TokenStates(
-        target=_join([ours.hidden for ours, _ in parts]),
-        draft=_join([theirs.hidden for theirs in read]),
-        entropy=torch.cat([ours.entropy for ours, _ in parts]),
+        target=_join([target_side.hidden for target_side, _ in parts]),
+        draft=_join([draft_side.hidden for draft_side in read]),
+        entropy=torch.cat([target_side.entropy for target_side, _ in parts]),
         probability=probability,
         draft_entropy=draft_entropy,
         draft_probability=draft_probability,

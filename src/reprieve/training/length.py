@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reprieve.drafters.length import Recent, TreeLength, place_feature, token_log_prob
+from reprieve.drafters.length import Recent, TreeLength, position_feature, token_log_prob
 from reprieve.engine import Pair, SpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.heads.binding import digest
@@ -20,8 +20,8 @@ from reprieve.models.cached_model import CachedModel, eos_token_ids
 from reprieve.models.timing import forward_seconds
 from reprieve.rules import Rule
 from reprieve.settings import SamplingParams
-from reprieve.tasks.asking import prompt_ids_of
 from reprieve.tasks.base import TaskProblem
+from reprieve.tasks.prompting import prompt_ids_of
 from reprieve.training.judge import LinearFit, fit_linear
 from reprieve.training.loop import Learner, Progress, train
 from reprieve.training.settings import LengthTraining
@@ -93,7 +93,7 @@ class Recorder:
         self.most = most
         self.eos_ids = eos_ids
         self.hidden: list[Tensor] = []  # [1, D] each
-        self.rows: list[list[float]] = []  # log_prob, place, recent; dial and temperature are per answer
+        self.rows: list[list[float]] = []  # log_prob, position, recent; dial and temperature are per answer
         self.rounds: list[tuple[int, int]] = []  # per round: rows, accepted tokens
 
     def start(self, dial: float | None, temperature: float) -> Recorder:
@@ -110,7 +110,7 @@ class Recorder:
         if not self._ended:
             self.hidden.append(hidden.float().cpu())
             log_prob = float(token_log_prob(logits, token_id))
-            self.rows.append([log_prob, place_feature(len(self.rows) - self._first), self._recent.share])
+            self.rows.append([log_prob, position_feature(len(self.rows) - self._first), self._recent.share])
             self._ended = int(token_id) in self.eos_ids
         return True
 
@@ -193,18 +193,18 @@ class _Learner(Learner):
         params = SamplingParams(
             max_new_tokens=self.max_new_tokens, temperature=temperature, seed=self.settings.seed + update
         )
-        made = self.decoder.generate(prompt_ids_of(problem, self.pair.tokenizer), params, dial=dial, timed=True)
-        seen, spent = self.recorder, made.seconds_by_part
+        generation = self.decoder.generate(prompt_ids_of(problem, self.pair.tokenizer), params, dial=dial, timed=True)
+        seen, spent = self.recorder, generation.seconds_by_part
         about = [0.0 if dial is None else dial, temperature]
         width = len(SCALARS) - 1
         self.parts["hidden"].append(torch.cat(seen.hidden) if seen.hidden else torch.zeros(0, self.width))
         self.parts["rows"].append(torch.tensor([[*row, *about] for row in seen.rows]).reshape(-1, width))
         self.parts["rounds"].append(torch.tensor([[update, *each] for each in seen.rounds]).reshape(-1, 3))
-        beside = sum(spent[part] for part in ("rule", "advise", "commit")) / made.num_rounds
+        beside = sum(spent[part] for part in ("rule", "advise", "commit")) / generation.num_rounds
         drafting = forward_seconds(self.draft, 1)
         one, block = (forward_seconds(self.target, size) for size in (1, self.recorder.most + 1))
         self.parts["seconds"].append(torch.tensor([[drafting, beside, one, block]]))
-        return {"rounds": len(seen.rounds), "tokens_per_round": made.tokens_per_round}
+        return {"rounds": len(seen.rounds), "tokens_per_round": generation.tokens_per_round}
 
     def state(self) -> dict[str, Tensor]:
         return {name: torch.cat(parts) for name, parts in self.parts.items() if parts}
@@ -289,10 +289,10 @@ class _Seen:
         self.features = torch.cat([state["hidden"], state["rows"]], dim=1).double().numpy()
         rounds = state["rounds"].numpy()  # problem, rows, accepted
         problems, sizes, accepted = rounds.T
-        place = np.concatenate([np.arange(size) for size in sizes])
+        position = np.concatenate([np.arange(size) for size in sizes])
         taken = np.repeat(accepted, sizes)
-        self.this = _Labels(judged=place <= taken, passed=place < taken)
-        self.after = _Labels(judged=place < taken, passed=place + 1 < taken)
+        self.this = _Labels(judged=position <= taken, passed=position < taken)
+        self.after = _Labels(judged=position < taken, passed=position + 1 < taken)
         order = np.random.default_rng(settings.seed).permutation(problems.max() + 1)
         held = np.isin(problems, order[: max(1, round(settings.held_out * len(order)))])
         self.held = np.repeat(held, sizes)

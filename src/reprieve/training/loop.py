@@ -226,19 +226,19 @@ def _restore(learner: Learner, path: Path) -> tuple[int, float]:
 @contextmanager
 def _deferred_interrupt() -> Iterator[Callable[[], bool]]:
     """Turn Ctrl-C into a flag, so that no update is left incomplete; a second Ctrl-C interrupts at once."""
-    asked = False
+    interrupted = False
 
     def note(number: int, frame: Any) -> None:
-        nonlocal asked
-        if asked:
+        nonlocal interrupted
+        if interrupted:
             raise KeyboardInterrupt
-        asked = True
+        interrupted = True
 
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
     before = signal.signal(signal.SIGINT, note)
     try:
-        yield lambda: asked
+        yield lambda: interrupted
     finally:
         signal.signal(signal.SIGINT, before)

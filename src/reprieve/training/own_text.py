@@ -17,8 +17,8 @@ from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest
 from reprieve.models.cached_model import eos_token_ids
 from reprieve.models.draws import UniformDraw
 from reprieve.settings import SamplingParams
-from reprieve.tasks.asking import prompt_ids_of
 from reprieve.tasks.base import TaskProblem
+from reprieve.tasks.prompting import prompt_ids_of
 
 
 @dataclass(frozen=True)

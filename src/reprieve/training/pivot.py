@@ -47,8 +47,8 @@ def train_pivot(
     threshold, summary = summarise_held_out(
         tokens, learner.held, scores, held_out=settings.held_out, seed=settings.seed
     )
-    made = {**summary, "settings": dataclasses.asdict(settings), "losses": learner.losses}
-    return dataclasses.replace(head, threshold=threshold, training=made)
+    training = {**summary, "settings": dataclasses.asdict(settings), "losses": learner.losses}
+    return dataclasses.replace(head, threshold=threshold, training=training)
 
 
 class _Learner(Learner):

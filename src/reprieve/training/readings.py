@@ -31,14 +31,16 @@ class RoundReader:
             context_ids: prompt and committed tokens, up to the last round's context.
         """
         return [
-            dataclasses.replace(asked, readings=self._one(context_ids[: asked.context_length], asked.draft_ids))
-            for asked in rounds
+            dataclasses.replace(
+                arbitration, readings=self._one(context_ids[: arbitration.context_length], arbitration.draft_ids)
+            )
+            for arbitration in rounds
         ]
 
     def _one(self, context_ids: Sequence[int], draft_ids: Sequence[int]) -> Tensor:  # [K, F]
         with torch.inference_mode():
-            ours, theirs = (_read(model, context_ids, draft_ids) for model in (self._target, self._draft))
-            states = TokenStates({"draft": ours[0]}, {"draft": theirs[0]}, *ours[1:], *theirs[1:])
+            target_read, draft_read = (_read(model, context_ids, draft_ids) for model in (self._target, self._draft))
+            states = TokenStates({"draft": target_read[0]}, {"draft": draft_read[0]}, *target_read[1:], *draft_read[1:])
             readings = assemble(READINGS, states)  # on the host: the models can be on different devices
         # A copy outside of inference mode, because gradients need it. In the precision of the states:
         # they are kept for every epoch, gigabytes of them with a target of some size.

@@ -61,7 +61,7 @@ def folds_by_problem(
     others = np.setdiff1d(problem_ids, labelled)
     rng = np.random.default_rng(seed)
     order = np.concatenate([rng.permutation(labelled), rng.permutation(others)])
-    fold_of = {problem: place % min(num_folds, len(labelled)) for place, problem in enumerate(order)}
+    fold_of = {problem: index % min(num_folds, len(labelled)) for index, problem in enumerate(order)}
     folds = np.array([fold_of[problem_id] for problem_id in problem_ids])
     if len(np.unique(folds[~labels])) < 2:
         num = len(np.unique(problem_ids[~labels]))

@@ -93,8 +93,8 @@ class SwapMeter:
             fewer = (torch.rand(len(likely), generator=generator) * num_likely).long()
             drawn = torch.where(num_likely < likely.shape[1], fewer, drawn)
         chosen = likely.gather(1, drawn.to(likely.device).unsqueeze(1)).squeeze(1)
-        places = [place for place, num in enumerate(num_likely.tolist()) if num > 0]
-        return places, [int(chosen[place]) for place in places]
+        positions = [position for position, num in enumerate(num_likely.tolist()) if num > 0]
+        return positions, [int(chosen[position]) for position in positions]
 
     @torch.inference_mode()
     def drafted_candidates(
@@ -112,26 +112,30 @@ class SwapMeter:
             drafted = logits.argmax(-1).tolist()
         else:
             drafted = self.sampler.draw(self.sampler.draft_scores(logits).softmax(-1)).tolist()
-        places = [place for place, (ours, theirs) in enumerate(zip(own, drafted, strict=True)) if ours != theirs]
-        return places, [int(drafted[place]) for place in places]
+        positions = [
+            position for position, (top_id, draft_id) in enumerate(zip(own, drafted, strict=True)) if top_id != draft_id
+        ]
+        return positions, [int(drafted[position]) for position in positions]
 
     @torch.inference_mode()
     def measure(
         self,
         prompt_ids: Sequence[int],
         answer_ids: Sequence[int],
-        places: Sequence[int],
+        positions: Sequence[int],
         token_ids: Sequence[int],
     ) -> Swaps:
         """Measure the effect of each token at its position, compared with the target's most likely token.
 
         Args:
-            places: positions in the answer, one for each of `token_ids`.
+            positions: in the answer, one for each of `token_ids`.
         """
-        chunks = range(0, len(places), _MAX_LEAVES)
+        chunks = range(0, len(positions), _MAX_LEAVES)
         return Swaps.join(
             [
-                self._measure(prompt_ids, answer_ids, places[at : at + _MAX_LEAVES], token_ids[at : at + _MAX_LEAVES])
+                self._measure(
+                    prompt_ids, answer_ids, positions[at : at + _MAX_LEAVES], token_ids[at : at + _MAX_LEAVES]
+                )
                 for at in chunks
             ]
         )
@@ -143,17 +147,17 @@ class SwapMeter:
         return logits
 
     def _measure(
-        self, prompt_ids: Sequence[int], answer_ids: Sequence[int], places: Sequence[int], token_ids: Sequence[int]
+        self, prompt_ids: Sequence[int], answer_ids: Sequence[int], positions: Sequence[int], token_ids: Sequence[int]
     ) -> Swaps:
-        judging = self._judging(prompt_ids, answer_ids[: max(places)])[list(places)]
+        judging = self._judging(prompt_ids, answer_ids[: max(positions)])[list(positions)]
         top_ids = judging.argmax(-1).tolist()
-        tree = ResponseTree(answer_ids[: max(places) + 1])
-        for place, token_id, top_id in zip(places, token_ids, top_ids, strict=True):
-            tree.add(place, token_id)
-            tree.add(place, top_id)
+        tree = ResponseTree(answer_ids[: max(positions) + 1])
+        for position, token_id, top_id in zip(positions, token_ids, top_ids, strict=True):
+            tree.add(position, token_id)
+            tree.add(position, top_id)
         logits, _ = tree.read(self.target, prompt_ids)
-        rows = [tree.row(place, token_id) for place, token_id in zip(places, token_ids, strict=True)]
-        top_rows = [tree.row(place, top_id) for place, top_id in zip(places, top_ids, strict=True)]
+        rows = [tree.row(position, token_id) for position, token_id in zip(positions, token_ids, strict=True)]
+        top_rows = [tree.row(position, top_id) for position, top_id in zip(positions, top_ids, strict=True)]
         evidence = self._evidence(judging, torch.tensor(list(token_ids), device=judging.device))
         distance, margin = raw_scores(evidence, self.scale)
         divergence = next_step_divergence(logits[rows], logits[top_rows], k=self.top_k)

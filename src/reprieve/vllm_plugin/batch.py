@@ -87,7 +87,7 @@ class Batch:
     parent_hidden: HiddenStates | None = None  # [N, D] a layer
     token_embeddings: Tensor | None = None  # [N, D], the target's
     top_embeddings: Tensor | None = None  # [N, D], of the target's most likely token
-    answer_places: Tensor | None = None  # [N], int64: how many tokens of the answer precede the token
+    answer_positions: Tensor | None = None  # [N], int64: how many tokens of the answer precede the token
     context: Context | None = None  # of the B requests
     num_draft_tokens: int | None = None  # the server's K
 
@@ -104,7 +104,7 @@ class Batch:
         check: LosslessCheck = GreedyCheck(self.scores, token_ids, EVERYTHING)
         if uniforms is not None:
             check = SampledCheck(self.scores, token_ids, EVERYTHING, uniforms=uniforms, proposal_probs=proposal_probs)
-        rows, places = _layout(tuple(self.block_sizes))
+        rows, columns = _layout(tuple(self.block_sizes))
         return Evidence(
             token_ids=token_ids,
             target_logits=self.logits,
@@ -120,11 +120,11 @@ class Batch:
             parent_hidden=self.parent_hidden,
             token_embeddings=self.token_embeddings,
             top_embeddings=self.top_embeddings,
-            parents=[token - 1 if place else ROOT for token, place in enumerate(places)],
+            parents=[token - 1 if column else ROOT for token, column in enumerate(columns)],
             padding=self.token_ids < 0,
             context=self.context,
             context_rows=rows,
-            answer_places=self.answer_places,
+            answer_positions=self.answer_positions,
             num_draft_tokens=self.num_draft_tokens,
         )
 
@@ -146,7 +146,7 @@ class Decisions:
 
 
 @dataclass(frozen=True)
-class Asked:
+class TokenSettings:
     """Settings of one rule for each drafted token, from the token's request."""
 
     limits: Tensor  # [N], float64: each request's own threshold
@@ -155,7 +155,7 @@ class Asked:
     kinds: tuple[bool, ...]  # the values of `greedy` among those who asked, known to the host
 
     @classmethod
-    def of(cls, name: str, rows: Sequence[Row], device: torch.device) -> Asked:
+    def of(cls, name: str, rows: Sequence[Row], device: torch.device) -> TokenSettings:
         """From the batch's requests."""
         mine = [row.name == name and not row.strict for row in rows]
         limits = [row.rule.threshold if own else -math.inf for row, own in zip(rows, mine, strict=True)]
@@ -177,33 +177,35 @@ def decide(rows: Sequence[Row], batch: Batch) -> Decisions:
     decisions = Decisions.none(batch)
     rules = {row.name: row.rule for row in rows if not row.strict}
     for name, rule in rules.items():
-        asked = Asked.of(name, rows, batch.token_ids.device)
-        decide_together(rule, asked, [row.budget for row in rows], batch, decisions)
+        settings = TokenSettings.of(name, rows, batch.token_ids.device)
+        decide_together(rule, settings, [row.budget for row in rows], batch, decisions)
     decisions.accept &= batch.real
     return decisions
 
 
-def decide_together(rule: Rule, asked: Asked, budgets: Sequence[Budget], batch: Batch, decisions: Decisions) -> None:
+def decide_together(
+    rule: Rule, settings: TokenSettings, budgets: Sequence[Budget], batch: Batch, decisions: Decisions
+) -> None:
     """Decide for all requests that asked for a rule; its risk is the same at every setting of its dial."""
-    for greedy in asked.kinds:
+    for greedy in settings.kinds:
         evidence = batch.evidence(greedy=greedy)
-        mine = asked.relaxed & (asked.greedy == greedy)
+        selected = settings.relaxed & (settings.greedy == greedy)
         lossless = evidence.lossless_accepts
-        decisions.lossless |= mine & lossless
-        probs = rule.relaxed_target_probs(evidence, threshold=asked.limits)
+        decisions.lossless |= selected & lossless
+        probs = rule.relaxed_target_probs(evidence, threshold=settings.limits)
         if probs is not None:
-            relaxed = mine & batch.real
+            relaxed = selected & batch.real
             before = batch.scores if decisions.scores is None else decisions.scores
             decisions.scores = torch.where(relaxed.unsqueeze(-1), probs.log().to(before.dtype), before)
             decisions.relaxed |= relaxed
             continue
         risk = bounded_risk(rule, evidence)
-        passed = passes(risk, asked.limits)
+        passed = passes(risk, settings.limits)
         if rule.traits.replaces:
-            decisions.accept |= mine & passed
-            decisions.refuse |= mine & ~passed
+            decisions.accept |= selected & passed
+            decisions.refuse |= selected & ~passed
             continue
-        rescued = mine & passed & ~lossless & batch.real
+        rescued = selected & passed & ~lossless & batch.real
         if rule.traits.limited:
             rescued = _within_limits(rule, rescued, lossless & batch.real, risk, budgets, batch)
         decisions.accept |= rescued
@@ -238,6 +240,6 @@ def _within_limits(
 
 @lru_cache(maxsize=64)
 def _layout(block_sizes: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """Return each drafted token's request and its place in the block."""
+    """Return each drafted token's request and its position in the block."""
     rows = [row for row, size in enumerate(block_sizes) for _ in range(size)]
-    return rows, [place for size in block_sizes for place in range(size)]
+    return rows, [column for size in block_sizes for column in range(size)]

@@ -193,7 +193,7 @@ class Setup:
                 f"rule {rule.spec} needs draft probabilities over the target's vocabulary: unset "
                 "use_heterogeneous_vocab"
             )
-        if {Need.CONTEXT, Need.ANSWER_PLACES} & needs and self.async_scheduling and self.runner == "v1":
+        if {Need.CONTEXT, Need.ANSWER_POSITIONS} & needs and self.async_scheduling and self.runner == "v1":
             raise SpecError(
                 f"rule {rule.spec} reads the text or its length, which asynchronous scheduling has not got in time on "
                 "the V1 model runner: start vLLM with --no-async-scheduling"

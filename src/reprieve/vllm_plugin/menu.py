@@ -134,34 +134,34 @@ class Menu:
             RequestError: a rule that is not offered, leniency that the server or `reprieve_require` excludes, or what
                 `Policy.resolve` refuses.
         """
-        asked = dict(fields or {})
-        structured = bool(asked.pop(STRUCTURED_OUTPUTS, False))
-        required = asked.pop(REQUIRE, None)
-        choice = self._choice(asked, num_running)
+        remaining = dict(fields or {})
+        structured = bool(remaining.pop(STRUCTURED_OUTPUTS, False))
+        required = remaining.pop(REQUIRE, None)
+        choice = self._choice(remaining, num_running)
         if structured and self.policies[choice.name].strict_structured_outputs:
             choice = Choice(choice.name, STRICT)
         self._require(required, choice)
         return choice
 
-    def _choice(self, asked: dict[str, Any], num_running: int) -> Choice:
-        name = asked.get(SWITCH)
+    def _choice(self, fields: dict[str, Any], num_running: int) -> Choice:
+        name = fields.get(SWITCH)
         if name is None or name in ("on", "off"):
             name = next(iter(self.policies))
         elif isinstance(name, str) and name in self.policies:
-            asked[SWITCH] = "on"
+            fields[SWITCH] = "on"
         else:
             raise RequestError(SWITCH, f"{SWITCH} must be one of on, off, {', '.join(self.policies)}, got {name!r}")
-        silent = not any(asked.get(field) not in (None, "on") for field in CHOICES)
+        silent = not any(fields.get(field) not in (None, "on") for field in CHOICES)
         policy = self.policies[name]
         if self.strict_only:
-            if not silent and not isinstance(policy.resolve(asked), LosslessRule):
-                given = ", ".join(field for field in CHOICES if asked.get(field) not in (None, "on"))
+            if not silent and not isinstance(policy.resolve(fields), LosslessRule):
+                given = ", ".join(field for field in CHOICES if fields.get(field) not in (None, "on"))
                 raise RequestError(given.split(", ")[0], f"{given}: this server decodes losslessly only (strict_only)")
-            policy.resolve({name: value for name, value in asked.items() if name not in CHOICES})
+            policy.resolve({name: value for name, value in fields.items() if name not in CHOICES})
             return Choice(name, STRICT)
         if silent and policy.by_load:
             return Choice(name, policy.at_load(num_running), follows_load=True)
-        return Choice(name, policy.resolve(asked))
+        return Choice(name, policy.resolve(fields))
 
     def _require(self, required: Any, choice: Choice) -> None:
         """Refuse a request that would get more leniency than it requires there to be at most."""

@@ -39,12 +39,12 @@ def attach(output: Any, rules: WorkerRules) -> None:
     with rules.guarded("counting failed"):
         marks = rules.take_marks()
         by_request: dict[str, list[tuple[Any, ...]]] = {request_id: [] for request_id in marks}
-        for (request_id, rule), made in rules.take_counts().items():
-            numbers = (rule, made.num_rounds, made.drafted, made.matched, made.rescued)
+        for (request_id, rule), counted in rules.take_counts().items():
+            numbers = (rule, counted.num_rounds, counted.drafted, counted.matched, counted.rescued)
             by_request.setdefault(request_id, []).append(numbers)
         if by_request:
-            told = {request_id: (marks.get(request_id), counts) for request_id, counts in by_request.items()}
-            setattr(output, ATTRIBUTE, told)
+            attached = {request_id: (marks.get(request_id), counts) for request_id, counts in by_request.items()}
+            setattr(output, ATTRIBUTE, attached)
 
 
 def extend(about: Mapping[str, str] | None = None) -> None:
@@ -73,9 +73,9 @@ def _add_field(kind: type, annotation: str, make: Callable[[], Any]) -> None:
             setattr(kind, field.name, dataclasses.field(default_factory=field.default_factory))
     kind.__annotations__[FIELD] = annotation
     setattr(kind, FIELD, dataclasses.field(default_factory=make))
-    for made in ("__init__", "__repr__", "__eq__"):  # else the old ones stay
-        if made in vars(kind):
-            delattr(kind, made)
+    for method in ("__init__", "__repr__", "__eq__"):  # else the old ones stay
+        if method in vars(kind):
+            delattr(kind, method)
     dataclasses.dataclass(kind)
     setattr(kind, FIELD, None)  # processing took it off: here it says that the class is widened
 
@@ -85,30 +85,30 @@ def _fill(scheduler: Any) -> None:
 
     @functools.wraps(update)
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        told = getattr(model_runner_output, ATTRIBUTE, {})
-        for request_id, (mark, counts) in told.items():
+        attached = getattr(model_runner_output, ATTRIBUTE, {})
+        for request_id, (mark, counts) in attached.items():
             request = self.requests.get(request_id)
             if request is not None and request.spec_decode_metrics is not None:
                 _add(request.spec_decode_metrics, mark, counts)
-        made = update(self, scheduler_output, model_runner_output)
+        outputs_by_client = update(self, scheduler_output, model_runner_output)
         # A step that drafted nothing has no statistics to go with: a later one takes the counts along.
-        left = [*getattr(self, "_reprieve_counts", ()), *(one for _, counts in told.values() for one in counts)]
-        for outputs in made.values() if left else ():
+        left = [*getattr(self, "_reprieve_counts", ()), *(one for _, counts in attached.values() for one in counts)]
+        for outputs in outputs_by_client.values() if left else ():
             stats = outputs.scheduler_stats and outputs.scheduler_stats.spec_decoding_stats
             if stats is not None:
                 stats.reprieve.extend(left)
                 left = []
         self._reprieve_counts = left if self.log_stats else []
-        return made
+        return outputs_by_client
 
     scheduler.update_from_output = update_from_output
 
 
 def _add(metrics: Any, mark: Mapping[str, Any] | None, counts: list[tuple[Any, ...]]) -> None:
     """Note on a request's metrics that it was decoded leniently, and how many tokens were rescued."""
-    ours = metrics.reprieve
-    ours |= mark or {}
-    ours["num_rescued_tokens"] = ours.get("num_rescued_tokens", 0) + sum(sum(rescued) for *_, rescued in counts)
+    extra = metrics.reprieve
+    extra |= mark or {}
+    extra["num_rescued_tokens"] = extra.get("num_rescued_tokens", 0) + sum(sum(rescued) for *_, rescued in counts)
 
 
 def _export(prom: Any, about: Mapping[str, str]) -> None:

@@ -156,8 +156,8 @@ class Policy:
         holding = [one for one in known if not _differences(one, conditions)]
         if len(holding) == len(known):
             return self
-        ours = self.levels.get("certified") != self.certificate.threshold
-        levels = {level: value for level, value in self.levels.items() if level != "certified" or ours}
+        set_by_operator = self.levels.get("certified") != self.certificate.threshold
+        levels = {level: value for level, value in self.levels.items() if level != "certified" or set_by_operator}
         if holding:
             best = max(holding, key=lambda one: self.rule.with_dial(one.threshold).looseness)
             others = tuple(one for one in holding if one is not best)
@@ -206,12 +206,12 @@ class Policy:
         Raises:
             RequestError: a bad value, a misspelt field, two wishes at once, or more leniency than the operator allows.
         """
-        asked = fields or {}
-        for name in asked:
+        given_fields = fields or {}
+        for name in given_fields:
             if name.startswith(PREFIX) and name not in FIELDS:
                 shown = name if name.isprintable() and len(name) < _LONGEST_NAME else repr(name[:_LONGEST_NAME])
                 raise RequestError(shown, f"{shown} is not known; a request may give {', '.join(FIELDS)}")
-        given = {name: asked[name] for name in CHOICES if asked.get(name) is not None}
+        given = {name: given_fields[name] for name in CHOICES if given_fields.get(name) is not None}
         if SWITCH in given:
             switch = given.pop(SWITCH)
             if switch not in ("on", "off"):
@@ -307,11 +307,11 @@ def _loads(given: Any) -> tuple[tuple[int, float], ...]:
 
 def _differences(certificate: Certificate, conditions: Mapping[str, Any]) -> list[str]:
     """Return the conditions that are known to differ from those of a certificate."""
-    made = certificate.conditions
+    certified = certificate.conditions
     return [
-        f"{name} {value} (certified: {getattr(made, name)})"
+        f"{name} {value} (certified: {getattr(certified, name)})"
         for name, value in conditions.items()
-        if value is not None and _known(name, value) != _known(name, getattr(made, name))
+        if value is not None and _known(name, value) != _known(name, getattr(certified, name))
     ]
 
 

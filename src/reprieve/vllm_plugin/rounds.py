@@ -26,7 +26,7 @@ from reprieve.vllm_plugin.policy import STRICT
 logger = logging.getLogger("vllm.reprieve")
 
 
-def asked_by(sampling_params: Any) -> dict[str, Any]:
+def request_settings(sampling_params: Any) -> dict[str, Any]:
     """Return a request's settings for rules: its extra arguments, and whether its output is structured."""
     structured = getattr(sampling_params, "structured_outputs", None) is not None
     return {**(sampling_params.extra_args or {}), STRUCTURED_OUTPUTS: structured}
@@ -52,7 +52,7 @@ class RoundRequest:
     request_id: str
     num_drafted: int
     greedy: bool
-    asked: Callable[[], Mapping[str, Any] | None]  # see `asked_by`
+    settings: Callable[[], Mapping[str, Any] | None]  # see `request_settings`
 
 
 @dataclass
@@ -79,8 +79,8 @@ class Counts:
         ):
             counts: list[int] = getattr(self, name)
             counts.extend([0] * (len(flags) - len(counts)))
-            for place, flag in enumerate(flags):
-                counts[place] += flag
+            for position, flag in enumerate(flags):
+                counts[position] += flag
 
 
 @dataclass
@@ -136,12 +136,12 @@ class WorkerRules:
 
     def note_drafts(self, request_ids: Sequence[str], probs: Tensor | None, *, real: bool = True) -> None:
         """Remember whose next drafts come from the drafter, and the distributions they came from [B, K, V]."""
-        for place, request_id in enumerate(request_ids):
+        for index, request_id in enumerate(request_ids):
             self._drafted[request_id] = real
             if probs is None or not real:
                 self._draft_probs.pop(request_id, None)
             else:
-                self._draft_probs[request_id] = probs[place]
+                self._draft_probs[request_id] = probs[index]
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop what belongs to requests that have ended; another may come by the same name."""
@@ -157,7 +157,7 @@ class WorkerRules:
         """The batch's requests with their rules."""
         rows = []
         for request in requests:
-            known = self.known(request.request_id, request.asked)
+            known = self.known(request.request_id, request.settings)
             rule = self.rule_of(known.choice, len(requests))
             trusted = self._drafted.get(request.request_id, False)
             if Need.DRAFT_PROBS in rule.traits.needs:
@@ -165,15 +165,15 @@ class WorkerRules:
             rows.append(Row(known.choice.name, rule, request.num_drafted, request.greedy, trusted, known.budget))
         return rows
 
-    def known(self, request_id: str, asked: Callable[[], Mapping[str, Any] | None]) -> RequestRules:
+    def known(self, request_id: str, settings: Callable[[], Mapping[str, Any] | None]) -> RequestRules:
         """Return a request's choice, resolved at its first round."""
         known = self._known.get(request_id)
-        return self.admit(request_id, asked) if known is None else known
+        return self.admit(request_id, settings) if known is None else known
 
-    def admit(self, request_id: str, asked: Callable[[], Mapping[str, Any] | None]) -> RequestRules:
+    def admit(self, request_id: str, settings: Callable[[], Mapping[str, Any] | None]) -> RequestRules:
         """A request that enters the batch, or comes again: its budget goes on where its choice is the same."""
         try:
-            choice = self.menu.choose(asked())
+            choice = self.menu.choose(settings())
         except ReprieveError as error:  # the front end refuses such requests; a worker must not fall over one
             logger.error("request %s is served losslessly: %s", request_id, error)
             choice = Choice("", STRICT)
@@ -225,16 +225,18 @@ class WorkerRules:
             if self.failures == 1:
                 logger.exception(message)
 
-    def count(self, requests: Sequence[RoundRequest], rows: Sequence[Row], made: Decisions, output_ids: Tensor) -> None:
+    def count(
+        self, requests: Sequence[RoundRequest], rows: Sequence[Row], decisions: Decisions, output_ids: Tensor
+    ) -> None:
         """Take note of a round's outcome: output token ids [B, K + 1], -1 where there is none."""
         with self.guarded("counting failed"):
             flat = [
-                place * output_ids.shape[-1] + token
-                for place, row in enumerate(rows)
+                index * output_ids.shape[-1] + token
+                for index, row in enumerate(rows)
                 for token in range(row.num_drafted)
             ]
             lossless = torch.ones(output_ids.shape, dtype=torch.bool, device=output_ids.device)
-            lossless.view(-1)[spread(flat, torch.long, output_ids.device)] = made.lossless
+            lossless.view(-1)[spread(flat, torch.long, output_ids.device)] = decisions.lossless
             self.note(
                 [request.request_id for request in requests],
                 [
@@ -253,16 +255,16 @@ class WorkerRules:
         if before is None or (before[0] != label and rule.looseness > before[1]):
             self._lenient[request_id] = (label, rule.looseness)
             certified = self.menu.policies[name].covers(rule)
-            told = {"reprieve_rule": label, "reprieve_threshold": rule.dial_value, "reprieve_certified": certified}
-            self._marks.append((request_id, told))
+            metadata = {"reprieve_rule": label, "reprieve_threshold": rule.dial_value, "reprieve_certified": certified}
+            self._marks.append((request_id, metadata))
         return label
 
     def take_marks(self) -> dict[str, dict[str, Any]]:
         """Return the marks for requests since the last call, by request, and clear them."""
         marks = {}
         while self._marks:
-            request_id, told = self._marks.popleft()
-            marks[request_id] = told
+            request_id, metadata = self._marks.popleft()
+            marks[request_id] = metadata
         return marks
 
     def label(self, name: str, rule: Rule) -> str:
@@ -301,8 +303,8 @@ class WorkerRules:
                 pending.request_ids, pending.rules, pending.num_drafted, pending.kept.tolist(), strict=True
             ):
                 if rule and num_drafted:
-                    made = counts.setdefault((request_id, rule), Counts(rule))
-                    made.add(num_drafted, num_accepted, [bool(flag) for flag in rescued])
+                    total = counts.setdefault((request_id, rule), Counts(rule))
+                    total.add(num_drafted, num_accepted, [bool(flag) for flag in rescued])
                     self.num_rounds += 1
                     self.num_rescued += sum(rescued[:num_accepted])
         return counts

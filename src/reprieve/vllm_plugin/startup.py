@@ -20,16 +20,16 @@ from reprieve.vllm_plugin import configuration, numbers, probing
 from reprieve.vllm_plugin.health import require_healthy
 from reprieve.vllm_plugin.menu import Menu
 from reprieve.vllm_plugin.policy import Policy, RequestError
-from reprieve.vllm_plugin.rounds import WorkerRules, asked_by
+from reprieve.vllm_plugin.rounds import WorkerRules, request_settings
 from reprieve.vllm_plugin.selftest import require_last_states, require_works
 
 logger = logging.getLogger("vllm.reprieve")
 
 
 def register() -> None:
-    """Wrap the places where vLLM starts up, once a process. Every wrapper asks first whether the plugin is configured.
+    """Wrap the functions with which vLLM starts up, once a process; each wrapper first checks for a configuration.
 
-    A vLLM without these places could not refuse a configured start: there the workers do.
+    A vLLM without these functions could not refuse a configured start: there the workers do.
     """
     from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
@@ -172,8 +172,8 @@ def _refuse_stray_fields() -> None:
 
 def _validate(processor: Any, params: Any, *rest: Any) -> None:
     """A request's fields, in the front end: an error the client sees as 400."""
-    asked = getattr(params, "extra_args", None)
-    if not asked or not any(name.startswith(PREFIX) for name in asked):
+    extra_args = getattr(params, "extra_args", None)
+    if not extra_args or not any(name.startswith(PREFIX) for name in extra_args):
         return
     menu = _menu(processor.vllm_config)
     if menu is None:
@@ -181,7 +181,7 @@ def _validate(processor: Any, params: Any, *rest: Any) -> None:
     from vllm.exceptions import VLLMValidationError
 
     try:
-        menu.choose(asked_by(params))
+        menu.choose(request_settings(params))
     except RequestError as error:
         # Without its `value`, which vLLM would repeat however long it is: the message has what there is to see.
         raise VLLMValidationError(str(error), parameter=error.parameter) from None
@@ -294,8 +294,8 @@ def _after_async(kind: type, name: str, then: Callable[..., Any]) -> None:
 
     @functools.wraps(original)
     async def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        made = await original(self, *args, **kwargs)
+        result = await original(self, *args, **kwargs)
         await then(self)
-        return made
+        return result
 
     setattr(kind, name, wrapped)

@@ -234,8 +234,8 @@ def work(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[
     name, pronoun = rng.choice(list(NAMES.items()))
     hours, days, wage = rng.randint(*ranges.hours), rng.randint(*ranges.days), rng.randint(*ranges.wage)
     if num_steps == 1:
-        asked = f"{name} works {hours} hours a day for {days} days. How many hours does {name} work?"
-        return asked, [ProblemStep(hours, "*", days, name, "works", "hours")]
+        question = f"{name} works {hours} hours a day for {days} days. How many hours does {name} work?"
+        return question, [ProblemStep(hours, "*", days, name, "works", "hours")]
     said = [f"{name} works {hours} hours a day for {days} days and earns {wage} dollars per hour."]
     steps = [ProblemStep(hours, "*", days, name, "works", "hours")]
     steps.append(ProblemStep(steps[0].result, "*", wage, name, "earns", "dollars"))
@@ -262,9 +262,9 @@ def work(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[
 
 def share(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[ProblemStep]]:
     """Percentages and fractions of a group, and what remains of it."""
-    place, unit = rng.choice(GROUPS)
+    container, unit = rng.choice(GROUPS)
     value = ranges.group_unit * rng.randint(*ranges.group)
-    said = [f"A {place} has {value} {unit}."]
+    said = [f"A {container} has {value} {unit}."]
     steps: list[ProblemStep] = []
     while len(steps) < num_steps:
         fractions = [k for k in FRACTIONS if value % k == 0]

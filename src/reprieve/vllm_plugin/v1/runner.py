@@ -15,7 +15,7 @@ from reprieve.transfers import spread, to_device
 from reprieve.types import Context, gather_token
 from reprieve.vllm_plugin import numbers
 from reprieve.vllm_plugin.batch import Batch
-from reprieve.vllm_plugin.rounds import RoundRequest, WorkerRules, asked_by
+from reprieve.vllm_plugin.rounds import RoundRequest, WorkerRules, request_settings
 from reprieve.vllm_plugin.v1.sampler import ROUND, V1Round, patch_sampler
 from reprieve.vllm_plugin.v1.selftest import try_out
 
@@ -105,13 +105,13 @@ class Hooks:
                 request_id=request_id,
                 num_drafted=num_drafted,
                 greedy=request_id in batch.greedy_reqs,
-                asked=functools.partial(self._asked, request_id),
+                settings=functools.partial(self._settings, request_id),
             )
             for request_id, num_drafted in zip(batch.req_ids, num_draft_tokens, strict=True)
         ]
 
-    def _asked(self, request_id: str) -> Any:
-        return asked_by(self.runner.requests[request_id].sampling_params)
+    def _settings(self, request_id: str) -> Any:
+        return request_settings(self.runner.requests[request_id].sampling_params)
 
     def _context(self, num_requests: int, device: torch.device) -> Context:
         """Prompts and committed tokens, which lie on the host."""
@@ -151,18 +151,20 @@ class Hooks:
             node_hidden={-1: hidden[judging + 1]} if Need.NODE_HIDDEN in needs else None,
             parent_hidden={-1: hidden[judging]} if Need.PARENT_HIDDEN in needs else None,
             context=self._context(len(requests), token_ids.device) if Need.CONTEXT in needs else None,
-            answer_places=self._answer_places(requests, token_ids.device) if Need.ANSWER_PLACES in needs else None,
+            answer_positions=self._answer_positions(requests, token_ids.device)
+            if Need.ANSWER_POSITIONS in needs
+            else None,
             num_draft_tokens=self.runner.speculative_config.num_speculative_tokens,
             **(self._embeddings(token_ids.clamp_min(0), target_logits) if Need.EMBEDDINGS in needs else {}),
         )
 
-    def _answer_places(self, requests: list[RoundRequest], device: torch.device) -> Tensor:
+    def _answer_positions(self, requests: list[RoundRequest], device: torch.device) -> Tensor:
         batch = self.runner.input_batch
         lengths = batch.num_tokens_no_spec - batch.num_prompt_tokens
-        places = [
-            int(lengths[row]) + place for row, request in enumerate(requests) for place in range(request.num_drafted)
+        positions = [
+            int(lengths[row]) + column for row, request in enumerate(requests) for column in range(request.num_drafted)
         ]
-        return spread(places, torch.long, device)
+        return spread(positions, torch.long, device)
 
     def _embeddings(self, token_ids: Tensor, target_logits: Tensor) -> dict[str, Tensor]:
         """Target's input embeddings of each drafted token and of its own most likely one; every rank takes part."""

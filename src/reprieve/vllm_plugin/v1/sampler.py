@@ -122,15 +122,17 @@ def _rejection_sample(
         current.uniforms = _unwrapped("generate_uniform_probs")(
             len(draft_token_ids), num_draft_tokens, sampling_metadata.generators, target_logits.device
         )
-    made = rules.decide(rows, lambda: hooks.batch(current, requests, target_logits, draft_probs, sampling_metadata))
-    if made is None:
+    decisions = rules.decide(
+        rows, lambda: hooks.batch(current, requests, target_logits, draft_probs, sampling_metadata)
+    )
+    if decisions is None:
         return sample(draft_token_ids, draft_probs, target_logits)
     token_ids, probs = draft_token_ids, draft_probs
     if any(rule.traits.replaces for rule in rules.menu.rules):
-        token_ids, probs = _refuse(made, rows, draft_token_ids, draft_probs, target_logits, sampling_metadata)
-    with _raised(made, draft_token_ids, target_logits) as logits:
+        token_ids, probs = _refuse(decisions, rows, draft_token_ids, draft_probs, target_logits, sampling_metadata)
+    with _raised(decisions, draft_token_ids, target_logits) as logits:
         output = sample(token_ids, probs, logits)
-    rules.count(requests, rows, made, output)
+    rules.count(requests, rows, decisions, output)
     return output
 
 
@@ -142,13 +144,13 @@ def _unwrapped(name: str) -> Callable[..., Tensor]:
 
 
 @contextmanager
-def _raised(made: Decisions, draft_token_ids: Tensor, target_logits: Tensor) -> Iterator[Tensor]:
+def _raised(decisions: Decisions, draft_token_ids: Tensor, target_logits: Tensor) -> Iterator[Tensor]:
     """Logits in which accepted tokens win for certain; put back afterwards, since logprobs are read from them."""
-    logits = target_logits if made.scores is None else made.scores
+    logits = target_logits if decisions.scores is None else decisions.scores
     columns = draft_token_ids.long().clamp_min(0).unsqueeze(-1)
     before = logits.gather(-1, columns)
     highest = torch.finfo(logits.dtype).max
-    logits.scatter_(-1, columns, torch.where(made.accept.unsqueeze(-1), highest, before))
+    logits.scatter_(-1, columns, torch.where(decisions.accept.unsqueeze(-1), highest, before))
     try:
         yield logits
     finally:
@@ -156,7 +158,7 @@ def _raised(made: Decisions, draft_token_ids: Tensor, target_logits: Tensor) -> 
 
 
 def _refuse(
-    made: Decisions,
+    decisions: Decisions,
     rows: Sequence[Row],
     draft_token_ids: Tensor,
     draft_probs: Tensor | None,
@@ -172,7 +174,7 @@ def _refuse(
     token_ids = draft_token_ids
     if not meta.all_random:
         other = ((target_logits.argmax(-1) + 1) % vocab_size).to(draft_token_ids.dtype)
-        refused = made.refuse
+        refused = decisions.refuse
         if not meta.all_greedy:
             greedy = [row.greedy for row in rows for _ in range(row.num_drafted)]
             refused = refused & spread(greedy, torch.bool, refused.device)
@@ -182,4 +184,4 @@ def _refuse(
     if draft_probs is None:
         certain = draft_token_ids.long().clamp_min(0)
         draft_probs = torch.nn.functional.one_hot(certain, vocab_size).to(target_logits.dtype)
-    return token_ids, draft_probs.masked_fill(made.refuse.unsqueeze(-1), 0.0).contiguous()
+    return token_ids, draft_probs.masked_fill(decisions.refuse.unsqueeze(-1), 0.0).contiguous()

@@ -27,7 +27,8 @@ def try_out(hooks: Any, size: int) -> list[tuple[int, int]]:
     bonus = torch.zeros(2, 1, dtype=torch.int32, device=device)
     possible = torch.ones(2, dtype=torch.bool, device=device)
     requests = [
-        RoundRequest(name, 1, True, functools.partial(dict, asked)) for name, asked in zip(names, ASKED, strict=True)
+        RoundRequest(name, 1, True, functools.partial(dict, settings))
+        for name, settings in zip(names, ASKED, strict=True)
     ]
 
     def batch(current: Any, requests: Any, logits: Tensor, probs: Any, meta: Any) -> Batch:

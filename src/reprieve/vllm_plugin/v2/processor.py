@@ -21,8 +21,8 @@ from reprieve.needs import Need
 from reprieve.rules import LosslessRule, Rule
 from reprieve.transfers import spread
 from reprieve.types import Context, gather_token
-from reprieve.vllm_plugin.batch import Asked, Batch, Budget, Decisions, decide_together
-from reprieve.vllm_plugin.rounds import RequestRules, WorkerRules, asked_by
+from reprieve.vllm_plugin.batch import Batch, Budget, Decisions, TokenSettings, decide_together
+from reprieve.vllm_plugin.rounds import RequestRules, WorkerRules, request_settings
 from reprieve.vllm_plugin.v2.round import V2Round
 
 # How far an accepted token is raised above the best: enough at any temperature up to 100, and finite at any above 0.
@@ -55,7 +55,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
         self.round: V2Round | None = None  # set while a batch with drafts is sampled
         self.chunk: Chunk | None = None  # what was decided last
         self._slots: dict[int, RequestRules] = {}
-        self._tables: dict[tuple[str, float | None], Asked] = {}
+        self._tables: dict[tuple[str, float | None], TokenSettings] = {}
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         """A request enters a slot; whether a rule may touch it."""
@@ -63,7 +63,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
         if request_id is None:  # vLLM tries its sampler out
             request_id = f"slot {req_idx}"
             self.rules.forget([request_id])
-        self._slots[req_idx] = known = self.rules.admit(request_id, lambda: asked_by(sampling_params))
+        self._slots[req_idx] = known = self.rules.admit(request_id, lambda: request_settings(sampling_params))
         self._tables.clear()
         return not known.strict
 
@@ -113,7 +113,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
         ]
         for name, rule in rules.items():
             mine = [slot for slot, other in zip(slots, names, strict=True) if other == name]
-            decide_together(rule, self._asked(name, mine, ctx), budgets, batch, decisions)
+            decide_together(rule, self._token_settings(name, mine, ctx), budgets, batch, decisions)
         decisions.accept &= batch.real
         request_ids = current.request_ids[current.requests]
         labels = [
@@ -132,7 +132,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
         rule = self.rules.rule_of(known.choice, self.round.num_requests)
         return None if isinstance(rule, LosslessRule) else rule
 
-    def _asked(self, name: str, slots: Sequence[int], ctx: LogitsContext) -> Asked:
+    def _token_settings(self, name: str, slots: Sequence[int], ctx: LogitsContext) -> TokenSettings:
         """Settings of a rule for each row's request, gathered from a table by slot that changes with requests only."""
         assert self.round is not None
         policy = self.rules.menu.policies[name]
@@ -142,14 +142,14 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
             self._tables = {key: kept for key, kept in self._tables.items() if key[0] != name}
             table = self._tables[name, at_load] = self._table(name, ctx.expanded_idx_mapping.device)
         rows = ctx.expanded_idx_mapping.long()
-        return Asked(
+        return TokenSettings(
             limits=table.limits[rows],
             relaxed=table.relaxed[rows],
             greedy=table.greedy[rows],
             kinds=tuple({self._greedy(slot) for slot in slots}),
         )
 
-    def _table(self, name: str, device: torch.device) -> Asked:
+    def _table(self, name: str, device: torch.device) -> TokenSettings:
         size = max(self._slots) + 1
         limits, relaxed, greedy = [-math.inf] * size, [False] * size, [True] * size
         for slot, known in self._slots.items():
@@ -157,7 +157,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
             if rule is not None and known.choice.name == name:
                 limits[slot], relaxed[slot] = rule.threshold, True
             greedy[slot] = self._greedy(slot)
-        return Asked(
+        return TokenSettings(
             spread(limits, torch.float64, device),
             spread(relaxed, torch.bool, device),
             spread(greedy, torch.bool, device),
@@ -185,9 +185,9 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
         if Need.CONTEXT in needs:
             states, requests = self.runner.req_states, ctx.idx_mapping.long()
             given["context"] = Context(states.all_token_ids.gpu[requests], states.total_len.gpu[requests].long())
-        if Need.ANSWER_PLACES in needs:
+        if Need.ANSWER_POSITIONS in needs:
             prompts = self.runner.req_states.prompt_len.gpu[ctx.expanded_idx_mapping.long()]
-            given["answer_places"] = ctx.pos.long() + 1 - prompts
+            given["answer_positions"] = ctx.pos.long() + 1 - prompts
         if Need.EMBEDDINGS in needs:
             embed = self.runner.model.embed_input_ids
             given |= {"token_embeddings": embed(token_ids), "top_embeddings": embed(logits.argmax(-1))}

@@ -40,8 +40,8 @@ class V2Round:
     def hidden(self, *, ahead: int = 0) -> Tensor:
         """The states at the chunk's rows, or so many rows ahead of them: [N, D]. Behind the last row it is repeated."""
         assert self.states is not None
-        places = torch.arange(self.rows.start + ahead, self.rows.stop + ahead, device=self.states.device)
-        return self.states[places.clamp_max(len(self.states) - 1)]
+        rows = torch.arange(self.rows.start + ahead, self.rows.stop + ahead, device=self.states.device)
+        return self.states[rows.clamp_max(len(self.states) - 1)]
 
     def draft_scores(self, ctx: LogitsContext) -> Tensor | None:
         """The logits that each row's drafted token was drawn from, [N, V]; None where the drafter keeps none."""

@@ -123,9 +123,9 @@ def _when_ready(output: Any, then: Callable[[Any], None]) -> None:
         return
 
     def get_output() -> Any:
-        made = fetch()
-        then(made)
-        return made
+        fetched = fetch()
+        then(fetched)
+        return fetched
 
     output.get_output = get_output
 
@@ -172,10 +172,10 @@ def _note(rules: WorkerRules, chunk: Chunk, num_sampled: Tensor, width: int) -> 
     """Send the chunk's counts on their way; nothing waits for the device."""
     ctx = chunk.context
     num, device = len(ctx.idx_mapping_np), num_sampled.device
-    places = torch.zeros(int(ctx.idx_mapping_np.max()) + 1, dtype=torch.long, device=device)
-    places[ctx.idx_mapping.long()] = torch.arange(num, device=device)
+    indices = torch.zeros(int(ctx.idx_mapping_np.max()) + 1, dtype=torch.long, device=device)
+    indices[ctx.idx_mapping.long()] = torch.arange(num, device=device)
     against = torch.zeros(num, width, dtype=torch.bool, device=device)
-    rows = places[ctx.expanded_idx_mapping.long()]
+    rows = indices[ctx.expanded_idx_mapping.long()]
     against[rows, ctx.expanded_local_pos.long()] = ~chunk.decisions.lossless
     num_accepted = num_sampled.long() - 1  # the last is vLLM's own token
     rules.note(chunk.request_ids, chunk.labels, chunk.num_drafted, num_accepted, against)

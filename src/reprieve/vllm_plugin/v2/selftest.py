@@ -42,7 +42,7 @@ def _require_known_draws(hooks: Any, size: int) -> None:
 
 
 def _token(
-    hooks: Any, size: int, asked: dict[str, str], temperature: float, *, equal: bool = False, position: int = 5
+    hooks: Any, size: int, settings: dict[str, str], temperature: float, *, equal: bool = False, position: int = 5
 ) -> tuple[int, float]:
     """Return the token that vLLM's sampler takes, and the draw as `uniforms_of` gives it.
 
@@ -54,7 +54,7 @@ def _token(
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
     sampler, device = hooks.runner.sampler, hooks.runner.device
-    sampler.add_request(0, SamplingParams(temperature=temperature, seed=0, extra_args=dict(asked)))
+    sampler.add_request(0, SamplingParams(temperature=temperature, seed=0, extra_args=dict(settings)))
     sampler.apply_staged_writes()
 
     def rows(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
@@ -63,12 +63,12 @@ def _token(
     logits = certain_logits(2, size, device)
     if equal:
         logits[:, DRAFTED] = logits[:, OWN]
-    slots, row_slots, places = rows([0]), rows([0, 0]), rows([0, 1])
+    slots, row_slots, columns = rows([0]), rows([0, 0]), rows([0, 1])
     positions, fed = rows([position, position + 1], torch.int64), rows([OWN, DRAFTED])
     states = sampler.sampling_states
     hooks.processor.round = V2Round(["self-test"], np.array([2]), None, None, states.seeds.gpu)
     hosts = np.array([0])
-    processed = sampler.apply_sampling_params(logits, row_slots, slots, hosts, positions, fed, places, np.array([7]))
+    processed = sampler.apply_sampling_params(logits, row_slots, slots, hosts, positions, fed, columns, np.array([7]))
     sampled, _ = rejection_sampler.rejection_sample(
         processed,
         None,
@@ -77,7 +77,7 @@ def _token(
         positions,
         slots,
         row_slots,
-        places,
+        columns,
         states.temperature.gpu,
         states.seeds.gpu,
         hooks.runner.num_speculative_steps,

@@ -1,7 +1,7 @@
 """Prompts of problems, raw or in the tokenizer's chat template; the same for every verb.
 
-`ask` wraps a task so that its problems carry the tokens that the model reads, and its answers are read without what the
-model thought before.
+`with_prompts` wraps a task so that its problems carry the tokens that the model reads, and its answers are read without
+what the model thought before.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class PromptFormat:
         return after_thinking(text)
 
     def _render(self, messages: Sequence[Message]) -> str:
-        asked = list(messages)
+        turns = list(messages)
         if self.settings.system_prompt:
-            asked.insert(0, {"role": "system", "content": self.settings.system_prompt})
+            turns.insert(0, {"role": "system", "content": self.settings.system_prompt})
         given = {} if self.settings.thinking is None else {"enable_thinking": self.settings.thinking == "on"}
-        return render_chat(self.tokenizer, asked, **given)
+        return render_chat(self.tokenizer, turns, **given)
 
 
 class Conversation:
@@ -84,7 +84,7 @@ class Conversation:
 
 
 @dataclass
-class AskedTask:
+class PromptedTask:
     """A task as it is put to one model."""
 
     task: Task
@@ -137,7 +137,7 @@ class AskedTask:
         return self.task.same(problem, answer, other)
 
 
-def ask(task: Task, tokenizer: Any, settings: PromptSettings | None = None) -> AskedTask:
+def with_prompts(task: Task, tokenizer: Any, settings: PromptSettings | None = None) -> PromptedTask:
     """A task as it is put to the model of a tokenizer.
 
     Raises:
@@ -145,7 +145,7 @@ def ask(task: Task, tokenizer: Any, settings: PromptSettings | None = None) -> A
     """
     settings = settings or PromptSettings()
     length = task.max_new_tokens if settings.max_new_tokens is None else settings.max_new_tokens
-    return AskedTask(task, PromptFormat(tokenizer, settings), length)
+    return PromptedTask(task, PromptFormat(tokenizer, settings), length)
 
 
 def prompt_ids_of(problem: TaskProblem, tokenizer: Any) -> list[int]:
