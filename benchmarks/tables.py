@@ -80,6 +80,10 @@ def _points(values: list[float]) -> str:
     return f"{100 * values[0]:+.1f} {interval(values[1:], 100, 1)}"
 
 
+def _rounds(values: list[float] | None) -> str:
+    return "-" if values is None else f"{values[0]:+.1f} {interval(values[1:], 1, 1)}"
+
+
 def _with_interval(arm: Mapping[str, Any], name: str, scale: float, digits: int) -> str:
     value = arm[name]
     return "-" if value is None else f"{scale * value:.{digits}f} {interval(arm[f'{name}_ci95'], scale, digits)}"
@@ -106,6 +110,8 @@ COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Any], str], str]]] = {
     "speedup_vs_lossless": ("speed over lossless", lambda arm, name: _with_interval(arm, name, 1, 2)),
     "pruned_share": ("pruned", _plain(0, 100, "%")),
     "tokens_per_answer": ("tokens per answer", _plain(0)),
+    "rounds_per_answer": ("rounds per answer", _plain(1)),
+    "rounds_vs_lossless": ("against lossless, rounds", lambda arm, name: _rounds(arm[name])),
     "answers_vs_lossless": ("answers per second, over lossless", lambda arm, name: _with_interval(arm, name, 1, 2)),
     "num_truncated": ("unfinished", _plain(0)),
     "num_unread": ("not read", _plain(0)),

@@ -28,6 +28,7 @@ ARM_FIELDS = {
     "rule", "spec", "params", "num_problems", "accuracy", "accuracy_ci95", "tokens_per_round", "acceptance_rate",
     "draft_share",
     "num_rescued", "tokens_per_second", "speedup_vs_target", "speedup_vs_lossless", "tokens_per_answer",
+    "rounds_per_answer", "rounds_vs_lossless",
     "num_truncated", "num_unread", "answers_per_second", "answers_vs_lossless", "seconds_per_solved",
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ def arm(spec):
     return ratio | {
         "spec": spec, "accuracy": 1.0, "accuracy_ci95": [0.34, 1.0], "accuracy_vs_lossless": [-0.5, -1.0, 0.56],
         "tokens_per_round": 12.91, "acceptance_rate": 0.9, "num_rescued": 12, "tokens_per_answer": 143.0,
-        "num_truncated": 0, "num_unread": 0,
+        "rounds_per_answer": 11.1, "num_truncated": 0, "num_unread": 0,
     }  # fmt: skip
 
 

@@ -160,6 +160,7 @@ def _summarise_arm(arm: Arm, rows: Rows, run: Run) -> dict[str, Any]:
         "pruned_share": pruned / (drafted + pruned) if pruned else 0.0,
         "tokens_per_second": tokens / seconds if seconds else None,
         "tokens_per_answer": tokens / len(records),
+        **_rounds(problems, lossless, drafts_alone=arm.name == DRAFT_ONLY),
         "num_truncated": sum(_cut_off(record) for record in records),
         "num_unread": sum(record.unread for record in records),
         "answers_per_second": _finished_rate(_answer_totals(problems)),
@@ -167,6 +168,17 @@ def _summarise_arm(arm: Arm, rows: Rows, run: Run) -> dict[str, Any]:
         "joules_per_solved": joules / num_correct if num_correct and joules is not None else None,
         "seconds_by_part": total["seconds_by_part"],
     }
+
+
+def _rounds(
+    problems: list[list[ProblemRecord]], lossless: list[list[ProblemRecord]], *, drafts_alone: bool
+) -> dict[str, Any]:
+    """Target forwards per answer: what an answer costs where drafting is cheap, whatever the machine."""
+    rounds, lossless_rounds = (column(arm, lambda record: record.num_rounds) for arm in (problems, lossless))
+    if drafts_alone or not rounds.any():
+        return {"rounds_per_answer": None, "rounds_vs_lossless": None}
+    difference = _difference(problems, lossless, rounds, lossless_rounds)
+    return {"rounds_per_answer": float(rounds.mean()), "rounds_vs_lossless": difference}
 
 
 def _sequence_bound(arm: Arm, num_drafted: float, config: RunConfig) -> float | None:
