@@ -11,9 +11,10 @@ S = TypeVar("S")
 
 
 async def results_of(items: Iterable[S], make: Callable[[S], Awaitable[T]], *, num_parallel: int) -> AsyncIterator[T]:
-    """Yield the results of `make` as they come, at most `num_parallel` under way at once.
+    """Yield the results of `make` as they complete, with at most `num_parallel` calls in flight.
 
-    After the first failure nothing more is begun; it is raised once what was under way has ended and was given out.
+    After the first failure no new call starts; the failure is raised once the calls in flight have ended and their
+    results were yielded.
     """
     finished: asyncio.Queue[T] = asyncio.Queue()
     waiting = iter(items)
@@ -50,10 +51,10 @@ async def results_of(items: Iterable[S], make: Callable[[S], Awaitable[T]], *, n
 
 
 def iterate(loop: asyncio.Runner, results: AsyncIterator[T], *, closing: Callable[[], Awaitable[None]]) -> Iterator[T]:
-    """An asynchronous iterator as an ordinary one; its coroutines go on only while the next result is waited for.
+    """Turn an asynchronous iterator into a synchronous one; coroutines run only while the caller waits for a result.
 
     Args:
-        closing: awaited at the end, whatever it is.
+        closing: awaited at the end, even after an error.
     """
 
     async def following() -> tuple[bool, T | None]:

@@ -1,7 +1,7 @@
-"""Runs a module as `python -m` does; ends with all it started when its parent is gone: PARENT MODULE ARGUMENTS.
+"""Run a module like `python -m`; kill it and its process group once its parent has ended: PARENT MODULE ARGUMENTS.
 
-A process of its own watches both: who kills the module alone (Ray does, the kernel may) leaves what it started, which
-would go on for ever.
+A separate process watches both. If only the module were killed (Ray does so, the kernel may), the processes that it
+started would run forever.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def watch_from_outside(parent: int) -> None:
     if first:
         os.waitpid(first, 0)
         return
-    if os.fork() == 0:  # nobody's child any more, so that nobody ends it with a family
+    if os.fork() == 0:  # orphaned, so that killing a process tree does not kill the watcher
         os.setsid()
         _wait_for_either(parent, leader)
         with contextlib.suppress(ProcessLookupError):

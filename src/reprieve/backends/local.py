@@ -26,11 +26,11 @@ class LocalEngine:
     """See `Engine`.
 
     Args:
-        num_workers: processes that answer side by side. More than one is for outcomes, not for timing: processes
-            slow each other down.
+        num_workers: number of processes that answer in parallel. Do not time with more than one: processes slow each
+            other down.
 
     Raises:
-        SpecError: no workers.
+        SpecError: `num_workers` outside 1 to 1,024.
     """
 
     def __init__(self, pair: Pair, *, num_workers: int = 1) -> None:
@@ -96,7 +96,7 @@ class LocalEngine:
             self._pool = None
 
     def _workers(self, config: RunConfig, arms: Sequence[Arm]) -> WorkerPool:
-        """Processes that know this run and these arms."""
+        """Return a pool of processes that know this run and these arms; start a new one if needed."""
         self.expect(arms, config.drafter)
         labels = {arm.label for arm in arms}
         known = self._known

@@ -28,7 +28,7 @@ def make_engine(
         announce: called with a line when a server is started.
 
     Raises:
-        SpecError: several processes of a server's answers.
+        SpecError: several workers with a server engine.
         ReprieveError: a model that cannot be found, or a running server that does not answer.
     """
     if settings.local:

@@ -27,7 +27,7 @@ class RayDeployer(VllmDeployer):
     settings: RaySettings
 
     def start(self, slot: Slot, announce: Announce) -> Running:
-        """See `Deployer`: replicas that share the work. Where one dies the others go on.
+        """Start replicas that share the work; if one dies, the others continue.
 
         Raises:
             ReprieveError: Ray is missing, the cluster has no room, or a replica does not come up.
@@ -64,7 +64,7 @@ class RayDeployer(VllmDeployer):
 
 
 def _require_room(ray: Any, num: int, resource: str, each: int) -> None:
-    """Refuse what would wait for ever.
+    """Refuse replicas that Ray could never place.
 
     Raises:
         ReprieveError: the cluster's nodes are too small for so many replicas.
@@ -75,7 +75,7 @@ def _require_room(ray: Any, num: int, resource: str, each: int) -> None:
 
 
 class _Replica:
-    """In an actor: a server on its node, ended with it."""
+    """Ray actor that runs a server on its node; the server ends with the actor."""
 
     def __init__(self, deployment: Deployment, settings: RaySettings, driver: str) -> None:
         import ray

@@ -8,17 +8,17 @@ from reprieve.needs import Need
 from reprieve.rules import Rule
 
 THRESHOLD, SWITCH, LEVEL = "reprieve_threshold", "reprieve_rule", "reprieve_leniency"
-REQUIRE = "reprieve_require"  # chooses nothing: the request is refused where it would get less than it names
+REQUIRE = "reprieve_require"  # selects nothing: the request is refused if it would get a weaker guarantee
 PREFIX = "reprieve_"
 CHOICES = (THRESHOLD, SWITCH, LEVEL)
 FIELDS = (*CHOICES, REQUIRE)
 
 
 def require_handed_out(rule: Rule) -> None:
-    """Refuse a rule that reads what no vLLM hands out.
+    """Refuse a rule that vLLM cannot run: one with inputs that vLLM does not provide, or with out-of-fold heads.
 
     Raises:
-        SpecError: names what it reads.
+        SpecError: names the input or the head.
     """
     for need, words in ((Need.DRAFT_HIDDEN, "the draft's hidden states"), (Need.ADVICE, "an advisor")):
         if need in rule.traits.needs:

@@ -1,4 +1,4 @@
-"""Servers that run: where they listen, and what they say of themselves."""
+"""Running servers: their URLs, and the facts that they report about themselves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from reprieve.errors import EngineError, ReprieveError
 
-INFO = "vllm:reprieve_info"  # a metric of the plugin's whose labels say what a server is
+INFO = "vllm:reprieve_info"  # a metric of the plugin; its labels describe the server
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _SECONDS = 10.0
 
@@ -34,8 +34,8 @@ class Running:
     """Servers that hold one model.
 
     Args:
-        close: ends them, where they were started here.
-        why: why one may have died: the end of its log.
+        close: ends the servers if they were started here.
+        why: returns the likely cause of a server's death: the end of its log.
     """
 
     urls: tuple[str, ...]
@@ -61,19 +61,19 @@ def facts_of(urls: Sequence[str]) -> ServerFacts:
 
 
 def model_of(url: str, wanted: str | None) -> str:
-    """The name of the model that a server holds.
+    """Return the name of the model that a server holds.
 
     Args:
-        wanted: the one to take; None for the only one.
+        wanted: expected name; None if the server holds a single model.
 
     Raises:
-        EngineError: it does not answer.
-        ReprieveError: it does not hold that one, or holds several.
+        EngineError: the server does not answer.
+        ReprieveError: it does not hold `wanted`, or `wanted` is None and it does not hold exactly one model.
     """
     try:
         names = [str(model["id"]) for model in json.loads(_get(f"{url}/v1/models"))["data"]]
     except (ValueError, KeyError, TypeError):
-        raise ReprieveError(f"{url}/v1/models is not what an OpenAI-compatible server says") from None
+        raise ReprieveError(f"{url}/v1/models did not return an OpenAI-compatible list of models") from None
     if wanted is None and len(names) != 1:
         raise ReprieveError(f"{url} holds several models: name one with model=, one of {', '.join(names)}")
     if wanted is not None and wanted not in names:
@@ -115,7 +115,7 @@ def _get(address: str, *, missing: str | None = None) -> str:
     """A page.
 
     Args:
-        missing: what there is instead where the server has no such page.
+        missing: returned if the server has no such page (404); None to raise.
 
     Raises:
         EngineError: the server does not answer, or refuses.

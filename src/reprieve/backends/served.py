@@ -1,4 +1,4 @@
-"""Servers answer: all arms and problems in one stream, in batches as the servers like."""
+"""Engine that sends the requests of all arms and problems to servers, which batch them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FEW = 2  # tokens of an answer for which nothing may have been drafted
 
 
 class ServedEngine:
-    """See `Engine`. One server is up at a time; arms of another K or drafter, or of one model alone, have their own.
+    """See `Engine`. One server is up at a time; arms with another K or drafter, or with one model alone, get their own.
 
     Args:
         deployer: starts servers, or knows running ones.
@@ -83,11 +83,11 @@ class ServedEngine:
         if arm.truncation is not None:
             return "a server does not sample from a rule's truncation; use --engine local"
         if arm.vllm and self.deployer.settings.name != "vllm":
-            return f"{arm.label} is vLLM's own method, which a server of its own decides: use --engine vllm"
+            return f"{arm.label} is vLLM's own method, which needs a server started for it: use --engine vllm"
         if arm.folded:
             return "a server holds one head, not its folds; use --engine local"
         if isinstance(arm.num_draft_tokens, str) and arm.rule is not None:
-            return f"a server drafts as many tokens every round: give a number, as @K={SERVED_DRAFT_TOKENS}"
+            return f"a server drafts a fixed number of tokens per round: give a number, as @K={SERVED_DRAFT_TOKENS}"
         return self.deployer.refusal(self._slot(arm, drafter), arm.rule)
 
     def expect(self, arms: Sequence[Arm], drafter: str) -> None:
@@ -148,10 +148,11 @@ class ServedEngine:
         concurrency: int,
         num_warm: int,
     ) -> tuple[list[Completion], float]:
-        """Streams of one arm, so many at once, and the seconds from the first request to the last token.
+        """Return one arm's streamed completions, and the seconds from the first request to the last token.
 
         Args:
-            num_warm: requests before them that do not count.
+            concurrency: maximum number of requests in flight.
+            num_warm: warm-up requests, sent before and not counted.
 
         Raises:
             EngineError: the server died.
@@ -189,7 +190,7 @@ class ServedEngine:
             self._up = None
 
     def _decoder(self, client: Client, running: Running) -> Answerer.Decode:
-        """Turns of conversations as requests to a server."""
+        """Return a function that decodes one turn of a conversation on a server."""
 
         async def decode(arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:
             [completion] = await client.complete(self._encode(prompt), params, extra=self._fields(arm, running))
@@ -220,12 +221,12 @@ class ServedEngine:
         return Slot(PAIR, arm.num_draft_tokens, arm.drafter or drafter, method=arm.vllm)
 
     def _up_first(self, slots: Mapping[Any, Slot]) -> list[Slot]:
-        """The one that is up before the others."""
+        """Return the slots, with the one whose server is up first."""
         up = None if self._up is None else self._up[0].key
         return sorted(slots.values(), key=lambda slot: slot.key != up)
 
     def _serve(self, slot: Slot) -> Running:
-        """The server of a slot, in place of the one that is up where that is another."""
+        """Return a slot's server; if another server is up, close it and start this one."""
         if self._up is not None:
             up, running = self._up
             if up.key == slot.key and all(up.offers(rule) for rule in slot.rules):
@@ -249,7 +250,7 @@ def _require_numbers(arm: Arm, completion: Completion) -> None:
 
 
 def reply_of_server(completion: Completion) -> Reply:
-    """A completion, as every engine tells of it."""
+    """Convert a server's completion to the `Reply` that all engines return."""
     numbers = completion.speculation
     return Reply(
         text=completion.text,

@@ -11,7 +11,7 @@ from reprieve.settings import AUTO, NumDraftTokens
 from reprieve.specs import parse_spec
 
 LOCAL = "local"
-SERVED_DRAFT_TOKENS = 8  # what `auto` is on servers, whose runners draft as many every round
+SERVED_DRAFT_TOKENS = 8  # K for `auto` on servers, which draft a fixed number of tokens per round
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class ServerSettings:
     """Settings that all kinds of servers share.
 
     Args:
-        parallel: requests under way at once; the server makes batches of them.
-        timeout: seconds until a request without an answer is given up.
+        parallel: maximum number of requests in flight; the server batches them.
+        timeout: seconds per attempt until a request without an answer is given up.
     """
 
     name: ClassVar[str]
@@ -84,7 +84,7 @@ class VllmSettings(ServerSettings):
 
     Args:
         max_model_len, max_num_seqs, gpu_memory_utilization, tensor_parallel: vLLM's own; None for its defaults.
-        runner: v1 or v2, its model runner; None for what vLLM takes by itself.
+        runner: vLLM's model runner, v1 or v2; None for vLLM's default.
         eager: without compilation and CUDA graphs.
         arguments: more of vLLM's flags, as one text.
         startup: seconds it may take to come up.
@@ -118,7 +118,7 @@ class RaySettings(VllmSettings):
     """vLLM on the nodes of a Ray cluster: several replicas share the work.
 
     Args:
-        replicas: engines.
+        replicas: number of servers.
     """
 
     name = "ray"

@@ -1,4 +1,4 @@
-"""Speed under load: one arm at a time, so many requests under way, arms taking turns; what was measured is kept."""
+"""Speed under load: arms take turns at a fixed number of requests in flight; finished measurements are kept."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Cell:
-    """One arm's turn at one concurrency. Times in seconds; of a request, as p50 and p95 over requests.
+    """Measurement of one arm in one turn at one concurrency. Times are in seconds, pairs are p50 and p95.
 
     Args:
         seconds: from the first request to the last answer.
-        first: to a request's first token.
-        per_token: between a request's tokens after the first, each request's mean.
-        pieces: between the pieces of a stream, of which a block makes one.
+        first: time to first token, over requests.
+        per_token: mean time per token after a request's first, over requests.
+        pieces: time between chunks of a stream, over all chunks; a block arrives as one chunk.
     """
 
     arm: str
@@ -60,10 +60,10 @@ def measure_throughput(
     *,
     progress: Progress = lambda done, total: None,
 ) -> list[dict[str, Any]]:
-    """A row for each arm and concurrency, over all turns; goes on where it was stopped.
+    """Return a row for each arm and concurrency, over all turns; resumes an interrupted measurement.
 
-    Arms of one server take turns, in an order that rotates; another K or drafter needs another server and is measured
-    after them.
+    Arms of one server take turns in a rotating order. Arms with another K or drafter need another server and are
+    measured after them.
 
     Raises:
         EngineError: a server died.
@@ -123,7 +123,7 @@ def _cell(label: str, level: int, turn: int, completions: Sequence[Completion], 
 
 
 def _middle(values: Sequence[float]) -> tuple[float, float]:
-    """p50 and p95; zeros of nothing."""
+    """Return p50 and p95; zeros if there are no values."""
     if not len(values):
         return 0.0, 0.0
     return float(np.quantile(values, 0.5)), float(np.quantile(values, 0.95))

@@ -36,7 +36,7 @@ class Deployment:
 
     Args:
         model: folder or hub id.
-        speculation: vLLM's speculative configuration; None for none, and then there is no plugin either.
+        speculation: vLLM's speculative configuration; None to serve without speculation and without the plugin.
         rules: rules that requests can select.
     """
 
@@ -46,7 +46,7 @@ class Deployment:
     rules: Sequence[str] = field(default_factory=tuple)
 
     def flags(self, settings: VllmSettings, policy: Path) -> list[str]:
-        """vLLM's flags but for the model itself; `policy` holds the rules."""
+        """Return vLLM's flags except those of the model; `policy` is the file that holds the rules."""
         given = {
             "--generation-config": "vllm",  # sampling is the requests' own, not the model's
             "--dtype": self.dtype,
@@ -57,8 +57,8 @@ class Deployment:
         }
         flags = [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
         flags += ["--enforce-eager"] if settings.eager or not _has_gpu() else []
-        # In pieces, the CPU build cannot read the prompts of seeded, sampled requests, and dies of them. (vLLM warns of
-        # the flag with any model that can do without it.)
+        # The CPU build crashes on chunked prefill of seeded, sampled requests. (vLLM warns about this flag for models
+        # that support chunked prefill.)
         flags += [] if _has_gpu() else ["--no-enable-chunked-prefill"]
         if self.speculation is not None:
             speculation = ["--speculative-config", json.dumps(self.speculation)]
@@ -69,10 +69,10 @@ class Deployment:
 
 
 def start_vllm(deployment: Deployment, settings: VllmSettings, *, host: str = "127.0.0.1") -> Running:
-    """A server of its own, once it answers.
+    """Start a vLLM server and return once it answers.
 
     Args:
-        host: where it listens.
+        host: address that it listens on.
 
     Raises:
         ReprieveError: vLLM is not installed, refuses its configuration, or does not come up in time.
@@ -91,7 +91,7 @@ def start_vllm(deployment: Deployment, settings: VllmSettings, *, host: str = "1
     flags = [*model, *deployment.flags(settings, policy), "--host", host, "--port", str(port)]
     command = [sys.executable, "-m", "reprieve.backends.child", str(os.getpid()), SERVER, *flags]
     with log.open("wb") as out:
-        # A session of its own: Ctrl-C is for this process, which ends it.
+        # In a separate session: Ctrl-C reaches only this process, which then ends the server.
         process = subprocess.Popen(command, stdout=out, stderr=out, env=_environment(settings), start_new_session=True)
     why = _Why(process, log)
     try:
@@ -111,17 +111,17 @@ def start_vllm(deployment: Deployment, settings: VllmSettings, *, host: str = "1
     def close() -> None:
         alive = process.poll() is None
         _end(process)
-        if alive and not why.shown:  # else somebody was told to read its log
+        if alive and not why.shown:  # else an error message refers to the log
             shutil.rmtree(folder, ignore_errors=True)
 
     return Running((url,), MODEL_NAME, facts, close=close, why=why)
 
 
 def _require_told(facts: ServerFacts, deployment: Deployment) -> None:
-    """Refuse a server that has rules and does not say so: it would serve losslessly.
+    """Refuse a server that was given rules but reports none: it would decode losslessly.
 
     Raises:
-        EngineError: the plugin is not there.
+        EngineError: the plugin is not active.
     """
     if deployment.rules and not facts.rules:
         raise EngineError("vLLM runs without the plugin: install Reprieve in its environment (VLLM_PLUGINS unset)")
@@ -159,7 +159,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _environment(settings: VllmSettings) -> dict[str, str]:
-    """vLLM's environment. Without a GPU its defaults take four gibibytes, and cores that another process holds."""
+    """Return vLLM's environment. Without a GPU, its defaults reserve 4 GiB and bind cores that others may hold."""
     environment = dict(os.environ)
     if settings.runner is not None:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = str(int(settings.runner == "v2"))

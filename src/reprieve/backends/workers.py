@@ -16,7 +16,7 @@ _CHUNK = 4
 
 
 class WorkerPool:
-    """Processes for one run; they stay until it is closed, so that a second call finds them ready.
+    """Worker processes of one run; they are kept until `close`, so that later calls can reuse them.
 
     Args:
         start: called with `arguments` once in each process.
@@ -36,7 +36,7 @@ class WorkerPool:
         self._answer = answer
 
     def answer(self, jobs: Sequence[Job]) -> Iterator[ProblemRecord]:
-        """Records as they come, in no particular order. Ctrl-C drops what is under way.
+        """Yield records as they complete, in no particular order. Ctrl-C drops the jobs in progress.
 
         Raises:
             EngineError: a worker died.
@@ -53,5 +53,5 @@ class WorkerPool:
                 future.cancel()
 
     def close(self) -> None:
-        """End the processes, once they are done with what is in their hands."""
+        """Shut the pool down without waiting; each process ends after its current chunk."""
         self._pool.shutdown(wait=False, cancel_futures=True)

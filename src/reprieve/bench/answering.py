@@ -1,4 +1,4 @@
-"""One arm on one problem: a conversation decoded, graded and written down."""
+"""Answer one problem with one arm: decode the conversation, grade it, and return its record."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ WARM_UP_TOKENS = 24
 
 
 class Answerer:
-    """Puts a run's problems to an engine and grades what it says.
+    """Answers a run's problems with an engine and grades the answers.
 
     Args:
-        decode: one turn: the arm, the problem it belongs to, the prompt, and how tokens are drawn.
+        decode: decodes one turn, given the arm, the problem, the prompt and the sampling parameters.
     """
 
     Decode: TypeAlias = Callable[[Arm, TaskProblem, str | list[int], SamplingParams], Awaitable[Reply]]
@@ -41,7 +41,7 @@ class Answerer:
         )
 
     async def warm_up(self, arm: Arm, problem: TaskProblem) -> None:
-        """Answer a problem briefly and unrecorded.
+        """Decode a few tokens of a problem, without recording them.
 
         Raises:
             PairError: a head made for another pair.

@@ -1,4 +1,4 @@
-"""The arms of a comparison: what decodes, with which rule, at which K."""
+"""The arms of a comparison: decoding method, rule and K."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _OWN = re.compile(r"@(?=K=|drafter=)")  # what follows a rule in an arm
 
 @dataclass(frozen=True)
 class Arm:
-    """One way of decoding, heads included: plain data, which another process takes as it is.
+    """One way of decoding, heads included; plain data that can be sent to another process.
 
     Args:
-        name: what decodes: the rule's specification, or the name of an arm without one.
+        name: the rule's specification, or a name of its own for arms such as target_only and lossless_rerun.
         rule: None for target_only, draft_only and direct.
         names_k: whether its label names K.
         truncation: of a direct arm.
         certificate: of a certified arm.
-        seed_shift: draws of its own, for a rerun.
-        drafter: its own; None for the run's.
+        seed_shift: added to the run's seed, so that a rerun draws other tokens.
+        drafter: the arm's own drafter; None for the run's.
         vllm: further entries of vLLM's speculative configuration, for one of vLLM's own methods.
     """
 
@@ -85,7 +85,7 @@ class Arm:
         return k + (f"@drafter={self.drafter}" if self.drafter else "")
 
     def params(self, params: SamplingParams) -> SamplingParams:
-        """A run's sampling as this arm has it. A direct arm always samples: greedy, it would be the plain target."""
+        """Return a run's sampling for this arm. A direct arm always samples: greedy, it would equal the target."""
         if self.truncation is None:
             return dataclasses.replace(params, seed=params.seed + self.seed_shift)
         return dataclasses.replace(params, truncation=self.truncation, temperature=params.temperature or 1.0)
@@ -121,7 +121,7 @@ class Arm:
         return None if self.certificate is not None else conditions
 
     def decoders(self, pair: Pair, *, drafter: str, task: str, conditions: Conditions) -> FoldedDecoder:
-        """One for every fold, where a head of the rule was trained out of fold; else one for all problems.
+        """Return a decoder per fold if a head of the rule was trained out of fold, else one for all problems.
 
         Raises:
             PairError: a head made for another pair.
@@ -136,17 +136,16 @@ class Arm:
 def make_arms(
     specs: Sequence[str | Rule], num_draft_tokens: Sequence[NumDraftTokens], *, target: str | None = None
 ) -> list[Arm]:
-    """The arms of a run: target-only, draft-only and lossless first, then what was asked, at every K.
+    """Return the arms of a run: target-only, draft-only and lossless first, then the requested ones, at every K.
 
-    A list of values, as in `margin:delta=1,2,3`, makes an arm of each. A text may end in `@K=8`,
-    `@K=auto` or `@drafter=eagle3:top_k=4`, or both: that arm has a K or a drafter of its own.
-    `lossless_rerun` is lossless with other draws, and
-    `direct:RULE` samples from the target, cut down to the tokens that RULE would accept. `lossless@K=8` takes the
-    place of the lossless arm that is there otherwise. `certified:FILE` has rule, threshold and K of a certificate.
+    A list of values, as in `margin:delta=1,2,3`, makes one arm per value. A specification may end in `@K=8` or
+    `@K=auto`, in `@drafter=eagle3:top_k=4`, or in both, to set the arm's own K or drafter. `lossless_rerun` is lossless
+    with another seed. `direct:RULE` samples from the target, truncated to the tokens that RULE would accept.
+    `lossless@K=8` replaces the default lossless arm. `certified:FILE` uses the rule, threshold and K of a certificate.
     `vllm:block`, `vllm:synthetic,acceptance_length=3` and `vllm:fly` are vLLM's own methods, on `--engine vllm`.
 
     Args:
-        target: the pair's, whose bundled heads stand in where a rule names none.
+        target: name of the pair's target, whose bundled heads are used if a rule names none.
 
     Raises:
         SpecError: a specification that cannot be read, or no K.
@@ -189,11 +188,11 @@ def expand_values(spec: str) -> list[str]:
 
 
 def make_arm(spec: str | Rule, k: NumDraftTokens, *, suffixed: bool = False, target: str | None = None) -> Arm:
-    """One arm; arguments as `make_arms` has them.
+    """Return one arm; see `make_arms` for `spec` and `target`.
 
     Args:
-        k: unless the specification has its own.
-        suffixed: whether its label says K.
+        k: used unless the specification sets its own.
+        suffixed: whether the label includes K.
 
     Raises:
         SpecError: a specification that cannot be read.

@@ -10,10 +10,10 @@ RAPL = Path("/sys/class/powercap")
 
 
 class EnergyMeter:
-    """Adds up the energy counters of the machine: all of it, whoever uses it, so measure on an idle one.
+    """Sums the machine's energy counters. They include all processes, so measure on an idle machine.
 
     Args:
-        device: torch's name of the device that computes; a GPU's counter is read only when it is a GPU.
+        device: torch's name of the device in use; a GPU's counter is read only for a CUDA device.
         rapl: folder of the kernel's power-capping interface.
     """
 
@@ -30,7 +30,7 @@ class EnergyMeter:
         return "+".join(parts) or "unavailable: this machine reports no energy (no RAPL counters, no NVML)"
 
     def joules(self) -> float | None:
-        """Energy since some fixed moment; differences count. None where nothing is reported."""
+        """Return joules since a fixed moment: only differences are meaningful. None if nothing is reported."""
         if not self._gpu and not self._domains:
             return None
         for path in self._domains:

@@ -24,17 +24,17 @@ class Job:
 
 
 class Engine(Described, Protocol):
-    """Answers the problems of runs. Nothing above it knows which one it is."""
+    """Engine that answers a run's problems. Callers do not depend on its kind."""
 
     tokenizer: Any
-    num_parallel: int  # answers under way at once; how long one takes says little where it is more than one
+    num_parallel: int  # answers in progress at once; above 1, the time of a single answer means little
     meter: str | None  # what measures energy
     num_positions: int | None  # tokens of a text that it can read, as far as is known
 
     def answer(
         self, config: RunConfig, task: Task, arms: Sequence[Arm], problems: Sequence[TaskProblem], jobs: Sequence[Job]
     ) -> Iterator[ProblemRecord]:
-        """Records as they come, in any order; Ctrl-C drops what is under way.
+        """Yield records as they complete, in any order; Ctrl-C drops the answers in progress.
 
         Raises:
             PairError: a head made for another pair.
@@ -48,5 +48,5 @@ class Engine(Described, Protocol):
 
 
 def without_missing(arms: Sequence[Arm], engine: Engine, drafter: str) -> list[Arm]:
-    """The arms, but for target or draft alone where the engine has not got them: a comparison can do without."""
+    """Return the arms, except target or draft alone if the engine cannot run it: a comparison can omit these."""
     return [arm for arm in arms if arm.label not in (TARGET_ONLY, DRAFT_ONLY) or not engine.refusal(arm, drafter)]

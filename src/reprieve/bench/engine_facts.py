@@ -40,7 +40,7 @@ class Described(Protocol):
         ...
 
     def fingerprints(self, drafter: str) -> dict[str, str]:
-        """Of the weights that a drafter brings with it, by name."""
+        """Fingerprints of a drafter's own weights, by name."""
         ...
 
     def draft_tokens(self, arm: Arm, drafter: str) -> NumDraftTokens:
@@ -52,5 +52,5 @@ class Described(Protocol):
         ...
 
     def expect(self, arms: Sequence[Arm], drafter: str) -> None:
-        """Be ready for these arms, beside those of before."""
+        """Prepare for these arms, in addition to those of earlier calls."""
         ...

@@ -125,13 +125,13 @@ def times(rows: Mapping[str, Sequence[float]], parts: Sequence[str]) -> Any:
 
 
 def answer_growth(rows: Mapping[str, Sequence[float]]) -> Any:
-    """Tokens per answer beside lossless decoding: difference, and the ends of its interval, for each arm."""
+    """Plot tokens per answer minus lossless decoding's: the difference and its interval, for each arm."""
     figure, axes = _rows(list(rows))
     values = [value for value, _, _ in rows.values()]
     bars = [[value - low for value, low, _ in rows.values()], [high - value for value, _, high in rows.values()]]
     axes.errorbar(values, list(rows), xerr=bars, fmt="o", color=_COLOURS[0], markersize=5, elinewidth=0.8)
     axes.axvline(0, color="0.3", linewidth=0.8)
-    axes.set_xlabel("tokens per answer, beside lossless")
+    axes.set_xlabel("tokens per answer, difference from lossless")
     return figure
 
 
@@ -155,7 +155,7 @@ def _style(index: int) -> dict[str, Any]:
 
 
 def _lines(arms: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Arms that only a dial tells apart, by name: the rule, and of its settings those that others of it differ in."""
+    """Group arms that differ only in the dial, by name: the rule and the settings not shared by all of its groups."""
     forms: dict[str, dict[tuple[tuple[str, Any], ...], list[dict[str, Any]]]] = {}
     for arm in arms:
         if arm["rule"] not in (TARGET_ONLY, DRAFT_ONLY):

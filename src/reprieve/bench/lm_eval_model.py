@@ -31,8 +31,8 @@ class ReprieveLM(HFLM):  # type: ignore[misc]
 
     Args:
         target, draft: model names; the bundled pair by default. `pretrained` is another name for target.
-        rule: an arm as `reprieve bench` takes it: target_only, lossless, or a rule; `;` may stand for `,` in it, which
-            separates model arguments.
+        rule: an arm as `reprieve bench` takes it: target_only, lossless, or a rule. Write `;` instead of `,` in it,
+            because `,` separates model arguments.
         num_draft_tokens: K, or `auto`.
         pair: models in memory, instead of names.
 
@@ -93,7 +93,7 @@ def _arm(spec: str, k: NumDraftTokens, target: str) -> Arm:
 
 
 def _sampling(arguments: dict[str, Any], seed: int) -> SamplingParams:
-    """The harness's generation arguments as ours.
+    """Convert the harness's generation arguments to `SamplingParams`.
 
     Raises:
         SpecError: an argument that would change the answer and has no counterpart here.

@@ -13,9 +13,9 @@ Span = tuple[int, str]  # number of characters, code
 
 
 def provenance_spans(tokens: Sequence[Token], tokenizer: Decodes, stop: tuple[str, ...] = ()) -> list[Span]:
-    """The answer's text cut where its provenance changes; the lengths add up to the text's.
+    """Return the answer's text as spans of equal provenance; the lengths add up to the text's length.
 
-    A character that several tokens make belongs to the last of them.
+    A character made of several tokens belongs to the last of them.
     """
     stream = TextStream(tokenizer, stop)
     spans: list[Span] = []

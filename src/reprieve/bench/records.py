@@ -72,7 +72,7 @@ class RecordFile:
         self.records = self._read()
 
     def append(self, record: ProblemRecord) -> None:
-        """Write one line and make sure it has left the process."""
+        """Write one line and flush it."""
         try:
             append_line(self.path, asdict(record))
         except OSError as error:
@@ -106,12 +106,12 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def claim_run(folder: Path, configuration: Mapping[str, Any], *, extendable: tuple[str, ...] = ()) -> RecordFile:
-    """Open a run's folder: a new one, or one without an answer, gets the configuration; else it must be the same.
+    """Open a run's folder. If it has no answers, store the configuration; otherwise the stored one must be equal.
 
     A larger `limit` extends an old run.
 
     Args:
-        extendable: settings, lists or dictionaries, to which an old folder's may be added.
+        extendable: names of list or dictionary settings that are merged with the stored ones.
 
     Raises:
         ReprieveError: the folder holds another run; the message names the first setting that differs.

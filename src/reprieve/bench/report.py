@@ -1,4 +1,4 @@
-"""One self-contained page from runs and certificates: everything a reader needs to believe a number, and no network."""
+"""Self-contained HTML report of runs and certificates: all that is needed to check a number, and no network."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _answer_growth(arms: list[dict[str, Any]], names: dict[str, str]) -> dict[st
 
 
 def _examples(arms: list[dict[str, Any]], rows: Any, strict: str, num: int) -> list[dict[str, Any]]:
-    """Answers side by side: most rescues with the answer kept, and answers that rescues spoiled."""
+    """Choose answers that lossless solved: right ones with the most rescues, then wrong ones with the fewest."""
     kept: list[tuple[str, ProblemRecord, ProblemRecord]] = []
     spoiled: list[tuple[str, ProblemRecord, ProblemRecord]] = []
     for arm in arms:

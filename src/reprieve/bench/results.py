@@ -24,12 +24,12 @@ from reprieve.stats import bootstrap_interval, paired_difference, paired_pvalue,
 SCHEMA = 1
 _NUM_SHARES = 11
 _LARGEST = 1e9
-# What a task without right answers cannot say.
+# Fields without a value for tasks without right answers.
 _QUALITY = (
     "accuracy", "accuracy_ci95", "accuracy_vs_target", "accuracy_vs_lossless", "accuracy_vs_lossless_p", "net_drop",
     "regression_rate", "regression_rate_ci95", "improvement_rate", "seconds_per_solved", "joules_per_solved",
 )  # fmt: skip
-# What answers that shared a server's batches cannot say; `throughput.json` has it.
+# Fields without a value when answers share a server's batches; see `throughput` for speed.
 _SPEED = (
     "answers_per_second", "answers_vs_lossless", "answers_vs_lossless_ci95",
     "tokens_per_second", "speedup_vs_target", "speedup_vs_target_ci95", "speedup_vs_lossless",
@@ -107,7 +107,7 @@ def best_ks(document: dict[str, Any]) -> list[BestK]:
     return fastest
 
 
-Rows = dict[str, list[list[ProblemRecord]]]  # by arm, a list of trials a problem, the same problems for all
+Rows = dict[str, list[list[ProblemRecord]]]  # by arm: one list of trials per problem, same problems for all arms
 
 
 def common_rows(labels: Sequence[str], records: Sequence[ProblemRecord], num_trials: int = 1) -> Rows:
@@ -182,8 +182,11 @@ def _rounds(
 
 
 def _sequence_bound(arm: Arm, num_drafted: float, config: RunConfig) -> float | None:
-    """The rule's bound on an answer's divergence, at the mean number of drafted tokens. It speaks of the distribution
-    that the rule compares, so none holds where drafted tokens are not drawn from it: greedy drafts, other drafters."""
+    """Return the rule's bound on an answer's divergence, at the mean number of accepted drafted tokens.
+
+    The bound assumes that drafted tokens are sampled from the distribution that the rule compares, so it is None for
+    greedy decoding, greedy drafts and drafters other than a draft model.
+    """
     temperatures = [config.sampling["temperature"], config.sampling.get("draft_temperature")]
     sampled = 0 not in temperatures and (arm.drafter or config.drafter) == "draft"
     return arm.rule.sequence_bound(num_drafted) if arm.rule is not None and sampled else None
@@ -201,7 +204,7 @@ def _against_target(problems: list[list[ProblemRecord]], target: list[list[Probl
 
 
 def _against_lossless(problems: list[list[ProblemRecord]], lossless: list[list[ProblemRecord]]) -> dict[str, Any]:
-    """Quality, length and speed beside the lossless answers to the same problems."""
+    """Compare quality, length and speed with the lossless answers to the same problems."""
     correct, lossless_correct = (column(arm, lambda record: record.correct) for arm in (problems, lossless))
     tokens = [column(arm, lambda record: record.num_tokens) for arm in (problems, lossless)]
     cut = [column(arm, lambda record: record.finish_reason == "length") for arm in (problems, lossless)]
@@ -235,13 +238,13 @@ def _answer_totals(problems: list[list[ProblemRecord]]) -> np.ndarray:
 
 
 def _finished_rate(totals: np.ndarray) -> float | None:
-    """Finished answers per second; None where no time was taken."""
+    """Return finished answers per second; None if no time was recorded."""
     finished, seconds = totals.sum(0)
     return float(finished / seconds) if seconds else None
 
 
 def _answers_against(problems: list[list[ProblemRecord]], lossless: list[list[ProblemRecord]]) -> dict[str, Any]:
-    """Ratio of finished answers per second to lossless decoding's: a rule whose answers grow gains less than tokens."""
+    """Return the ratio of finished answers per second to lossless; longer answers lower it, unlike token speedup."""
     totals, lossless_totals = _answer_totals(problems), _answer_totals(lossless)
     nothing = {"answers_vs_lossless": None, "answers_vs_lossless_ci95": None}
     if not totals[:, 1].all() or not lossless_totals[:, 1].all() or not lossless_totals[:, 0].any():
@@ -256,7 +259,7 @@ def _answers_against(problems: list[list[ProblemRecord]], lossless: list[list[Pr
 
 
 def _difference(arm: Any, baseline: Any, left: np.ndarray, right: np.ndarray) -> list[float]:
-    """[difference, low, high]; an arm beside itself differs by nothing. JSON has no infinity: the largest number is."""
+    """Return [difference, low, high]; zeros for an arm against itself. infinities become +-1e9, for JSON."""
     if arm is baseline:
         return [0.0, 0.0, 0.0]
     return [max(-_LARGEST, min(_LARGEST, value)) for value in paired_difference(left, right)]
@@ -284,7 +287,7 @@ def _ratio(arm: np.ndarray, baseline: np.ndarray) -> float:
 
 
 def _speedup(problems: list[list[ProblemRecord]], baseline: list[list[ProblemRecord]]) -> float | None:
-    """Ratio of tokens per second over the same problems; None where one of them made no token."""
+    """Return the ratio of tokens per second over the same problems; None if it is undefined."""
     ratio = _ratio(_totals(problems), _totals(baseline))
     return None if math.isnan(ratio) else ratio
 
@@ -297,10 +300,10 @@ def _speedup_interval(problems: list[list[ProblemRecord]], baseline: list[list[P
 
 
 def _against_allocation(label: str, rows: Rows) -> list[float]:
-    """[difference, low, high] to sending problems to the draft alone with the chance that makes the same speed."""
+    """Return [difference, low, high] in accuracy from random allocation between target and draft at the same speed."""
     arm, target, draft = (_totals(rows[name]).sum(0) for name in (label, TARGET_ONLY, DRAFT_ONLY))
     if arm[1]:
-        # Each model's tokens beyond what the arm would make in that model's time: the mixture's must come to none.
+        # Each model's tokens minus the arm's in the same time: at equal speed, the mixture's surplus is zero.
         above, below = (model[0] - arm[0] / arm[1] * model[1] for model in (draft, target))
         share = min(max(below / (below - above), 0.0), 1.0) if below != above else 0.0
     else:

@@ -37,13 +37,13 @@ class Run:
 
 
 class Runner:
-    """A run's folder and problems; `measure` answers what is missing.
+    """A run's folder and problems; `measure` generates the missing answers.
 
-    Arms take turns problem by problem, in an order that rotates, so that a noisy machine hits all alike.
+    Arms take turns problem by problem, in a rotating order, so that machine noise affects all of them alike.
 
     Args:
-        extendable: arms may be added to a folder that has others. Always so where the engine answers several problems
-            at once, which measures no speed; elsewhere not for timing, because they would not take turns.
+        extendable: whether arms may be added to an existing folder. Always allowed if the engine answers several
+            problems at once, which measures no speed. Otherwise not for timing: added arms do not take turns.
 
     Raises:
         SpecError: a task without problems here, or an arm that the engine cannot decode.
@@ -73,7 +73,7 @@ class Runner:
             if arm.rule is not None and (seen := seen_problems(arm.rule, self.problems)):
                 warnings.warn(
                     f"{arm.label}: its head was made from {len(seen)} of these {len(self.problems)} problems "
-                    f"({name_problems(seen)}): what is measured on them says little of others",
+                    f"({name_problems(seen)}): results on these say little about other problems",
                     stacklevel=2,
                 )
             if arm.certificate is not None:
@@ -86,11 +86,11 @@ class Runner:
         return self.file.records
 
     def measure(self, arms: Sequence[Arm] | None = None, progress: Progress = lambda done, total: None) -> bool:
-        """Answer what these arms (all by default) have not answered yet; False where Ctrl-C ended it between answers.
+        """Generate the missing answers of these arms (default: all); return False if Ctrl-C interrupted the run.
 
         Raises:
             PairError: a head made for another pair.
-            EngineError: a process or server died; what was answered is kept.
+            EngineError: a process or server died; finished answers are kept.
             ReprieveError: every problem failed.
         """
         chosen = self.arms if arms is None else list(arms)
@@ -142,7 +142,7 @@ def run_arms(
     begun: Callable[[], None] = lambda: None,
     progress: Progress = lambda done, total: None,
 ) -> Run:
-    """Measure; what is already in `folder` is not measured again. Ctrl-C ends the run with `complete=False`.
+    """Measure the arms, reusing the answers in `folder`. Ctrl-C ends the run with `complete=False`.
 
     Args:
         begun: called once the folder is known to be this run's.

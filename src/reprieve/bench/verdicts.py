@@ -48,7 +48,7 @@ class Verdict:
 async def judge_answer(
     chat: Chat, problem: TaskProblem, record: ProblemRecord, baseline: ProblemRecord, *, num_votes: int
 ) -> Verdict:
-    """Compare two answers, each vote in both orders, since judges prefer a position. Equal texts need no judge."""
+    """Compare two answers, each vote in both orders against position bias. Equal texts are a tie, without a judge."""
     texts = (conversation(problem, baseline), conversation(problem, record))
     votes: list[str] = []
     score: float | None = 0.0
@@ -76,7 +76,7 @@ async def grade_answer(chat: Chat, problem: TaskProblem, record: ProblemRecord, 
 
 
 def conversation(problem: TaskProblem, record: ProblemRecord) -> str:
-    """All turns, or just the answer where there is one."""
+    """Return all turns as one text, or only the answer if there is one turn."""
     if not problem.follow_ups:
         return record.text
     said = zip((problem.question_text, *problem.follow_ups), record.turns or [record.text], strict=False)

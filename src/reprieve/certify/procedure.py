@@ -57,7 +57,7 @@ class Plan:
         """Parse and check the rule.
 
         Args:
-            target: the pair's, whose bundled heads stand in where the rule names none.
+            target: name of the pair's target, whose bundled heads are used if the rule names none.
 
         Raises:
             SpecError: a rule that cannot be certified, or no thresholds for one that has no usual ones.
@@ -218,7 +218,7 @@ def _require_unseen(plan: Plan, task: Task) -> None:
     calibration = {problem.digest for problem in both[0]}
     if twice := [problem for problem in both[1] if problem.digest in calibration]:
         raise SpecError(
-            f"{len(twice)} of the held-out problems stand among the calibration problems too ({name_problems(twice)}): "
+            f"{len(twice)} of the held-out problems are also calibration problems ({name_problems(twice)}): "
             "choose others (--offset, --held-out-split)"
         )
 

@@ -49,7 +49,7 @@ class CertifySettings:
         rule: The rule, such as judge:path=heads/j or margin.
         thresholds: Values of the rule's dial to try. Default: probabilities from 0.005 to 0.5, for rules with a head.
         num_draft_tokens: K, drafted tokens per round; auto (adaptive), or auto:path=HEAD.
-        held_out_split: Split to confirm on; the same one goes on after --limit.
+        held_out_split: Split to confirm on; if it is the calibration split, its problems after --limit are used.
         held_out_limit: Number of held-out problems.
     """
 

@@ -1,7 +1,8 @@
-"""A rule over a whole batch of requests at once: flat tensors in, decisions out. Knows nothing of vLLM.
+"""Apply rules to a whole batch of requests: flat tensors in, decisions out. Independent of vLLM.
 
-Shapes: B requests, N drafted tokens of all of them one after another, K of the longest block, V vocabulary, D hidden
-size. The rules and the lossless check are those of the local engine. Nothing here waits for the device.
+Shapes: B requests, N drafted tokens of all requests, concatenated, K drafted tokens in the longest block, V vocabulary
+size, D hidden size. The rules and the lossless check are those of the local engine. No function here waits for the
+device.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ EVERYTHING = slice(None)
 
 @dataclass
 class Budget:
-    """The rest of an answer's risk budget; it moves to the device when it is first used."""
+    """Remaining risk budget of an answer; it moves to the device on first use."""
 
     left: float | Tensor = math.inf
 
@@ -36,7 +37,7 @@ class Budget:
         return cls(math.inf if rule.traits.risk_budget is None else rule.traits.risk_budget)
 
     def on(self, device: torch.device) -> Tensor:
-        """The rest on the device: [], float64."""
+        """Return the remaining budget on the device: [], float64."""
         if isinstance(self.left, Tensor):
             return self.left
         return torch.full((), self.left, dtype=torch.float64, device=device)
@@ -47,13 +48,13 @@ class Row:
     """One request of the batch.
 
     Args:
-        name: which of the operator's rules it asked for.
-        rule: its own setting of that rule; lossless where it asked for none.
-        num_drafted: its share of the flat tokens.
-        greedy: how it samples.
-        trusted: whether its drafted tokens come from the drafter, with all that the rule reads of the draft. Rows that
-            are not are left to vLLM.
-        budget: reduced in place by what is rescued.
+        name: name of the operator's rule that applies.
+        rule: that rule at the request's own setting, or the lossless rule.
+        num_drafted: number of the request's drafted tokens among the N.
+        greedy: True if the request decodes greedily.
+        trusted: True if the drafted tokens come from the drafter, with all draft inputs that the rule reads. Other rows
+            are left to vLLM.
+        budget: reduced in place by the risk of rescued tokens.
     """
 
     name: str
@@ -97,7 +98,7 @@ class Batch:
         return self.possible & (self.token_ids >= 0)
 
     def evidence(self, *, greedy: bool) -> Evidence:
-        """Evidence for a rule, as if all of the requests sampled, or none of them."""
+        """Return evidence for a rule, treating all requests as greedy or all as sampled."""
         token_ids = self.token_ids.clamp_min(0)
         uniforms = None if greedy else self.uniforms
         proposal_probs = None if greedy else self.proposal_probs
@@ -135,9 +136,9 @@ class Decisions:
 
     accept: Tensor  # [N], bool
     refuse: Tensor  # [N], bool
-    lossless: Tensor  # [N], bool: what the lossless check alone would accept, of tokens that a rule was asked about
+    lossless: Tensor  # [N], bool: tokens under a rule that the lossless check alone would accept
     relaxed: Tensor  # [N], bool: tokens verified against `scores`
-    scores: Tensor | None = None  # [N, V]: to be verified against instead of the target's, where `relaxed`
+    scores: Tensor | None = None  # [N, V]: replace the target's scores in verification where `relaxed`
 
     @classmethod
     def none(cls, batch: Batch) -> Decisions:
@@ -152,7 +153,7 @@ class TokenSettings:
     limits: Tensor  # [N], float64: each request's own threshold
     relaxed: Tensor  # [N], bool: whether the request asked for this rule
     greedy: Tensor  # [N], bool: how the request samples
-    kinds: tuple[bool, ...]  # the values of `greedy` among those who asked, known to the host
+    kinds: tuple[bool, ...]  # distinct values of `greedy` among the rule's requests, on the host
 
     @classmethod
     def of(cls, name: str, rows: Sequence[Row], device: torch.device) -> TokenSettings:
@@ -173,7 +174,7 @@ class TokenSettings:
 
 
 def decide(rows: Sequence[Row], batch: Batch) -> Decisions:
-    """Apply each request's rule in its own setting: each rule is asked once for the whole batch."""
+    """Apply each request's rule at its own setting; a rule runs once for greedy and once for sampled requests."""
     decisions = Decisions.none(batch)
     rules = {row.name: row.rule for row in rows if not row.strict}
     for name, rule in rules.items():
@@ -214,9 +215,9 @@ def decide_together(
 def _within_limits(
     rule: Rule, rescued: Tensor, lossless: Tensor, risk: Tensor, budgets: Sequence[Budget], batch: Batch
 ) -> Tensor:
-    """Return the rescues that a block's and an answer's limits allow, [N], and take them off the budgets.
+    """Return the rescues that the limits per block and per answer allow, [N], and charge their risk to the budgets.
 
-    A block is accepted up to its first refusal, so the sums of all rescues up to a token are those of its own path.
+    A block is accepted up to its first refusal, so cumulative sums over a block are sums along its accepted path.
     """
     device, sizes = risk.device, batch.block_sizes
     rows, columns = (spread(numbers, torch.long, device) for numbers in _layout(tuple(sizes)))

@@ -30,7 +30,7 @@ def source_of(additional_config: Any) -> Any:
     """Return the value from `--additional-config`, else from the environment variable; None if the plugin is off.
 
     Raises:
-        SpecError: a key that looks like a misspelt one of ours: without it a rule would hold where it should not.
+        SpecError: a key that looks like a misspelt one of ours; ignoring it could apply a rule where it must not hold.
     """
     config = additional_config if isinstance(additional_config, Mapping) else {}
     given = config.get(KEY) if KEY in config else os.environ.get(VARIABLE) or None
@@ -44,12 +44,12 @@ def source_of(additional_config: Any) -> Any:
 
 
 def load_menu(source: Any, target: str, *, thinking: tuple[str, str] | None = None, **conditions: Any) -> Menu:
-    """The operator's rules, read once a process.
+    """Load the operator's rules; the result is cached per process.
 
     Args:
         target: name or folder of the model that is served.
-        thinking: markers of its thinking, where vLLM's reasoning parser names them.
-        conditions: that hold in this server (`Policy.under`).
+        thinking: start and end markers of the model's thinking, if vLLM's reasoning parser names them.
+        conditions: conditions that hold on this server (`Policy.under`).
 
     Raises:
         ReprieveError: see `Menu.load`.
@@ -57,7 +57,7 @@ def load_menu(source: Any, target: str, *, thinking: tuple[str, str] | None = No
     try:
         text = json.dumps(source, sort_keys=True)
     except TypeError:
-        raise SpecError(f"the configuration must be what JSON can hold, got {source!r}") from None
+        raise SpecError(f"the configuration must be JSON serializable, got {source!r}") from None
     return _load_under(text, target, thinking, **conditions)
 
 
@@ -78,10 +78,10 @@ def _load_under(source: str, target: str, thinking: tuple[str, str] | None, **co
 
 @lru_cache
 def thinking_markers(reasoning_parser: str, tokenizer: str, trust_remote_code: bool) -> tuple[str, str] | None:
-    """The markers that vLLM's reasoning parser looks for; None where it has none that are tokens.
+    """Return the markers that vLLM's reasoning parser looks for; None unless both are single tokens.
 
     Raises:
-        SpecError: the parser cannot be made in this process.
+        SpecError: the parser cannot be created in this process.
     """
     from vllm.reasoning import ReasoningParserManager
 
@@ -101,7 +101,7 @@ def thinking_markers(reasoning_parser: str, tokenizer: str, trust_remote_code: b
 
 @lru_cache
 def load_tokenizer(name: str, trust_remote_code: bool) -> Any:
-    """The model's own, as its folder has it."""
+    """Load the model's tokenizer with transformers, once per process."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
@@ -129,8 +129,8 @@ def version_warning(version: str, runner: str) -> str:
         return ""
     tested = ", ".join(f"{name} ({kind})" for name, kind in rows)
     return (
-        f"Reprieve was tested with vLLM {tested}, this is {version} with {runner}: its parts look right and the "
-        "self-test decides; compare some answers with the local engine's before you serve"
+        f"Reprieve has not been tested on vLLM {version} with {runner}, only on {tested}: checks at startup decide "
+        "whether it works; compare some answers with the local engine's before you serve"
     )
 
 
@@ -151,10 +151,10 @@ class Setup:
     hidden_size: int
 
     def require(self, menu: Menu) -> None:
-        """Refuse what would fail, or would silently serve losslessly.
+        """Refuse a configuration that would fail, or silently decode losslessly.
 
         Raises:
-            ReprieveError: says what is missing and the way out.
+            ReprieveError: names the setting and how to change it.
         """
         if self.method is None:
             raise ReprieveError("rules need speculative decoding: give vLLM a --speculative-config")
@@ -165,7 +165,7 @@ class Setup:
                 "--logprobs-mode raw_logprobs"
             )
         if self.sampling_mask:
-            raise ReprieveError("return_sampling_mask would show the rules' edits: do not ask vLLM for it")
+            raise ReprieveError("return_sampling_mask would expose the rules' edits to the logits: turn it off")
         if self.batch_sharded:
             raise ReprieveError(
                 "with batch-sharded sampling ranks sample different requests, which rules cannot follow: start vLLM "
@@ -173,7 +173,7 @@ class Setup:
             )
         if self.adaptive_verification:
             raise ReprieveError(
-                "adaptive verification cuts blocks unseen by rules: give --speculative-config "
+                "adaptive verification shortens blocks without informing the rules: set in --speculative-config "
                 '"enable_adaptive_verification": false'
             )
         for rule in menu.rules:
@@ -195,8 +195,8 @@ class Setup:
             )
         if {Need.CONTEXT, Need.ANSWER_POSITIONS} & needs and self.async_scheduling and self.runner == "v1":
             raise SpecError(
-                f"rule {rule.spec} reads the text or its length, which asynchronous scheduling has not got in time on "
-                "the V1 model runner: start vLLM with --no-async-scheduling"
+                f"rule {rule.spec} reads the text or its length, which the V1 model runner does not have in time under "
+                "asynchronous scheduling: start vLLM with --no-async-scheduling"
             )
         for name, head in rule.heads:
             wanted = head.features_of(self.hidden_size)
@@ -208,10 +208,10 @@ class Setup:
 
 
 def require_tokenizer(rule: Rule, tokenizer: Any) -> None:
-    """Refuse heads made for another tokenizer. Weights cannot be compared: vLLM keeps them in a layout of its own.
+    """Refuse heads made for another tokenizer. Weights cannot be compared, because vLLM changes their layout.
 
     Raises:
-        PairError: names the head and whom it was made for.
+        PairError: names the head and the target that it was made for.
     """
     fingerprint = tokenizer_fingerprint(tokenizer.get_vocab())
     for name, head in rule.heads:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Get ready; without a configuration nothing changes."""
+    """Install the plugin's hooks; they change nothing unless Reprieve is configured."""
     from reprieve.vllm_plugin import startup
 
     startup.register()

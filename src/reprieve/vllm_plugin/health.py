@@ -8,7 +8,7 @@ from reprieve.errors import ReprieveError
 
 
 def require_active(llm: Any) -> list[dict[str, Any]]:
-    """The plugin's state in every worker of an offline `LLM`: a dictionary each.
+    """Return the plugin's state in every worker of an offline `LLM`, one dictionary each.
 
     Raises:
         ReprieveError: a worker that runs without the plugin, or without its rule.
@@ -22,10 +22,10 @@ def require_active(llm: Any) -> list[dict[str, Any]]:
 
 
 def require_healthy(statuses: list[dict[str, Any]]) -> None:
-    """Refuse what `reprieve_status` says of a worker that does not apply the rule.
+    """Raise an error if a worker's `reprieve_status` says that it does not apply the rule.
 
     Raises:
-        ReprieveError: names the worker and what it said.
+        ReprieveError: names the worker and its status.
     """
     for status in statuses:
         if not status["active"] or status["failures"]:

@@ -23,7 +23,7 @@ STRUCTURED_OUTPUTS = "structured_outputs"  # among a request's fields: it has a 
 
 
 def stops(policy: Policy) -> list[float]:
-    """Values of the rule's dial for a slider, strict to lenient, the operator's own among them, none beyond the cap."""
+    """Return slider stops of the rule's dial, strict to lenient: its usual ones and the operator's, up to the cap."""
     rule = policy.rule
     if rule.dial is None:
         return []
@@ -45,7 +45,7 @@ class Choice:
 
     name: str
     rule: Rule
-    follows_load: bool = False  # nothing was asked for: the operator's table of loads decides, round by round
+    follows_load: bool = False  # the request chose nothing: the operator's `by_load` decides in each round
 
     @property
     def strict(self) -> bool:
@@ -57,14 +57,14 @@ class Choice:
 
 
 class Menu:
-    """Rules by name; the first is what a request gets that asks for nothing.
+    """The offered rules by name; requests that name no rule get the first.
 
     Args:
-        policies: one for each rule offered.
-        strict_only: whether every request is decoded losslessly, and refused where it asks for more.
+        policies: one for each offered rule.
+        strict_only: decode every request losslessly, and refuse requests that ask for leniency.
 
     Raises:
-        SpecError: none, or two rules that would share a name.
+        SpecError: no rules, the same rule twice, or a variant of the lossless rule.
     """
 
     def __init__(self, policies: Sequence[Policy], *, strict_only: bool = False) -> None:
@@ -83,9 +83,9 @@ class Menu:
 
     @classmethod
     def load(cls, source: str | Mapping[str, Any], *, target: str | None = None) -> Menu:
-        """From a rule's specification, a JSON file, or its content; `{"rules": [...]}` holds several of these.
+        """Load from a rule's specification, a JSON file, or its content; `{"rules": [...]}` lists several of these.
 
-        In `{"reprieve": ..., "span": ...}` the restrictions beside `reprieve` hold for all of its rules.
+        In `{"reprieve": ..., "span": ...}` the keys next to `reprieve` restrict all of its rules.
 
         Raises:
             ReprieveError: see `Policy.load`.
@@ -128,7 +128,7 @@ class Menu:
         return bool(states & self.needs) or any(rule.traits.beyond_truncation for rule in self.rules)
 
     def choose(self, fields: Mapping[str, Any] | None, *, num_running: int = 1) -> Choice:
-        """The rule and setting a request gets, while so many are running.
+        """Return the rule and setting that a request gets while `num_running` requests are running.
 
         Raises:
             RequestError: a rule that is not offered, leniency that the server or `reprieve_require` excludes, or what
@@ -164,7 +164,7 @@ class Menu:
         return Choice(name, policy.resolve(fields))
 
     def _require(self, required: Any, choice: Choice) -> None:
-        """Refuse a request that would get more leniency than it requires there to be at most."""
+        """Refuse a request that would get more leniency than its `reprieve_require` allows."""
         if required is None:
             return
         if required not in ("lossless", "certified"):
@@ -179,7 +179,7 @@ class Menu:
                 )
 
     def describe(self) -> list[dict[str, Any]]:
-        """For clients: each rule, its dial, where a slider may stop, and its certificate."""
+        """Describe each rule for clients: its dial, slider stops, levels and certificate."""
         return [
             {
                 "name": name,
@@ -195,7 +195,7 @@ class Menu:
 
 
 def _name_of(rule: Rule) -> str:
-    """The rule's name, without what restricts it: requests ask for margin in thinking as margin."""
+    """Return the rule's name without its restrictions: requests select margin in thinking as `margin`."""
     while len(rule.parts) == 1:
         rule = rule.parts[0]
     return rule.name

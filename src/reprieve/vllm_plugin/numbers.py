@@ -1,7 +1,7 @@
-"""Numbers: what rules drafted, matched and rescued travels with vLLM's own statistics, on both model runners.
+"""Counts of drafted, matched and rescued tokens, reported with vLLM's own statistics on both model runners.
 
-A worker attaches counts to its output; the scheduler adds them to vLLM's per-step and per-request records, which take
-them to the front end; there they become Prometheus counters and part of the per-request metrics.
+A worker attaches counts to its output. The scheduler adds them to vLLM's per-step and per-request records, which carry
+them to the front end. There they become Prometheus counters and part of the per-request metrics.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 from reprieve.backends.running import INFO
 from reprieve.vllm_plugin.rounds import WorkerRules
 
-# On a ModelRunnerOutput: {request id: (what its response is to say, [(rule, rounds, drafted, matched, rescued)])}
+# On a ModelRunnerOutput: {request id: (fields for its response, [(rule, rounds, drafted, matched, rescued)])}
 ATTRIBUTE = "reprieve_counts"
 FIELD = "reprieve"  # on vLLM's two records
-# What a response says that no rule was in force for.
+# Fields of a response if no rule was in force for the request.
 LOSSLESS = {
     "num_rescued_tokens": 0,
     "reprieve_rule": "lossless",
@@ -29,8 +29,8 @@ _ROUNDS = "vllm:reprieve_relaxed_rounds"
 _PLACES = "vllm:reprieve_tokens_per_position"
 _COUNTERS = {
     _RESCUED: ("Drafted tokens accepted although the lossless check rejects them.", ["rule"]),
-    _ROUNDS: ("Verified requests (a request, a round) judged by a relaxed rule.", ["rule"]),
-    _PLACES: ("Drafted tokens of such rounds, by what became of them.", ["rule", "outcome", "position"]),
+    _ROUNDS: ("Rounds verified by a relaxed rule, counted for each request.", ["rule"]),
+    _PLACES: ("Drafted tokens of rounds verified by a relaxed rule, by outcome.", ["rule", "outcome", "position"]),
 }
 
 
@@ -48,10 +48,10 @@ def attach(output: Any, rules: WorkerRules) -> None:
 
 
 def extend(about: Mapping[str, str] | None = None) -> None:
-    """Widen vLLM's records and wrap what fills and reads them, once a process.
+    """Add fields to vLLM's records and wrap the functions that fill and read them, once per process.
 
     Args:
-        about: what the server is, for the metrics page: the labels of `vllm:reprieve_info`.
+        about: labels of the metric `vllm:reprieve_info`, which describe the server.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
@@ -67,17 +67,17 @@ def extend(about: Mapping[str, str] | None = None) -> None:
 
 
 def _add_field(kind: type, annotation: str, make: Callable[[], Any]) -> None:
-    """Give a dataclass one more field, in place: its records are found by class in other modules."""
+    """Add a field to a dataclass in place, because other modules refer to the class itself."""
     for field in dataclasses.fields(kind):
         if field.default_factory is not dataclasses.MISSING:  # processing a class takes these off it
             setattr(kind, field.name, dataclasses.field(default_factory=field.default_factory))
     kind.__annotations__[FIELD] = annotation
     setattr(kind, FIELD, dataclasses.field(default_factory=make))
-    for method in ("__init__", "__repr__", "__eq__"):  # else the old ones stay
+    for method in ("__init__", "__repr__", "__eq__"):  # `dataclass` does not overwrite existing methods
         if method in vars(kind):
             delattr(kind, method)
     dataclasses.dataclass(kind)
-    setattr(kind, FIELD, None)  # processing took it off: here it says that the class is widened
+    setattr(kind, FIELD, None)  # removed by `dataclass`; set again to mark the class as extended
 
 
 def _fill(scheduler: Any) -> None:
@@ -91,7 +91,7 @@ def _fill(scheduler: Any) -> None:
             if request is not None and request.spec_decode_metrics is not None:
                 _add(request.spec_decode_metrics, mark, counts)
         outputs_by_client = update(self, scheduler_output, model_runner_output)
-        # A step that drafted nothing has no statistics to go with: a later one takes the counts along.
+        # A step without drafts has no statistics that could carry the counts: keep them for a later step.
         left = [*getattr(self, "_reprieve_counts", ()), *(one for _, counts in attached.values() for one in counts)]
         for outputs in outputs_by_client.values() if left else ():
             stats = outputs.scheduler_stats and outputs.scheduler_stats.spec_decoding_stats
@@ -128,8 +128,8 @@ def _export(prom: Any, about: Mapping[str, str]) -> None:
                 for name, (text, more) in _COUNTERS.items()
             }
             if about:
-                # The last process to write it stands for all: they say the same.
-                info = Gauge(INFO, "What this server is.", labelnames=list(about), multiprocess_mode="mostrecent")
+                # All processes write the same labels, so the most recent write is enough.
+                info = Gauge(INFO, "Server configuration.", labelnames=list(about), multiprocess_mode="mostrecent")
                 info.labels(**about).set(1)
 
     @functools.wraps(observe)

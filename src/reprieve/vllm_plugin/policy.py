@@ -28,7 +28,7 @@ _KEYS = ("rule", "certified", "fast", "default", "max_threshold", "certificate",
 
 
 class RequestError(SpecError):
-    """A request that asks for what it cannot have; `parameter` names the field."""
+    """Invalid or refused request; `parameter` names the field."""
 
     def __init__(self, parameter: str, message: str) -> None:
         super().__init__(message if len(message) <= _LONGEST else f"{message[:_LONGEST]}...")
@@ -40,17 +40,16 @@ class Policy:
     """The operator's rule, what the levels mean, and the cap.
 
     Args:
-        rule: in force where a request asks for nothing and there is no `default`; heads attached.
-        levels: value of the rule's dial at `certified` and `fast`, as far as the operator names them; `strict` is
-            always the lossless check.
-        default: level of requests that ask for nothing; None for the rule as it stands.
-        max_threshold: most lenient value of the dial a request may ask for; None for no cap.
-        certificate: what was promised of the `certified` level; None where nothing was.
-        other_certificates: of the same rule, made under other conditions or of stricter thresholds.
-        by_load: for requests that ask for nothing: from how many running requests on, which value of the dial; the
-            last that fits is in force, and below the first the default is.
-        set_aside: why a certificate that was found does not hold here; empty where none was set aside.
-        strict_structured_outputs: whether requests with structured outputs (a grammar, a schema) are lossless.
+        rule: used for requests that choose nothing, if there is no `default`; heads attached.
+        levels: dial values of `certified` and `fast`, where they are set; `strict` is always the lossless check.
+        default: level of requests that choose nothing; None for the rule at its own setting.
+        max_threshold: most lenient dial value that a request may choose; None for no cap.
+        certificate: certificate of the `certified` level; None if there is none.
+        other_certificates: further certificates of the rule, for other conditions or stricter thresholds.
+        by_load: pairs of a minimum number of running requests and a dial value, for requests that choose nothing. The
+            last pair that applies wins; below the first, the default applies.
+        set_aside: reason why a certificate that was found does not hold here; empty if none was set aside.
+        strict_structured_outputs: decode requests with structured outputs (a grammar, a schema) losslessly.
 
     Raises:
         SpecError: an unknown level, a value out of the dial's range, or a level beyond the cap.
@@ -100,12 +99,12 @@ class Policy:
 
     @classmethod
     def load(cls, source: str | Mapping[str, Any], *, target: str | None = None) -> Policy:
-        """From a rule's specification, a JSON file, or its content.
+        """Load from a rule's specification, a JSON file, or its content.
 
-        A certificate that belongs to the rule's head, or is named, gives the `certified` level.
+        A certificate that is named, or stored with the rule's head, sets the `certified` level unless it is given.
 
         Args:
-            target: the pair's, whose bundled heads stand in where the rule names none.
+            target: name of the pair's target, whose bundled heads are used if the rule names none.
 
         Raises:
             ReprieveError: a file that cannot be read, unknown keys, a head that cannot be loaded.
@@ -142,13 +141,13 @@ class Policy:
         return dataclasses.replace(self, rule=rule)
 
     def under(self, **conditions: Any) -> Policy:
-        """The policy where these conditions hold, as far as they are known (not None): fields of a certificate's.
+        """Return the policy on a server with these conditions: fields of `Conditions`, None if unknown.
 
-        Of several certificates the most lenient that holds here is taken. Where none does, what there was is set aside,
-        and the `certified` level it gave with it.
+        The most lenient certificate that holds here is kept. If none holds, all are set aside, together with the
+        `certified` level that they set.
 
         Raises:
-            SpecError: `certified` is the default, and nothing is left that it could mean.
+            SpecError: `certified` is the default, but neither the operator nor a certificate that holds sets it.
         """
         if self.certificate is None:
             return self
@@ -171,11 +170,11 @@ class Policy:
 
     @cached_property
     def standard(self) -> Rule:
-        """The rule of a request that asks for nothing."""
+        """The rule of requests that choose nothing."""
         return self.rule if self.default is None else self._at_level(self.default)
 
     def at_load(self, num_running: int) -> Rule:
-        """The rule of a request that asks for nothing, while so many are running."""
+        """Return the rule of requests that choose nothing while `num_running` requests are running."""
         rules = [rule for count, rule in self._rules_by_load if num_running >= count]
         return rules[-1] if rules else self.standard
 
@@ -190,7 +189,7 @@ class Policy:
 
     @property
     def reachable(self) -> list[Rule]:
-        """The rules that a request may get that asks for nothing, under any load."""
+        """All rules that a request that chooses nothing can get, under any load."""
         return [self.standard, *(rule for _, rule in self._rules_by_load)]
 
     def covers(self, rule: Rule) -> bool:
@@ -201,10 +200,11 @@ class Policy:
         return certificate is not None and rule.looseness <= self.rule.with_dial(certificate.threshold).looseness
 
     def resolve(self, fields: Mapping[str, Any] | None) -> Rule:
-        """The rule a request gets, from its fields (`FIELDS`); others are ignored.
+        """Return the rule that a request's fields (`FIELDS`) select; other fields are ignored.
 
         Raises:
-            RequestError: a bad value, a misspelt field, two wishes at once, or more leniency than the operator allows.
+            RequestError: an invalid value, an unknown `reprieve_` field, conflicting choices, or more leniency than the
+                operator allows.
         """
         given_fields = fields or {}
         for name in given_fields:
@@ -297,7 +297,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _loads(given: Any) -> tuple[tuple[int, float], ...]:
-    """`{"8": 0.02, "32": 0.04}`: JSON's keys are texts."""
+    """Parse `{"8": 0.02, "32": 0.04}`: dial values by number of running requests, as strings because of JSON."""
     if given is None:
         return ()
     if not isinstance(given, Mapping) or not all(str(count).isdecimal() for count in given):
@@ -316,12 +316,12 @@ def _differences(certificate: Certificate, conditions: Mapping[str, Any]) -> lis
 
 
 def _known(name: str, value: Any) -> Any:
-    """As far as a server knows it: vLLM names a drafter's kind only."""
+    """Reduce a condition to what a server knows: of a drafter, vLLM reports only the kind."""
     return str(value).partition(":")[0] if name == "drafter" else value
 
 
 def _certificates(rule: Rule, path: str | None, threshold: float | None) -> list[Certificate]:
-    """The one named; else those beside the rule's heads, the most lenient first, or those of the threshold given."""
+    """Return the certificate at `path`, else those of the heads (at `threshold`, if given), the most lenient first."""
     if path is not None:
         named = Certificate.load(path)
         if portable_spec(rule.with_dial(named.threshold)) != named.portable_rule:

@@ -1,4 +1,4 @@
-"""All parts of vLLM that the plugin touches, and whether a vLLM has them: further optional parameters are let be."""
+"""All parts of vLLM that the plugin touches, and a check that they exist; new optional parameters are allowed."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Part:
         module, name: its definition; a method as Class.method.
         needed: parameters it must have, in this order, before all others.
         use: `wrapped`, `overridden` by a class of ours, `called` without a wrapper, or `added` to a class.
-        called: whether the plugin passes the arguments itself: then nothing else may have to be given.
-        where: the module in which it is wrapped, where that is not the one that defines it.
-        optional: the plugin does without it, or finds it on an object whichever class defines it.
+        called: the plugin passes the arguments itself, so no other parameter may be required.
+        where: the module in which it is wrapped, if not the one that defines it.
+        optional: the plugin works without it, or finds it on an object regardless of the class that defines it.
     """
 
     module: str
@@ -94,15 +94,15 @@ def _folder(kind: str) -> Any:
 
 
 def touched(kind: str) -> tuple[Part, ...]:
-    """The parts of a runner's vLLM that are not as vLLM made them once the plugin is configured."""
+    """Return the parts of vLLM that a configured plugin changes, with a model runner of this kind."""
     return tuple(part for part in parts(kind) if part.use in (WRAPPED, ADDED))
 
 
 def runner_kind(runner: Any) -> str:
-    """`v1` or `v2`, by what a model runner is.
+    """Return `v1` or `v2` for a model runner.
 
     Raises:
-        ReprieveError: neither.
+        ReprieveError: the runner is of neither kind.
     """
     modules = {kind.__module__ for kind in type(runner).__mro__}
     for kind in runners():

@@ -1,6 +1,6 @@
-"""One worker's rules at work: requests to rows, a round's tensors to decisions, and what came of them to counts.
+"""Rules in one worker: turn requests into rows, a round's tensors into decisions, and its outcome into counts.
 
-Knows vLLM's tensors and request ids, none of its classes: those are the runners' (`v1.runner`, `v2.runner`).
+Uses vLLM's tensors and request ids but none of its classes: those are left to `v1.runner` and `v2.runner`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def request_settings(sampling_params: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RequestRules:
-    """Choice of one request, and the rest of its risk budget."""
+    """Choice of one request, and its remaining risk budget."""
 
     choice: Choice
     budget: Budget
@@ -70,7 +70,7 @@ class Counts:
         return sum(self.rescued)
 
     def add(self, num_drafted: int, num_accepted: int, rescued: Sequence[bool]) -> None:
-        """One round's."""
+        """Add the counts of one round."""
         self.num_rounds += 1
         for name, flags in (
             ("drafted", [True] * num_drafted),
@@ -88,9 +88,9 @@ class _Pending:
     """Counts that are on their way from the device."""
 
     request_ids: list[str]
-    rules: list[str]  # labels of the counters; empty where the lossless check stood
+    rules: list[str]  # labels of the counters; empty if the lossless check was in force
     num_drafted: list[int]
-    kept: Tensor  # [B, K + 2], int16, on the CPU once `ready` is: number accepted, then 1 for each that was rescued
+    kept: Tensor  # [B, K + 2], int16, on the CPU after `ready`: number accepted, then 1 where lossless refuses
     ready: Any
 
 
@@ -115,7 +115,7 @@ class WorkerRules:
     _lenient: dict[str, tuple[str, float]] = field(default_factory=dict)
     _drafted: dict[str, bool] = field(default_factory=dict)
     _draft_probs: dict[str, Tensor] = field(default_factory=dict)
-    # Ranks that give no output never take their counts: the oldest are dropped. Appended and taken by two threads.
+    # Bounded, because ranks that return no output never take their counts. One thread appends, another one takes.
     _pending: deque[_Pending] = field(default_factory=lambda: deque(maxlen=256))
     _marks: deque[tuple[str, dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=4096))
 
@@ -144,13 +144,13 @@ class WorkerRules:
                 self._draft_probs[request_id] = probs[index]
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop what belongs to requests that have ended; another may come by the same name."""
+        """Drop the state of finished requests; a later request may reuse an id."""
         for request_id in request_ids:
             for kept in (self._known, self._drafted, self._draft_probs, self._lenient):
                 kept.pop(request_id, None)
 
     def forget_all_but(self, request_ids: Mapping[str, Any]) -> None:
-        """Drop what belongs to none of these requests."""
+        """Drop the state of all requests except these."""
         self.forget([known for known in {**self._known, **self._drafted} if known not in request_ids])
 
     def rows(self, requests: Sequence[RoundRequest]) -> list[Row]:
@@ -171,10 +171,10 @@ class WorkerRules:
         return self.admit(request_id, settings) if known is None else known
 
     def admit(self, request_id: str, settings: Callable[[], Mapping[str, Any] | None]) -> RequestRules:
-        """A request that enters the batch, or comes again: its budget goes on where its choice is the same."""
+        """Register a request that enters or re-enters the batch; it keeps its budget if its choice is unchanged."""
         try:
             choice = self.menu.choose(settings())
-        except ReprieveError as error:  # the front end refuses such requests; a worker must not fall over one
+        except ReprieveError as error:  # the front end refuses such requests; a worker must not crash on one
             logger.error("request %s is served losslessly: %s", request_id, error)
             choice = Choice("", STRICT)
         before = self._known.get(request_id)
@@ -198,16 +198,16 @@ class WorkerRules:
         return torch.cat(parts)
 
     def noise(self, size: int, device: torch.device) -> Tensor | None:
-        """Draws for rules that are random themselves, [size]: the same on every rank."""
+        """Return the draws for randomized rules, [size], the same on every rank; None if no rule needs them."""
         if Need.NOISE not in self.menu.needs:
             return None
         return to_device(torch.rand(size, generator=self._noise), device)
 
     def decide(self, rows: Sequence[Row], make_batch: Callable[[], Batch]) -> Decisions | None:
-        """Decisions for a round; None where nobody asked for leniency, or where the rule failed.
+        """Return the decisions for a round; None if no request uses a rule, or if the rule failed.
 
-        A rule that raises is a defect; it is logged, counted, and makes the health check fail, and requests are served
-        losslessly meanwhile.
+        A rule that raises is a bug: it is logged and counted, the health check fails, and the requests are served
+        losslessly.
         """
         if all(row.strict for row in rows):
             return None
@@ -217,7 +217,7 @@ class WorkerRules:
 
     @contextmanager
     def guarded(self, message: str) -> Iterator[None]:
-        """A defect of ours must not end the engine: it is logged once, and counted."""
+        """Keep exceptions of the plugin from ending the engine: count them all and log the first."""
         try:
             yield
         except Exception:
@@ -249,7 +249,7 @@ class WorkerRules:
             )
 
     def mark(self, request_id: str, name: str, rule: Rule) -> str:
-        """Have a request's response say that a rule was in force; the rule's label."""
+        """Mark a request's response with the rule that was in force; return the rule's label."""
         label = self.label(name, rule)
         before = self._lenient.get(request_id)
         if before is None or (before[0] != label and rule.looseness > before[1]):
@@ -282,7 +282,7 @@ class WorkerRules:
         num_accepted: Tensor,  # [B]
         against: Tensor,  # [B, K + 1], bool: drafted tokens that the lossless check refuses
     ) -> None:
-        """Send a round's counts on their way to the host."""
+        """Start copying a round's counts to the host."""
         kept = torch.cat([num_accepted.unsqueeze(-1), against], -1).to(torch.int16)
         ready = None
         if kept.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Restrictions that a policy puts on its rule: in a part of the text alone, or not in an answer's first tokens."""
+"""Restrictions that a policy puts on its rule: only inside or outside a span, or not in an answer's first tokens."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ KEYS = (SPAN, STRICT_IN, STRICT_FIRST, STRUCTURED)
 
 
 def restrict(rule: Rule, settings: Mapping[str, Any]) -> Rule:
-    """Return the rule as the keys of a policy restrict it.
+    """Return the rule, restricted by a policy's keys.
 
     Args:
-        settings: `span` (the rule holds inside it alone), `strict_in` (it holds outside) and `strict_first` (the number
-            of an answer's tokens that it leaves alone), as far as they are given.
+        settings: optional keys: `span` (apply the rule only inside it), `strict_in` (apply it only outside) and
+            `strict_first` (number of an answer's first tokens that are decoded losslessly).
 
     Raises:
         SpecError: a value that is not allowed, or a rule that cannot be restricted.
@@ -52,7 +52,7 @@ def flag(settings: Mapping[str, Any], key: str) -> bool:
 
 
 def with_markers(rule: Rule, span: str, markers: tuple[str, str]) -> Rule:
-    """Return the rule with the markers of a span of the model's named."""
+    """Return the rule with explicit markers in place of the model-specific `span`."""
     if isinstance(rule, InsideSpan) and rule.span == span:
         return dataclasses.replace(rule, start=markers[0], end=markers[1], span=None)
     if isinstance(rule, Wrapper):

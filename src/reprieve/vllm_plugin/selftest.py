@@ -1,7 +1,7 @@
-"""At start, inside the worker: an edit that must be accepted is, and a request that asked for nothing is not touched.
+"""Self-test in a worker at startup: a token that the rule accepts is emitted; a request with the rule off is unchanged.
 
-Two made-up requests with one drafted token each go through vLLM's own sampler and the hooks as they are installed. The
-rule is one that accepts everything; the target prefers another token.
+Two synthetic requests with one drafted token each go through the installed hooks and vLLM's own sampler. The rule
+accepts every token; the target prefers another one.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ ASKED: tuple[dict[str, str], ...] = ({}, {SWITCH: "off"})
 
 
 def require_works(hooks: Any) -> None:
-    """Run it on a runner's hooks: `try_out` gives pairs of tokens, of a request with the rule and of one without.
+    """Run the self-test on a runner's hooks.
 
     Raises:
-        ReprieveError: the hooks do not do what they must, in this vLLM.
+        ReprieveError: the hooks do not work with this vLLM.
     """
     rules, size = hooks.rules, int(hooks.runner.model_config.get_vocab_size())
     hooks.rules = WorkerRules(Menu([Policy(parse_rule(f"top_k:k={size}"))]), rank=rules.rank)
@@ -48,9 +48,10 @@ def require_works(hooks: Any) -> None:
 
 
 def require_last_states(runner: Any, menu: Menu) -> None:
-    """Refuse heads where the model hands out states before its last norm: they were trained on those behind it.
+    """Refuse heads if the model returns hidden states from before its final norm: heads were trained on normed states.
 
-    Some models of vLLM (MiMo) take the norm when they compute logits, which twice the state then leaves as they are.
+    Some models in vLLM (MiMo) apply the final norm in `compute_logits`. Doubling a state then leaves the logits
+    unchanged.
 
     Raises:
         SpecError: names the model.

@@ -1,6 +1,6 @@
 """Entry points of the plugin at vLLM's startup and at each request, on both model runners.
 
-No kernel is replaced: see `v1.sampler` and `v2.processor`. What a version must have for that is listed in `probing`.
+No kernel is replaced: see `v1.sampler` and `v2.processor`. `probing` lists the parts of vLLM that this requires.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ logger = logging.getLogger("vllm.reprieve")
 
 
 def register() -> None:
-    """Wrap the functions with which vLLM starts up, once a process; each wrapper first checks for a configuration.
+    """Wrap vLLM's startup functions, once per process; each wrapper first checks for a configuration.
 
-    A vLLM without these functions could not refuse a configured start: there the workers do.
+    In a vLLM without these functions the front end cannot refuse a configured start, so the workers refuse it.
     """
     from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
@@ -42,7 +42,7 @@ def register() -> None:
     except (ImportError, AttributeError) as error:
         reason = f"Reprieve's plugin does not fit this vLLM: {error}"
         _before(WorkerWrapperBase, "init_device", lambda wrapper, *rest, **more: _refuse(wrapper.vllm_config, reason))
-        logger.warning("%s; it refuses to be configured", reason)
+        logger.warning("%s; vLLM will not start if Reprieve is configured", reason)
 
 
 def _refuse(vllm_config: Any, reason: str) -> None:
@@ -99,7 +99,7 @@ def _about(vllm_config: Any, menu: Menu) -> dict[str, str]:
 
 
 def _prepare(vllm_config: Any) -> None:
-    """In the front end, before the engine starts: refuse what cannot work, and make room for our numbers."""
+    """In the front end, before the engine starts: refuse unsupported set-ups, and add fields for our counts."""
     menu = _menu(vllm_config)
     if menu is None:
         return
@@ -140,14 +140,14 @@ def _setup(vllm_config: Any) -> configuration.Setup:
 
 
 def _have_responses_say_it(vllm_config: Any) -> None:
-    """Switch vLLM's per-request metrics on: there a response says that it was decoded leniently."""
+    """Turn on vLLM's per-request metrics, in which a response reports that it was decoded leniently."""
     observability = vllm_config.observability_config
     if vllm_config.speculative_config is not None and observability.per_request_spec_decode_metrics == "none":
         observability.per_request_spec_decode_metrics = "summary"
 
 
 def _refuse_stray_fields() -> None:
-    """Have a `reprieve_` field outside of vllm_xargs refused, which vLLM would ignore; once a process."""
+    """Make vLLM refuse `reprieve_` fields outside of vllm_xargs, which it would otherwise ignore; once per process."""
     try:
         from vllm.entrypoints.serve.engine.serving import BaseServing
     except ImportError as error:
@@ -171,7 +171,7 @@ def _refuse_stray_fields() -> None:
 
 
 def _validate(processor: Any, params: Any, *rest: Any) -> None:
-    """A request's fields, in the front end: an error the client sees as 400."""
+    """Check a request's fields in the front end; the client sees an error as status 400."""
     extra_args = getattr(params, "extra_args", None)
     if not extra_args or not any(name.startswith(PREFIX) for name in extra_args):
         return
@@ -183,16 +183,17 @@ def _validate(processor: Any, params: Any, *rest: Any) -> None:
     try:
         menu.choose(request_settings(params))
     except RequestError as error:
-        # Without its `value`, which vLLM would repeat however long it is: the message has what there is to see.
+        # Without `value`: vLLM would repeat it at any length, and the message already shows it.
         raise VLLMValidationError(str(error), parameter=error.parameter) from None
 
 
 def _install_in_workers(engine: Any, vllm_config: Any) -> None:
-    """In the engine's process, once the workers hold the model: a worker without the plugin must not serve."""
+    """In the engine process, once the workers have loaded the model: refuse to serve if a worker lacks the plugin."""
     menu = _menu(vllm_config)
     if menu is None:
         return
-    _have_responses_say_it(vllm_config)  # its scheduler is made later; front ends may have started it as it was
+    # The scheduler is created later; the front end may have launched this process before it changed the setting.
+    _have_responses_say_it(vllm_config)
     numbers.extend()
     try:
         statuses = engine.collective_rpc("reprieve_install")
@@ -203,12 +204,12 @@ def _install_in_workers(engine: Any, vllm_config: Any) -> None:
     require_healthy(statuses)
     described = "; ".join(policy.describe() for policy in menu.policies.values())
     if menu.strict_only:
-        described = f"strict_only, so that every request is decoded losslessly; {described}"
+        described = f"strict_only: every request is decoded losslessly; {described}"
     logger.info("Reprieve is active in %d worker(s): %s", len(statuses), described)
     if any(policy.certificate is not None for policy in menu.policies.values()):
         logger.info(
-            "Of a certificate a server can check engine, version, runner, dtype, drafter and K; task, prompt format "
-            "and sampling are the clients', weights the operator's"
+            "The server checks a certificate's engine, version, runner, dtype, drafter and K; clients are responsible "
+            "for task, prompt format and sampling, the operator for the weights"
         )
 
 
@@ -233,7 +234,7 @@ def _status(worker: Any) -> dict[str, Any]:
 
 
 def _install(worker: Any) -> dict[str, Any]:
-    """In a worker that holds its model: refuse what cannot work, hook the rest, and say what the worker's state is.
+    """In a worker that has loaded its model: refuse unsupported set-ups, install the hooks, return the worker's state.
 
     Raises:
         ReprieveError: this vLLM or this set-up does not fit, or the self-test failed.

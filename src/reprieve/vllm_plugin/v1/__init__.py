@@ -1,1 +1,1 @@
-"""vLLM's V1 model runner: deprecated there; this folder goes with it."""
+"""Hooks for vLLM's V1 model runner. vLLM has deprecated it; this folder will be removed together with it."""

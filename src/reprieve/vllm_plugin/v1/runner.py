@@ -1,4 +1,4 @@
-"""The hooks on a V1 model runner of vLLM: what was drafted, what a round holds, what goes back with its output."""
+"""Hooks on vLLM's V1 model runner: record drafts, collect a round's tensors, and attach counts to its output."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Hooks:
             return drafts
 
         def copy(scheduler_output: Any, zeros_only: bool = False) -> Any:
-            if zeros_only:  # a request nears its end: vLLM hands out tokens that nobody drafted
+            if zeros_only:  # near the maximum length vLLM skips the drafter and uses zeros as drafts
                 self.rules.note_drafts(runner.input_batch.req_ids, None, real=False)
             return copy_drafts(scheduler_output, zeros_only)
 
@@ -59,7 +59,7 @@ class Hooks:
             self._record_drafts(runner.drafter)
 
     def try_out(self, size: int) -> list[tuple[int, int]]:
-        """Return token pairs for the self-test: of a request with the rule, and of one without."""
+        """Return the self-test's token pairs: one token from a request with the rule, one from a request without."""
         return try_out(self, size)
 
     def _record_drafts(self, drafter: Any) -> None:
@@ -167,12 +167,12 @@ class Hooks:
         return spread(positions, torch.long, device)
 
     def _embeddings(self, token_ids: Tensor, target_logits: Tensor) -> dict[str, Tensor]:
-        """Target's input embeddings of each drafted token and of its own most likely one; every rank takes part."""
+        """Return target embeddings of each drafted token and of the target's argmax; every rank must call this."""
         embed = self.runner.get_model().embed_input_ids
         return {"token_embeddings": embed(token_ids), "top_embeddings": embed(target_logits.argmax(-1))}
 
     def _draft_scores(self, requests: list[RoundRequest], target_logits: Tensor, meta: Any) -> Tensor:
-        """The draft's distributions under the request's own temperature, top-k and top-p, as the target's are."""
+        """Return the draft's scores, [N, V], with each request's temperature, top-k and top-p, as for the target."""
         from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
         scores = self.rules.flat_draft_probs(requests, target_logits).log()

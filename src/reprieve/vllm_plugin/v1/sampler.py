@@ -1,8 +1,8 @@
-"""Before and behind the rejection sampler of vLLM's V1 runner.
+"""Wrappers around the rejection sampler of vLLM's V1 runner.
 
-Where the rule accepts a drafted token its target logit is raised to the largest number before the sampler sees it, and
-put back afterwards; where a replacing rule refuses one, the sampler is shown a proposal it must reject. Recovered and
-bonus tokens, random numbers, statistics and logprobs stay vLLM's.
+If the rule accepts a drafted token, its target logit is set to the largest finite value before the sampler runs, and
+restored afterwards. If a replacing rule refuses a token, the sampler gets a proposal that it must reject. vLLM itself
+still produces recovered and bonus tokens, random numbers, statistics and logprobs.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class V1Round:
     uniforms: Tensor | None = None  # [N], drawn ahead for the rule, then used by vLLM
 
 
-# vLLM's sampling functions belong to a module, not to a runner: they find their round here while a batch is sampled.
+# vLLM's sampling functions are module-level, not runner methods: their wrappers find the current round here.
 ROUND: ContextVar[V1Round | None] = ContextVar("reprieve_round", default=None)
 
 
 def patch_sampler() -> None:
-    """Put the dispatchers before vLLM's sampling functions, once a process; without a round they only pass on."""
+    """Wrap vLLM's sampling functions, once per process; outside a round the wrappers only call the originals."""
     from vllm.v1.sample import rejection_sampler as module
 
     if hasattr(module.rejection_sample, "__wrapped__"):
@@ -71,7 +71,7 @@ def patch_sampler() -> None:
 
 
 def _apply_sampling_constraints(original: Callable[..., Tensor], logits: Tensor, *rest: Any) -> Tensor:
-    """Note which drafted tokens nothing forbids, before top-k and top-p cut the rest off."""
+    """Record which drafted tokens are not masked (logit above -inf), before top-k and top-p are applied."""
     current = ROUND.get()
     if current is not None:
         token_ids = current.state.spec_decode_metadata.draft_token_ids.long().clamp_min(0)
@@ -80,7 +80,7 @@ def _apply_sampling_constraints(original: Callable[..., Tensor], logits: Tensor,
 
 
 def _generate_uniform_probs(original: Callable[..., Tensor], *args: Any) -> Tensor:
-    """The draws the rule has seen already, or new ones."""
+    """Return the draws that the rule has already read, or new ones."""
     current = ROUND.get()
     return original(*args) if current is None or current.uniforms is None else current.uniforms
 
@@ -145,7 +145,7 @@ def _unwrapped(name: str) -> Callable[..., Tensor]:
 
 @contextmanager
 def _raised(decisions: Decisions, draft_token_ids: Tensor, target_logits: Tensor) -> Iterator[Tensor]:
-    """Logits in which accepted tokens win for certain; put back afterwards, since logprobs are read from them."""
+    """Yield logits in which accepted tokens always win; restore them afterwards, since logprobs are read from them."""
     logits = target_logits if decisions.scores is None else decisions.scores
     columns = draft_token_ids.long().clamp_min(0).unsqueeze(-1)
     before = logits.gather(-1, columns)
@@ -165,10 +165,10 @@ def _refuse(
     target_logits: Tensor,
     meta: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Proposals that vLLM must reject where the rule refused.
+    """Return proposals that vLLM must reject wherever the rule refused a token.
 
-    When sampling, the draft's probabilities there become 0: the token is rejected and the target's own distribution
-    sampled. When greedy, the token becomes one that is not the target's choice, which is then emitted.
+    When sampling, the draft's probabilities there become 0: vLLM rejects the token and samples from the target's own
+    distribution. When greedy, the token is replaced by one other than the target's argmax: vLLM emits the argmax.
     """
     vocab_size = target_logits.shape[-1]
     token_ids = draft_token_ids

@@ -1,4 +1,4 @@
-"""The operator's rules as a logits processor of vLLM's V2 model runner: its documented door.
+"""The operator's rules as a logits processor, the documented extension point of vLLM's V2 model runner.
 
 vLLM calls it after penalties, bad words and grammar and before temperature, with a row of logits for each drafted token
 and one for the bonus token. Where a rule accepts a drafted token its logit is raised above the row's best, so that
@@ -31,7 +31,7 @@ LIFT = 1e4
 
 @dataclass
 class Chunk:
-    """The N rows of logits that vLLM verifies at once, bonus rows included, and what was decided about them."""
+    """The N rows of logits that vLLM verifies together, bonus rows included, and the decisions on them."""
 
     context: LogitsContext
     draft_token_ids: Tensor  # [N], the drafted token that each row judges; -1 for none
@@ -41,7 +41,7 @@ class Chunk:
     labels: list[str]  # of the counters, by request
 
 
-class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there where types are checked
+class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not installed where types are checked
     """Rules by request slot.
 
     Args:
@@ -58,9 +58,9 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
         self._tables: dict[tuple[str, float | None], TokenSettings] = {}
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """A request enters a slot; whether a rule may touch it."""
+        """Register a request in its slot; return whether a rule may change its logits."""
         request_id = self.runner.req_states.index_to_req_id.get(req_idx)
-        if request_id is None:  # vLLM tries its sampler out
+        if request_id is None:  # no request in this slot, as in the self-test
             request_id = f"slot {req_idx}"
             self.rules.forget([request_id])
         self._slots[req_idx] = known = self.rules.admit(request_id, lambda: request_settings(sampling_params))
@@ -81,7 +81,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
         self._tables.clear()
 
     def begin_chunk(self, raw_logits: Tensor, num_requests: int) -> None:
-        """vLLM turns to the next requests; `apply` follows only if one of them wants its logits processed."""
+        """Start vLLM's next chunk of requests; `apply` follows only if one of them needs its logits processed."""
         self.chunk = None
         if self.round is not None:
             self.round.begin_chunk(raw_logits, num_requests)
@@ -133,7 +133,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
         return None if isinstance(rule, LosslessRule) else rule
 
     def _token_settings(self, name: str, slots: Sequence[int], ctx: LogitsContext) -> TokenSettings:
-        """Settings of a rule for each row's request, gathered from a table by slot that changes with requests only."""
+        """Return a rule's settings for each row, from a table by slot, rebuilt only when requests or load change."""
         assert self.round is not None
         policy = self.rules.menu.policies[name]
         at_load = policy.at_load(self.round.num_requests).dial_value if policy.by_load else None
@@ -167,7 +167,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
     def _batch(
         self, logits: Tensor, ctx: LogitsContext, draft_token_ids: Tensor, slots: Sequence[int], current: V2Round
     ) -> Batch:
-        """The chunk's tensors, as far as the rules read them; vLLM's row r judges the token that row r + 1 was fed."""
+        """Return the chunk's tensors that the rules need; vLLM's row r verifies the token fed at row r + 1."""
         needs = self.rules.menu.needs
         token_ids = draft_token_ids.clamp_min(0)
         sampling = not all(self._greedy(slot) for slot in slots)
@@ -215,7 +215,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
         return given
 
     def _shaped(self, logits: Tensor, ctx: LogitsContext, *, truncated: bool = True) -> Tensor:
-        """A copy under each request's temperature, top-k and top-p, as vLLM will draw from it; raw where greedy."""
+        """Return a copy with temperature and, if `truncated`, top-k and top-p applied as vLLM does; raw if greedy."""
         scores = logits.float().clone()
         self._states.apply_temperature(scores, ctx.expanded_idx_mapping, ctx.idx_mapping_np)
         if truncated:
@@ -224,7 +224,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there
 
 
 def judged_ids(ctx: LogitsContext) -> Tensor:
-    """The drafted token that each row judges, [N], int64: the one fed at the next row of its request; -1 for none."""
+    """Return the drafted token that each row verifies, [N], int64: the one fed at its request's next row, or -1."""
     token_ids = torch.full_like(ctx.input_ids, -1, dtype=torch.long)
     goes_on = (ctx.expanded_idx_mapping[1:] == ctx.expanded_idx_mapping[:-1]) & (ctx.expanded_local_pos[1:] > 0)
     token_ids[:-1] = torch.where(goes_on, ctx.input_ids[1:].long(), -1)

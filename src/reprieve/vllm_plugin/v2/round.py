@@ -1,4 +1,4 @@
-"""One batch on the V2 runner while it is verified: what vLLM knows of it beside a chunk's logits."""
+"""State of one batch during verification on the V2 runner: the rules' inputs besides a chunk's logits."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class V2Round:
         return len(self.request_ids)
 
     def begin_chunk(self, raw_logits: Tensor, num_requests: int) -> None:
-        """vLLM turns to the next requests, whether or not any of them asked for a rule."""
+        """Advance to vLLM's next chunk of requests, whether or not any of them uses a rule."""
         self.raw_logits = raw_logits
         self.requests = slice(self.requests.stop, self.requests.stop + num_requests)
         self.rows = slice(self.rows.stop, self.rows.stop + len(raw_logits))
 
     def hidden(self, *, ahead: int = 0) -> Tensor:
-        """The states at the chunk's rows, or so many rows ahead of them: [N, D]. Behind the last row it is repeated."""
+        """Return the hidden states `ahead` rows after each of the chunk's rows, [N, D]; past the end, the last one."""
         assert self.states is not None
         rows = torch.arange(self.rows.start + ahead, self.rows.stop + ahead, device=self.states.device)
         return self.states[rows.clamp_max(len(self.states) - 1)]
@@ -55,5 +55,5 @@ class V2Round:
         return uniforms_of(self.seeds, ctx.expanded_idx_mapping, ctx.pos)
 
     def noise(self, ctx: LogitsContext) -> Tensor:
-        """Draws for rules that are random themselves, [N]: by seed and position, whoever shares the batch."""
+        """Return the draws for randomized rules, [N]; they depend on seed and position, not on other requests."""
         return uniforms_of(self.seeds ^ NOISE_KEY, ctx.expanded_idx_mapping, ctx.pos)

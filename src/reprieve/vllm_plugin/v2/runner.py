@@ -1,8 +1,9 @@
-"""The hooks on a V2 model runner of vLLM: what a round holds beside logits, and what goes back with its output.
+"""Hooks on vLLM's V2 model runner: collect a round's inputs besides logits, and attach counts to its output.
 
-The rules themselves sit in `RuleProcessor`. Around it: `runner.sample_tokens`, for the batch and the hidden states;
-`sampler.apply_sampling_params`, for each chunk that is verified and its raw logits; `rejection_sample`, for what a
-processor cannot say (a token that must be refused although the target would have chosen it) and for counts.
+`RuleProcessor` applies the rules. Wrappers supply the rest: `runner.sample_tokens`, for the batch and hidden states;
+`runner.finish_requests`, to drop the state of finished requests; `sampler.apply_sampling_params`, for each chunk and
+its raw logits; `rejection_sample`, for counts and for decisions that a logits processor cannot express (refusing a
+token that the target would have chosen).
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ class Hooks:
         self.processor.rules = rules
 
     def install(self) -> None:
-        """Give the runner's sampler the processor, and wrap what brings it the rest.
+        """Add the processor to the runner's sampler, and wrap the functions that supply its other inputs.
 
         Raises:
-            ReprieveError: the runner keeps its round elsewhere, or reorders it for prefill context parallelism.
+            ReprieveError: the runner has no `execute_model_state`, or uses prefill context parallelism.
         """
         runner = self.runner
         if not hasattr(runner, "execute_model_state"):
             raise ReprieveError("vLLM's V2 model runner has no execute_model_state: this vLLM does not fit the plugin")
         if getattr(runner, "pcp_manager", None) is not None:
-            raise ReprieveError("prefill context parallelism reorders a batch unseen by rules: do without it")
+            raise ReprieveError("rules do not support prefill context parallelism, which reorders batches: turn it off")
         runner.sampler.logits_processors.append(self.processor)
         sample_tokens, finish = runner.sample_tokens, runner.finish_requests
 
@@ -75,7 +76,7 @@ class Hooks:
         patch_rejection(self.processor)
 
     def try_out(self, size: int) -> list[tuple[int, int]]:
-        """Return token pairs for the self-test: of a request with the rule, and of one without."""
+        """Return the self-test's token pairs: one token from a request with the rule, one from a request without."""
         return try_out(self, size)
 
     def _begin(self, hidden_states: Tensor, input_batch: Any) -> None:
@@ -95,7 +96,7 @@ class Hooks:
         self.processor.round = self.processor.chunk = None
 
     def _watch_chunks(self, sampler: Any) -> None:
-        """Learn of each chunk that vLLM verifies, and of the logits before penalties and masks of requests."""
+        """Record each chunk that vLLM verifies, with its logits before the requests' penalties and masks."""
         apply = sampler.apply_sampling_params
 
         @functools.wraps(apply)
@@ -115,7 +116,7 @@ class Hooks:
 
 
 def _when_ready(output: Any, then: Callable[[Any], None]) -> None:
-    """Do it to a runner's output: at once, or when vLLM fetches what is still on its way from the device."""
+    """Call `then` on a runner's output: at once, or after vLLM has fetched an asynchronous output."""
     fetch = getattr(output, "get_output", None)
     if fetch is None:
         if output is not None:
@@ -131,7 +132,7 @@ def _when_ready(output: Any, then: Callable[[Any], None]) -> None:
 
 
 def patch_rejection(processor: RuleProcessor) -> None:
-    """Wrap the function of vLLM's module, once a process; it serves the processor that was given last."""
+    """Wrap vLLM's `rejection_sample`, once per process; the wrapper uses the processor passed last."""
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler as module
 
     if hasattr(module.rejection_sample, "__wrapped__"):
@@ -169,7 +170,7 @@ def _refused(chunk: Chunk, target_logits: Tensor, draft_sampled: Tensor) -> tupl
 
 
 def _note(rules: WorkerRules, chunk: Chunk, num_sampled: Tensor, width: int) -> None:
-    """Send the chunk's counts on their way; nothing waits for the device."""
+    """Start copying the chunk's counts to the host, without waiting for the device."""
     ctx = chunk.context
     num, device = len(ctx.idx_mapping_np), num_sampled.device
     indices = torch.zeros(int(ctx.idx_mapping_np.max()) + 1, dtype=torch.long, device=device)

@@ -17,10 +17,10 @@ _POSITIONS = range(5, 21)  # 16 draws agree by chance once in 65,536 servers
 
 
 def try_out(hooks: Any, size: int) -> list[tuple[int, int]]:
-    """Greedy and sampled, one request after the other: a server may have a single slot.
+    """Run each request greedy and sampled, one at a time because a server may have a single slot.
 
     Raises:
-        ReprieveError: vLLM accepts and rejects by other random numbers than `uniforms_of` gives.
+        ReprieveError: vLLM's accept decisions use other random numbers than `uniforms_of` returns.
     """
     try:
         _require_known_draws(hooks, size)
@@ -34,7 +34,10 @@ def try_out(hooks: Any, size: int) -> list[tuple[int, int]]:
 
 
 def _require_known_draws(hooks: Any, size: int) -> None:
-    """Rules that are random read vLLM's draws ahead: a token of probability 1/2 is accepted where they are below."""
+    """Check that `uniforms_of` gives vLLM's own draws, since randomized rules read them ahead.
+
+    A token of target probability 1/2 must be accepted exactly if its draw is below 1/2.
+    """
     for position in _POSITIONS:
         token, uniform = _token(hooks, size, ASKED[1], 1.0, equal=True, position=position)
         if (token == DRAFTED) != (uniform < 0.5):
@@ -44,11 +47,11 @@ def _require_known_draws(hooks: Any, size: int) -> None:
 def _token(
     hooks: Any, size: int, settings: dict[str, str], temperature: float, *, equal: bool = False, position: int = 5
 ) -> tuple[int, float]:
-    """Return the token that vLLM's sampler takes, and the draw as `uniforms_of` gives it.
+    """Return the token that vLLM's sampler emits, and its draw from `uniforms_of`.
 
     Args:
-        equal: the target is undecided between its own and the drafted token.
-        position: of the drafted token's row in the text.
+        equal: give the drafted token the same target logit as the target's own token.
+        position: position in the text of the row that verifies the drafted token.
     """
     from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler

@@ -18,12 +18,12 @@ def _uniforms_kernel(uniforms, seeds, slots, positions):  # type: ignore[no-unty
 
 
 def uniforms_of(seeds: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-    """The draw that accepts or rejects at each row, [N] in (0, 1).
+    """Return the draw that accepts or rejects at each row, [N] in (0, 1).
 
     Args:
         seeds: [slots], one for each request.
-        slots: [N], whose row it is.
-        positions: [N], of the row in its text.
+        slots: [N], the request slot of each row.
+        positions: [N], the position of each row in its text.
     """
     drawn = torch.empty(len(positions), dtype=torch.float32, device=positions.device)
     kernel: Any = _uniforms_kernel
