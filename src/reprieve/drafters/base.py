@@ -32,7 +32,7 @@ class Drafter(Protocol):
         ...
 
     def start(self, prompt_ids: Sequence[int], sampler: Sampler, prefill: Prefill) -> None:
-        """Reset and start a prompt; the target has read all of it except the last token."""
+        """Reset and start a prompt. With `target_layers`, the target has already read all of it but the last token."""
         ...
 
     def propose(self, max_depth: int, length: RoundLength) -> Block:

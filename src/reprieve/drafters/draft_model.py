@@ -85,8 +85,8 @@ class DraftModelDrafter:
     def propose(self, max_depth: int, length: RoundLength) -> Block:
         """Draft a chain. Tokens stay on the device, so the host only waits for those that `length` reads.
 
-        A sampled token stays in the chain, whatever is decided after it. The check then keeps the target's distribution
-        at every chain length.
+        A sampled token stays in the chain whatever `length` decides after it, so the lossless check preserves the
+        target's distribution at every chain length.
         """
         if max_depth < 1:
             return Block.empty(self.device)

@@ -35,9 +35,9 @@ class EagleSettings(DrafterSettings):
 
     Args:
         path: folder or hub id of the head, in the speculators format; None for a bundled target's own.
-        depth: tokens on a tree's longest path, 1 to 512, as the next two.
+        depth: maximum depth of a tree, 1 to 512; `top_k` and `total_tokens` have the same range.
         top_k: nodes expanded at each level, and children of each; 1 drafts a chain.
-        total_tokens: nodes kept in the end, those of the largest joint probability.
+        total_tokens: maximum number of nodes kept, those of highest joint probability.
         prune: pruning of trees before verification (`Pruning.strategy`); None for no pruning. Its parameters are
             `epsilon`, `budget`, `entropy_weight`, `leaf`, `keep` and `alpha`; None uses their defaults.
     """

@@ -1,7 +1,7 @@
 """Draft length policies: fixed, from recent acceptance, or predicted by a head.
 
-Policies read only the current answer and no clock, so the same request gives the same answer. A sampled token stays in
-the block: a decision that depends on it cannot bias the output of a lossless check.
+Policies use no clock, and no earlier answers unless every K gives the same answer, so a repeated request gives the same
+answer. A sampled token stays in the block, so a decision that depends on it cannot bias the output of a lossless check.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from reprieve.settings import require_draft_tokens
 _MEMORY = 0.8  # weight of earlier rounds
 _VERIFIED = 0.03  # cost of verifying one more token, in target forwards
 _MOST, _MOST_EXACT = 16, 32
-_PRIOR_RATE = 0.9  # of a block's first position, before anything is known
-_POSITION_WEIGHT = 8.0  # judged tokens that the rate of the position before counts for
-_ANSWERS_WEIGHT = 16.0  # judged tokens that the rate over earlier answers counts for
+_PRIOR_RATE = 0.9  # prior acceptance rate of a block's first position
+_POSITION_WEIGHT = 8.0  # weight of the previous position's rate, in judged tokens
+_ANSWERS_WEIGHT = 16.0  # weight of the rate over earlier answers, in judged tokens
 _BLOCK_MEMORY = 0.97
 
 
@@ -33,7 +33,7 @@ class RoundLength(Protocol):
     trees: TreeLength | None  # tree policy; None keeps the tree's shape
 
     def begin(self) -> int:
-        """Start a round with the given maximum depth."""
+        """Start a round; return its maximum depth."""
         ...
 
     def goes_on(self, hidden: Tensor | None, logits: Tensor, token_id: Tensor) -> bool:
@@ -142,14 +142,14 @@ class FixedLength:
 
 
 class AcceptanceRates:
-    """Acceptance rate of each position of a block, given that all positions before it were accepted.
+    """Acceptance rate of each position of a block, given that all earlier positions were accepted.
 
-    Tokens are not accepted independently of each other: a block is mostly accepted whole or rejected early. So every
-    position has a rate of its own. Where little was seen, the rate of the position before it counts.
+    Acceptances are not independent: a block is mostly accepted whole or rejected early. Each position therefore has its
+    own rate. With few observations, it stays close to the rate in other answers, or else to the previous position's.
 
     Args:
         num_positions: of the longest block.
-        memory: weight of what was seen before each new block, (0, 1].
+        memory: decay factor of earlier observations at each new block, (0, 1]; 1 keeps all.
     """
 
     def __init__(self, num_positions: int, memory: float = 1.0) -> None:
@@ -181,10 +181,10 @@ class AcceptanceRates:
 
 
 def best_length(rates: Sequence[float], cost: float) -> int:
-    """Return the K with most expected tokens for its time (Leviathan et al. 2023, Theorem 3.8), a rate per position.
+    """Return the K with the most expected tokens per unit of time (Leviathan et al. 2023, Theorem 3.8).
 
     Args:
-        rates: chance of each position to be accepted if all before it are.
+        rates: probability that each position is accepted, given that all earlier ones are.
         cost: of drafting and verifying a token, in target forwards.
     """
     reached, expected, best, length = 1.0, 1.0, 0.0, 1
@@ -197,14 +197,14 @@ def best_length(rates: Sequence[float], cost: float) -> int:
 
 
 class AcceptanceLength:
-    """The K that pays best if tokens go on being accepted as often as before.
+    """Draft length policy that maximises the expected speed at the acceptance rate seen so far.
 
     Args:
         cost: of a drafted token, or of a level of a tree, in target forwards.
-        drafts_trees: whether blocks branch; their levels and nodes are then weighed one by one.
-        exact: whether a greedy answer is the same for every K. K comes from a rate per position then, an answer begins
-            with the rates of earlier ones. Otherwise K follows from the answer itself, so that a request repeated
-            gives the same answer, and from one rate for all positions, as in the certificates that say `auto`.
+        drafts_trees: True if blocks can branch; levels and nodes are then selected one by one (`TreeLength`).
+        exact: True if a greedy answer is the same for every K. A greedy answer then uses a rate per position and starts
+            from the rates of earlier answers. Otherwise K depends on the current answer alone, so that a repeated
+            request gives the same answer, and on one rate for all positions, as in certificates for `auto`.
     """
 
     reads_states = False
@@ -274,8 +274,8 @@ class _PlaceAcceptance(_Acceptance):
 class LearnedLength:
     """Ends a block when the probability that all of it and one more token are accepted falls below the head's price.
 
-    At that point the expected gain of another token is below the value of its time: the price is the overall tokens per
-    second times the seconds of one more drafted and verified token.
+    Below the price, another token gains less than the same time gains on average: the price is the overall tokens per
+    second times the seconds needed to draft and verify one more token.
     """
 
     head: LengthHead

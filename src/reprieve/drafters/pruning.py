@@ -29,10 +29,11 @@ class Pruning:
         strategy: `entropy` is the paper's; `depth`, `depth_exp` and `path_prob` are the node-wise rankings of its
             Table 8.
         epsilon: share of each depth's path mass that may be cut, [0, 1); the paper uses 0.05.
-        budget: the paper's delta, cut in equal parts among the depths in place of `epsilon`, (0, 1); None for epsilon.
+        budget: the paper's delta, (0, 1]: divided equally among the depths and used instead of `epsilon`; None for
+            `epsilon`.
         entropy_weight: lambda, 0 or more.
-        leaf: leaves of less entropy-scaled mass are cut at every depth, [0, 1]: tau_d of Eq. 4 is the larger of it and
-            theta_d.
+        leaf: leaves with less entropy-scaled mass than this are cut at every depth, [0, 1]; tau_d of Eq. 4 is the
+            larger of `leaf` and theta_d.
         keep: share of the nodes that `depth`, `depth_exp` and `path_prob` keep, (0, 1].
         alpha: weight of the depth for `depth` and `depth_exp`.
 

@@ -23,7 +23,7 @@ class ArbiterAdvisor:
     """Run an arbiter on every round that has a mismatch (CoSpec, appendix F).
 
     A round without a mismatch, or whose mismatches another rule accepts (`arbiter|ratio`), needs no advice. The arbiter
-    reads its tokens with the next round that does.
+    then reads its tokens together with those of the next round that needs advice.
     """
 
     def __init__(self, model: ArbiterModel) -> None:

@@ -17,7 +17,7 @@ from reprieve.settings import AUTO, NumDraftTokens, SamplingParams
 
 
 class _IdsOnly:
-    """Stand-in for a tokenizer: enough for rules and stops that read no text."""
+    """Placeholder tokenizer, for rules and stop conditions that do not read text."""
 
     eos_token_id: int | None = None
 
@@ -109,13 +109,14 @@ def custom_generate(
 
     Args:
         draft_model: proposes tokens; must share the target's tokenizer.
-        assistant_model: the same under transformers' name. `generate` hands it to `custom_generate` folders and to
-            direct calls, but keeps it from callables: with a callable, pass `draft_model`.
-        text_tokenizer: needed for stop strings, for rules that read tokens' text, and for trained heads. (What is
-            passed as `tokenizer`, transformers keeps to itself.)
-        on_token: called with each token and the text it makes certain; transformers hands callables no `streamer`.
-        stop: texts that end the answer. Use it in place of `stop_strings`, for which transformers wants a `tokenizer`
-            that it keeps from callables.
+        assistant_model: transformers' name for `draft_model`. Works in direct calls and with a `custom_generate`
+            folder; `generate` does not pass it to a `custom_generate` callable: use `draft_model` there.
+        text_tokenizer: required for stop strings, for rules that read tokens' text, and for trained heads; transformers
+            does not pass on its `tokenizer` argument.
+        on_token: called with each token and the text that became final with it; transformers does not pass a `streamer`
+            to callables.
+        stop: texts that end the answer. Use it instead of `stop_strings`, for which transformers requires a `tokenizer`
+            that it does not pass to callables.
         seed: of the sampling; drawn from torch's global generator when None.
 
     Raises:
@@ -164,7 +165,7 @@ def _refuse_unsupported(input_ids: Tensor, config: GenerationConfig, extra: dict
     for kind in ("logits_processor", "stopping_criteria"):
         for item in extra.get(kind) or ():
             if not type(item).__module__.startswith("transformers."):
-                raise SpecError(f"{kind} of your own is not supported, got {type(item).__name__}")
+                raise SpecError(f"a custom {kind} is not supported, got {type(item).__name__}")
 
 
 def _params(

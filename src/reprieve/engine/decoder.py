@@ -144,10 +144,10 @@ class SpeculativeDecoder:
             messages: a chat in place of a prompt: `[{"role": "user", "content": "..."}]`, in the tokenizer's chat
                 template.
             dial: this request's own value of the rule's dial, in the paper's unit; None for the rule's.
-            on_token: called with each committed token and the text it makes certain.
+            on_token: called with each committed token and the text that became final with it.
             trace: keep a `RoundTrace` of every round.
-            timed: tell where the time went; on a GPU this makes the host wait for every part.
-            sampling: fields of `SamplingParams`, such as max_new_tokens or temperature, over those of `params`.
+            timed: record `seconds_by_part`; on a GPU, this synchronises before and after every part.
+            sampling: fields of `SamplingParams`, such as max_new_tokens or temperature, which override `params`.
 
         Raises:
             ContextOverflowError: prompt and `max_new_tokens` exceed a model's positions.
@@ -232,7 +232,7 @@ class SpeculativeDecoder:
         with watch.part("draft"):
             # The target's own token ends every round, so the last one of the budget needs no draft.
             block = self.drafter.propose(min(answer.length.begin(), answer.num_left - 1), answer.length)
-        if len(answer.unread) > 1 and not block.is_chain:  # not all tokens of a tree follow the prompt
+        if len(answer.unread) > 1 and not block.is_chain:  # with a tree, only one token can be unread
             with watch.part("prefill"):
                 self.target.start(answer.unread[:-1])
             answer.unread = answer.unread[-1:]

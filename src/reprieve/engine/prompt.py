@@ -25,7 +25,7 @@ def token_ids_of(tokenizer: Tokenizer, prompt: str | Sequence[int], num_token_id
         num_token_ids: ids must be below it.
 
     Raises:
-        SpecError: neither text nor ids, no token at all, or an id that is none.
+        SpecError: neither text nor ids, no tokens, or an id out of range.
     """
     if not isinstance(prompt, str | Sequence):
         raise SpecError(f"prompt must be a text or token ids, got {prompt!r}")

@@ -1,4 +1,4 @@
-"""Seconds by part of an answer. Off unless a run measures, because timing on a GPU waits for it."""
+"""Seconds by part of an answer. Off by default, because timing synchronises the GPU."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def text_pieces(tokenizer: Decodes, stop: tuple[str, ...], token_ids: list[int]) -> list[str]:
-    """Return the text that each token of a whole answer made certain; a stop text is left out."""
+    """Return the text that became final with each token of a whole answer; a stop text is left out."""
     stream = TextStream(tokenizer, stop)
     pieces = [stream.push(token_id) for token_id in token_ids]
     if pieces:
@@ -60,7 +60,7 @@ class TextStream:
     """Incremental decoder; `push` returns the text that has become final.
 
     Text that could be the beginning of a stop text is held back until it is ruled out. Each step decodes only a window
-    of the last tokens, with the previous ones as context, because tokenizers join words by context.
+    of the last tokens, with the previous ones as context, because a token's text can depend on them.
     """
 
     def __init__(self, tokenizer: Decodes, stop: tuple[str, ...] = ()) -> None:

@@ -31,7 +31,7 @@ def load_configured(
     if pair.device.type == "cpu" and (decodes or settings.num_threads):
         chosen = settings.num_threads or _choose(pair, torch.get_num_threads())
         if settings.num_threads is None and chosen != torch.get_num_threads():
-            announce(f"one thread a forward: {torch.get_num_threads()} are no faster here (--num-threads to set it)")
+            announce(f"using 1 thread: {torch.get_num_threads()} are no faster here (--num-threads overrides)")
         torch.set_num_threads(chosen)
     return pair
 

@@ -1,4 +1,4 @@
-"""Artefacts of training and calibration: saved, loaded, shared and bound to their pair in one way."""
+"""Base class of training and calibration artefacts: saving, loading, sharing, and binding to a pair."""
 
 from __future__ import annotations
 
@@ -134,9 +134,9 @@ class Artefact(ModelHubMixin):
             pair: the pair it is to be used with; None defers the check.
             revision: branch, tag or commit on the hub.
             token: for private repositories; the saved login by default.
-            cache_dir: where downloads are kept; huggingface_hub's own by default.
-            force_download: download even what is kept.
-            local_files_only: never ask the hub.
+            cache_dir: folder of the download cache; huggingface_hub's own by default.
+            force_download: download files even if they are cached.
+            local_files_only: never contact the hub.
 
         Raises:
             ReprieveError: not found, of another kind, or tampered with.

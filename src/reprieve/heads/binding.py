@@ -49,7 +49,7 @@ def warn_of_transfer(what: str, made_for: str, used_on: str) -> None:
     """Warn that a head is used on another task than its own (worse in AutoJudge's appendices D and M)."""
     if made_for.partition(":")[0] != used_on.partition(":")[0]:  # settings such as a path do not count
         warnings.warn(
-            f"{what} was trained on task {made_for!r} and is used on {used_on!r}; measure the price there before use",
+            f"{what} was trained on task {made_for!r} and is used on {used_on!r}; measure accuracy there before use",
             stacklevel=3,
         )
 

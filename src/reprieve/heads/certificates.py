@@ -1,7 +1,7 @@
 """Certificates: a promise about a rule at a threshold, its conditions and its evidence.
 
-A certificate is a readable JSON file in the folder `certificates/` of its head, or wherever `reprieve certify` was told
-to write it; `reprieve.certify` makes certificates.
+A certificate is a readable JSON file in its head's folder `certificates/`, or at the path given to `reprieve certify`;
+`reprieve.certify` makes certificates.
 """
 
 from __future__ import annotations
@@ -110,12 +110,12 @@ class Certificate:
         """Read a certificate.
 
         Raises:
-            ReprieveError: it cannot be read, is none, was changed since it was made, or contradicts itself.
+            ReprieveError: the file cannot be read, is not a certificate, was changed, or is inconsistent.
         """
         try:
             values = read_json(path, "certificate")
             if not isinstance(values, dict) or values.get("kind") != _KIND:
-                raise ValueError(f"it is no {_KIND}")
+                raise ValueError(f"it is not a {_KIND}")
             if values.pop("sha256", None) != signature(values):
                 raise ValueError("it was changed after it was made: certify again")
             del values["kind"]
@@ -130,7 +130,7 @@ class Certificate:
             raise ReprieveError(f"certificate {str(path)!r} cannot be read: {error}") from None
 
     def _require_agreement(self) -> None:
-        """Refuse a promise about one rule that names another.
+        """Refuse a certificate whose `rule`, `portable_rule` and `threshold` disagree.
 
         Raises:
             SpecError: names what differs.
@@ -148,13 +148,13 @@ class Certificate:
 
         Raises:
             PairError: other weights or another tokenizer.
-            SpecError: problems are put to the model in another way.
+            SpecError: another prompt format.
         """
         self.conditions.pair.require_matches(here.pair, f"the certificate {where}", reads_draft=True)
         if self.conditions.format != here.format:
             raise SpecError(
                 f"the certificate {where} was made with {describe_format(self.conditions.format)}, here it is "
-                f"{describe_format(here.format)}: its promise is about other texts"
+                f"{describe_format(here.format)}: its promise does not cover these prompts"
             )
         if differing := self.conditions.differences(here):
             warnings.warn(

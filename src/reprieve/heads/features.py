@@ -80,7 +80,7 @@ def assemble(recipe: FeatureRecipe, states: TokenStates) -> Tensor:
                 if encoding not in read or layer not in read[encoding]:
                     raise SpecError(
                         f"a head reads the {name}'s hidden states of layer {layer} that encode the {encoding} token, "
-                        "which are not there"
+                        "which are not available"
                     )
                 parts.append(read[encoding][layer].float())
     for wanted, scalar in (

@@ -68,7 +68,7 @@ def _bytes_of(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def require_free(folder: Path, kind: str) -> None:
-    """Refuse a folder that holds files other than those to be written.
+    """Refuse a folder with a `config.json` of another kind.
 
     Raises:
         ReprieveError: names it.

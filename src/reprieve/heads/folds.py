@@ -70,7 +70,7 @@ def read_folds(folder: str | Path) -> int | None:
 
 @dataclass(frozen=True)
 class FoldedHead:
-    """Heads of all folds as one: named together in results, with a separate head for each problem."""
+    """Heads of all folds as one object: one name in results, but a separate head for each fold of problems."""
 
     heads: Sequence[Head]
 

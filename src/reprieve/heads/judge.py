@@ -29,8 +29,8 @@ class JudgeHead(Head):
 
     kind: ClassVar[str] = "judge"
     purpose: ClassVar[str] = (
-        "Tells which drafted tokens would change the answer: a linear head on hidden states the target has "
-        "computed anyway (AutoJudge). Reprieve rescues the others."
+        "Predicts which drafted tokens would change the answer, with a linear head on hidden states that the target "
+        "computes anyway (AutoJudge). Reprieve rescues the others."
     )
 
     def check_shapes(self) -> None:

@@ -41,8 +41,8 @@ class LengthHead(Artefact):
 
     kind: ClassVar[str] = "length"
     purpose: ClassVar[str] = (
-        "Tells after every drafted token whether to draft another: how likely it is to be accepted, from the draft's "
-        "own hidden state (proposed in section 7.1 of FSD). Reprieve ends a block where going on does not pay."
+        "Predicts after every drafted token how likely another is to be accepted, from the draft's own hidden state "
+        "(proposed in section 7.1 of FSD). Reprieve ends a block when drafting another token does not pay off."
     )
 
     use: ClassVar[str | None] = "'RULE@K=auto:path=THIS'"

@@ -40,14 +40,14 @@ def load_head(source: str | Path, *, kind: str | None = None) -> Artefact | Fold
 
 
 def attach_heads(rule: Rule, target: str | None = None) -> Rule:
-    """The rule, or composition of rules, with the heads it names loaded.
+    """Return the rule, or composition of rules, with its heads loaded.
 
     Args:
-        target: name of the pair's target: where it is the bundled one, rules that name no head take the bundled heads.
-            A bundled head without a threshold starts at the most lenient one that is certified, if there is one.
+        target: name of the pair's target. With a bundled target, rules that name no head use the bundled heads. A rule
+            with a bundled head and no threshold uses the head's most lenient certified threshold, if it has any.
 
     Raises:
-        SpecError: a rule that names no head, where there is none by default.
+        SpecError: a rule that names no head and has no bundled one.
         ReprieveError: a head that cannot be loaded.
     """
     bundle = bundle_of(target)

@@ -37,8 +37,8 @@ class LtsCalibration(Artefact):
 
     kind: ClassVar[str] = "lts"
     purpose: ClassVar[str] = (
-        "Constants of ARC-Decode's bound on how far the target's next step moves when a drafted token takes the place "
-        "of its own choice. Reprieve rescues tokens of a small bound."
+        "Constants of ARC-Decode's bound on how much the target's next-token distribution changes when a drafted token "
+        "replaces the target's own choice. Reprieve rescues tokens with a small bound."
     )
 
     scale: Tensor

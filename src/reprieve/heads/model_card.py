@@ -28,8 +28,8 @@ pip install reprieve
 reprieve bench --target {target} --draft {draft_or_yours} --arm {use}
 ```
 
-Reprieve refuses it with other weights or another tokenizer than those it was made for. On another task, measure its
-price first.
+Reprieve refuses to use it with weights or a tokenizer other than those it was made for. On another task, measure the
+loss of accuracy first.
 """
 
 
@@ -43,13 +43,13 @@ def model_card(
     certificates: Sequence[str],
     use: str | None = None,
 ) -> str:
-    """Return the card, Markdown; its first lines are what was certified.
+    """Return the card as Markdown, with the certified statements first.
 
     Args:
-        draft: None where its weights do not matter.
-        facts: a row each.
-        certificates: their files' contents.
-        use: the arm that has it; None for the rule of its kind.
+        draft: None if its weights do not matter.
+        facts: rows of the card's table, by heading.
+        certificates: contents of the certificate files.
+        use: `--arm` of the example; None for the rule named after the head's kind.
     """
     rows = {"target": target, **({"draft": draft} if draft else {}), **facts}
     statements = [f"> **Certified.** {json.loads(text)['statement']}" for text in certificates]

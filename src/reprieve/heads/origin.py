@@ -1,4 +1,4 @@
-"""Origin of a head: prompt format and training problems, so that no promise rests on them."""
+"""Checks of a head's origin: its training problems, prompt format, sampling settings and drafter."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ P = TypeVar("P", bound=Problem)
 def seen_problems(rule: Rule, problems: Sequence[P]) -> list[P]:
     """The problems that one of the rule's heads was made from, by their questions.
 
-    Out-of-fold heads answer each problem with the head that never saw it. Heads made before 1.0 do not say what they
-    were made from.
+    For out-of-fold heads, each problem is checked against the head that was not trained on it. Heads made before 1.0 do
+    not record their problems.
     """
     found = []
     for problem in problems:
@@ -54,7 +54,7 @@ def warn_of_format(name: str, head: Artefact | FoldedHead, here: Mapping[str, An
     if first.prompt is not None and dict(first.prompt) != dict(here):
         warnings.warn(
             f"head {name!r} was made with {describe_format(first.prompt)} and is used with {describe_format(here)}; "
-            "measure the price there before use",
+            "measure the accuracy with it before use",
             stacklevel=4,
         )
 

@@ -38,8 +38,8 @@ class PivotHead(Head):
 
     kind: ClassVar[str] = "pivot"
     purpose: ClassVar[str] = (
-        "Tells pivots, drafted tokens after which fewer continuations end well, from the target's state, "
-        "entropy and probability (PAD). Reprieve rescues the others."
+        "Predicts pivots, which are drafted tokens after which fewer continuations are correct, from the target's "
+        "state, entropy and probability (PAD). Reprieve rescues the others."
     )
 
     def check_shapes(self) -> None:

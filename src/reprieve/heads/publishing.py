@@ -97,7 +97,7 @@ def repositories(folders: Sequence[Path], name: str, *, report: Path | None = No
 
     Args:
         folders: of heads or of `quickstart`.
-        name: of the repository; for several heads, their names are this one and their folder's.
+        name: owner/name of the repository; for several heads, the name of each one's folder is appended.
         report: HTML page for the head; the `report.html` of a quickstart folder by default.
 
     Raises:

@@ -116,9 +116,9 @@ class ArbiterShape:
     """Adapters on the draft's backbone, and the mask (CoSpec, appendix C.1).
 
     Args:
-        rank: Of the LoRA adapters.
-        scale: Alpha of the adapters.
-        dropout: On the adapters' input while warming up.
+        rank: Rank of the LoRA adapters.
+        scale: Alpha of the LoRA adapters.
+        dropout: Dropout on the adapters' input during the warm-up.
         hybrid: Bidirectional attention between drafted and target tokens; without it, causal (the paper's Table 8).
         num_readings: size of the values added for each drafted token (`reprieve.heads.arbiter.READINGS`); 0 for none.
         seed: Of the first weights.

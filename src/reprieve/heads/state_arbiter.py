@@ -25,7 +25,7 @@ def arbiter_risk(
 
 @register_head
 class StateArbiter(Head):
-    """Two linear heads: does the draft's token end in a worse answer than the target's, and in a better one?
+    """Two linear heads: P(worse) and P(better), for the answer after the draft's token compared with the target's.
 
     Tensors: `weight` [2, F] and `bias` [2], with the standardisation of the features folded in.
     """

@@ -1,7 +1,7 @@
 """Target behind an OpenAI-compatible completions API (AutoJudge, appendix R).
 
 Most servers exchange text, and one text has many tokenizations. A swapped token can merge with its neighbours, so the
-server may continue other tokens than the ones being judged. Such swaps are not labelled.
+server may continue a different token sequence than the one being judged. Such swaps are not labelled.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ class ApiTarget(Target):
         tokenizer: the draft's, which must be the target's too.
         eos_id: appended if the server reports that the response stopped.
         stops: returns True if a stop text ends a response's tokens.
-        stop: the stop texts. Only sent to servers that take tokens: others do not report whether a stop text or the end
-            of the text ended a completion, and omit it.
-        prompts: send `text`, or `tokens` to servers that exchange token ids (vLLM does), which avoids ambiguity.
+        stop: the stop texts. Sent only to servers that take token ids: other servers remove the stop text and do not
+            report whether it or the end-of-text token ended a completion.
+        prompts: format of the prompts sent: `text`, or `tokens` for servers that exchange token ids, such as vLLM,
+            which avoids the ambiguity.
 
     Raises:
         SpecError: unknown `prompts`.
@@ -94,7 +95,7 @@ class ApiTarget(Target):
         return {"extra_body": more, **({"stop": self.stop} if self.stop else {})}
 
     def _text(self, token_ids: list[int]) -> str:
-        """Return the text of tokens, special ones included, except a first one that the tokenizer adds itself."""
+        """Return the tokens' text, special tokens included, without leading ones that the tokenizer adds itself."""
         added = list(self.tokenizer.encode(""))
         if added and token_ids[: len(added)] == added:
             token_ids = token_ids[len(added) :]

@@ -24,16 +24,16 @@ class AutoJudgeMiner:
     """Finds the mismatches that change the answer.
 
     `variant="search"` is Algorithm 1: swaps that leave the answer equivalent are kept, and the search continues from
-    the new response, so tokens are judged together. If the draft's own answer differs from the target's, it finds at
-    least one important token. `variant="naive"` (appendix A) tries every mismatch of the target's response alone and
-    misses tokens that only do harm jointly.
+    the new response, so tokens are judged jointly. If the draft's own answer differs from the target's, it finds at
+    least one important token. `variant="naive"` (appendix A) tries each mismatch of the target's response in isolation
+    and misses tokens that are harmful only in combination.
 
     Args:
         target: continues texts.
         make_draft: makes a draft reader for one problem.
         responses: format of responses.
         equivalence: compares responses.
-        noise: sampling: repeatable draws, shared by both models, for a problem; None when greedy.
+        noise: returns a problem's repeatable noise for sampling, shared by both models; None when greedy.
     """
 
     target: Target
@@ -87,7 +87,11 @@ class AutoJudgeMiner:
     async def _next_swap(
         self, search: _Search, running: list[int], start: int, original: list[int], mismatches: list[Mismatch]
     ) -> tuple[list[int], int | None]:
-        """Try mismatches up to the first harmless one; return the response after it, and where the search goes on."""
+        """Try mismatches up to the first harmless one.
+
+        Returns:
+            The response after that swap and the position to resume from; None for the position if there is none.
+        """
         async for position, draft_id in search.draft.mismatches(search.prompt_ids, running, start):
             mismatch, response = await search.attempt(running, draft_id, position, original)
             mismatches.append(mismatch)

@@ -42,10 +42,10 @@ class TextModel(Protocol):
 
 
 class EagleModel(TextModel):
-    """An EAGLE-3 head and its target as one model of texts: what the head drafts first after every token.
+    """EAGLE-3 head and its target as one `TextModel`, which predicts the first drafted token.
 
     Args:
-        target: with its own cache, returning the states of the head's layers.
+        target: has its own cache and returns the hidden states of the head's layers.
         head: on the target's device.
         vocab_size: columns of the logits.
     """
@@ -65,7 +65,7 @@ class EagleModel(TextModel):
         self._states = self._states[:length]
 
     def forward(self, token_ids: list[int], *, num_rows: int | None = None) -> tuple[Tensor, None]:
-        """Append tokens; return the head's logits [n, V] after each; none after a text's first token.
+        """Append tokens; return the head's logits [n, V] after each; all -inf after a text's first token.
 
         Args:
             num_rows: return the last rows only; None for all.
@@ -88,7 +88,7 @@ class EagleModel(TextModel):
 class DraftReader(Draft):
     """Reads one problem's responses a few tokens ahead; common prefixes are read once.
 
-    A swap changes the rest of the response, so what lies far behind the next mismatch is not read in advance.
+    A swap changes the rest of the response, so tokens far beyond the next mismatch are not read in advance.
 
     Args:
         model: the draft, or an `EagleModel`, with its own cache.
@@ -148,10 +148,10 @@ class _Read:
 
 
 class BatchedDraft(Draft):
-    """Reads the responses of all problems in flight together, greedily: on accelerators, beside servers.
+    """Batches the responses of all problems in flight; greedy only. For accelerators, with the target on servers.
 
-    It reads whole texts without a cache, because there one forward over many texts costs less than many forwards over
-    their ends.
+    Whole texts are read without a cache: on an accelerator, one forward over many texts costs less than many
+    forwards over their suffixes.
 
     Args:
         model: the draft.

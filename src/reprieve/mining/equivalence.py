@@ -23,7 +23,7 @@ class Equivalence(Protocol):
     """Decides whether a changed response is equivalent."""
 
     def usable(self, reference: str | None) -> bool:
-        """Return True if the target's own answer can be compared with."""
+        """Return True if the target's own answer can serve as the reference."""
         ...
 
     async def compare(

@@ -184,7 +184,7 @@ class _Walk:
             self.session, self.prompt_ids, response_ids, num_left, draws
         )
         if continuations is None:
-            raise SpecError("rollouts need a target that reads tokens; a text API would read others")
+            raise SpecError("rollouts need a target that takes token ids; a text API may tokenize differently")
         self.num_generated += sum(map(len, continuations))
         return [[*response_ids, *new] for new in continuations]
 
@@ -198,7 +198,7 @@ class _Walk:
 
 
 def median_length(responses: list[list[int]]) -> list[int]:
-    """Return the response of median length (the upper of two), which represents all."""
+    """Return the response of median length (the longer of the middle two), as representative of all."""
     return sorted(responses, key=len)[len(responses) // 2]
 
 

@@ -24,10 +24,10 @@ def mine_in_processes(
     num_workers: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> MiningReport:
-    """Mine in processes of this machine, each with the pair in its own memory and one thread.
+    """Mine in several local processes, each with its own copy of the pair and one CPU thread.
 
     Raises:
-        ReprieveError: a worker died; what was mined is kept.
+        ReprieveError: a worker process died; labels written so far are kept.
     """
     context = multiprocessing.get_context("spawn")
     connections, workers, total = [], [], MiningReport()

@@ -1,4 +1,4 @@
-"""From mining settings to a miner, for `reprieve mine` and for a cluster's workers."""
+"""Build a miner from mining settings, for `reprieve mine` and its worker processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from reprieve.tasks.prompting import with_prompts
 
 @dataclass(frozen=True)
 class Workbench:
-    """Miner with its pair, task and servers."""
+    """Miner with its problems and the manifest of its label store; `close` it when done."""
 
     miner: Miner
     problems: list[TaskProblem]
@@ -130,7 +130,7 @@ class TargetServers:
 
 @dataclass(frozen=True)
 class ServedPair(Pair):
-    """Pair whose target is on servers; the draft replaces it locally, except for reading."""
+    """Pair whose target is on servers: locally, the draft stands in for it, and `read` queries the servers."""
 
     read: Read | None = None
     num_candidates: int = 1
@@ -151,10 +151,10 @@ def _miner(settings: MiningSettings, pair: Pair, responses: ResponseFormat, serv
 
 
 def _load(settings: MiningSettings, served: TargetServers | None) -> Pair:
-    """Load the pair; if only servers have the target, the draft takes both roles.
+    """Load the pair; for a target on servers or behind an API, load only the draft, which fills both roles.
 
-    It then uses the target's text settings from its files: the tokenizer with its chat template, and the tokens that
-    end a response. For a target behind an API, only the draft's are known.
+    For servers, the tokenizer with its chat template and the end-of-text tokens come from the target's files. For an
+    API, they are the draft's.
     """
     names = settings.pair
     by_api = isinstance(settings, AutoJudgeMining) and settings.api_url is not None
@@ -215,7 +215,7 @@ def _eagle_head(settings: AutoJudgeMining, pair: Pair) -> EagleHead:
 
 
 def _pivot(settings: PivotMining, pair: Pair, responses: ResponseFormat, served: TargetServers | None) -> PivotMiner:
-    # Half of the requested texts, so that rows stay full.
+    # A label requests 2N rollouts; N rows per problem keep the batch full.
     pair, target = _walked(settings, pair, responses, served, rows=settings.num_rollouts)
 
     def make_source(seed: int) -> CandidateSource:
@@ -258,7 +258,7 @@ def _traces(
 def _walked(
     settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: TargetServers | None, *, rows: int
 ) -> tuple[Pair, Target]:
-    """Return the pair that walks, and the target for continuations, with `rows` texts per problem if it is local."""
+    """Return the pair that generates responses and the target that continues them, with `rows` per problem if local."""
     if served is None:
         return pair, _local_target(settings, pair, responses, rows=rows)
     target = served.target(settings, responses)

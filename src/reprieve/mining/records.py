@@ -20,7 +20,7 @@ class Mismatch:
     target_id: int
     draft_id: int
     important: bool | None  # AutoJudge's "important", PAD's "pivot"; None if undecided
-    reason: str = ""  # reason, if `important` is not the plain outcome
+    reason: str = ""  # set if `important` does not follow from answers or utilities
     continuation_ids: tuple[int, ...] = ()  # continuation after the draft token
     answer: str | None = None  # answer of that response
     base_utility: float | None = None  # PAD: share of correct rollouts from the text before the token
@@ -33,7 +33,7 @@ class Mismatch:
 class TracedRound:
     """One round of plain speculative decoding, with the values of the mismatches in its block (CoSpec, appendix C.1).
 
-    All lists have one entry per drafted token; None for the target's own token, or if not evaluated.
+    All lists have one entry per drafted token. Labels and utilities are None for matches and unevaluated mismatches.
     """
 
     start: int  # tokens of the response before it

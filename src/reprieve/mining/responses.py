@@ -59,9 +59,7 @@ class ResponseFormat:
         return bool(self.task.stop) and self.stops(response_ids)
 
     def length_of(self, response_ids: list[int], *, start: int = 0) -> int | None:
-        """Return the length of the ended response in tokens; None if it has not ended. Its first `start` tokens cannot
-        end it.
-        """
+        """Return the smallest length above `start`, in tokens, at which a response ends; None if it does not end."""
         return next((n for n in range(start + 1, len(response_ids) + 1) if self.ended(response_ids[:n])), None)
 
     def stops(self, response_ids: list[int]) -> bool:
@@ -72,10 +70,10 @@ class ResponseFormat:
 
 
 def until_stop(stops: Callable[[list[int]], bool] | None, response_ids: list[int], new: list[int]) -> list[int]:
-    """Cut a response's new tokens at a stop text, which can end in the middle of a server's block.
+    """Truncate a response's new tokens after its first stop text: a server's last block can contain more tokens.
 
     Args:
-        stops: returns True if a stop text ends a response's tokens; None where there are none.
+        stops: returns True if a stop text ends a response's tokens; None without stop texts.
     """
     if stops is None:
         return new

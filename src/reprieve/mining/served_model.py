@@ -1,4 +1,4 @@
-"""Target behind servers, as walks read it: its distribution over drafted tokens, without local weights."""
+"""Cached-model interface to a target on servers: next-token log-probabilities, without local weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Read = Callable[[Sequence[int], int, int], list[Mapping[int, float]]]
 class ServedModel(CachedModel):
     """Returns the log-probabilities of the most likely next tokens as logits, -inf for all others; enough for sampling.
 
-    It does not cache, and neither does vLLM, which reads a whole text to return its tokens' probabilities.
+    Nothing is cached: vLLM, too, reads the whole text again to return log-probabilities of its tokens.
 
     Args:
         read: requests the candidates after each of the last tokens of a text; takes the text, the number of tokens, and
@@ -53,7 +53,7 @@ class ServedModel(CachedModel):
         self, token_ids: Sequence[int] | Tensor, *, num_logits: int | None, tree: Block | None = None
     ) -> tuple[Tensor, HiddenStates | None]:
         if tree is not None:
-            raise SpecError("servers read chains, and the drafter draws trees")
+            raise SpecError("a target on servers can verify chains only, but the drafter drafts trees")
         new = token_ids.tolist() if isinstance(token_ids, Tensor) else list(token_ids)
         num_rows = len(new) if num_logits is None else num_logits
         logprobs = self._read([*self.cached_ids, *new], num_rows, self._num_candidates)

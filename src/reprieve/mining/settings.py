@@ -48,8 +48,8 @@ class MiningSettings(ProblemSettings):
         """
         if not self.answering.local and not 1 <= self.num_candidates <= MOST_CANDIDATES:
             raise SpecError(
-                f"top_k must be in [1, {MOST_CANDIDATES}] where the target is on servers, which tell the probabilities "
-                f"of so many tokens; use --engine local for more, got {self.num_candidates}"
+                f"top_k must be in [1, {MOST_CANDIDATES}] where the target is on servers, which return no more "
+                f"log-probabilities per position; use --engine local for more, got {self.num_candidates}"
             )
 
     @property
@@ -89,8 +89,8 @@ class AutoJudgeMining(MiningSettings):
 
     Args:
         variant: search (Algorithm 1), or naive (every mismatch alone).
-        drafter: Whose tokens are judged: draft, or eagle3:path=FOLDER (what its head drafts first). A head is of use
-            with the drafter it was mined from.
+        drafter: Drafter whose tokens are labelled: draft, or eagle3:path=FOLDER (the head's first drafted token). A
+            trained head only suits the drafter whose tokens it was trained on.
         judge: Compares open-ended responses: openai:model=NAME,url=ADDRESS.
         api_url: Address of an OpenAI-compatible server with the target; --target is its name there.
         api_prompts: Prompts sent to the API: text, or tokens (vLLM).
@@ -114,8 +114,8 @@ class AutoJudgeMining(MiningSettings):
                 raise SpecError(f"drafter must be draft, eagle3, or eagle3:path=FOLDER, got {self.drafter!r}")
             if not (self.sampling.greedy and self.answering.local and self.api_url is None):
                 raise SpecError(
-                    f"drafter must be draft where the target is on a server or sampled, got {self.drafter!r}: EAGLE-3 "
-                    "reads the target's states, and proposes its likeliest tokens, no draws"
+                    f"drafter must be draft if the target is on a server or sampled, got {self.drafter!r}: EAGLE-3 "
+                    "reads the target's states and proposes its most likely tokens instead of sampling"
                 )
         if self.api_url is not None and (not self.sampling.greedy or self.pair.draft is None):
             raise SpecError("a target behind an API needs temperature 0, and a draft by name")
@@ -178,9 +178,9 @@ class TraceMining(MiningSettings):
 
     Args:
         num_draft_tokens: K of the rounds.
-        max_mismatches: Mismatches labelled in a round, from the first.
-        num_rollouts: On each side of a mismatch if sampled; greedy decoding needs one.
-        greedy_branches: Continue both sides greedily although the rounds are sampled.
+        max_mismatches: Maximum number of mismatches labelled per round, starting with the first.
+        num_rollouts: Rollouts on each side of a mismatch; always 1 if they are greedy.
+        greedy_branches: Continue both sides greedily even if the rounds are sampled.
         tie: Label if both sides end equally well.
         judge: Judge that scores both candidates instead of rollouts: openai:model=NAME,url=ADDRESS.
     """

@@ -46,7 +46,7 @@ class ModelSoundness:
 
     Args:
         chat: the model.
-        num_tries: number of retries before a malformed verdict counts as none.
+        num_tries: number of requests before a malformed verdict counts as none.
     """
 
     chat: Chat

@@ -1,7 +1,7 @@
 """The label store: a folder with `manifest.json` and the append-only `labels.jsonl`, one problem a line.
 
-A finished problem is on disk when `append` returns, so that a run killed at any moment loses only the problems in hand.
-One process writes; any may read. Each line carries a checksum. A store that is kept may hold `labels.jsonl.gz` instead.
+A finished problem is on disk when `append` returns, so a run killed at any moment loses only the problems in flight.
+One process writes; any number may read. Each line has a checksum. An archived store can hold `labels.jsonl.gz` instead.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class LabelStore:
 
     Args:
         folder: of the store; created for a writer.
-        manifest: pair, tokenizer, task, miner and its settings. A store that exists must have the same. None opens an
-            existing store for reading.
+        manifest: pair, tokenizer, task, miner and its settings. An existing store must have the same manifest. None
+            opens an existing store for reading.
 
     Raises:
-        ReprieveError: no store there, one made for something else (the message names the first difference), or one
-            that another process writes.
+        ReprieveError: no store in the folder, a store with another manifest (the message names the first difference),
+            or one that another process is writing.
     """
 
     def __init__(self, folder: Path, manifest: Mapping[str, Any] | None = None) -> None:
@@ -49,8 +49,8 @@ class LabelStore:
             self.manifest = _read_manifest(path)
             if (version := self.manifest["answers"]) != ANSWERS_VERSION:
                 warnings.warn(
-                    f"label store {str(folder)!r} was made by version {version} of the answer reader, this is version "
-                    f"{ANSWERS_VERSION}: it may have read answers differently; mine it again",
+                    f"label store {str(folder)!r} was made with version {version} of answer extraction, this is "
+                    f"version {ANSWERS_VERSION}: answers may have been extracted differently; mine it again",
                     stacklevel=2,
                 )
             return
@@ -90,7 +90,7 @@ class LabelStore:
         labelled.require_matches(pair, f"label store {str(self.folder)!r}", reads_draft=True)
 
     def append(self, labels: ProblemLabels) -> None:
-        """Write one problem; it outlives the process when this returns.
+        """Write one problem; it is on disk when this returns.
 
         Raises:
             ReprieveError: the file cannot be written; names it and what is kept.

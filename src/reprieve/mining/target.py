@@ -24,7 +24,7 @@ class Target(Protocol):
             draw: how tokens are chosen; None for the most likely.
 
         Returns:
-            None if the target would read other tokens than these (a text API that tokenizes again).
+            None if the target would tokenize the text differently (a text API).
         """
         ...
 

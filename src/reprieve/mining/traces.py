@@ -230,7 +230,7 @@ class _Branches:
         """Return utilities of the draft's and the target's side of each mismatch."""
         if self.miner.scorer is not None:
             return await gather_all(self._ask(start, traced, node) for node in nodes)
-        # Draft branches first: greedily, the target's branch at a mismatch equals the draft's at the previous one.
+        # Draft branches first: a greedy draft branch is also the target's branch at the next mismatch.
         draft_utilities = await gather_all(
             self._utility(self._text(start, traced.draft_ids[: p + 1]), p, 0) for p in nodes
         )
@@ -265,7 +265,7 @@ class _Branches:
         draws = [None if greedy else seeded_draw(self.seed, len(text), node, side, number) for number in range(num)]
         continuations = await self.miner.target.complete_all(self.session, self.prompt_ids, text, num_left, draws)
         if continuations is None:
-            raise SpecError("rollouts need a target that reads tokens; a text API would read others")
+            raise SpecError("rollouts need a target that takes token ids; a text API may tokenize differently")
         self.num_generated += sum(map(len, continuations))
         whole = [[*text, *new] for new in continuations]
         if greedy:

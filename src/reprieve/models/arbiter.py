@@ -118,7 +118,7 @@ def hybrid_mask(
 
 
 class ArbiterModel(nn.Module):
-    """Network of one arbiter on a draft's shared weights; only the adapters are its own.
+    """Arbiter network that shares a draft's weights and adds adapters, a separator, a head and a readings projection.
 
     Args:
         draft: the backbone; its modules stay unchanged.

@@ -37,7 +37,7 @@ class Session:
     snapshots: list[Snapshot] = field(default_factory=list)
 
     def keep(self, snapshot: Snapshot, prefix_ids: Sequence[int]) -> None:
-        """Keep a snapshot of a text, in place of the one that shares the shortest prefix."""
+        """Store a snapshot; when full, replace the one with the shortest prefix in common with `prefix_ids`."""
         if len(self.snapshots) == _SNAPSHOTS:
             shared = [shared_length(old.token_ids, prefix_ids) for old in self.snapshots]
             del self.snapshots[len(shared) - 1 - shared[::-1].index(min(shared))]
@@ -60,7 +60,7 @@ class TextRequest:
     Args:
         prefix_ids: prompt and the given part of the response.
         response_start: length of the prompt, which is not searched for stop texts.
-        max_new_tokens: exact largest number of new tokens, the end-of-text token included.
+        max_new_tokens: exact limit on new tokens, the end-of-text token included.
         draw: how tokens are chosen; None for the most likely.
         on_done: called with the new tokens.
     """

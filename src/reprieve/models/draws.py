@@ -29,10 +29,10 @@ class UniformDraw:
 class GumbelNoise:
     """Gumbel noise keyed by (seed, prefix): random, but reproducible for equal prefixes.
 
-    The most likely token of log-probabilities plus this noise is distributed as the probabilities. A suffix regenerated
-    after the same prefix is therefore the same, so a changed answer is caused by the changed token (AutoJudge, appendix
-    A). The noise of a token is a hash of its key and its id, so it can be computed on any device, for any subset of
-    tokens.
+    The argmax of log-probabilities plus this noise is a sample from the distribution (the Gumbel-max trick). A suffix
+    regenerated after the same prefix is therefore the same, so a changed answer is caused by the changed token
+    (AutoJudge, appendix A). The noise is a hash of the prefix's key and the token's id, so it can be computed on any
+    device, for any subset of tokens.
     """
 
     def __init__(self, seed: int) -> None:
@@ -95,7 +95,7 @@ def _likeliest(scores: Tensor, draws: Sequence[Any], texts: Sequence[Sequence[in
 
 
 def _by_rows(scores: Tensor, values: Tensor, pick: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-    """Return a token of each row, [n], from its possible tokens; row by row on a host, whose caches hold one row.
+    """Pick one possible token per row, [n]; on a CPU row by row, because its caches hold one row.
 
     Args:
         values: random value or key of each row, [n].

@@ -148,13 +148,13 @@ class EagleHead(nn.Module):
 
     def read(
         self,
-        token_ids: Tensor,  # [n], int64: consecutive tokens of a text, the target's numbers
+        token_ids: Tensor,  # [n], int64: consecutive tokens of a text, as target ids
         states: Tensor,  # [n, D], fused, of the token before each
         *,
         cache: RollbackCache,
         num_cached: int,
     ) -> tuple[Tensor, Tensor]:  # logits [n, draft_vocab_size], float32; states [n, D]
-        """Read a text further, each token seeing those before it."""
+        """Append tokens of a text to the cache, with causal attention."""
         num, device, mask = len(token_ids), token_ids.device, None
         if num > 1:
             seen = torch.ones(num, num_cached + num, dtype=torch.bool, device=device).tril(num_cached)
@@ -164,14 +164,14 @@ class EagleHead(nn.Module):
         return logits, states
 
     def additive_mask(self, visible: Tensor) -> Tensor:
-        """Return a mask for `forward` from what each token sees, [n, cached + n], bool."""
+        """Return the additive mask for `forward` from a bool mask [n, cached + n], True where a token is visible."""
         dtype = self.fc.weight.dtype
         mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
         return mask.masked_fill(~visible, torch.finfo(dtype).min)[None, None]
 
     def forward(
         self,
-        token_ids: Tensor,  # [n], int64, the target's numbers
+        token_ids: Tensor,  # [n], int64, target ids
         states: Tensor,  # [n, D]: fused, or the head's own, of the token before each
         *,
         cache: RollbackCache,
@@ -231,7 +231,7 @@ def load_eagle3(source: str | Path, target: Any, *, identity: PairIdentity | Non
 
 
 def new_name(name: str) -> str:
-    """A tensor's name in the speculators format, from that or SafeAILab's."""
+    """Return a tensor's name in the speculators format, given that name or SafeAILab's."""
     for old, new in _OLD_NAMES.items():
         if name.startswith(old):
             return new + name.removeprefix(old)
@@ -253,7 +253,7 @@ def _require_fit(what: str, head: EagleHead, tensors: dict[str, Tensor], vocab_s
             raise ReprieveError(f"{what}: model.safetensors lacks {name}")
         if tensors[name].shape != shape:
             raise PairError(
-                f"{what}: {name} must have shape {list(shape)} beside this target ({text.num_hidden_layers} layers of "
+                f"{what}: {name} must have shape {list(shape)} for this target ({text.num_hidden_layers} layers of "
                 f"{text.hidden_size}), got {list(tensors[name].shape)}"
             )
     if tensors["embed_tokens.weight"].shape[0] != vocab_size:

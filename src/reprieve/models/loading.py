@@ -144,8 +144,8 @@ def identify(
 def weights_fingerprint(model: PreTrainedModel) -> str:
     """Return a fingerprint of the first values of every tensor, in bfloat16 so that lower precisions match.
 
-    Scales and zero points of compressed-tensors do not count, and its weights, which it registers again after their
-    biases, count in their usual order, so that a checkpoint's files give the same.
+    Scales and zero points of compressed-tensors are left out. It registers weights again, after their biases, so they
+    are put back into the usual order: a checkpoint's files then give the same fingerprint.
     """
     weights = {name: weight for name, weight in model.named_parameters() if name.rpartition(".")[2] not in _QUANTISER}
     if getattr(getattr(model, "config", None), "quantization_config", None):
@@ -206,10 +206,10 @@ def load_models(
 
 
 def require_device(name: str | None) -> None:
-    """Refuse a name that is no device of this machine; None stands for the usual one.
+    """Refuse a device that this machine does not have; None selects the default device.
 
     Raises:
-        SpecError: names it, and the devices there are.
+        SpecError: names it, and the available devices.
     """
     if name is None:
         return
@@ -276,7 +276,7 @@ def _load(
 
 
 def _why(source: str | Path, error: Exception) -> str:
-    """Say why a model could not be loaded; of a name that is no folder, first that it is none."""
+    """Return why a model could not be loaded; if the name is not a folder, say so first."""
     if Path(source).exists() or not isinstance(error, OSError):
         return str(error)
     where = "" if Path(source).is_absolute() else ", and the model hub has no such model or cannot be reached"
@@ -330,7 +330,7 @@ def _load_model(source: str | Path, dtype: str, device: str, device_map: str | N
 
 
 def _require_whole(model: PreTrainedModel, found: Mapping[str, Any]) -> None:
-    """Refuse a model that transformers completes with random weights or of which it ignores some.
+    """Refuse a model with non-finite weights, or with weights that transformers randomly initialised or ignored.
 
     Raises:
         ValueError: names the first such weight.

@@ -70,8 +70,7 @@ def choose_vocabulary(texts: Sequence[OwnText], *, size: int, vocab_size: int) -
 
     Returns:
         t2d [vocab_size], bool: mask of draftable target tokens; d2t [size], int64: offset from a draft token's id to
-            the
-        target's id. Both as in EAGLE-3 checkpoints.
+        the target's id. Both as in EAGLE-3 checkpoints.
     """
     counts = Counter(token for text in texts for token in text.answer_ids)
     frequent = [token for token, _ in counts.most_common(size)]
@@ -182,7 +181,7 @@ class _Learner(Learner):
         return model.float().to(self.pair.device)
 
     def _layer(self, config: Any) -> LlamaConfig:
-        """The head's one decoder layer, shaped as the target's are."""
+        """Return the configuration of the head's decoder layer, with the target's sizes by default."""
         heads = config.num_attention_heads
         layer = LlamaConfig(
             vocab_size=self.pair.vocab_size,
@@ -255,7 +254,7 @@ class _Learner(Learner):
 
     @torch.no_grad()
     def _batch(self, texts: Sequence[OwnText]) -> dict[str, Tensor]:
-        """One row of several texts, each shifted so that a token meets the states that predicted it."""
+        """Pack texts into one row, with each token paired with the target's states that predicted it."""
         device = self.pair.device
         longest = max(len(text.prompt_ids) + len(text.answer_ids) for text in texts)
         padded = torch.zeros(len(texts), longest, dtype=torch.long, device=device)

@@ -257,7 +257,7 @@ class _Learner(Learner):
         )
 
     def _fit(self, seen: _Seen, labels: _Labels) -> LinearFit:
-        """The regression of the penalty that predicts held-out tokens best."""
+        """Fit one regression per C; return the one with the lowest log loss on held-out tokens."""
         train, held = labels.judged & ~seen.held, labels.judged & seen.held
         for side, name in ((train, "training"), (held, "held-out")):
             if len(np.unique(labels.passed[side])) < 2:

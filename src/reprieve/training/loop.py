@@ -1,4 +1,4 @@
-"""Training loop with checkpoints; an interrupted and resumed training gives the same result as an uninterrupted one."""
+"""Training loop with checkpoints; a resumed run gives the same result as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Progress = Callable[[int, int], None]  # finished updates and their total
 
 
 class Learner(ABC):
-    """Definition of a training. An update depends only on its number and the seed, so that a resumed run repeats it."""
+    """Definition of a training run. An update depends only on its number and the seed, so a resumed run repeats it."""
 
     @property
     @abstractmethod
@@ -66,7 +66,7 @@ class Learner(ABC):
         return {}
 
     def finished(self) -> bool:
-        """True if further updates are useless."""
+        """Return True to stop training early."""
         return False
 
 

@@ -51,7 +51,7 @@ def collect_swaps(
             parts.append(meter.measure(prompt_ids, answer_ids, *candidates))
         progress(number + 1, len(texts))
     if not any(part.num for part in parts):
-        raise SpecError("calibration needs positions with two tokens the target may draw, got none")
+        raise SpecError("calibration needs positions with a candidate other than the most likely token, got none")
     return meter.scale, Swaps.join(parts)
 
 

@@ -42,8 +42,8 @@ class RoundReader:
             target_read, draft_read = (_read(model, context_ids, draft_ids) for model in (self._target, self._draft))
             states = TokenStates({"draft": target_read[0]}, {"draft": draft_read[0]}, *target_read[1:], *draft_read[1:])
             readings = assemble(READINGS, states)  # on the host: the models can be on different devices
-        # A copy outside of inference mode, because gradients need it. In the precision of the states:
-        # they are kept for every epoch, gigabytes of them with a target of some size.
+        # Cloned outside of inference mode, because autograd needs it. In the target's precision, because readings
+        # are cached for all epochs, which takes gigabytes for a large target.
         return readings.clone().to(self._dtype)
 
 

@@ -48,7 +48,7 @@ class StateArbiterTraining(JudgeTraining):
 
     Args:
         states: Hidden states of target, draft or both.
-        held_out: Share of the problems left out in turn, on which both values of C are chosen.
+        held_out: Share of the problems in each cross-validation fold, on which both values of C are chosen.
     """
 
     states: str = "both"
@@ -73,8 +73,8 @@ class PivotTraining:
         hidden_size: Units of the branch on the hidden state.
         scalar_size: Units of the branch on entropy and probability.
         fuse_size: Units of the layer that joins both.
-        learning_rate: Of AdamW.
-        weight_decay: Of AdamW.
+        learning_rate: Learning rate of AdamW.
+        weight_decay: Weight decay of AdamW.
         dropout: Share of the standardised features set to their mean, while training; [0, 0.9].
         batch_size: Labels in one step.
         num_epochs: Largest number of epochs.
@@ -152,12 +152,12 @@ class EagleTraining:
         intermediate_size: Of its decoder layer. Default: the target's own.
         num_steps: Unrolled steps of training-time test; about the depth of its drafts.
         step_decay: Weight of each step relative to the one before, (0, 1].
-        num_passes: Over the answers.
-        tokens_per_update: Most tokens in one update, prompts included.
-        learning_rate: Largest learning rate.
-        warmup_updates: Updates until the largest learning rate.
-        weight_decay: Of AdamW.
-        held_out: Share of the answers left out and measured on.
+        num_passes: Number of passes over the answers.
+        tokens_per_update: Maximum number of tokens per update, prompts included.
+        learning_rate: Peak learning rate.
+        warmup_updates: Number of updates until the peak learning rate.
+        weight_decay: Weight decay of AdamW.
+        held_out: Share of the answers held out for evaluation.
         seed: Of answers, weights and batches.
     """
 
@@ -199,10 +199,10 @@ class WarmUp:
     """CoSpec's supervised stage (appendix C.1).
 
     Args:
-        learning_rate: Of AdamW.
-        weight_decay: Of AdamW.
+        learning_rate: Learning rate of AdamW.
+        weight_decay: Weight decay of AdamW.
         decisions_per_update: Labelled mismatches in one update.
-        num_epochs: Over the labels.
+        num_epochs: Number of passes over the labels.
         held_out: Share of the problems left out, on which the best epoch is chosen.
         tie: Relabel: value of accepting if both branches end equally well. At 0.5 a label is linear in the difference
             of utilities, so that lambda 0.5 separates the better branch. Default: the traces' own labels.

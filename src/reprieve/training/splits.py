@@ -21,7 +21,7 @@ def split_by_problem(
     held_out: float,
     seed: int,
 ) -> np.ndarray:  # [n], bool: held out
-    """Split by problem: the tokens of one text are too similar to be separated.
+    """Hold out whole problems, because the tokens of one text are too similar to be split.
 
     Raises:
         SpecError: a share outside (0, 0.9], fewer than two problems, or a side with labels of one kind only.

@@ -30,10 +30,10 @@ def train_state_arbiter(
     folder: Path | None = None,
     progress: Progress = lambda done, total: None,
 ) -> StateArbiter:
-    """Train both heads, each with the C whose probabilities fit left-out problems best; recommend threshold 0.5.
+    """Train both heads, each with the C of lowest log loss on left-out problems; recommend threshold 0.5.
 
-    The two probabilities are compared, so they must be calibrated, not only ranked. Drafts are better so rarely that a
-    single held-out part has too few cases, hence cross-validation.
+    The two probabilities are compared with each other, so they must be calibrated, not only well ranked. The draft's
+    side is better so rarely that a single held-out set has too few cases, so C is chosen by cross-validation.
 
     Args:
         folder: for checkpoints from which an interrupted training resumes; None keeps none.

@@ -30,8 +30,8 @@ class Swaps:
     """Swapped tokens and their effect on the next step: [n] each, float64."""
 
     divergence: np.ndarray  # JS of the two next-step distributions on their top-k union, nats
-    distance: np.ndarray  # squared, whitened, of the embeddings
-    margin: np.ndarray  # squared, of the log-probabilities
+    distance: np.ndarray  # squared distance between the whitened embeddings
+    margin: np.ndarray  # squared difference of the log-probabilities
     entropy: np.ndarray  # of the target's distribution, nats
 
     @classmethod
