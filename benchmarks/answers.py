@@ -1,4 +1,4 @@
-"""Whether answers are read right: GSM8K's reference solutions, rewritten into the styles of instruct models.
+"""Test of answer extraction: GSM8K's reference solutions, rewritten in the styles of instruct models.
 
 Each solution is written in every style and read by the number and the mathematics grader; the reading must equal the
 reference, differ from the next problem's, and equal itself.

@@ -1,7 +1,7 @@
-"""What relaxed acceptance did to the next step: the true divergence at accepted tokens, against what a rule promised.
+"""Effect of relaxed acceptance on the next step: the true divergence at accepted tokens, compared with a rule's bound.
 
-ARC-Decode's appendix A.3.2 for its own bound, and the same counterfactual for any rule: how far would the target's
-next-step distribution be, had its own most likely token stood there instead?
+ARC-Decode's appendix A.3.2 for its own bound, and the same counterfactual for any rule: the divergence from the
+next-step distribution that the target would have after its own most likely token.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How many rejected tokens would have changed nothing (ARC-Decode, section 3.1 and Figure 2).
 
-Wherever lossless decoding refuses drafted tokens, each is put into the answer in the place of the one that was taken,
-and both texts go on greedily to their ends: the token is then all that they differ by. They agree where they come to
-the same final answer; for open-ended tasks models that the reader names compare what they say.
+Wherever lossless decoding rejects drafted tokens, each of them replaces the committed token, and both texts are
+continued greedily to their ends, so that the token is the only intervention. They agree if they reach the same final
+answer; for open-ended tasks, models named by flags compare the texts.
 """
 
 from __future__ import annotations

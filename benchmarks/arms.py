@@ -1,5 +1,5 @@
-"""What the papers' benchmarks share: arms over a bundled pair's test split, resumable, with a line now and then; tables
-as `tables.py` shows them; labels of the pair at hand; and how a benchmark refuses what it cannot do."""
+"""Shared code of the papers' benchmarks: resumable runs of arms over a bundled pair's test split, with progress lines;
+tables for `tables.py`; labels of the pair; and error handling."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tables import parts_table
 
 
 def run(main: Callable[[], None]) -> None:
-    """A benchmark's `main`: what it refuses is told in a line."""
+    """Run a benchmark's `main`; print its errors as one line."""
     try:
         main()
     except ReprieveError as error:

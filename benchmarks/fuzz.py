@@ -1,4 +1,4 @@
-"""Readers of what others write, under hypothesis: only errors of ours may come out, and nothing may hang.
+"""Fuzz the readers of external input with hypothesis: only Reprieve's own errors may occur, and nothing may hang.
 
     python benchmarks/fuzz.py specs --minutes 5
 

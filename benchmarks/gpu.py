@@ -247,7 +247,7 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=100, help="problems and prompts")
     parser.add_argument("--concurrency", default="1,8,32,64")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--hours", type=float, default=3, help="most of a command")
+    parser.add_argument("--hours", type=float, default=3, help="time limit of each command, in hours")
     parser.add_argument("--only", nargs="*", help="names of parts")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
     options = parser.parse_args()

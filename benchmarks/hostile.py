@@ -1,10 +1,10 @@
-"""What hostile input and kills do to Reprieve: tried, handled, failed, by group.
+"""Robustness against hostile input and kills: cases tried, handled and failed, by group.
 
     python benchmarks/hostile.py --kills 200
 
 The groups are tests, each of many cases. The kills (SIGKILL) hit mining, training, certifying and measuring on the
-bundled pair at random moments, most after the first finished problem; every file that lies there must be readable each
-time, and the command, run again to its end, must give what an undisturbed one gives.
+bundled pair at random moments, most after the first finished problem; every file left behind must be
+readable, and the command, run again to its end, must give the result of an undisturbed run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What AutoJudge's search costs and guarantees: `python benchmarks/mining.py`.
 
-Speed: seconds a problem beside a straightforward implementation that calls transformers' `generate` anew for every
-swap, in turns. Guarantee: over all mined problems, whether a draft that answers differently leaves an important
-token, for the search and, with --naive, for the naive variant. Writes mining.json.
+Speed: seconds per problem, compared in turns with a straightforward implementation that calls transformers'
+`generate` for every swap. Guarantee: over all mined problems, whether the labels have an important token whenever the
+draft alone answers differently, for the search and, with --naive, for the naive variant. Writes mining.json.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Each rule is compared with lossless decoding on the run's problems: its loss, the growth of its answers and the share of
 them left unfinished, each with the upper limit at 95% confidence for that arm alone. The last column is the number of
-problems that prove a loss below `--max-drop` if the run's problems repeat themselves. It is no certificate: nobody
-confirmed it on held-out problems.
+problems that prove a loss below `--max-drop` if the run's problems repeat themselves. It is not a certificate: it
+is not confirmed on held-out problems.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether `reprieve quickstart` keeps its word on a bundled pair, its problems taken as a person's own file.
+"""Reproducibility of `reprieve quickstart` on a bundled pair, with its problems as a user's data file.
 
 It runs whole, then again in another folder, interrupted on the way; both must mine the same labels, train the same
 head, walk the same thresholds and write the same certificate.

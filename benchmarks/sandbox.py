@@ -1,4 +1,4 @@
-"""What a program's run costs in the sandbox, against another version's and against none.
+"""Time of a program's run in the sandbox, compared with another version and with no sandbox.
 
     git worktree add /tmp/before e4b6b89
     python benchmarks/sandbox.py --before /tmp/before/src --turns 60

@@ -3,11 +3,11 @@
     python benchmarks/soak.py --clients 64 --minutes 10
 
 Clients ask (streaming or not), leave in the middle, send malformed bodies, and choose thresholds at random. One in
-eight is hostile all the time: half a request and then nothing, a body a byte at a time, a body that never comes, what
-is no HTTP, half a million stop characters, answers that nobody reads. What is a defect: an answer to a greedy request
-that is not the engine's own, a response without an end, an error that is not JSON or not of the expected status, a
-hostile connection that is left open, `/health` later than ten seconds, a server that stops answering, or one whose
-memory grows.
+eight is hostile all the time: half a request and then nothing, a body a byte at a time, a body that never arrives,
+data that is not HTTP, half a million stop characters, responses that are never read. Defects are: an answer to a greedy
+request that differs from the engine's, a response without an end, an error that is not JSON or has an unexpected
+status, a hostile connection that stays open, `/health` slower than ten seconds, a server that stops responding, and
+growing memory.
 """
 
 from __future__ import annotations

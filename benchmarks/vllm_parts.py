@@ -1,4 +1,4 @@
-"""Whether a vLLM that lies unpacked in a folder has what the plugin uses; nothing of it is run.
+"""Check that an unpacked vLLM has everything that the plugin uses, without running it.
 
     python benchmarks/vllm_parts.py FOLDER            # FOLDER holds the package `vllm`
     python benchmarks/vllm_parts.py FOLDER OLDER      # and which touched functions differ from those of an older one

@@ -1,4 +1,4 @@
-"""vLLM's own rejection-sampler tests, as they are and through the plugin: it may fail none that vLLM passes.
+"""vLLM's own rejection-sampler tests, as they are and through the plugin: it must pass every test that vLLM passes.
 
     python benchmarks/vllm_sampler_tests.py --source vllm-0.32.0.tar.gz
 

@@ -1,4 +1,4 @@
-"""What the plugin brings and costs inside vLLM, on a bundled pair (needs vLLM; see docs/guides/vllm_operations.md).
+"""Benefit and cost of the plugin inside vLLM, on a bundled pair (needs vLLM; see docs/guides/vllm_operations.md).
 
 Each arm is an engine in a process of its own; they take turns, so that each ratio is the median over neighbouring runs:
 

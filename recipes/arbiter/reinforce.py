@@ -159,7 +159,7 @@ class _Learner(Learner):
         load_network(self.model, self.optimizer, tensors)
 
     def one_update(self, update: int) -> dict[str, float]:
-        """Roll out, credit, and climb for a few epochs."""
+        """Decode rollouts, assign credit, and optimise for a few epochs."""
         settings = self.settings
         groups = self._roll_out(update)
         samples = [sample for group in groups for sample in self._credited(group)]
@@ -198,7 +198,7 @@ class _Learner(Learner):
         return dataclasses.replace(rollout, rounds=tuple(rounds))
 
     def _prompt(self, turn: int) -> int:
-        """The prompt of a turn: all in an order of their own, again and again."""
+        """Return the problem number of a turn; all problems are reshuffled for each pass."""
         again, place = divmod(turn, self.num_problems)
         if again not in self._orders:
             order = list(range(self.num_problems))
@@ -207,7 +207,7 @@ class _Learner(Learner):
         return self._orders[again][place]
 
     def _credited(self, group: Sequence[Rollout]) -> list[_Sample]:
-        """A group's rollouts that teach something."""
+        """Return the rollouts of a group that have nonzero advantages."""
         rewards = self.rewards
         samples = []
         for rollout, advantage in zip(group, rewards.group_advantages(group), strict=True):
@@ -300,7 +300,7 @@ class _Learner(Learner):
 
 
 def with_splits(settings: Reinforcement, task: Task) -> Reinforcement:
-    """Where prompts and validation problems come from, where that was left open; they never overlap."""
+    """Fill in the splits of prompts and validation problems that are not set; the defaults never overlap."""
     split = settings.split or ("train" if "train" in task.splits else task.splits[0])
     validation = settings.validation_split or ("validation" if "validation" in task.splits else split)
     offset = settings.offset

@@ -67,7 +67,7 @@ class SampledArbiterRule(Rule):
 def rollout_of(made: Generation, *, correct: bool) -> Rollout:
     """An answer's rounds with their effective decisions (Eq. 16 and 18).
 
-    Mismatches behind the end of the answer decided nothing and are left out.
+    Mismatches after the end of the answer had no effect and are left out.
     """
     assert made.trace is not None
     rounds = []

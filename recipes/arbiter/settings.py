@@ -10,7 +10,7 @@ from reprieve.settings import BUNDLED_TASK, PairSettings, PromptSettings
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """What a rollout is rewarded for (CoSpec, section 3.4); the defaults are the paper's (appendix C.2).
+    """Rewards of rollouts (CoSpec, section 3.4); the defaults are the paper's (appendix C.2).
 
     Args:
         risk: alpha: price of an accepted token on a failed rollout, per nat of its surprisal under the target.
@@ -19,8 +19,8 @@ class RewardSettings:
         length: Reward right rollouts for the span they accept; else for being right.
         shaped: Price failed rollouts by decision; with --no-length too, correctness alone counts (Table 6).
         rebalance: Bring right and failed rollouts of a group to equal weight (Eq. 27).
-        share_credit: Share a right rollout's advantage out to its decisions, as a failed one's is. The paper gives
-            every decision the whole of it, times rho.
+        share_credit: Divide a right rollout's advantage among its decisions, as for a failed one. The paper gives every
+            decision the full advantage, times rho.
     """
 
     risk: float = 1.0
@@ -41,7 +41,7 @@ class Reinforcement:
     """CoSpec's reinforcement stage (section 3.4 and appendix C.2).
 
     Args:
-        num_problems: Problems of the split that serve as prompts, taken in a shuffled order again and again.
+        num_problems: Number of problems that serve as prompts, reshuffled for each pass.
         group_size: M: rollouts a prompt.
         prompts_per_update: Prompts whose rollouts make one batch.
         num_updates: Batches of rollouts.
@@ -49,14 +49,14 @@ class Reinforcement:
         steps_per_epoch: Optimiser steps of one pass.
         learning_rate: Of AdamW.
         weight_decay: Of AdamW.
-        clip: Of the probability ratio.
+        clip: Clipping range of the probability ratio.
         entropy: beta_H.
         divergence: beta_KL, towards the arbiter that training began with.
         max_grad_norm: Gradients are clipped to it.
         lambda_: Of validation, which the arbiter then recommends.
-        num_validation: Validation problems, asked before the first update and then now and again.
+        num_validation: Number of validation problems, answered before the first update and at regular intervals.
         validate_every: Updates between validations.
-        speed_weight: What a full block is worth in right answers where validation compares arbiters: the best has the
+        speed_weight: Weight of speed when validation compares arbiters: the best has the
             largest accuracy + speed_weight * tokens per round / (K + 1).
         split: Of the prompts. Default: train if there is one.
         offset: First prompt of the split.

@@ -20,14 +20,14 @@ from reprieve.tasks.generated.problems import Contents, draw_problem
 
 @dataclass(frozen=True)
 class Mixture:
-    """What one model of a pair is trained on.
+    """Training data of one model of a pair.
 
     Args:
         teller: how solutions are worded.
         contents: what the problems are like.
         equation_share: of rows, in the first `equation_phase` of training.
         equation_phase: share of the training.
-        operators: of the bare equations, each as often as it stands here.
+        operators: operators of the bare equations; repeated ones are more frequent.
     """
 
     teller: Teller

@@ -1,6 +1,6 @@
-"""How the bundled pairs' models are made: shapes, data and lengths of training.
+"""Training recipes of the bundled pairs' models: shapes, data and training lengths.
 
-The miniature's models start from those of the arithmetic pair, which know the sums; its target then grows to three
+The miniature's models start from those of the arithmetic pair, which know arithmetic; its target then grows to three
 times as many layers.
 """
 
@@ -46,7 +46,7 @@ class Recipe:
         return self.num_tokens // (self.rows_per_update * self.row_length)
 
     def layers_at(self, update: int) -> int:
-        """Layers of the model that makes this update."""
+        """Return the number of layers at an update."""
         grown = update >= self.grow_at * self.num_updates
         return self.grown_layers or self.num_layers if grown else self.num_layers
 

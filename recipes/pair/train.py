@@ -79,7 +79,7 @@ def _start_from(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedToke
 
 @torch.no_grad()
 def grow(model: LlamaForCausalLM, num_layers: int) -> None:
-    """Follow each layer by copies whose outputs begin at zero, so that the model computes what it did.
+    """Insert copies after each layer whose outputs begin at zero, so that the model computes the same function.
 
     Raises:
         ValueError: not a multiple of its layers.
@@ -102,7 +102,7 @@ def grow(model: LlamaForCausalLM, num_layers: int) -> None:
 
 
 class PairLearner(Learner):
-    """Teaches one model of the pair.
+    """Trains one model of the pair.
 
     Args:
         compiled: compile the model first; needs a C++ compiler.
@@ -151,7 +151,7 @@ class PairLearner(Learner):
         )
 
     def _grow(self, num_layers: int) -> None:
-        """Add layers; what the optimiser knows of the others stays."""
+        """Add layers; the optimiser state of the existing parameters is kept."""
         before = self.optimizer.state
         grow(self.model, num_layers)
         self._forward = self._make_forward()
@@ -188,7 +188,7 @@ class PairLearner(Learner):
         return float(loss.detach())
 
     def _tell(self, update: int, loss: float) -> None:
-        """A line now and then; the first says where a resumed training goes on."""
+        """Print progress from time to time; the first call only records where training starts."""
         now = time.perf_counter()
         if self._first is None:
             self._first, self._began = update, now

@@ -1,12 +1,12 @@
 """Wordings of the bundled pairs' solutions.
 
-Target and draft are trained on different wordings, so they disagree on words far more often than on numbers, which is
-what the relaxed rules need to have something to rescue. The arithmetic pair tells the same steps in two wordings at
+Target and draft are trained on different wordings, so they disagree on words far more often than on numbers. This
+gives the relaxed rules harmless mismatches to rescue. The arithmetic pair tells the same steps in two wordings at
 several choice points; a `Style` holds the probability of the second one at each. The miniature has five wordings at
 every *place* of a solution (introduction, opener, hedge, body, order of operands, order of steps). A `Voice` prefers
 some of them, others in other contexts, so that both models are spread over all wordings, as real pairs are. One wording
-of each place is rare in the target's voice, and harmless. Some solutions get a result wrong, notice it and repair it,
-so that one wrong token need not end wrong.
+of each place is rare in the target's voice, and harmless. Some solutions contain a wrong result and correct it,
+so that one wrong token does not always lead to a wrong answer.
 """
 
 from __future__ import annotations

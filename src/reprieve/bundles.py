@@ -1,4 +1,4 @@
-"""The pairs that travel with the package: their names, tasks and heads."""
+"""Bundled pairs: their names, tasks and heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from reprieve.errors import SpecError
 
 _FILE = "bundle.json"
-_OURS = "reprieve/"  # names beginning so are not asked of the hub
+_OURS = "reprieve/"  # names with this prefix are not looked up on the hub
 _OTHERS = "REPRIEVE_BUNDLES"  # folders with further bundles
 
 
@@ -19,12 +19,12 @@ class Bundle:
     """One pair.
 
     Args:
-        name: as `--target` says it.
-        key: what its heads' names and its folder begin with.
-        task: what it was trained for, and what plain questions are wrapped as.
-        folder: its models, heads and `bundle.json`.
-        heads: the folders of its heads.
-        menu: rules that `serve` offers for it; the first is what a request gets that asks for none.
+        name: name to pass to `--target`.
+        key: name of its folder, and prefix of its heads' names.
+        task: task it was trained for; plain questions are wrapped in its format.
+        folder: folder with its models, heads and `bundle.json`.
+        heads: folders of its heads.
+        menu: rules that `serve` offers for it; the first is the default for requests that choose none.
         certified: the judge's thresholds that `benchmarks/study.py` certifies.
     """
 
@@ -71,10 +71,10 @@ BUNDLED_HEADS = {name: bundle.folder / head for bundle in BUNDLES.values() for h
 
 
 def source_of(name: str | Path, role: str) -> str | Path:
-    """Return where a model is read from: the folder of a bundled one, else what its name says.
+    """Return the source of a model: the folder of a bundled one, else the given name.
 
     Raises:
-        SpecError: a name of a bundled pair that there is not.
+        SpecError: a name that begins with `reprieve/` and is neither a bundled pair nor an existing path.
     """
     bundle = BUNDLES.get(str(name))
     if bundle is None and str(name).startswith(_OURS) and not Path(name).exists():
@@ -83,7 +83,7 @@ def source_of(name: str | Path, role: str) -> str | Path:
 
 
 def bundle_of(target: str | Path | None) -> Bundle | None:
-    """The bundle whose target this is, by its name or as the folder of its weights; None for any other."""
+    """Return the bundle whose target this is, given by name or by the folder of its weights; None for others."""
     if target is None:
         return None
     by_folder = (bundle for bundle in BUNDLES.values() if Path(target) == bundle.role_folder("target"))

@@ -1,4 +1,4 @@
-"""The errors Reprieve raises on purpose. All of them name the parameter, what is allowed and what was given."""
+"""Errors that Reprieve raises deliberately. Messages name the parameter, the allowed values and the value given."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class ReprieveError(Exception):
-    """Something the user can mend; the command line prints it without a traceback."""
+    """An error that the user can fix; the command line prints it without a traceback."""
 
 
 class SpecError(ReprieveError, ValueError):
@@ -26,18 +26,18 @@ class ContextOverflowError(ReprieveError, ValueError):
 
 
 class UnsupportedModelError(ReprieveError, ValueError):
-    """A model that lacks what was asked of it, such as a cache that can be rolled back or hidden states."""
+    """A model without a required feature, such as a cache that can be rolled back, or hidden states."""
 
 
 class EngineError(ReprieveError):
-    """A server or a worker that died or does not answer; what was answered before is kept."""
+    """A server or a worker that died or does not respond; earlier answers are kept."""
 
 
 def import_extra(module: str, extra: str) -> Any:
-    """A module that only some installations have.
+    """Import a module of an optional extra.
 
     Raises:
-        ReprieveError: it is missing; says which extra brings it.
+        ReprieveError: the module cannot be imported; the message gives the command that installs the extra.
     """
     try:
         return importlib.import_module(module)
@@ -53,7 +53,7 @@ def install_command(extra: str) -> str:
 
 
 def require_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
-    """Refuse what is no number in [low, high], or (low, high] with `low_open`; NaN is always refused.
+    """Refuse anything but a number in [low, high], or in (low, high] with `low_open`; NaN is always refused.
 
     Raises:
         SpecError: names the parameter, the range and the value.
@@ -65,7 +65,7 @@ def require_range(name: str, value: float, low: float, high: float, *, low_open:
 
 
 def require_whole(name: str, value: int, low: int, high: int | None = None) -> None:
-    """Refuse what is no whole number from `low` to `high`, or of `low` or more.
+    """Refuse anything but a whole number from `low` to `high`, or of at least `low` if `high` is None.
 
     Raises:
         SpecError: names the parameter, the range and the value.

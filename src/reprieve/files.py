@@ -1,4 +1,4 @@
-"""Files that runs write: whole or not at all, and logs that survive a kill."""
+"""File access of runs: atomic writes, logs that survive a kill, checked reads, and folder locks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _HOST = socket.gethostname()
 
 
 def replace_file(path: Path, content: bytes | str) -> None:
-    """Write to a temporary name beside `path` and rename: readers see the old file or the new one, never half.
+    """Write a file atomically, by renaming a temporary file in its folder: readers never see a partial file.
 
     Raises:
         ReprieveError: the file cannot be written there.
     """
     temporary = path.with_name(f".{path.name}.{_HOST}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
-        if path.exists() and not path.is_file():  # a device, say: renaming would take its place
+        if path.exists() and not path.is_file():  # such as a device, which the rename would replace
             raise ReprieveError(f"{str(path)!r} cannot be written: it is no plain file")
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -42,7 +42,7 @@ def replace_file(path: Path, content: bytes | str) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what killed processes of this machine left half-written in a folder."""
+    """Remove the temporary files that killed processes of this machine left in a folder."""
     for path in folder.glob(f".*.{_HOST}.*.tmp"):
         number = path.name.split(".")[-2].partition("-")[0]
         if number.isdigit() and not is_running(int(number)):
@@ -55,7 +55,7 @@ def is_running(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except (PermissionError, OverflowError):  # somebody else's, or no number of a process: not ours to judge
+    except (PermissionError, OverflowError):  # another user's process, or not a process id: assume that it runs
         pass
     return True
 
@@ -64,7 +64,7 @@ def parse_json(text: str | bytes) -> Any:
     """Parse a JSON text.
 
     Raises:
-        ValueError: it is none, nests too deep, or holds a number of thousands of digits.
+        ValueError: the text is not JSON, is nested too deeply, or contains a number with thousands of digits.
     """
     try:
         return json.loads(text)
@@ -73,14 +73,14 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_file(path: str | Path, what: str, *, most: int = _LARGEST) -> bytes:
-    """A plain file's content; `.gz` is unpacked.
+    """Return the content of a regular file; `.gz` files are decompressed.
 
     Args:
-        what: it is, for errors.
-        most: bytes, also once unpacked.
+        what: description of the file, for error messages.
+        most: maximum size in bytes, after decompression.
 
     Raises:
-        ReprieveError: there is none, it is too large or damaged, or it is no plain file: a pipe would never end.
+        ReprieveError: the file is missing, too large, damaged, or not a regular file (a pipe might never end).
     """
     path = Path(path)
     try:
@@ -110,10 +110,10 @@ def read_json(path: str | Path, what: str, *, most: int = _LARGEST) -> Any:
 
 
 def whole_lines(path: Path, *, repair: bool = False) -> list[str]:
-    """Return the lines of a file that is appended to; none without a file. A last line cut off by a kill is dropped.
+    """Return the complete lines of a log, [] if the file is missing. A last line cut off by a kill is dropped.
 
     Args:
-        repair: remove such a line from the file, so that it can be appended to. Only the file's one writer may.
+        repair: also remove that line from the file, so that it can be appended to. Only for the file's single writer.
 
     Raises:
         ReprieveError: the file cannot be read, or is not UTF-8.
@@ -131,7 +131,7 @@ def whole_lines(path: Path, *, repair: bool = False) -> list[str]:
 
 
 class FolderLock:
-    """Holds a folder for this process until it is collected; the system releases it when the process ends.
+    """Lock on a folder, held until this object is garbage-collected or the process ends.
 
     Raises:
         ReprieveError: another process holds the folder, or its `.lock` cannot be written or is no plain file.
@@ -160,7 +160,7 @@ class FolderLock:
 
     @classmethod
     def of(cls, folder: Path) -> FolderLock:
-        """Return the lock of a folder: the one that this process holds already, if it does."""
+        """Return the lock of a folder; a lock that this process already holds is reused."""
         key = folder.resolve()
         lock = cls._held.get(key) or cls(folder)
         cls._held[key] = lock

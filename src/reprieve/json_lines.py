@@ -30,7 +30,7 @@ def append_line(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def read_lines(path: Path, what: str, *, repair: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each line's beginning of an error message, and its object. A last line cut off by a kill is dropped.
+    """Yield the prefix of an error message and the object of each line. A last line cut off by a kill is dropped.
 
     Args:
         what: noun for errors, such as "problem record".

@@ -27,10 +27,10 @@ class Registry(Generic[T]):
     """Classes by name.
 
     Args:
-        what: one of them, in a word, for messages: `rule`.
-        package: whose modules hold the project's own, such as `reprieve.rules`.
-        group: of entry points that bring those of other packages; named as `package` unless given.
-        attribute: of a class that holds its name.
+        what: noun for messages, such as `rule`.
+        package: package whose modules define this project's classes, such as `reprieve.rules`.
+        group: entry-point group for the classes of other packages. Default: the name of `package`.
+        attribute: class attribute that holds the name.
     """
 
     def __init__(self, what: str, package: str, *, group: str | None = None, attribute: str = "name") -> None:
@@ -57,7 +57,7 @@ class Registry(Generic[T]):
         return kind
 
     def names(self) -> tuple[str, ...]:
-        """All names in alphabetical order; a plugin's class is not imported for its name."""
+        """Return all names in alphabetical order, without importing the plugins' classes."""
         self._import_own()
         return tuple(sorted({*self._classes, *self._plugins}))
 
@@ -97,7 +97,7 @@ class Registry(Generic[T]):
 
     @cached_property
     def _plugins(self) -> dict[str, EntryPoint]:
-        """Entry points by name; what has the name of something else is left out with a warning."""
+        """Entry points by name; one whose name is already taken is left out with a warning."""
         self._import_own()
         plugins: dict[str, EntryPoint] = {}
         for entry in entry_points(group=self.group):
@@ -124,6 +124,6 @@ class Registry(Generic[T]):
             if (given := getattr(loaded, self.attribute, None)) != entry.name:
                 raise ReprieveError(f"its class must have {self.attribute} = {entry.name!r}, got {given!r}")
             self.register(loaded)
-        except Exception as error:  # whatever another package's import raises, its name is what helps
+        except Exception as error:  # an import can raise anything; the message must name the package
             source = entry.dist.name if entry.dist is not None else entry.value
             raise ReprieveError(f"{self.what} {entry.name!r} of package {source} cannot be used: {error}") from error

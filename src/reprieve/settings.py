@@ -24,12 +24,12 @@ MAX_DRAFT_TOKENS = 512  # of a round
 AUTO = "auto"
 _ELSEWHERE = {"max_tokens": "max_new_tokens", "logprobs": "num_logprobs"}  # names that vLLM and OpenAI have
 _NAMED = f"{AUTO}:path="
-NumDraftTokens = int | str  # K, or who decides: `auto`, `auto:path=FOLDER`
+NumDraftTokens = int | str  # K, `auto` (adaptive), or `auto:path=FOLDER`
 BUNDLED_PAIR, BUNDLED_TASK = DEFAULT.name, DEFAULT.task
 
 
 def require_draft_tokens(value: NumDraftTokens) -> None:
-    """Refuse what is neither K nor says who decides.
+    """Refuse anything but a K, `auto` or `auto:path=FOLDER`.
 
     Raises:
         SpecError: names what is allowed.
@@ -43,12 +43,12 @@ def require_draft_tokens(value: NumDraftTokens) -> None:
 
 
 def named_length(value: NumDraftTokens) -> str:
-    """The head of `auto:path=FOLDER`; empty where none is named."""
+    """Return the folder in `auto:path=FOLDER`; empty for other values."""
     return value.removeprefix(_NAMED) if isinstance(value, str) and value.startswith(_NAMED) else ""
 
 
 def read_draft_tokens(text: NumDraftTokens) -> NumDraftTokens:
-    """K from a text: a number where it is one."""
+    """Parse the text of `num_draft_tokens`: an int if it is a number, else the text itself."""
     return int(text) if isinstance(text, str) and text.isdecimal() and text.isascii() else text
 
 
@@ -61,8 +61,8 @@ class PairSettings:
         draft: Draft model: hub id or folder. Default: the bundled one with the bundled target, else none.
         dtype: auto, float32, bfloat16, float16, or int8 (linear layers, on CPUs).
         device: cpu, cuda, cuda:1 ... Default: a GPU if there is one.
-        device_map: auto, balanced ...: spread the target over several devices (accelerate's); the draft stays on one.
-        num_threads: Threads of a forward on the CPU. Default: one, or all cores where a short trial finds those faster.
+        device_map: auto, balanced ... (see accelerate): spread the target over several devices, the draft stays on one.
+        num_threads: CPU threads of a forward pass. Default: one, or all cores if a short trial finds them faster.
     """
 
     target: str = BUNDLED_PAIR
@@ -70,7 +70,7 @@ class PairSettings:
     dtype: str = "auto"
     device: str | None = None
     device_map: str | None = None
-    num_threads: int | None = field(default=None, repr=False)  # no part of what a training is
+    num_threads: int | None = field(default=None, repr=False)  # not part of the identity of a training
 
     def __post_init__(self) -> None:
         if self.num_threads is not None:
@@ -88,7 +88,7 @@ class PairSettings:
 
     @property
     def whole_draft(self) -> str | None:
-        """The draft by name, the bundled one where a bundled target names none."""
+        """Name of the draft; for a bundled target without a draft, the name of the bundled pair."""
         return self.target if self.draft is None and self.bundle else self.draft
 
 
@@ -98,9 +98,9 @@ class PromptSettings:
 
     Args:
         chat_template: Wrap prompts in the tokenizer's chat template.
-        system_prompt: System message before them; needs the chat template.
-        thinking: on or off, for templates that know enable_thinking. Default: the template's own.
-        max_new_tokens: Largest answer, in tokens, thinking included. Default: the task's.
+        system_prompt: System message before the prompts; needs the chat template.
+        thinking: on or off, for templates that support enable_thinking. Default: the template's own.
+        max_new_tokens: Maximum length of an answer in tokens, including thinking. Default: the task's.
     """
 
     chat_template: bool = False
@@ -190,10 +190,10 @@ class SamplingParams(SamplingSettings):
     """Sampling, length and stops of one answer.
 
     Args:
-        max_new_tokens: exact largest number of generated tokens, the end-of-text token included.
+        max_new_tokens: maximum number of generated tokens, including the end-of-text token.
         seed: same seed, same answer.
         stop: texts that end the answer; the answer's text stops before them.
-        ignore_eos: go on after the end-of-text token.
+        ignore_eos: continue after the end-of-text token.
         eos_token_ids: tokens that end the answer; None for the model's and the tokenizer's own.
         num_logprobs: return each token's log-probability under the target, and those of this many most likely ones,
             0 to 20; None for neither.
@@ -232,10 +232,10 @@ class SamplingParams(SamplingSettings):
             )
 
     def with_fields(self, **fields: Any) -> SamplingParams:
-        """Return the same with some fields set.
+        """Return a copy with some fields replaced.
 
         Raises:
-            SpecError: an unknown field, with the one that may have been meant; a value out of range.
+            SpecError: an unknown field (the message suggests a similar one), or a value out of range.
         """
         self._require_known(fields)
         return dataclasses.replace(self, **fields) if fields else self
@@ -254,12 +254,12 @@ class SamplingParams(SamplingSettings):
                 raise SpecError(f"no sampling parameter {name!r}" + (f"; did you mean {near}?" if near else ""))
 
     def for_problem(self, number: int, trial: int = 0) -> SamplingParams:
-        """The same, with draws of its own for the `number`th problem of a task and a trial of it."""
+        """Return a copy with a separate seed for the `number`th problem of a task and one trial of it."""
         return dataclasses.replace(self, seed=(self.seed + trial) * 1_000_003 + number)
 
 
 def _require_temperature(name: str, value: float) -> None:
-    """0, or what logits can be divided by in float32."""
+    """Refuse temperatures other than 0 by which float32 logits cannot be divided: outside of [1e-6, 1e6]."""
     require_range(name, value, 0.0, 1e6)
     if 0 < value < 1e-6:
         raise SpecError(f"{name} must be 0 or in [1e-06, 1e+06], got {value!r}")

@@ -1,7 +1,6 @@
-"""From the text of the command line to settings: `name:key=value,key=value`, one grammar for everything named so.
+"""Parser of specifications `name:key=value,key=value`, the grammar of rules, drafters, tasks, graders and judges.
 
-Rules, drafters, tasks, graders and judges are written alike. A value that holds one of the signs `,|&=:` stands in
-double quotes; a double quote in it is written twice.
+A value that contains one of the characters `,|&=:` is written in double quotes; a double quote in it is doubled.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ _ARTICLE = {int: "a whole number", float: "a number", str: "a text"}
 
 
 def parse_spec(text: str, *, what: str) -> tuple[str, dict[str, str]]:
-    """`name:a=1,b=x` as the name and a dictionary of texts.
+    """Parse `name:a=1,b=x` into the name and a dictionary of strings.
 
     Args:
-        what: names the kind of thing in messages: `rule`, `task`.
+        what: noun for error messages, such as `rule` or `task`.
 
     Raises:
         SpecError: see `parse_parameters`.
@@ -92,7 +91,7 @@ def format_spec(name: str, record: Any, *, always: tuple[str, ...] = (), without
 
     Args:
         always: parameters that are written even at their default.
-        without: parameters that are left out; with them it is another record.
+        without: parameters to leave out; the text then describes a different record.
     """
     given = [
         f"{key}={_format(getattr(record, field.name))}"
@@ -103,7 +102,7 @@ def format_spec(name: str, record: Any, *, always: tuple[str, ...] = (), without
 
 
 def quoted(text: str) -> str:
-    """A text as a specification writes it: in double quotes where it holds a sign of the grammar, its own doubled."""
+    """Quote a text if it has outer spaces or a character of the grammar; double quotes in it are doubled."""
     plain = not any(sign in text for sign in (*SIGNS, '"')) and text == text.strip()
     return text if plain else '"' + text.replace('"', '""') + '"'
 

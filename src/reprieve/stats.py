@@ -38,13 +38,13 @@ def paired_difference(
 ) -> tuple[float, float, float]:
     """Mean of left - right over the same problems, with its 95% interval: (difference, low, high).
 
-    Of values that are 0 or 1, as answers right or wrong, the adjusted Wald interval for paired shares (Bonett and
-    Price, 2012): each way of differing counts once more than it was seen, so that few differences, or none, do not make
-    a narrow interval. Of others a normal interval. Several trials a problem, [n, trials], give a bootstrap over
-    problems: trials of one problem are no independent evidence. Where no trial differs they count as one.
+    For values of 0 or 1, such as right and wrong answers: the adjusted Wald interval for paired proportions (Bonett and
+    Price, 2012). It adds one to the count of each kind of difference, so that few or no differences do not give a
+    narrow interval. For other values: a normal interval. For several trials per problem, [n, trials]: a bootstrap over
+    problems, since trials of one problem are not independent. If no trial differs, the trials count as one.
 
     Raises:
-        ValueError: different shapes, or none.
+        ValueError: different shapes, or no values.
     """
     if np.shape(left) != np.shape(right) or not np.size(left):
         raise ValueError(
@@ -74,7 +74,7 @@ def clustered_interval(values: np.ndarray) -> tuple[float, float]:
 def share_interval(successes: np.ndarray) -> tuple[float, float]:
     """95% interval of a share, from 0 and 1 in [n, trials]: Wilson for one trial, else bootstrap over problems.
 
-    Where all trials are the same they count as one: a bootstrap cannot see what no problem showed.
+    If all values are equal, the trials of a problem count as one: a bootstrap interval would have zero width.
     """
     if successes.shape[1] == 1 or successes.min() == successes.max():
         return wilson_interval(int(successes[:, 0].sum()), len(successes))
@@ -120,16 +120,16 @@ def bootstrap_interval(
 
 @dataclass(frozen=True)
 class BranchChoices:
-    """Choices between a draft's and a target's branch, and what each branch was worth: [n] each (CoSpec, Table 3)."""
+    """Choices between a draft's and a target's branch, and the utility of each branch: [n] each (CoSpec, Table 3)."""
 
     accepted: Sequence[bool]  # whether the draft's was chosen
     draft_utilities: Sequence[float]
     target_utilities: Sequence[float]
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """For all and by category: how many, draft not worse, draft chosen, chosen branch not worse.
+        """Return counts, overall and by category: all, draft not worse, draft chosen, chosen branch not worse.
 
-        Branches of the same worth count as both right from a half on, else as both wrong.
+        Branches of equal utility count as both right if it is at least 0.5, else as both wrong.
         """
         groups: dict[str, list[tuple[bool, float]]] = {
             name: [] for name in ("all", "draft_better", "target_better", "both_right", "both_wrong")

@@ -1,7 +1,7 @@
-"""Between host and device: copies that the host need not wait for, and one that it waits for once.
+"""Copies between host and device: non-blocking ones to the device, and a single blocking one back.
 
-A plain `tensor.tolist()` or `torch.tensor(..., device="cuda")` makes the host wait until the device has done all it was
-given. A round of constant K does so at most twice, through `to_host`; a length decided on the way asks more often.
+A plain `tensor.tolist()` or `torch.tensor(..., device="cuda")` makes the host wait until the device has finished all
+queued work. A round with constant K waits at most twice, through `to_host`; an adaptive draft length waits more often.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def spread(values: list[float] | list[bool] | list[int], dtype: torch.dtype, dev
 
 
 def to_host(*tensors: Tensor) -> list[list[float]]:
-    """Several small tensors as flat lists of numbers, in one copy: the host waits once.
+    """Copy several small tensors to the host at once, as flat lists of numbers: the host waits once.
 
     Whole numbers up to 2^53 (2^24 where the device has no float64) come through exactly.
     """

@@ -43,9 +43,9 @@ class Provenance(StrEnum):
 class Block:
     """The drafted tokens of one round, parents before children.
 
-    `deterministic` says that the drafter did not sample (greedy drafting, n-grams, a scripted tree): the probability
-    it proposed each token with is then 1, whatever `draft_logits` say. `num_pruned` counts nodes that were drafted and
-    cut away again before verification.
+    `deterministic` means that the drafter did not sample (greedy drafting, n-grams, a scripted tree): the proposal
+    probability of each token is then 1, regardless of `draft_logits`. `num_pruned` counts nodes that were drafted and
+    pruned before verification.
     """
 
     token_ids: Tensor  # [N], int64, on the target's device
@@ -144,9 +144,9 @@ class Verification:
 
 @dataclass(frozen=True)
 class Context:
-    """Texts before the drafted tokens, prompts and committed tokens, of one request or of a batch."""
+    """Token ids before the drafted tokens (prompt and committed tokens), of one request or of a batch."""
 
-    token_ids: Tensor  # [B, T], oldest first; what lies past a text's length is ignored
+    token_ids: Tensor  # [B, T], oldest first; ids past a text's length are ignored
     lengths: Tensor  # [B], int64
 
 
@@ -164,7 +164,7 @@ class Evidence:
     greedy: bool
     lossless_accepts: Tensor  # [...], bool: whether the lossless check alone would accept the token
     target_scores: Tensor | None = None  # [..., V]; None for the raw logits
-    target_ids: Tensor | None = None  # [...], the target's own draw in each token's place (base `exact`)
+    target_ids: Tensor | None = None  # [...], the target's own draw at each position (check `exact`)
     draft_scores: Tensor | None = None  # [..., V]; None when the drafter has no distribution
     draft_logits: Tensor | None = None  # [..., V], raw; None as above
     proposal_probs: Tensor | None = None  # [...], of each token; None where the drafter did not sample
@@ -178,13 +178,13 @@ class Evidence:
     top_embeddings: Tensor | None = None  # [..., D], that of the target's most likely token in its place
     advice: Tensor | None = None  # [...], what an advisor's extra forward returned
     parents: Sequence[int] | None = None  # [N], ROOT or an earlier node; None for a chain
-    padding: Tensor | None = None  # [...], bool: no drafted token; None where every one is
+    padding: Tensor | None = None  # [...], bool: True for padding; None without padding
     context: Context | None = None
     context_rows: Sequence[int] | None = (
         None  # [N], the text of `context` that each token continues; None for the only one
     )
     answer_positions: Tensor | None = None  # [...], int64: how many tokens of the answer precede the token
-    num_draft_tokens: int | None = None  # the engine's K, of which a block may fall short; None where K varies
+    num_draft_tokens: int | None = None  # the engine's K; a block can be shorter. None if K varies
 
     @cached_property
     def own_ids(self) -> Tensor:
@@ -273,7 +273,7 @@ class RoundTrace:
     target_log_probs: list[float]  # of each drafted token under the target's raw distribution, nats
     risks: list[float] | None
     advice: list[float] | None
-    bonus_id: int | None  # what the target would say after the whole chain; None where that would take a draw
+    bonus_id: int | None  # the target's token after the whole chain; None if it would be sampled
     lossless_accepts: list[bool]
     path: list[int]
     committed: list[Token]
@@ -294,7 +294,7 @@ class Generation:
     seconds_by_part: dict[str, float] = field(default_factory=dict)  # of each of PARTS; {} unless they were timed
     round_lengths: list[int] = field(default_factory=list)  # committed tokens of each round
     trace: list[RoundTrace] | None = None
-    # From token ids to the text that each made certain.
+    # Maps token ids to the text that each of them completed.
     decode: Callable[[list[int]], list[str]] | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""`reprieve certify`: the most lenient threshold with a proved price."""
+"""`reprieve certify`: the most lenient threshold whose loss is provably below a bound."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from reprieve.settings import PairSettings
 
 @dataclass(frozen=True)
 class Certify(Command):
-    """Certify a threshold: walk from strict to lenient, stop at the first that cannot be proved, confirm held out.
+    """Certify a threshold: test from strict to lenient, stop at the first without a proof, confirm on held-out data.
 
     Args:
-        num_workers: Processes side by side.
+        num_workers: Number of parallel processes.
         out: Folder for results; run again with it to resume.
     """
 
@@ -63,7 +63,7 @@ class Certify(Command):
         return 0
 
     def _warn_of_few(self, num_problems: int) -> None:
-        """Warn, before any answer, where the promise takes more problems than there are."""
+        """Warn before any answer if the promise needs more problems than there are."""
         from reprieve.certify.fixed_sequence import num_needed
 
         if num_problems < (needed := num_needed(self.settings.promise)):

@@ -21,11 +21,11 @@ class Command(ABC):
 
     @abstractmethod
     def run(self) -> int:
-        """Do it; returns the exit status."""
+        """Run the command; returns the exit status."""
 
     @property
     def kept_in(self) -> Path | None:
-        """The folder of a run that can go on there; None before it has begun, and for what writes no run."""
+        """Folder of a run that can be resumed; None before the run has begun, and for commands that keep no run."""
         folder = getattr(self, "out", None)
         return folder if isinstance(folder, Path) and (folder / CONFIG).is_file() else None
 

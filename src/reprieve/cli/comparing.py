@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from reprieve.tasks.chat import Chat
 
 
-_FEW = 100  # problems, below which the fastest K may be chance
+_FEW = 100  # problems; with fewer, the fastest K may be due to chance
 
 
 def report(run: Run, document: dict[str, Any], engine: EngineSettings, out: Path, *, num_workers: int = 1) -> int:
@@ -79,15 +79,15 @@ def measure(
     num_workers: int = 1,
     speed: SpeedSettings | None = None,
 ) -> tuple[Run, dict[str, Any]]:
-    """A run and its results document, with speed under load where that is asked for.
+    """Run arms; returns the run and its results document, with speed under load if that is requested.
 
     Args:
-        command: whose flags are kept in the run's folder.
-        num_workers: processes side by side.
-        speed: how speed under load is measured too, on servers.
+        command: its flags are kept in the run's folder.
+        num_workers: number of parallel processes.
+        speed: settings for speed under load, on servers only; None measures none.
 
     Raises:
-        SpecError: speed under load of an engine that is not a server.
+        SpecError: speed under load is requested from an engine that is not a server.
     """
     from reprieve.bench.config import RunConfig
     from reprieve.bench.engine import without_missing

@@ -1,4 +1,4 @@
-"""`reprieve demo`: the main job on the bundled pair."""
+"""`reprieve demo`: compare rules on the bundled pair."""
 
 from __future__ import annotations
 

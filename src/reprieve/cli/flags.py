@@ -1,7 +1,7 @@
 """Flags from dataclasses: every field of a command's record, and of the records in it, is one flag.
 
 A record's docstring has the help texts, in its `Args:`. Values come from the command line, then from a `--config`
-file, then from the record's own defaults. The same record as YAML is what a run keeps in its folder.
+file, then from the record's own defaults. A run keeps the same record as YAML in its folder.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Flag:
 
     @property
     def option(self) -> str:
-        """As it is typed: `--top-p`."""
+        """Flag on the command line, such as `--top-p`."""
         return "--" + self.key.replace("_", "-")
 
     @property
     def key(self) -> str:
-        """As YAML has it: `lambda` for the field `lambda_`, `workers` for `num_workers`."""
+        """Key in YAML: `lambda` for the field `lambda_`, `workers` for `num_workers`."""
         return self.name if self.name in _KNOWN_COUNTS else self.name.removeprefix("num_").rstrip("_")
 
     @property
@@ -110,7 +110,7 @@ def argument_helps(kind: type) -> dict[str, str]:
 
 
 def parser_of(kind: type, *, prog: str) -> argparse.ArgumentParser:
-    """A parser of a record's flags. What is not given is not in the result."""
+    """Return a parser of a record's flags. Flags that are not given are absent from its result."""
     example = str(getattr(kind, "example", ""))
     parser = _Parser(
         prog=prog,
@@ -143,7 +143,7 @@ def parse(kind: type[T], arguments: Sequence[str], *, command: str) -> T:
 
     Raises:
         SpecError: a value out of range, or a configuration that does not fit.
-        SystemExit: usage was asked for, or is wrong (2).
+        SystemExit: help was requested, or the usage is wrong (2).
     """
     parser = parser_of(kind, prog=program_name(command))
     given = vars(parser.parse_args(list(arguments)))
@@ -166,7 +166,7 @@ def parse(kind: type[T], arguments: Sequence[str], *, command: str) -> T:
 
 
 def build(kind: type[T], values: Mapping[str, Any], *, default: Any = dataclasses.MISSING) -> T:
-    """A record, and the records in it, from values by field name; the rest are the defaults.
+    """Build a record and the records in it from values by field name; other fields keep their defaults.
 
     Raises:
         SpecError: a value that a record refuses.
@@ -238,13 +238,13 @@ def _read_yaml(content: bytes) -> Any:
     """Return what a configuration file says.
 
     Raises:
-        ValueError: not UTF-8, or a key that is there twice.
+        ValueError: not UTF-8, or a duplicate key.
         yaml.YAMLError: not YAML.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """YAML whose numbers are as people read them: 1:30 is no number of seconds, and no key stands twice."""
+        """YAML without base-60 numbers (1:30) and octal numbers (010); duplicate keys are refused."""
 
         # Without YAML 1.1's numbers to the base of 60.
         yaml_implicit_resolvers: ClassVar[Any] = {
@@ -375,7 +375,7 @@ def command_in(path: Path) -> str | None:
 
 
 def _default_text(default: Any) -> str:
-    """The default, as a help text ends with it; nothing where the text itself has to say."""
+    """Return the default as the end of a help text; empty if the text itself has to state it."""
     if default is dataclasses.MISSING or default in (None, (), "") or isinstance(default, bool):
         return ""
     if isinstance(default, tuple):

@@ -35,16 +35,17 @@ class Generate(Command):
     Args:
         prompt: The prompt; - reads it from standard input.
         rule: The rule, such as margin:delta=2.
-        dial: This request's own value of the rule's dial.
+        dial: Value of the rule's dial for this answer. Default: the rule's own.
         drafter: draft, ngram:max_ngram=3, or eagle3:path=FOLDER.
         num_draft_tokens: K, drafted tokens per round; auto (adaptive), or auto:path=HEAD.
-        max_new_tokens: Exact largest number of new tokens.
+        max_new_tokens: Maximum number of new tokens.
         stop: A text that ends the answer. Repeatable.
-        template: auto, raw or chat: how the prompt is wrapped; auto is chat where one of the next two is given.
-        system_prompt: System message before it, in the chat template.
-        thinking: on or off, for chat templates that know enable_thinking.
+        template: Prompt format: raw, chat or auto. auto is chat if one of the next two flags is given, else the format
+            of a bundled pair's task, else raw.
+        system_prompt: System message before the prompt, in the chat template.
+        thinking: on or off, for chat templates that support enable_thinking.
         seed: Same seed, same answer.
-        color: Colours even where there is no terminal, or none on one.
+        color: Force or disable colours. Default: colours on a terminal.
         json: Print one JSON object instead.
         trace: With --json or --out: every round in full.
         out: Also write the JSON object to this file.

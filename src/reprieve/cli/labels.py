@@ -21,9 +21,9 @@ class ShowLabels(Command):
     Args:
         store: Label store, from `reprieve mine`.
         problem: Problem id. Repeatable.
-        limit: Without --problem: the first so many.
-        html: Write a page instead.
-        color: Colours even where there is no terminal, or none on one.
+        limit: Number of problems to print, from the first, without --problem.
+        html: Write an HTML page to this file instead.
+        color: Force or disable colours. Default: colours on a terminal.
     """
 
     verb = "labels show"
@@ -57,7 +57,7 @@ class LabelStats(Command):
 
     Args:
         store: Label store, from `reprieve mine`.
-        top: How many of the most frequent important tokens.
+        top: Number of most frequent important tokens to list.
     """
 
     verb = "labels stats"
@@ -78,7 +78,7 @@ class LabelStats(Command):
         summary = summarise(problems)
         screen.say(summary.sentence())
         if summary.num_problems:
-            screen.say(f"{summary.num_generated / summary.num_problems:.0f} tokens generated a problem")
+            screen.say(f"{summary.num_generated / summary.num_problems:.0f} tokens generated per problem")
         table = Table("class of the target's token", "labelled", "important", "share [95%]", box=box.SIMPLE_HEAD)
         for row in shares_by_class(problems, tokenizer):
             low, high = wilson_interval(row.num_important, row.num_labelled)
@@ -94,7 +94,7 @@ class LabelStats(Command):
 
 @dataclass(frozen=True)
 class ImportLabels(Command):
-    """Take labels made by hand (Judge Decoding's protocol) into a store that `reprieve train judge` reads.
+    """Import labels made by hand (Judge Decoding's protocol) into a store that `reprieve train judge` reads.
 
     Args:
         annotations: JSONL: prompt, response, wrong = [[start, end], ...].

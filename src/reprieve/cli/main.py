@@ -40,7 +40,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "publish": ("publish:Publish", "upload heads, certificates and report to the Hugging Face Hub"),
     "rules": ("rules:Rules", "list rules with their parameters and sources"),
 }
-_GROUPS = {  # of `reprieve --help`: what a person wants, and the verbs for it
+_GROUPS = {  # sections of `reprieve --help`, and their verbs
     "Decode": ("demo", "generate", "serve"),
     "Measure": ("bench", "report", "monitor", "rules"),
     "Prove": ("quickstart", "certify"),
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _near(name: str, known: Sequence[str]) -> str:
-    """Return a hint at the name that may have been meant; nothing where none is near."""
+    """Return a suggestion of a similar name; empty if there is none."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -150,13 +150,13 @@ def run_command(kind: type[Command], arguments: Sequence[str]) -> int:
 
 
 def _reader_gone() -> int:
-    """Drop what is still to be printed after the reader of a pipe has gone away; returns the exit status."""
+    """Discard further output after the reader of a pipe has closed it; returns the exit status."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
 
 
 def run() -> NoReturn:
-    """The `reprieve` script. SIGTERM ends it as Ctrl-C does, so that what it started ends with it."""
+    """The `reprieve` script. SIGTERM acts like Ctrl-C, so that child processes end too."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         status = main(sys.argv[1:])

@@ -16,8 +16,8 @@ class Mine(Command):
     """Label mismatches.
 
     Args:
-        num_workers: Processes, each with the pair in its own memory.
-        out: Label store; run again with it to go on.
+        num_workers: Number of processes; each loads the pair.
+        out: Label store; run again with it to resume.
     """
 
     settings: MiningSettings
@@ -28,7 +28,7 @@ class Mine(Command):
         require_whole("workers", self.num_workers, 1, 1024)
         if not self.settings.answering.local and self.num_workers != 1:
             raise SpecError(
-                f"workers must be 1 on servers, got {self.num_workers}; --in-flight sets how many problems are in work"
+                f"workers must be 1 on servers, got {self.num_workers}; --in-flight sets how many problems run at once"
             )
         screen.quiet_transformers()
         from reprieve.mining.processes import mine_in_processes

@@ -15,7 +15,7 @@ from reprieve.settings import AUTO, NumDraftTokens, PairSettings
 
 @dataclass(frozen=True)
 class Monitor(Command):
-    """Watch quality while answering; exit status 1 where the alarm was raised.
+    """Monitor quality while answering; the exit status is 1 if the alarm was raised.
 
     Args:
         rule: The rule, such as judge:path=heads/j,threshold=0.03.

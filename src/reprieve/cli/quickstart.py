@@ -47,9 +47,9 @@ _COMPARED = 40  # problems of the last comparison
 _MOST = 10_000  # problems counted of a split
 _FREE = ("out", "look", "unread", "num_workers")  # settings that may change from run to run
 _THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.4)  # coarser than usual: each is measured in full
-_SHARED = 16  # answers that a server makes in the time of one: a guess, and a low one on a GPU
+_SHARED = 16  # assumed number of answers that a server produces in the time of one; low for a GPU
 _UNTRAINED = "margin:delta=1"  # where no head could be trained
-_WALKED = 4  # thresholds, before one cannot be proved: for the estimate
+_WALKED = 4  # assumed number of thresholds tested, for the time estimate
 
 
 @dataclass(frozen=True)
@@ -61,23 +61,24 @@ class Quickstart(Command):
         question: Field of the question.
         answer: Field of the right answer.
         grader: exact, number, math, choice, regex:PATTERN, or python:FILE.py:FUNCTION.
-        prompt_template: Text file with {question} in it: the prompt. Default: the question, asked for step by step.
+        prompt_template: Text file of the prompt, with {question} in it. Default: the question; for numbers and
+            mathematics, with a request to reason step by step.
         stop: Texts that end a response to a raw prompt, separated by `;`.
         task: Another task instead of --data, such as gsm8k:path=gsm8k_{split}.jsonl.
         template: chat, raw, or auto: the tokenizer's chat template if it has one.
         system_prompt: System message; needs the chat template.
-        thinking: on or off, for templates that know enable_thinking. Default: the template's own.
-        max_new_tokens: Largest answer, in tokens, thinking included.
+        thinking: on or off, for templates that support enable_thinking. Default: the template's own.
+        max_new_tokens: Maximum length of an answer in tokens, including thinking.
         mine_limit: Problems to mine, from the train split.
         certify_limit: Calibration problems from the validation split, and as many held-out ones from the test split.
-        max_drop: What the certificate promises to stay below: 0.05 is five points.
-        max_growth: Growth of the answers' length that it promises to stay below: 0.25 is a quarter longer.
+        max_drop: Upper bound on the loss of accuracy that the certificate proves: 0.05 is five points.
+        max_growth: Upper bound on the growth of answer length that it proves: 0.25 is 25% longer.
         num_draft_tokens: K, drafted tokens per round; auto (adaptive), or auto:path=HEAD.
-        num_workers: Processes side by side while mining and certifying. Default: the cores, at most 4; 1 on a GPU.
+        num_workers: Parallel processes for mining and certifying. Default: one per core, at most 4; 1 on a GPU.
         seed: Same seed, same result.
-        look: Look at the pair and the data, say what would be done, and stop.
-        unread: Go on although no answer of the trial could be read, or none was right.
-        out: Folder for everything; run again with it to go on.
+        look: Check the pair and the data, print the plan, and stop.
+        unread: Continue even if no trial answer could be read, or none was right.
+        out: Folder for all results; run again with it to resume.
     """
 
     verb = "quickstart"
@@ -144,7 +145,7 @@ class Quickstart(Command):
             screen.warn(failure)
         arm = arm if certificate is None else certificate.rule
         self._write_policy(arm, certificate)
-        # Another folder after a failure: when the failed stage is done, a run of other arms belongs in `bench`.
+        # A separate folder after a failure: once the failed stage succeeds, `bench` gets a run with other arms.
         unfinished = "-untrained" if arm == _UNTRAINED else "-uncertified"
         folder = self.out / f"bench{unfinished if failure else ''}"
         stages.run("bench", self._comparison(prompt, arm, num_certified, folder))
@@ -204,7 +205,7 @@ class Quickstart(Command):
         return Promise(self.max_drop, max_growth=self.max_growth)
 
     def _require_same_start(self) -> None:
-        """Refuse a folder whose stages stand on other data or settings.
+        """Refuse a folder whose stages used other data or settings.
 
         Raises:
             ReprieveError: names the first difference.
@@ -226,7 +227,7 @@ class Quickstart(Command):
 
     @property
     def task_spec(self) -> str:
-        """The task, as every stage is given it."""
+        """Specification of the task, for all stages."""
         if self.data is None:
             return str(self.task)
         given = {
@@ -291,14 +292,14 @@ class Quickstart(Command):
         return num_mined, num_certified
 
     def _fit(self, task: PromptedTask, limit: int) -> None:
-        """Shorten answers to what the models have room for behind the longest prompt of any stage."""
+        """Reduce the answer length to what fits into the models' context after the longest prompt of any stage."""
         from reprieve.models.identity import stored_positions
 
         splits = ("train", "validation", "test")
         task.fit([item for split in splits for item in task.problems(split, limit)], stored_positions(self.pair))
 
     def _tell_provable(self, trial: Trial, num_certified: int, budget: int) -> bool:
-        """Say how many problems the promise takes; returns whether there are as many."""
+        """Print how many problems the promise needs; returns whether there are enough."""
         from reprieve.certify.fixed_sequence import num_needed
 
         needed = num_needed(self._promise, answer_length=trial.num_tokens, budget=budget)
@@ -319,7 +320,7 @@ class Quickstart(Command):
         return False
 
     def _tell_plan(self, trial: Trial, num_mined: int, num_certified: int, *, provable: bool) -> None:
-        """Say what will be done, and about how long each stage takes."""
+        """Print the plan, with an estimated time for each stage."""
         shared = self._workers() * (1 if self.answering.local else _SHARED)
         # A rollout from half of the answer for every second round; rollouts and a server's answers share forwards.
         mining = num_mined * trial.seconds * (1 + trial.num_rounds / 2) / 3 / shared
@@ -383,7 +384,7 @@ class Quickstart(Command):
         replace_file(self._policy_path, json.dumps(about, indent=2) + "\n")
 
     def _say_how_to_serve(self, certificate: Certificate | None) -> None:
-        """Say where report and policy lie, what was promised, and the command that serves the policy."""
+        """Print the paths of the report and the policy, the promise, and the command that serves the policy."""
         policy = self._policy_path
         screen.say(f"\nreport: {self.out / 'report.html'}   policy: {policy}")
         if certificate is None:
@@ -404,7 +405,7 @@ class Quickstart(Command):
             screen.say(f"serve it: {self._vllm_command(certificate, policy)}")
 
     def _vllm_command(self, certificate: Certificate, policy: Path) -> str:
-        """vLLM as it was measured."""
+        """Return the command that serves with vLLM under the measured conditions."""
         from reprieve.backends.deploying import PAIR, Slot, VllmDeployer
         from reprieve.backends.settings import VllmSettings
 

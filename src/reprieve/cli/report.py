@@ -14,9 +14,9 @@ class Report(Command):
     """Write one self-contained HTML page: frontier, table, certificates, examples, commands.
 
     Args:
-        folders: Folders of bench or certify.
-        title: Of the page.
-        num_examples: Answers shown side by side, of each run.
+        folders: Result folders of bench or certify.
+        title: Title of the page.
+        num_examples: Number of answers shown side by side for each run.
         out: The HTML file.
     """
 

@@ -30,6 +30,6 @@ class Rules(Command):
                 default = "" if field.default == "" else field.default
                 out.print(f"    {parameter}={default}{dial}", soft_wrap=True, markup=False)
         out.print(
-            "\nWrite name:parameter=value,...; a&b needs both, a|b either; start= and end= hold a rule to a span."
+            "\nWrite name:parameter=value,...; a&b needs both, a|b either; start= and end= restrict a rule to a span."
         )
         return 0

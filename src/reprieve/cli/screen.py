@@ -51,14 +51,14 @@ def command_line() -> str:
 
 
 def split_of(task: Task, split: str | None, usual: str) -> str:
-    """The split asked for; else the usual one, or the only one of a task that has no such names."""
+    """Return the requested split; else the usual one, or the task's first split if it has no such split."""
     if split is not None:
         return split
     return usual if usual in task.splits else task.splits[0]
 
 
 def require_problems(limit: int, offset: int) -> None:
-    """Refuse numbers of problems that are none.
+    """Refuse an invalid --limit or --offset.
 
     Raises:
         SpecError: names the flag.
@@ -68,7 +68,7 @@ def require_problems(limit: int, offset: int) -> None:
 
 
 def require_file(path: Path | None) -> None:
-    """Refuse, before any work, a path at which one file cannot be written; None writes nothing.
+    """Refuse, before any work, a path to which no file can be written; None means no file.
 
     Raises:
         SpecError: a folder, or a path below a file.
@@ -85,12 +85,12 @@ def require_file(path: Path | None) -> None:
 
 
 def say(text: str) -> None:
-    """A line on standard output, as it is: not wrapped, not styled."""
+    """Print a line to standard output, neither wrapped nor styled."""
     console().print(text, soft_wrap=True, markup=False)
 
 
 def warn(text: str) -> None:
-    """A line on standard error, as it is."""
+    """Print a line to standard error, neither wrapped nor styled."""
     console(stderr=True).print(text, soft_wrap=True, markup=False)
 
 
@@ -146,7 +146,7 @@ def reporter(bar: Progress, what: str = "answers") -> Callable[[int, int], None]
 def load_pair_and_task(
     pair: PairSettings, task: str, prompt: PromptSettings | None = None, *, decodes: bool = True
 ) -> tuple[Pair, PromptedTask]:
-    """Both, the task first: a misspelt one fails before a large model is read; its problems are put to the target."""
+    """Load the task, then the pair, so that a misspelt task fails early; prompts are formatted for the target."""
     from reprieve.tasks import load_task
     from reprieve.tasks.prompting import with_prompts
 
@@ -156,7 +156,7 @@ def load_pair_and_task(
 
 
 def problems_for(pair: Pair, task: PromptedTask, split: str, limit: int, offset: int) -> list[TaskProblem]:
-    """Return some problems of a task, whose answers are shortened to what the pair has room for.
+    """Return some problems of a task, and reduce its answer length to what fits into the pair's context.
 
     Raises:
         SpecError: there are none.
@@ -175,7 +175,7 @@ def problems_for(pair: Pair, task: PromptedTask, split: str, limit: int, offset:
 def engine_and_task(
     engine: EngineSettings, pair: PairSettings, task: str, prompt: PromptSettings, *, num_workers: int = 1
 ) -> Iterator[tuple[Engine, PromptedTask]]:
-    """Both, the task first; what the engine starts is ended afterwards."""
+    """Load the task, then start the engine; the engine is closed on exit."""
     from reprieve.tasks import load_task
     from reprieve.tasks.prompting import with_prompts
 
@@ -191,7 +191,7 @@ def engine_and_task(
 
 
 def load(pair: PairSettings, *, decodes: bool = True) -> Pair:
-    """The pair, without transformers' own bars and warnings.
+    """Load the pair without transformers' progress bars and warnings.
 
     Args:
         decodes: see `engine.threads.load_configured`.
@@ -203,7 +203,7 @@ def load(pair: PairSettings, *, decodes: bool = True) -> Pair:
 
 
 def quiet_transformers() -> None:
-    """No warnings or bars from loading; our own messages say what matters."""
+    """Disable the warnings and progress bars of transformers; Reprieve prints its own messages."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from transformers.utils import logging

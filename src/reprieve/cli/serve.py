@@ -20,8 +20,8 @@ class Serve(Command):
     """Serve the OpenAI API, /metrics, /health and a playground at /, one request at a time.
 
     Args:
-        rule: A rule on offer: a specification, or a JSON file that also names levels and a cap. The first is what a
-            request gets that asks for none. Repeatable. Default: several of a bundled pair, else margin:delta=1.
+        rule: A rule to offer: a specification, or a JSON file that also names levels and a cap. The first is the
+            default for requests that choose none. Repeatable. Default: a bundled pair's menu, else margin:delta=1.
     """
 
     verb = "serve"

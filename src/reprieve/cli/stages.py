@@ -1,4 +1,4 @@
-"""Long work in stages: each is a verb with its flags, run in this process; what is done is not done again."""
+"""Pipelines of stages: each is a verb with its flags, run in this process; completed stages are skipped."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ INTERRUPTED = 130
 
 
 class Pipeline:
-    """Runs verbs one after another and keeps an account of them: a stage that ended well is passed over.
+    """Runs verbs one after another and records them: a completed stage is skipped.
 
     Args:
-        out: folder of the account.
-        name: of the account, without its ending.
+        out: folder of the record.
+        name: file name of the record, without its extension.
     """
 
     def __init__(self, out: Path, name: str) -> None:
@@ -37,7 +37,7 @@ class Pipeline:
             results: exit statuses that are results. Others end the pipeline.
 
         Raises:
-            KeyboardInterrupt: the stage was interrupted; it goes on when run again.
+            KeyboardInterrupt: the stage was interrupted; it resumes when run again.
             ReprieveError: the stage failed.
         """
         flags = to_yaml(command, command.verb)
@@ -62,7 +62,7 @@ class Pipeline:
 
 
 def _read_account(path: Path) -> dict[str, dict[str, Any]]:
-    """Return what an earlier run did, by stage; nothing where there is no account."""
+    """Return the stages of an earlier run by name; empty if there is no record."""
     try:
         return {stage["name"]: stage for stage in read_json(path, "the account")["stages"]}
     except (ReprieveError, KeyError, TypeError):

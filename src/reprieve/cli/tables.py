@@ -26,9 +26,9 @@ def _table(title: str, full: list[dict[str, str]], short: list[dict[str, str]], 
     """Return a table of cells by column.
 
     Args:
-        full: all columns, where names of arms fit on one line beside them.
-        short: columns for less room, the first the names; the last but one is dropped until names break at their signs.
-            A line below says so.
+        full: rows with all columns, used if the names of arms fit on one line.
+        short: rows with fewer columns, the names first. The second-to-last column is dropped until names break only at
+            their separators; a caption then says so.
     """
     from rich import box
     from rich.table import Table
@@ -52,7 +52,7 @@ def _table(title: str, full: list[dict[str, str]], short: list[dict[str, str]], 
 
 
 def _room(rows: list[dict[str, str]], width: int) -> int:
-    """Return the columns of the screen that the other columns of a table leave to its arms."""
+    """Return the width in characters that the other columns of a table leave for the names of arms."""
     widths = [max(*map(len, name.split("\n")), *(len(row[name]) for row in rows)) for name in rows[0] if name != "arm"]
     return width - sum(widths) - 2 * len(widths) - 2
 

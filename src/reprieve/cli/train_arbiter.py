@@ -21,7 +21,7 @@ class TrainArbiter(Command):
     """Warm CoSpec's arbiter up on labelled traces (appendix C.1); run it again to resume.
 
     Args:
-        preset: paper, or small: a pair of a few million parameters on two cores, in under an hour.
+        preset: paper; or small, for a pair with a few million parameters, in under an hour on two cores.
         labels: Traces, from `reprieve mine arbitration`; several stores are joined. Repeatable.
         out: Folder for checkpoint, log and arbiter.
     """

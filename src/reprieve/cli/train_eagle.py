@@ -60,7 +60,7 @@ class TrainEagle(Command):
         agreed = ", ".join(f"{share:.1%}" for share in reached["accuracy"])
         screen.say(
             f"{reached['num_texts']} answers in {reached['seconds']} s; on {reached['num_held_out']} held-out answers "
-            f"head and target place the same token first, step by step while they agree: {agreed}\n"
+            f"head and target have the same first choice, step by step while they agree: {agreed}\n"
             f"head: {self.out / 'head'}   use it: reprieve bench --drafter eagle3:path={self.out / 'head'}"
         )
         return 0

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from reprieve.heads.base import Head
     from reprieve.mining.records import ProblemLabels
 
-_WORK = "training"  # folder of what a training that was cut off goes on from
+_WORK = "training"  # folder with the state of an interrupted training
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`reprieve train length`: a head that says where drafting ends."""
+"""`reprieve train length`: a head that decides when drafting ends."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from reprieve.errors import import_extra
 from reprieve.settings import BUNDLED_TASK, PairSettings, PromptSettings
 from reprieve.training.settings import LengthTraining
 
-_WORK = "training"  # folder of what a training that was cut off goes on from
+_WORK = "training"  # folder with the state of an interrupted training
 
 
 @dataclass(frozen=True)
 class TrainLength(Command):
-    """Train a head that ends a drafted block where going on does not pay; run it again to resume.
+    """Train a head that ends a drafted block when further drafting does not pay off; run it again to resume.
 
     Args:
-        rule: Whose acceptance it is to predict, such as lossless or judge:path=heads/j.
+        rule: Rule whose acceptance the head predicts, such as lossless or judge:path=heads/j.
         task: Task of the prompts. Default: that of the bundled pair.
         split: Split the prompts come from. Default: train if there is one.
         limit: Number of prompts.
@@ -78,7 +78,7 @@ class TrainLength(Command):
         screen.say(
             f"{training['num_tokens']} drafted tokens of {training['num_problems']} answers; "
             f"{training['num_held_out']} held out: ROC AUC {this:.3f} for a token, {after:.3f} for the next\n"
-            f"price {head.price:g}: a further token is drafted while its chance is that or more; {share:.0%} of them "
+            f"price {head.price:g}: a token is drafted if its acceptance chance is at least this; {share:.0%} of them "
             f"accepted, estimated {gain:.2f} times as fast as K = {training['best_constant']}, the best constant\n"
             f"head: {self.out}   use it: reprieve bench --arm '{self.rule}@K=auto:path={self.out}'"
         )

@@ -1,4 +1,4 @@
-"""`reprieve train lts`: what ARC-Decode's acceptance rule measures once per target."""
+"""`reprieve train lts`: the constants of ARC-Decode's acceptance rule, measured once per target."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TrainLts(Command):
             f"{tolerated:.1%}",
         ]
         if float(fitted.tolerances.max()) > math.log(2):
-            notes.append("the tolerance is above ln 2, the largest divergence: it excludes nothing, and theta must")
+            notes.append("the tolerance is above ln 2, the largest divergence: only theta excludes tokens")
         notes.append(f"calibration: {self.out}   use it: reprieve bench --arm lts:path={self.out}")
         screen.say("\n".join(notes))
         return 0

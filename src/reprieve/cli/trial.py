@@ -1,4 +1,4 @@
-"""A few answers before long work: how fast they come, whether they can be read, and whether they are right."""
+"""Trial answers before a long run: their speed, and whether they can be read and are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP side: routes, limits, errors, streaming, metrics. Everything that takes time happens in the worker."""
+"""HTTP routes of the server: limits, errors, streaming, metrics. The worker thread does the decoding."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from reprieve.vllm_plugin.policy import RequestError
 
 
 def create_app(settings: PlaygroundSettings, worker: Worker, menu: Menu, prompts: Prompts, metrics: Metrics) -> FastAPI:
-    """The server, around a worker that has been started."""
+    """Create the server for a worker that has been started."""
     service = Service(settings, worker, menu, prompts, metrics)
 
     @asynccontextmanager
@@ -58,7 +58,7 @@ def create_app(settings: PlaygroundSettings, worker: Worker, menu: Menu, prompts
         service.checker.start()
         yield
         service.checker.close()
-        worker.close(settings.grace)  # the signal has closed it already, where `run` serves
+        worker.close(settings.grace)  # with `run`, the signal handler has closed it already
         await asyncio.to_thread(worker.join)
 
     app = FastAPI(title="Reprieve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
@@ -158,7 +158,8 @@ class Service:
         """Read a request's body.
 
         Raises:
-            MalformedBodyError: it is not sent as JSON, which a page elsewhere could do unasked, or cannot be accepted.
+            MalformedBodyError: its Content-Type is not JSON (other websites could send that through a browser), or it
+                cannot be accepted.
         """
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if not (media_type.startswith("application/") and media_type.endswith(("/json", "+json"))):
@@ -177,7 +178,7 @@ class Service:
         self._require_model(body.model)
         choice = self.menu.choose(body.leniency)
         room = self.prompts.room(prompts, max_tokens, self.settings.max_tokens)
-        # The playground shows what the target would have said: one logprob more than may have been asked for.
+        # The playground shows the target's alternative to each token, which takes at least two logprobs.
         wanted = max(num_logprobs or 0, 2) if body.reprieve_provenance else num_logprobs
         seed = secrets.randbits(31) if body.seed is None else body.seed
         params: list[SamplingParams] = []
@@ -204,7 +205,7 @@ class Service:
         return JSONResponse(replies.whole(generations, num_read, num_logprobs))
 
     async def _events(self, job: QueuedRequest, request: Request) -> AsyncIterator[Event]:
-        """The job's events, until all choices are finished; the job is cancelled when nobody listens any more."""
+        """Yield the job's events until all choices are finished; cancel the job if the consumer stops earlier."""
         begun = time.monotonic()
         left, first = len(job.prompts), True
         watcher = asyncio.create_task(_watch(job, request))
@@ -241,7 +242,7 @@ class Service:
         num_read: int,
         num_logprobs: int | None,
     ) -> AsyncIterator[str]:
-        """Server-sent events; an error after the first token becomes one, and ends the stream without [DONE]."""
+        """Yield server-sent events; a later error is sent as an event and ends the stream without [DONE]."""
         generations: list[Generation] = []
         opened: set[int] = set()
         try:
@@ -267,7 +268,7 @@ class Service:
 
 
 async def _watch(job: QueuedRequest, request: Request) -> None:
-    """Ends a job when its client goes away; what else a client may still send is of no use."""
+    """End a job when its client disconnects; other messages are ignored."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     job.cancel()
@@ -279,7 +280,7 @@ def _line(chunk: dict[str, Any] | None) -> str:
 
 
 async def _playground() -> HTMLResponse:
-    """The playground: one page, no build step, nothing from elsewhere."""
+    """Return the playground: one page without a build step or external resources."""
     page = resources.files("reprieve.playground").joinpath("playground.html").read_text(encoding="utf-8")
     policy = (
         "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"

@@ -1,6 +1,6 @@
-"""Requests of OpenAI's protocol: fields, limits, and errors that name the field. Imports no engine at first.
+"""Requests of OpenAI's protocol: fields, limits, and errors that name the field.
 
-Large bodies are checked in a process of their own (`checker`), which is to be small and quick to start.
+The engine is imported lazily: `checker` checks large bodies in a separate process, which must be small and start fast.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RequestBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _few_fields(cls, body: Any) -> Any:
-        """Bound the number of fields before any of them is looked at."""
+        """Limit the number of fields before any of them is validated."""
         if isinstance(body, dict):
             for name, value in [("the body", body), *list(body.items())[:_MOST_FIELDS]]:
                 if isinstance(value, dict) and len(value) > _MOST_FIELDS:
@@ -93,7 +93,7 @@ class RequestBody(BaseModel):
 
     @property
     def leniency(self) -> dict[str, Any]:
-        """The fields that choose rule and setting; as on vLLM they may also stand in `vllm_xargs`."""
+        """Fields that choose the rule and its setting; as in vLLM, they can also be given in `vllm_xargs`."""
         from reprieve.backends.request_fields import LEVEL, SWITCH, THRESHOLD
 
         given: dict[str, Any] = {str(name): value for name, value in (self.vllm_xargs or {}).items()}
@@ -101,7 +101,7 @@ class RequestBody(BaseModel):
         return {**given, **{name: value for name, value in own.items() if value is not None}}
 
     def inputs(self) -> Iterator[tuple[str, str | list[int]]]:
-        """Texts or token ids that the models are to read, each with its field's name."""
+        """Yield the inputs of the models, as text or token ids, each with its field's name."""
         raise NotImplementedError
 
     @property
@@ -109,7 +109,7 @@ class RequestBody(BaseModel):
         return bool((self.stream_options or {}).get("include_usage"))
 
     def sampling(self, *, max_new_tokens: int, seed: int, num_logprobs: int | None) -> SamplingParams:
-        """For the engine."""
+        """Return the sampling parameters for the engine."""
         from reprieve.engine import SamplingParams
 
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -153,7 +153,7 @@ class CompletionBody(RequestBody):
 
 
 class TextPart(BaseModel):
-    """A part of a message; only text is understood."""
+    """A part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
@@ -219,11 +219,11 @@ class MalformedBodyError(ReprieveError):
 
 @dataclass(frozen=True)
 class Context:
-    """Room for prompts.
+    """Limits on the length of prompts.
 
     Args:
-        max_tokens: of a prompt.
-        max_characters: of a text; longer ones have too many tokens however they are split.
+        max_tokens: maximum number of tokens of a prompt.
+        max_characters: maximum length of a text; a longer one has too many tokens, however it is tokenized.
     """
 
     max_tokens: int
@@ -261,7 +261,7 @@ def read_body(kind: type[Body], data: bytes, context: Context) -> Body:
 
 
 def require_few_values(data: bytes) -> None:
-    """Bound what a JSON text holds before it is parsed, which takes about 100 ns a value.
+    """Limit the number of values in a JSON text before it is parsed, which takes about 100 ns per value.
 
     Raises:
         MalformedBodyError: more than any request needs.
@@ -278,7 +278,7 @@ def require_few_values(data: bytes) -> None:
     require("values", _MOST_ITEMS + _MOST_NESTED, 1 + outside.count(b","))
 
 
-_SHAPES = {  # fields that take several shapes: the checks of each shape alone would mislead
+_SHAPES = {  # fields that accept several types: pydantic's error for one of the types would be misleading
     "prompt": f"must be a text, token ids, or up to {MAX_CHOICES} of either",
     "stop": f"must be a text of 1 to {MAX_STOP_LENGTH} characters, or up to 16 of them",
     "messages": "must be a list of messages, each with a role and a text (or text parts) as content",
@@ -286,7 +286,7 @@ _SHAPES = {  # fields that take several shapes: the checks of each shape alone w
 
 
 def field_error(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
-    """The first thing wrong with a body: a sentence, and the field."""
+    """Return the first error in a body: a message and the name of the field."""
     first = errors[0]
     where = [str(part)[:100] for part in first["loc"]]
     if first["type"] == "value_error":

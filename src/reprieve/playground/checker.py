@@ -1,4 +1,4 @@
-"""Checks large request bodies in a process of its own: parsing holds the interpreter's lock, which decoding needs."""
+"""Checks large request bodies in a separate process: parsing holds the GIL, which decoding needs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from reprieve.errors import ReprieveError
 from reprieve.playground.bodies import Body, ChatBody, CompletionBody, Context, MalformedBodyError, read_body
 
-_INLINE = 1 << 14  # bytes of a body that is parsed at once: in less than a millisecond
+_INLINE = 1 << 14  # bytes; bodies up to this size are parsed in this process, in less than a millisecond
 _KINDS = (CompletionBody, ChatBody)
 _HEAD = struct.Struct("!BQ")  # number of the kind, bytes of the body
 _START = "import sys; sys.path[:] = {path!r}; from reprieve.playground.checker import answer; answer({context!r})"
 
 
 class BodyChecker:
-    """Reads request bodies; large ones are checked by a process first, one at a time.
+    """Reads request bodies; a separate process checks large ones first, one at a time.
 
     Args:
         context: of the models; longer prompts are refused.
@@ -82,7 +82,7 @@ class BodyChecker:
                 [sys.executable, "-I", "-c", start],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is for the server, whose end ends this process
+                start_new_session=True,  # Ctrl-C goes to the server only; this process ends with it
             )
         return self._process
 
@@ -95,7 +95,7 @@ class BodyChecker:
 
 
 def answer(context: tuple[int, int]) -> None:
-    """Check bodies from standard input until it ends; a line for each: [], or the error and its field."""
+    """Check bodies from standard input until it is closed; write a line for each: [], or the error and its field."""
     gc.freeze()
     gc.disable()  # while hundreds of thousands of values are made; what is parsed has no cycles
     while head := sys.stdin.buffer.read(_HEAD.size):

@@ -1,4 +1,4 @@
-"""Connections that send no request are closed: they must not keep others out."""
+"""HTTP protocol that closes connections without a request, so that they cannot block other clients."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ HEADERS_S = 10.0  # seconds in which a request's headers must have arrived
 
 
 class PatientProtocol(H11Protocol):
-    """uvicorn's own, with a limit on the time that a request's headers take; bodies have one of their own."""
+    """uvicorn's HTTP protocol with a time limit on a request's headers; `BodyLimit` has the limit on bodies."""
 
     _waits: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Begin to wait for a request."""
+        """Start the timer for the first request."""
         super().connection_made(transport)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """A piece of a request."""
+        """Process a piece of a request and update the timer."""
         super().data_received(data)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is over."""
+        """Stop the timer."""
         self._stop_waiting()
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        """Wait from when a request begins until its headers are there."""
+        """Run the timer while the headers of a request are outstanding; stop it while a response is in progress."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_waiting()
         elif self._waits is None:

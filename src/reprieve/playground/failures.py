@@ -16,7 +16,7 @@ from reprieve.vllm_plugin.policy import RequestError
 
 
 class TimedOut(Exception):
-    """A request took longer than it may."""
+    """A request exceeded the time limit."""
 
 
 class UnknownModelError(RequestError):
@@ -24,7 +24,7 @@ class UnknownModelError(RequestError):
 
 
 class Disconnected(Exception):
-    """The client has gone."""
+    """The client disconnected."""
 
 
 # What the routes may raise.

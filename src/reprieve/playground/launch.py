@@ -1,4 +1,4 @@
-"""From a pair and a menu to a running server."""
+"""Build and run the server for a pair and a menu of rules."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 
-_MOST_CONNECTIONS = 16_384  # requests are limited by the queue, half-open connections by their time
+_MOST_CONNECTIONS = 16_384  # the queue limits requests, and a timeout limits connections without a request
 
 
 class Monitoring:
-    """Answers a share of the relaxed requests losslessly too, in the background, and updates the metrics.
+    """Also answers a share of the relaxed requests losslessly, in the background, and updates the metrics.
 
-    Without reference answers, what is counted are answers that the rule changed: no fewer than it can have spoiled.
-    Only greedy requests are checked, since sampled answers differ by themselves.
+    Without reference answers, it counts the answers that the rule changed: an upper bound on those that it made worse.
+    Only greedy requests are checked, since sampled answers differ anyway.
 
     Args:
         settings: of `QualityMonitor`.
@@ -66,10 +66,10 @@ def make_app(
     on_alarm: Callable[[MonitorStatus], None] = lambda status: None,
     announce: Callable[[str], None] = lambda line: None,
 ) -> FastAPI:
-    """A server around the pair, its rules built and its engine's thread begun.
+    """Create a server for the pair, with its rules built and its engine thread started.
 
-    The settings' task says when two answers are the same for the quality checks, and wraps chats where the tokenizer
-    has no template; the bundled pair has its own.
+    The task in the settings defines when two answers are equal in the quality checks, and formats chats if the
+    tokenizer has no chat template. The default for a bundled pair is the pair's own task.
 
     Args:
         announce: called with a line about each rule.
@@ -120,7 +120,7 @@ def make_app(
 
 
 def require_free_port(settings: PlaygroundSettings) -> None:
-    """Refuse a port that cannot be had, before a large model is read.
+    """Refuse a port that cannot be bound, before a large model is loaded.
 
     Raises:
         SpecError: names host, port and reason.
@@ -136,7 +136,7 @@ def require_free_port(settings: PlaygroundSettings) -> None:
 
 
 def run(app: FastAPI, settings: PlaygroundSettings) -> None:
-    """Serve until told to stop; then requests have `grace` seconds to finish, from the signal on."""
+    """Serve until a stop signal; requests then have `grace` seconds to finish."""
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -157,7 +157,7 @@ def run(app: FastAPI, settings: PlaygroundSettings) -> None:
         port=settings.port,
         access_log=False,
         timeout_keep_alive=30,
-        timeout_graceful_shutdown=int(settings.grace) + 10,  # the worker ends requests before, with a word
+        timeout_graceful_shutdown=int(settings.grace) + 10,  # the worker ends requests earlier, with an error message
     )
     Server(config).run()
 
@@ -183,7 +183,7 @@ def _num_draft_tokens(policy: Policy, settings: PlaygroundSettings) -> NumDraftT
 
 
 def _prompts(pair: Pair, task: Task | None, settings: PlaygroundSettings) -> Prompts:
-    """The pair's text side; chats without a template are wrapped as the task wraps its problems."""
+    """Return the pair's `Prompts`; without a chat template, chats are formatted like the task's problems."""
     wrap: Callable[[str], str] | None = getattr(task, "wrap", None)
     bundled = pair.target_name in BUNDLES and task is not None
     return Prompts(

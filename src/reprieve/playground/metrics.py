@@ -17,7 +17,7 @@ _PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/reprieve
 
 
 class Metrics:
-    """Counters of one server; a registry of their own, so that two servers in a process do not meet."""
+    """Counters of one server, in a separate registry, so that two servers in one process do not collide."""
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -51,11 +51,11 @@ class Metrics:
         )
 
     def watch_quality(self, status: Callable[[], MonitorStatus]) -> None:
-        """Show what a quality monitor knows."""
+        """Export the status of a quality monitor."""
         self._quality = status
 
     def count_request(self, path: str, status: int) -> None:
-        """One response; unknown paths share a label, so that nobody can make labels at will."""
+        """Count one response; unknown paths share a label, so that clients cannot create labels."""
         known = path if path in _PATHS else "other"
         self._requests.labels(known, str(status)).inc()
 

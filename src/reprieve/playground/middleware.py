@@ -1,4 +1,4 @@
-"""Middleware before the routes: limits on bodies, enforced while they arrive, turns of refusals, and the API key."""
+"""ASGI middleware: limits on request bodies as they arrive, throttling of refusals, and the API key."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reprieve.playground.protocol import error_body
 
-_LINGER = 16  # times the limit: how much more of a body that is too large is listened to
-_MOST_HELD = 32  # times the limit: bodies in memory, of all requests together
-_SMALL = 1 << 14  # bytes of a body that are taken in any case, so that large bodies keep no ordinary request out
+_LINGER = 16  # times the limit: bytes of an oversized body that are still read, and dropped
+_MOST_HELD = 32  # times the limit: bytes in memory of all bodies together
+_SMALL = 1 << 14  # bytes of a body that are always accepted, so that large bodies cannot block ordinary requests
 _REFUSED = (400, 404, 405, 408, 413)  # statuses that take a turn
 _TURN_S, _TURN_S_PER_BYTE = 0.015, 18e-9  # about ten times what a refusal costs the process
 _LONGEST_WAIT_S = 2.0  # for a turn, however many requests are refused
 
 
 class Turns:
-    """Lets refusals leave one after another, so that malformed requests take about a tenth of the process at most.
+    """Sends refusals one after another, so that malformed requests take at most about a tenth of the process.
 
     The event loop and the engine share the interpreter's lock: without turns, a client that sends malformed requests
     as fast as they are refused would take half of the engine's time.
@@ -33,11 +33,11 @@ class Turns:
         self._free = 0.0  # when the last turn ends
 
     async def wait(self, began: float, num_bytes: int) -> None:
-        """Wait for the end of a turn that begins with the request, or once those before have ended.
+        """Wait for the end of a turn, which starts with the request or when the turns before it have ended.
 
         Args:
             began: when the request began.
-            num_bytes: of its body.
+            num_bytes: size of its body.
         """
         now = time.monotonic()
         ends = max(began, self._free) + _TURN_S + _TURN_S_PER_BYTE * num_bytes
@@ -55,10 +55,10 @@ class _Incoming:
 
 
 class BodyLimit:
-    """ASGI middleware: answers 413 to bodies of more than `max_bytes`, whether or not they say how long they are.
+    """ASGI middleware: responds 413 to bodies of more than `max_bytes`, with or without a Content-Length.
 
-    A body that has not arrived after `timeout_s` seconds is answered 408, and 503 a large one for which others leave no
-    memory. Refusals leave in turns.
+    The response is 408 if a body has not arrived after `timeout_s` seconds, and 503 to a large body if the bodies of
+    other requests leave no memory for it. Refusals are sent in turns.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
@@ -90,7 +90,7 @@ class BodyLimit:
             self._release(incoming)
 
     async def _read(self, receive: Receive, incoming: _Incoming) -> ASGIApp | None:
-        """Return what is to answer: the app, or a refusal; None where the client has gone."""
+        """Return the app that responds: the wrapped app, or a refusal; None if the client has disconnected."""
         try:
             complete = await asyncio.wait_for(self._collect(receive, incoming), self.timeout_s)
         except TimeoutError:
@@ -102,10 +102,10 @@ class BodyLimit:
         return self.app if complete else None
 
     async def _collect(self, receive: Receive, incoming: _Incoming) -> bool:
-        """Collect the body, or a little more than is allowed of it; return whether the client is still there.
+        """Collect the body, up to slightly more than the limit; return whether the client is still connected.
 
-        What is too much is read and dropped, up to a limit: a client that is refused while it still sends may see a
-        broken connection instead of the answer.
+        Further bytes are read and dropped, up to another limit: a client that is refused while it still sends may see a
+        broken connection instead of the response.
 
         Raises:
             _NoMemoryError: other bodies leave no room for this one.
@@ -137,7 +137,7 @@ class _NoMemoryError(Exception):
 
 
 def _replay(incoming: _Incoming, receive: Receive) -> Receive:
-    """Return a `receive` that gives the collected pieces, keeps none of them, and then waits for the client to go."""
+    """Return a `receive` that yields each collected piece once, and then waits for the client to disconnect."""
     left = deque(incoming.pieces)
     incoming.pieces.clear()
 
@@ -157,7 +157,7 @@ def _refusal(status: int, message: str) -> JSONResponse:
 
 
 class Guard:
-    """ASGI middleware: asks for the API key, and counts responses."""
+    """ASGI middleware: checks the API key, and counts responses."""
 
     def __init__(self, app: ASGIApp, admits: Callable[[Headers], bool], count: Callable[[str, int], None]) -> None:
         self.app = app

@@ -1,4 +1,4 @@
-"""From what clients send to token ids, and how much room is left for the answer."""
+"""Conversion of client prompts to token ids, and limits on the length of answers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from reprieve.vllm_plugin.policy import RequestError
 
 
 class Prompts:
-    """The text side of a pair.
+    """Prompts and texts of a pair.
 
     Args:
-        tokenizer: of the pair.
-        max_positions: what both models can read.
-        vocab_size: token ids are below it.
-        wrap: makes a prompt of a chat's last message where the tokenizer has no chat template; None refuses chats.
+        tokenizer: tokenizer of the pair.
+        max_positions: context length that both models support.
+        vocab_size: exclusive upper bound on token ids.
+        wrap: formats a chat's only message if the tokenizer has no chat template; None refuses such chats.
         num_draft_tokens, example: shown to clients.
-        asked: system prompt and thinking of chats that do not say themselves; needs a chat template.
+        settings: system prompt and thinking of chats that do not set them; needs a chat template.
 
     Raises:
-        SpecError: `asked` without a chat template.
+        SpecError: `settings` needs a chat template, and the tokenizer has none.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class Prompts:
         return list(token_ids)
 
     def chat(self, messages: Sequence[tuple[str, str]], thinking: bool | None = None) -> list[int]:
-        """A conversation (roles and texts) as token ids: by the tokenizer's template, else by `wrap`.
+        """Return a conversation (roles and texts) as token ids: by the tokenizer's template, else by `wrap`.
 
         Args:
-            thinking: the request's own word for the template's `enable_thinking`.
+            thinking: the request's value of the template's `enable_thinking`; None uses the server's.
 
         Raises:
-            RequestError: neither is there, or the template refuses these messages.
+            RequestError: there is neither a template nor `wrap`, or the messages do not fit the one that is used.
         """
         for _, message in messages:
             require_text("messages", message)
@@ -99,7 +99,7 @@ class Prompts:
         return self.plain(self._wrap(messages[0][1]))
 
     def room(self, prompts: Sequence[list[int]], requested: int | None, largest: int) -> int:
-        """New tokens that each choice may have: what was asked for, else as many as fit, at most `largest`.
+        """Return the maximum number of new tokens per choice: the requested one, else as many as fit, up to `largest`.
 
         Raises:
             RequestError: more new tokens than fit or the server allows.
@@ -119,7 +119,7 @@ class Prompts:
         return str(self.tokenizer.decode(token_ids))
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """Return a token's own bytes, also where they are half a character; None where the tokenizer does not say."""
+        """Return the bytes of a token, even if they are part of a character; None if they cannot be determined."""
         token = self.tokenizer.convert_ids_to_tokens(token_id)
         if not isinstance(token, str):
             return None
@@ -135,7 +135,7 @@ class Prompts:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return which byte each character of a byte-level tokenizer stands for: printable ones for themselves."""
+    """Return the byte that each character of a byte-level vocabulary stands for; printable bytes map to themselves."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(others)}
@@ -147,7 +147,7 @@ _BYTES = _byte_characters()
 
 
 def require_text(field: str, text: Any) -> None:
-    """Refuse a text with half of a character (a lone surrogate), which JSON can hold and no tokenizer can read.
+    """Refuse a text with a lone surrogate, which JSON can contain but no tokenizer can encode.
 
     Raises:
         RequestError: names the field.

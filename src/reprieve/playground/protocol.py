@@ -29,7 +29,7 @@ class _Cursor:
     num_characters: int = 0
     last: int | None = None  # token
     complete: int | None = None  # the last token that ended a character
-    pending: list[int] = field(default_factory=list)  # tokens of a character that is not whole yet
+    pending: list[int] = field(default_factory=list)  # tokens of an incomplete character
 
 
 class Replies:
@@ -38,7 +38,7 @@ class Replies:
     Args:
         kind: `completion` or `chat`.
         texts: token ids to text, for logprobs.
-        spec: of the rule in force, for the summary.
+        spec: specification of the rule, for the summary.
     """
 
     def __init__(self, kind: str, request_id: str, model: str, texts: Texts, spec: str, *, provenance: bool) -> None:
@@ -79,7 +79,7 @@ class Replies:
         return self._chunk(index, {"role": "assistant", "content": ""}) if self.chat else None
 
     def piece(self, index: int, token: Token, text: str, num_logprobs: int | None) -> dict[str, Any] | None:
-        """One token of a stream; None where there is nothing to tell yet."""
+        """Return the chunk of one token; None if there is nothing to send yet."""
         if not text and not self.provenance and num_logprobs is None:
             return None
         delta = {"content": text} if self.chat else text
@@ -89,12 +89,12 @@ class Replies:
         return chunk
 
     def closing(self, index: int, generation: Generation) -> dict[str, Any]:
-        """The end of one streamed choice, with what the rule did."""
+        """Return the last chunk of a streamed choice, with the summary of its rounds."""
         chunk = self._chunk(index, {} if self.chat else "", finish_reason=_FINISH[generation.finish_reason])
         return {**chunk, "reprieve": self.summary([generation])}
 
     def usage(self, num_prompt_tokens: int, generations: Sequence[Generation]) -> dict[str, Any]:
-        """The last chunk of a stream that was asked for its usage."""
+        """Return the usage chunk, which ends a stream that was requested with include_usage."""
         return {
             **self._base,
             "object": self._chunk_object,
@@ -103,7 +103,7 @@ class Replies:
         }
 
     def summary(self, generations: Sequence[Generation]) -> dict[str, Any]:
-        """Rule, tokens rescued, and how fast it was."""
+        """Return the rule, the counts of rounds and tokens, and the speed."""
         num_tokens = sum(len(answer.tokens) for answer in generations)
         num_rounds = sum(answer.num_rounds for answer in generations)
         seconds = sum(answer.seconds for answer in generations)
@@ -160,7 +160,7 @@ class Replies:
     def _completion_logprob(
         self, cursor: _Cursor, token: Token, num_logprobs: int
     ) -> tuple[str, float | None, dict[str, float | None], int]:
-        """A token's text, log-probability and alternatives, and the character of the answer that it begins at."""
+        """Return a token's text, log-probability, alternatives, and character offset in the answer."""
         text = self._text(cursor.last, token.token_id)
         top: dict[str, float | None] = {}
         for token_id, value in token.alternatives[:num_logprobs]:
@@ -177,7 +177,7 @@ class Replies:
         return text, _finite(token.logprob), top, offset
 
     def _text(self, before: int | None, token_id: int) -> str:
-        """A token's text behind another: alone, some tokenizers leave out the space that it begins with."""
+        """Return a token's text after another token: decoded alone, some tokenizers drop its leading space."""
         alone = self.decode([token_id])
         if before is None:
             return alone

@@ -15,22 +15,22 @@ class PlaygroundSettings:
     """Settings of the playground server.
 
     Args:
-        model_name: What clients call the model. Default: the target.
+        model_name: Model name in the API. Default: the target.
         drafter: draft, ngram:max_ngram=3, or eagle3:path=FOLDER.
         num_draft_tokens: K, drafted tokens per round; auto (adaptive), or auto:path=HEAD.
-        host: Address to listen on; anything but loopback lets others in.
-        port: 0 takes a free one.
-        api_key: Clients must send it. Default: $REPRIEVE_API_KEY, if it is set.
-        max_waiting: Requests that may wait; more are answered 429.
-        timeout: Longest a request may take, in seconds, waiting included.
-        grace: Seconds left to requests when the server is told to stop.
-        max_tokens: Most new tokens of one answer.
-        max_body_bytes: Largest request body.
+        host: Address to listen on; other machines can connect unless it is a loopback address.
+        port: Port to listen on; 0 picks a free one.
+        api_key: Key that clients must send. Default: $REPRIEVE_API_KEY, if it is set.
+        max_waiting: Maximum number of queued requests; further ones get status 429.
+        timeout: Maximum duration of a request in seconds, including time in the queue.
+        grace: Seconds that requests have to finish when the server shuts down.
+        max_tokens: Maximum number of new tokens per answer.
+        max_body_bytes: Maximum size of a request body, in bytes.
         system_prompt: System message of chats that have none; needs a tokenizer with a chat template.
-        thinking: on or off, for templates that know enable_thinking; a chat's chat_template_kwargs come first.
+        thinking: on or off, for templates that support enable_thinking; chat_template_kwargs of a chat take precedence.
         task: Task whose answers the quality checks compare.
-        check_share: Share of relaxed requests to answer losslessly too.
-        max_changed: Alarm once a larger share of changed answers is proved, 0.02 for 2%.
+        check_share: Share of relaxed requests that are also answered losslessly.
+        max_changed: Raise an alarm once the share of changed answers provably exceeds this, such as 0.02 for 2%.
     """
 
     model_name: str | None = None
@@ -75,5 +75,5 @@ class PlaygroundSettings:
 
     @property
     def hosts(self) -> tuple[str, ...] | None:
-        """Names the server answers to; None for any."""
+        """Host names that the server accepts; None for any."""
         return (*LOOPBACK, "[::1]") if self.host in LOOPBACK else None

@@ -1,4 +1,4 @@
-"""The thread that owns the engine: a bounded queue of jobs, answered one after another."""
+"""Thread that runs the engine: a bounded queue of requests, answered one at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("reprieve.server")
 
 
 class QueueFullError(ReprieveError):
-    """As many requests wait as may."""
+    """The queue is full."""
 
 
 class StoppedError(ReprieveError):
@@ -27,12 +27,12 @@ class StoppedError(ReprieveError):
 
 
 class WorkerError(ReprieveError):
-    """A defect: the log has its traceback."""
+    """An unexpected error; the log has its traceback."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One token of one choice, and the text it made certain (often a word, sometimes nothing)."""
+    """One token of one choice, and the text that it completed (often a word, sometimes nothing)."""
 
     index: int
     token: Token
@@ -79,19 +79,19 @@ class QueuedRequest:
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def cancel(self) -> None:
-        """Nobody waits any more: stop before the next token."""
+        """Stop before the next token: the client is no longer waiting."""
         self.cancelled.set()
 
     def fail(self, error: Exception) -> None:
-        """End it, and say why."""
+        """End the request with an error."""
         self.cancel()
         self.send(Failed(error))
 
     def send(self, event: Event) -> None:
-        """From the worker's thread."""
+        """Pass an event to the event loop of the request; called from the worker's thread."""
         try:
             self.loop.call_soon_threadsafe(self.events.put_nowait, event)
-        except RuntimeError:  # the loop has been closed: nobody is there to hear it
+        except RuntimeError:  # the loop is closed: no client is waiting
             self.cancel()
 
 
@@ -122,7 +122,7 @@ class Worker:
         self._thread = threading.Thread(target=self._work, name="reprieve-engine", daemon=True)
 
     def start(self, names: Sequence[str | None]) -> None:
-        """Make the decoders, so that what cannot work fails before the first request, and begin.
+        """Create the decoders, so that unsupported rules fail before the first request, and start the thread.
 
         Raises:
             ReprieveError: a rule that the pair cannot serve.
@@ -145,7 +145,7 @@ class Worker:
         return self._thread.is_alive()
 
     def submit(self, job: QueuedRequest) -> None:
-        """Take a job, or refuse it at once.
+        """Queue a job, or refuse it immediately.
 
         Raises:
             QueueFullError: too many wait.
@@ -160,7 +160,7 @@ class Worker:
             self._changed.notify()
 
     def close(self, grace_s: float) -> None:
-        """Take no more; what is there has `grace_s` seconds, then gets an error that says why. Returns at once."""
+        """Accept no more jobs; current ones have `grace_s` seconds, then fail with an error. Returns immediately."""
         with self._changed:
             if self._stopped:
                 return
@@ -195,7 +195,7 @@ class Worker:
                 job.send(Failed(WorkerError("the engine failed; the server's log says more")))
 
     def _next(self) -> QueuedRequest | None:
-        """The next job whose client is still there; None once there is nothing left and the worker was closed."""
+        """Return the next job that is not cancelled; None once the worker is closed and the queue is empty."""
         with self._changed:
             self.running = None
             while True:
@@ -229,7 +229,7 @@ class Worker:
 
 
 def describe_worker(worker: Worker) -> dict[str, Any]:
-    """For /health."""
+    """Return the state of the worker, for /health."""
     return {
         "status": "ok" if worker.alive else "dead",
         "waiting": worker.num_waiting,

@@ -40,9 +40,10 @@ def accept(
 ) -> Outcome:
     """Walk from the last committed token down the accepted branch and choose the token that follows it.
 
-    At each node the lossless check tries the children in drafting order. If it refuses all of them, the child of least
-    risk is rescued, provided its risk is within the threshold and the limits. Rules with `rescues_in_turn` score each
-    child as soon as the check refuses it. Rules that replace the check take the child of least risk.
+    At each node, the lossless check tries the children in drafting order. If it rejects all of them, the child with the
+    lowest risk is rescued, provided its risk is within the threshold and the limits. Rules with `rescues_in_turn` score
+    each child as soon as the check rejects it. Rules that replace the check accept the child with the lowest risk if
+    that risk is within the threshold.
 
     Args:
         checked: decisions of the lossless check for the block.

@@ -22,9 +22,9 @@ class AsdRule(Rule):
     that of the target's first choices at the same positions.
 
     Args:
-        regret: largest logit gap to the target's best token of one rescue, nats, 0 or more.
-        per_block: most rescues in one round; None for no limit.
-        budget: largest summed regret of one answer, nats; 0 is lossless, inf is no limit.
+        regret: largest logit gap between the target's best token and a rescued one, nats, 0 or more.
+        per_block: maximum number of rescues per round; None for no limit.
+        budget: largest summed regret of an answer, nats; 0 is lossless, inf means no limit.
     """
 
     name = "asd"

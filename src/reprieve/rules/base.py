@@ -47,8 +47,8 @@ class About:
     """Metadata of a rule for the documentation and the study.
 
     Args:
-        origin: paper and place, or the software that ships it.
-        study: settings that `benchmarks/study.py` measures; the first chooses the rule's K. () leaves the rule out.
+        origin: paper and section, or the software that ships it.
+        study: settings that `benchmarks/study.py` measures; K is tuned on the first. () leaves the rule out.
     """
 
     origin: str = ""

@@ -23,8 +23,8 @@ def cascade_tok_probs(
 ) -> Tensor:  # [..., V]
     """Return the distribution that Tok (version 3) samples from.
 
-    With A the tokens of at least (1 - alpha) times the best target probability: draft(v) on A, plus the draft's mass
-    outside A distributed as the target's probabilities.
+    Let A be the tokens with at least (1 - alpha) times the highest target probability. The result is draft(v) on A,
+    plus the draft's mass outside A times target(v).
     """
     least = (1 - alpha) * target_probs.amax(-1)
     allowed = target_probs >= least.unsqueeze(-1)

@@ -46,7 +46,7 @@ class LosslessCheck:
     Args:
         scores: [R, V], logits whose softmax the target's tokens are drawn from; raw when greedy.
         token_ids: [N], the drafted tokens.
-        rows: row of `scores` that judges each of them.
+        rows: for each drafted token, the row of `scores` that it is checked against.
     """
 
     own_ids: Tensor | None = None  # [N], the target's own draw at each position, for ExactCheck
@@ -65,8 +65,8 @@ class LosslessCheck:
         """Decide the whole block. `scores` needs a row for the last committed token and one for each node.
 
         Args:
-            relaxed_probs: [N, V], verified against in place of the target's distribution; sampling only.
-            residual: draw the token after a refusal from the residual instead of the target; sampling only.
+            relaxed_probs: [N, V], distributions to verify against instead of the target's; sampling only.
+            residual: draw the token after a rejection from the residual instead of the target; sampling only.
         """
         return Checked(self.accepts, self.accepts, self.next_ids)
 

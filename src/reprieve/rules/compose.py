@@ -1,6 +1,6 @@
-"""Rules made of rules: both, or either.
+"""Compositions of rules: all of them (`a&b`), or any of them (`a|b`).
 
-The first rule of a composition is its dial: its risk and threshold are kept, the others decide by their own.
+The first rule provides the composition's dial, risk and threshold; the other rules decide by their own thresholds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from reprieve.types import Evidence
 
 
 class Wrapper(Rule):
-    """A rule made of parts, the first of which gives it dial and threshold."""
+    """A rule made of parts; the first part provides its dial and threshold."""
 
     @property
     def traits(self) -> Traits:
@@ -128,7 +128,7 @@ class AllOf(_Composite):
 
 @dataclass(frozen=True)
 class AnyOf(_Composite):
-    """Rescue tokens that at least one rule would rescue. Only a dial of -inf switches the other rules off too."""
+    """Rescue tokens that at least one rule would rescue. Only a threshold of -inf disables the other rules too."""
 
     name = "any_of"
     symbol = "|"

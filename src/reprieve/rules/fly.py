@@ -62,7 +62,7 @@ class FlyRule(Rule):
         theta: least entropy of the target; lower is more lenient, inf is lossless.
         window: matching tokens needed after the mismatch. They must fit into the block, so its last tokens are never
             relaxed. None uses the variant's default: 5 (`amd`), min(6, K - 1) (`vllm`), 6 (`normalised`). K is the
-            engine's, also where a block is shorter; where K varies, it is the block's own depth.
+            engine's setting, even for a shorter block; if K varies, it is the depth of the block.
         variant: `amd`, the authors' code: entropy over the top 3, in nats, matches by argmax; `vllm`, the port in
             vLLM 0.33: as `amd`, but the window counts tokens the lossless check accepts; `normalised`: full entropy
             over ln V, as the paper describes it.

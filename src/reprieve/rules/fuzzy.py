@@ -35,8 +35,8 @@ def fuzzy_divergence(
 ) -> Tensor:  # [...], 0 or more
     """Return the divergence that FSD compares with its threshold, [...] (appendix A), or that of its released code.
 
-    `paper`: KL(target || draft), Jensen-Shannon or total variation. `released`, the authors' code: KL(draft || target),
-    and (KL(m || target) + KL(m || draft)) / 2 in nats, m the mean of both, in place of Jensen-Shannon.
+    `paper`: KL(target || draft), Jensen-Shannon or total variation. `released`, the authors' code: KL(draft || target)
+    for `kl`, and for `js` (KL(m || target) + KL(m || draft)) / 2 in nats, where m is the mean of both distributions.
     """
     if k is not None:
         target_probs, draft_probs = top_k_union(target_probs, draft_probs, k)
@@ -67,7 +67,7 @@ class FuzzyRule(Rule):
             except at 0, where identical distributions pass.
         divergence: `js` (the paper's choice), `kl` or `tv`.
         form: `paper`, or `released` for the authors' code, for which thresholds were published.
-        log_base: of the logarithm, for `form=paper`; the paper does not say. 2 puts JS on 0 to 1.
+        log_base: base of the logarithm, for `form=paper`; the paper does not state it. With 2, JS is in [0, 1].
         k: restrict both distributions to the union of their k most likely tokens; None for the whole vocabulary.
 
     Relaxed: an answer of T tokens diverges from the target by at most T * P(draft used) * threshold (appendix B), if

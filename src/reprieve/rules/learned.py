@@ -99,15 +99,14 @@ class HeadRule(Rule):
 
 @dataclass(frozen=True)
 class LearnedRule(HeadRule):
-    """Ask a head about tokens the lossless check would reject; accept those of low enough risk.
+    """Score tokens that the lossless check would reject with a head; accept those with low enough risk.
 
     Args:
         path: folder or hub id of the head.
-        threshold: largest accepted P(important), 0 to 1; 0 is lossless. None takes the certified one of a bundled
-            head that has a certificate, else the head's own recommendation.
+        threshold: largest accepted P(important), 0 to 1; 0 is lossless. None uses the certified threshold of
+            a bundled head that has a certificate, else the threshold that the head recommends.
 
-    A head judges by what a token says, not by how likely sampling would draw it: tokens that top-k or top-p cut off
-    can be rescued too.
+    A head judges what a token says, not its probability: tokens that top-k or top-p cut off can be rescued too.
     """
 
     own_dial: ClassVar[Dial | None] = Dial(
@@ -124,7 +123,7 @@ class LearnedRule(HeadRule):
         """Return the rule with a head in memory; the head's threshold is used if the rule has none.
 
         Raises:
-            SpecError: a head whose features do not exist while decoding.
+            SpecError: the head needs features that are not available during decoding.
         """
         head.recipe.require_decodable()
         threshold = head.threshold if self.threshold is None else self.threshold

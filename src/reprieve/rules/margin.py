@@ -38,9 +38,9 @@ class MarginRule(Rule):
     Args:
         delta: largest gap. With `scale=log`, log p(best) - log p(token) in nats, 0 or more; with `scale=prob`, the
             difference of probabilities, 0 to 1 (TensorRT-LLM's relaxed acceptance recommends k = 10, delta = 0.6).
-        k: cap on the token's rank; None for none. MARS's top-2 gap is `scale=log, k=2`.
+        k: cap on the token's rank; None for no cap. MARS's top-2 gap is `scale=log, k=2`.
 
-    Relaxed: with `scale=prob`, a delta of 1 accepts each of the k. The original systems use it greedily only.
+    Relaxed: with `scale=prob`, a delta of 1 accepts all k tokens. The original systems are greedy only.
     """
 
     name = "margin"

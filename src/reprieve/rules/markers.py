@@ -1,4 +1,4 @@
-"""Markers in a text and in the drafted tokens that continue it; nothing waits for the device."""
+"""Search for markers in a text and in the drafted tokens that continue it, without waiting for the device."""
 
 from __future__ import annotations
 

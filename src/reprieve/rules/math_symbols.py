@@ -33,9 +33,10 @@ class MathSymbolsRule(Rule):
     Args:
         k: cap on the drafted token's rank (the paper's "Math & Top-1024", "Math & Top-128"); None for none ("Math
             only"), 1 is lossless.
-        tokens: tokens that are classified: `either` the drafted or the target's best, or the `draft` only.
+        tokens: `either` refuses if the drafted token or the target's best one is mathematical; `draft` looks at the
+            drafted token only.
 
-    Relaxed: misses planning steps that hold no symbol (AutoJudge, Table 10).
+    Relaxed: misses planning steps that contain no symbol (AutoJudge, Table 10).
     """
 
     name = "math_symbols"

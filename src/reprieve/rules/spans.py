@@ -1,7 +1,7 @@
-"""Rules that hold in a part of the text: between two markers, or from a position in the answer on.
+"""Rules that apply to part of the text only: between two markers, or from a position in the answer onwards.
 
-A span's markers are texts, the name of a model family, or `thinking` and `tool_calls`, whose markers are read from the
-model's own tokenizer.
+Markers are given as two texts, by the name of a model family, or by `thinking` or `tool_calls`, whose markers are read
+from the model's tokenizer.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def is_token(text: str, tokenizer: VocabularySource) -> bool:
 
 @dataclass(frozen=True)
 class _Restricted(Wrapper):
-    """A rule that holds in a part of the text; its specification is that rule's with further parameters."""
+    """A rule that applies to part of the text; its specification is the inner rule's with extra parameters."""
 
     rule: Rule
 
@@ -109,10 +109,10 @@ class _Restricted(Wrapper):
 
 @dataclass(frozen=True)
 class InsideSpan(_Restricted):
-    """A rescuing rule that holds only between two markers (thinking tokens, say); strict outside. Or the reverse.
+    """A rescuing rule that applies only between two markers, such as thinking tokens; strict elsewhere. Or the reverse.
 
-    A token is judged by the text before it, the drafted tokens it follows included; the first token of the marker that
-    would end its hold is itself never rescued, so that relaxing cannot move the span.
+    Whether it applies to a token depends on the text before the token, including drafted tokens. The first token of the
+    marker that ends the relaxed part is never rescued, so that relaxation cannot move its end.
     """
 
     name = "inside_span"
@@ -135,16 +135,16 @@ class InsideSpan(_Restricted):
 
     @property
     def traits(self) -> Traits:
-        """Those of the rule inside, which now reads the text."""
+        """Traits of the inner rule, which also needs the text before the block."""
         inside = self.rule.traits
         needs = inside.needs | {Need.CONTEXT}
         return dataclasses.replace(inside, needs=needs, reads_text=True, reads_block=True, truncates=False)
 
     def bind(self, tokenizer: VocabularySource) -> Self:
-        """Encode the markers and bind the rule inside.
+        """Encode the markers and bind the inner rule.
 
         Raises:
-            SpecError: the markers are the model's own, and its tokenizer has none.
+            SpecError: `span` is set and the tokenizer has no markers for it.
         """
         markers = (self.start, self.end) if self.span is None else model_markers(self.span, tokenizer)
         start_ids, end_ids = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in markers)
@@ -161,7 +161,7 @@ class InsideSpan(_Restricted):
         return where + (",outside=true" if self.outside else "")
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """The inner rule's risk; infinite where the rule does not hold."""
+        """The inner rule's risk; infinite where the rule does not apply."""
         assert self.start_ids is not None and self.end_ids is not None, "bind the rule to a tokenizer first"
         leaves_by = self.start_ids[0] if self.outside else self.end_ids[0]
         holds = span_is_open(evidence, self.start_ids, self.end_ids) ^ self.outside
@@ -170,10 +170,10 @@ class InsideSpan(_Restricted):
 
 @dataclass(frozen=True)
 class StrictFirst(_Restricted):
-    """A rescuing rule that holds from a position in the answer on; its first tokens are decoded losslessly.
+    """A rescuing rule that applies after the first tokens of an answer, which are decoded losslessly.
 
-    The first tokens of an answer decide how it is written, and whether it is refused. A prompt does not count, nor do
-    earlier turns of a conversation.
+    The first tokens of an answer decide its form, and whether the model refuses to answer. Tokens of the prompt and of
+    earlier turns of a conversation do not count.
     """
 
     name = "strict_first"
@@ -188,7 +188,7 @@ class StrictFirst(_Restricted):
 
     @property
     def traits(self) -> Traits:
-        """Those of the rule inside, which now reads how long the answer is."""
+        """Traits of the inner rule, which also needs the positions in the answer."""
         inside = self.rule.traits
         return dataclasses.replace(inside, needs=inside.needs | {Need.ANSWER_POSITIONS}, truncates=False)
 
@@ -207,7 +207,7 @@ class StrictFirst(_Restricted):
 
 
 def restricted(rule: Rule, restrict: Callable[[Rule], Rule]) -> Rule:
-    """The rule with every part of its compositions restricted alike, so that its specification can say so."""
+    """Return the rule with each part of its compositions restricted, so that its specification can express it."""
     if isinstance(rule, AllOf | AnyOf):
         return rule.with_parts([restricted(part, restrict) for part in rule.parts])
     return restrict(rule)

@@ -1,10 +1,10 @@
-"""From the text of the command line to a rule: `fuzzy:divergence=js,threshold=0.3`, `top_k:k=4&floor:min_prob=0.01`.
+"""Parser of rule specifications: `fuzzy:divergence=js,threshold=0.3`, `top_k:k=4&floor:min_prob=0.01`.
 
-Grammar: `name:parameter=value,...`; `a&b` rescues what both rescue, `a|b` what either does (`&` binds tighter). Any
-rule that rescues takes `start=` and `end=` and then holds only between these two markers in the text, or `span=`:
-`thinking` and `tool_calls` read the markers from the model's tokenizer, a model family's name gives those of its
-thinking. With `outside=true` it holds everywhere else. With `strict_first=16` it leaves the first 16 tokens of an
-answer alone.
+Grammar: `name:parameter=value,...`; `a&b` rescues tokens that both rescue, `a|b` tokens that either one rescues (`&`
+binds tighter). With `start=` and `end=`, a rescuing rule applies only between these two markers in the text. `span=`
+chooses the markers instead: `thinking` and `tool_calls` use those of the model's tokenizer, the name of a model family
+uses that family's thinking markers. With `outside=true`, the rule applies everywhere else. With `strict_first=16`, the
+first 16 tokens of an answer are decoded losslessly.
 """
 
 from __future__ import annotations

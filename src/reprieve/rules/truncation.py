@@ -33,8 +33,8 @@ def truncated_tokens(
 ) -> Tensor:  # [V], bool
     """Return the mask of tokens that a truncating rule would accept; it always includes the most likely one.
 
-    Such rules accept every token that is more likely than an accepted one. Tokens are therefore tried by falling score,
-    and the search ends with the first chunk that holds a refused one.
+    Such rules accept every token that is more likely than an accepted one. Tokens are therefore tried in order of
+    decreasing score, and the search ends with the first chunk that contains a refused one.
 
     Raises:
         SpecError: the rule does not truncate.

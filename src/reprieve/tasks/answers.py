@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from reprieve.tasks.numbers import whole_number
 
-# Version of the reader; labels made by another one may say something else.
+# Version of the extraction; labels made with another version may differ.
 ANSWERS_VERSION = 3
 _LONGEST = 1000  # characters of an answer
 
@@ -31,12 +31,12 @@ _ANSWER = re.compile(
 _SENTENCE_END = re.compile(
     r"(?<!\bSt)(?<!\bDr)(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bRs)(?<!\bNo)(?<!approx)[.!?。](?=\s|$|\*|\\\)|\$(?!\d))|\n\s*\n"
 )
-# What stands around an answer and says nothing: mathematics' delimiters, Markdown, quotation marks.
+# Delimiters around an answer that carry no meaning: LaTeX, Markdown, quotation marks.
 _DELIMITERS = re.compile(r"\$\$|\\\[|\\\]|\\\(|\\\)|`+|\*\*+|__+|~~")
 _BOLD = re.compile(r"\s*\*\*([^*\n]*\w[^*\n]*)\*\*")
 _BOLD_INSIDE = re.compile(r"\*\*([^*\n]+)\*\*")
 _STRUCK = re.compile(r"~~[^~\n]*~~")
-# Where a model goes on with a question of its own: the answer before it is the answer.
+# Start of a further question that the model makes up: the answer before it counts.
 RUN_ON = re.compile(
     r"^[\s#*_>]*(?:Question|Q|Problem|Human|User)\s*\d*\s*[*_]*(?::|[ \t]*$)|<\|im_start\|>|<\|start_header_id\|>",
     re.MULTILINE,
@@ -51,7 +51,7 @@ class _Mention:
     start: int
     answer: str
     boxed: bool = False
-    final: bool = True  # else by words that are used in passing, too
+    final: bool = True  # False after weaker phrases, such as "the answer is"
 
     @property
     def firm(self) -> bool:
@@ -59,12 +59,11 @@ class _Mention:
 
 
 def final_answer(text: str) -> str | None:
-    """The answer that a response ends with, without what stands around it; None where it gives none.
+    """Return the final answer of a response, without delimiters; None if it has none.
 
-    The last place counts that names one: `\\boxed{}`, a line that begins with `####`, or "the final answer is", whose
-    answer may follow on the next line. Weaker words ("the answer is") count where there is no such place, and those
-    without a digit ("the answer is clear") only where nothing else does. What a thinking model writes before it answers
-    is not read.
+    The last match counts: `\\boxed{}`, a line that begins with `####`, or "the final answer is", whose answer may be on
+    the next line. Weaker phrases ("the answer is") count only without such a match, and answers without a digit ("the
+    answer is clear") only if nothing else matches. The thinking before an answer is ignored.
     """
     said = after_thinking(text)
     if said is None:
@@ -118,26 +117,26 @@ def _behind(text: str, match: re.Match[str]) -> str:
 
 
 def _result_line(text: str) -> str:
-    """The line, where it is a number or the response's last: others are headings."""
+    """Return the line if it is a number or the last line of the response; other lines are headings."""
     line, _, rest = text.partition("\n")
     answer = _cleaned(line)
     return answer if not rest.strip() or whole_number(answer) else ""
 
 
 def _first_sentence(text: str) -> str:
-    """Up to the end of the sentence or line; delimiters and empty lines before it are passed over."""
+    """Return the text up to the end of its sentence or line; leading delimiters and empty lines are skipped."""
     bold = _BOLD.match(text)
     first = _STRUCK.sub(" ", text).lstrip().split("\n", 1)[0]
     marked = {inside for inside in _BOLD_INSIDE.findall(first) if any(character.isdigit() for character in inside)}
-    if bold is None and len(marked) == 1:  # of a sentence's numbers the one that is set off
+    if bold is None and len(marked) == 1:  # the only number in bold
         return _cleaned(marked.pop())
     opened = _DELIMITERS.sub(" ", bold[1] if bold else _STRUCK.sub(" ", text)).strip()
     sentence = _SENTENCE_END.split(opened, maxsplit=1)[0].split("\n", 1)[0]
-    return "" if _BOXED.search(sentence) else _cleaned(sentence)  # a box is a place of its own
+    return "" if _BOXED.search(sentence) else _cleaned(sentence)  # boxes are matched separately
 
 
 def _cleaned(answer: str) -> str:
-    """Without delimiters, quotation marks and a full stop; empty where no letter or digit is left."""
+    """Strip delimiters, quotation marks and final punctuation; empty if no letter or digit is left."""
     bare = _DELIMITERS.sub(" ", answer).strip().strip(_QUOTES).strip()
     bare = bare.rstrip(".,;:!").strip(" *_" + _QUOTES)
     if bare.count("$") == 2 and bare.startswith("$") and bare.endswith("$"):

@@ -1,4 +1,4 @@
-"""A task: problems, how to ask them, and whether an answer is right. Shared by labelling and evaluation."""
+"""Interface of tasks: problems, prompts and grading. Shared by labelling and evaluation."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class TaskProblem:
         prompt: the first message to the model, as text.
         reference: the answer that graders compare with.
         follow_ups: the user's later turns.
-        question: what is asked, without instructions and worked examples; empty where the prompt is just that.
-        prompt_ids: the tokens that the model reads, once the problem is put to one (`reprieve.tasks.prompting`).
+        question: the question without instructions and worked examples; empty if the prompt is the bare question.
+        prompt_ids: tokens of the prompt, once it is formatted for a model (`reprieve.tasks.prompting`).
     """
 
     problem_id: str
@@ -43,7 +43,7 @@ class TaskProblem:
 
 
 def problem_digest(question: str) -> str:
-    """16 hexadecimal digits of a question; white space at its ends and in a row does not count."""
+    """Return 16 hexadecimal digits that identify a question; outer and repeated whitespace is ignored."""
     return hashlib.blake2b(" ".join(question.split()).encode(), digest_size=8).hexdigest()
 
 
@@ -51,7 +51,7 @@ class Task(Protocol):
     """The interface of a task for evaluation and labelling."""
 
     name: str
-    graded: bool  # whether answers can be compared; else only a judge tells responses apart
+    graded: bool  # whether answers can be compared; otherwise only a judge can compare responses
     splits: tuple[str, ...]
     stop: tuple[str, ...]  # texts that end an answer to a raw prompt; a chat's are in `chat_stop`, if there are any
 
@@ -70,7 +70,7 @@ class Task(Protocol):
         ...
 
     def wrap(self, question: str) -> str:
-        """A bare question as this task asks it."""
+        """Return the prompt of this task for a bare question."""
         ...
 
     def extract_answer(self, text: str) -> str | None:
@@ -82,7 +82,7 @@ class Task(Protocol):
         return self.grader.equivalent(answer, other)
 
     def same(self, problem: TaskProblem, answer: str | None, other: str | None) -> bool:
-        """Return whether two answers to a problem are as good as each other, right or wrong; mining uses it."""
+        """Return whether two answers to a problem are equally good, right or wrong; used by mining."""
         return self.equivalent(answer, other)
 
 

@@ -48,7 +48,7 @@ class OpenAIChat:
 
 
 def openai_client(url: str | None) -> Any:
-    """An asynchronous client that retries what a server refuses for a moment.
+    """Return an asynchronous client that retries temporary failures.
 
     Raises:
         ReprieveError: the `openai` package is missing, or no key is set.
@@ -87,8 +87,8 @@ async def ask_verdict(
     """One vote on two answers, `A>>B` to `B>>A`; None where no reply holds a verdict.
 
     Args:
-        number: of the vote; another one may turn out otherwise.
-        num_tries: how often a reply without a verdict is asked for again.
+        number: index of the vote; each index requests different replies.
+        num_tries: maximum number of requests until a reply contains a verdict.
     """
     prompt = _PROMPT.format(question=question, running=first, changed=second)
     for attempt in range(num_tries):

@@ -22,7 +22,7 @@ _REJECTED = (
     ),
     re.compile(rf"{_LETTER}{_MORE}\s+(?:is|are|was|were)\s+(?:wrong|incorrect|false|not\b[^.,;\n]*)"),
 )
-# "A" and "I" are words, too, unless a reason follows; a small letter is a choice only where nothing does.
+# "A" and "I" can be words, unless a reason follows; a lower-case letter is a choice only at the end of a line.
 _REASON = r"(?:because|since|as|for|which|due|and\s+not|not|and|or|is)\b"
 _NAMED = rf"(?:([B-HJ-Z])\b(?!['’])|([AI])\b(?!['’])(?!\s+(?!{_REASON})[a-z])|([a-z])\b(?=[\s*_).\"”`}}\]]*(?:\n|$)))"
 _OPENING = r"[\s*_:\"“\[(–-]*"
@@ -55,9 +55,9 @@ _OTHER_BEFORE = re.compile(rf"{_LETTER}\s*(?:,|/|&|\bor\b|\band\b)\s*[(\[]?$")
 @register_grader
 @dataclass(frozen=True)
 class ChoiceGrader(ExactGrader):
-    """A letter: in a box, after "answer is", as what is chosen, at the beginning, or alone; of each kind the last.
+    """A letter: in a box, after "answer is", after "choose", at the beginning, or alone; the last match of each kind.
 
-    What is rejected ("A is wrong") is passed over. Two letters beside each other ("A or B") are no answer.
+    Rejected letters ("A is wrong") are ignored. Two adjacent letters ("A or B") are not an answer.
     """
 
     name: ClassVar[str] = "choice"

@@ -1,4 +1,4 @@
-"""The program in a response: fenced blocks as CommonMark has them, and which of them is the answer."""
+"""Extraction of the program in a response from its fenced code blocks (CommonMark)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def code_blocks(text: str) -> list[str]:
-    """Return the Python blocks of a response, in order; all of the response where it has none.
+    """Return the Python blocks of a response, in order; without any, other blocks or the bare response.
 
-    A block counts that is tagged as Python or not at all. An output that stands in a block of its own is left out.
+    Blocks count if they are tagged as Python, or untagged and valid Python. This leaves out blocks that show output.
     """
     text = text.replace("\r\n", "\n")
     fences = [(token.info.strip().lower(), _without_marks(token.content)) for token in _fences(textwrap.dedent(text))]
@@ -43,7 +43,7 @@ def is_fenced(text: str) -> bool:
 def program_of(answer: str, names: Collection[str]) -> str:
     """Return the program among an answer's blocks: the last one that defines one of these names, or the last whole one.
 
-    Blocks before it that only define something are part of it.
+    Earlier blocks that contain only imports and other definitions are prepended.
     """
     blocks = answer.split(BREAK)
     defining = [number for number, block in enumerate(blocks) if defined_names(block) & set(names)]

@@ -163,12 +163,12 @@ class CommonsenseQaTask(ChoiceTask):
 
 
 def _names(answer: str) -> set[str]:
-    """An answer, or the several of a reference, a line each, as they are compared."""
+    """Return the normalised names in an answer, or in a reference with one name per line."""
     return {_normal(name) for name in answer.split("\n")} - {""}
 
 
 def _normal(text: str) -> str:
     words = "".join(" " if sign in string.punctuation + "‘’´`_“”" else sign for sign in text.lower()).split()
     kept = " ".join(word for word in words if word not in ("a", "an", "the"))
-    # Where signs are all that tells a name from another, they count: C++, -5, 5%.
+    # Some signs can distinguish names and are kept: C++, -5, 5%.
     return kept if not re.search(r"[+#%$€£-]|\d\.\d", text) else " ".join(text.lower().split())

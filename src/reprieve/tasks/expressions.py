@@ -17,14 +17,14 @@ _TEXT = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\s*\{([^{}]*)\}")
 _SUM = re.compile(
     r"(?:\\(?:frac|times|cdot|div)|[\d\s+*/×÷().,$%{}-])*=[\d\s+*/×÷().,$%-]+|\d+ dollars? and \d+ cents?"
 )
-# What math-verify would pass over, though answers may differ in it.
+# Parts of an answer that math-verify ignores, although answers can differ in them.
 _NOT_READ = re.compile(r"_\s*\{?\d|\b(?:or|and)\b|\\pm|±|\d:\d|=.*,.*=|\d\s*[A-Za-z]{2,}")
 _TOWER = re.compile(r"\^\s*(?:\{[^{}]*\^|\w+\s*\^)")
 _DIGITS = 40  # at which values are compared once more
 _CLOSE = 1e-9  # relative
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴-⁹⁻]+")
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-# As programs and plain text write mathematics.
+# Notation of programs and plain text, and its LaTeX.
 _REWRITTEN = (
     (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?![\w.])"), r"\1 \\cdot 10^{\2}"),
     (re.compile(r"\*\*\s*(\w+|\([^()]*\))"), r"^{\1}"),
@@ -41,8 +41,8 @@ _CHOICE = re.compile(r"\(\s*([A-Za-z])\s*\)")
 def same_expression(answer: str, other: str) -> bool:
     """Return whether answers are equivalent: `1.5` and `3/2`, `\\frac{1}{2}` and `0.5`, `\\$1,000` and `1000 dollars`.
 
-    Words are compared as words. Answers that could take for ever to evaluate are equal only where they are written
-    alike.
+    Words are compared as text, ignoring case. Answers that could take forever to evaluate are equal only if they are
+    written identically.
 
     Raises:
         ReprieveError: math-verify is needed and missing.
@@ -56,10 +56,10 @@ def same_expression(answer: str, other: str) -> bool:
     if (one or two) and any(_SUM.fullmatch(text) for text in (left, right)):
         one, two = one or number_in(left), two or number_in(right)
         return one is not None and two is not None and same_number(one, two)
-    if any(_NOT_READ.search(text) for text in (left, right)):  # math-verify would pass over what makes them differ
+    if any(_NOT_READ.search(text) for text in (left, right)):  # math-verify would ignore the difference
         return left.replace(" ", "") == right.replace(" ", "")
     words = [_TEXT.sub(r"\1", text).strip() for text in (left, right)]
-    if any(_WORDS.fullmatch(text) for text in words):  # mathematics would take letters for factors, in any order
+    if any(_WORDS.fullmatch(text) for text in words):  # math-verify would read letters as factors, in any order
         return words[0].casefold() == words[1].casefold()
     if _too_hard(left) or _too_hard(right):
         return False
@@ -95,7 +95,7 @@ def _apart(left: list[Any], right: list[Any]) -> bool:
 
 
 def _bare(text: str) -> str:
-    """Without delimiters around it, and without what only typesets it."""
+    """Strip outer delimiters and commands that only affect typesetting."""
     bare = text.strip().removeprefix("$").removesuffix("$").strip().rstrip(".").strip()
     if choice := _CHOICE.fullmatch(bare):
         return choice[1]

@@ -12,7 +12,7 @@ from reprieve.tasks.numbers import number_in, same_number, written
 
 
 class Grader(Protocol):
-    """Reads the answer out of a response, and tells whether two answers are the same."""
+    """Extracts the answer from a response, and compares two answers."""
 
     name: ClassVar[str]
 

@@ -26,13 +26,13 @@ class Gsm8kTask(Task):
     """Cobbe et al., 2021: 7,473 training and 1,319 test problems.
 
     The data has no validation split. A fifth of the training problems, chosen by a hash of the question, is the
-    validation split, and the others are the train split; a file of validation problems takes its place.
+    validation split, and the others are the train split. If a validation file exists, each split is read from its file.
 
     Args:
         path: a JSONL file with `question` and `answer`; `{split}` in it stands for train, test, or validation where
             there is such a file. None for the hub.
         shots: worked training problems before each question, 0 to 64.
-        context: training questions, unsolved, before all that: AutoJudge's long-context benchmark has 250
+        context: unsolved training questions at the start of the prompt: AutoJudge's long-context benchmark has 250
             (appendix M.2). Drawn for each question separately; the same question always gets the same ones.
     """
 
@@ -70,14 +70,14 @@ class Gsm8kTask(Task):
         return f"{self._context(question)}{_INSTRUCTION}{worked}Problem: {question.strip()}\nSolution:"
 
     def _examples(self, question: str) -> Sequence[tuple[str, str]]:
-        """The first training problems, the one that is asked left out."""
+        """Return the first training problems, without the question itself."""
         if not self.shots:
             return ()
         others = [row for row in self._read("train")[: self.shots + 1] if row[0] != question]
         return others[: self.shots]
 
     def _context(self, question: str) -> str:
-        """Other questions, to be read past."""
+        """Return other questions as distracting context."""
         if not self.context:
             return ""
         others = [row[0] for row in self._read("train") if row[0] != question]
@@ -116,7 +116,7 @@ def _from_hub(split: str) -> list[dict[str, Any]]:
     datasets = import_extra("datasets", "tasks")
     try:
         return list(datasets.load_dataset("openai/gsm8k", "main", split=split))
-    except Exception as error:  # no network, no such data set: the hub has many ways to say it
+    except Exception as error:  # no network, or no such data set: the hub raises many kinds of errors
         raise ReprieveError(
             f"task gsm8k could not be loaded from the hub ({error}); give a file: gsm8k:path=gsm8k_{{split}}.jsonl"
         ) from None

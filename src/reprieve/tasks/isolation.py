@@ -16,12 +16,12 @@ FOLDER = "/program"  # of a program in bubblewrap; not /tmp, which hostile progr
 
 
 class Unisolated:
-    """No isolation: limits and an end only."""
+    """No isolation: resource and time limits only."""
 
     name = "none"
     needs_folder = True  # on the host's disk
-    own_files = False  # whether modes and times can be changed of the program's own files and of no others
-    cleans_up = False  # on SIGTERM, as well as at its end
+    own_files = False  # whether a program can change modes and times of its own files only
+    cleans_up = False  # whether it ends all processes of the program on SIGTERM, as well as at its end
 
     def command(self, program: list[str], *, folder: str, disk_bytes: int, num_processes: int) -> list[str]:
         """Return the command that runs `program`, itself a command, isolated."""
@@ -29,9 +29,9 @@ class Unisolated:
 
 
 class Bubblewrap(Unisolated):
-    """Namespaces of its own for each program, by the `bwrap` command: the kernel ends all with the first process.
+    """Separate namespaces for each program, with the `bwrap` command: the kernel ends all processes with the first.
 
-    Files are on a memory file system of bounded size that ends with the program.
+    Files are on an in-memory file system of limited size that is removed with the program.
     """
 
     name = "bubblewrap"

@@ -28,12 +28,12 @@ class JsonlTask(TableTask):
     """Questions and answers of your own, a JSON object a line.
 
     Args:
-        question, answer: the fields that hold them; `a.b` is the field b of the object a. Graded by a judge, a task
-            needs no answers.
+        question, answer: the fields that hold them; `a.b` is the field b of the object a. With grader=judge, no
+            answers are needed.
         grader: exact, number, math, choice, or another package's; `regex:PATTERN`, whose last match in the response
             (its first group, if it has one) is the answer; `python:FILE.py:FUNCTION`, called with a response and the
-            row's answer to say whether it is right, or with the response alone to give its answer; or judge: only a
-            language model tells responses apart.
+            row's answer to say whether it is right, or with the response alone to give its answer; or judge: a
+            language model compares responses.
         template: a text file with `{question}` in it: the prompt. By default the question, and for number and math a
             line that asks for reasoning and a final answer.
         stop: texts that end a response, separated by `;`, with `\\n` for a line's end.
@@ -63,10 +63,10 @@ class JsonlTask(TableTask):
         return TaskProblem(self.named(question), self.wrap(question), reference, question=question)
 
     def _reference(self, written: str, where: str) -> str:
-        """The right answer as the grader has it; it may be a whole solution, as GSM8K's and MATH's are.
+        """Return the right answer as the grader reads it; `written` can be a whole solution, as in GSM8K and MATH.
 
         Raises:
-            UnreadReferenceError: the grader finds none in it: every response would be wrong.
+            UnreadReferenceError: the grader finds no answer in it, so every response would count as wrong.
         """
         grader: Any = self.grader
         name = grader.name
@@ -86,7 +86,7 @@ class JsonlTask(TableTask):
         return self._prompt.replace("{question}", question.strip())
 
     def same(self, problem: TaskProblem, answer: str | None, other: str | None) -> bool:
-        """Two answers are as good as each other where they are equal, or where a function says the same of both."""
+        """Return whether two answers are equal, or get the same verdict from a grading function."""
         if isinstance(self.grader, FunctionGrader) and self.grader.judges:
             if answer is None or other is None:
                 return False

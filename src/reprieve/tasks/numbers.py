@@ -58,7 +58,7 @@ _GOES_ON = re.compile(
     rf"|[A-Za-z]+\s+\d|[.'_,]\d|\.?\\[a-z]|[eE][-+]?\d|!|[π√÷²³⅛⅜⅝⅞⁰¹⁴-⁹]|{_VARIABLE})",
 )
 _BEFORE = re.compile(r"[\w.)}\]/^:\\]$|\d\s*[-+*/×^]$|(?:sqrt|log|pi)\s*[({]?\s*$")
-# What is said of an answer in passing, and what an answer can follow in its sentence.
+# Remarks beside an answer, and the parts of a sentence that can precede an answer.
 _ASIDE = re.compile(
     r"\((?!\s*or\b)(?=[^()]*[A-Za-z=])[^()]*\)|\b(?:where|when|with|since|because|using)\b.*", re.IGNORECASE | re.DOTALL
 )
@@ -77,13 +77,13 @@ class Number(NamedTuple):
     value: Fraction
     percent: bool = False
     unit: str = ""  # its currency or the words behind it; empty where there are none
-    name: str = ""  # what it is the value of: the x of x = 3
+    name: str = ""  # variable with this value: the x of x = 3
 
 
 def number_in(text: str) -> Number | None:
-    """The one number a short answer states; None where there is none, or several.
+    """Return the only number in a short answer; None if there is none, or several.
 
-    An equation states what stands behind its last `=`; words before and after the number are passed over. A range, a
+    In an equation, the part after the last `=` counts; words around the number are ignored. A range, a
     time of day, or two quantities ("5 hours and 30 minutes") are not one number, but dollars and cents are.
     """
     if len(text) > _LONGEST:
@@ -112,7 +112,7 @@ def _first_number(text: str) -> Number | None:
 
 
 def whole_number(text: str) -> Number | None:
-    """The number that a text is, with its name and unit at most; None where it says more than that."""
+    """Return the number of a text with nothing but a number, its variable and its unit; None for other texts."""
     if len(text) > _LONGEST:
         return None
     plain = _plain(text).strip()
@@ -133,7 +133,7 @@ def whole_number(text: str) -> Number | None:
 
 
 def same_number(left: Number, right: Number) -> bool:
-    """Return whether two are equal; `50%` is 50 as well as 0.5, and 5 is 5 km, but 5 m is not."""
+    """Return whether two numbers are equal: `50%` equals both 50 and 0.5; 5 equals 5 km, but 5 m does not."""
     if left.name and right.name and left.name != right.name:
         return False
     units = {_CURRENCIES.get(number.unit, number.unit) for number in (left, right)}
@@ -146,7 +146,7 @@ def same_number(left: Number, right: Number) -> bool:
 
 
 def written(number: Number) -> str:
-    """As text: 72, 1.5, 2/3 or 50%."""
+    """Return a number as text: 72, 1.5, 2/3 or 50%."""
     value, percent = number.value, number.percent
     sign = "%" if percent else ""
     if value.denominator == 1:

@@ -1,9 +1,9 @@
-"""Program that runs a generated program inside its sandbox, or grades one. Nothing of Reprieve is imported here.
+"""Runs or grades a generated program inside the sandbox. This file does not import Reprieve.
 
-Its text is given to a fresh interpreter (`python -I -c`), the job over standard input. It limits itself, and then runs
-the program, or grades a candidate in two processes that share nothing but two pipes: one has the candidate and sends
-what its calls give, as JSON; the other has the tests and the number that a pass must show, and compares plain values.
-Those come over a pipe that is read once: a file of theirs could be found by another path.
+Its source is passed to a fresh interpreter (`python -I -c`), and the job to standard input. It sets its own limits, and
+then runs the program, or grades a candidate in two processes that share only two pipes: one runs the candidate and
+sends the results of its calls as JSON; the other has the tests and the token that proves a pass, and compares plain
+values. The job is read once from a pipe, because the candidate might find a file by another path.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import sys
 import types
 from collections import deque
 
-TYPE_CHECKING = False  # typing itself takes 10 ms to import, of each program's 50
+TYPE_CHECKING = False  # importing typing takes 10 ms of each program's 50 ms
 if TYPE_CHECKING:
     from typing import Any
 
 _LONGEST = 1 << 25  # characters of a message
-_DEEPEST = 100  # values in values
+_DEEPEST = 100  # nesting depth of values
 _MOST_OPEN_FILES = 64
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # Numbers of system calls on x86_64 and aarch64; 0 where there is none.
-# Refused: memory that no process maps, what tells of other processes and files, and what capabilities would allow.
+# Refused: memory that no process maps, information about other processes and files, and privileged calls.
 _REFUSED = {
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
     "semget": (64, 190), "mq_open": (240, 180), "inotify_init": (253, 0), "inotify_init1": (294, 26),
@@ -48,7 +48,7 @@ _REFUSED = {
     "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsmount": (432, 432),
     "mount_setattr": (442, 442), "personality": (135, 92),
 }  # fmt: skip
-# Modes and times: without effect where nothing tells a program's own files from others.
+# Modes and times: ignored where the isolation does not restrict them to the program's own files.
 _OF_OWN_FILES = {
     "chmod": (90, 0), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "utime": (132, 0),
     "utimes": (235, 0), "futimesat": (261, 0), "utimensat": (280, 88),
@@ -63,7 +63,7 @@ _PR_CAPBSET_DROP, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_FILTER = 24, 2
 
 
 def give_up(own_files: int, cpu_s: int, file_bytes: int, memory_bytes: int) -> None:
-    """Take on limits that cannot be raised again, and lose capabilities and system calls.
+    """Set limits that cannot be raised again, drop capabilities and block system calls.
 
     Args:
         own_files: 1 where changing modes and times can reach the program's own files only.
@@ -76,17 +76,17 @@ def give_up(own_files: int, cpu_s: int, file_bytes: int, memory_bytes: int) -> N
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
     libc = ctypes.CDLL(None, use_errno=True)
     for number in range(_LAST_CAPABILITY + 1):
-        libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)  # fails for what there is not, or without being root
+        libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)  # fails for capabilities that do not exist, or if not root
     libc.capset((ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)())
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _filter_calls(libc, own_files)
 
 
 def _filter_calls(libc: Any, own_files: int) -> None:
-    """Have the kernel refuse calls: those above, prlimit64 for others, sockets but local ones, user namespaces.
+    """Install a seccomp filter against the calls above, prlimit64 on others, non-local sockets and user namespaces.
 
     Raises:
-        OSError: the kernel does not take it, or the processor's calls are not known here.
+        OSError: the kernel rejects the filter, or the processor's architecture is not supported.
     """
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
@@ -138,10 +138,10 @@ def run() -> None:
 
 
 def as_json(value: Any, kept: list[Any] | None = None, depth: int = 0) -> Any:
-    """A value as JSON that says its type; what is no plain value is kept, and named by its number.
+    """Return a value as JSON with its type; other objects are added to `kept` and sent as their index.
 
     Raises:
-        TypeError: a value that cannot be sent where nothing is kept.
+        TypeError: the value is nested too deeply, or is not a plain value and `kept` is None.
     """
     kind = type(value)
     if depth > _DEEPEST:
@@ -150,7 +150,7 @@ def as_json(value: Any, kept: list[Any] | None = None, depth: int = 0) -> Any:
         return value
     if kind is Elsewhere:
         return ["kept", value._number]
-    # A subclass may say that it equals everything: its value does not.
+    # A subclass may claim to equal everything; its plain value does not.
     if isinstance(value, str):
         return str.__add__(value, "")
     if isinstance(value, int):
@@ -182,7 +182,7 @@ _VIEWS: Any = (type({}.keys()), type({}.values()), type({}.items()))
 
 
 def from_json(value: Any, kept: Any) -> Any:
-    """The inverse; `kept(number)` gives what was kept."""
+    """Inverse of `as_json`; `kept(number)` returns the object with that index."""
     if not isinstance(value, list):
         return value
     name, *rest = value
@@ -232,7 +232,7 @@ class Channel:
 
 def answer_calls(channel: Channel) -> None:
     """The candidate's process: run its code, then look up names and call functions as asked."""
-    module = types.ModuleType("program")  # what stands under `if __name__ == "__main__"` is not for tests
+    module = types.ModuleType("program")  # code under `if __name__ == "__main__"` must not run
     sys.modules["program"] = module
     names = vars(module)
     exec(compile(channel.receive(), "program", "exec"), names)
@@ -284,7 +284,7 @@ class Elsewhere:
         return self._decoded(reply["value"])
 
     def _error(self, kinds: list[str], args: Any) -> Exception:
-        """As near to what was raised as a builtin exception comes."""
+        """Return the builtin exception closest to the one raised."""
         given = self._decoded(args) if args and args[0] == "list" else args
         for name in kinds:
             kind: Any = getattr(builtins, str(name), None)
@@ -304,7 +304,7 @@ class Elsewhere:
 
 
 class Names(dict):  # type: ignore[type-arg]
-    """Names of the tests; those they do not know are the candidate's, and `__candidate__(expression)` always is."""
+    """Namespace of the tests; unknown names, and `__candidate__(expression)`, are looked up in the candidate."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(__name__="tests", __builtins__=builtins)
@@ -320,7 +320,7 @@ class Names(dict):  # type: ignore[type-arg]
 def _change(old: Any, new: Any) -> Any:
     """Apply a call's changes to an argument in place, if its type allows; return the object to use from now on."""
     if isinstance(old, list | deque) and type(old) is type(new):
-        if len(old) == len(new):  # else one cannot tell which of the inner ones is which
+        if len(old) == len(new):  # otherwise inner objects cannot be matched
             new = [_change(*both) for both in zip(old, new, strict=True)]
         old.clear()
         old.extend(new)
@@ -338,7 +338,7 @@ def _change(old: Any, new: Any) -> Any:
 
 
 def grade() -> None:
-    """Fork before anything is known; then one process checks what the other gives."""
+    """Fork before reading the job; one process then checks the results of the other."""
     to_candidate, from_candidate = os.pipe(), os.pipe()
     candidate = os.fork()
     if candidate == 0:
@@ -346,7 +346,7 @@ def grade() -> None:
         os.close(from_candidate[0])
         channel = Channel(to_candidate[0], from_candidate[1])
         nothing = os.open(os.devnull, os.O_RDWR)
-        for number in range(3):  # the job and the verdict go that way, to and from the other process
+        for number in range(3):  # they carry the job and the verdict of the other process
             os.dup2(nothing, number)
         os.close(nothing)
         try:

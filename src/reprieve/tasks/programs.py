@@ -41,7 +41,7 @@ class ProgramsTask(FileTask):
     unsafe: bool = False
 
     graded: bool = field(default=True, init=False)
-    runs_programs: bool = field(default=True, init=False)  # grading waits for processes: others may go on meanwhile
+    runs_programs: bool = field(default=True, init=False)  # grading waits for processes; other work can continue
     splits: tuple[str, ...] = field(default=("test",), init=False)
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class ProgramsTask(FileTask):
         return answer == other or verdicts == other_verdicts
 
     def known_verdicts(self, answer: str, reference: str) -> tuple[bool, ...]:
-        """`verdicts`, each program run once: mining compares many with the target's own. Any thread may ask."""
+        """Return cached `verdicts`, since mining compares many programs with the target's own. Thread-safe."""
         key = (answer, problem_digest(reference))
         with self._lock:
             known = self._known.get(key)
@@ -109,7 +109,7 @@ class HumanEvalTask(ProgramsTask):
         whole = parts["entry_point"] in defined_names(chosen)
         # A rewritten function may rely on the imports above the given one.
         program = future_first(parts["prompt"] + ("    pass\n\n" if whole else "") + chosen)
-        # Tests may use helpers of the given beginning: from there, not from the answer.
+        # Tests may use helpers of the prompt; these must not come from the answer.
         name = parts["entry_point"]
         setup = f"{parts['prompt']}\n    pass\n{name} = __candidate__({name!r})"
         checks = f"{parts['test']}\ncheck({name})"
@@ -143,7 +143,7 @@ class MbppTask(ProgramsTask):
         setup = "\n".join(row.get("test_imports") or ()) or str(row.get("test_setup_code") or "")
         shown = "\n".join(tests)
         prompt = f"{text.strip()} Your code should pass these tests:\n\n{shown}\n\nAnswer with one ```python block.\n"
-        # A function may be called as a builtin is: then the tests mean the answer's.
+        # A function may have the name of a builtin; the tests then mean the answer's function.
         hidden = [name for name in _DEFINED.findall(str(row.get("code") or "")) if hasattr(builtins, name)]
         reference = json.dumps({"tests": tests, "setup": setup, "hidden": hidden})
         return TaskProblem(f"mbpp-{row.get('task_id', where)}", prompt, reference, question=text)
@@ -155,8 +155,8 @@ class LiveCodeBenchTask(ProgramsTask):
     """Jain et al., 2024 (arXiv 2403.07974): problems with stdin/stdout or functional tests, public and private.
 
     Args:
-        since, until: contest dates to keep, as 2024-08-01; the later one is left out. None for all.
-        max_tests: of each problem, the first ones; None for all.
+        since, until: range of contest dates, such as 2024-08-01; `until` is exclusive. None for no limit.
+        max_tests: maximum number of tests per problem, from the first; None for all.
     """
 
     since: str | None = None
@@ -233,15 +233,15 @@ _PRELUDE = (
 
 
 def _imports(setup: str) -> str:
-    """Of a setup, what the tests need, too: what it defines is the candidate's."""
+    """Return the imports of a setup, which the tests need too; its definitions belong to the candidate."""
     return "\n".join(line for line in setup.splitlines() if line.startswith(("import ", "from ")))
 
 
 def _printed(finished: ProgramResult, wanted: str) -> bool:
-    """Return whether a program ended well and printed the wanted lines, compared as the benchmark's grader does.
+    """Return whether a program exited with 0 and printed the expected lines, compared as in the benchmark's grader.
 
-    `testing_util.py` of LiveCodeBench compares lines as texts, and else their numbers, exactly: 0.30 is 0.3, but what
-    0.1 + 0.2 prints is not.
+    LiveCodeBench's `testing_util.py` compares lines as text, and otherwise as exact decimals: 0.30 equals 0.3, but the
+    output of 0.1 + 0.2 does not.
     """
     if finished.exit_code != 0:
         return False

@@ -1,7 +1,7 @@
 """Prompts of problems, raw or in the tokenizer's chat template; the same for every verb.
 
-`with_prompts` wraps a task so that its problems carry the tokens that the model reads, and its answers are read without
-what the model thought before.
+`with_prompts` wraps a task so that its problems carry the tokens that the model reads, and thinking is removed before
+answers are extracted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Message = dict[str, str]  # role and content
 
 
 class PromptFormat:
-    """Turns messages into what a model reads, and its response into what it says.
+    """Formats messages as a prompt, and removes the thinking from responses.
 
     Args:
         tokenizer: the target's.
@@ -50,7 +50,7 @@ class PromptFormat:
         return encode_chat(self.tokenizer, self._render(messages))
 
     def said(self, text: str) -> str | None:
-        """A response without its thinking; None where it never stopped thinking."""
+        """Return a response without its thinking; None if the thinking never ended."""
         if self._thinks and not any(mark in text for mark in THINKING_ENDS):
             return None
         return after_thinking(text)
@@ -71,7 +71,7 @@ class Conversation:
         self.messages: list[Message] = [{"role": "user", "content": first}]
 
     def add(self, answer: str, message: str) -> None:
-        """The model's answer, its thinking left out, and what the user says to it."""
+        """Add the model's answer, without its thinking, and the user's next message."""
         said = self._format.said(answer)
         self.messages += [
             {"role": "assistant", "content": answer if said is None else said.strip()},
@@ -85,7 +85,7 @@ class Conversation:
 
 @dataclass
 class PromptedTask:
-    """A task as it is put to one model."""
+    """A task with its prompts formatted for one model."""
 
     task: Task
     format: PromptFormat
@@ -98,7 +98,7 @@ class PromptedTask:
     def __post_init__(self) -> None:
         self.runs_programs = getattr(self.task, "runs_programs", False)
         self.name, self.graded, self.splits = self.task.name, self.task.graded, self.task.splits
-        # Stop texts end the next worked example of a raw prompt; a chat ends by itself, and may well say them.
+        # Stop texts prevent further worked examples after a raw prompt; a chat ends by itself and may contain them.
         chats = self.format.settings.chat_template
         self.stop = tuple(getattr(self.task, "chat_stop", ())) if chats else tuple(self.task.stop)
 
@@ -114,7 +114,7 @@ class PromptedTask:
         ]
 
     def fit(self, problems: Sequence[TaskProblem], num_positions: int) -> None:
-        """Shorten the largest answer to what the models have room for behind the longest of these prompts."""
+        """Reduce `max_new_tokens` to what fits into the models' context after the longest of these prompts."""
         room = num_positions - max(len(problem.prompt_ids) for problem in problems)
         if 0 < room < self.max_new_tokens:
             warnings.warn(
@@ -138,7 +138,7 @@ class PromptedTask:
 
 
 def with_prompts(task: Task, tokenizer: Any, settings: PromptSettings | None = None) -> PromptedTask:
-    """A task as it is put to the model of a tokenizer.
+    """Return the task with its prompts formatted for the model of a tokenizer.
 
     Raises:
         SpecError: see `PromptFormat`.
@@ -149,7 +149,7 @@ def with_prompts(task: Task, tokenizer: Any, settings: PromptSettings | None = N
 
 
 def prompt_ids_of(problem: TaskProblem, tokenizer: Any) -> list[int]:
-    """The tokens of a problem; those of its text, raw, where nobody has put it to a model yet."""
+    """Return the tokens of a problem's prompt; its raw text is tokenized if it is not formatted for a model yet."""
     return list(problem.prompt_ids) or list(tokenizer.encode(problem.prompt))
 
 

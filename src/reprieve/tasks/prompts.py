@@ -25,7 +25,7 @@ class PromptsTask(FileTask):
     graded: bool = field(default=False, init=False)
     splits: tuple[str, ...] = field(default=("all",), init=False)
     stop: tuple[str, ...] = field(default=(), init=False)
-    grader: Grader = field(default=ExactGrader(), init=False, repr=False)  # of equal meaning: mining takes a judge
+    grader: Grader = field(default=ExactGrader(), init=False, repr=False)  # mining uses a judge to compare meanings
 
     def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
         require_choice("split", split, self.splits)

@@ -1,7 +1,7 @@
-"""Runs generated programs: isolated, with limits, and with an end.
+"""Runs generated programs in isolation, with resource and time limits.
 
-`isolation` has the mechanisms: bubblewrap, else sandlock. Where neither works nothing runs, unless `unsafe` is set:
-then programs have limits and an end, but the network and the files of the user.
+`isolation` has the mechanisms: bubblewrap, else sandlock. If neither works, nothing runs unless `unsafe` is set:
+programs then have limits, but also access to the network and to the user's files.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _KILOBYTE, _MEGABYTE = 1 << 10, 1 << 20
 _FOLDERS = "reprieve-program-"
 _IN_MEMORY = "/dev/shm"
 _RUNNER = Path(__file__).with_name("program_runner.py")
-_WATCH_S = 0.02  # between looks at what a program uses
+_WATCH_S = 0.02  # between checks of a program's resource usage
 _PROBE_S = 60.0  # for the first programs, on a busy machine
 _GRACE_S = 5.0  # to end a program in
 _NOT_STARTED = (125, 126, 127)  # exit statuses of what should have started a program, or of the program itself
-_WALL = 4  # times a program's processor seconds: on a busy machine it waits, and asleep it uses none
+_WALL = 4  # wall-clock limit as a multiple of the CPU limit: a program may wait for a core, or sleep
 _MOST_THREADS = 32  # of each process, on average
 _Processes = dict[int, int]  # threads of each, by id; 0 for the one that was started
 
@@ -45,7 +45,7 @@ class Limits:
     """Resource limits of one run of a program.
 
     Args:
-        seconds: processor seconds of all its processes together; four times as many of the wall clock.
+        seconds: CPU seconds of all its processes together; the wall-clock limit is four times as long.
         memory_mb: of all its processes together.
         disk_mb: of all files it writes, and of each.
         num_processes: at once.
@@ -120,8 +120,8 @@ class Sandbox:
     def passes(self, candidate: str, checks: str, setup: str = "") -> bool:
         """Return whether `checks`, run on the results of a candidate's functions, reach their end.
 
-        The candidate runs in a process of its own and sends back plain values; the checks, and a number drawn for this
-        run that must be shown at the end, are in another that it never shared.
+        The candidate runs in a separate process and sends back plain values. The checks, and the random token that must
+        be printed at the end, are in another process that shares nothing with it.
 
         Args:
             candidate: a program that defines what the checks call.
@@ -166,7 +166,7 @@ class Sandbox:
     def _run_once(
         self, mechanism: Unisolated, job: bytes, limits: Limits, *, grade: bool
     ) -> tuple[ProgramResult, bool]:
-        """Run a job; its result, and whether that may be the isolation's own failure."""
+        """Run a job; return its result, and whether the isolation itself may have failed."""
         disk = limits.disk_mb * _MEGABYTE + len(job)  # the program's text and input are files, too
         with _folder(disk) if mechanism.needs_folder else contextlib.nullcontext() as folder, _output() as (out, err):
             program = _program(limits, disk, own_files=mechanism.own_files, grade=grade)
@@ -178,7 +178,7 @@ class Sandbox:
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=err,
-                start_new_session=True,  # Ctrl-C is for us
+                start_new_session=True,  # Ctrl-C goes to this process only
             )
             try:
                 within = _wait(process, job, limits, lambda found: _is_within(found, mechanism, limits, folder, disk))
@@ -197,7 +197,7 @@ class Sandbox:
 def _wait(
     process: subprocess.Popen[bytes], job: bytes, limits: Limits, is_within: Callable[[_Processes], bool]
 ) -> bool | None:
-    """Send the job; whether the program then came to its end within the limits, None where its time was over."""
+    """Send the job; return whether the program ended within the limits, or None if it ran out of time."""
     deadline = time.monotonic() + _WALL * limits.seconds
     given: bytes | None = job
     while True:
@@ -216,7 +216,7 @@ def _wait(
 
 def _is_within(found: _Processes, mechanism: Unisolated, limits: Limits, folder: Path | None, disk: int) -> bool:
     """Return whether all of a program's processes together keep within the limits now."""
-    programs = list(found)[0 if type(mechanism) is Unisolated else 2 :]  # the first two stand over them
+    programs = list(found)[0 if type(mechanism) is Unisolated else 2 :]  # the first two are the isolation's own
     if len(programs) > limits.num_processes or sum(found.values()) > _MOST_THREADS * limits.num_processes:
         return False
     in_memory = 0
@@ -275,7 +275,7 @@ def _folder(disk: int) -> Iterator[Path]:
 
 
 def _sweep() -> None:
-    """Remove what processes left behind that were killed."""
+    """Remove the folders that killed processes left behind."""
     for parent in (tempfile.gettempdir(), _IN_MEMORY):
         for path in Path(parent).glob(f"{_FOLDERS}*-*"):
             number = path.name.removeprefix(_FOLDERS).partition("-")[0]

@@ -1,7 +1,7 @@
-"""Process that runs one program under the `sandlock` library and ends with it. Nothing of Reprieve is imported here.
+"""Process that runs one program under the `sandlock` library and ends with it. This file does not import Reprieve.
 
-The process forks the supervisor in which the library works, waits for it, and then ends every process that the program
-left. A program that took over its supervisor would hold a process that knows this one program, not the one that grades.
+The process forks the supervisor in which the library runs, waits for it, and then ends every process that the program
+left. A program that took over its supervisor would control a process that knows only this program, not the grader.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def die_with_parent(number: int) -> None:
 
 
 def supervise(settings: dict[str, Any], command: list[str]) -> int:
-    """Run a command in the sandbox that `settings` describe; its exit status."""
+    """Run a command in the sandbox that `settings` describe; return its exit status."""
     try:
         from sandlock import Sandbox
 
@@ -43,7 +43,7 @@ def supervise(settings: dict[str, Any], command: list[str]) -> int:
 
 
 def end_children() -> None:
-    """Kill all children until there are none; those of killed processes come to this one."""
+    """Kill all children until there are none left; children of killed processes are reparented to this one."""
     while True:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             children = [int(word) for word in file.read().split()]

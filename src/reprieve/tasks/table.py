@@ -24,8 +24,8 @@ class UnreadReferenceError(ReprieveError):
 class TableTask(FileTask):
     """Problems from the rows of a JSONL file, or of a data set on the hub.
 
-    Where the data has no splits of its own, they are carved by a hash of the question: 60% train, 20% validation, 20%
-    test. A problem stays in its split whatever is added to the file, and copies of a question are passed over.
+    If the data has no splits, a hash of the question assigns them: 60% train, 20% validation, 20% test. A problem stays
+    in its split when the file grows, and repeated questions are skipped.
 
     Args:
         path: a JSONL file, plain or gzipped; `{split}` in it stands for the split. None for the hub's, if there is one.
@@ -123,7 +123,7 @@ class TableTask(FileTask):
         return self.path.replace("{split}", split) if self.path else str(self.hub and self.hub[0])
 
     def named(self, question: str) -> str:
-        """An identifier that stays with a question, whatever else is in the file."""
+        """Return an identifier of a question that does not depend on the rest of the file."""
         return f"{self.name}-{problem_digest(question)[:10]}"
 
 

@@ -10,7 +10,7 @@ _KILOBYTE = 1 << 10
 
 
 def descendants(root: int) -> dict[int, int]:
-    """Return the number of threads of each process below `root`, in the order of their birth."""
+    """Return the number of threads of each descendant of `root`, parents before children."""
     found: dict[int, int] = {}
     level = [root]
     while level:
@@ -36,11 +36,11 @@ def cpu_seconds(processes: list[int]) -> float:
 
 
 def memory_bytes(processes: list[int], enough: int) -> int:
-    """Return the memory of processes together, files apart; pages that several share count once.
+    """Return the total memory of processes in bytes, without file-backed pages; shared pages count once.
 
     Args:
-        processes: their numbers.
-        enough: bytes below which the count may be too high; it is faster.
+        processes: process ids.
+        enough: bytes up to which a faster estimate is returned, which counts shared pages several times.
     """
     rough = sum(_kilobytes(f"/proc/{process}/status", ("RssAnon:", "RssShmem:")) or 0 for process in processes)
     if rough * _KILOBYTE <= enough:
@@ -48,14 +48,14 @@ def memory_bytes(processes: list[int], enough: int) -> int:
     total = 0
     for process in processes:
         exact = _kilobytes(f"/proc/{process}/smaps_rollup", ("Pss_Anon:", "Pss_Shmem:"))
-        if exact is None:  # not readable: without being root, of processes that dump no core
+        if exact is None:  # unreadable for processes without core dumps, unless root
             exact = _kilobytes(f"/proc/{process}/status", ("RssAnon:", "RssShmem:")) or 0
         total += exact
     return total * _KILOBYTE
 
 
 def disk_bytes(folder: str | Path, enough: int) -> int:
-    """Return what files in a folder take, or some number above `enough`; an empty file counts for a kilobyte."""
+    """Return the disk usage of a folder in bytes, or some number above `enough`; an empty file counts as 1 KiB."""
     total, folders = 0, [str(folder)]
     while folders and total <= enough:
         try:

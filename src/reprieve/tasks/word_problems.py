@@ -46,5 +46,5 @@ class WordProblemsTask(ArithmeticTask):
 
 
 def as_task_problem(problem: GeneratedProblem) -> TaskProblem:
-    """A drawn problem as tasks have them."""
+    """Convert a generated problem to a `TaskProblem`."""
     return TaskProblem(problem.problem_id, problem.prompt, str(problem.answer), question=problem.question)

@@ -74,7 +74,7 @@ LARGE = Ranges(
     group=(6, 60),
     percents=tuple(p for p in range(5, 100, 5) if p != 50),
 )
-# Any percentage of round numbers: one multiplication for who has learned it.
+# Any percentage of round numbers: one multiplication for a model that has learned it.
 ROUND = replace(LARGE, group=(1, 12), percents=tuple(range(1, 100)), group_unit=100)
 
 
@@ -169,7 +169,7 @@ def chain(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list
 
 
 def compare(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[ProblemStep]]:
-    """Several people, each described by another one; a sum or a difference of two of them is asked."""
+    """Several people, each compared with another one; the question asks for a sum or a difference of two of them."""
     people = rng.sample(list(NAMES), max(2, num_steps))
     item = rng.choice(ITEMS)
     owned = {people[0]: rng.randint(*ranges.start)}
@@ -200,7 +200,7 @@ def compare(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, li
 
 
 def shop(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[ProblemStep]]:
-    """Several things are bought at different prices; the total, or the change, is asked."""
+    """Several things are bought at different prices; the question asks for the total or for the money left."""
     name, pronoun = rng.choice(list(NAMES.items()))
     num_goods, coupon, change = {
         1: (1, False, False), 2: (1, False, True), 3: (2, False, False), 4: (2, False, True), 5: (2, True, True),

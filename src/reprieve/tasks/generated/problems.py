@@ -18,8 +18,8 @@ SPLITS = ("train", "validation", "test")
 _VALIDATION_BUCKETS = range(16)
 _TEST_BUCKETS = range(16, 48)
 _NUM_BUCKETS = 256
-# What the task's problems are like; the models are trained on mixtures of their own. Chosen on the validation split, so
-# that target and draft are as far apart as the papers' pairs are (docs/pair.md).
+# Mixture of the task's problems; the models are trained on other mixtures. It was chosen on the validation split so
+# that the gap between target and draft is similar to that of the papers' pairs (docs/pair.md).
 LARGE_SHARE = 0.25
 FAMILY_WEIGHTS = {"chain": 1.0, "compare": 0.3, "shop": 1.0, "work": 1.0, "share": 1.5}
 
@@ -31,10 +31,10 @@ class Contents:
     Args:
         family_weights: relative frequency of each family.
         large_share: how many of the problems use large numbers, 0 to 1.
-        large_shares: the same for single families, instead.
+        large_shares: `large_share` of single families, by name.
         round_share: how many of the `share` problems of two or more steps ask any percentage of round numbers, 0 to 1.
-        step_weights: relative frequency of each number of steps, from `fewest_steps` on; None for 2 to 6 alike.
-        fewest_steps: what `step_weights` begins with.
+        step_weights: relative frequency of each number of steps, from `fewest_steps` on; None for 2 to 6 equally.
+        fewest_steps: number of steps that the first weight of `step_weights` belongs to.
     """
 
     family_weights: Mapping[str, float]
