@@ -44,9 +44,7 @@ class SampledArbiterRule(Rule):
     """
 
     name = "sampled_arbiter"
-    own_traits = Traits(
-        needs=frozenset({Need.ADVICE, Need.NOISE}), check="exact", beyond_truncation=True, reads_block=True
-    )
+    own_traits = Traits(needs=frozenset({Need.ADVICE, Need.NOISE}), check="exact", beyond_truncation=True)
 
     reads: frozenset[Need] = frozenset()
 

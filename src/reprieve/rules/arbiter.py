@@ -33,7 +33,7 @@ class ArbiterRule(HeadRule):
 
     name = "arbiter"
     own_dial = Dial("lambda", strictest=1.0, stops=(1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.0))
-    own_traits = Traits(needs=frozenset({Need.ADVICE}), check="exact", beyond_truncation=True, reads_block=True)
+    own_traits = Traits(needs=frozenset({Need.ADVICE}), check="exact", beyond_truncation=True)
     head_kind = "arbiter"
     made_by = "reprieve train arbiter"
     about = About(

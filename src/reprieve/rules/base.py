@@ -68,7 +68,6 @@ class Traits:
         replaces: it ignores the lossless check and accepts exactly where risk <= threshold.
         relaxes_target: when sampling, tokens are verified against `relaxed_target_probs` instead of the target's.
         reads_text: `bind` needs a tokenizer that knows the tokens' text.
-        reads_block: a token's risk depends on the rest of its block, or on the text before it.
         beyond_truncation: it may accept tokens that top-k or top-p cut off.
         rescues_in_turn: each sibling of a tree is rescued before the next one is tried.
         truncates: it accepts the likeliest tokens, by the target's distribution alone.
@@ -83,7 +82,6 @@ class Traits:
     replaces: bool = False
     relaxes_target: bool = False
     reads_text: bool = False
-    reads_block: bool = False
     beyond_truncation: bool = False
     rescues_in_turn: bool = False
     truncates: bool = False
@@ -111,7 +109,6 @@ class Traits:
             check=next((part.check for part in parts if part.check != "token"), "token"),
             relaxes_target=any(part.relaxes_target for part in parts),
             reads_text=any(part.reads_text for part in parts),
-            reads_block=any(part.reads_block for part in parts),
             beyond_truncation=all(part.beyond_truncation for part in parts),
             rescues_in_turn=any(part.rescues_in_turn for part in parts),
             max_rescues_per_block=min(

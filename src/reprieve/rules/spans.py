@@ -138,7 +138,7 @@ class InsideSpan(_Restricted):
         """Traits of the inner rule, which also needs the text before the block."""
         inside = self.rule.traits
         needs = inside.needs | {Need.CONTEXT}
-        return dataclasses.replace(inside, needs=needs, reads_text=True, reads_block=True, truncates=False)
+        return dataclasses.replace(inside, needs=needs, reads_text=True, truncates=False)
 
     def bind(self, tokenizer: VocabularySource) -> Self:
         """Encode the markers and bind the inner rule.
