@@ -37,7 +37,7 @@ class EagleSettings(DrafterSettings):
         path: folder or hub id of the head, in the speculators format; None for a bundled target's own.
         depth: maximum depth of a tree, 1 to 512; `top_k` and `total_tokens` have the same range.
         top_k: nodes expanded at each level, and children of each; 1 drafts a chain.
-        total_tokens: maximum number of nodes kept, those of highest joint probability.
+        total_tokens: maximum number of nodes; those with the highest joint probability are kept.
         prune: pruning of trees before verification (`Pruning.strategy`); None for no pruning. Its parameters are
             `epsilon`, `budget`, `entropy_weight`, `leaf`, `keep` and `alpha`; None uses their defaults.
     """
@@ -137,7 +137,7 @@ class EagleDrafter:
         head: on the target's device; drafters may share it.
         vocab_size: columns of the target's logits.
         settings: size and pruning of the tree; its `path` is ignored.
-        keep_logits: keep the logits that proposed the nodes in the blocks, over the whole vocabulary.
+        keep_logits: let blocks carry the logits that proposed each node, over the whole vocabulary.
     """
 
     name = "eagle3"
@@ -234,7 +234,7 @@ class EagleDrafter:
     def _block(self, tree: _Tree, weighed: TreeLength | None) -> Block:
         """Return the candidates of largest joint probability, pruned, with the logits that proposed each."""
         log_probs, all_parents = torch.cat(tree.log_probs), torch.cat(tree.parents)
-        # A child is never more likely than its parent and comes later, so a stable sort keeps parents.
+        # A child is never more likely than its parent and comes later, so a stable sort keeps parents first.
         order = log_probs.sort(descending=True, stable=True).indices
         chosen = order[: self.shape.total_tokens].sort().values
         new_index = torch.full_like(all_parents, ROOT)
@@ -269,7 +269,7 @@ class EagleDrafter:
         )
 
     def _tree_mask(self, ancestors: Tensor) -> Tensor:
-        """Mask for the last nodes: each sees the committed text, its drafted ancestors and itself."""
+        """Return the mask of the last nodes: each attends to the committed text, its drafted ancestors and itself."""
         text = torch.ones(len(ancestors), self._length, dtype=torch.bool, device=self.device)
         return self.head.additive_mask(torch.cat([text, ancestors], dim=1))
 

@@ -1,7 +1,8 @@
 """Draft length policies: fixed, from recent acceptance, or predicted by a head.
 
-Policies use no clock, and no earlier answers unless every K gives the same answer, so a repeated request gives the same
-answer. A sampled token stays in the block, so a decision that depends on it cannot bias the output of a lossless check.
+Policies never read the clock, and use earlier answers only if every K gives the same answer, so a repeated request
+gives the same answer. A sampled token stays in the block, so a decision that depends on it cannot bias the output of a
+lossless check.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class TreeLength:
         return pays
 
     def least(self) -> float:
-        """Smallest path probability of a node that is worth verifying."""
+        """Return the smallest path probability at which a node is worth verifying."""
         return min(0.5, self._rate * _VERIFIED / self._borne_out)
 
     def expect(self, num_accepted: float) -> None:
@@ -197,7 +198,7 @@ def best_length(rates: Sequence[float], cost: float) -> int:
 
 
 class AcceptanceLength:
-    """Draft length policy that maximises the expected speed at the acceptance rate seen so far.
+    """Draft length policy that maximises the expected speed, given the acceptance observed so far.
 
     Args:
         cost: of a drafted token, or of a level of a tree, in target forwards.
@@ -246,7 +247,7 @@ class _TreeAcceptance(_Acceptance):
 class _RecentAcceptance(_Acceptance):
     def __init__(self, cost: float) -> None:
         self.cost = cost
-        self._accepted, self._judged = 3.2, 4.0  # as if four tokens had been seen, most of them good
+        self._accepted, self._judged = 3.2, 4.0  # prior: 3.2 of 4 judged tokens accepted
 
     def begin(self) -> int:
         return best_length([min(self._accepted / self._judged, 0.999)] * _MOST, self.cost)

@@ -37,8 +37,8 @@ class Pruning:
         keep: share of the nodes that `depth`, `depth_exp` and `path_prob` keep, (0, 1].
         alpha: weight of the depth for `depth` and `depth_exp`.
 
-    Eq. 1 scales all nodes of one depth alike, so the entropy does not move the thresholds of Eq. 3; it acts through
-    `leaf`. The paper prints "smallest" where Eq. 3 needs the largest theta_d: the smallest keeps everything.
+    Eq. 1 scales all nodes of one depth alike, so the entropy does not affect which nodes pass Eq. 3; it acts
+    through `leaf`. The paper prints "smallest" where Eq. 3 needs the largest theta_d: the smallest keeps everything.
     """
 
     strategy: str = "entropy"
@@ -61,12 +61,12 @@ class Pruning:
         require_range("alpha", self.alpha, -1e6, 1e6)
 
     def kept(self, parents: Sequence[int], log_probs: Sequence[float], root_entropy: float) -> list[int]:
-        """Return the indices of the nodes to verify, in their old order; parents of kept nodes are kept.
+        """Return the indices of the nodes to verify, in their original order; parents of kept nodes are kept.
 
         Args:
             parents: [N], ROOT or an earlier node.
             log_probs: [N], the drafter's log-probability of the path down to each node, nats.
-            root_entropy: of the target's distribution at the root, over log V: 0 to 1.
+            root_entropy: entropy of the target's distribution at the root, divided by log V: 0 to 1.
         """
         if not parents:
             return []
@@ -122,7 +122,7 @@ class Pruning:
 
 
 def _covering(scores: Sequence[float], share: float) -> float:
-    """Return the largest threshold at which the scores that reach it hold `share` of the sum; scores are descending."""
+    """Return the largest threshold such that the scores at or above it sum to `share` of all; scores are descending."""
     wanted, so_far = share * sum(scores), 0.0
     for score in scores:
         so_far += score

@@ -39,8 +39,9 @@ class ArbiterAdvisor:
         self.arbiter.start(prompt_ids, num_positions=max_length + num_draft_tokens + 2)
 
     def advise(self, block: Block, evidence: Evidence, settled: Tensor) -> Tensor:
-        """Return pi(accept) of each drafted token, [N]: 1 for the target's own tokens (Eq. 13 and 14) or if all are
-        settled.
+        """Return pi(accept) of each drafted token, [N].
+
+        It is 1 for the target's own tokens (Eq. 13 and 14), and for all tokens if all are settled.
 
         Raises:
             SpecError: a tree.

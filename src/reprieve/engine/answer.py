@@ -54,12 +54,12 @@ class Answer:
         return self.on_token is not None or bool(self.params.stop)
 
     def positions(self, block: Block) -> Tensor:
-        """Positions of a block's tokens in the answer, from 0: [N], int64."""
+        """Return the positions of a block's tokens in the answer, from 0: [N], int64."""
         first = len(self.tokens) - 1
         return spread([first + depth for depth in block.depths], torch.long, block.token_ids.device)
 
     def context(self, device: torch.device) -> Context:
-        """Prompt and committed tokens, as one text."""
+        """Return the prompt and committed tokens as one text."""
         token_ids = spread([*self.prompt_ids, *(token.token_id for token in self.tokens)], torch.long, device)
         return Context(token_ids.unsqueeze(0), spread([len(token_ids)], torch.long, device))
 
@@ -85,7 +85,7 @@ class Answer:
 
 def with_logprobs(
     tokens: Sequence[Token],  # n
-    target_logits: Tensor,  # [n, V], raw: they judge each token
+    target_logits: Tensor,  # [n, V], raw logits that judged each token
     num_alternatives: int,
 ) -> list[Token]:
     """Return the tokens with their log-probabilities under the target and the most likely alternatives."""

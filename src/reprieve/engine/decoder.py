@@ -75,7 +75,7 @@ class SpeculativeDecoder:
         rule: decides which drafted tokens pass; None is lossless.
         num_draft_tokens: K, the deepest block of a round, 1 to 512, or a policy for it.
         advisor: for a rule that needs advice.
-        num_token_ids: prompt ids must be below it; None for all of the target's.
+        num_token_ids: exclusive upper bound of prompt ids; None for the target's vocabulary size.
 
     Raises:
         SpecError: K out of range, or a rule whose inputs this decoder cannot provide.
@@ -141,9 +141,9 @@ class SpeculativeDecoder:
 
         Args:
             prompt: text, or token ids.
-            messages: a chat in place of a prompt: `[{"role": "user", "content": "..."}]`, in the tokenizer's chat
-                template.
-            dial: this request's own value of the rule's dial, in the paper's unit; None for the rule's.
+            messages: a chat instead of a prompt: `[{"role": "user", "content": "..."}]`, rendered with the tokenizer's
+                chat template.
+            dial: value of the rule's dial for this request, in the paper's unit; None for the rule's own.
             on_token: called with each committed token and the text that became final with it.
             trace: keep a `RoundTrace` of every round.
             timed: record `seconds_by_part`; on a GPU, this synchronises before and after every part.
@@ -318,7 +318,7 @@ class SpeculativeDecoder:
         outcome: Outcome,
         base: int,
     ) -> None:
-        """Keep the accepted path in all caches, then add its tokens to the answer, which may end among them."""
+        """Keep the accepted path in all caches, then add its tokens to the answer, which may end before the last."""
         self.target.keep_path(base, [0, *(node + 1 for node in outcome.path)])
         self.target.learn(base - len(answer.unread) + 1, [*answer.unread, *outcome.token_ids])
         answer.unread = [outcome.next_token_id]

@@ -86,7 +86,7 @@ class Pair(ModelPair):
     def _length(
         self, num_draft_tokens: NumDraftTokens | LengthHead | DraftLength, rule: Rule, drafter: DrafterSettings
     ) -> DraftLength:
-        """Return the draft length of a rule and a drafter; raises what `length_head` does."""
+        """Return the draft length of a rule and a drafter; raises the errors of `length_head`."""
         if isinstance(num_draft_tokens, LengthHead):
             num_draft_tokens.require_pair(self.identity, "num_draft_tokens")
             num_draft_tokens.require_rule(rule, "num_draft_tokens")

@@ -22,7 +22,7 @@ def token_ids_of(tokenizer: Tokenizer, prompt: str | Sequence[int], num_token_id
     """Return a prompt as token ids.
 
     Args:
-        num_token_ids: ids must be below it.
+        num_token_ids: exclusive upper bound of ids.
 
     Raises:
         SpecError: neither text nor ids, no tokens, or an id out of range.
@@ -55,7 +55,7 @@ def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[i
 
 
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
-    """Return a chat in the tokenizer's chat template, as text: the template writes its own special tokens.
+    """Return a chat rendered with the tokenizer's chat template, as text; the template writes the special tokens.
 
     Args:
         options: variables of the template, such as `enable_thinking`.
@@ -65,7 +65,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]], **options
     """
     try:
         return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **options))
-    except Exception as error:  # templates raise whatever their author chose, often for a system message
+    except Exception as error:  # templates can raise anything, often for a system message
         raise SpecError(f"the tokenizer's chat template failed: {' '.join(str(error).split())}") from None
 
 

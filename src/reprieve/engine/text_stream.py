@@ -34,7 +34,7 @@ class _Stop:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.matched = 0  # its characters that the text so far ends with
+        self.matched = 0  # length of its prefix that the text so far ends with
         self._borders = [0] * len(text)  # for each prefix: length of its longest border
         size = 0
         for index in range(1, len(text)):
@@ -74,7 +74,7 @@ class TextStream:
         self._released = 0
 
     def push(self, token_id: int) -> str:
-        """Add a token; return new text, often one word, sometimes none. Returns nothing after a stop."""
+        """Add a token; return the text that became final: often one word, sometimes none; none after a stop text."""
         if self.stopped:
             return ""
         self._ids.append(token_id)

@@ -1,4 +1,7 @@
-"""Number of CPU threads for a pair's forwards. Small models lose more to synchronisation than they gain."""
+"""Number of CPU threads for a pair's forwards.
+
+Additional threads cost small models more in synchronisation than they gain.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def load_configured(
 
 
 def _choose(pair: Pair, all_threads: int) -> int:
-    """Return one thread, or all cores if a forward of the target is clearly faster with them."""
+    """Return 1, or `all_threads` if a forward of the target is clearly faster with them."""
     if all_threads == 1 or num_weights(pair.target) > _LARGE:
         return all_threads
     times: dict[int, list[float]] = {1: [], all_threads: []}

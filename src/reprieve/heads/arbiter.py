@@ -18,7 +18,7 @@ from reprieve.types import Evidence
 
 # Values from verification for each drafted token: both models' last states, entropies and probabilities.
 READINGS = FeatureRecipe(states="both", entropy=True, probability=True, draft_scalars=True)
-_SMALLEST = 1e-30  # so that lambda = 1 accepts nothing, where 1 - pi rounds to 0
+_SMALLEST = 1e-30  # so that lambda = 1 accepts nothing even if 1 - pi rounds to 0
 
 
 @register_head
@@ -30,7 +30,7 @@ class Arbiter(Artefact):
         tensors: adapters, separator and head, by name, float32.
         shape: of the adapters.
         pair: pair whose decisions it learned; it is built on the draft's weights.
-        task: task it was trained on; use on another is a warning.
+        task: task it was trained on; use on another task triggers a warning.
         threshold: the recommended lambda.
         num_draft_tokens: K it was trained at.
         training: settings and results of the training.

@@ -20,7 +20,7 @@ from reprieve.heads.model_card import model_card
 from reprieve.registry import Registry
 
 _ORIGIN = frozenset({"prompt", "problems", "drafter"})  # optional: unknown where they are missing
-_TENSORS = "tensors"  # a field that holds all weights by name; else each is a field of its own
+_TENSORS = "tensors"  # field with all weights by name; without it, each tensor is a separate field
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Artefact(ModelHubMixin):
 
     kind: ClassVar[str]
     purpose: ClassVar[str]  # a sentence for the model card
-    use: ClassVar[str | None] = None  # arm that uses it, THIS for its folder; None for the rule of its kind
+    use: ClassVar[str | None] = None  # `--arm` that uses it, with THIS for its folder; None: the rule of its kind
 
     pair: PairIdentity = field(kw_only=True)
     task: str = field(kw_only=True)
@@ -105,7 +105,7 @@ class Artefact(ModelHubMixin):
         """Write `config.json`, `model.safetensors`, a model card, and the certificates.
 
         Args:
-            ignored: what huggingface_hub's `push_to_hub` passes on.
+            ignored: additional arguments from huggingface_hub's `push_to_hub`; not used.
 
         Raises:
             ReprieveError: the folder cannot be written, or holds something else.
@@ -131,7 +131,7 @@ class Artefact(ModelHubMixin):
 
         Args:
             source: a folder, or a hub id.
-            pair: the pair it is to be used with; None defers the check.
+            pair: the pair it will be used with; None skips the check.
             revision: branch, tag or commit on the hub.
             token: for private repositories; the saved login by default.
             cache_dir: folder of the download cache; huggingface_hub's own by default.
@@ -209,6 +209,6 @@ def _typed(hint: Any, value: Any) -> Any:
         return hint(**{name: _typed(hints.get(name), part) for name, part in value.items()})
     if hint in (str, int, float):
         if isinstance(value, bool) or not isinstance(value, (int, float) if hint is float else hint):
-            raise TypeError(f"a {hint.__name__} is wanted, got {value!r}")
+            raise TypeError(f"expected {hint.__name__}, got {value!r}")
         return hint(value)
     return tuple(value) if typing.get_origin(hint) is tuple and isinstance(value, list) else value

@@ -24,8 +24,8 @@ class Head(Artefact):
     Args:
         tensors: its weights, by name, float32.
         recipe: its features.
-        pair: pair whose states it was trained on; use with another pair is an error.
-        task: task it was mined on; use on another is a warning.
+        pair: pair whose states it was trained on; use with another pair raises an error.
+        task: task its labels were mined on; use on another task triggers a warning.
         threshold: recommended threshold, in the unit of its risk.
         training: settings of the training and results on held-out problems.
         drafter: whose tokens it was trained on: draft, or eagle3 and the fingerprint of its head.

@@ -22,7 +22,7 @@ class PairIdentity:
     tokenizer: str
 
     def differences(self, other: PairIdentity, *, reads_draft: bool) -> list[str]:
-        """Return the differing parts of another pair; names do not count, the draft's weights only if they matter."""
+        """Return the differing parts of another pair; names are ignored, and so are irrelevant draft weights."""
         parts = ["tokenizer", "target_weights"] + (["draft_weights"] if reads_draft else [])
         return [part for part in parts if getattr(self, part) != getattr(other, part)]
 
@@ -46,7 +46,7 @@ class PairIdentity:
 
 
 def warn_of_transfer(what: str, made_for: str, used_on: str) -> None:
-    """Warn that a head is used on another task than its own (worse in AutoJudge's appendices D and M)."""
+    """Warn if a head is used on a task other than its own (less accurate in AutoJudge's appendices D and M)."""
     if made_for.partition(":")[0] != used_on.partition(":")[0]:  # settings such as a path do not count
         warnings.warn(
             f"{what} was trained on task {made_for!r} and is used on {used_on!r}; measure accuracy there before use",

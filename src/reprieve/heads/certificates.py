@@ -52,7 +52,7 @@ class Conditions:
         return PromptSettings(self.chat_template, self.system_prompt, self.thinking).format
 
     def differences(self, other: Conditions) -> list[str]:
-        """Return the differences to `other`, one short text each; compares weights by fingerprint, tasks by name."""
+        """Return the differences from `other`, one short text each; compares weights by fingerprint, tasks by name."""
         differing = []
         for part in ("target_weights", "draft_weights", "tokenizer"):
             if getattr(self.pair, part) != getattr(other.pair, part):
@@ -101,7 +101,7 @@ class Certificate:
     made_with: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Return the file's content, the statement first."""
+        """Return the file's content: JSON with a SHA-256 digest."""
         values = {"kind": _KIND, "schema": SCHEMA, **dataclasses.asdict(self)}
         return json.dumps({**values, "sha256": signature(values)}, indent=2) + "\n"
 
@@ -175,7 +175,7 @@ def pathless_spec(rule: Rule) -> str:
 
 
 def _renamed(rule: Rule, path: Callable[[HeadRule], str]) -> str:
-    """Return a rule's specification with other paths of its heads."""
+    """Return a rule's specification with each head's path replaced by `path`."""
     return rule.transform(
         lambda part: dataclasses.replace(part, path=path(part)) if isinstance(part, HeadRule) else part
     ).spec

@@ -23,8 +23,8 @@ class TokenStates:
     `target` and `draft` map an encoding (`draft`, `target`, `previous`) to states by layer.
     """
 
-    target: Mapping[str, HiddenStates]  # [n, Dt] a layer
-    draft: Mapping[str, HiddenStates]  # [n, Dd] a layer
+    target: Mapping[str, HiddenStates]  # [n, Dt] per layer
+    draft: Mapping[str, HiddenStates]  # [n, Dd] per layer
     entropy: Tensor | None = None  # [n], nats
     probability: Tensor | None = None  # [n]
     draft_entropy: Tensor | None = None  # [n], nats

@@ -109,7 +109,7 @@ class FoldedHead:
             head.require_pair(pair, name)
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """Refuse: the head depends on the problem, which a round does not know.
+        """Refuse, because the head depends on the problem, which a round does not know.
 
         Raises:
             SpecError: always.

@@ -21,7 +21,7 @@ SCALARS = ("bias", "log_prob", "place", "recent", "dial", "temperature")
 @register_head
 @dataclass(frozen=True)
 class LengthHead(Artefact):
-    """Two logistic regressions on drafting states, and the smallest acceptance probability worth another token.
+    """Two logistic regressions on drafting states, and the acceptance probability below which drafting stops.
 
     The first predicts the acceptance of the token just drafted, the second that of the next one if this one is
     accepted; both are conditional on the acceptance of all earlier ones. FSD proposes such a head without specifying
@@ -94,12 +94,12 @@ class LengthHead(Artefact):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that affects decisions: the price is timed and can differ between equal weights."""
+        """Hash of everything that affects decisions: the price is from timings and can differ between equal weights."""
         decides = (self.rule, self.lowest, self.highest, self.price, self.most)
         return digest(f"{super().fingerprint} {decides!r}".encode())
 
     def certified(self) -> str:
-        """Name in a certificate, in place of K."""
+        """Return its name in a certificate, in place of K."""
         return f"{AUTO}:{self.fingerprint}"
 
     def require_rule(self, rule: Rule, name: str) -> None:

@@ -23,7 +23,7 @@ from reprieve.settings import AUTO, NumDraftTokens, named_length, require_draft_
 
 
 def load_head(source: str | Path, *, kind: str | None = None) -> Artefact | FoldedHead:
-    """Load a head from a folder, a hub id, or by the name of a bundled one; all folds from a folder of folds.
+    """Load a head by folder, hub id or name of a bundled head; a folder of folds gives all its heads.
 
     Args:
         kind: judge, pivot, lts, arbiter or length; None accepts any kind.
@@ -73,7 +73,7 @@ def _certified_threshold(rule: LearnedRule, source: str | None) -> float | None:
 
 
 def length_head(num_draft_tokens: NumDraftTokens, rule: Rule, pair: PairIdentity) -> LengthHead | None:
-    """Return the draft length head: the named one or, for `auto`, the bundled pair's for this rule.
+    """Return the draft length head: the named one or, for `auto`, the bundled pair's for this rule; None for no head.
 
     A bundled head serves all thresholds; outside its training range it uses the nearest one. Rules without a bundled
     length head use that of lossless decoding.
@@ -130,7 +130,7 @@ def split_folds(rule: Rule) -> list[Rule]:
     if not sizes:
         return [rule]
     if len(sizes) > 1:
-        raise SpecError(f"rule {rule.spec}: its heads must have equally many folds, got {sorted(sizes)}")
+        raise SpecError(f"rule {rule.spec}: its heads must have the same number of folds, got {sorted(sizes)}")
 
     def of_fold(part: Rule, fold: int) -> Rule:
         if isinstance(part, HeadRule) and isinstance(part.head, FoldedHead):

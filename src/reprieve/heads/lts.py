@@ -57,7 +57,7 @@ class LtsCalibration(Artefact):
         if self.edges.ndim != 1 or not bool((self.edges.diff() > 0).all()):
             raise SpecError(f"edges must be rising numbers, got {self.edges.tolist()}")
         if self.bucket_by == "none" and len(self.edges):
-            raise SpecError(f"edges must be none where bucket_by is none, got {self.edges.tolist()}")
+            raise SpecError(f"edges must be empty if bucket_by is none, got {self.edges.tolist()}")
         num = len(self.edges) + 1
         for name in ("embedding_factors", "logit_factors", "tolerances"):
             values = getattr(self, name)

@@ -28,7 +28,7 @@ P = TypeVar("P", bound=Problem)
 
 
 def seen_problems(rule: Rule, problems: Sequence[P]) -> list[P]:
-    """The problems that one of the rule's heads was made from, by their questions.
+    """Return the problems that one of the rule's heads was made from, identified by their questions.
 
     For out-of-fold heads, each problem is checked against the head that was not trained on it. Heads made before 1.0 do
     not record their problems.
@@ -49,18 +49,18 @@ def name_problems(problems: Sequence[Problem]) -> str:
 
 
 def warn_of_format(name: str, head: Artefact | FoldedHead, here: Mapping[str, Any]) -> None:
-    """Warn that prompts have another format than in a head's training."""
+    """Warn if prompts have a format other than in a head's training."""
     first = head.heads[0] if isinstance(head, FoldedHead) else head
     if first.prompt is not None and dict(first.prompt) != dict(here):
         warnings.warn(
             f"head {name!r} was made with {describe_format(first.prompt)} and is used with {describe_format(here)}; "
-            "measure the accuracy with it before use",
+            "measure accuracy in this format before use",
             stacklevel=4,
         )
 
 
 def warn_of_sampling(name: str, head: Artefact | FoldedHead, here: Mapping[str, Any]) -> None:
-    """Warn that constants were measured with other sampling settings, which give other margins."""
+    """Warn if constants were measured with other sampling settings, which change the margins."""
     measured = getattr(head, "settings", {}).get("sampling") or {}
     other = [
         f"{key} {here[key]} (measured at {measured[key]})"
@@ -68,14 +68,14 @@ def warn_of_sampling(name: str, head: Artefact | FoldedHead, here: Mapping[str, 
         if here.get(key, measured[key]) != measured[key]
     ]
     if other:
-        warnings.warn(f"{name!r} is used with {', '.join(other)}: calibrate at that sampling", stacklevel=4)
+        warnings.warn(f"{name!r} is used with {', '.join(other)}: calibrate with these settings", stacklevel=4)
 
 
 def warn_of_drafter(name: str, head: Artefact | FoldedHead, drafter: str) -> None:
-    """Warn that a head judges the tokens of a drafter that it was not trained on.
+    """Warn if a head judges the tokens of a drafter that it was not trained on.
 
     Args:
-        drafter: its kind; for EAGLE-3 with the head's fingerprint behind a colon, where it is known.
+        drafter: its kind; for EAGLE-3, followed by a colon and the head's fingerprint, if known.
     """
     first = head.heads[0] if isinstance(head, FoldedHead) else head
     made_for, made_by = str(getattr(first, "drafter", drafter)).partition(":")[::2]

@@ -77,7 +77,7 @@ class Repository:
     head: Artefact | None = None
 
     def write(self, root: Path) -> Path:
-        """Write the files to `root/owner/name`, in place of those of an earlier call; returns that folder.
+        """Write the files to `root/owner/name`, replacing those of an earlier call; return that folder.
 
         Raises:
             ReprieveError: the folder holds something else, or cannot be written.
@@ -101,7 +101,7 @@ def repositories(folders: Sequence[Path], name: str, *, report: Path | None = No
         report: HTML page for the head; the `report.html` of a quickstart folder by default.
 
     Raises:
-        SpecError: no owner/name, two folders of one name, or a report for several heads.
+        SpecError: not owner/name, two folders with the same name, or a report for several heads.
         ReprieveError: a folder without a head, or a certificate of another head.
     """
     if name.count("/") != 1 or not all(name.split("/")):
@@ -118,7 +118,7 @@ def repositories(folders: Sequence[Path], name: str, *, report: Path | None = No
 
 
 def upload(repository: Repository, folder: Path, *, private: bool = False) -> str:
-    """Create the repository where there is none and upload the folder in one commit; returns its address.
+    """Create the repository if necessary, upload the folder in one commit, and return the repository's address.
 
     Raises:
         ReprieveError: no network, no login or no right to write there.
@@ -130,7 +130,7 @@ def upload(repository: Repository, folder: Path, *, private: bool = False) -> st
         HfApi().upload_folder(
             repo_id=repository.name, folder_path=folder, commit_message="Publish with reprieve", delete_patterns="*"
         )
-    except Exception as error:  # no network, no login, no right: the hub has many ways to say it
+    except Exception as error:  # the hub raises many types: no network, no login, no access
         reason = " ".join(str(error).split())
         raise ReprieveError(
             f"{repository.name} cannot be uploaded: {reason}. Log in with `hf auth login`; the files are in {folder}"
@@ -161,10 +161,10 @@ def _repository(folder: Path, name: str, report: Path | None) -> Repository:
 
 
 def _certificates(head: Artefact, *folders: Path) -> dict[str, str]:
-    """Texts of the certificates in folders, by path in the repository.
+    """Return the texts of the certificates in folders, by path in the repository.
 
     Raises:
-        ReprieveError: one that cannot be read, or that is about another head.
+        ReprieveError: a certificate that cannot be read, or that is about another head.
     """
     texts = {}
     for path in sorted({path for folder in folders for path in (folder / CERTIFICATES).glob("*.json")}):
@@ -172,7 +172,7 @@ def _certificates(head: Artefact, *folders: Path) -> dict[str, str]:
         if head.fingerprint not in certificate.portable_rule:
             raise ReprieveError(
                 f"certificate {str(path)!r} must be about this head ({head.fingerprint}), got "
-                f"{certificate.portable_rule}: take it out of the folder"
+                f"{certificate.portable_rule}: remove it from the folder"
             )
         texts[f"{CERTIFICATES}/{path.name}"] = path.read_text(encoding="utf-8")
     return texts

@@ -17,7 +17,7 @@ _AT_DECODING = ("draft", "previous")  # encodings available while decoding
 
 @dataclass(frozen=True)
 class FeatureRecipe:
-    """States and scalars that make a head's features.
+    """States and scalars that make up a head's features.
 
     Order: target states, draft states, entropy, probability, and the draft's entropy and probability. Distributions are
     the model's own: temperature 1, no truncation.
@@ -121,7 +121,7 @@ class ArbiterShape:
         dropout: Dropout on the adapters' input during the warm-up.
         hybrid: Bidirectional attention between drafted and target tokens; without it, causal (the paper's Table 8).
         num_readings: size of the values added for each drafted token (`reprieve.heads.arbiter.READINGS`); 0 for none.
-        seed: Of the first weights.
+        seed: Random seed of the initial weights.
     """
 
     rank: int = 16

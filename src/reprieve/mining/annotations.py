@@ -1,4 +1,4 @@
-"""Hand-made labels: every token of a response marked right or wrong (Judge Decoding; AutoJudge, appendix N)."""
+"""Manual annotations: every token of a response labelled right or wrong (Judge Decoding; AutoJudge, appendix N)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def read_annotations(path: Path, tokenizer: Any) -> list[ProblemLabels]:
     touch a span are important, all others are not. The head learns from the states that encode the token itself.
 
     Args:
-        tokenizer: a fast one, which maps tokens to positions in the text.
+        tokenizer: a fast tokenizer, which maps tokens to character offsets.
 
     Raises:
         ReprieveError: a missing field, or a span outside the response; names file and line.
@@ -25,7 +25,7 @@ def read_annotations(path: Path, tokenizer: Any) -> list[ProblemLabels]:
     problems = [_problem(row, f"{path}, line {number}", number, tokenizer) for number, row in read_jsonl(path)]
     ids = [problem.problem_id for problem in problems]
     if twice := next((name for name in ids if ids.count(name) > 1), None):
-        raise ReprieveError(f"{path}: id must differ from line to line, got {twice!r} twice")
+        raise ReprieveError(f"{path}: id must be unique, got {twice!r} twice")
     return problems
 
 

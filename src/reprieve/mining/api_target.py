@@ -24,13 +24,13 @@ class ApiTarget(Target):
     Args:
         client: an asynchronous `openai` client, or an object with `completions.create`.
         model: the target's name on the server.
-        tokenizer: the draft's, which must be the target's too.
+        tokenizer: the draft's tokenizer, which the target must share.
         eos_id: appended if the server reports that the response stopped.
         stops: returns True if a stop text ends a response's tokens.
         stop: the stop texts. Sent only to servers that take token ids: other servers remove the stop text and do not
             report whether it or the end-of-text token ended a completion.
-        prompts: format of the prompts sent: `text`, or `tokens` for servers that exchange token ids, such as vLLM,
-            which avoids the ambiguity.
+        prompts: format of the prompts sent: `text`, or `tokens`, which avoids the ambiguity but needs a server that
+            exchanges token ids, such as vLLM.
 
     Raises:
         SpecError: unknown `prompts`.
@@ -59,10 +59,10 @@ class ApiTarget(Target):
     async def complete(
         self, session: Session, prompt_ids: list[int], response_ids: list[int], max_new_tokens: int, draw: Draw | None
     ) -> list[int] | None:
-        """Return a completion; None if the server would read the text as other tokens. See `Target`.
+        """Return a completion, or None if the server would tokenize the text differently. See `Target`.
 
         Raises:
-            SpecError: sampling, which a server cannot repeat.
+            SpecError: sampling, which a server cannot reproduce.
         """
         if draw is not None:
             raise SpecError("an API target is greedy: a server's sampling cannot be keyed by the prefix")
@@ -88,14 +88,14 @@ class ApiTarget(Target):
         return until_stop(self.stops, response_ids, new[:max_new_tokens])
 
     def _asked_of_tokens(self) -> dict[str, Any]:
-        """Additional request fields for servers that take tokens, in vLLM's names."""
+        """Return the additional request fields for token prompts, as vLLM names them."""
         if self.prompts != "tokens":
             return {}
         more = {"return_token_ids": True, "include_stop_str_in_output": True}
         return {"extra_body": more, **({"stop": self.stop} if self.stop else {})}
 
     def _text(self, token_ids: list[int]) -> str:
-        """Return the tokens' text, special tokens included, without leading ones that the tokenizer adds itself."""
+        """Return the text of tokens, with special tokens except leading ones that the tokenizer adds itself."""
         added = list(self.tokenizer.encode(""))
         if added and token_ids[: len(added)] == added:
             token_ids = token_ids[len(added) :]

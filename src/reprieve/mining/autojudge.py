@@ -53,7 +53,7 @@ class AutoJudgeMiner:
         original = await search.complete([])
         if original is None:
             name = problem.problem_id
-            raise ReprieveError(f"the target's response to {name} cannot be spelled in the draft's tokens")
+            raise ReprieveError(f"the target's response to {name} cannot be represented in the draft's tokens")
         reference = self.responses.answer(original)
         usable = self.equivalence.usable(reference)
         running = original
@@ -90,7 +90,7 @@ class AutoJudgeMiner:
         """Try mismatches up to the first harmless one.
 
         Returns:
-            The response after that swap and the position to resume from; None for the position if there is none.
+            The response after that swap and the position to resume from; the position is None if no swap was harmless.
         """
         async for position, draft_id in search.draft.mismatches(search.prompt_ids, running, start):
             mismatch, response = await search.attempt(running, draft_id, position, original)
@@ -108,7 +108,7 @@ class AutoJudgeMiner:
 
 
 class _Search:
-    """Texts of one problem; target and draft read common prefixes once."""
+    """State of one problem's search; target and draft read common prefixes only once."""
 
     def __init__(self, miner: AutoJudgeMiner, problem: TaskProblem) -> None:
         self.miner = miner
@@ -121,7 +121,7 @@ class _Search:
         self.num_generated = 0
 
     async def complete(self, response_ids: list[int]) -> list[int] | None:
-        """Return the response continued to its end by the target; unchanged if it has ended."""
+        """Return the completed response, unchanged if it has ended; None if the target cannot continue it."""
         num_left = self.miner.responses.num_left(response_ids)
         if num_left < 1:
             return response_ids
@@ -137,7 +137,7 @@ class _Search:
         """Swap in the draft's token at a position, let the target continue, and compare."""
         response = await self.complete([*running[:position], draft_id])
         if response is None:
-            reason = "the target would read other tokens than the swapped ones"
+            reason = "the target would tokenize the swapped text differently"
             return Mismatch(position, running[position], draft_id, None, reason), None
         equivalence, answers = self.miner.equivalence, self.miner.responses
         verdict = await equivalence.compare(self.problem, answers, original, running, response)

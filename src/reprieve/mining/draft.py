@@ -100,7 +100,7 @@ class DraftReader(Draft):
         self.model = model
         self.sampler = sampler
         self.noise = noise
-        self._predicted: list[int] = []  # after each cached token, from the prompt's last one
+        self._predicted: list[int] = []  # next token after each cached one, from the prompt's last
 
     async def mismatches(
         self, prompt_ids: list[int], response_ids: list[int], start: int = 0
@@ -148,7 +148,7 @@ class _Read:
 
 
 class BatchedDraft(Draft):
-    """Batches the responses of all problems in flight; greedy only. For accelerators, with the target on servers.
+    """Draft that batches the responses of all problems in flight; greedy only. For accelerators, with a served target.
 
     Whole texts are read without a cache: on an accelerator, one forward over many texts costs less than many
     forwards over their suffixes.

@@ -72,7 +72,7 @@ class NotWorse:
         chat: the judge.
         num_votes: number of votes; a token is important if more votes find the response worse than better. Ties do not
             count.
-        num_tries: number of requests for a vote before an unreadable verdict is dropped.
+        num_tries: maximum number of requests per vote; the vote is dropped if no reply can be parsed.
     """
 
     chat: Chat

@@ -36,8 +36,8 @@ class CandidateSource:
     """Walks one problem's response by speculative sampling and stops at every rejected token.
 
     Args:
-        target: with its own cache, as `draft`.
-        block_size: drafted tokens verified at once. Affects speed; another size gives other draws.
+        target, draft: models with their own caches.
+        block_size: drafted tokens per verification. Affects speed, and changes the random draws.
     """
 
     def __init__(self, target: CachedModel, draft: CachedModel, params: SamplingParams, *, block_size: int = 8) -> None:
@@ -77,15 +77,15 @@ class CandidateSource:
 
 @dataclass
 class PivotMiner:
-    """Labels rejected tokens as pivots if fewer rollouts after them end in a right answer.
+    """Labels a rejected token as a pivot if fewer rollouts that include it reach the right answer.
 
     Args:
         target: continues texts, for rollouts.
-        make_source: makes a `CandidateSource` for a problem and its seed.
+        make_source: makes a problem's `CandidateSource` from its seed.
         responses: format of responses.
         make_seed: returns a problem's own seed.
         num_rollouts: N, on each side, 1 or more.
-        alpha: a token is a pivot if its utility is below alpha times the base's, 0 to 1. Larger values find more
+        alpha: a token is a pivot if its utility is below alpha times the base utility, 0 to 1. Larger values find more
             pivots.
         soundness: judges the median-length correct rollout of a non-pivot and can turn it into a pivot.
     """
@@ -175,7 +175,7 @@ class _Walk:
         )
 
     async def _rollouts(self, response_ids: list[int], side: int) -> list[list[int]]:
-        """Sample N whole responses from the target after these tokens; copies if they have ended already."""
+        """Sample N continuations from the target, as whole responses; return N copies if the response has ended."""
         num_left = self.miner.responses.num_left(response_ids)
         if num_left < 1:
             return [list(response_ids)] * self.miner.num_rollouts
@@ -203,7 +203,7 @@ def median_length(responses: list[list[int]]) -> list[int]:
 
 
 def seeded_draw(*key: int) -> Draw:
-    """Return the draws of one rollout, the same at every repetition."""
+    """Return the random draws of one rollout, reproducible from its key."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=7).digest()
     seed = int.from_bytes(digest, "little")
     generator = torch.Generator().manual_seed(seed)

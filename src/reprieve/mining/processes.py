@@ -35,7 +35,7 @@ def mine_in_processes(
         own_end, worker_end = context.Pipe()
         workers.append(context.Process(target=_run, args=(worker_end, settings, number, num_workers), daemon=True))
         workers[-1].start()
-        worker_end.close()  # so that the end of the worker ends the pipe
+        worker_end.close()  # so that the pipe closes when the worker exits
         connections.append(own_end)
     try:
         for connection in connections:
@@ -54,7 +54,7 @@ def mine_in_processes(
                     total.errors.update(message.errors)
         total.num_mined = len(store.done()) - num_before
     except EOFError:
-        raise ReprieveError("a worker process died; what was mined is kept, run again to go on") from None
+        raise ReprieveError("a worker process died; labels mined so far are kept, run again to go on") from None
     except KeyboardInterrupt:
         total.interrupted = True
     finally:

@@ -267,7 +267,7 @@ def _walked(
 
 
 def make_soundness(spec: str | None) -> SoundnessJudge | None:
-    """Return the soundness judge named by a text: `equations`, `openai:model=NAME,url=ADDRESS`, or none.
+    """Return the soundness judge of a specification, `equations` or `openai:model=NAME,url=ADDRESS`; None without one.
 
     Raises:
         SpecError: anything else.
@@ -280,11 +280,11 @@ def make_soundness(spec: str | None) -> SoundnessJudge | None:
 
 
 def make_chat(spec: str) -> Chat:
-    """Return the judge model named by a text: `openai:model=NAME,url=ADDRESS,temperature=1`.
+    """Return the judge model of a specification such as `openai:model=NAME,url=ADDRESS,temperature=1`.
 
     Raises:
-        SpecError: anything else.
-        ReprieveError: no client, or no key.
+        SpecError: any other specification.
+        ReprieveError: the `openai` package is missing, or no key is set.
     """
     name, given = parse_spec(spec, what="judge")
     if name != "openai" or not {"model"} <= given.keys() <= {"model", "url", "temperature"}:

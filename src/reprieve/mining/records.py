@@ -12,8 +12,8 @@ NO_ANSWER = "no_answer"  # the target's own response has no answer to compare wi
 class Mismatch:
     """Drafted token that the target would not have chosen, and its label.
 
-    For every miner, the text before it is the prompt and the first `position` tokens of the problem's final response:
-    each miner decides the tokens of that response in turn.
+    For every miner, its context is the prompt and the first `position` tokens of the problem's final response, because
+    miners decide the tokens of that response in order.
     """
 
     position: int  # in the response
@@ -51,16 +51,16 @@ class ProblemLabels:
     problem_id: str
     status: str  # "mined" or "no_answer"
     prompt_ids: tuple[int, ...]
-    target_ids: tuple[int, ...]  # the target's own response
-    response_ids: tuple[int, ...]  # with every unimportant token replaced by the draft's
+    target_ids: tuple[int, ...]  # the target's own response; () if the miner generates none
+    response_ids: tuple[int, ...]  # final; search and pivot miners keep unimportant draft tokens
     target_answer: str | None
     mismatches: tuple[Mismatch, ...]
     seconds: float = 0.0
     num_generated: int = 0  # tokens the target generated for it
     source: str = ""  # the miner's name
-    rounds: tuple[TracedRound, ...] = ()  # of the response, where the miner keeps them
+    rounds: tuple[TracedRound, ...] = ()  # of the response, if the miner records them
     digest: str = ""  # of the problem's question
 
     def labelled(self) -> list[Mismatch]:
-        """Mismatches with a label."""
+        """Return the mismatches that have a label."""
         return [mismatch for mismatch in self.mismatches if mismatch.important is not None]

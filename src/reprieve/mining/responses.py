@@ -1,4 +1,4 @@
-"""Responses as tokens and as text: where they end, and their answers."""
+"""Responses as tokens and as text: end conditions and answers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ResponseFormat:
         return self.task.extract_answer(self.text(response_ids))
 
     async def grade(self, compare: Callable[..., bool], *given: Any) -> bool:
-        """Return the result of `compare`; in another thread if it runs programs, so that other problems continue."""
+        """Return the result of `compare`; it runs in a thread if the task runs programs, so other problems continue."""
         if getattr(self.task, "runs_programs", False):
             return await asyncio.to_thread(compare, *given)
         return compare(*given)

@@ -101,9 +101,9 @@ async def _mine_all(
 async def _mine_one(miner: Miner, problem: TaskProblem, store: Store, report: MiningReport) -> None:
     try:
         labels = await miner.mine(problem)
-    except EngineError:  # there is nothing to mine with
+    except EngineError:  # the target is gone, so no problem can be mined
         raise
-    except Exception as error:  # whatever it is, the other problems are still worth mining
+    except Exception as error:  # any error: the other problems can still be mined
         report.errors[problem.problem_id] = f"{type(error).__name__}: {error}"
         print(f"{problem.problem_id}: {report.errors[problem.problem_id]}", file=sys.stderr)
         return

@@ -20,7 +20,7 @@ Read = Callable[[Sequence[int], int, int], list[Mapping[int, float]]]
 class ServedModel(CachedModel):
     """Returns the log-probabilities of the most likely next tokens as logits, -inf for all others; enough for sampling.
 
-    Nothing is cached: vLLM, too, reads the whole text again to return log-probabilities of its tokens.
+    Nothing is cached, because vLLM itself rereads the whole text to return log-probabilities of its tokens.
 
     Args:
         read: requests the candidates after each of the last tokens of a text; takes the text, the number of tokens, and

@@ -23,7 +23,7 @@ _POLL_S = 0.5
 
 
 class ServedTarget(Target):
-    """Continues texts by requests; the servers' prefix caches hold a problem's common prefixes.
+    """Target that continues texts through requests; the servers' prefix caches hold a problem's common prefixes.
 
     Args:
         make_client: makes a client, once, in the event loop that uses it.
@@ -31,7 +31,7 @@ class ServedTarget(Target):
         eos_ids: tokens that end a response.
         stop: stop texts.
         stops: returns True if one of them ends a response's tokens.
-        extra: additional fields of every request, which switch rules of the server off.
+        extra: additional fields of every request, which disable the server's rules.
     """
 
     def __init__(
@@ -137,10 +137,6 @@ class ServedTarget(Target):
 
 
 def _require_wanted(dropped: threading.Event) -> None:
-    """Stop a walk that was cancelled.
-
-    Raises:
-        CancelledError: it was cancelled.
-    """
+    """Raise `CancelledError` if the walk was cancelled."""
     if dropped.is_set():
         raise CancelledError

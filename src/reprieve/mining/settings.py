@@ -19,7 +19,7 @@ class MiningSettings(ProblemSettings):
 
     Args:
         seed: Same seed, same labels.
-        num_in_flight: Problems under way at once. Default: 16 (pivot 4), or 256 (pivot 64) on servers.
+        num_in_flight: Number of problems mined concurrently. Default: 16 (pivot 4), or 256 (pivot 64) on servers.
     """
 
     miner: ClassVar[str]
@@ -118,13 +118,13 @@ class AutoJudgeMining(MiningSettings):
                     "reads the target's states and proposes its most likely tokens instead of sampling"
                 )
         if self.api_url is not None and (not self.sampling.greedy or self.pair.draft is None):
-            raise SpecError("a target behind an API needs temperature 0, and a draft by name")
+            raise SpecError("an API target requires temperature 0 and a draft by name (--draft)")
         if self.api_url is not None and not self.answering.local:
             raise SpecError("api_url and engine both say where the target is: give one of them")
         if not self.answering.local and not self.sampling.greedy:
             raise SpecError(
-                "temperature must be 0 on servers: sampled AutoJudge keys its draws by the prefix, which a server's "
-                f"cannot be; use --engine local, got {self.sampling.temperature:g}"
+                "temperature must be 0 on servers: sampled AutoJudge keys its draws by the prefix, which servers do "
+                f"not support; use --engine local, got {self.sampling.temperature:g}"
             )
 
     @property
@@ -146,7 +146,7 @@ class PivotMining(MiningSettings):
 
     Args:
         num_rollouts: N: rollouts on each side of a rejected token.
-        alpha: A pivot's utility is below alpha times the base's, 0 to 1.
+        alpha: A token is a pivot if its share of correct rollouts is below alpha times the share without it, 0 to 1.
         soundness: Judge of non-pivots: equations, or openai:model=NAME,url=ADDRESS.
     """
 
@@ -181,7 +181,7 @@ class TraceMining(MiningSettings):
         max_mismatches: Maximum number of mismatches labelled per round, starting with the first.
         num_rollouts: Rollouts on each side of a mismatch; always 1 if they are greedy.
         greedy_branches: Continue both sides greedily even if the rounds are sampled.
-        tie: Label if both sides end equally well.
+        tie: Soft label for accepting the draft's token if both sides end equally well.
         judge: Judge that scores both candidates instead of rollouts: openai:model=NAME,url=ADDRESS.
     """
 

@@ -13,7 +13,7 @@ from reprieve.mining.records import Mismatch, ProblemLabels
 
 _STYLES = {True: "bold red", False: "green", None: "yellow"}
 _CLASSES = {True: "important", False: "harmless", None: "unlabelled"}
-_CONTINUATION = 60  # characters of a continuation that are shown
+_CONTINUATION = 60  # maximum number of characters shown
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ summary {{ cursor: pointer; }}
 </style></head><body>
 <p>Tokens where draft and target differ: <span class="important">important</span>,
 <span class="harmless">unimportant</span>, <span class="unlabelled">undecided</span>; the other model's token
-in [brackets]. Point at one to see what followed the swap.</p>
+in [brackets]. Hover over one to see the continuation after the swap.</p>
 {body}</body></html>
 """
 

@@ -46,7 +46,7 @@ class ModelSoundness:
 
     Args:
         chat: the model.
-        num_tries: number of requests before a malformed verdict counts as none.
+        num_tries: maximum number of requests until a verdict can be parsed.
     """
 
     chat: Chat
@@ -81,7 +81,7 @@ _EQUATION = re.compile(r"(-?\d+)\s*([+\-*/x])\s*(-?\d+)\s*=\s*(-?\d+)(?!\s*[+\-*
 
 @dataclass(frozen=True)
 class EquationSoundness:
-    """Unsound if an equation between whole numbers is false. Ours: for arithmetic tasks, without a model."""
+    """Judges a response unsound if an equation between whole numbers is false. Ours; for arithmetic tasks."""
 
     async def judge(self, question: str, reference: str, response: str) -> str:
         """Return `sound`, `unsound` or `no_verdict`."""

@@ -1,4 +1,4 @@
-"""The label store: a folder with `manifest.json` and the append-only `labels.jsonl`, one problem a line.
+"""The label store: a folder with `manifest.json` and the append-only `labels.jsonl`, one problem per line.
 
 A finished problem is on disk when `append` returns, so a run killed at any moment loses only the problems in flight.
 One process writes; any number may read. Each line has a checksum. An archived store can hold `labels.jsonl.gz` instead.
@@ -22,7 +22,7 @@ from reprieve.mining.records import ProblemLabels
 from reprieve.tasks.answers import ANSWERS_VERSION
 
 SCHEMA = 2
-API_WEIGHTS = "api:"  # begins the target's fingerprint where its weights were never seen
+API_WEIGHTS = "api:"  # prefix of the target's fingerprint if its weights are unknown
 _MANIFEST, _LABELS, _CHECKSUM = "manifest.json", "labels.jsonl", "checksum"
 
 
@@ -85,7 +85,7 @@ class LabelStore:
         """
         names = (f.name for f in dataclasses.fields(PairIdentity))
         labelled = PairIdentity(**{name: self.manifest.get(name) for name in names})  # type: ignore[arg-type]
-        if labelled.target_weights.startswith(API_WEIGHTS):  # the same model, served elsewhere: the user vouches for it
+        if labelled.target_weights.startswith(API_WEIGHTS):  # an API hides the weights: trust the user
             labelled = dataclasses.replace(labelled, target_weights=pair.target_weights)
         labelled.require_matches(pair, f"label store {str(self.folder)!r}", reads_draft=True)
 
@@ -111,7 +111,7 @@ class LabelStore:
         return self._done if self._lock is not None else {labels.problem_id for labels in self._read()}
 
     def problems(self) -> list[ProblemLabels]:
-        """Return all problems, each once, by problem id.
+        """Return all problems without duplicates, sorted by problem id.
 
         Raises:
             ReprieveError: a line that cannot be read, or was changed; names file and line.

@@ -25,7 +25,7 @@ class LabelSummary:
     num_cut_off: int = 0  # responses of the largest length
 
     def sentence(self) -> str:
-        """One line for a terminal."""
+        """Return a one-line summary for a terminal."""
         if not self.num_labelled:
             return f"{self.num_problems} problems, {self.num_without_answer} without an answer; no labelled mismatches"
         low, high = wilson_interval(self.num_important, self.num_labelled)
@@ -40,7 +40,7 @@ def summarise(problems: Sequence[ProblemLabels], max_new_tokens: int | None = No
     """Count problems and labels.
 
     Args:
-        max_new_tokens: of a response, to count truncated ones; None if unknown.
+        max_new_tokens: maximum length of a response, to count truncated ones; None if unknown.
     """
     lengths = [len(problem.target_ids or problem.response_ids) for problem in problems]
     labels = Counter(mismatch.important for problem in problems for mismatch in problem.mismatches)

@@ -21,10 +21,10 @@ class Target(Protocol):
         """Return at most `max_new_tokens` tokens after prompt and response, the end-of-text token included.
 
         Args:
-            draw: how tokens are chosen; None for the most likely.
+            draw: random draws of the tokens; None for greedy decoding.
 
         Returns:
-            None if the target would tokenize the text differently (a text API).
+            The new tokens, or None if the target would tokenize the text differently (a text API).
         """
         ...
 
@@ -36,7 +36,7 @@ class Target(Protocol):
         max_new_tokens: int,
         draws: Sequence[Draw | None],
     ) -> list[list[int]] | None:
-        """Return completions with several draws."""
+        """Return a completion for each draw, or None if one of them is None."""
         completions = await gather_all(
             self.complete(session, prompt_ids, response_ids, max_new_tokens, draw) for draw in draws
         )
@@ -44,7 +44,7 @@ class Target(Protocol):
         return whole if len(whole) == len(completions) else None
 
     async def apart(self, work: Callable[[], T]) -> T:
-        """Return the result of synchronous code that reads the target; other problems can continue meanwhile."""
+        """Run synchronous code that reads the target and return its result; subclasses may use a thread."""
         return work()
 
 

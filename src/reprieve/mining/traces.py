@@ -59,7 +59,7 @@ class PairScorer:
 
     Args:
         chat: the model.
-        num_tries: number of requests before a reply without scores is given up.
+        num_tries: maximum number of requests until a reply has scores.
     """
 
     chat: Chat
@@ -88,11 +88,11 @@ class ArbitrationMiner:
         make_decoder: makes a plain speculative decoder (`lossless:verification=exact`) with a given K.
         num_draft_tokens: K.
         max_mismatches: labelled in a round, from the first; later ones are only reached by accepting these.
-        num_rollouts: on each side; greedy rollouts are all equal.
+        num_rollouts: on each side; reduced to 1 for greedy rollouts, which are all equal.
         greedy_branches: continue both sides greedily although the rounds were sampled; one continuation then replaces
             an estimate from several samples.
-        tie: label of branches of equal value.
-        scorer: labels instead of rollouts; None for rollouts.
+        tie: soft label if both branches have the same value.
+        scorer: language model that scores both candidates; None compares rollouts instead.
 
     Raises:
         SpecError: a number out of range.
@@ -169,7 +169,7 @@ def _rounds(generation: Generation) -> Iterable[tuple[int, TracedRound]]:
 
 
 def _reached(rounds: Iterable[TracedRound]) -> Iterable[Mismatch]:
-    """Yield the first mismatch of each round, at which plain decoding stopped."""
+    """Yield the first labelled mismatch of each round, where plain decoding stopped."""
     for traced in rounds:
         for node, label in enumerate(traced.labels):
             if label is not None:
@@ -187,7 +187,7 @@ def _reached(rounds: Iterable[TracedRound]) -> Iterable[Mismatch]:
 
 
 class _Branches:
-    """Texts of one problem and their values; known continuations are not generated again."""
+    """Branches of one problem and their utilities; known continuations are reused."""
 
     def __init__(
         self, miner: ArbitrationMiner, problem: TaskProblem, prompt_ids: list[int], generation: Generation
@@ -207,7 +207,7 @@ class _Branches:
         pairs = enumerate(zip(traced.draft_ids, traced.target_ids, strict=True))
         nodes = [node for node, (draft_id, target_id) in pairs if draft_id != target_id][: self.miner.max_mismatches]
         end = self.miner.responses.length_of(self._text(start, traced.draft_ids), start=start)
-        if end is not None:  # later mismatches are not decided
+        if end is not None:  # mismatches after the end of the response do not count
             nodes = [node for node in nodes if start + node < end]
         num = len(traced.draft_ids)
         labels: list[float | None] = [None] * num

@@ -150,7 +150,7 @@ class ArbiterModel(nn.Module):
             nn.init.zeros_(self.head.weight)
             nn.init.zeros_(self.head.bias)
             self.readings: nn.Linear | None = None
-            if shape.num_readings:  # zero at the start
+            if shape.num_readings:  # zero-initialised, so without effect at first
                 self.readings = nn.Linear(shape.num_readings, size, device=self.device)
                 nn.init.zeros_(self.readings.weight)
                 nn.init.zeros_(self.readings.bias)
@@ -180,7 +180,7 @@ class ArbiterModel(nn.Module):
         """Load trained tensors.
 
         Raises:
-            SpecError: names or shapes that this backbone does not have.
+            SpecError: names or shapes that do not fit this backbone.
         """
         own = self.own_tensors
         if odd := own.keys() ^ tensors.keys():
@@ -224,7 +224,7 @@ class ArbiterModel(nn.Module):
         return logits
 
     def _score(self, hidden: Tensor, start: int, arbitration: ArbitrationRound) -> Tensor:
-        """Apply the head to the drafted tokens of a region that starts at a row (Eq. 11)."""
+        """Apply the head to the drafted tokens of the region that starts at row `start` (Eq. 11)."""
         rows = hidden[start + 1 : start + 1 + len(arbitration.draft_ids)].float()
         logits: Tensor = self.head(rows).squeeze(-1)
         return logits
@@ -283,7 +283,7 @@ class CachedArbiter:
             num_positions: largest length of context and region.
 
         Raises:
-            ContextOverflowError: more than the draft has.
+            ContextOverflowError: more positions than the draft has.
         """
         require_positions(self.model.backbone, num_positions, what="context and a round's tokens, read by the arbiter,")
         self._context_ids = list(prompt_ids)

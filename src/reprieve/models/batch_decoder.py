@@ -1,7 +1,7 @@
 """Batched generation with one model and shared prefixes, for the suffixes that miners regenerate.
 
-It does not draft: with many texts in flight, a forward is no longer bound by its fixed cost, and batching alone
-gains more than speculation.
+It does not draft: with many texts in flight, a forward's fixed cost no longer dominates, and batching alone gains more
+than speculation.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Session:
         self.snapshots.append(snapshot)
 
     def longest_prefix(self, token_ids: Sequence[int]) -> tuple[Snapshot | None, int]:
-        """Return the snapshot with the longest common prefix, and its length without the last token."""
+        """Return the snapshot with the longest common prefix, and its length, at most `len(token_ids) - 1`."""
         best, length = None, 0
         for snapshot in self.snapshots:
             shared = min(shared_length(token_ids, snapshot.token_ids), len(token_ids) - 1)
@@ -61,7 +61,7 @@ class TextRequest:
         prefix_ids: prompt and the given part of the response.
         response_start: length of the prompt, which is not searched for stop texts.
         max_new_tokens: exact limit on new tokens, the end-of-text token included.
-        draw: how tokens are chosen; None for the most likely.
+        draw: random draws of the tokens; None for greedy decoding.
         on_done: called with the new tokens.
     """
 
@@ -94,7 +94,7 @@ class BatchDecoder:
         stops: returns True if a response's tokens end it; called after each token.
 
     Raises:
-        SpecError: no rows.
+        SpecError: fewer than 1 row.
         UnsupportedModelError: a model with recurrent state.
     """
 
@@ -125,7 +125,7 @@ class BatchDecoder:
         return not self._waiting and not any(self._rows)
 
     def submit(self, request: TextRequest) -> None:
-        """Queue a text; without tokens left to generate it is done at once.
+        """Queue a text; it finishes immediately if `max_new_tokens` is below 1.
 
         Raises:
             ContextOverflowError: the text could exceed the model's positions.
@@ -202,9 +202,7 @@ class BatchDecoder:
             request.on_done(row.token_ids[len(request.prefix_ids) :])
 
     def _forward(self, first: int, chunks: list[list[int]], lengths: list[int]) -> Tensor:
-        """Return logits [R, n, V] for equally long chunks appended to rows `first` onwards, which hold `lengths`
-        tokens.
-        """
+        """Append equally long chunks to rows `first` onwards, which hold `lengths` tokens; return logits [R, n, V]."""
         size = len(chunks[0])
         starts = torch.tensor(lengths)
         positions = starts[:, None] + torch.arange(size)  # [R, n]

@@ -10,7 +10,7 @@ _FIRST_CAPACITY = 256
 
 
 def capacity_for(num_tokens: int) -> int:
-    """Return the capacity of a buffer for so many tokens: doubled, so that it seldom grows."""
+    """Return the capacity of a buffer for this many tokens; capacities double, so that buffers rarely grow."""
     capacity = _FIRST_CAPACITY
     while capacity < num_tokens:
         capacity *= 2

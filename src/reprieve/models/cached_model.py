@@ -74,7 +74,7 @@ class CachedModel:
         """Refuse sequences longer than the model's positions.
 
         Raises:
-            ContextOverflowError: names the model, its limit and what was asked.
+            ContextOverflowError: names the model, its limit and the requested length.
         """
         require_positions(self.model, num_tokens, what=what)
 
@@ -217,7 +217,7 @@ def require_positions(model: PreTrainedModel, num_tokens: int, *, what: str) -> 
     """Refuse texts longer than the model's positions.
 
     Raises:
-        ContextOverflowError: names the model, its limit and what was asked.
+        ContextOverflowError: names the model, its limit and the requested length.
     """
     limit = max_positions(model)
     if limit is not None and num_tokens > limit:

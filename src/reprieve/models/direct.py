@@ -1,7 +1,7 @@
 """Hand-written forward for the Llama family: the same results as transformers', with less Python overhead.
 
 A small model's step spends more time in Python than in arithmetic: nested modules, masks and positions rebuilt at each
-step, one cache call per layer. Here all that is constant during a forward is computed once. Other families, and
+step, one cache call per layer. Here, everything that is constant during a forward is computed once. Other families, and
 models with hooks, quantised weights or sliding windows, run through transformers.
 """
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DRAWS_VERSION = 2  # stores of labels sampled with other draws are not continued
+DRAWS_VERSION = 2  # label stores sampled with another version cannot be resumed
 _GOLDEN = -0x61C88647  # 2^32 over the golden ratio, as int32
 _MIX = ((16, -0x7A143595), (13, -0x3D4D51CB))  # MurmurHash3's, as int32
 _SPARSE = 4  # if fewer than 1 in this many tokens is possible, noise is computed for those only
@@ -77,7 +77,7 @@ def choose(scores: Tensor, draws: Sequence[Draw | None], texts: Sequence[Sequenc
 
 
 def gumbel_choice(scores: Tensor, keys: Sequence[int]) -> Tensor:
-    """Return the most likely token of each row [n, V] under the noise of its key, [n]."""
+    """Return the highest-scoring token of each row [n, V] after adding the noise of its key, [n]."""
     return _by_rows(scores, torch.tensor(list(keys)), _under_noise)
 
 
@@ -99,7 +99,7 @@ def _by_rows(scores: Tensor, values: Tensor, pick: Callable[[Tensor, Tensor, Ten
 
     Args:
         values: random value or key of each row, [n].
-        pick: maps scores and tokens in rising order, [n, m] each, and values to the index of the chosen one, [n].
+        pick: maps scores and tokens in increasing order, [n, m] each, and values to the index of the chosen one, [n].
     """
     if scores.device.type in ("cpu", "mps"):  # MPS has no float64
         chosen = []
@@ -138,7 +138,7 @@ def _gumbel(keys: Tensor, columns: Tensor) -> Tensor:
 
 
 def _mix(state: Tensor) -> Tensor:
-    """MurmurHash3's finaliser with logical shifts; int32 arithmetic wraps around."""
+    """Apply MurmurHash3's finaliser, with logical shifts; int32 arithmetic wraps around."""
     for bits, factor in _MIX:
         state = (state ^ ((state >> bits) & ((1 << (32 - bits)) - 1))) * factor
     return state ^ ((state >> 16) & 0xFFFF)

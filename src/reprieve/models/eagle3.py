@@ -177,7 +177,7 @@ class EagleHead(nn.Module):
         cache: RollbackCache,
         positions: Tensor,  # [n]
         mask: Tensor | None,  # [1, 1, n, cached + n], additive; None for a single token that sees everything
-    ) -> tuple[Tensor, Tensor]:  # logits [n, draft_vocab_size], float32; states [n, D] to go on from
+    ) -> tuple[Tensor, Tensor]:  # logits [n, draft_vocab_size], float32; states [n, D] for the next step
         embeds = self.embed_tokens(token_ids)[None]
         hidden = states[None]
         extra = {
@@ -219,7 +219,7 @@ def load_eagle3(source: str | Path, target: Any, *, identity: PairIdentity | Non
         tensors = {new_name(name): tensor for name, tensor in load(content).items()}
         head = EagleHead(config, num_target_layers=text.num_hidden_layers, target_size=text.hidden_size)
         made_for = _made_for(folder)
-    except Exception as error:  # any invalid content of a foreign file
+    except Exception as error:  # a third-party file can hold anything
         raise ReprieveError(f"{what} cannot be read: {type(error).__name__}: {error}") from None
     if made_for is not None and identity is not None:
         made_for.require_matches(identity, what, reads_draft=False)
@@ -239,7 +239,7 @@ def new_name(name: str) -> str:
 
 
 def _made_for(folder: Path) -> PairIdentity | None:
-    """Return the pair that our training records in a head's folder; other heads have no such file."""
+    """Return the pair that our training recorded in a head's folder; None for other heads, which lack the file."""
     path = folder / "training.json"
     return PairIdentity(**read_json(path, "the file")["pair"]) if path.is_file() else None
 

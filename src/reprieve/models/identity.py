@@ -48,7 +48,7 @@ def model_folder(name: str, role: str) -> Path:
 
 
 def stored_identity(settings: PairSettings) -> tuple[PairIdentity, Any, str]:
-    """Return names and fingerprints of a pair and its tokenizer, and the name of its dtype; loads no model.
+    """Return a pair's identity, its tokenizer and the name of its dtype, without loading a model.
 
     Raises:
         ReprieveError: a model that cannot be found or read.
@@ -118,7 +118,7 @@ def stored_fingerprint(folder: Path) -> str:
 
 
 def _read_first(folder: Path, names: list[str], model_type: str) -> Iterator[torch.Tensor]:
-    """Read the first values of these weights, flat."""
+    """Yield the first values of each of these weights, flattened."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         files: dict[str, str] = read_json(index, "the index")["weight_map"]
@@ -141,7 +141,7 @@ def _stored_first(name: str, changes: Iterable[Any], stored: Container[str]) -> 
     """Return the stored weight that a parameter begins with; experts stacked in memory are separate in the files.
 
     Args:
-        changes: transformers' conversion of stored weights for this model type; identity if unknown.
+        changes: transformers' conversions of stored weights for this model type; empty if unknown.
     """
     found = [name]
     for change in changes:

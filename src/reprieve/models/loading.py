@@ -59,7 +59,7 @@ class ModelPair:
 
     def __post_init__(self) -> None:
         if any(getattr(model.config, "quantization_config", None) for model in self._models):
-            _ = self.identity  # the first forward of compressed-tensors replaces the weights
+            _ = self.identity  # now, because the first forward of compressed-tensors replaces the weights
 
     @property
     def vocab_size(self) -> int:
@@ -144,8 +144,8 @@ def identify(
 def weights_fingerprint(model: PreTrainedModel) -> str:
     """Return a fingerprint of the first values of every tensor, in bfloat16 so that lower precisions match.
 
-    Scales and zero points of compressed-tensors are left out. It registers weights again, after their biases, so they
-    are put back into the usual order: a checkpoint's files then give the same fingerprint.
+    Scales and zero points of compressed-tensors are left out. It registers weights again, after their biases; the usual
+    order is restored, so that the checkpoint's files give the same fingerprint.
     """
     weights = {name: weight for name, weight in model.named_parameters() if name.rpartition(".")[2] not in _QUANTISER}
     if getattr(getattr(model, "config", None), "quantization_config", None):
@@ -271,12 +271,12 @@ def _load(
         return quantise(model).eval() if dtype == INT8 else model.eval(), tokenizer
     except UnsupportedModelError:
         raise
-    except Exception as error:  # whatever a foreign folder holds, and whatever a device lacks
+    except Exception as error:  # third-party files and devices fail in many ways
         raise ReprieveError(f"could not load the {role} {str(name)!r} on {device}: {_why(source, error)}") from error
 
 
 def _why(source: str | Path, error: Exception) -> str:
-    """Return why a model could not be loaded; if the name is not a folder, say so first."""
+    """Return the reason why a model could not be loaded; if there is no such folder, it says so first."""
     if Path(source).exists() or not isinstance(error, OSError):
         return str(error)
     where = "" if Path(source).is_absolute() else ", and the model hub has no such model or cannot be reached"
@@ -308,7 +308,7 @@ def _load_model(source: str | Path, dtype: str, device: str, device_map: str | N
     """Load a model onto its device. Quantised weights are placed while loading; they cannot be moved afterwards.
 
     Raises:
-        ValueError: weights that are missing, unexpected, misshapen or not finite; model code.
+        ValueError: weights that are missing, unexpected, misshapen or not finite, or a model that needs its own code.
     """
     folder, gguf = _gguf_arguments(source)
     if device_map is None and not gguf:
@@ -350,7 +350,7 @@ def _require_whole(model: PreTrainedModel, found: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _without_bars() -> Iterator[None]:
-    """Disable transformers' progress bars, for fast loading."""
+    """Disable transformers' progress bars, for models that load quickly."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -9,7 +9,7 @@ import time
 
 
 def start_worker() -> None:
-    """Set one thread, no progress bars, ignore Ctrl-C (the parent handles it), and exit with the parent."""
+    """Use one thread, hide progress bars, ignore Ctrl-C (the parent handles it), and exit with the parent."""
     import torch
     from transformers.utils import logging
 

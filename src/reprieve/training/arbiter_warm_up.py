@@ -39,7 +39,7 @@ class LabelledAnswer:
 
     @classmethod
     def of(cls, problem: ProblemLabels) -> LabelledAnswer | None:
-        """Collect the labelled rounds of a problem; None without labels."""
+        """Return the labelled rounds of a problem, or None if it has no labels."""
         traced = tuple(r for r in problem.rounds if any(label is not None for label in r.labels))
         if not traced:
             return None
@@ -54,7 +54,7 @@ class LabelledAnswer:
 
 @dataclass(frozen=True)
 class Traces:
-    """Traces of one or several stores, of one task and K."""
+    """Traces from one or more stores, all with the same task and K."""
 
     problems: list[ProblemLabels]
     task: str
@@ -75,7 +75,7 @@ def read_traces(folders: Sequence[Path]) -> Traces:
     """Read the traces of `reprieve mine arbitration`.
 
     Raises:
-        SpecError: other labels, of another version, or of several tasks or K.
+        SpecError: labels of another miner or version, or of more than one task or K.
         ReprieveError: fewer than two problems with labelled rounds, or a store that cannot be read.
     """
     stores = tuple(LabelStore(folder) for folder in folders)
@@ -124,7 +124,7 @@ def warm_up(
 
     Args:
         task: the traces' task, by name.
-        folder: gets `checkpoint.safetensors` and `metrics.jsonl`, and the best epoch's arbiter in `arbiter/`.
+        folder: output folder for `checkpoint.safetensors`, `metrics.jsonl`, and the best epoch's arbiter in `arbiter/`.
         num_draft_tokens: K of the traces.
 
     Returns:
@@ -176,7 +176,7 @@ class _Learner(Learner):
 
     @cached_property
     def epochs(self) -> list[list[list[LabelledAnswer]]]:
-        """Batches of every epoch, fixed by the seed, so that a resumed training continues with the next."""
+        """Batches of every epoch, determined by the seed, so that a resumed run continues with the next batch."""
         rng = random.Random(self.settings.seed + 1)
         epochs = []
         for _ in range(self.settings.num_epochs):
@@ -202,7 +202,7 @@ class _Learner(Learner):
 
     @cached_property
     def _ends(self) -> list[int]:
-        """Numbers of updates at the end of every epoch."""
+        """Cumulative number of updates at the end of each epoch."""
         return list(itertools.accumulate(len(batches) for batches in self.epochs))
 
     @property
@@ -298,13 +298,13 @@ class _Learner(Learner):
 
 
 def keep_best(folder: Path, arbiter: Arbiter, *, measure: str, lower: bool = False) -> None:
-    """Save an arbiter, unless the saved one did better in the same training.
+    """Save an arbiter, unless the one already saved by the same training run is at least as good.
 
     Args:
         measure: key of `training["validation"]` to compare; larger is better, or smaller with `lower`.
 
     Raises:
-        ReprieveError: the saved head is no arbiter.
+        ReprieveError: the saved head is not an arbiter.
     """
     if arbiter.training["update"] > 0 and (folder / "config.json").exists():
         before = Arbiter.from_pretrained(folder).training

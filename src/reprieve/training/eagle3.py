@@ -1,7 +1,7 @@
 """Train an EAGLE-3 head for a target on the target's own answers (arXiv 2503.01840).
 
-Model and loss come from the speculators library. This file adds training on one machine without a serving engine: the
-target's states on the fly, the reduced vocabulary, batches, checkpoints. Training-time test unrolls the head for
+Model and loss come from the speculators library. This file adds training on one machine without a serving engine:
+target states computed on the fly, the reduced vocabulary, batches, checkpoints. Training-time test unrolls the head for
 several steps on its own hidden states and compares each step with the target's distribution.
 """
 
@@ -33,7 +33,7 @@ from reprieve.training.settings import EagleTraining
 
 @dataclass(frozen=True)
 class _Plan:
-    """Batches of a whole training, fixed by texts and seed, so that a resumed one continues with the next."""
+    """Batches of a whole training run, determined by texts and seed, so that a resumed run continues with the next."""
 
     settings: EagleTraining
     texts: Sequence[OwnText]
@@ -281,7 +281,7 @@ class _Learner(Learner):
         return {name: torch.cat(values)[None] for name, values in parts.items()}
 
     def save(self, folder: Path) -> None:
-        """The finished head, in the speculators format and half precision."""
+        """Save the finished head, in the speculators format and half precision."""
         config = json.loads(self.model.config.to_json_string())
         config.pop("auto_map", None)  # names code files that are not saved
         state = self.model.state_dict().items()

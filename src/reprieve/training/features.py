@@ -1,4 +1,4 @@
-"""Features from labels: the states of every problem in one parallel forward per model.
+"""Features of labelled tokens, from one parallel forward per problem and model.
 
 Verification computes states in parallel, so heads are trained on parallel states (AutoJudge, appendix C). The final
 response is a chain; tokens that were tried but not kept are leaves of a tree.
@@ -34,7 +34,7 @@ class LabelledTokens:
     problem_ids: np.ndarray  # [n], str
     target_log_probs: np.ndarray  # [n], of the drafted token
     draft_probs: np.ndarray  # [n], of the drafted token under the draft; NaN without a draft
-    gains: np.ndarray  # [n], utility of the draft's side minus the target's; NaN if unlabelled
+    gains: np.ndarray  # [n], utility of the draft's side minus the target's; NaN without utilities
 
     def features(self, recipe: FeatureRecipe) -> np.ndarray:
         """Return features [n, F], float32."""

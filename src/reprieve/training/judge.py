@@ -58,12 +58,12 @@ class LinearFit:
 
 
 def fit_linear(features: np.ndarray, important: np.ndarray, c: float) -> LinearFit:
-    """Standardise and fit; C is scikit-learn's inverse strength of the L2 penalty."""
+    """Fit a logistic regression on standardised features; C is scikit-learn's inverse strength of the L2 penalty."""
     mean, scale = features.mean(0), features.std(0)
     scale = np.where(scale > 1e-8, scale, 1.0)
     model = LogisticRegression(C=c, max_iter=MAX_ITER)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # weak penalties rank well before they converge
+        warnings.simplefilter("ignore", ConvergenceWarning)  # weak penalties rank well before convergence
         model.fit((features - mean) / scale, important)
     return LinearFit(mean, scale, model.coef_[0], float(model.intercept_[0]))
 
@@ -82,7 +82,7 @@ def train_judge(
     The recommended threshold catches 90% of the held-out important tokens.
 
     Args:
-        folder: for the checkpoint from which an interrupted training resumes; None keeps none.
+        folder: for the checkpoint from which an interrupted run resumes; None writes no checkpoint.
 
     Raises:
         SpecError: labels of one kind only.
@@ -108,7 +108,7 @@ def train_judge(
 
 
 class JudgeLearner(Learner):
-    """Learner whose updates each fit one C of the grid."""
+    """Learner that fits one C of the grid per update."""
 
     def __init__(self, tokens: LabelledTokens, settings: JudgeTraining) -> None:
         self.settings = settings
@@ -144,7 +144,7 @@ class JudgeLearner(Learner):
 
     @property
     def best(self) -> int:
-        """Return the fit that ranks held-out problems best."""
+        """Index of the fit that ranks held-out problems best."""
         scores = [np.nan_to_num(row["auc_held_out"]) for row in self.grid_log]
         return int(np.argmax(scores))
 

@@ -41,16 +41,16 @@ def train_length(
     folder: Path | None = None,
     progress: Progress = lambda done, total: None,
 ) -> LengthHead:
-    """Decode problems with blocks of full length, and fit the acceptance of each token and the next one.
+    """Decode problems with full-length blocks, then fit the acceptance probabilities of each token and the next one.
 
-    The price maximises tokens per second on held-out problems, at the times measured here.
+    The price maximises tokens per second on held-out problems, given the times measured in this run.
 
     Args:
-        rule: heads attached; problems are decoded at the settings' thresholds and temperatures in turn.
-        folder: for the checkpoint from which an interrupted training resumes; None keeps none.
+        rule: with heads attached; problems cycle through the settings' thresholds and temperatures.
+        folder: for the checkpoint from which an interrupted run resumes; None writes no checkpoint.
 
     Raises:
-        SpecError: thresholds for a rule without a dial, or tokens of one kind only.
+        SpecError: thresholds for a rule without a dial, or tokens that are all accepted or all rejected.
         ReprieveError: a checkpoint of another recipe.
     """
     settings = settings or LengthTraining()
@@ -70,7 +70,7 @@ def require_thresholds(rule: Rule, settings: LengthTraining) -> None:
         raise SpecError(f"thresholds: rule {rule.name} has no dial, got {list(settings.thresholds)}")
     if rule.dial is not None and rule.dial_value is None and not settings.thresholds:
         lacks = f"rule {rule.spec} sets no {rule.dial.name}"
-        raise SpecError(f"thresholds: {lacks}; name the values that the head is to serve")
+        raise SpecError(f"thresholds: {lacks}; name the values that the head should serve")
     for threshold in settings.thresholds:
         try:
             rule.with_dial(threshold)
@@ -140,7 +140,7 @@ class _Costs:
 
 
 class _Learner(Learner):
-    """Learner whose updates each decode one problem; `head` fits the records."""
+    """Learner that decodes one problem per update; `head` fits the records."""
 
     def __init__(
         self,
@@ -309,7 +309,7 @@ class _Seen:
         return [(min(k, size + 1), min(k, num)) for _, size, num in self._rounds]
 
     def stopped(self, this: np.ndarray, after: np.ndarray, price: float) -> list[tuple[int, int]]:
-        """Return the same if blocks end as in `LearnedLength`, given the probabilities of every row."""
+        """Return the same counts if blocks end as in `LearnedLength`, given the probabilities of every row."""
         ended = []
         for first, size, num in self._rounds:
             chances = this[first : first + size].cumprod() * after[first : first + size]

@@ -29,7 +29,7 @@ Progress = Callable[[int, int], None]  # finished updates and their total
 
 
 class Learner(ABC):
-    """Definition of a training run. An update depends only on its number and the seed, so a resumed run repeats it."""
+    """Definition of a training run. An update depends only on state, number and seed, so a resumed run repeats it."""
 
     @property
     @abstractmethod
@@ -51,14 +51,14 @@ class Learner(ABC):
 
     @abstractmethod
     def one_update(self, update: int) -> dict[str, float]:
-        """Run update number `update`, from 0; return numbers for the log."""
+        """Run update number `update`, from 0; return metrics for the log."""
 
     def validates_after(self, update: int) -> bool:
         """Return True to validate after `update` updates; 0 is before the first."""
         return False
 
     def validate(self, update: int, seconds: float) -> dict[str, float]:
-        """Measure on held-out data, and save what should be kept; return numbers for the log.
+        """Validate on held-out data, save the result if it should be kept, and return metrics for the log.
 
         Args:
             seconds: spent on updates so far.
@@ -79,7 +79,7 @@ def train(
 ) -> float:
     """Run a learner's updates; resumes from the checkpoint in its folder.
 
-    Ctrl-C ends it after the current update, with a checkpoint.
+    Ctrl-C stops training after the current update and saves a checkpoint.
 
     Args:
         folder: for `checkpoint.safetensors`, `metrics.jsonl` and, with TensorBoard, `events/`; None writes nothing.
@@ -142,7 +142,7 @@ def network_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 @torch.no_grad()
 def load_network(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Inverse of `network_state`, for AdamW."""
+    """Load the tensors that `network_state` returned; AdamW only."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             device = parameter.device
@@ -167,7 +167,7 @@ class RunLog:
 
     Args:
         folder: of the run; None logs nothing.
-        first_step: step at which a resumed run continues; logs of later steps are dropped.
+        first_step: first step of a resumed run; older entries from this step on are dropped.
     """
 
     def __init__(self, folder: Path | None, *, first_step: int = 0) -> None:
@@ -178,7 +178,7 @@ class RunLog:
         try:
             kept = [line for line in whole_lines(self.path, repair=True) if parse_json(line)["step"] < first_step]
         except (ValueError, KeyError, TypeError):
-            raise ReprieveError(f"{str(self.path)!r} is damaged: move it away to go on without its lines") from None
+            raise ReprieveError(f"{str(self.path)!r} is damaged: move it away to continue without it") from None
         replace_file(self.path, "".join(f"{line}\n" for line in kept))
         if importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter

@@ -1,6 +1,6 @@
 """Calibration of the Local Tolerance Score: ARC-Decode's Algorithm 1, with buckets and a finite-sample correction.
 
-Every position of the target's own answers is a sample: its most likely token there, swapped for another likely one.
+Each sample is a position of the target's own answers, where another candidate replaces its most likely token.
 """
 
 from __future__ import annotations
@@ -107,13 +107,13 @@ def bounds_of(calibration: LtsCalibration, swaps: Swaps) -> tuple[np.ndarray, np
 
 
 def upper_quantile(values: np.ndarray, recipe: LtsRecipe) -> float:
-    """Return the (1 - delta) quantile of a sample: the smallest value that at most a share delta of it exceeds.
+    """Return the (1 - delta) quantile of a sample: the smallest value exceeded by at most a share delta of it.
 
     With a confidence, return the order statistic that exceeds the distribution's quantile with at least that
     confidence, the inverse of the Clopper-Pearson limit on the share above it.
 
     Raises:
-        SpecError: a sample too small for that.
+        SpecError: the sample is too small.
     """
     _require_enough(len(values), recipe)
     return float(np.sort(values)[_rank(len(values), recipe) - 1])

@@ -1,4 +1,4 @@
-"""A target's own answers to a task's problems, as training data of drafters."""
+"""A target's own answers to a task's problems, as training data for drafters."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def write_own_texts(
     """Answer every problem that is not yet in the file, one line each, and return all the texts.
 
     Args:
-        params: sampling parameters; draws are keyed by its seed and the problem.
+        params: sampling parameters; draws are keyed by their seed and the problem.
         mixed: answer every second problem greedily, so that a drafter sees both kinds of text.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Train PAD's head: two-branch MLP, weighted cross-entropy, epoch of least validation loss (appendix B)."""
+"""Train PAD's head: two-branch MLP, weighted cross-entropy, epoch of lowest validation loss (appendix B)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def train_pivot(
     """Train the head with the smallest validation loss; its recommended threshold catches 90% of the held-out pivots.
 
     Args:
-        folder: for the checkpoint from which an interrupted training resumes; None keeps none.
+        folder: for the checkpoint from which an interrupted run resumes; None writes no checkpoint.
 
     Raises:
         SpecError: labels of one kind only.

@@ -17,7 +17,7 @@ from reprieve.types import HiddenStates, select_rows
 
 
 class RoundReader:
-    """Both models run over recorded rounds, to recompute the readings that a decoder would provide."""
+    """Runs both models over recorded rounds to recompute the readings that a decoder would provide."""
 
     def __init__(self, pair: Pair) -> None:
         self._target = pair.cached_target(READINGS.layers)

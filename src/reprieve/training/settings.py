@@ -16,11 +16,11 @@ class JudgeTraining:
 
     Args:
         states: Hidden states of target, draft or both.
-        encoding: Of the draft token, or of the previous one.
+        encoding: Token that the states encode: draft or previous.
         layers: Target layers, such as -1 or -1,-4; -1 is the last, after the norm.
         grid: Values of C to try, scikit-learn's inverse strength of the penalty.
         held_out: Share of the problems held out, on which C is chosen.
-        seed: Of the split.
+        seed: Random seed of the split.
     """
 
     states: str = "target"
@@ -75,12 +75,12 @@ class PivotTraining:
         fuse_size: Units of the layer that joins both.
         learning_rate: Learning rate of AdamW.
         weight_decay: Weight decay of AdamW.
-        dropout: Share of the standardised features set to their mean, while training; [0, 0.9].
+        dropout: Share of the standardised features set to their mean during training, 0 to 0.9.
         batch_size: Labels in one step.
-        num_epochs: Largest number of epochs.
+        num_epochs: Maximum number of epochs.
         patience: Epochs without a lower validation loss before training stops.
         held_out: Share of the problems held out, on which the epoch is chosen.
-        seed: Of split, weights and batches.
+        seed: Random seed of split, weights and batches.
     """
 
     layers: tuple[int, ...] = (-1,)
@@ -115,11 +115,11 @@ class LengthTraining:
 
     Args:
         thresholds: Values of the rule's dial to train on, in turn. Default: the rule's own.
-        temperatures: Of target and draft, in turn.
-        num_draft_tokens: K: length of the training blocks, and the longest block it will draft.
+        temperatures: Temperatures of target and draft to train on, in turn.
+        num_draft_tokens: K: length of the training blocks, and maximum length of the head's blocks.
         grid: Values of C to try, scikit-learn's inverse strength of the penalty.
         held_out: Share of the problems held out, on which C and the price are chosen.
-        seed: Of split and draws.
+        seed: Random seed of split and draws.
     """
 
     thresholds: tuple[float, ...] = ()
@@ -147,9 +147,9 @@ class EagleTraining:
 
     Args:
         layers: Target layers to read, low to high, as indices into transformers' hidden_states. Default: the
-            published choice (2, half, all but 3).
+            published choice (2, n // 2, n - 3 for n layers).
         draft_vocab_size: Number of the target's most frequent tokens that it can draft.
-        intermediate_size: Of its decoder layer. Default: the target's own.
+        intermediate_size: Intermediate size of the head's decoder layer. Default: the target's own.
         num_steps: Unrolled steps of training-time test; about the depth of its drafts.
         step_decay: Weight of each step relative to the one before, (0, 1].
         num_passes: Number of passes over the answers.
@@ -158,7 +158,7 @@ class EagleTraining:
         warmup_updates: Number of updates until the peak learning rate.
         weight_decay: Weight decay of AdamW.
         held_out: Share of the answers held out for evaluation.
-        seed: Of answers, weights and batches.
+        seed: Random seed of answers, weights and batches.
     """
 
     layers: tuple[int, ...] = ()
@@ -201,14 +201,14 @@ class WarmUp:
     Args:
         learning_rate: Learning rate of AdamW.
         weight_decay: Weight decay of AdamW.
-        decisions_per_update: Labelled mismatches in one update.
+        decisions_per_update: Labelled mismatches per update, rounded up to whole answers.
         num_epochs: Number of passes over the labels.
         held_out: Share of the problems left out, on which the best epoch is chosen.
-        tie: Relabel: value of accepting if both branches end equally well. At 0.5 a label is linear in the difference
+        tie: Relabel with this value if both branches end equally well. At 0.5, a label is linear in the difference
             of utilities, so that lambda 0.5 separates the better branch. Default: the traces' own labels.
-        lambda_: Lambda for evaluation, recommended by the arbiter.
+        lambda_: Lambda for validation, stored as the arbiter's recommended value.
         readings: Add both models' last states, entropies and probabilities of each drafted token to the input (ours).
-        seed: Of split, weights and batches.
+        seed: Random seed of split, weights and batches.
     """
 
     learning_rate: float = 1e-4
@@ -245,7 +245,7 @@ class LtsRecipe:
         bucket_by: none, entropy, distance or margin.
         buckets: Number of equally filled buckets.
         confidence: Replace each empirical quantile by the Clopper-Pearson upper limit for it at this confidence.
-        seed: Of the answers and the candidates.
+        seed: Random seed of answers and candidates.
     """
 
     delta: float = 0.05

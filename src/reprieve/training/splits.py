@@ -1,4 +1,4 @@
-"""Splits by problem, and the quality of scores, with intervals over problems."""
+"""Splits by problem, and metrics of scores with intervals over problems."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reprieve.errors import SpecError, require_range
 from reprieve.stats import bootstrap_interval
 from reprieve.training.features import LabelledTokens
 
-RECALL = 0.9  # share of important tokens that AutoJudge's thresholds catch at least
+RECALL = 0.9  # minimum share of important tokens that AutoJudge's thresholds catch
 
 
 def split_by_problem(
@@ -49,10 +49,10 @@ def folds_by_problem(
     num_folds: int,
     seed: int,
 ) -> np.ndarray:  # [n], the fold of each token, from 0
-    """Assign whole problems to folds, with labelled tokens spread evenly; at most as many folds as such problems.
+    """Assign whole problems to folds, spreading those with labelled tokens evenly; no more folds than such problems.
 
     Raises:
-        SpecError: labelled tokens, or others, in fewer than two problems, or all others in one fold.
+        SpecError: fewer than two problems with labelled tokens, or with other tokens, or all other tokens in one fold.
     """
     labelled = np.unique(problem_ids[labels])
     for side, name in ((labelled, "labelled"), (np.unique(problem_ids[~labels]), "other")):

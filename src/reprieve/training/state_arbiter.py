@@ -36,7 +36,7 @@ def train_state_arbiter(
     side is better so rarely that a single held-out set has too few cases, so C is chosen by cross-validation.
 
     Args:
-        folder: for checkpoints from which an interrupted training resumes; None keeps none.
+        folder: for checkpoints from which an interrupted run resumes; None writes no checkpoints.
 
     Raises:
         SpecError: labels without the utilities of both sides, or of one kind only.
@@ -76,7 +76,7 @@ def train_state_arbiter(
 
 
 class _SideLearner(Learner):
-    """Learner whose updates each try one C: a fit without each fold, scored on that fold, then a fit on all."""
+    """Learner that tries one C per update: a fit without each fold, scored on that fold, then a fit on all."""
 
     def __init__(
         self, features: np.ndarray, labels: np.ndarray, problem_ids: np.ndarray, settings: StateArbiterTraining
@@ -122,7 +122,7 @@ class _SideLearner(Learner):
 
     @property
     def best(self) -> int:
-        """Return the C with the smallest loss."""
+        """Index of the C with the lowest log loss."""
         return int(np.argmin([row["log_loss"] for row in self.grid_log]))
 
     def state(self) -> dict[str, Tensor]:

@@ -49,7 +49,7 @@ class Swaps:
 
 
 def next_step_divergence(logits: Tensor, other: Tensor, *, k: int) -> Tensor:
-    """Return the JS of two next-step distributions [..., V] on the union of their k most likely tokens: [...], nats."""
+    """Return the JS divergence [...], nats, of distributions [..., V] on the union of their k most likely tokens."""
     return js_divergence(*top_k_union(logits.softmax(-1), other.softmax(-1), k))
 
 
@@ -62,7 +62,7 @@ class SwapMeter:
     """Measures swaps in answers of one target.
 
     Args:
-        target: with a cache to use.
+        target: model; its cache is overwritten.
         sampler: sampler of the answers; margins use its scores.
         top_k: divergences use the union of both distributions' k most likely tokens; candidates are drawn from the
             target's k most likely.
@@ -103,7 +103,7 @@ class SwapMeter:
         """Return the draft's token for every position of an answer where it differs from the target's first choice.
 
         Args:
-            draft: with a cache to use.
+            draft: model; its cache is overwritten.
         """
         own = self.sampler.target_scores(self._judging(prompt_ids, answer_ids[:-1])).argmax(-1).tolist()
         draft.start(list(prompt_ids[:-1]), reuse_prefix=True)
