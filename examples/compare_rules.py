@@ -1,4 +1,4 @@
-"""Three rules on ten problems: how many they solve, and how far they get a round. `reprieve bench` does it properly."""
+"""Three rules on ten problems: problems solved and tokens per round. `reprieve bench` adds intervals and speed."""
 
 import reprieve
 

@@ -1,8 +1,8 @@
-"""Reprieve inside `model.generate`, for code that already speaks transformers."""
+"""Reprieve inside `model.generate`, for code that already uses transformers."""
 
 import reprieve
 
-pair = reprieve.load_pair()  # any two transformers models with one tokenizer do
+pair = reprieve.load_pair()  # or any two transformers models with the same tokenizer
 tokenizer = pair.tokenizer
 prompt = tokenizer(
     "Question: Iris has 18 books. She buys 5 more. She sells 9 books. How many books does Iris have now?\nAnswer:",
