@@ -68,14 +68,16 @@ def figure(rows: list[dict[str, Any]], x: str, x_label: str, path: Path) -> None
     panels = (("tokens_per_round", "tokens per round", 1), ("speedup_vs_target", "speedup over the target", 1),
               ("accuracy", "problems solved, %", 100))  # fmt: skip
     for axes, (key, label, scale) in zip(drawing.subplots(1, 3), panels, strict=True):
-        for place, name in enumerate(names):
-            ours = sorted((row for row in rows if row["name"] == name), key=lambda row: row[x])
-            values = [scale * row[key] for row in ours]
-            if f"{key}_ci95" in ours[0]:
-                bars = np.array([[scale * abs(end - row[key]) for end in row[f"{key}_ci95"]] for row in ours]).T
-                axes.errorbar([row[x] for row in ours], values, yerr=bars, marker="os^D"[place], capsize=2, label=name)
+        for index, name in enumerate(names):
+            series = sorted((row for row in rows if row["name"] == name), key=lambda row: row[x])
+            values = [scale * row[key] for row in series]
+            if f"{key}_ci95" in series[0]:
+                bars = np.array([[scale * abs(end - row[key]) for end in row[f"{key}_ci95"]] for row in series]).T
+                axes.errorbar(
+                    [row[x] for row in series], values, yerr=bars, marker="os^D"[index], capsize=2, label=name
+                )
             else:
-                axes.plot([row[x] for row in ours], values, marker="os^D"[place], label=name)
+                axes.plot([row[x] for row in series], values, marker="os^D"[index], label=name)
         axes.set_xlabel(x_label)
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
@@ -126,9 +128,11 @@ def pruning(pair: Pair, options: argparse.Namespace) -> None:
     for first, *others in PRUNINGS:
         entropy = counts[f"lossless@drafter={first}"]
         for spec in (first, *others):
-            arm, ours = found[f"lossless@drafter={spec}"], counts[f"lossless@drafter={spec}"]
-            ends = bootstrap_interval(lambda i, ours=ours, base=entropy: _rate(ours[i]) - _rate(base[i]), len(ours))
-            more = "-" if spec == first else over([_rate(ours) - _rate(entropy), *ends], 2)
+            arm, arm_counts = found[f"lossless@drafter={spec}"], counts[f"lossless@drafter={spec}"]
+            ends = bootstrap_interval(
+                lambda i, arm=arm_counts, base=entropy: _rate(arm[i]) - _rate(base[i]), len(arm_counts)
+            )
+            more = "-" if spec == first else over([_rate(arm_counts) - _rate(entropy), *ends], 2)
             rows.append([f"`{spec}`", *(COLUMNS[name][1](arm, name) for name in _TREE_COLUMNS), more])
     head = ["drafter", *(COLUMNS[name][0] for name in _TREE_COLUMNS), "tokens per round, against entropy"]
     write_parts(options.out / "pruning.json", {"pruning": part(head, rows, _note(options))})
@@ -154,8 +158,8 @@ def shift(pair: Pair, options: argparse.Namespace) -> None:
         labelled = problem.labelled()
         if not labelled:
             continue
-        places, tokens = [m.position for m in labelled], [m.draft_id for m in labelled]
-        swaps = meter.measure(problem.prompt_ids, problem.response_ids, places, tokens)
+        positions, tokens = [m.position for m in labelled], [m.draft_id for m in labelled]
+        swaps = meter.measure(problem.prompt_ids, problem.response_ids, positions, tokens)
         for name, parts in values.items():
             parts.append(getattr(swaps, name))
         important += [bool(m.important) for m in labelled]

@@ -113,14 +113,20 @@ def audit(
     parts, swapped, rescued = [], [], []
     num_correct = 0
     for number, problem in enumerate(problems):
-        made = decoder.generate(prompt_of(problem), params.for_problem(number))
-        num_correct += task.equivalent(task.extract_answer(made.text), problem.reference)
-        places = [place for place, token in enumerate(made.tokens) if token.provenance is not Provenance.TARGET]
-        ids = [made.tokens[place].token_id for place in places]
-        result = meter.measure(made.prompt_ids, made.token_ids, places, ids)
+        generation = decoder.generate(prompt_of(problem), params.for_problem(number))
+        num_correct += task.equivalent(task.extract_answer(generation.text), problem.reference)
+        positions = [
+            position for position, token in enumerate(generation.tokens) if token.provenance is not Provenance.TARGET
+        ]
+        ids = [generation.tokens[position].token_id for position in positions]
+        result = meter.measure(generation.prompt_ids, generation.token_ids, positions, ids)
         parts.append(result)
         swapped.append(result.distance > 0)
-        rescued.append(np.array([made.tokens[place].provenance is Provenance.RESCUED for place in places], dtype=bool))
+        rescued.append(
+            np.array(
+                [generation.tokens[position].provenance is Provenance.RESCUED for position in positions], dtype=bool
+            )
+        )
         progress(number + 1, len(problems))
     return Audit(label, len(problems), num_correct, Swaps.join(parts), np.concatenate(swapped), np.concatenate(rescued))
 
@@ -186,8 +192,8 @@ class AuditCommand(Command):
                 progress = screen.reporter(bar)
                 own = {} if bounds is None else bounds.settings
                 top_k = self.active or int(own.get("active", _ACTIVE))
-                made = audit(arm.label, decoder, pair, task, problems, params, top_k=top_k, progress=progress)
-            summaries.append({**made.summary(bounds), "calibration": None if bounds is None else bounds.fingerprint})
+                audited = audit(arm.label, decoder, pair, task, problems, params, top_k=top_k, progress=progress)
+            summaries.append({**audited.summary(bounds), "calibration": None if bounds is None else bounds.fingerprint})
         if self.out is not None:
             write_json(self.out, {**flags_in_force(self), "split": split, "audits": summaries})
         screen.console().print(_shift_table(summaries, len(problems)))

@@ -64,11 +64,11 @@ class Rejection:
     refused_ids: tuple[int, ...]
 
 
-def rejections(made: Generation) -> Iterator[Rejection]:
+def rejections(generation: Generation) -> Iterator[Rejection]:
     """The places of an answer that was traced, in order; none where the answer ended before."""
-    assert made.trace is not None
+    assert generation.trace is not None
     start = 0
-    for traced in made.trace:
+    for traced in generation.trace:
         last = traced.path[-1] if traced.path else ROOT
         if len(traced.committed) > len(traced.path):
             taken = traced.committed[len(traced.path)].token_id
@@ -152,7 +152,7 @@ class NoContradiction:
     def __init__(self, model: str, device: torch.device | str = "cpu") -> None:
         config = _config_of("--nli", model)
         labels: dict[int, str] = config.id2label or {}
-        self.label = next((place for place, text in labels.items() if text.lower().startswith("contradict")), None)
+        self.label = next((index for index, text in labels.items() if text.lower().startswith("contradict")), None)
         if self.label is None:
             names = ", ".join(labels.values())
             raise SpecError(f"--nli must name a model with a label for contradiction, {model!r} has {names}")
@@ -230,12 +230,12 @@ class Verdicts:
         """Counts, and of each measure with a 95% bootstrap interval over problems: the share of refused tokens that
         agree, of places where one does, and of places where all do."""
         problems = next(iter(self.by_measure.values()))
-        places = [place for problem in problems for place in problem]
+        rejected = [rejection for problem in problems for rejection in problem]
         return {
             "num_problems": len(problems),
             "num_correct": self.num_correct,
-            "num_places": len(places),
-            "num_refused": sum(map(len, places)),
+            "num_places": len(rejected),
+            "num_refused": sum(map(len, rejected)),
             **{name: _shares(found) for name, found in self.by_measure.items()},
         }
 
@@ -243,13 +243,13 @@ class Verdicts:
 def _shares(problems: list[list[list[bool]]]) -> dict[str, list[float] | None]:
     counted: dict[str, tuple[Callable[[list[bool]], int], Callable[[list[bool]], int]]] = {
         "tokens": (sum, len),
-        "places_any": (any, lambda place: 1),
-        "places_all": (all, lambda place: 1),
+        "places_any": (any, lambda rejection: 1),
+        "places_all": (all, lambda rejection: 1),
     }
     return {
         name: share_with_interval(
-            np.array([sum(part(place) for place in places) for places in problems]),
-            np.array([sum(whole(place) for place in places) for places in problems]),
+            np.array([sum(part(rejection) for rejection in problem) for problem in problems]),
+            np.array([sum(whole(rejection) for rejection in problem) for problem in problems]),
         )
         for name, (part, whole) in counted.items()
     }
@@ -279,10 +279,10 @@ def examine(
     found: dict[str, list[list[list[bool]]]] = {measure.name: [] for measure in measures}
     num_correct = 0
     for number, problem in enumerate(problems):
-        made = decoder.generate(prompt_of(problem), params.for_problem(number), trace=True)
+        generation = decoder.generate(prompt_of(problem), params.for_problem(number), trace=True)
         if task.graded:
-            num_correct += task.equivalent(task.extract_answer(made.text), problem.reference)
-        texts = asyncio.run(_continued(LocalTarget(greedy), responses, made))
+            num_correct += task.equivalent(task.extract_answer(generation.text), problem.reference)
+        texts = asyncio.run(_continued(LocalTarget(greedy), responses, generation))
         for measure in measures:
             found[measure.name].append([measure.agree(problem, first, others) for first, others in texts])
         progress(number + 1, len(problems))
@@ -290,20 +290,24 @@ def examine(
 
 
 async def _continued(
-    target: LocalTarget, responses: ResponseFormat, made: Generation
+    target: LocalTarget, responses: ResponseFormat, generation: Generation
 ) -> list[tuple[str, list[str]]]:  # at each place: with the token that was taken, and with each refused one
     session = Session()
 
     async def whole(start: int, token_id: int) -> str:
-        begun = [*made.token_ids[:start], token_id]
+        begun = [*generation.token_ids[:start], token_id]
         left = responses.num_left(begun)
-        rest = await target.complete(session, made.prompt_ids, begun, left, None) if left > 0 else []
+        rest = await target.complete(session, generation.prompt_ids, begun, left, None) if left > 0 else []
         return responses.text([*begun, *rest])
 
-    places = list(rejections(made))
-    begun = [(place.start, token_id) for place in places for token_id in (place.taken_id, *place.refused_ids)]
+    rejected = list(rejections(generation))
+    begun = [
+        (rejection.start, token_id)
+        for rejection in rejected
+        for token_id in (rejection.taken_id, *rejection.refused_ids)
+    ]
     following = iter(await gather_all(whole(*each) for each in begun))
-    return [(next(following), [next(following) for _ in place.refused_ids]) for place in places]
+    return [(next(following), [next(following) for _ in rejection.refused_ids]) for rejection in rejected]
 
 
 @dataclass(frozen=True)

@@ -185,9 +185,9 @@ def share_with_interval(parts: np.ndarray, wholes: np.ndarray) -> list[float] | 
     if not wholes.sum():
         return None
 
-    def share(places: np.ndarray) -> float:
-        whole = wholes[places].sum()
-        return float(parts[places].sum() / whole) if whole else float("nan")
+    def share(indices: np.ndarray) -> float:
+        whole = wholes[indices].sum()
+        return float(parts[indices].sum() / whole) if whole else float("nan")
 
     known = np.count_nonzero(wholes) > 1
     return [float(parts.sum() / wholes.sum()), *(bootstrap_interval(share, len(parts)) if known else (0.0, 1.0))]

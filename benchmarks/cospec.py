@@ -62,17 +62,19 @@ def complement(pair: Pair, options: argparse.Namespace) -> None:
         [f"`{name}`", int(solved.sum()), "-", "-", "-", over(_points(solved, target), 1, 100), "-"]
         for name, solved in ((DRAFT_ONLY, draft), ("either of both", union))
     ]
-    for name, ours in right.items():
+    for name, rule_right in right.items():
         if name in (TARGET_ONLY, DRAFT_ONLY, LOSSLESS):
             continue
 
-        def recovery(places: np.ndarray, ours: np.ndarray = ours) -> float:
-            gap = int(union[places].sum()) - int(target[places].sum())
-            return (int(ours[places].sum()) - int(target[places].sum())) / gap if gap else float("nan")
+        def recovery(indices: np.ndarray, rule_right: np.ndarray = rule_right) -> float:
+            gap = int(union[indices].sum()) - int(target[indices].sum())
+            return (int(rule_right[indices].sum()) - int(target[indices].sum())) / gap if gap else float("nan")
 
-        recovered = [recovery(np.arange(len(ours))), *bootstrap_interval(recovery, len(ours))]
-        counts = [int(each.sum()) for each in (ours, ours & ~target, target & ~ours, ours & ~union)]
-        rows.append([f"`{name}`", *counts, over(_points(ours, target), 1, 100), over(recovered, 0, 100)])
+        recovered = [recovery(np.arange(len(rule_right))), *bootstrap_interval(recovery, len(rule_right))]
+        counts = [
+            int(each.sum()) for each in (rule_right, rule_right & ~target, target & ~rule_right, rule_right & ~union)
+        ]
+        rows.append([f"`{name}`", *counts, over(_points(rule_right, target), 1, 100), over(recovered, 0, 100)])
     head = ["arm", "solved", "gained", "lost", "solved by neither alone", "over the target, points", "recovered, %"]
     note = f"n = {len(target)} test problems, greedy; brackets are 95% intervals."
     write_parts(options.out / "complement.json", {"complement": part(head, rows, note)})
@@ -90,14 +92,14 @@ def solved_by_arm(folder: Path) -> dict[str, np.ndarray]:
     found: dict[str, dict[str, bool]] = {}
     for record in RecordFile(folder / "problems.jsonl").records:
         found.setdefault(record.arm, {})[record.problem_id] = record.correct
-    asked = {frozenset(solved) for solved in found.values()}
-    if len(asked) != 1 or not {TARGET_ONLY, DRAFT_ONLY} <= found.keys():
+    problem_sets = {frozenset(solved) for solved in found.values()}
+    if len(problem_sets) != 1 or not {TARGET_ONLY, DRAFT_ONLY} <= found.keys():
         raise ReprieveError(f"--run {str(folder)!r} must hold a whole run with both models alone")
     return {arm: np.array([solved[name] for name in sorted(solved)]) for arm, solved in found.items()}
 
 
-def _points(ours: np.ndarray, target: np.ndarray) -> list[float]:
-    return list(paired_difference(ours, target))
+def _points(arm: np.ndarray, target: np.ndarray) -> list[float]:
+    return list(paired_difference(arm, target))
 
 
 def _start(options: argparse.Namespace) -> tuple[Rule, Arbiter]:
@@ -206,9 +208,9 @@ def overhead(pair: Pair, options: argparse.Namespace) -> None:
             read = advisors[name].arbiter.num_read
             started = time.perf_counter()
             params = SamplingParams(max_new_tokens=task.max_new_tokens)
-            made = decoders[name].generate(problem.prompt, params, timed=True)
-            parts: dict[str, float] = dict(made.seconds_by_part)
-            parts |= {"seconds": time.perf_counter() - started, "num_rounds": made.num_rounds}
+            generation = decoders[name].generate(problem.prompt, params, timed=True)
+            parts: dict[str, float] = dict(generation.seconds_by_part)
+            parts |= {"seconds": time.perf_counter() - started, "num_rounds": generation.num_rounds}
             parts["num_read"] = advisors[name].arbiter.num_read - read
             spent[name].append(parts)
     rows = []

@@ -138,32 +138,32 @@ class _Branches:
 
     def choices(self) -> BranchChoices:
         accepted: list[bool] = []
-        ours: list[float] = []
-        theirs: list[float] = []
-        for start, traced, place in _decisions(self.made):
-            took_draft = place < len(traced.path)
+        arbiter_values: list[float] = []
+        target_values: list[float] = []
+        for start, traced, node in _decisions(self.made):
+            took_draft = node < len(traced.path)
             accepted.append(took_draft)
-            for worths, draft in ((ours, True), (theirs, False)):
+            for worths, draft in ((arbiter_values, True), (target_values, False)):
                 known = self.params.greedy and draft == took_draft  # the answer itself
-                right = self.correct if known else self._is_correct(self._branch(start, traced, place, draft=draft))
+                right = self.correct if known else self._is_correct(self._branch(start, traced, node, draft=draft))
                 worths.append(float(right))
-        return BranchChoices(accepted, ours, theirs)
+        return BranchChoices(accepted, arbiter_values, target_values)
 
-    def _branch(self, start: int, traced: RoundTrace, place: int, *, draft: bool) -> list[int]:
+    def _branch(self, start: int, traced: RoundTrace, node: int, *, draft: bool) -> list[int]:
         """The whole response that takes the draft's, or the target's, token at a place of a round."""
-        text = [*self.made.token_ids[:start], *traced.drafted_ids[:place]]
-        text.append((traced.drafted_ids if draft else traced.target_ids)[place])
+        text = [*self.made.token_ids[:start], *traced.drafted_ids[:node]]
+        text.append((traced.drafted_ids if draft else traced.target_ids)[node])
         if draft and self.params.greedy:
-            text += self._scan_on(traced, place + 1)
+            text += self._scan_on(traced, node + 1)
         return self._continued(text)
 
     def _scan_on(self, traced: RoundTrace, first: int) -> list[int]:
         """What the rest of a block commits from a place on, by the decisions that were made on it."""
         assert traced.risks is not None and traced.bonus_id is not None
         limit = self.decoder.rule.threshold
-        for place in range(first, len(traced.drafted_ids)):
-            if not traced.lossless_accepts[place] and traced.risks[place] > limit:
-                return [*traced.drafted_ids[first:place], traced.target_ids[place]]
+        for node in range(first, len(traced.drafted_ids)):
+            if not traced.lossless_accepts[node] and traced.risks[node] > limit:
+                return [*traced.drafted_ids[first:node], traced.target_ids[node]]
         return [*traced.drafted_ids[first:], traced.bonus_id]
 
     def _continued(self, response_ids: list[int]) -> list[int]:
@@ -171,25 +171,25 @@ class _Branches:
         if (end := self.responses.length_of(response_ids)) is not None:
             return response_ids[:end]
         left = self.params.max_new_tokens - len(response_ids)
-        made = self.decoder.generate(
+        generation = self.decoder.generate(
             [*self.made.prompt_ids, *response_ids],
             dataclasses.replace(self.params, max_new_tokens=left, temperature=0.0, draft_temperature=None),
         )
-        return [*response_ids, *made.token_ids]
+        return [*response_ids, *generation.token_ids]
 
     def _is_correct(self, response_ids: list[int]) -> bool:
         return self.responses.task.equivalent(self.responses.answer(response_ids), self.problem.reference)
 
 
-def _decisions(made: Generation) -> list[tuple[int, RoundTrace, int]]:
+def _decisions(generation: Generation) -> list[tuple[int, RoundTrace, int]]:
     """Every effective decision: where in the response its round began, the round, and the place from 0 in its block."""
     mismatches, start = [], 0
-    assert made.trace is not None
-    for traced in made.trace:
+    assert generation.trace is not None
+    for traced in generation.trace:
         reached = min(len(traced.committed), len(traced.path) + 1, len(traced.drafted_ids))
-        for place in range(reached):
-            if not traced.lossless_accepts[place]:
-                mismatches.append((start, traced, place))
+        for node in range(reached):
+            if not traced.lossless_accepts[node]:
+                mismatches.append((start, traced, node))
         start += len(traced.committed)
     return mismatches
 

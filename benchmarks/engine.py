@@ -108,15 +108,16 @@ class Ours:
 
     def rounds(self) -> dict:
         """Means over all rounds but those of the warm-up."""
-        made = self.made[WARM_UP:]
-        rounds, drafted = (sum(getattr(one, name) for one in made) for name in ("num_rounds", "num_drafted"))
-        parts = {part: 1000 * sum(one.seconds_by_part[part] for one in made) / max(1, rounds) for part in PARTS}
-        parts["verify"] *= rounds / max(1, rounds - len(made))  # the first of an answer reads the prompt: `prefill`
+        generations = self.made[WARM_UP:]
+        rounds, drafted = (sum(getattr(one, name) for one in generations) for name in ("num_rounds", "num_drafted"))
+        parts = {part: 1000 * sum(one.seconds_by_part[part] for one in generations) / max(1, rounds) for part in PARTS}
+        # The first round of an answer reads the prompt, which counts as `prefill`.
+        parts["verify"] *= rounds / max(1, rounds - len(generations))
         round_ms = sum(parts.values()) - parts["prefill"]
         return {
-            "tokens_per_round": sum(len(one.tokens) for one in made) / max(1, rounds),
+            "tokens_per_round": sum(len(one.tokens) for one in generations) / max(1, rounds),
             "drafted_per_round": drafted / max(1, rounds),
-            "accepted_share": sum(one.num_accepted for one in made) / max(1, drafted),
+            "accepted_share": sum(one.num_accepted for one in generations) / max(1, drafted),
             "round_ms": round_ms,
             "round_ms_by_part": parts,
         }
@@ -125,10 +126,10 @@ class Ours:
 def measure(pair: Pair, num_problems: int) -> dict:
     """All ways on the same problems."""
     task = task_of(pair)
-    ours = {"target_only": Ours(pair, "target_only", "auto", task.max_new_tokens)}
+    decoders = {"target_only": Ours(pair, "target_only", "auto", task.max_new_tokens)}
     for rule in ("lossless", "judge"):
-        ours |= {f"{rule}, K = {k}": Ours(pair, rule, k, task.max_new_tokens) for k in (*KS, "auto")}
-    ways = {**peers(pair, task.max_new_tokens), **ours}
+        decoders |= {f"{rule}, K = {k}": Ours(pair, rule, k, task.max_new_tokens) for k in (*KS, "auto")}
+    ways = {**peers(pair, task.max_new_tokens), **decoders}
     lossless = [name for name in ways if not name.startswith("judge")]
     speeds: dict[str, list[float]] = defaultdict(list)
     correct: dict[str, list[bool]] = defaultdict(list)
@@ -149,7 +150,7 @@ def measure(pair: Pair, num_problems: int) -> dict:
         forwards.measure()
         print(f"{number + 1} of {num_problems + WARM_UP} problems", file=sys.stderr, flush=True)
     best_peer = max((name for name in ways if "assisted" in name), key=lambda name: statistics.median(speeds[name]))
-    rounds = {name: one.rounds() for name, one in ours.items() if name != "target_only"}
+    rounds = {name: one.rounds() for name, one in decoders.items() if name != "target_only"}
     bounds = forwards.medians()
     for k in KS:
         rounds[f"lossless, K = {k}"]["round_over_bound"] = rounds[f"lossless, K = {k}"]["round_ms"] / bounds[f"K = {k}"]
@@ -157,7 +158,7 @@ def measure(pair: Pair, num_problems: int) -> dict:
         "num_problems": num_problems,
         "num_with_different_tokens": num_different,
         "over_plain": {name: ratio(speeds, name, "transformers plain") for name in ways},
-        "over_target_only": {name: ratio(speeds, name, "target_only") for name in ours},
+        "over_target_only": {name: ratio(speeds, name, "target_only") for name in decoders},
         "solved": {name: sum(values) / len(values) for name, values in correct.items()},
         "best_peer": best_peer,
         "lossless auto over best peer": ratio(speeds, "lossless, K = auto", best_peer),
@@ -196,14 +197,14 @@ def ratio(speeds: dict[str, list[float]], fast: str, slow: str) -> dict:
     return {"median": float(np.median(ratios)), "ci95": list(interval)}
 
 
-def peak_memory(target: str, ours: bool) -> float:
+def peak_memory(target: str, with_reprieve: bool) -> float:
     """MiB that answering twenty problems took at most, over what the process held with its models loaded."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
-        return pool.apply(_peak, (target, ours))
+        return pool.apply(_peak, (target, with_reprieve))
 
 
-def _peak(target: str, ours: bool) -> float:
+def _peak(target: str, with_reprieve: bool) -> float:
     pair = reprieve.load_pair(target, dtype="float32")
     torch.set_num_threads(1)
     task = task_of(pair)
@@ -212,7 +213,7 @@ def _peak(target: str, ours: bool) -> float:
     usual = dict(num_assistant_tokens=20, assistant_confidence_threshold=0.4)
     decode = (
         Ours(pair, "lossless", "auto", task.max_new_tokens)
-        if ours
+        if with_reprieve
         else transformers_decoder(pair, task.max_new_tokens, **usual)
     )
     for problem in task.problems("test", 20):
@@ -313,7 +314,7 @@ def main() -> None:
     torch.set_num_threads(arguments.num_threads)
     pair = reprieve.load_pair(arguments.target, dtype="float32")
     document = measure(pair, arguments.limit)
-    peaks = (peak_memory(arguments.target, ours) for ours in (False, True))
+    peaks = (peak_memory(arguments.target, with_reprieve) for with_reprieve in (False, True))
     document["peak_mib"] = dict(zip(("transformers assisted", "reprieve"), peaks, strict=True))
     document["busy_neighbour"] = busy_neighbour(arguments.target, 4)
     write_parts(arguments.out / "engine.json", parts_of(document), **document)

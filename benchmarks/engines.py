@@ -90,13 +90,13 @@ def agree(measurement: Measurement) -> Parts:
     for arm in arms:
         pairs = [(record, served[key]) for key, record in local.items() if key[0] == arm.label]
         sides = list(zip(*pairs, strict=True))
-        ours, theirs = ([float(record.correct) for record in side] for side in sides)
+        local_correct, served_correct = ([float(record.correct) for record in side] for side in sides)
         tokens = [sum(one.num_tokens for one in side) / sum(one.num_rounds for one in side) for side in sides]
         rows.append(
             [
                 f"`{arm.label}`",
-                f"{100 * np.mean(ours):.1f}, {100 * np.mean(theirs):.1f}",
-                over(paired_difference(theirs, ours), 1, 100),
+                f"{100 * np.mean(local_correct):.1f}, {100 * np.mean(served_correct):.1f}",
+                over(paired_difference(served_correct, local_correct), 1, 100),
                 sum(left.answer == right.answer for left, right in pairs),
                 sum(left.text == right.text for left, right in pairs),
                 f"{tokens[0]:.2f}, {tokens[1]:.2f}",
@@ -167,7 +167,7 @@ def mine(measurement: Measurement, num_rollouts: int) -> Parts:
         )
     else:
         settings = AutoJudgeMining(task=measurement.task, limit=measurement.limit, pair=measurement.pair)
-    made, rows = [], []
+    mined, rows = [], []
     for name in ENGINES:
         bench = build(dataclasses.replace(settings, answering=EngineSettings(name)))
         num_in_flight = 64 if name == VLLM else settings.in_flight
@@ -179,13 +179,13 @@ def mine(measurement: Measurement, num_rollouts: int) -> Parts:
         finally:
             bench.close()
         problems = {problem.problem_id: problem for problem in store.problems()}
-        made.append(problems)
+        mined.append(problems)
         labels = [label for problem in problems.values() for label in problem.labelled()]
         important = sum(bool(label.important) for label in labels)
         rows.append([name.partition(":")[0], num_in_flight, len(problems), len(labels), important, f"{seconds:.2f}"])
-    both = [(problem, made[1][name]) for name, problem in made[0].items() if name in made[1]]
-    alike = [(ours, theirs) for ours, theirs in both if ours.target_ids == theirs.target_ids]
-    same = sum(ours.mismatches == theirs.mismatches for ours, theirs in alike)
+    both = [(problem, mined[1][name]) for name, problem in mined[0].items() if name in mined[1]]
+    alike = [(local, served) for local, served in both if local.target_ids == served.target_ids]
+    same = sum(local.mismatches == served.mismatches for local, served in alike)
     head = ["engine", "problems in flight", "problems", "labels", "important", "seconds a problem"]
     note = f"The target's answer is the same in {len(alike)} of {len(both)} problems, the labels in {same} of these."
     return {f"mine_{settings.miner}": part(head, rows, note)}

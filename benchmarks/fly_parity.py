@@ -125,8 +125,8 @@ def recorded(num: int, k: int) -> Blocks:
     rounds = rounds[:num]
     lengths = [len(token_ids) for token_ids, *_ in rounds]
 
-    def whole(place):
-        return torch.stack([F.pad(r[place].T, (0, k - len(r[0]))).T.contiguous() for r in rounds])
+    def whole(counter):
+        return torch.stack([F.pad(r[counter].T, (0, k - len(r[0]))).T.contiguous() for r in rounds])
 
     return Blocks(["recorded"] * len(rounds), lengths, whole(0), whole(1).float(), whole(2).float())
 
@@ -146,7 +146,7 @@ def v1(blocks: Blocks, mode: str, window: int, theta: float, draws) -> list[int]
     num, k, size = blocks.scores.shape
     module.generate_uniform_probs = lambda *rest: draws.clone()  # it overwrites them
     module.sample_recovered_tokens = lambda k, lengths, *rest: torch.zeros(sum(lengths), dtype=torch.int32)
-    made = module.rejection_sample(
+    output = module.rejection_sample(
         blocks.flat(blocks.token_ids).int(),
         blocks.lengths,
         k,
@@ -160,7 +160,7 @@ def v1(blocks: Blocks, mode: str, window: int, theta: float, draws) -> list[int]
         fly_window_size=window,
         fly_entropy_threshold=theta,
     )
-    return [int((row != -1).sum()) - 1 for row in made]
+    return [int((row != -1).sum()) - 1 for row in output]
 
 
 def v2(blocks: Blocks, mode: str, window: int, theta: float, seeds) -> list[int]:
@@ -169,19 +169,19 @@ def v2(blocks: Blocks, mode: str, window: int, theta: float, seeds) -> list[int]
 
     num, k, size = blocks.scores.shape
     module._resample_kernel = collections.defaultdict(lambda: lambda *rest, **more: None)
-    slots, places, ends = numbers(blocks, 1)
+    slots, columns, ends = numbers(blocks, 1)
     logits, fed = torch.zeros(len(slots), size), torch.zeros(len(slots), dtype=torch.int32)
-    logits[places < torch.tensor(blocks.lengths)[slots]] = blocks.flat(blocks.scores)
-    fed[places > 0] = blocks.flat(blocks.token_ids).int()  # row r judges what row r + 1 was fed
+    logits[columns < torch.tensor(blocks.lengths)[slots]] = blocks.flat(blocks.scores)
+    fed[columns > 0] = blocks.flat(blocks.token_ids).int()  # row r judges what row r + 1 was fed
     _, num_sampled = module.rejection_sample(
         logits,
         blocks.draft_scores * TEMPERATURE if mode == "sampled" else None,
         fed,
         F.pad(ends, (1, 0)).int(),
-        places + 100,
+        columns + 100,
         torch.arange(num, dtype=torch.int32),
         slots.int(),
-        places.int(),
+        columns.int(),
         torch.full((num,), 0.0 if mode == "greedy" else TEMPERATURE),
         seeds,
         k,
@@ -195,8 +195,8 @@ def v2_draws(blocks: Blocks, seeds):
     """Return the draws of vLLM's V2 sampler: they depend on seed and position alone."""
     from reprieve.vllm_plugin.v2.uniforms import uniforms_of
 
-    slots, places, _ = numbers(blocks, 0)
-    return uniforms_of(seeds, slots.int(), places + 100)
+    slots, columns, _ = numbers(blocks, 0)
+    return uniforms_of(seeds, slots.int(), columns + 100)
 
 
 def proposals(blocks: Blocks, mode: str):
@@ -225,8 +225,8 @@ def ours(blocks: Blocks, mode: str, rule, draws) -> list[int]:
     )
     greedy = mode == "greedy"
     rows = [Row("fly", rule, length, greedy, True, Budget.of(rule)) for length in blocks.lengths]
-    made = decide(rows, batch)
-    passes = (made.accept | made.lossless) & (token_ids >= 0)
+    decisions = decide(rows, batch)
+    passes = (decisions.accept | decisions.lossless) & (token_ids >= 0)
     return [int(flags.long().cumprod(0).sum()) for flags in passes.split(blocks.lengths)]
 
 
@@ -308,13 +308,13 @@ class Tally:
         seeds = torch.randint(2**40, (len(blocks.lengths),), generator=draw)
         if runner == "v1":
             draws = torch.rand(sum(blocks.lengths), dtype=torch.float64, generator=draw)
-            theirs = v1(blocks, mode, width, rule.theta, draws)
+            expected = v1(blocks, mode, width, rule.theta, draws)
         else:
             draws = v2_draws(blocks, seeds)
-            theirs = v2(blocks, mode, width, rule.theta, seeds)
+            expected = v2(blocks, mode, width, rule.theta, seeds)
         plain = ours(blocks, mode, replace(rule, theta=math.inf), draws)
-        made = ours(blocks, mode, rule, draws)
-        for number, (kind, left, right) in enumerate(zip(blocks.kinds, made, theirs, strict=True)):
+        accepted = ours(blocks, mode, rule, draws)
+        for number, (kind, left, right) in enumerate(zip(blocks.kinds, accepted, expected, strict=True)):
             found = (1, min(blocks.lengths[number], max(left, right) + 1), right > plain[number], left == right)
             self.counts.update({(runner, mode, kind, name): value for name, value in zip(COUNTS, found, strict=True)})
             if left != right:
@@ -325,19 +325,19 @@ class Tally:
             ("amd", "normalised"), (("default window", None), ("the same window", width))
         ):
             other = ours(blocks, mode, replace(rule, variant=variant, window=window), draws)
-            self.others[f"{variant}, {name}"] += sum(a == b for a, b in zip(other, theirs, strict=True))
+            self.others[f"{variant}, {name}"] += sum(a == b for a, b in zip(other, expected, strict=True))
 
     def document(self) -> dict:
         """What was counted; tokens are those that were decided, up to the first one that is refused."""
-        places = dict.fromkeys(key[:-1] for key in self.counts)
+        cells = dict.fromkeys(key[:-1] for key in self.counts)
         return {
-            **{name: sum(self.counts[(*place, name)] for place in places) for name in COUNTS},
+            **{name: sum(self.counts[(*cell, name)] for cell in cells) for name in COUNTS},
             "differences": dict(sorted(self.causes.items())),
             "other_variants_agree": dict(self.others),
             "by_kind": [
-                dict(zip(("runner", "mode", "kind"), place, strict=True))
-                | {name: int(self.counts[(*place, name)]) for name in COUNTS}
-                for place in places
+                dict(zip(("runner", "mode", "kind"), cell, strict=True))
+                | {name: int(self.counts[(*cell, name)]) for name in COUNTS}
+                for cell in cells
             ],
         }
 

@@ -77,9 +77,13 @@ class FsdProtocol:
     @property
     def main(self) -> RunSettings:
         """The measurement, after the small run that chooses."""
-        asked = self.settings
+        settings = self.settings
         return dataclasses.replace(
-            asked.run, split=asked.main_split, limit=asked.main_limit, offset=0, num_trials=asked.main_trials
+            settings.run,
+            split=settings.main_split,
+            limit=settings.main_limit,
+            offset=0,
+            num_trials=settings.main_trials,
         )
 
     def run(
@@ -92,12 +96,12 @@ class FsdProtocol:
         progress: Progress = lambda done, total: None,
     ) -> dict[str, Any] | None:
         """The results document of the measurement, with `protocol` added; None where Ctrl-C ended it."""
-        asked = self.settings
+        settings = self.settings
         target_name = engine.facts.identity.target
-        rules = sweep_rules(asked.rule, asked.thresholds, target=target_name)
-        lossless = make_arms([LOSSLESS], asked.num_draft_tokens, target=target_name)[2:]
+        rules = sweep_rules(settings.rule, settings.thresholds, target=target_name)
+        lossless = make_arms([LOSSLESS], settings.num_draft_tokens, target=target_name)[2:]
         # A summary compares with the target, so that it is among the arms wherever one is made.
-        target = make_arms([], asked.num_draft_tokens)[:1]
+        target = make_arms([], settings.num_draft_tokens)[:1]
         chosen = self._pilot(engine, task, folder / "k", [*target, *lossless], progress)
         if chosen is None:
             return None
@@ -123,8 +127,8 @@ class FsdProtocol:
                 "num_draft_tokens": k,
                 "tokens_per_second_by_k": best_k.by_k,
                 "acceptance_rates": rates,
-                "first_threshold": asked.thresholds[first],
-                "lost_share": asked.lost_share,
+                "first_threshold": settings.thresholds[first],
+                "lost_share": settings.lost_share,
             }
         return document
 
@@ -189,8 +193,8 @@ class Thresholds(Command):
 
     def run(self) -> int:
         protocol = FsdProtocol(self.settings, command=screen.command_line())
-        asked = self.settings.run
-        with screen.engine_and_task(EngineSettings(), self.pair, asked.task, asked.prompt) as (engine, task):
+        settings = self.settings.run
+        with screen.engine_and_task(EngineSettings(), self.pair, settings.task, settings.prompt) as (engine, task):
             self.keep_config(self.out)
             with screen.progress_bar("answers") as bar:
                 document = protocol.run(engine, task, self.out, announce=screen.say, progress=screen.reporter(bar))

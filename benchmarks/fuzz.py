@@ -84,13 +84,13 @@ def changed(valid: str, draw: Callable[[Any], Any]) -> str:
         return json.dumps(draw(VALUES))
     if how == "value":
         document = json.loads(valid)
-        place = document
-        while isinstance(place, dict) and place:
-            key = draw(st.sampled_from(sorted(place)))
-            if not isinstance(place[key], dict) or draw(st.booleans()):
-                place[key] = draw(VALUES)
+        node = document
+        while isinstance(node, dict) and node:
+            key = draw(st.sampled_from(sorted(node)))
+            if not isinstance(node[key], dict) or draw(st.booleans()):
+                node[key] = draw(VALUES)
                 break
-            place = place[key]
+            node = node[key]
         return json.dumps(document)
     start = draw(st.integers(0, len(valid)))
     if how == "cut":

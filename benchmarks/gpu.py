@@ -125,12 +125,12 @@ def judge_result(folder: Path) -> tuple[dict[str, Any], str]:
 
 def judge_off(folder: Path) -> tuple[dict[str, Any], str]:
     """Compare the plugin, switched off, with two runs without it; these show what repeats at all."""
-    made = {name: read_json(folder / f"{name}.json", "answers") for name in ("unpatched", "again", "off")}
-    keys = [key for key in ("greedy", "sampled") if key in made["off"]]
-    result: dict[str, Any] = {"unpatched": made["unpatched"]["engine"], "off": made["off"]["engine"]}
+    answers = {name: read_json(folder / f"{name}.json", "answers") for name in ("unpatched", "again", "off")}
+    keys = [key for key in ("greedy", "sampled") if key in answers["off"]]
+    result: dict[str, Any] = {"unpatched": answers["unpatched"]["engine"], "off": answers["off"]["engine"]}
     for key in keys:
-        pairs = {name: zip(made["unpatched"][key], made[name][key], strict=True) for name in ("again", "off")}
-        result[key] = {"n": len(made["off"][key])} | {
+        pairs = {name: zip(answers["unpatched"][key], answers[name][key], strict=True) for name in ("again", "off")}
+        result[key] = {"n": len(answers["off"][key])} | {
             name: sum(a == b for a, b in pair) for name, pair in pairs.items()
         }
     worse = [key for key in keys if result[key]["off"] < result[key]["again"]]

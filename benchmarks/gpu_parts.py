@@ -86,15 +86,15 @@ def answers(options: argparse.Namespace) -> dict[str, Any]:
 
     plugged = os.environ.get("VLLM_PLUGINS") != ""
     llm, engine = engine_of(options, RULES[:1] if plugged else ())
-    prompts, made = prompts_of(options.limit), {}
+    prompts, result = prompts_of(options.limit), {}
     # Sampled answers of the CPU build differ from process to process even without the plugin (vLLM issue 55005).
     for name, temperature in [("greedy", 0.0)] + ([] if options.device == "cpu" else [("sampled", 0.8)]):
-        asked = {"extra_args": {"reprieve_rule": "off"}} if plugged else {}
+        extra = {"extra_args": {"reprieve_rule": "off"}} if plugged else {}
         params = [
-            SamplingParams(temperature=temperature, seed=n, max_tokens=TOKENS, **asked) for n in range(len(prompts))
+            SamplingParams(temperature=temperature, seed=n, max_tokens=TOKENS, **extra) for n in range(len(prompts))
         ]
-        made[name] = [list(one.outputs[0].token_ids) for one in llm.generate(prompts, params, use_tqdm=False)]
-    return {"engine": engine, **made}
+        result[name] = [list(one.outputs[0].token_ids) for one in llm.generate(prompts, params, use_tqdm=False)]
+    return {"engine": engine, **result}
 
 
 def decisions(options: argparse.Namespace) -> dict[str, Any]:
@@ -109,21 +109,21 @@ def decisions(options: argparse.Namespace) -> dict[str, Any]:
     require_active(llm)
     served = {}
     for rule in ("off", *RULES):
-        asked = SamplingParams(temperature=0, max_tokens=TOKENS, extra_args={"reprieve_rule": rule.partition(":")[0]})
-        served[rule] = llm.generate(prompts_of(options.limit), asked, use_tqdm=False)
+        params = SamplingParams(temperature=0, max_tokens=TOKENS, extra_args={"reprieve_rule": rule.partition(":")[0]})
+        served[rule] = llm.generate(prompts_of(options.limit), params, use_tqdm=False)
     require_active(llm)  # no rule raised an error meanwhile
     pair, rows = load_pair(BUNDLED, dtype="float32", device=options.device), {}
     for rule, outputs in served.items():
         decoder, row = pair.decoder("lossless" if rule == "off" else rule, num_draft_tokens=K), {"n": 0, "equal": 0}
         row["rescued"] = 0
         for output in outputs:
-            theirs = list(output.outputs[0].token_ids)
-            start_ids = [*output.prompt_token_ids, theirs[0]]  # vLLM never drafts an answer's first token
+            served_ids = list(output.outputs[0].token_ids)
+            start_ids = [*output.prompt_token_ids, served_ids[0]]  # vLLM never drafts an answer's first token
             # Near its end a block would be a shorter one.
-            ours = decoder.generate(start_ids, LocalParams(max_new_tokens=TOKENS + K))
+            local = decoder.generate(start_ids, LocalParams(max_new_tokens=TOKENS + K))
             row["n"] += 1
-            row["equal"] += theirs[1:] == ours.token_ids[: TOKENS - 1]
-            row["rescued"] += ours.num_rescued
+            row["equal"] += served_ids[1:] == local.token_ids[: TOKENS - 1]
+            row["rescued"] += local.num_rescued
         rows[rule] = row
     few = [rule for rule, row in rows.items() if row["equal"] < SAME_LEAST * row["n"]]
     return {"engine": engine, "rules": rows, "differs": f"other answers than the local engine: {few}" if few else ""}

@@ -111,17 +111,17 @@ def inputs(split: Split) -> list[list[str]]:
 def correlation(split: Split, scores: np.ndarray) -> list[list[str]]:
     """Appendix O: the head's probability against the draft's of the drafted token, on held-out problems."""
     held = split.held
-    ours, theirs = scores[held], split.tokens.draft_probs[held].astype(np.float64)
+    head_scores, draft_probs = scores[held], split.tokens.draft_probs[held].astype(np.float64)
     problems = split.tokens.problem_ids[held]
     by_problem = [
-        np.corrcoef(ours[problems == problem], theirs[problems == problem])[0, 1]
+        np.corrcoef(head_scores[problems == problem], draft_probs[problems == problem])[0, 1]
         for problem in np.unique(problems)
         if (problems == problem).sum() > 2
     ]
     low, middle, high = np.nanquantile(by_problem, [0.1, 0.5, 0.9])
     return [
-        ["Pearson correlation over held-out tokens", f"{np.corrcoef(ours, theirs)[0, 1]:.2f}"],
-        ["covariance", f"{np.cov(ours, theirs)[0, 1]:.3f}"],
+        ["Pearson correlation over held-out tokens", f"{np.corrcoef(head_scores, draft_probs)[0, 1]:.2f}"],
+        ["covariance", f"{np.cov(head_scores, draft_probs)[0, 1]:.3f}"],
         ["Pearson by problem: 10th, 50th, 90th percentile", f"{low:.2f}, {middle:.2f}, {high:.2f}"],
     ]
 

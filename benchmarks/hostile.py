@@ -123,8 +123,8 @@ def kills(folder: Path, names: list[str], count: int, seed: int) -> dict[str, di
     if "report" in names and "bench" not in names:
         Job("bench", JOBS["bench"], whole / "bench").finish()  # a run to report on
     for name in names:
-        places = {"LABELS": str(Path(__file__).with_name("labels") / "autojudge"), "BENCH": str(whole / "bench")}
-        given = [places.get(word, word) for word in JOBS[name]]
+        folders = {"LABELS": str(Path(__file__).with_name("labels") / "autojudge"), "BENCH": str(whole / "bench")}
+        given = [folders.get(word, word) for word in JOBS[name]]
         reference = Job(name, given, whole / name)
         seconds = reference.finish()
         job = Job(name, given, cut / name)

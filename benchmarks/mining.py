@@ -37,28 +37,28 @@ def straightforward(pair: Pair, task: Task, problem: TaskProblem) -> list[tuple[
         if num_left < 1:
             return []
         given = torch.tensor([ids])
-        made = pair.target.generate(
+        output = pair.target.generate(
             given, attention_mask=torch.ones_like(given), max_new_tokens=num_left, do_sample=False, pad_token_id=0
         )
-        return made[0, len(ids) :].tolist()
+        return output[0, len(ids) :].tolist()
 
     prompt = pair.tokenizer.encode(problem.prompt)
     running = generate(prompt, task.max_new_tokens)
     reference = task.extract_answer(pair.tokenizer.decode(running))
-    found, place = [], 0
+    found, position = [], 0
     while reference is not None:
         drafted = pair.draft(torch.tensor([[*prompt, *running]])).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
-        place = next((t for t in range(place, len(running)) if drafted[t] != running[t]), -1)
-        if place < 0:
+        position = next((t for t in range(position, len(running)) if drafted[t] != running[t]), -1)
+        if position < 0:
             break
-        swapped = [*running[:place], drafted[place]]
-        if drafted[place] != pair.tokenizer.eos_token_id:
+        swapped = [*running[:position], drafted[position]]
+        if drafted[position] != pair.tokenizer.eos_token_id:
             swapped += generate([*prompt, *swapped], task.max_new_tokens - len(swapped))
         important = not task.equivalent(task.extract_answer(pair.tokenizer.decode(swapped)), reference)
-        found.append((place, drafted[place], important))
+        found.append((position, drafted[position], important))
         if not important:
             running = swapped
-        place += 1
+        position += 1
     return found
 
 
@@ -71,7 +71,7 @@ def speed(pair: Pair, task: Task, arguments: argparse.Namespace) -> dict:
     models = PairSettings(arguments.target)
     limit = arguments.turns * num_ours
     bench = build(AutoJudgeMining(task=task.name, limit=limit, num_in_flight=in_flight, pair=models))
-    ours, theirs, same = [], [], []
+    own_seconds, plain_seconds, same = [], [], []
     for start in range(0, len(bench.problems), num_ours):
         problems = bench.problems[start : start + num_ours]
         began = time.perf_counter()
@@ -83,13 +83,13 @@ def speed(pair: Pair, task: Task, arguments: argparse.Namespace) -> dict:
         for problem in problems[: arguments.plain]:
             began = time.perf_counter()
             plain = straightforward(pair, task, problem)
-            theirs.append(time.perf_counter() - began)
-            ours.append(a_token * mined[problem.problem_id].num_generated)
+            plain_seconds.append(time.perf_counter() - began)
+            own_seconds.append(a_token * mined[problem.problem_id].num_generated)
             found = mined[problem.problem_id].mismatches
             same.append([(m.position, m.draft_id, bool(m.important)) for m in found] == plain)
-        middle = [np.mean(times[-arguments.plain :]) for times in (ours, theirs)]
+        middle = [np.mean(times[-arguments.plain :]) for times in (own_seconds, plain_seconds)]
         print(f"{start + len(problems)}: {middle[0]:.2f} and {middle[1]:.2f} s a problem")
-    fast, slow = np.array(ours), np.array(theirs)
+    fast, slow = np.array(own_seconds), np.array(plain_seconds)
     times = [slow.mean() / fast.mean(), *bootstrap_interval(lambda i: slow[i].mean() / fast[i].mean(), len(slow))]
     return part(
         ["what", "measured"],

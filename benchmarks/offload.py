@@ -51,11 +51,18 @@ def main() -> None:
             order = [*decoders.items()]
             turn = number % len(order)
             for label, decoder in order[turn:] + order[:turn]:
-                made = decoder.generate(problem.prompt, params, timed=True)
-                correct = task.equivalent(task.extract_answer(made.text), problem.reference)
-                parts = made.seconds_by_part
+                generation = decoder.generate(problem.prompt, params, timed=True)
+                correct = task.equivalent(task.extract_answer(generation.text), problem.reference)
+                parts = generation.seconds_by_part
                 totals[label].append(
-                    (len(made.tokens), made.seconds, made.num_rounds, correct, parts["draft"], parts["verify"])
+                    (
+                        len(generation.tokens),
+                        generation.seconds,
+                        generation.num_rounds,
+                        correct,
+                        parts["draft"],
+                        parts["verify"],
+                    )
                 )
             print(f"{number + 1} of {arguments.limit}", flush=True)
     rows = {label: np.array(values, dtype=float) for label, values in totals.items()}

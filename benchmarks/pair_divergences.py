@@ -35,9 +35,9 @@ def divergences(pair: Pair, problem: TaskProblem, text: str) -> tuple[np.ndarray
     assert pair.draft is not None
     ids = pair.tokenizer(problem.prompt + text, return_tensors="pt").input_ids
     rows = slice(len(pair.tokenizer(problem.prompt).input_ids) - 1, -1)
-    ours, theirs = (model(ids).logits[0, rows].float() for model in (pair.target, pair.draft))
-    apart = fuzzy_divergence(ours.softmax(-1), theirs.softmax(-1), divergence="js")
-    return apart.clamp(0.0, 1.0).numpy(), (ours.argmax(-1) == theirs.argmax(-1)).numpy()
+    target_logits, draft_logits = (model(ids).logits[0, rows].float() for model in (pair.target, pair.draft))
+    apart = fuzzy_divergence(target_logits.softmax(-1), draft_logits.softmax(-1), divergence="js")
+    return apart.clamp(0.0, 1.0).numpy(), (target_logits.argmax(-1) == draft_logits.argmax(-1)).numpy()
 
 
 def histogram(values: np.ndarray) -> list[float]:

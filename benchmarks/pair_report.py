@@ -97,20 +97,20 @@ def accuracies(writers: dict[str, Writer], task: Task, num_problems: int) -> tup
     easy = {problem.prompt for problem in drawn if len(problem.steps) == 1}
     one_step = [problem for problem in task.problems("test", 8 * num_problems) if problem.prompt in easy]
     found: dict = {}
-    told: list[str] = []
+    lines: list[str] = []
     for name, chosen in (("", problems), ("one_step_", one_step[:num_problems])):
         if not chosen:
             continue
         solved = {}
         for role, writer in writers.items():
             texts = writer.write(chosen)
-            told = told or texts
+            lines = lines or texts
             solved[role] = [writer.solved(*one) for one in zip(chosen, texts, strict=True)]
         solved["either"] = [a or b for a, b in zip(solved["target"], solved["draft"], strict=True)]
         for role, values in solved.items():
             share = {"share": sum(values) / len(values), "num": len(values)}
             found[f"{name}{role}"] = share | {"ci95": wilson_interval(sum(values), len(values))}
-    return found, told
+    return found, lines
 
 
 @torch.inference_mode()
@@ -119,9 +119,9 @@ def wording_entropies(pair: Pair, problems: Sequence[TaskProblem], texts: Sequen
     found = []
     for problem, text in zip(problems, texts, strict=True):
         coded = pair.tokenizer(problem.prompt + text, return_offsets_mapping=True)
-        places = [place for match in STEP.finditer(text) for place in (match.start(1), match.start(2), match.end())]
+        offsets = [offset for match in STEP.finditer(text) for offset in (match.start(1), match.start(2), match.end())]
         # Tokens begin with their space.
-        begins = {len(problem.prompt) + place - 1 for place in (1, *places)}
+        begins = {len(problem.prompt) + offset - 1 for offset in (1, *offsets)}
         log_probs = pair.target(torch.tensor([coded.input_ids])).logits[0].log_softmax(-1)
         entropies = -(log_probs.exp() * log_probs).sum(-1)
         rows = [row for row, (start, end) in enumerate(coded.offset_mapping) if start in begins and end > start]
@@ -204,14 +204,14 @@ def cost_ratio(pair: Pair, repeats: int = 200) -> float:
 def tree_tokens(pair: Pair, task: Task, head: str, problems: list[TaskProblem]) -> float:
     """Tokens per round of lossless decoding on EAGLE-3's trees at temperature 1."""
     decoder = pair.decoder("lossless", num_draft_tokens=6, drafter=f"eagle3:path={head},depth=6,total_tokens=32")
-    made = [
+    generations = [
         decoder.generate(
             problem.prompt,
             reprieve.SamplingParams(max_new_tokens=task.max_new_tokens, temperature=1.0, seed=number),
         )
         for number, problem in enumerate(problems)
     ]
-    return sum(len(one.tokens) for one in made) / sum(one.num_rounds for one in made)
+    return sum(len(one.tokens) for one in generations) / sum(one.num_rounds for one in generations)
 
 
 def main() -> None:

@@ -29,13 +29,13 @@ def sequential(pair: Pair, problems: list[ProblemLabels]) -> np.ndarray:
     for problem in problems:
         by_place = {mismatch.position: mismatch for mismatch in problem.labelled()}
         model.start(list(problem.prompt_ids))
-        for place, token_id in enumerate(problem.response_ids):
+        for position, token_id in enumerate(problem.response_ids):
             length = model.length
-            if place in by_place and by_place[place].draft_id != token_id:
-                rows.append(model.forward([by_place[place].draft_id])[1][-1][0])
+            if position in by_place and by_place[position].draft_id != token_id:
+                rows.append(model.forward([by_place[position].draft_id])[1][-1][0])
                 model.keep(length)
             states = model.forward([token_id])[1][-1][0]
-            if place in by_place and by_place[place].draft_id == token_id:
+            if position in by_place and by_place[position].draft_id == token_id:
                 rows.append(states)
     return torch.stack(rows).float().numpy()
 
@@ -61,8 +61,8 @@ def main() -> None:
     everything = labels_of(reprieve.load_pair(arguments.target), arguments.labels).problems()
     ids = np.concatenate([[p.problem_id] * len(p.labelled()) for p in everything])
     flags = np.concatenate([[bool(m.important) for m in p.labelled()] for p in everything]).astype(bool)
-    made = head.training
-    held = set(ids[split_by_problem(ids, flags, held_out=made["held_out"], seed=made["seed"])])
+    training = head.training
+    held = set(ids[split_by_problem(ids, flags, held_out=training["held_out"], seed=training["seed"])])
     problems = [problem for problem in everything if problem.problem_id in held][: arguments.limit]
     rows: list[list[str]] = []
     reference, num_tokens = None, 0

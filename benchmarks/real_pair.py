@@ -72,8 +72,8 @@ DATA = {
 
 def fetch_model(model: Model, folder: Path) -> None:
     """Put a model into `folder/ROLE`; the folder appears once it is complete."""
-    place = folder / model.role
-    if place.is_dir():
+    target_folder = folder / model.role
+    if target_folder.is_dir():
         return
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         ready = Path(temporary) / model.role
@@ -82,8 +82,8 @@ def fetch_model(model: Model, folder: Path) -> None:
             if not gguf.is_file():
                 join_parts(model, gguf)
             convert(gguf, ready)
-        ready.rename(place)
-    print(f"{model.role}: {model.hub} in {place}", flush=True)
+        ready.rename(target_folder)
+    print(f"{model.role}: {model.hub} in {target_folder}", flush=True)
 
 
 def from_hub(model: Model, folder: Path) -> bool:
@@ -180,17 +180,17 @@ def quantise(source: Path, folder: Path) -> None:
 def fetch_data(folder: Path, local: Path | None) -> None:
     """Put the problems into `folder/data`, from a local folder or from the hub."""
     for name, (dataset, configuration, split) in DATA.items():
-        place = folder / "data" / name
-        if place.is_file():
+        path = folder / "data" / name
+        if path.is_file():
             continue
         if local is not None:
-            replace_file(place, _read_local(local, name))
+            replace_file(path, _read_local(local, name))
         else:
             import datasets
 
             rows = datasets.load_dataset(dataset, configuration, split=split)
-            replace_file(place, "".join(json.dumps(row) + "\n" for row in rows))
-        print(f"data: {place}", flush=True)
+            replace_file(path, "".join(json.dumps(row) + "\n" for row in rows))
+        print(f"data: {path}", flush=True)
 
 
 def _read_local(folder: Path, name: str) -> bytes:

@@ -140,8 +140,8 @@ class Streams:
         self.tasks.append(asyncio.create_task(self._watch_health()))
 
     async def _stream(self, number: int) -> None:
-        asked = {"prompt": f"Question: {number} and 2?\nAnswer:", "max_tokens": self.num_tokens, "temperature": 0}
-        body = json.dumps({**asked, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}})
+        request = {"prompt": f"Question: {number} and 2?\nAnswer:", "max_tokens": self.num_tokens, "temperature": 0}
+        body = json.dumps({**request, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}})
         while True:
             payload = await self._ask("POST", COMPLETIONS, body)
             usage = re.search(rb'"completion_tokens": ?(\d+)', payload)
@@ -247,9 +247,9 @@ async def measure(options: argparse.Namespace, port: int, memory: Memory, folder
             clients = []
             for number in range(options.connections if hostile else 0):
                 out = folder / f"{turn}-{number}.json"
-                told = ["--port", str(port), "--seconds", str(options.seconds), "--pause", str(options.pause)]
-                told += ["--malformed", str(out), "--seed", str(100 * turn + number)]
-                clients.append((out, await asyncio.create_subprocess_exec(sys.executable, __file__, *told)))
+                arguments = ["--port", str(port), "--seconds", str(options.seconds), "--pause", str(options.pause)]
+                arguments += ["--malformed", str(out), "--seed", str(100 * turn + number)]
+                clients.append((out, await asyncio.create_subprocess_exec(sys.executable, __file__, *arguments)))
             await asyncio.sleep(SETTLE_S)
             began, before = time.monotonic(), threads_s(memory.pid)
             await asyncio.sleep(options.seconds - SETTLE_S)

@@ -118,10 +118,10 @@ class Soak:
             status, payload = await ask(self.port, draw.choice(BAD))
             self.note("malformed", status == 400 and json.loads(payload)["error"]["message"], payload)
             return
-        place, threshold = draw.randrange(len(self.prompts)), draw.choice(THRESHOLDS)
+        index, threshold = draw.randrange(len(self.prompts)), draw.choice(THRESHOLDS)
         stream = draw.random() < 0.5
-        asked = {"prompt": self.prompts[place], "max_tokens": 80, "temperature": 0, "stream": stream}
-        body = json.dumps({**asked, "reprieve_threshold": threshold}).encode()
+        request = {"prompt": self.prompts[index], "max_tokens": 80, "temperature": 0, "stream": stream}
+        body = json.dumps({**request, "reprieve_threshold": threshold}).encode()
         if kind < 0.4:
             await ask(self.port, body, leave_after=draw.random() * 2)
             self.counts["left"] += 1
@@ -134,7 +134,7 @@ class Soak:
         if text is None:  # a clean error in the middle of a stream
             self.counts["stream ended by an error"] += 1
             return
-        good = status == 200 and text == self.expected[place, threshold]
+        good = status == 200 and text == self.expected[index, threshold]
         self.note("streamed" if stream else "whole", good, payload)
 
     async def hostile(self, draw):
@@ -158,7 +158,7 @@ class Soak:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
             answered = asyncio.create_task(reader.read())
-            for byte in [sent] if not wait else [sent[place : place + 1] for place in range(len(sent))]:
+            for byte in [sent] if not wait else [sent[offset : offset + 1] for offset in range(len(sent))]:
                 if answered.done():
                     break
                 writer.write(byte)
@@ -212,11 +212,11 @@ async def soak(options, port, server):
 
     prompts = [problem.prompt for problem in load_task("word_problems").problems("test", options.prompts)]
     expected = {}
-    for place, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         for threshold in THRESHOLDS:
-            asked = {"prompt": prompt, "max_tokens": 80, "temperature": 0, "reprieve_threshold": threshold}
-            _, payload = await ask(port, json.dumps(asked).encode())
-            expected[place, threshold] = json.loads(payload)["choices"][0]["text"]
+            body = {"prompt": prompt, "max_tokens": 80, "temperature": 0, "reprieve_threshold": threshold}
+            _, payload = await ask(port, json.dumps(body).encode())
+            expected[index, threshold] = json.loads(payload)["choices"][0]["text"]
     run = Soak(port, prompts, expected, options.seed)
     deadline = time.monotonic() + 60 * options.minutes
     clients = [asyncio.create_task(run.client(number, deadline)) for number in range(options.clients)]

@@ -230,13 +230,13 @@ SHOWN: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], str]] = {
 }
 
 
-def shown(place: str) -> str:
+def shown(marker: str) -> str:
     """A table as its pages have it: `NAME`, or `NAME.PART` for one of the tables that a benchmark makes.
 
     Raises:
         ReprieveError: there is no such table or part.
     """
-    name, _, part = place.partition(".")
+    name, _, part = marker.partition(".")
     document = kept(name)
     if not part:
         return SHOWN[tables()[name]["shown"]](tables()[name], document)
@@ -249,11 +249,11 @@ def shown(place: str) -> str:
     return rows_table(tables()[name], document | parts[part])
 
 
-def value(place: str) -> str:
+def value(marker: str) -> str:
     """One number: `NAME ; ARM ; FIELD`."""
-    parts = [part.strip() for part in place.split(";")]
+    parts = [part.strip() for part in marker.split(";")]
     if len(parts) != 3 or parts[2] not in COLUMNS:
-        raise ReprieveError(f"a value must be NAME ; ARM ; FIELD, with a field of {', '.join(COLUMNS)}; got {place!r}")
+        raise ReprieveError(f"a value must be NAME ; ARM ; FIELD, with a field of {', '.join(COLUMNS)}; got {marker!r}")
     name, spec, field = parts
     arms = {arm["spec"]: arm for arm in kept(name).get("arms", [])}
     if spec not in arms:
@@ -322,8 +322,8 @@ def run(names: list[str]) -> None:
             if status := subprocess.run(_program(words, binaries), cwd=ROOT, env=environment, check=False).returncode:
                 raise ReprieveError(f"table {name}: {words[0]} ended with {status}; run again to go on")
         keep(name, read_json(ROOT / folder / table["result"], f"the result of table {name}"))
-        for made, shown_at in table.get("figures", {}).items():
-            replace_file(ROOT / shown_at, (ROOT / folder / made).read_bytes())
+        for figure, shown_at in table.get("figures", {}).items():
+            replace_file(ROOT / shown_at, (ROOT / folder / figure).read_bytes())
 
 
 def _program(words: list[str], binaries: Path) -> list[str]:

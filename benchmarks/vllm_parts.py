@@ -46,9 +46,9 @@ def in_source(root: Path) -> Callable[[Part], list[Parameter] | None]:
         given = node.args
         positional = [*given.posonlyargs, *given.args]
         num_required = len(positional) - len(given.defaults)
-        made = [Parameter(item.arg, place < num_required) for place, item in enumerate(positional)]
+        parameters = [Parameter(item.arg, index < num_required) for index, item in enumerate(positional)]
         keywords = zip(given.kwonlyargs, given.kw_defaults, strict=True)
-        return made + [Parameter(item.arg, default is None) for item, default in keywords]
+        return parameters + [Parameter(item.arg, default is None) for item, default in keywords]
 
     return parameters_of
 

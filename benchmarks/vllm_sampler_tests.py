@@ -68,7 +68,9 @@ def _behind_the_plugin():
             sampler.ROUND.reset(token)
         assert rules.failures == 0, "the plugin failed"
         counted = rules.take_counts()
-        assert len(counted) == len(counts) and all(made.num_rescued == 0 for made in counted.values())
+        assert len(counted) == len(counts) and all(
+            counts_of_request.num_rescued == 0 for counts_of_request in counted.values()
+        )
         return output
 
     module.rejection_sample = rejection_sample
@@ -103,10 +105,10 @@ def main():
                 if member.isfile() and name.startswith(FOLDERS):
                     (folder / name).parent.mkdir(parents=True, exist_ok=True)
                     (folder / name).write_bytes(archive.extractfile(member).read())
-        ours = folder / "tests_of_reprieve"
-        ours.mkdir()
+        copied = folder / "tests_of_reprieve"
+        copied.mkdir()
         source = Path(__file__).resolve().parent.parent / "tests/vllm/cpu_kernels.py"
-        (ours / "cpu_kernels.py").write_text(source.read_text())
+        (copied / "cpu_kernels.py").write_text(source.read_text())
         found = {mode: failures(folder, mode) for mode in ("untouched", "mended", "plugin")}
     for mode, (failed, ran) in found.items():
         print(f"{mode}: {len(failed)} of {ran} fail")

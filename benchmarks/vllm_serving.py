@@ -77,7 +77,7 @@ def engine(bundle, arm, k, batch, pipe):
         params = SamplingParams(temperature=0, max_tokens=FIXED if fixed else 240, ignore_eos=fixed)
         clock["seconds"] = 0.0
         before, started = _counters(llm), time.perf_counter()
-        made = llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - started
         after = _counters(llm)
         accepted, rounds = (
@@ -88,10 +88,10 @@ def engine(bundle, arm, k, batch, pipe):
             {
                 "seconds": seconds,
                 "plugin_share": clock["seconds"] / seconds,
-                "num_tokens": sum(len(output.outputs[0].token_ids) for output in made),
+                "num_tokens": sum(len(output.outputs[0].token_ids) for output in outputs),
                 "length": 1 + accepted / max(1, rounds),
-                "token_ids": [list(output.outputs[0].token_ids) for output in made],
-                "texts": [output.outputs[0].text for output in made],
+                "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
+                "texts": [output.outputs[0].text for output in outputs],
             }
         )
 
@@ -113,8 +113,8 @@ def own_clock(llm):
 
         return wrapped
 
-    ours = module.rejection_sample  # functools.partial(our wrapper, vLLM's function)
-    module.rejection_sample = timed(functools.partial(ours.func, timed(ours.args[0], -1)), 1)
+    wrapper = module.rejection_sample  # functools.partial(our wrapper, vLLM's function)
+    module.rejection_sample = timed(functools.partial(wrapper.func, timed(wrapper.args[0], -1)), 1)
     rules = runner.reprieve.rules
     for name in ("take_counts", "note_drafts", "forget_all_but"):
         setattr(rules, name, timed(getattr(rules, name), 1))
@@ -130,9 +130,9 @@ class Arm:
 
     def __init__(self, options, label, arm, batch):
         self.label = label
-        self.pipe, theirs = multiprocessing.Pipe()
+        self.pipe, worker_end = multiprocessing.Pipe()
         self.process = multiprocessing.get_context("spawn").Process(
-            target=engine, args=(options.target, arm, options.num_draft_tokens, batch, theirs), daemon=True
+            target=engine, args=(options.target, arm, options.num_draft_tokens, batch, worker_end), daemon=True
         )
         self.process.start()
         assert self.pipe.recv() == "ready"
@@ -152,15 +152,15 @@ def take_turns(arms, prompts, repeats):
     last = {}
     for repeat in range(repeats + 1):
         for arm in arms:
-            last[arm.label] = made = arm.run(prompts, True)
+            last[arm.label] = outcome = arm.run(prompts, True)
             if repeat:
-                speeds[arm.label].append(made["num_tokens"] / made["seconds"])
+                speeds[arm.label].append(outcome["num_tokens"] / outcome["seconds"])
     return speeds, last
 
 
 def ratio(speeds, arm, base):
     """Median of paired ratios, and their range without the extremes: (median, low, high)."""
-    pairs = sorted(ours / theirs for ours, theirs in zip(speeds[arm], speeds[base], strict=True))
+    pairs = sorted(speed / base_speed for speed, base_speed in zip(speeds[arm], speeds[base], strict=True))
     inner = pairs[1:-1] if len(pairs) > 4 else pairs
     return statistics.median(pairs), inner[0], inner[-1]
 
@@ -185,15 +185,15 @@ def main():
     prompts = [problem.prompt for problem in problems]
     found = {}
     for batch in sorted(options.batches, reverse=True):
-        made = {kind: Arm(options, kind, {"kind": kind}, batch) for kind in ("unpatched", "standard")}
+        arms = {kind: Arm(options, kind, {"kind": kind}, batch) for kind in ("unpatched", "standard")}
         for rule in options.rules:
-            made[rule] = Arm(options, rule, {"kind": "rule", "rule": rule}, batch)
+            arms[rule] = Arm(options, rule, {"kind": "rule", "rule": rule}, batch)
         if not found:
-            same = unnoticed(made, prompts[: options.identical])
-            solved = accuracy(made, task, problems[: options.problems])
-        found[batch] = throughput(made, options, prompts[: max(options.prompts, 2 * batch)], batch)
+            same = unnoticed(arms, prompts[: options.identical])
+            solved = accuracy(arms, task, problems[: options.problems])
+        found[batch] = throughput(arms, options, prompts[: max(options.prompts, 2 * batch)], batch)
         print(json.dumps({"batch": batch, **found[batch]}, indent=1), flush=True)
-        for arm in made.values():
+        for arm in arms.values():
             arm.close()
     batches = sorted(options.batches)
     note = (
@@ -226,8 +226,8 @@ def throughput_row(label, cells):
 
 def unnoticed(arms, prompts):
     """On how many prompts the plugin, off, changes no token."""
-    ours, theirs = (arms[kind].run(prompts, False)["token_ids"] for kind in ("standard", "unpatched"))
-    same = sum(a == b for a, b in zip(ours, theirs, strict=True))
+    with_plugin, without_plugin = (arms[kind].run(prompts, False)["token_ids"] for kind in ("standard", "unpatched"))
+    same = sum(a == b for a, b in zip(with_plugin, without_plugin, strict=True))
     print(f"plugin off: the same tokens on {same} of {len(prompts)} prompts", flush=True)
     return same
 
@@ -236,13 +236,13 @@ def accuracy(arms, task, problems):
     """A line of the table for each arm: problems solved, tokens per round."""
     rows = []
     for label, arm in arms.items():
-        made = arm.run([problem.prompt for problem in problems], False)
+        outcome = arm.run([problem.prompt for problem in problems], False)
         num_solved = sum(
             task.equivalent(task.extract_answer(text), problem.reference)
-            for text, problem in zip(made["texts"], problems, strict=True)
+            for text, problem in zip(outcome["texts"], problems, strict=True)
         )
         share = over([num_solved / len(problems), *wilson_interval(num_solved, len(problems))], 1, 100)
-        rows.append([f"`{label}`", share, f"{made['length']:.2f}"])
+        rows.append([f"`{label}`", share, f"{outcome['length']:.2f}"])
         print(rows[-1], flush=True)
     return rows
 

@@ -57,7 +57,7 @@ class _Sample:
     """One rollout with what its decisions are credited with: [n] each, over its rounds in order."""
 
     rollout: Rollout
-    places: list[tuple[int, int]]  # round, and place in its block from 0
+    nodes: list[tuple[int, int]]  # round, and position in its block from 0
     accepted: Tensor
     old_probs: Tensor
     advantages: Tensor
@@ -186,8 +186,8 @@ class _Learner(Learner):
             for turn, prompt in prompts.items()
             for member in range(settings.group_size)
         ]
-        made: list[Rollout] = [self._with_readings(one) for one in self.pool.make(jobs, self.model.own_tensors)]
-        return [made[at : at + settings.group_size] for at in range(0, len(made), settings.group_size)]
+        rollouts: list[Rollout] = [self._with_readings(one) for one in self.pool.make(jobs, self.model.own_tensors)]
+        return [rollouts[at : at + settings.group_size] for at in range(0, len(rollouts), settings.group_size)]
 
     def _with_readings(self, rollout: Rollout) -> Rollout:
         if self._reader is None:
@@ -199,12 +199,12 @@ class _Learner(Learner):
 
     def _prompt(self, turn: int) -> int:
         """Return the problem number of a turn; all problems are reshuffled for each pass."""
-        again, place = divmod(turn, self.num_problems)
+        again, index = divmod(turn, self.num_problems)
         if again not in self._orders:
             order = list(range(self.num_problems))
             random.Random(self.settings.seed * 1_000_003 + again).shuffle(order)
             self._orders = {again: order}
-        return self._orders[again][place]
+        return self._orders[again][index]
 
     def _credited(self, group: Sequence[Rollout]) -> list[_Sample]:
         """Return the rollouts of a group that have nonzero advantages."""
@@ -218,13 +218,13 @@ class _Learner(Learner):
             decisions = [
                 (number, decision) for number, taken in enumerate(rollout.rounds) for decision in taken.decisions
             ]
-            places = [(number, decision.place - 1) for number, decision in decisions]
+            nodes = [(number, decision.position - 1) for number, decision in decisions]
             with torch.no_grad():
-                reference = _logits(self.reference, rollout, places)
+                reference = _logits(self.reference, rollout, nodes)
             samples.append(
                 _Sample(
                     rollout,
-                    places,
+                    nodes,
                     accepted=torch.tensor([decision.accepted for _, decision in decisions], device=reference.device),
                     old_probs=torch.tensor([decision.old_prob for _, decision in decisions], device=reference.device),
                     advantages=torch.tensor(flat, device=reference.device),
@@ -236,11 +236,11 @@ class _Learner(Learner):
     def _step(self, samples: Sequence[_Sample]) -> dict[str, float]:
         """One optimiser step of Eq. 28, its sums taken as means over decisions."""
         settings = self.settings
-        num = sum(len(sample.places) for sample in samples)
+        num = sum(len(sample.nodes) for sample in samples)
         sums = {"objective": 0.0, "entropy": 0.0, "divergence": 0.0}
         self.optimizer.zero_grad()
         for sample in samples:
-            logits = _logits(self.model, sample.rollout, sample.places)
+            logits = _logits(self.model, sample.rollout, sample.nodes)
             objective = clipped_objective(
                 logits, sample.accepted, sample.old_probs, sample.advantages, clip=settings.clip
             )
@@ -276,7 +276,7 @@ class _Learner(Learner):
         tokens_per_round = sum(a.num_tokens for a in answers) / max(1, sum(a.num_rounds for a in answers))
         score = accuracy + settings.speed_weight * tokens_per_round / ((self.rollouts.num_draft_tokens or 0) + 1)
         reached = {"accuracy": accuracy, "tokens_per_round": tokens_per_round, "score": score}
-        made = Arbiter(
+        arbiter = Arbiter(
             tensors=self.model.snapshot(),
             shape=self.start.shape,
             pair=self.pair.identity,
@@ -295,7 +295,7 @@ class _Learner(Learner):
                 "validation": reached,
             },
         )
-        keep_best(self.folder / "arbiter", made, measure="score")
+        keep_best(self.folder / "arbiter", arbiter, measure="score")
         return reached
 
 
@@ -309,10 +309,10 @@ def with_splits(settings: Reinforcement, task: Task) -> Reinforcement:
     return dataclasses.replace(settings, split=split, validation_split=validation, offset=offset)
 
 
-def _logits(model: ArbiterModel, rollout: Rollout, places: Sequence[tuple[int, int]]) -> Tensor:
+def _logits(model: ArbiterModel, rollout: Rollout, nodes: Sequence[tuple[int, int]]) -> Tensor:
     """Of accepting, at a rollout's effective decisions: [n]."""
     judged = model.judge(rollout.context_ids, [taken.arbitration for taken in rollout.rounds])
-    return torch.stack([judged[number][place] for number, place in places])
+    return torch.stack([judged[number][node] for number, node in nodes])
 
 
 def _describe(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
@@ -376,7 +376,7 @@ class Reinforce(Command):
         claim_head(self.out / "arbiter", "arbiter")
         self.keep_config(self.out)
         with screen.progress_bar("updates") as bar:
-            made = reinforce(
+            arbiter = reinforce(
                 pair,
                 task,
                 first,
@@ -386,7 +386,7 @@ class Reinforce(Command):
                 num_workers=self.num_workers,
                 progress=screen.reporter(bar, "updates"),
             )
-        report_arbiter(made, self.out / "arbiter")
+        report_arbiter(arbiter, self.out / "arbiter")
         return 0
 
 

@@ -1,6 +1,6 @@
 """CoSpec's reinforcement learning, formula by formula (section 3.4): pure numbers and tensors, no model.
 
-Signs follow the paper's prose, and places in a block count from 1 as in the paper.
+Signs follow the paper's prose, and positions in a block count from 1 as in the paper.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Decision:
     """One effective decision of a round: a mismatch up to the first rejection (Eq. 18).
 
     Args:
-        place: of the drafted token in its block, 1 to K.
+        position: of the drafted token in its block, 1 to K.
         accepted: the action taken.
         target_log_prob: of the drafted token under the target, nats (Eq. 23).
         old_prob: pi(accept) of the policy that decided.
     """
 
-    place: int
+    position: int
     accepted: bool
     target_log_prob: float = 0.0
     old_prob: float = 0.5
@@ -47,14 +47,14 @@ class RolloutRound:
 
     @cached_property
     def num_emitted(self) -> int:
-        """s: the place of the first rejected mismatch, K + 1 without one (Eq. 15)."""
-        rejected = (decision.place for decision in self.decisions if not decision.accepted)
+        """s: the position of the first rejected mismatch, K + 1 without one (Eq. 15)."""
+        rejected = (decision.position for decision in self.decisions if not decision.accepted)
         return next(rejected, len(self.arbitration.draft_ids) + 1)
 
     @cached_property
     def length_credit(self) -> float:
         """rho: the share of what lay beyond the first mismatch that the round took (Eq. 19 and 20)."""
-        first = self.decisions[0].place
+        first = self.decisions[0].position
         return (self.num_emitted - first) / (len(self.arbitration.draft_ids) + 1 - first)
 
 

@@ -62,31 +62,35 @@ class SampledArbiterRule(Rule):
         return evidence.noise - evidence.advice
 
 
-def rollout_of(made: Generation, *, correct: bool) -> Rollout:
+def rollout_of(generation: Generation, *, correct: bool) -> Rollout:
     """An answer's rounds with their effective decisions (Eq. 16 and 18).
 
     Mismatches after the end of the answer had no effect and are left out.
     """
-    assert made.trace is not None
+    assert generation.trace is not None
     rounds = []
-    start = len(made.prompt_ids)
-    for traced in made.trace:
+    start = len(generation.prompt_ids)
+    for traced in generation.trace:
         decisions = []
-        for place, (ours, theirs) in enumerate(zip(traced.drafted_ids, traced.target_ids, strict=True), start=1):
-            if place > len(traced.committed):
+        for position, (draft_id, target_id) in enumerate(
+            zip(traced.drafted_ids, traced.target_ids, strict=True), start=1
+        ):
+            if position > len(traced.committed):
                 break
-            if ours == theirs:
+            if draft_id == target_id:
                 continue
             assert traced.advice is not None
-            accepted = place <= len(traced.path)
-            decisions.append(Decision(place, accepted, traced.target_log_probs[place - 1], traced.advice[place - 1]))
+            accepted = position <= len(traced.path)
+            decisions.append(
+                Decision(position, accepted, traced.target_log_probs[position - 1], traced.advice[position - 1])
+            )
             if not accepted:
                 break
         if decisions:
-            asked = ArbitrationRound(start, tuple(traced.drafted_ids), tuple(traced.target_ids))
-            rounds.append(RolloutRound(asked, tuple(decisions)))
+            arbitration = ArbitrationRound(start, tuple(traced.drafted_ids), tuple(traced.target_ids))
+            rounds.append(RolloutRound(arbitration, tuple(decisions)))
         start += len(traced.committed)
-    return Rollout((*made.prompt_ids, *made.token_ids), tuple(rounds), correct)
+    return Rollout((*generation.prompt_ids, *generation.token_ids), tuple(rounds), correct)
 
 
 @dataclass(frozen=True)
@@ -143,9 +147,13 @@ class RolloutMaker:
         )
         if job.threshold not in self._decoders:
             self._decoders[job.threshold] = self._decoder(job.threshold)
-        made = self._decoders[job.threshold].generate(prompt_of(problem), params, trace=sampled)
-        correct = self.task.equivalent(self.task.extract_answer(made.text), problem.reference)
-        return rollout_of(made, correct=correct) if sampled else Validated(correct, len(made.tokens), made.num_rounds)
+        generation = self._decoders[job.threshold].generate(prompt_of(problem), params, trace=sampled)
+        correct = self.task.equivalent(self.task.extract_answer(generation.text), problem.reference)
+        return (
+            rollout_of(generation, correct=correct)
+            if sampled
+            else Validated(correct, len(generation.tokens), generation.num_rounds)
+        )
 
     def _decoder(self, threshold: float | None) -> SpeculativeDecoder:
         k, identity, task = self.num_draft_tokens, self.pair.identity, self.settings.task
@@ -197,8 +205,8 @@ class RolloutPool:
         weights = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
         chunks = [list(jobs[at : at + _CHUNK]) for at in range(0, len(jobs), _CHUNK)]
         try:
-            made = self._pool.map(_make, chunks, [weights] * len(chunks))
-            return [item for part in made for item in part]
+            results = self._pool.map(_make, chunks, [weights] * len(chunks))
+            return [item for part in results for item in part]
         except BrokenProcessPool:
             raise ReprieveError("a worker process died; run again to go on from the last checkpoint") from None
 

@@ -76,8 +76,8 @@ class Style:
         sentences = ["Here is the whole story." if second(self.intro) else "Let us work through this."]
         steps = ordered(problem.steps, reverse=second(self.order))
         for number, step in enumerate(steps):
-            place = 0 if number == 0 else 2 if number == len(steps) - 1 else 1
-            opener = (("First", "Initially"), ("Then", "Next"), ("Finally", "Lastly"))[place][second(self.opener)]
+            where = 0 if number == 0 else 2 if number == len(steps) - 1 else 1
+            opener = (("First", "Initially"), ("Then", "Next"), ("Finally", "Lastly"))[where][second(self.opener)]
             hedge = "it follows that" if second(self.hedge) else "we know that"
             equation = step.equation(commuted=second(self.commute))
             if second(self.body):
@@ -107,15 +107,15 @@ class Voice:
     fond_of_rare: float = 0.0
     slips: float = 0.25
 
-    def weights(self, place: str, context: str) -> tuple[float, ...]:
+    def weights(self, where: str, context: str) -> tuple[float, ...]:
         """Probability of each wording of a place in a context, such as a family and an operator."""
-        return _weights(self, place, context)
+        return _weights(self, where, context)
 
-    def swaps(self, place: str, context: str) -> float:
+    def swaps(self, where: str, context: str) -> float:
         """Probability of the second of two orders."""
-        draw = _draw(self, place, context)
+        draw = _draw(self, where, context)
         if self.like is not None and draw.random() < self.agreement:
-            return self.like.swaps(place, context)
+            return self.like.swaps(where, context)
         return _SWAPPED if draw.random() < 0.5 else 1 - _SWAPPED
 
     def tell(self, problem: GeneratedProblem, rng: random.Random) -> Segments:
@@ -123,32 +123,32 @@ class Voice:
         family = problem.family
         steps = ordered(problem.steps, reverse=rng.random() < self.swaps("order", family))
         slip = rng.randrange(len(steps)) if rng.random() < self.slips else None
-        told: Segments = [(f" {self._choose('intro', family, rng)}", True)]
+        segments: Segments = [(f" {self._choose('intro', family, rng)}", True)]
         for number, step in enumerate(steps):
-            place = "first" if number == 0 else "middle" if number < len(steps) - 1 else "last"
+            where = "first" if number == 0 else "middle" if number < len(steps) - 1 else "last"
             context = f"{family} {step.operator}"
-            opener = self._choose(place, family, rng)
+            opener = self._choose(where, family, rng)
             hedge = self._choose("hedge", context, rng)
             commuted = rng.random() < self.swaps("commute", context)
             said, result = step.equation(commuted=commuted).rsplit("=", 1)
             before, after = _body(step, self._choose("body", context, rng))
-            told.append((f" {opener}, {hedge} {before}{said}=", True))
+            segments.append((f" {opener}, {hedge} {before}{said}=", True))
             if number == slip:
-                told += [(_wrong(step, rng), False), (f"{after}. Wait, that is wrong: {said}={result}.", True)]
+                segments += [(_wrong(step, rng), False), (f"{after}. Wait, that is wrong: {said}={result}.", True)]
             else:
-                told.append((f"{result}{after}.", True))
-        told.append((f" The final answer is {problem.answer}.", True))
-        return told
+                segments.append((f"{result}{after}.", True))
+        segments.append((f" The final answer is {problem.answer}.", True))
+        return segments
 
-    def _choose(self, place: str, context: str, rng: random.Random) -> str:
-        return rng.choices(SENTENCES[place], self.weights(place, context))[0]
+    def _choose(self, where: str, context: str, rng: random.Random) -> str:
+        return rng.choices(SENTENCES[where], self.weights(where, context))[0]
 
 
 @cache
-def _weights(voice: Voice, place: str, context: str) -> tuple[float, ...]:
-    draw = _draw(voice, place, context)
+def _weights(voice: Voice, where: str, context: str) -> tuple[float, ...]:
+    draw = _draw(voice, where, context)
     if voice.like is not None and draw.random() < voice.agreement:
-        return voice.like.weights(place, context)
+        return voice.like.weights(where, context)
     order = draw.sample(range(len(SHARES)), len(SHARES))
     shares = [*SHARES, RARE]
     if draw.random() < voice.fond_of_rare:
@@ -161,8 +161,8 @@ def _weights(voice: Voice, place: str, context: str) -> tuple[float, ...]:
     return tuple(weights)
 
 
-def _draw(voice: Voice, place: str, context: str) -> random.Random:
-    return random.Random(f"voice:{voice.seed}:{place}:{context}")
+def _draw(voice: Voice, where: str, context: str) -> random.Random:
+    return random.Random(f"voice:{voice.seed}:{where}:{context}")
 
 
 def _body(step: ProblemStep, template: str) -> tuple[str, str]:
@@ -176,9 +176,9 @@ def _wrong(step: ProblemStep, rng: random.Random) -> str:
     """A result as a slip makes it: one digit wrong, a carry forgotten, or another operation."""
     right = str(step.result)
     if rng.random() < 0.6:
-        place = rng.randrange(len(right))
-        digits = [digit for digit in "0123456789" if digit != right[place] and (digit != "0" or place or right == "0")]
-        return right[:place] + rng.choice(digits) + right[place + 1 :]
+        index = rng.randrange(len(right))
+        digits = [digit for digit in "0123456789" if digit != right[index] and (digit != "0" or index or right == "0")]
+        return right[:index] + rng.choice(digits) + right[index + 1 :]
     offsets = [value for value in (-10, -1, 1, 10) if step.result + value >= 0]
     if rng.random() < 0.7 or step.operator not in "+-":
         return str(step.result + rng.choice(offsets))

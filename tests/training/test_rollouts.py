@@ -38,15 +38,15 @@ def test_a_rollout_keeps_effective_decisions_and_what_decided_them(target, draft
         *before, last = taken.decisions
         assert all(decision.accepted for decision in before), "nothing behind a rejection is effective"
         num_rejected += not last.accepted
-        end = asked.context_length + last.place - 1
+        end = asked.context_length + last.position - 1
         committed = found.context_ids[end]
-        assert committed == (asked.draft_ids if last.accepted else asked.target_ids)[last.place - 1]
+        assert committed == (asked.draft_ids if last.accepted else asked.target_ids)[last.position - 1]
         with torch.no_grad():
             probs = model.judge(found.context_ids, [asked])[0].sigmoid()
             text = torch.tensor([[*found.context_ids[: asked.context_length], *asked.draft_ids]])
             log_probs = target(text).logits[0].log_softmax(-1)
         for decision in taken.decisions:
-            place = decision.place - 1
+            place = decision.position - 1
             assert asked.draft_ids[place] != asked.target_ids[place], "matched tokens are no decisions"
             assert decision.old_prob == pytest.approx(float(probs[place]), abs=1e-4)
             expected = log_probs[asked.context_length - 1 + place, asked.draft_ids[place]]
