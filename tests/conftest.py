@@ -1,30 +1,30 @@
-"""One thread a process: the models are tiny, and threads that wait for a busy core cost more than they bring."""
+"""One thread per process: the models are tiny, and threads that compete for cores cost more than they save."""
 
 import os
 from importlib.util import find_spec
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too
-os.environ["REPRIEVE_BUNDLES"] = str(Path(__file__).parent / "fixtures")  # of those processes, too
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for subprocesses of tests, too
+os.environ["REPRIEVE_BUNDLES"] = str(Path(__file__).parent / "fixtures")  # for subprocesses, too
 
 import pytest
 import torch
 
-collect_ignore = [] if find_spec("vllm") else ["vllm"]  # `make test-vllm` runs these, in an environment of its own
+collect_ignore = [] if find_spec("vllm") else ["vllm"]  # `make test-vllm` runs these in a separate environment
 
 torch.set_num_threads(1)
 
 if find_spec("hypothesis"):
     from hypothesis import settings
 
-    # The same examples at every run: what fails here fails everywhere. `--hypothesis-seed` looks for others.
+    # The same examples in every run, so failures are reproducible; `--hypothesis-seed` tries others.
     settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
     settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")
 def bundled_pair():
-    """The fixture pair, which most tests name, loaded once a worker."""
+    """The fixture pair that most tests use, loaded once per worker."""
     from reprieve.engine import load_pair
     from tests.kit.pairs import ARITHMETIC
 
@@ -33,7 +33,7 @@ def bundled_pair():
 
 @pytest.fixture(scope="module")
 def target():
-    """A tiny random model; files that need another one have their own."""
+    """A tiny random model; files that need a different one define their own fixture."""
     from tests.kit.tiny import tiny_model
 
     return tiny_model()
@@ -41,7 +41,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def draft(target):
-    """One that agrees with it most of the time."""
+    """A draft that agrees with the target most of the time."""
     from tests.kit.tiny import perturbed
 
     return perturbed(target, noise=0.03)

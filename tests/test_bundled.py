@@ -38,7 +38,7 @@ def test_weights_are_small_and_plain(bundle):
 
 def test_the_miniature_answers_a_first_question_and_decodes_losslessly():
     pair = reprieve.load_pair("reprieve/miniature")
-    assert pair.target.dtype == torch.float32  # the weights travel as float16
+    assert pair.target.dtype == torch.float32  # the weights are stored as float16
     task = load_task(BUNDLES["reprieve/miniature"].task)
     question = task.wrap("Anna has 23 stamps. She buys 18 more stamps. How many stamps does Anna have now?")
     decoder = pair.decoder("lossless", num_draft_tokens=8)

@@ -18,7 +18,7 @@ def answer(bundled_pair):
     return made
 
 
-def test_the_pieces_are_the_text_token_by_token(answer, bundled_pair):
+def test_pieces_split_the_text_by_token(answer, bundled_pair):
     assert "".join(text for text, _ in answer.pieces) == answer.text
     assert [kind for _, kind in answer.pieces] == [token.provenance.value for token in answer.tokens]
     stopped = bundled_pair.decoder().generate(QUESTION, stop=("final answer",))

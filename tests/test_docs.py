@@ -1,4 +1,4 @@
-"""README and docs: commands resolve to settings, Python blocks run, configurations of vLLM can be read."""
+"""README and docs: commands resolve to settings, Python blocks run, vLLM configurations load."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def inline_commands(text):
 
 
 def split_command(line):
-    """The class of a command line, its name, and what it is given."""
+    """Split a command line into the command's class, its name and its arguments."""
     words = shlex.split(line)[1:]
     name = " ".join(words[:2]) if " ".join(words[:2]) in COMMANDS else words[0]
     assert name in COMMANDS, line
@@ -78,7 +78,7 @@ def certification_of(record):
 
 
 def resolve(line):
-    """Read all that a command line names: rules, arms, thresholds, task, splits, drafter. No model is loaded."""
+    """Parse all that a command line names: rules, arms, thresholds, task, splits, drafter. Load no model."""
     kind, name, given = split_command(line)
     if "--help" in given:
         return
@@ -103,7 +103,7 @@ def resolve(line):
 
 @pytest.fixture
 def without_files(monkeypatch):
-    """Heads and certificates that the docs name are a reader's own: rules do without, a bundled one stands in."""
+    """Replace heads and certificates that the docs name: rules get no head, and a bundled certificate stands in."""
     certificate = Certificate.load(CERTIFICATE)
     for module in ("bench.arms", "certify.procedure", "vllm_plugin.policy"):
         monkeypatch.setattr(f"reprieve.{module}.attach_heads", lambda rule, target=None: rule)
@@ -130,7 +130,7 @@ def test_flags_named_in_the_text_exist(page):
     for line in inline_commands(page.read_text()):
         kind, _, given = split_command(line)
         if "--help" not in given:
-            parser_of(kind, prog="reprieve").parse_args(given)  # exits on what it does not know
+            parser_of(kind, prog="reprieve").parse_args(given)  # exits on an unknown flag
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_flags_named_in_the_text_exist(page):
         ("reprieve bench --arm margin --task jsonl:path=a.jsonl,grader=numbr", "grader must be one of"),
     ],
 )
-def test_a_command_that_flags_alone_would_pass_is_refused(line, message, without_files):
+def test_values_that_flag_parsing_alone_accepts_are_refused(line, message, without_files):
     with pytest.raises((SpecError, AssertionError), match=message):
         resolve(line)
 
@@ -154,7 +154,7 @@ def test_a_command_that_flags_alone_would_pass_is_refused(line, message, without
     ids=lambda path: path.relative_to(ROOT).as_posix(),
 )
 def test_python_blocks_run(page, tmp_path):
-    """Those that import what they use; they need the bundled pair at most."""
+    """Run the blocks that contain imports; they need the bundled pair at most."""
     blocks = [block for block in blocks_of(page.read_text(), "python") if "import" in block]
     done = subprocess.run([sys.executable, "-c", "\n".join(blocks)], capture_output=True, cwd=tmp_path, timeout=600)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
@@ -176,7 +176,7 @@ def test_configurations_of_vllm_can_be_read(without_files):
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
-def test_functions_of_vllm_that_the_docs_list_are_those_of_the_plugin(runner):
+def test_the_docs_list_the_vllm_functions_that_the_plugin_wraps(runner):
     text = (ROOT / "docs" / "guides" / "vllm_operations.md").read_text()
     rows = dict(re.findall(r"^\| (V2 and V1|V1|V2) \|(.*)$", text.partition("| runner | wrapped |")[2], re.M))
     listed = re.findall(r"`([\w.]+)`", rows["V2 and V1"] + rows[runner.upper()])

@@ -1,4 +1,4 @@
-"""The one reader of files: whatever lies there, a clear error, never a traceback and never a hang."""
+"""Reading files: whatever a path holds, a clear error, never a traceback or a hang."""
 
 import gzip
 import os
@@ -24,7 +24,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_json_is_told(name, tmp_path):
+def test_broken_json_is_refused_with_a_reason(name, tmp_path):
     content, says = BROKEN[name]
     path = tmp_path / "x.json"
     path.write_bytes(content)
@@ -32,7 +32,7 @@ def test_broken_json_is_told(name, tmp_path):
         read_json(path, "the thing")
 
 
-def test_what_is_no_plain_file_is_not_waited_for(tmp_path):
+def test_reading_a_special_file_is_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "pipe.json")
     for path in (tmp_path / "pipe.json", tmp_path, "/dev/zero"):
         with pytest.raises(ReprieveError, match="it is no plain file"):
@@ -48,7 +48,7 @@ def test_what_is_no_plain_file_is_not_waited_for(tmp_path):
         read_json(tmp_path / "loop", "the file")
 
 
-def test_packed_files_are_read_to_a_limit(tmp_path):
+def test_compressed_files_are_read_up_to_a_limit(tmp_path):
     path = tmp_path / "x.gz"
     packed = gzip.compress(b"x" * 10_000)
     path.write_bytes(packed)
@@ -61,7 +61,7 @@ def test_packed_files_are_read_to_a_limit(tmp_path):
             read_file(path, "the file")
 
 
-def test_numbers_and_texts_are_what_they_were():
+def test_json_values_are_parsed_unchanged():
     assert parse_json('{"a": [1, 2.5, null, "\u00e9"]}') == {"a": [1, 2.5, None, "\u00e9"]}
 
 
@@ -80,7 +80,7 @@ def test_numbers_and_texts_are_what_they_were():
         ["generate", "x", "--target", "LONG"],
     ],
 )
-def test_the_command_line_ends_in_one_line(arguments, tmp_path, capsys, monkeypatch):
+def test_bad_paths_end_a_command_with_a_short_error(arguments, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkfifo(tmp_path / "pipe.json")
     long = "/".join(["x" * 300] * 20)
@@ -89,7 +89,7 @@ def test_the_command_line_ends_in_one_line(arguments, tmp_path, capsys, monkeypa
     assert status in (1, 2) and "Traceback" not in error and error.count("\n") <= 2, error
 
 
-def test_what_is_no_plain_file_is_not_replaced(tmp_path):
+def test_special_files_are_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     for name in ("pipe", "folder"):
@@ -137,7 +137,7 @@ def test_options_out_of_range_are_named_before_any_work(arguments, says, tmp_pat
     assert says in error and "Traceback" not in error, error
 
 
-def test_lines_end_where_lines_are_written(tmp_path):
+def test_lines_are_split_at_newlines_only(tmp_path):
     lines = ["one\u2028two", "three\x85four", "five\rsix", ""]
     path = tmp_path / "x.jsonl"
     path.write_bytes("".join(f"{line}\n" for line in lines).encode() + b"cut off")
@@ -147,7 +147,7 @@ def test_lines_end_where_lines_are_written(tmp_path):
         whole_lines(path)
 
 
-def test_writers_of_one_file_do_not_meet(tmp_path):
+def test_concurrent_writers_of_one_file_do_not_mix(tmp_path):
     def write(number):
         for _ in range(50):
             replace_file(tmp_path / "x", str(number) * 1000)

@@ -1,4 +1,4 @@
-"""Another package's rule and task, known by their entry points alone, in processes that never imported it."""
+"""A third-party rule and task, found by their entry points in processes that never imported the package."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reprieve(environment, *arguments):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
 
 
-def test_without_the_package_neither_name_is_known(capsys):
+def test_without_the_package_its_rule_is_unknown(capsys):
     assert "surprisal" not in RULES.names()
     assert main(["generate", "a", "--rule", "surprisal"]) == 2
     assert "rule must be one of" in capsys.readouterr().err
@@ -57,7 +57,7 @@ def test_its_rule_is_listed_with_its_dial(environment):
     assert "surprisal" in done.stdout and "bits" in done.stdout
 
 
-def test_the_playground_offers_it_with_its_stops(environment):
+def test_the_playground_offers_its_rule_with_its_stops(environment):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -86,7 +86,7 @@ def ask(url, process):
 
 @pytest.fixture
 def broken(tmp_path, monkeypatch):
-    """A package whose entry points cannot be used: one does not import, one has another name than its class."""
+    """A package with unusable entry points: one cannot be imported, one has a different name than its class."""
     folder = tmp_path / "broken-1.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
@@ -97,7 +97,7 @@ def broken(tmp_path, monkeypatch):
     return Registry("rule", "reprieve.rules", group="broken.rules")
 
 
-def test_a_broken_package_is_named_and_stops_nobody_else(broken):
+def test_a_broken_package_is_named_and_skipped(broken):
     assert {"missing", "renamed"} <= set(broken.names())
     with pytest.raises(ReprieveError, match="rule 'missing' of package broken cannot be used: No module"):
         broken.get("missing")

@@ -1,4 +1,4 @@
-"""User-facing text: docstrings begin with a verb or a noun phrase, and the worst phrases stay out."""
+"""User-facing text: no docstring begins with a question word, and no text holds a banned phrase."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_docstrings_do_not_begin_with_a_question_word(package):
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_texts_in_the_code_hold_no_banned_phrase(package):
+def test_strings_in_the_code_contain_no_banned_phrase(package):
     """Help texts, error messages and log lines are strings of the source; docstrings become help and API pages."""
     wrong = [
         f"{path}:{node.lineno}: {phrase}"
@@ -70,13 +70,13 @@ def test_texts_in_the_code_hold_no_banned_phrase(package):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_pages_hold_no_banned_phrase(page):
+def test_pages_contain_no_banned_phrase(page):
     name = page.relative_to(ROOT).as_posix()
     found = [] if name in QUOTED else banned_in(page.read_text())
     assert not found, found
 
 
-def test_the_checks_find_what_they_look_for():
+def test_the_checks_detect_violations():
     assert banned_in("measured\nanew, for want\n  of time") == ["anew", "for want\n  of"]
     assert banned_in("the end of latency, the anewly named") == []
     assert is_question("Whether it branches.") and is_question("How: one of three.")

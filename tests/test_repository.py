@@ -1,4 +1,4 @@
-"""The house: import direction, honest README, no forbidden formats."""
+"""Repository rules: import direction, README, docs and forbidden formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reprieve import _HOMES
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "reprieve"
-# Imports may only point up this list; modules of one floor may import each other.
+# A module may import only from its own entry of this list and from earlier ones.
 FLOORS = (
     "errors", "display", "specs", "registry", "needs", "transfers", "types", "files", "json_lines", "stats",
     "bundles", "settings",
@@ -38,7 +38,7 @@ def imports_of(path):
             yield from (alias.name for alias in node.names)
 
 
-def test_imports_point_up_the_house():
+def test_imports_follow_the_order_of_packages():
     for path in sorted(SOURCE.rglob("*.py")):
         floor = path.relative_to(SOURCE).parts[0].removesuffix(".py")
         if floor == "__init__":
@@ -85,7 +85,7 @@ def test_readme_and_docs_link_to_files_that_exist():
 
 
 def test_every_rule_has_its_page_and_its_origin():
-    """The docs' tables of rules and papers are made from these."""
+    """The docs' tables of rules and papers are generated from these."""
     from reprieve.rules import RULES
 
     for kind in RULES:
@@ -113,7 +113,7 @@ def test_examples_are_short_and_run(example):
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_imports_in_the_docs_are_there(page):
+def test_names_imported_in_the_docs_exist(page):
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("reprieve"):
@@ -131,8 +131,8 @@ def test_no_function_takes_more_than_twelve_parameters():
                 assert num <= 12, f"{path.relative_to(ROOT)}: {node.name} takes {num} parameters"
 
 
-def test_decoders_are_put_together_in_one_place():
-    """Beside the pair, transformers' own `generate` gives the models one by one."""
+def test_decoders_are_built_in_one_module():
+    """Other modules get their decoders from a pair."""
     makers = {
         path.relative_to(SOURCE).as_posix()
         for path in SOURCE.rglob("*.py")

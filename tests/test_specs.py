@@ -1,4 +1,4 @@
-"""Specifications come back as they were written, whatever stands in them."""
+"""Specifications round-trip, whatever they contain."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ records = st.builds(
 
 
 @given(records)
-def test_a_record_comes_back_from_its_specification(record):
+def test_records_round_trip_through_their_specification(record):
     name, given_ = parse_spec(format_spec("thing", record), what="thing")
     assert name == "thing"
     assert construct(Record, given_, where="thing") == record
@@ -84,17 +84,17 @@ composed = st.one_of(
 
 
 @given(composed)
-def test_a_rule_comes_back_from_its_specification(rule):
+def test_rules_round_trip_through_their_specification(rule):
     assert parse_rule(rule.spec) == rule
 
 
 @given(st.text(max_size=30))
-def test_any_text_is_a_rule_or_a_clear_refusal(text):
+def test_any_text_is_a_rule_or_raises_a_spec_error(text):
     with contextlib.suppress(SpecError):
         parse_rule(text)
 
 
 @pytest.mark.parametrize("text", ["a:b", "a:=1", "a:b=1,b=2", 'a:b="1'])
-def test_what_cannot_be_read_is_refused_by_name(text):
+def test_malformed_specifications_are_refused_by_name(text):
     with pytest.raises(SpecError, match="thing a"):
         parse_spec(text, what="thing")

@@ -48,7 +48,7 @@ def test_more_differences_widen_the_interval_of_paired_shares(num):
     assert widths == sorted(widths)
 
 
-def test_the_interval_of_paired_shares_covers_as_often_as_it_says():
+def test_the_interval_of_paired_shares_has_its_nominal_coverage():
     rng = np.random.default_rng(0)
     for gained, lost in ((0.02, 0.02), (0.0, 0.01), (0.05, 0.01)):
         shares = rng.multinomial(200, [gained, lost, 1 - gained - lost], size=2000)

@@ -1,4 +1,4 @@
-"""Servers end with whoever started them, and leave nothing when they are killed."""
+"""A server ends with the process that started it, and a killed server leaves no process behind."""
 
 import os
 import signal
@@ -8,14 +8,14 @@ import time
 
 import pytest
 
-# A server that starts an engine of its own, and says who that is.
+# A server that starts an engine process and writes its pid to a file.
 SERVER = """
 import subprocess, sys, time
 engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 open(sys.argv[1], "w").write(str(engine.pid))
 time.sleep(600)
 """
-# Whoever starts it, as the last of the arguments.
+# A process that starts the server and prints the server's pid.
 STARTER = """
 import os, subprocess, sys, time
 command = [sys.executable, "-m", "reprieve.backends.child", str(os.getpid()), *sys.argv[1:]]
@@ -25,7 +25,7 @@ time.sleep(600)
 
 
 def gone(pid):
-    """Whether a process has ended, within a while."""
+    """Wait up to 20 seconds for a process to end, and return whether it did."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         try:
@@ -40,7 +40,7 @@ def gone(pid):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="looks at Linux's processes")
 @pytest.mark.parametrize("killed", ["starter", "server"])
-def test_nothing_is_left_of_a_server(tmp_path, killed):
+def test_killing_the_starter_or_the_server_ends_server_and_engine(tmp_path, killed):
     (tmp_path / "a_server.py").write_text(SERVER)
     told = tmp_path / "engine"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
@@ -53,7 +53,7 @@ def test_nothing_is_left_of_a_server(tmp_path, killed):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     engine = int(told.read_text())
-    os.kill(starter.pid if killed == "starter" else server, signal.SIGKILL)  # alone
+    os.kill(starter.pid if killed == "starter" else server, signal.SIGKILL)  # this process only
     assert gone(engine) and gone(server)
     starter.kill()
     starter.wait()

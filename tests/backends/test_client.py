@@ -1,4 +1,4 @@
-"""What servers tell of a text's tokens."""
+"""Log-probabilities of prompt tokens, as servers return them."""
 
 import asyncio
 
@@ -25,7 +25,7 @@ def read(server, *asked):
 
 @pytest.mark.parametrize("num_rows", [1, 3, None])
 @pytest.mark.parametrize("num_candidates", [1, 5])
-def test_rows_are_what_may_follow_the_last_tokens(bundled_pair, num_rows, num_candidates):
+def test_rows_hold_the_candidates_after_the_last_tokens(bundled_pair, num_rows, num_candidates):
     ids = bundled_pair.tokenizer.encode(TEXT)
     num_rows = num_rows or len(ids)
     with torch.inference_mode():
@@ -35,11 +35,11 @@ def test_rows_are_what_may_follow_the_last_tokens(bundled_pair, num_rows, num_ca
     assert [set(one) for one in told] == [set(row.topk(num_candidates).indices.tolist()) for row in rows]
     for one, row in zip(told, rows, strict=True):
         assert one == pytest.approx({token_id: float(row[token_id]) for token_id in one}, abs=1e-4)
-    # The texts' own tokens are told of too, likely or not: some were not among the candidates.
+    # The server also returns the text's own tokens; those that are not candidates are left out.
     assert num_rows == 1 or not all(token_id in one for one, token_id in zip(told, ids[-num_rows + 1 :], strict=False))
 
 
-def test_a_server_that_does_not_tell_is_named(bundled_pair, monkeypatch):
+def test_a_server_without_prompt_logprobs_is_refused(bundled_pair, monkeypatch):
     monkeypatch.setattr(PairServer, "read", lambda self, asked: None)
     with PairServer(bundled_pair) as server, pytest.raises(EngineError, match="no log-probabilities of prompts"):
         read(server, [1, 2, 3], 2, 1)

@@ -1,4 +1,4 @@
-"""Runs whose answers come from servers: the same answers, nothing lost, nothing twice."""
+"""Runs on server engines: the local engine's answers, none of them lost or requested twice."""
 
 import json
 
@@ -43,7 +43,7 @@ def arms_of(*specs, k=8):
     return [arm for arm in make_arms(specs, [k], target="reprieve/arithmetic-pair") if arm.rule is not None]
 
 
-def test_a_server_answers_as_the_local_engine_does(bundled_pair, task, tmp_path):
+def test_a_server_gives_the_local_engines_answers(bundled_pair, task, tmp_path):
     arms = arms_of(*ARMS)
     local = LocalEngine(bundled_pair)
     ours = run_arms(RunConfig.of(local, arms, SETTINGS), arms, local, task, tmp_path / "local")
@@ -65,7 +65,7 @@ def test_a_server_answers_as_the_local_engine_does(bundled_pair, task, tmp_path)
     assert {"reprieve_rule": "judge", "reprieve_threshold": 0.2} in asked and {"reprieve_rule": "off"} in asked
 
 
-def test_a_server_that_dies_loses_nothing_and_nothing_is_asked_twice(bundled_pair, task, tmp_path):
+def test_a_run_resumes_after_its_server_dies_without_repeating_requests(bundled_pair, task, tmp_path):
     arms = arms_of(*ARMS)
     with PairServer(bundled_pair, RULES, dies_after=7) as server:
         engine = engine_of(server, parallel=3)
@@ -81,7 +81,7 @@ def test_a_server_that_dies_loses_nothing_and_nothing_is_asked_twice(bundled_pai
     assert after[:7] == before and len(after) == len(set(after)) == 20 and len(server.requests) == 13
 
 
-def test_where_one_server_dies_the_others_take_its_share(bundled_pair, task, tmp_path):
+def test_when_one_server_dies_the_others_take_over_its_share(bundled_pair, task, tmp_path):
     arms = arms_of("top_k:k=4")
     with PairServer(bundled_pair, RULES, dies_after=2) as weak, PairServer(bundled_pair, RULES) as strong:
         engine = engine_of(weak, strong, parallel=4)
@@ -101,14 +101,14 @@ def test_where_one_server_dies_the_others_take_its_share(bundled_pair, task, tmp
         (make_arms([], [8])[:1], RULES, "do not hold the target alone"),
     ],
 )
-def test_an_arm_that_a_server_cannot_be_is_refused_by_name(bundled_pair, task, tmp_path, arms, rules, said):
+def test_arms_that_a_server_cannot_run_are_refused_by_name(bundled_pair, task, tmp_path, arms, rules, said):
     with PairServer(bundled_pair, rules) as server:
         engine = engine_of(server)
         with pytest.raises(SpecError, match=rf"arm .* cannot be measured here: .*{said}"):
             Runner(RunConfig.of(engine, arms, SETTINGS), arms, engine, task, tmp_path)
 
 
-def test_a_servers_drafts_have_no_temperature_of_their_own(bundled_pair, task, tmp_path):
+def test_a_draft_temperature_is_refused_on_servers(bundled_pair, task, tmp_path):
     arms = arms_of("top_k:k=4")
     settings = RunSettings(
         task="arithmetic", limit=2, sampling=SamplingSettings(temperature=1.0, draft_temperature=0.5)
@@ -119,7 +119,7 @@ def test_a_servers_drafts_have_no_temperature_of_their_own(bundled_pair, task, t
             Runner(RunConfig.of(engine, arms, settings), arms, engine, task, tmp_path).measure()
 
 
-def test_speed_under_load_is_measured_in_turns_and_goes_on(bundled_pair, task, tmp_path):
+def test_speed_under_load_is_measured_in_turns_and_resumes(bundled_pair, task, tmp_path):
     arms = arms_of(*ARMS[:1])
     speed = SpeedSettings(concurrency=(1, 2), turns=2, num_requests=3)
     with PairServer(bundled_pair, RULES) as server:
@@ -132,7 +132,7 @@ def test_speed_under_load_is_measured_in_turns_and_goes_on(bundled_pair, task, t
         (tmp_path / FILE).write_text("\n".join(kept[:-1]) + "\n")
         num_before = len(server.requests)
         measure_throughput(engine, config, task, arms, speed, tmp_path)
-        assert len(server.requests) == num_before + 4  # one turn: a warm-up and three
+        assert len(server.requests) == num_before + 4  # one turn: a warm-up and three requests
     assert rows == again and len(rows) == 4 and len(kept) == 8
     assert [json.loads(line)["arm"] for line in kept[:4]] == [
         arms[0].label,
@@ -149,12 +149,12 @@ def test_speed_under_load_is_measured_in_turns_and_goes_on(bundled_pair, task, t
     assert "Under load" in page and "requests at once" in page and "vllm 0.32.0 (v1)" in page
 
 
-def test_speed_under_load_is_of_servers(capsys):
+def test_concurrency_requires_a_server_engine(capsys):
     assert main(["bench", "--concurrency", "1,8"]) == 2
     assert "--concurrency requires a server engine (--engine vllm)" in capsys.readouterr().err
 
 
-def test_a_certificate_says_which_engine_and_its_noise(bundled_pair, tmp_path, capsys, monkeypatch):
+def test_a_certificate_names_the_engine_and_its_noise_floor(bundled_pair, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     certify = ["certify", *SMALL, "--rule", "judge", "--thresholds", "0.02", "--max-drop", "0.3"]
     certify += [
@@ -180,7 +180,7 @@ def test_a_certificate_says_which_engine_and_its_noise(bundled_pair, tmp_path, c
     assert made["calibration"]["noise_floor"]["same_answers"] == 1.0 and "on vllm 0.32.0 (v1)" in made["statement"]
 
 
-def test_monitoring_asks_the_server_twice(bundled_pair, capsys):
+def test_monitoring_repeats_each_request_with_the_rule_off(bundled_pair, capsys):
     monitor = ["monitor", *SMALL, "--rule", "judge:threshold=0.04", "--share", "1"]
     monitor += ["--limit", "4", "--num-draft-tokens", "8"]
     with PairServer(bundled_pair, RULES) as server:

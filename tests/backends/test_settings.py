@@ -1,4 +1,4 @@
-"""What `--engine` may say, and what vLLM is told."""
+"""Values of `--engine`, and the vLLM command line made from them."""
 
 import json
 
@@ -21,7 +21,7 @@ def rule(spec):
     return attach_heads(parse_rule(spec), ARITHMETIC.name)
 
 
-def test_engines_are_named_and_set():
+def test_engine_specifications_are_parsed():
     assert EngineSettings().local
     assert EngineSettings("vllm").servers == VllmSettings()
     assert EngineSettings("vllm:max_num_seqs=64,runner=v2,eager=true").servers == VllmSettings(
@@ -45,12 +45,12 @@ def test_engines_are_named_and_set():
         ("vllm:gpu_memory_utilization=1.5", "gpu_memory_utilization must be in"),
     ],
 )
-def test_what_cannot_be_is_refused(text, said):
+def test_invalid_engine_specifications_are_refused(text, said):
     with pytest.raises(SpecError, match=said):
         EngineSettings(text)
 
 
-def test_one_offered_rule_stands_for_all_its_thresholds():
+def test_a_rule_is_offered_once_for_all_its_thresholds():
     slot = Slot(PAIR, 8, "draft")
     for value in ("0.02", "0.1", "0.5"):
         slot.add(rule(JUDGE + value))
@@ -61,7 +61,7 @@ def test_one_offered_rule_stands_for_all_its_thresholds():
     assert [part.spec for part in slot.rules] == [JUDGE + "0.02", "margin:delta=2", "margin:delta=2,k=3"]
 
 
-def test_requests_ask_for_rules_by_name_and_dial():
+def test_requests_select_rules_by_name_and_dial():
     offered = {"judge": "judge:path=abc,threshold=0.02", "top_k": "top_k:k=2"}
     assert fields_of(rule("top_k:k=4"), offered) == {"reprieve_rule": "top_k", "reprieve_threshold": 4.0}
     assert fields_of(rule("lossless"), offered) == {"reprieve_rule": "off"}
@@ -71,13 +71,13 @@ def test_requests_ask_for_rules_by_name_and_dial():
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
-def test_prompts_are_read_whole_where_vllm_would_die_of_pieces(tmp_path, monkeypatch, has_gpu):
+def test_chunked_prefill_is_disabled_on_the_cpu(tmp_path, monkeypatch, has_gpu):
     monkeypatch.setattr("reprieve.backends.vllm._has_gpu", lambda: has_gpu)
     flags = Deployment("target", "float32").flags(VllmSettings(), tmp_path / "policy.json")
     assert ("--no-enable-chunked-prefill" in flags) is not has_gpu
 
 
-def test_vllm_is_told_what_the_slot_says(tmp_path):
+def test_the_vllm_command_line_follows_the_slot(tmp_path):
     deployer = VllmDeployer(
         VllmSettings(max_model_len=512, arguments="--seed 3"), PairSettings(ARITHMETIC.name), "float32"
     )
@@ -108,13 +108,13 @@ def test_vllm_is_told_what_the_slot_says(tmp_path):
         (Slot(PAIR, 4, "draft"), "top_k:k=2", ""),
     ],
 )
-def test_what_vllm_has_not_is_said_before(slot, spec, said):
+def test_refusals_name_what_vllm_does_not_support(slot, spec, said):
     deployer = VllmDeployer(VllmSettings(), PairSettings(ARITHMETIC.name), "float32")
     reason = deployer.refusal(slot, rule(spec))
     assert said in reason if said else reason == ""
 
 
-def test_vllms_own_methods_have_servers_of_their_own_without_the_plugin(tmp_path):
+def test_vllms_own_methods_get_separate_servers_without_the_plugin(tmp_path):
     deployer = VllmDeployer(VllmSettings(), PairSettings(ARITHMETIC.name), "float32")
     slot = Slot(PAIR, 4, "draft", method=make_arm("vllm:synthetic,acceptance_length=2.5", 4).vllm)
     slot.add(rule("lossless"))
@@ -135,13 +135,13 @@ def test_fly_is_refused_by_version_where_vllm_does_not_have_it(monkeypatch, inst
     assert reason == ("vLLM 0.32 has no fly, which came with 0.33" if refused else "")
 
 
-def test_a_pair_without_a_draft_has_no_draft_alone():
+def test_slots_that_need_a_draft_are_refused_without_one():
     deployer = VllmDeployer(VllmSettings(), PairSettings("some/target"), "float32")
     assert deployer.refusal(Slot(DRAFT), None) == "the pair has no draft"
     assert "name one with --draft" in deployer.refusal(Slot(PAIR, 4, "draft"), None)
 
 
-def test_without_vllm_the_way_to_it_is_said(monkeypatch):
+def test_starting_vllm_without_vllm_installed_is_refused(monkeypatch):
     monkeypatch.setattr("reprieve.backends.vllm.find_spec", lambda name: None)
     deployer = VllmDeployer(VllmSettings(), PairSettings(ARITHMETIC.name), "float32")
     with pytest.raises(ReprieveError, match="requires vLLM in this environment"):

@@ -31,7 +31,7 @@ class Template:
         return [ord(c) for c in text]
 
 
-def test_conversations_follow_the_template_or_go_on_as_text():
+def test_conversations_use_the_chat_template_or_plain_text():
     talk = Conversation(PromptFormat(Template(), PromptSettings(chat_template=True)), "Hi")
     talk.add("Yes?", "More")
     assert "".join(map(chr, talk.prompt())) == "<user>Hi<assistant>Yes?<user>More<assistant>"
@@ -42,7 +42,7 @@ def test_conversations_follow_the_template_or_go_on_as_text():
         PromptFormat(NumberTokenizer(), PromptSettings(chat_template=True))
 
 
-def test_later_turns_read_earlier_answers_and_count(pair, tmp_path):
+def test_later_turns_see_earlier_answers_and_are_counted(pair, tmp_path):
     arms = make_arms([], [4])
     config = RunConfig.of(LocalEngine(pair), arms, settings(limit=2))
     whole = run_arms(config, arms, LocalEngine(pair), TwoTurns(), tmp_path)
@@ -58,7 +58,7 @@ def test_later_turns_read_earlier_answers_and_count(pair, tmp_path):
     assert row["accuracy"] is None and row["tokens_per_answer"] == 24
 
 
-def test_energy_is_read_where_there_is_a_counter_and_said_to_be_missing_elsewhere(tmp_path):
+def test_energy_is_read_from_a_counter_or_reported_as_unavailable(tmp_path):
     nothing = EnergyMeter("cpu", rapl=tmp_path / "none")
     assert nothing.joules() is None and nothing.source.startswith("unavailable")
     domain = tmp_path / "intel-rapl:0"
@@ -67,7 +67,7 @@ def test_energy_is_read_where_there_is_a_counter_and_said_to_be_missing_elsewher
     (domain / "max_energy_range_uj").write_text("10000000")
     meter = EnergyMeter("cpu", rapl=tmp_path)
     first = meter.joules()
-    (domain / "energy_uj").write_text("500000")  # the counter starts anew at 10 J
+    (domain / "energy_uj").write_text("500000")  # the counter wraps around at 10 J
     assert meter.joules() - first == pytest.approx(1.5) and meter.source == "RAPL"
 
 

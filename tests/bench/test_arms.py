@@ -1,4 +1,4 @@
-"""Arms: their own K, controls, direct sampling."""
+"""Arms: K per arm, controls and direct sampling."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.bench.toys import run
 from tests.kit.tiny import random_head
 
 
-def test_an_arm_may_have_a_k_of_its_own_and_lossless_too():
+def test_each_arm_may_set_its_own_k():
     arms = make_arms(["lossless@K=4", "top_k:k=3@K=8", "margin"], [16])
     assert [(arm.label, arm.num_draft_tokens) for arm in arms[2:]] == [
         ("lossless@K=4", 4), ("top_k:k=3@K=8", 8), ("margin:delta=1", 16),
@@ -46,12 +46,12 @@ def test_vllms_own_methods_are_arms():
 @pytest.mark.parametrize(
     "spec", ["margin@K=", "margin@K=x", "direct:judge:path=x", "direct:fuzzy", "direct:top_k@K=4", "certified:none"]
 )
-def test_arms_that_cannot_be_are_refused(spec):
+def test_invalid_arms_are_refused(spec):
     with pytest.raises(ReprieveError):
         make_arms([spec], [16])
 
 
-def test_lossless_beside_itself_is_the_noise_floor(pair, tmp_path):
+def test_rerunning_lossless_measures_the_noise_floor(pair, tmp_path):
     arms = make_arms(["lossless_rerun"], [4])
     greedy = {row["spec"]: row for row in summarise(run(pair, arms, tmp_path / "greedy"))["arms"]}
     difference, low, high = greedy["lossless_rerun"]["accuracy_vs_lossless"]
@@ -72,7 +72,7 @@ ACCEPTED = {
 
 
 @pytest.mark.parametrize("spec", ACCEPTED)
-def test_direct_arms_sample_from_what_the_rule_accepts(spec):
+def test_direct_arms_keep_exactly_the_tokens_that_the_rule_accepts(spec):
     torch.manual_seed(0)
     for _ in range(5):
         logits = 3 * torch.randn(300)
@@ -81,7 +81,7 @@ def test_direct_arms_sample_from_what_the_rule_accepts(spec):
         assert torch.equal(truncated_tokens(parse_rule(spec), logits, logits), wanted)
 
 
-def test_a_direct_arm_draws_only_from_the_set_and_in_its_proportions(pair, tmp_path):
+def test_a_direct_arm_samples_accepted_tokens_in_proportion_to_their_probabilities(pair, tmp_path):
     arm = make_arms(["direct:top_k:k=2"], [4])[-1]
     decoder = arm.decoder(pair)
     firsts = []
@@ -95,7 +95,7 @@ def test_a_direct_arm_draws_only_from_the_set_and_in_its_proportions(pair, tmp_p
     assert firsts.count(top[0]) / 300 == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / 300) + 1e-3)
 
 
-def test_rules_for_single_tokens_only_are_refused_by_direct_arms():
+def test_direct_sampling_requires_a_rule_of_the_distribution_alone():
     with pytest.raises(SpecError, match="distribution alone"):
         SamplingParams(truncation=JudgeRule.of(random_head()))
     assert dataclasses.replace(SamplingParams(), truncation=TopKRule()).truncation == TopKRule()
@@ -104,7 +104,7 @@ def test_rules_for_single_tokens_only_are_refused_by_direct_arms():
 class TestAuto:
     JUDGE = "reprieve/arithmetic-length-judge"
 
-    def test_a_run_wide_head_serves_its_rule_and_leaves_the_others_to_auto(self):
+    def test_a_head_named_for_the_run_serves_its_rule_and_other_arms_use_auto(self):
         judge = "judge:path=reprieve/arithmetic-judge,threshold=0.03"
         named = f"auto:path={self.JUDGE}"
         made = {arm.label: arm.num_draft_tokens for arm in make_arms([judge], [named])[2:]}
@@ -112,18 +112,18 @@ class TestAuto:
         with pytest.raises(SpecError, match="serves none of the arms"):
             make_arms(["typical"], [named])
 
-    def test_an_arms_own_head_stays(self, bundled_pair):
+    def test_an_arm_keeps_the_length_head_it_names(self, bundled_pair):
         arm = make_arm(f"lossless@K=auto:path={self.JUDGE}", 8)
         assert arm.num_draft_tokens == f"auto:path={self.JUDGE}"
         with pytest.raises(SpecError, match="trained for judge"):
             arm.decoder(bundled_pair)
 
     @pytest.mark.parametrize("k", ["0", "atuo", "\u00b2", "auto:", "-1", "8.5"])
-    def test_other_texts_are_refused(self, k):
+    def test_other_values_of_k_are_refused(self, k):
         with pytest.raises(SpecError, match="own K"):
             make_arm(f"lossless@K={k}", 8)
 
-    def test_a_certificate_names_what_decided(self, bundled_pair):
+    def test_conditions_name_the_length_head(self, bundled_pair):
         engine = LocalEngine(bundled_pair)
         arm = make_arm("lossless@K=auto", 8)
         named = engine.draft_tokens(arm, "draft")
@@ -136,11 +136,11 @@ class TestAuto:
         assert named in config.heads.values()
         assert "length of" not in str(RunConfig.of(engine, [arm], RunSettings(drafter="ngram")).heads)
 
-    def test_the_price_is_part_of_what_a_head_is(self):
+    def test_the_price_changes_a_heads_fingerprint(self):
         head = load_head("reprieve/arithmetic-length-lossless")
         assert dataclasses.replace(head, price=head.price / 2).fingerprint != head.fingerprint
 
-    def test_servers_have_a_number(self):
+    def test_servers_replace_auto_by_a_number(self):
         served = EngineSettings("vllm")
         assert served.draft_tokens("auto", 4, 8) == (8, 4)
         assert EngineSettings().draft_tokens("auto", 4) == ("auto", 4)

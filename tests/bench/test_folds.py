@@ -14,7 +14,7 @@ from tests.kit.tiny import random_head
 from tests.kit.toys import ToyTask
 
 
-def test_no_problem_meets_a_head_trained_on_it(tmp_path, pair):
+def test_no_problem_is_decoded_by_a_head_trained_on_it(tmp_path, pair):
     for fold in range(3):
         random_head(size=32, seed=fold, pair=pair.identity).save_pretrained(fold_folder(tmp_path, fold))
     write_folds(tmp_path, 3)

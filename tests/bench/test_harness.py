@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: our model type beside its own, its command line, local data."""
+"""lm-evaluation-harness: our model type against its `hf` type, its command line, and local data."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tasks(data):
-    """GSM8K as the harness defines it, with local data, and the bundled task beside it."""
+    """GSM8K as the harness defines it, on local data, and the bundled task."""
     import lm_eval.tasks
 
     own = Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k.yaml"
@@ -54,7 +54,7 @@ def tasks(data):
 
 
 def answers(model, tasks, **model_args):
-    """By task and problem: what was said and how it was graded."""
+    """Responses and their grades, by task, problem and filter."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     found = lm_eval.simple_evaluate(
@@ -69,7 +69,7 @@ def answers(model, tasks, **model_args):
 
 
 @pytest.mark.slow
-def test_lossless_says_and_scores_what_the_harness_own_model_does(pair, tasks):
+def test_lossless_matches_the_harness_hf_model_in_text_and_score(pair, tasks):
     target = Path(str(pair.target.config._name_or_path))
     ours = answers("reprieve", tasks, target=pair.target_name, dtype="float32", num_draft_tokens=4)
     theirs = answers("hf", tasks, pretrained=str(target), dtype="float32")
@@ -78,7 +78,7 @@ def test_lossless_says_and_scores_what_the_harness_own_model_does(pair, tasks):
 
 
 @pytest.mark.slow
-def test_the_harness_own_command_line_takes_the_model_type(tasks, tmp_path):
+def test_the_model_type_works_on_the_harness_command_line(tasks, tmp_path):
     command = [sys.executable, "-m", "lm_eval", "--model", "reprieve", "--tasks", tasks[1], "--limit", "2"]
     command += ["--model_args", f"target={SMALL[1]}", "rule=margin:delta=2;k=5", "num_draft_tokens=4", "dtype=float32"]
     command += ["--output_path", str(tmp_path), "--log_samples"]
@@ -110,7 +110,7 @@ def test_likelihoods_are_the_targets_own(pair):
     assert ours == pytest.approx(wanted, abs=1e-3)
 
 
-def test_arguments_that_cannot_be_met_are_refused(pair):
+def test_unsupported_arguments_are_refused(pair):
     with pytest.raises(SpecError, match="batch_size must be 1"):
         ReprieveLM(pair=pair, batch_size=8)
     with pytest.raises(SpecError, match="repetition_penalty"):

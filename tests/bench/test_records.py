@@ -25,14 +25,14 @@ GOOD = dataclasses.asdict(a_record())
         ("correct", 1), ("round_lengths", ["3"]), ("seconds_by_part", {"draft": "long"}), ("num_rounds", 1.5),
     ],
 )  # fmt: skip
-def test_a_field_of_another_type_or_an_impossible_number_is_named(tmp_path, name, value):
+def test_fields_with_a_wrong_type_or_value_are_named(tmp_path, name, value):
     path = tmp_path / "problems.jsonl"
     path.write_text(json.dumps({**GOOD, name: value}) + "\n")
     with pytest.raises(ReprieveError, match=rf"problems\.jsonl, line 1 is no problem record: .*{name}"):
         RecordFile(path)
 
 
-def test_a_missing_field_is_named_and_a_foreign_one_is_passed_over(tmp_path):
+def test_a_missing_field_is_named_and_an_unknown_one_is_ignored(tmp_path):
     path = tmp_path / "problems.jsonl"
     path.write_text(json.dumps({**GOOD, "of_another_version": 1}) + "\n")
     assert RecordFile(path).records[0].num_tokens == 10
@@ -41,7 +41,7 @@ def test_a_missing_field_is_named_and_a_foreign_one_is_passed_over(tmp_path):
         RecordFile(path)
 
 
-def test_a_pipe_in_the_place_of_a_journal_is_refused_at_once(tmp_path):
+def test_a_pipe_instead_of_a_journal_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "problems.jsonl")
     with pytest.raises(ReprieveError, match="no plain file"):
         RecordFile(tmp_path / "problems.jsonl")
@@ -58,7 +58,7 @@ def test_a_pipe_in_a_runs_folder_is_refused_at_once(tmp_path, name):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 64 KB; only root can have one."""
+    """A 64 KB file system; mounting one needs root."""
     folder = tmp_path / "small"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
@@ -68,7 +68,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_disk_that_fills_up_keeps_every_whole_answer(small_disk):
+def test_a_disk_that_fills_up_keeps_every_complete_answer(small_disk):
     records = claim_run(small_disk, {"arms": ["a"]})
 
     def fill():

@@ -46,7 +46,7 @@ EVIDENCE = {
 
 
 class Page(HTMLParser):
-    """Collects what a browser would fetch, and checks that tags close."""
+    """Collect the URLs that a browser would fetch, and check that tags close."""
 
     VOID = {"meta", "br", "line", "rect", "path", "polyline", "circle", "link", "img"}
 
@@ -70,7 +70,7 @@ class Page(HTMLParser):
         self.text.append(data)
 
 
-def test_the_page_stands_alone_and_says_everything(folder, tmp_path):
+def test_the_page_is_self_contained_and_complete(folder, tmp_path):
     path = write_report([folder], tmp_path / "r.html", title="A <b>title</b>")
     content = path.read_text()
     page = Page()
@@ -100,7 +100,7 @@ def test_examples_show_the_whole_answer_and_mark_rescues(folder, tmp_path):
         assert re.sub(r"<[^>]*>", "", answer).strip() in texts
 
 
-def test_text_of_models_cannot_become_markup(folder, tmp_path):
+def test_model_output_is_escaped(folder, tmp_path):
     copy = tmp_path / "copy"
     copy.mkdir()
     for name in ("results.json", "problems.jsonl"):
@@ -129,7 +129,7 @@ def test_ungraded_and_interrupted_runs_are_reported_too(folder, tmp_path):
     assert "Quality against speed" not in content and "The run was interrupted" in content
 
 
-def test_folders_without_anything_are_refused(folder, tmp_path, capsys):
+def test_folders_without_results_are_refused(folder, tmp_path, capsys):
     with pytest.raises(ReprieveError, match="neither a run"):
         write_report([tmp_path], tmp_path / "r.html")
     (tmp_path / "results.json").write_text('{"schema": 1, "arms": []}')
@@ -140,7 +140,7 @@ def test_folders_without_anything_are_refused(folder, tmp_path, capsys):
     assert main(["report", str(folder), "--out", str(tmp_path / "r.html")]) == 0
 
 
-def test_figures_are_repeatable_and_take_runs_without_rescues():
+def test_figures_are_reproducible_and_accept_zeros():
     row = {"arm": "a", "concurrency": 1, "tokens_per_second": 10.0, "tokens_per_second_range": [9.0, 12.0]}
     names = {"a": 'told "so" <b>'}
 
@@ -154,7 +154,7 @@ def test_figures_are_repeatable_and_take_runs_without_rescues():
 
 
 @pytest.mark.parametrize(("commit", "dirty"), [("abc123-dirty", True), ("abc123", False), (None, False)])
-def test_a_run_with_changes_that_are_in_no_commit_says_so(folder, tmp_path, commit, dirty):
+def test_the_page_reports_uncommitted_changes(folder, tmp_path, commit, dirty):
     for path in folder.glob("*"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     document = json.loads((folder / "results.json").read_text()) | {"commit": commit}

@@ -1,4 +1,4 @@
-"""Runs: the results contract, turns, resumption."""
+"""Runs: the results format, the order of arms, and resuming."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def without_times(records):
     ]
 
 
-def test_a_line_joins_only_what_a_dial_tells_apart(pair, tmp_path):
+def test_lines_join_arms_that_differ_only_in_their_dial(pair, tmp_path):
     forms = ["fuzzy:threshold=0.1", "fuzzy:threshold=0.4", "fuzzy:threshold=2,divergence=kl", "fuzzy:threshold=0.1,k=2"]
     others = ["margin:delta=1", "margin:delta=2@drafter=ngram@K=2", "margin:delta=2@K=4@drafter=ngram"]
     mixed = ["margin:delta=1&math_symbols", "margin:delta=2&math_symbols", "margin:delta=1&ratio:ratio=0.5",
@@ -84,7 +84,7 @@ def test_a_line_joins_only_what_a_dial_tells_apart(pair, tmp_path):
         ({"temperature": 0.0, "draft_temperature": None}, False),
     ],
 )
-def test_an_answers_bound_is_told_where_drafts_are_sampled(pair, tmp_path, sampling, bounded):
+def test_the_sequence_bound_is_reported_only_for_sampled_drafts(pair, tmp_path, sampling, bounded):
     arms = make_arms(["fuzzy:threshold=0.3,divergence=tv", "fuzzy:threshold=0.3", "margin:delta=1"], [4])
     sampled = config(arms, sampling={"top_p": 1.0, "top_k": 0, **sampling})
     rows = summarise(run_arms(sampled, arms, LocalEngine(pair), ToyTask(), tmp_path))["arms"]
@@ -93,7 +93,7 @@ def test_an_answers_bound_is_told_where_drafts_are_sampled(pair, tmp_path, sampl
     assert drafted > 0 and all(row["sequence_bound"] is None for row in (*rows[:3], *rows[4:]))
 
 
-def test_results_hold_the_contract_and_the_figure_is_drawn(pair, tmp_path):
+def test_results_have_every_field_and_the_figure_is_drawn(pair, tmp_path):
     arms = make_arms(ARMS, [4])
     document = summarise(run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path))
     write_results(document, tmp_path)
@@ -138,7 +138,7 @@ def test_arms_take_turns_problem_by_problem(pair, tmp_path):
     assert len({arm for place, (_, arm) in enumerate(order) if place % len(arms) == 0}) == len(arms)
 
 
-def test_interrupted_run_keeps_what_is_done_and_resumes_to_the_same_records(pair, tmp_path):
+def test_an_interrupted_run_resumes_to_the_same_records(pair, tmp_path):
     arms = make_arms(ARMS, [4])
     whole = run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path / "whole")
 
@@ -151,7 +151,7 @@ def test_interrupted_run_keeps_what_is_done_and_resumes_to_the_same_records(pair
     assert len(first.records) == 11
     assert summarise(first)["num_problems"] == 1, "only problems every arm finished are compared"
     with (tmp_path / "cut" / "problems.jsonl").open("a") as file:
-        file.write('{"arm": "half a li')  # what a kill in the middle of a write leaves
+        file.write('{"arm": "half a li')  # left by a kill in the middle of a write
     second = run_arms(config(arms, command="typed otherwise"), arms, LocalEngine(pair), ToyTask(), tmp_path / "cut")
     assert second.complete
     assert without_times(second.records) == without_times(whole.records)
@@ -159,7 +159,7 @@ def test_interrupted_run_keeps_what_is_done_and_resumes_to_the_same_records(pair
     assert len(third.records) == len(whole.records), "nothing is measured twice"
 
 
-def test_arms_are_added_to_a_run_where_answers_are_not_timed(pair, tmp_path):
+def test_arms_can_be_added_to_a_run_whose_answers_are_not_timed(pair, tmp_path):
     few, more = make_arms([], [4]), make_arms(["margin:delta=2.0"], [4])
     whole = run_arms(config(more), more, LocalEngine(pair), ToyTask(), tmp_path / "whole")
     engine = LocalEngine(pair)
@@ -181,7 +181,7 @@ def _in_turn(engine, answer, *args):
     return answer(*args)
 
 
-def test_another_run_in_the_folder_is_refused_by_name(pair, tmp_path):
+def test_a_folder_of_another_run_is_refused_with_the_difference(pair, tmp_path):
     arms = make_arms([], [4])
     run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path)
     with pytest.raises(ReprieveError, match="with seed = 0 instead of 7"):
@@ -209,8 +209,8 @@ def test_damaged_line_is_named(tmp_path):
         RecordFile(tmp_path / "problems.jsonl")
 
 
-def test_answers_are_cut_to_the_room_that_the_models_have(bundled_pair, tmp_path):
-    """Data files ask for 1,024 tokens; a pair of 512 positions still answers."""
+def test_max_new_tokens_is_reduced_to_fit_the_models(bundled_pair, tmp_path):
+    """Data files default to 1,024 tokens; a pair with 512 positions still answers."""
     from reprieve.tasks import load_task
     from reprieve.tasks.prompting import with_prompts
 
@@ -225,7 +225,7 @@ def test_answers_are_cut_to_the_room_that_the_models_have(bundled_pair, tmp_path
     assert run.complete and not any(record.error for record in run.records)
 
 
-def test_one_problem_gives_no_interval_of_a_speed(pair, tmp_path):
+def test_one_problem_gives_no_confidence_interval_of_the_speedup(pair, tmp_path):
     arms = make_arms(["margin:delta=3"], [4])
     document = summarise(run(pair, arms, tmp_path, limit=1))
     names = ("speedup_vs_target", "speedup_vs_lossless", "answers_vs_lossless")

@@ -16,7 +16,7 @@ from tests.bench.toys import run
 from tests.kit.records import a_record
 
 
-def test_trials_have_draws_of_their_own_and_count_as_one_problem(pair, tmp_path):
+def test_trials_are_sampled_independently_and_count_as_one_problem(pair, tmp_path):
     arms = make_arms(["margin:delta=2"], [4])
     whole = run(pair, arms, tmp_path, num_trials=3, sampling=SamplingSettings(temperature=1.0))
     ours = [r for r in whole.records if r.arm == "margin:delta=2" and r.problem_id == "p0"]
@@ -47,7 +47,7 @@ def test_correlated_trials_do_not_narrow_an_interval():
     assert paired_difference(repeated, np.zeros_like(repeated))[0] == pytest.approx(problems.mean())
 
 
-def test_sign_flips_find_differences_and_keep_their_level():
+def test_the_sign_flip_test_finds_differences_and_keeps_its_level():
     rng = np.random.default_rng(1)
     assert paired_pvalue(rng.normal(0.5, 1, 200)) < 0.001
     assert paired_pvalue(np.zeros(50)) == 1.0
@@ -55,11 +55,11 @@ def test_sign_flips_find_differences_and_keep_their_level():
     assert rejected / 400 < 0.05 + 0.03
 
 
-def test_random_allocation_is_at_the_arms_speed():
+def test_random_allocation_is_compared_at_the_arms_speed():
     def row(correct, seconds):
         return [[a_record(correct=correct, seconds=seconds)]]
 
-    # One is right and slow, the other wrong and fast: a third of the problems to it makes 1.5 times the speed.
+    # The target is right and slow, the draft wrong and fast: with a third of the problems it gives a 1.5x speedup.
     target, draft, arm = row(True, 10.0) * 90, row(False, 0.0) * 90, row(True, 20 / 3) * 90
     difference, low, high = _against_allocation("arm", {TARGET_ONLY: target, DRAFT_ONLY: draft, "arm": arm})
     assert difference == pytest.approx(1 / 3) and low <= difference <= high

@@ -14,7 +14,7 @@ from tests.bench.toys import TwoTurns, settings
 
 
 class FirstIsBetter:
-    """A judge that prefers whatever it reads first, unless one answer holds a 7."""
+    """A judge that prefers the first answer, unless exactly one of them contains a 7."""
 
     def __init__(self):
         self.num_asked = 0
@@ -30,7 +30,7 @@ class FirstIsBetter:
         return "[[A>B]]"
 
 
-def test_a_judges_love_of_first_place_cancels_out(pair, tmp_path):
+def test_a_judges_position_bias_cancels_out(pair, tmp_path):
     arms = make_arms(["random:rate=0.9"], [4])
     run_arms(RunConfig.of(LocalEngine(pair), arms, settings(limit=4)), arms, LocalEngine(pair), TwoTurns(), tmp_path)
     problems = TwoTurns().problems("test", 4)

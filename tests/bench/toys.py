@@ -1,4 +1,4 @@
-"""What tests of evaluation share."""
+"""Helpers for tests that run benchmarks."""
 
 from __future__ import annotations
 

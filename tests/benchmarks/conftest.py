@@ -1,4 +1,4 @@
-"""A tiny pair that all tests of evaluation share."""
+"""A tiny pair shared by the tests in this folder."""
 
 import pytest
 

@@ -13,7 +13,7 @@ from reprieve.training.swaps import Swaps
 from tests.kit.lts import calibration
 
 
-def test_the_audit_counts_what_was_swapped_and_what_the_bound_covers(bundled_pair):
+def test_the_audit_counts_swapped_tokens_and_those_within_the_bound(bundled_pair):
     task = load_task("arithmetic")
     problems = task.problems("test", 3)
     rule = attach_heads(parse_rule("lts:theta=0.9"), bundled_pair.target_name)
@@ -38,7 +38,7 @@ def test_the_audit_counts_what_was_swapped_and_what_the_bound_covers(bundled_pai
     assert "within_bound" not in found.summary()["accepted"]
 
 
-def test_an_audit_of_nothing_accepted():
+def test_an_audit_without_accepted_tokens_reports_zero():
     from arc_audit import Audit
 
     seen = Audit("x", 1, 0, Swaps.none(), np.empty(0, bool), np.empty(0, bool)).summary(calibration())

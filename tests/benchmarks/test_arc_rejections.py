@@ -1,4 +1,4 @@
-"""What became of refused tokens."""
+"""Rejected tokens, and whether they would have changed the answer."""
 
 import pytest
 import torch
@@ -45,10 +45,10 @@ def _generation(rounds):
                       trace=rounds)  # fmt: skip
 
 
-def test_refused_tokens_are_found_where_the_answer_went_another_way():
+def test_rejected_tokens_are_found_where_another_token_was_committed():
     chain = _round([5, 6, 7], [ROOT, 0, 1], [0], [5, 9])
     tree = _round([3, 4, 3, 8, 8], [ROOT, ROOT, 1, 1, 0], [1], [4, 2])
-    whole = _round([5], [ROOT], [0], [5, 6])  # accepted to its end: the bonus token replaces nothing
+    whole = _round([5], [ROOT], [0], [5, 6])  # fully accepted: the bonus token replaces nothing
     same = _round([7, 6], [ROOT, ROOT], [], [6])  # the draw fell on a drafted token after all
     ended = _round([5, 6], [ROOT, 0], [0], [5])  # by an end-of-text token among the accepted ones
     found = list(rejections(_generation([chain, tree, whole, same, ended])))
@@ -71,7 +71,7 @@ class AnyTask(SameTextTask):
         return "the same"
 
 
-def test_answers_agree_however_their_texts_go_on(target, draft):
+def test_equal_answers_agree_whatever_their_texts(target, draft):
     pair = Pair(target, draft, NumberTokenizer(), "t", "d")
     params = SamplingParams(max_new_tokens=16, temperature=1.0)
     measures = [SameAnswer(AnyTask())]
@@ -81,7 +81,7 @@ def test_answers_agree_however_their_texts_go_on(target, draft):
     assert found.summary()["answer"]["places_all"] == [1.0, 0.0, 1.0], "one problem tells no interval"
 
 
-def test_shares_are_of_tokens_and_of_places():
+def test_shares_are_counted_by_token_and_by_position():
     summary = Verdicts({"answer": [[[True, False, False], [True]], []]}, 1).summary()
     assert (summary["num_places"], summary["num_refused"], summary["num_correct"]) == (2, 4, 1)
     first = {name: shares[0] for name, shares in summary["answer"].items()}
@@ -106,7 +106,7 @@ def _config(**settings):
     )  # fmt: skip
 
 
-def test_an_encoder_finds_the_same_text_alike(tmp_path):
+def test_an_encoder_finds_equal_texts_similar(tmp_path):
     torch.manual_seed(0)
     model = BertModel(_config())
     torch.nn.init.normal_(model.embeddings.word_embeddings.weight, std=3.0)
@@ -132,7 +132,7 @@ def test_a_classifier_that_finds_a_contradiction_in_either_order(tmp_path):
         NoContradiction(_kept(tmp_path / "plain", plain))
 
 
-def test_what_is_no_such_model_is_refused_before_a_problem_is_asked(tmp_path):
+def test_unsuitable_models_are_refused_when_loaded(tmp_path):
     settings = {"id2label": {0: "ENTAILMENT", 1: "CONTRADICTION"}, "label2id": {"ENTAILMENT": 0, "CONTRADICTION": 1}}
     headless = _kept(tmp_path / "headless", BertModel(_config(**settings)))
     with pytest.raises(ReprieveError, match="lacks trained weights of a BertForSequenceClassification: classifier"):

@@ -33,7 +33,7 @@ class SameTextTask(LastWordTask):
 
 
 def test_both_branches_of_every_decision_are_followed(target, draft):
-    """The other branch, had its decision been the policy's own, is what the policy decodes from there."""
+    """Each mismatch that the answer reached is followed on both sides; here the other side always changes the text."""
     model = trained(draft)
     rule = ArbiterRule.of(arbiter_of(model), lambda_=0.5)
     decoder = decoder_with(target, draft, rule, ArbiterAdvisor(model))
@@ -64,8 +64,8 @@ def test_both_branches_of_every_decision_are_followed(target, draft):
     assert summary["all"]["num"] == reached and summary["all"]["share"][0] == 1.0
 
 
-def test_branches_of_sampled_answers_go_on_greedily(target, draft):
-    """One continuation tells only where it is the policy's greedy one; the choice is the sampled answer's own."""
+def test_branches_of_sampled_answers_continue_greedily(target, draft):
+    """Branches continue greedily; the recorded choices are those of the sampled answer."""
     model = trained(draft)
     rule = ArbiterRule.of(arbiter_of(model), lambda_=0.5)
     decoder = decoder_with(target, draft, rule, ArbiterAdvisor(model))
@@ -92,8 +92,8 @@ def test_branches_of_sampled_answers_go_on_greedily(target, draft):
 
 
 @pytest.mark.slow
-def test_a_branch_forced_to_what_was_taken_ends_as_it_did(target, draft):
-    """Following a branch by its text and the rest of its block repeats the round exactly."""
+def test_forcing_the_taken_branch_repeats_the_answer(target, draft):
+    """Continuing from the text and the rest of the block repeats the answer exactly."""
     from cospec_branches import _Branches, _decisions
     from reprieve.mining.responses import ResponseFormat
 

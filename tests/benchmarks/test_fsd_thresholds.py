@@ -14,7 +14,7 @@ from tests.bench.toys import settings
 from tests.kit.toys import ToyTask
 
 
-def test_each_arm_gets_the_k_it_is_fastest_at():
+def test_each_arm_gets_its_fastest_k():
     def arm(name, k, speed):
         common = {"spec": f"{name}@K={k}", "drafter": None, "num_draft_tokens": k}
         return {"name": name, "tokens_per_second": speed, **common}
@@ -25,7 +25,7 @@ def test_each_arm_gets_the_k_it_is_fastest_at():
     assert best[0].by_k == {4: 90, 8: 80}
 
 
-def test_fsds_protocol_climbs_until_the_share_is_lost(pair, tmp_path):
+def test_the_fsd_protocol_raises_the_threshold_until_accuracy_falls_too_far(pair, tmp_path):
     asked = FsdSettings(
         "random", (0.1, 0.5, 0.9), num_draft_tokens=(2, 4), main_limit=12, main_trials=1, run=settings(limit=3)
     )
@@ -42,7 +42,7 @@ def test_fsds_protocol_climbs_until_the_share_is_lost(pair, tmp_path):
         FsdSettings(thresholds=(0.5, 0.1))
 
 
-def test_a_rule_without_a_dial_is_refused_before_anything_is_measured(pair, tmp_path):
+def test_a_rule_without_a_dial_is_refused_before_any_measurement(pair, tmp_path):
     with pytest.raises(SpecError, match="has nothing to sweep"):
         FsdProtocol(FsdSettings("lossless")).run(LocalEngine(pair), ToyTask(), tmp_path / "runs")
     assert not (tmp_path / "runs").exists()

@@ -6,5 +6,5 @@ from benchmarks.fuzz import fuzz
 
 
 @pytest.mark.parametrize("what", ["journals", "bodies", "yaml", "answers"])
-def test_what_others_write_ends_in_our_errors_only(tmp_path, what):
+def test_malformed_input_raises_our_errors_only(tmp_path, what):
     assert fuzz(what, 25, 7, tmp_path) >= 25

@@ -1,4 +1,4 @@
-"""The kit for a first GPU: the parts it plans, and what becomes of those that fail; the runner runs nothing."""
+"""The first-GPU script, with a fake runner: the parts it plans and how it handles failures."""
 
 import argparse
 import json
@@ -33,7 +33,7 @@ ANSWERS = {"engine": {"runner": "v2"}, "greedy": [[1, 2], [3]], "sampled": [[4],
 
 
 class Machine:
-    """Writes what the commands would; `broken` names parts whose command fails."""
+    """A fake runner that writes the commands' output files; `broken` names the parts that fail."""
 
     def __init__(self, broken=()):
         self.broken, self.commands = set(broken), []
@@ -64,7 +64,7 @@ def names(machine, out):
     return [Path(target).relative_to(out).parts[0] for target in targets]
 
 
-def test_one_device_has_every_part_but_those_of_several_and_of_a_head(options):
+def test_one_device_skips_the_parts_for_several_devices_and_for_a_head(options):
     parts = {part.name: part for part in gpu.plan(options, 1, (0, 33))}
     assert {name: part.skip for name, part in parts.items() if part.skip} == {
         "decisions-parallel": "one device",
@@ -76,7 +76,7 @@ def test_one_device_has_every_part_but_those_of_several_and_of_a_head(options):
     assert [dict(more) for _, more in parts["off"].commands] == [{"VLLM_PLUGINS": ""}, {"VLLM_PLUGINS": ""}, {}]
 
 
-def test_several_devices_share_the_pair_and_old_versions_have_no_fly(options):
+def test_several_devices_share_the_pair_and_old_versions_skip_fly(options):
     options.eagle = "heads/eagle"
     parts = {part.name: part for part in gpu.plan(options, 6, (0, 32))}
     assert not any(part.skip for part in parts.values())
@@ -84,7 +84,7 @@ def test_several_devices_share_the_pair_and_old_versions_have_no_fly(options):
     assert "--drafter eagle3:path=heads/eagle,top_k=1" in parts["eagle"].lines[0]
 
 
-def test_models_that_cannot_be_had_skip_their_parts_with_a_line(options, monkeypatch):
+def test_parts_with_missing_models_are_skipped_with_a_reason(options, monkeypatch):
     options.draft = "no/such"
     monkeypatch.setattr(gpu, "at_hand", lambda name: name != "no/such")
     parts = {part.name: part for part in gpu.plan(options, 1, (0, 33))}
@@ -93,7 +93,7 @@ def test_models_that_cannot_be_had_skip_their_parts_with_a_line(options, monkeyp
     assert "name --target" in {part.name: part for part in gpu.plan(options, 0, None)}["pair"].skip
 
 
-def test_a_part_that_fails_stops_no_other_and_is_the_only_one_repeated(options, capsys):
+def test_a_failed_part_stops_no_other_and_is_the_only_one_rerun(options, capsys):
     parts = gpu.plan(options, 2, (0, 33))
     first = Machine(broken={"decisions"})
     done = gpu.run_parts(parts, options.out, first)
@@ -109,14 +109,14 @@ def test_a_part_that_fails_stops_no_other_and_is_the_only_one_repeated(options, 
     again = Machine()
     done = gpu.run_parts(parts, options.out, again)
     assert names(again, options.out) == ["decisions"] and done["decisions"]["status"] == "ok"
-    options.limit = 8  # other commands: nothing of it is done
+    options.limit = 8  # the commands change, so all parts run again
     machine = Machine()
     gpu.run_parts(gpu.plan(options, 2, (0, 33)), options.out, machine)
     assert len(set(names(machine, options.out))) == 7
 
 
 @pytest.mark.parametrize(("again", "failed"), [([[1, 2], [3]], True), ([[1, 2], [9]], False)])
-def test_off_may_differ_no_more_than_vllm_from_itself(tmp_path, again, failed):
+def test_off_may_differ_from_vllm_no_more_than_vllm_from_itself(tmp_path, again, failed):
     made = {"unpatched": [[1, 2], [3]], "again": again, "off": [[1, 2], [4]]}
     for name, ids in made.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({"engine": {}, "greedy": ids}))
@@ -124,7 +124,7 @@ def test_off_may_differ_no_more_than_vllm_from_itself(tmp_path, again, failed):
     assert result["greedy"] == {"n": 2, "again": 1 + failed, "off": 1} and bool(why) == failed
 
 
-def test_a_command_out_of_time_is_ended(tmp_path):
+def test_a_command_past_its_timeout_is_killed(tmp_path):
     assert gpu.start([sys.executable, "-c", "import time; time.sleep(60)"], {}, tmp_path / "log", timeout=0.5) == 124
     assert (
         gpu.start([sys.executable, "-c", "import os; print(os.environ['A'])"], {"A": "b"}, tmp_path / "log", timeout=60)

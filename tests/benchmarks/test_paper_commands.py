@@ -45,7 +45,7 @@ from tests.kit.pairs import SMALL
         (Branches, ["--rule", "arbiter:path=nowhere"], "neither a folder nor a hub id"),
     ],
 )
-def test_bad_usage_is_told(kind, arguments, told, tmp_path, monkeypatch, capsys):
+def test_bad_usage_is_reported(kind, arguments, told, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run_command(kind, arguments) in (1, 2)
     assert told in capsys.readouterr().err
@@ -80,7 +80,7 @@ def test_accepted_and_refused_tokens_are_audited(tmp_path):
     assert found["num_refused"] > 5 and 0 < found["answer"]["tokens"][0] <= found["answer"]["places_any"][0] <= 1
 
 
-def test_a_study_has_every_rule_that_names_its_settings():
+def test_a_study_leaves_out_rules_without_a_head():
     rules = usual_rules(("judge",))
     names = {name.partition(":")[0] for name in rules}
     assert {"judge", "margin", "typical", "fly"} <= names
@@ -88,8 +88,8 @@ def test_a_study_has_every_rule_that_names_its_settings():
     assert names <= {kind.name for kind in RULES if kind.about.study}
 
 
-def test_scripts_on_the_page_of_the_papers_take_the_flags_it_gives_them():
-    """The test of the docs' `reprieve` commands does the same for verbs."""
+def test_script_commands_on_the_papers_page_use_existing_flags():
+    """`tests/test_docs.py` does the same for `reprieve` commands."""
     text = (Path(__file__).parents[2] / "docs" / "papers" / "index.md").read_text()
     lines = re.findall(r"(?:`|^\$ )(python [^`\n]* --config [^`\n]*)", text, flags=re.M)
     kinds = {kind.verb: kind for kind in (AuditCommand, Branches, Rejections, Reinforce, Thresholds)}
@@ -97,4 +97,4 @@ def test_scripts_on_the_page_of_the_papers_take_the_flags_it_gives_them():
     assert len(lines) >= 5
     for line in lines:
         words = [word for word in shlex.split(line)[1:] if word != "-m"]
-        parser_of(kinds[words[0]], prog=words[0]).parse_args(words[1:])  # exits on what it does not know
+        parser_of(kinds[words[0]], prog=words[0]).parse_args(words[1:])  # exits on an unknown flag

@@ -1,4 +1,4 @@
-"""What a run proves about its rules."""
+"""Losses that a run can prove about its rules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.bench.toys import run
 PROMISE = Promise(0.03, max_growth=0.1, max_unfinished=0.01)
 
 
-def test_the_number_needed_grows_with_the_loss_until_nothing_proves_it():
+def test_more_problems_are_needed_as_the_loss_grows_until_none_suffice():
     nothing, some = np.zeros(100), np.repeat([1.0, 0.0], [1, 99])
     assert num_needed(PROMISE, nothing) < num_needed(PROMISE, some)
     assert num_needed(PROMISE, np.repeat([1.0, 0.0], [3, 97])) is None

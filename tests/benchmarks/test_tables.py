@@ -1,4 +1,4 @@
-"""The docs' tables: as the kept results have them, and no measured number beside them."""
+"""Tables in the docs match the stored results, and every other measured number has a source."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DOCUMENT = {
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    """One table, its kept results and a page that it governs."""
+    """One table, its stored results and the page that shows it."""
     page = tmp_path / "page.md"
     page.write_text(
         "# A page\n\n<!-- table frontier -->\nold\n<!-- /table -->\n\n"
@@ -52,11 +52,11 @@ def made(tmp_path, monkeypatch):
     tables.kept.cache_clear()
 
 
-def test_the_docs_are_what_the_kept_results_say():
+def test_the_docs_match_the_stored_results():
     assert tables.check() == []
 
 
-def test_a_page_is_written_in_place_and_then_agrees(made):
+def test_writing_a_page_makes_it_match_the_results(made):
     assert len(tables.check()) == 1
     tables.write()
     text = made.read_text()
@@ -65,7 +65,7 @@ def test_a_page_is_written_in_place_and_then_agrees(made):
     assert tables.check() == []
 
 
-def test_a_changed_number_and_one_of_no_command_are_told(made):
+def test_changed_and_unsourced_numbers_are_reported(made):
     tables.write()
     text = made.read_text()
     made.write_text(text.replace("75.0 [70.0, 80.0]<!--", "85.0 [70.0, 80.0]<!--") + "\nTwice: 2.03 times, at 45%.\n")
@@ -74,7 +74,7 @@ def test_a_changed_number_and_one_of_no_command_are_told(made):
     assert "differs" in wrong[0] and "'2.03'" in wrong[1] and "'45%'" in wrong[2]
 
 
-def test_results_of_another_command_are_told(made):
+def test_results_of_another_command_are_reported(made):
     tables.write()
     tables.tables()["frontier"]["run"] = ["bench --limit 9 --out OUT"]
     assert tables.check() == [
@@ -87,7 +87,7 @@ def test_code_links_and_cited_lines_may_hold_numbers():
     assert tables.loose_numbers(text) == []
 
 
-def test_a_page_kept_by_hand_names_the_command_of_its_intervals(made):
+def test_each_section_of_a_handwritten_page_must_name_a_command(made):
     tables.write()
     page = made.parent / "docs" / "measured" / "tools.md"
     page.parent.mkdir(parents=True)
@@ -98,12 +98,12 @@ def test_a_page_kept_by_hand_names_the_command_of_its_intervals(made):
     assert tables.check() == []
 
 
-def test_a_list_of_trials_names_a_command_at_each(made):
+def test_each_trial_in_a_list_must_name_a_command(made):
     text = "# Log\n\n- **One.** -2 [-3, -1] (`reprieve bench`).\n- **Two.** It lost 2 points\n  [1, 3].\n"
     assert tables.unsourced(text, measured=False) == ["- **Two.** It lost 2 points"]
 
 
-def test_unknown_names_are_told(made):
+def test_unknown_names_are_refused(made):
     with pytest.raises(ReprieveError, match="no table 'other'"):
         tables.value("other ; margin:delta=2 ; accuracy")
     with pytest.raises(ReprieveError, match="no arm 'top_k:k=2'"):
@@ -113,7 +113,7 @@ def test_unknown_names_are_told(made):
             tables.value(place)
 
 
-def test_a_marker_without_its_end_is_told_and_loses_no_words(made):
+def test_an_unclosed_marker_is_reported_and_no_text_is_lost(made):
     tables.write()
     text = made.read_text().replace("<!-- /table -->", "") + "\n<!-- table frontier -->\n<!-- /table -->\n"
     made.write_text(text)
@@ -122,7 +122,7 @@ def test_a_marker_without_its_end_is_told_and_loses_no_words(made):
     assert "lacks its opening or its closing marker" in tables.check()[0]
 
 
-def test_a_command_that_fails_keeps_nothing(made, monkeypatch):
+def test_a_failed_command_stores_no_result(made, monkeypatch):
     tables.tables()["frontier"]["run"] = ["bench --limit -1 --out OUT"]
     (made.parent / "frontier.json").unlink()
     old = made.parent / tables.RUNS / "frontier" / "results.json"

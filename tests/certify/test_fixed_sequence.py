@@ -1,4 +1,4 @@
-"""Certified leniency: bounds beside MAPIE and scipy, validity by simulation, the walk, certificates."""
+"""Certified leniency: bounds against MAPIE and scipy, validity by simulation, the walk, certificates."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ TOLERANCE = 2 * math.sqrt(0.05 * 0.95 / NUM_REPETITIONS)
 @pytest.mark.parametrize("num_failed", [0, 1, 5, 20])
 @pytest.mark.parametrize("bound", [0.01, 0.05, 0.2])
 @pytest.mark.parametrize("binary", [True, False])
-def test_hoeffding_bentkus_is_mapies(num_failed, bound, binary):
+def test_hoeffding_bentkus_equals_mapies(num_failed, bound, binary):
     losses = np.array([1.0 if binary else 0.5] * num_failed + [0.0] * (300 - num_failed))
     binary = binary or not num_failed  # all zeros are binary either way
     theirs = compute_hoeffding_bentkus_p_value(np.array([losses.mean()]), 300, np.array([bound]), binary=binary)
     wanted = min(1.0, float(np.ravel(theirs)[0]))
-    if losses.mean() >= bound:  # nothing to be proved: ours says 1 at once
+    if losses.mean() >= bound:  # nothing can be proved: ours returns 1
         assert hoeffding_bentkus_pvalue(losses, bound) == 1.0 and wanted > 0.3
     else:
         assert hoeffding_bentkus_pvalue(losses, bound) == pytest.approx(wanted, rel=1e-9)
@@ -56,7 +56,7 @@ def test_zero_failures_certify_one_percent_with_299_problems_and_not_with_298():
     assert hoeffding_bentkus_pvalue(np.zeros(149), 0.02) <= 0.05
 
 
-def test_betting_bound_is_what_the_literature_says_at_gsm8ks_size():
+def test_the_betting_bound_matches_the_literature_at_gsm8ks_size():
     rng = np.random.default_rng(0)
     samples = [rng.choice([1.0, 0.0, -1.0], p=[0.03, 0.94, 0.03], size=1319) for _ in range(40)]
     above = [upper_bound(betting_pvalue, drops, confidence=0.95, low=-1.0) - drops.mean() for drops in samples]
@@ -72,8 +72,8 @@ def test_betting_bound_is_what_the_literature_says_at_gsm8ks_size():
         (REGRESSION, (0.03, 0.01), 0.0299),
     ],
 )
-def test_a_wrong_certificate_comes_out_in_at_most_one_of_twenty(loss, shares, bound):
-    """All thresholds truly lose a little more than promised: any that passes is wrong. Tested through the walk."""
+def test_at_most_one_walk_in_twenty_gives_a_wrong_certificate(loss, shares, bound):
+    """Every threshold loses slightly more than promised, so any pass is wrong; the whole walk is tested."""
     rng = np.random.default_rng(1)
     promise = Promise(bound, 0.95, loss)
 
@@ -88,8 +88,8 @@ def test_a_wrong_certificate_comes_out_in_at_most_one_of_twenty(loss, shares, bo
 
 
 @pytest.mark.parametrize("where", ["first", "last", "mixed"])
-def test_the_order_of_a_data_set_cannot_make_a_wrong_certificate(where):
-    """All the loss is in one category of a tenth of the problems, and data sets are sorted by category."""
+def test_the_order_of_a_data_set_does_not_raise_the_error_rate(where):
+    """The loss lies in one category, a tenth of the problems, placed first, last or mixed with the others."""
     rng = np.random.default_rng(4)
     wrong = 0
     for _ in range(NUM_REPETITIONS):
@@ -100,8 +100,8 @@ def test_the_order_of_a_data_set_cannot_make_a_wrong_certificate(where):
     assert wrong / NUM_REPETITIONS <= 0.05 + TOLERANCE
 
 
-def test_trying_all_thresholds_instead_of_stopping_would_be_noticed():
-    """Many thresholds, all wrong: the walk stops at the first failure; taking any that passes breaks the promise."""
+def test_trying_every_threshold_would_break_the_promise():
+    """All thresholds are wrong: any of eight passes more than twice as often as the first, where the walk stops."""
     rng = np.random.default_rng(2)
     promise = Promise(0.0199, 0.95)
 
@@ -113,7 +113,7 @@ def test_trying_all_thresholds_instead_of_stopping_would_be_noticed():
     assert sum(map(any, tried)) > 2 * sum(first for first, *_ in tried)
 
 
-def test_the_walk_is_mapies_fixed_sequence():
+def test_the_walk_equals_mapies_fixed_sequence():
     outcomes = {0.1: 0, 0.2: 2, 0.3: 9, 0.4: 0}
 
     def measure(threshold):
@@ -135,14 +135,14 @@ def test_several_trials_of_a_problem_are_one_observation():
     assert losses.shape == (100,) and losses[0] == pytest.approx(1 / 3)
 
 
-def test_evidence_says_what_was_lost_both_ways():
+def test_evidence_counts_regressions_and_improvements():
     strict, relaxed = np.array([[1.0], [1], [0], [1]]), np.array([[1.0], [0], [1], [1]])
     evidence = paired_test(Promise(0.5), strict, relaxed)
     assert (evidence.regressions, evidence.improvements, evidence.observed) == (0.25, 0.25, 0.0)
     assert not evidence.passed and evidence.upper_bound > 0.5
 
 
-def test_sequence_covers_the_truth_at_all_times_in_nineteen_of_twenty():
+def test_the_confidence_sequence_covers_the_truth_at_all_times():
     rng = np.random.default_rng(3)
     missed = 0
     for _ in range(100):
@@ -155,7 +155,7 @@ def test_sequence_covers_the_truth_at_all_times_in_nineteen_of_twenty():
     assert missed <= 5 + 4, "two standard errors above 5 of 100"
 
 
-def test_means_between_the_grids_candidates_are_covered():
+def test_means_between_grid_points_are_covered():
     sequence = ConfidenceSequence(resolution=0.01)
     for _ in range(3000):
         sequence.update(0.005)
@@ -163,7 +163,7 @@ def test_means_between_the_grids_candidates_are_covered():
     assert low <= 0.005 <= high
 
 
-def test_sequence_narrows_and_starts_knowing_nothing():
+def test_the_sequence_starts_with_the_full_range_and_narrows():
     sequence = ConfidenceSequence()
     assert sequence.interval == (-1.0, 1.0)
     for _ in range(400):
@@ -207,7 +207,7 @@ def certificate(rule, **changes):
     return Certificate(**{**values, **changes})
 
 
-def test_certificates_survive_the_disk(tmp_path):
+def test_certificates_round_trip_through_a_file(tmp_path):
     made = certificate(MarginRule(delta=2))
     (tmp_path / "c.json").write_text(made.to_json())
     assert Certificate.load(tmp_path / "c.json") == made
@@ -215,7 +215,7 @@ def test_certificates_survive_the_disk(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"kind": "reprieve certificate", "schema": 9}'])
-def test_what_is_no_certificate_is_refused(tmp_path, content):
+def test_files_that_are_no_certificate_are_refused(tmp_path, content):
     (tmp_path / "c.json").write_text(content)
     with pytest.raises(ReprieveError, match="cannot be read"):
         Certificate.load(tmp_path / "c.json")
@@ -232,7 +232,7 @@ def test_what_is_no_certificate_is_refused(tmp_path, content):
         (dict(max_new_tokens=64), "max_new_tokens 64 "),
     ],
 )
-def test_other_conditions_are_warned_of_and_named(change, told):
+def test_other_conditions_raise_a_warning_that_names_them(change, told):
     with pytest.warns(UserWarning, match=f"does not hold here: .*{told}"):
         certificate(MarginRule()).check(dataclasses.replace(HERE, **change), where="of margin")
 
@@ -243,7 +243,7 @@ def test_another_prompt_format_is_refused():
             certificate(MarginRule()).check(dataclasses.replace(HERE, **change), where="of margin")
 
 
-def test_the_same_conditions_are_silent_and_another_pair_is_refused():
+def test_the_same_conditions_raise_no_warning_and_another_pair_is_refused():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         certificate(MarginRule()).check(HERE, where="of margin")
@@ -252,7 +252,7 @@ def test_the_same_conditions_are_silent_and_another_pair_is_refused():
         certificate(MarginRule()).check(other, where="of margin")
 
 
-def test_certificates_beside_a_head_follow_it_and_warn_elsewhere(tmp_path):
+def test_certificates_move_with_their_head_and_warn_under_other_conditions(tmp_path):
     folder = tmp_path / "moved"
     head = random_head(pair=IDENTITY)
     head.save_pretrained(folder)
@@ -265,7 +265,7 @@ def test_certificates_beside_a_head_follow_it_and_warn_elsewhere(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_certificates(here, {str(folder): folder}, HERE)
-        # Another threshold was promised nothing, so that nothing is broken.
+        # No certificate covers another threshold, so there is nothing to warn about.
         warn_of_certificates(
             dataclasses.replace(here, threshold=0.2), {str(folder): folder}, dataclasses.replace(HERE, dtype="bfloat16")
         )

@@ -1,4 +1,4 @@
-"""The monitor."""
+"""Quality monitoring of served answers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_no_alarm_without_a_drop_and_only_a_share_is_checked():
     assert not final.alarm and 60 < final.num_checked < 140
 
 
-def test_failed_and_crowded_checks_are_counted_and_never_stop_serving():
+def test_failed_and_skipped_checks_are_counted_and_never_block_serving():
     gate = threading.Event()
 
     def check(_):
@@ -57,7 +57,7 @@ def test_failed_and_crowded_checks_are_counted_and_never_stop_serving():
     assert final.num_failed + final.num_skipped == 10 and final.num_skipped >= 7 and final.num_checked == 0
 
 
-def test_checks_run_side_by_side_and_count_in_the_order_of_requests():
+def test_checks_run_in_parallel_and_count_in_request_order():
     all_wait, together, others = threading.Event(), threading.Barrier(3, timeout=10), threading.Event()
 
     def check(asked):
@@ -85,7 +85,7 @@ def test_checks_run_side_by_side_and_count_in_the_order_of_requests():
     assert (final.num_checked, final.num_failed) == (4, 0) and counted == [0.0, 0.1, 0.2, 0.3]
 
 
-def test_watching_a_task_finds_what_bench_finds(pair, tmp_path):
+def test_watching_a_task_checks_every_answer(pair, tmp_path):
     arms = make_arms(["random:rate=0.9"], [4])
     whole = run(pair, arms, tmp_path, limit=15)
     row = summarise(whole)["arms"][-1]

@@ -31,7 +31,7 @@ def plan(**changes):
     return Plan.of(CertifySettings(**{**values, **changes}))
 
 
-def test_a_certificate_names_what_it_promises_and_can_be_used(pair, tmp_path, monkeypatch):
+def test_a_certificate_states_its_promise_and_can_be_used_as_an_arm(pair, tmp_path, monkeypatch):
     outcome = certify(plan(), LocalEngine(pair), ToyTask(), tmp_path, command="reprieve certify")
     made = Certificate.load(outcome.path)
     assert made == outcome.certificate
@@ -69,7 +69,7 @@ def test_trying_thresholds_until_one_passes_is_refused(pair, tmp_path):
         certify(plan(thresholds=(0.5, 2.0)), LocalEngine(pair), ToyTask(), tmp_path, command="c")
 
 
-def test_nothing_is_certified_without_right_answers_or_with_failed_ones(pair, tmp_path):
+def test_nothing_is_certified_without_references_or_with_failed_answers(pair, tmp_path):
     with pytest.raises(SpecError, match="no right answers"):
         certify(plan(), LocalEngine(pair), TwoTurns(), tmp_path / "a", command="c")
 
@@ -102,12 +102,12 @@ def test_nothing_is_certified_without_right_answers_or_with_failed_ones(pair, tm
         (dict(held_out_limit=0), r"held_out_limit must be in \[1, 10000000\]"),
     ],
 )
-def test_plans_that_cannot_be_are_refused_before_anything_is_measured(changes, message):
+def test_invalid_plans_are_refused_before_any_measurement(changes, message):
     with pytest.raises(SpecError, match=message):
         plan(**changes)
 
 
-def test_a_second_rule_shares_the_strict_answers(pair, tmp_path):
+def test_a_second_rule_reuses_the_strict_answers(pair, tmp_path):
     certify(plan(), LocalEngine(pair), ToyTask(), tmp_path, command="c")
     certify(plan(rule="top_k", thresholds=(2, 3)), LocalEngine(pair), ToyTask(), tmp_path, command="c")
     records = [json.loads(line) for line in (tmp_path / "calibration" / "problems.jsonl").read_text().splitlines()]
@@ -121,7 +121,7 @@ def test_thresholds_are_tried_from_strict_to_lenient_whatever_their_order():
         plan(thresholds=()).candidates()
 
 
-def test_folders_grow_only_where_that_is_harmless(tmp_path):
+def test_only_extendable_settings_of_a_run_may_grow(tmp_path):
     begun = claim_run(tmp_path, {"arms": ["a"], "heads": {"h": "1"}}, extendable=("arms", "heads"))
     begun.append(a_record())
     claim_run(tmp_path, {"arms": ["b"], "heads": {"i": "2"}}, extendable=("arms", "heads"))
@@ -132,7 +132,7 @@ def test_folders_grow_only_where_that_is_harmless(tmp_path):
         claim_run(tmp_path, {"arms": ["c"], "heads": {}})
 
 
-def test_a_larger_limit_goes_on_in_the_same_folder(tmp_path):
+def test_a_larger_limit_continues_in_the_same_folder(tmp_path):
     begun = claim_run(tmp_path, {"arms": ["a"], "limit": 2})
     begun.append(a_record())
     assert len(claim_run(tmp_path, {"arms": ["a"], "limit": 5}).records) == 1
@@ -140,8 +140,8 @@ def test_a_larger_limit_goes_on_in_the_same_folder(tmp_path):
         claim_run(tmp_path, {"arms": ["a"], "limit": 2})
 
 
-def test_a_folder_without_an_answer_is_anyones(tmp_path):
-    """As one is left by a command that was refused after it had named its folder."""
+def test_a_folder_without_answers_can_be_claimed_by_any_run(tmp_path):
+    """A command that is refused after claiming its folder leaves such a folder."""
     claim_run(tmp_path, {"arms": ["a"], "drafter": "ngram"})
     claim_run(tmp_path, {"arms": ["a"], "drafter": "draft"})
     assert json.loads((tmp_path / "run.json").read_text())["drafter"] == "draft"

@@ -1,4 +1,4 @@
-"""Several risks at one error rate: answers lost, answers that grow, answers that never end."""
+"""Several risks at one error rate: lost, longer and unfinished answers."""
 
 import numpy as np
 import pytest
@@ -14,14 +14,14 @@ PROMISE = Promise(0.03, max_growth=0.1, max_unfinished=0.01)
 
 
 def lengths_of(rng, num, *, growth=0.0, unfinished=0.0):
-    """Answers of about 200 tokens; relaxed ones differ by half of that, and are longer by `growth` on average."""
+    """Answers of about 200 tokens; relaxed ones vary by half and are longer by `growth` on average."""
     strict = rng.uniform(100, 300, num)
     relaxed = strict * (1 + growth) * rng.uniform(0.5, 1.5, num)
     cut = (rng.random(num) < unfinished).astype(float)
     return Lengths(strict, np.minimum(relaxed, BUDGET), np.zeros(num), cut, BUDGET)
 
 
-def test_a_rule_whose_answers_grow_is_refused_however_right_it_is():
+def test_a_rule_whose_answers_grow_is_refused_even_if_all_are_right():
     rng = np.random.default_rng(0)
     solved = np.ones(1000)
     grown = paired_test(PROMISE, solved, solved, lengths_of(rng, 1000, growth=0.9))
@@ -42,8 +42,8 @@ def test_a_rule_whose_answers_do_not_end_is_refused():
 
 
 @pytest.mark.parametrize("risk", ["growth", "unfinished", "drop"])
-def test_a_risk_at_its_bound_is_certified_in_at_most_one_task_of_twenty(risk):
-    """Of a thousand tasks whose true risk is just what must stay out, whatever the other risks do."""
+def test_a_risk_at_its_bound_is_certified_in_at_most_one_task_in_twenty(risk):
+    """A thousand simulated tasks whose true risk is exactly the bound."""
     rng = np.random.default_rng(1)
     passed = 0
     for _ in range(NUM_TASKS):
@@ -60,7 +60,7 @@ def test_a_risk_at_its_bound_is_certified_in_at_most_one_task_of_twenty(risk):
     assert passed <= 0.05 * NUM_TASKS + 3 * np.sqrt(0.05 * 0.95 * NUM_TASKS)
 
 
-def test_the_walk_ends_at_the_first_threshold_with_any_risk_not_proved():
+def test_the_walk_ends_at_the_first_threshold_with_an_unproved_risk():
     rng = np.random.default_rng(2)
     grows = {1.0: 0.0, 2.0: 0.02, 3.0: 0.5, 4.0: 0.0}
     solved = np.ones(800)

@@ -1,4 +1,4 @@
-"""CoSpec by command."""
+"""CoSpec from the command line."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ def pair():
         (["mine", "arbitration", "--max-mismatches", "0"], "max_mismatches must be 1 or more"),
     ],
 )
-def test_bad_usage_is_told(arguments, told, tmp_path, monkeypatch, capsys):
+def test_bad_usage_is_reported(arguments, told, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(arguments) in (1, 2)
     assert told in capsys.readouterr().err
@@ -45,13 +45,13 @@ def test_bad_usage_is_told(arguments, told, tmp_path, monkeypatch, capsys):
         (["--start", "o/arbiter", "--out", "o"], "--start must not be what --out"),
     ],
 )
-def test_bad_usage_of_reinforcement_is_told(arguments, told, tmp_path, monkeypatch, capsys):
+def test_bad_usage_of_reinforcement_is_reported(arguments, told, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run_command(Reinforce, arguments) in (1, 2)
     assert told in capsys.readouterr().err
 
 
-def test_what_is_refused_leaves_nothing(pair, tmp_path, monkeypatch, capsys):
+def test_refused_commands_leave_no_files(pair, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     climb = [*SMALL, "--start", "none", "--out", "rl"]
     assert run_command(Reinforce, [*climb, "--draft-temperature", "-1"]) == 2
@@ -67,8 +67,8 @@ def test_what_is_refused_leaves_nothing(pair, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_whole_method_by_command(tmp_path, monkeypatch, capsys):
-    """Mine, warm up, reinforce, audit and use, on the bundled pair, as small as it goes."""
+def test_the_whole_method_runs_from_the_command_line(tmp_path, monkeypatch, capsys):
+    """Mine, warm up, reinforce, audit and decode with the bundled pair, at the smallest sizes."""
     monkeypatch.chdir(tmp_path)
     mine = ["mine", "arbitration", *SMALL, "--num-draft-tokens", "8", "--max-mismatches", "1"]
     assert main([*mine, "--limit", "3"]) == 0

@@ -1,4 +1,4 @@
-"""One prompt format through every verb: a Qwen3 pair with its template, thinking left to it, on and off."""
+"""Every command reads the same prompt format: raw, or a Qwen3 chat template with thinking unset, on or off."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def pair(tmp_path_factory):
 
 @pytest.fixture
 def read(monkeypatch):
-    """The beginnings of all texts that models are given."""
+    """Token ids of every prompt that is decoded."""
     seen = []
     generate, submit = SpeculativeDecoder.generate, BatchDecoder.submit
 
@@ -40,7 +40,7 @@ def read(monkeypatch):
 
 @pytest.fixture
 def words(pair, tmp_path, monkeypatch):
-    """Flags of models and data; the answer is the response's last letter."""
+    """Flags for the models and the data; the answer is the last letter of the response."""
     path = tmp_path / "q.jsonl"
     path.write_text("".join(json.dumps({"question": f"Say {n}!", "answer": "e"}) + "\n" for n in range(60)))
     monkeypatch.chdir(tmp_path)
@@ -57,7 +57,7 @@ FORMATS = {
 
 
 def prompt_text(name):
-    """What the template writes around a question, without the question."""
+    """Text that the template writes before and after the number in the question."""
     if name == "raw":
         return "Say ", "!"
     system = "<|im_start|>system\nBe brief.<|im_end|>\n" if name == "on" else ""
@@ -66,7 +66,7 @@ def prompt_text(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_verb_reads_the_same_tokens(name, pair, read, words, capsys):
+def test_every_command_reads_the_same_prompt_tokens(name, pair, read, words, capsys):
     form = [*FORMATS[name], "--max-new-tokens", LENGTH]
     few = ["--split", "all", "--limit", "2"]
     verbs = {
@@ -91,7 +91,7 @@ def test_every_verb_reads_the_same_tokens(name, pair, read, words, capsys):
     assert LabelStore(Path("labels")).manifest["prompt"].get("chat_template", False) is (name != "raw")
 
 
-def test_a_head_knows_how_it_was_made_and_what_from(pair, read, words, capsys, recwarn):
+def test_a_head_records_its_prompt_format_and_problems(pair, read, words, capsys, recwarn):
     form = [*FORMATS["off"], "--max-new-tokens", LENGTH]
     models = words[:6]
     assert main(["mine", "autojudge", *words, *form, "--split", "all", "--limit", "30", "--out", "labels"]) == 0
@@ -109,7 +109,7 @@ def test_a_head_knows_how_it_was_made_and_what_from(pair, read, words, capsys, r
     assert any("its head was made from 1 of these 2 problems" in str(item.message) for item in recwarn)
 
 
-def test_certifying_on_what_a_head_was_made_from_is_refused_by_name(pair, words, capsys):
+def test_certifying_on_a_heads_training_problems_is_refused_by_name(pair, words, capsys):
     form = ["--max-new-tokens", LENGTH]
     assert main(["mine", "autojudge", *words, *form, "--split", "all", "--limit", "30", "--out", "labels"]) == 0
     assert main(["train", "judge", *words[:6], "--labels", "labels", "--out", "head"]) == 0

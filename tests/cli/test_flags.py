@@ -1,4 +1,4 @@
-"""Flags and configuration files: declared once, checked alike, and what a run keeps repeats it."""
+"""Flags and configuration files: declared once, checked alike, and a stored configuration repeats its run."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1)
         inner=st.builds(Inner, rate=st.floats(0.0, allow_nan=False, allow_infinity=False), num_steps=st.integers()),
     )
 )
-def test_a_kept_configuration_gives_the_same_record(tmp_path_factory, record):
+def test_a_stored_configuration_gives_the_same_record(tmp_path_factory, record):
     path = tmp_path_factory.mktemp("config") / "config.yaml"
     path.write_text(to_yaml(record, "toy"), encoding="utf-8")
     assert toy("--config", str(path)) == record
 
 
-def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
+def test_flags_override_the_file_and_the_file_overrides_defaults(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("command: toy\nname: a\nsteps: 9\nrate: 1e-3\n")
     made = toy("--config", str(path), "--steps", "4")
@@ -111,7 +111,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
         ("name: [\n", "cannot be read"),
     ],
 )
-def test_a_configuration_that_does_not_fit_is_refused(tmp_path, content, says):
+def test_invalid_configurations_are_refused_with_a_reason(tmp_path, content, says):
     path = tmp_path / "c.yaml"
     path.write_text(content)
     with pytest.raises(ReprieveError) as refused:
@@ -136,7 +136,7 @@ def test_a_missing_configuration_and_a_missing_flag_are_named(capsys):
         (["--sizes", ","], "must be numbers separated by commas"),
     ],
 )
-def test_wrong_usage_is_named(arguments, says, capsys):
+def test_bad_usage_is_reported(arguments, says, capsys):
     with pytest.raises(SystemExit):
         toy("--name", "a", *arguments)
     assert says in capsys.readouterr().err
@@ -158,7 +158,7 @@ def test_a_runs_configuration_repeats_the_run(tmp_path):
     assert ours == {**theirs, "out": str(first)}
 
 
-def test_presets_lie_between_defaults_and_configuration(tmp_path):
+def test_presets_override_defaults_and_configurations_override_presets(tmp_path):
     kind = command_of("train arbiter")
     needed = ["--labels", "traces"]
 
@@ -192,7 +192,7 @@ def test_help_and_usage_errors_load_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_bundled_target_brings_its_task():
+def test_a_bundled_target_sets_the_default_task():
     kind = command_of("bench")
 
     def task(*arguments):
@@ -214,14 +214,14 @@ def test_a_bundled_target_brings_its_task():
         ('target: "a\\uD800b"\n', "must be text without NUL and lone surrogates|cannot be read"),
     ],
 )
-def test_configurations_that_mean_something_else_are_refused(written, told, tmp_path, capsys):
+def test_ambiguous_and_empty_configuration_values_are_refused(written, told, tmp_path, capsys):
     path = tmp_path / "c.yaml"
     path.write_text(written)
     assert main(["bench", "--config", str(path)]) in (1, 2)
     assert re.search(told, capsys.readouterr().err)
 
 
-def test_numbers_in_configurations_are_as_people_read_them(tmp_path):
+def test_numbers_in_configurations_are_read_as_decimals(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("temperature: 1e-3\ntop_p: 0.5\nlimit: 010\n")
     made = parse(command_of("bench"), ["--config", str(path)], command="bench").settings
@@ -233,13 +233,13 @@ def test_an_empty_path_is_refused(capsys):
     assert "must name a path, got ''" in capsys.readouterr().err
 
 
-def test_an_argument_that_is_no_text_is_refused_before_models_load(capsys):
+def test_an_argument_that_is_not_utf8_is_refused_before_models_load(capsys):
     assert main(["generate", "caf\udce9"]) == 2
     assert "argument 2 must be UTF-8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["bench", "--help"]])
-def test_a_reader_that_goes_away_is_met_with_silence(arguments):
+def test_a_closed_pipe_causes_no_error_output(arguments):
     command = [sys.executable, "-u", "-c", "from reprieve.cli.main import run; run()", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()

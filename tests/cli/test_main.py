@@ -1,4 +1,4 @@
-"""The command line, end to end on the bundled pair: contracts, exit statuses, clear refusals."""
+"""The command line, end to end on the bundled pair: output formats, exit statuses and error messages."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_bench_writes_results_records_and_figure_and_resumes(tmp_path, capsys):
     assert "command: bench" in (tmp_path / "run" / "config.yaml").read_text()
 
 
-def test_lists_make_an_arm_of_each_value_at_each_k_and_the_fastest_k_is_told(tmp_path, capsys):
+def test_lists_make_an_arm_for_each_value_and_k_and_the_fastest_is_reported(tmp_path, capsys):
     out = str(tmp_path / "run")
     arguments = ["--arm", "margin:delta=1,4", "--num-draft-tokens", "4,8", "--limit", "2", "--out", out]
     assert main(["bench", *SMALL, *arguments]) == 0
@@ -90,7 +90,7 @@ def test_lists_make_an_arm_of_each_value_at_each_k_and_the_fastest_k_is_told(tmp
     assert specs[2:] == [f"{rule}@K={k}" for k in (4, 8) for rule in ("lossless", "margin:delta=1", "margin:delta=4")]
 
 
-def test_ctrl_c_keeps_what_is_done_and_exits_130(tmp_path):
+def test_ctrl_c_keeps_finished_answers_and_exits_130(tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "reprieve.cli.main", "bench", "--limit", "500", "--out", str(out)]
     process = subprocess.Popen(
@@ -190,11 +190,11 @@ def test_every_command_has_help_for_every_flag(command, capsys):
 
 
 @pytest.mark.parametrize("command", list(COMMANDS))
-def test_every_command_s_help_begins_with_an_example_that_can_be_typed(command, capsys):
+def test_help_begins_with_an_example_that_parses(command, capsys):
     kind = command_of(command)
     words = shlex.split(kind.example)
     assert words[: 1 + len(command.split())] == ["reprieve", *command.split()]
-    parse(kind, words[1 + len(command.split()) :], command=command)  # raises where a flag or value is wrong
+    parse(kind, words[1 + len(command.split()) :], command=command)  # raises if a flag or value is wrong
     assert main([*command.split(), "--help"]) == 0
     assert capsys.readouterr().out.splitlines()[1] == f"example: {kind.example}"
 
@@ -223,7 +223,7 @@ def test_calibrating_and_pruning_from_the_command_line(tmp_path, capsys):
     assert main([*command, "--bucket-by", "margin", "--buckets", "2"]) == 0
     told = capsys.readouterr().out
     assert "bucket 1" in told and f"--arm lts:path={out}" in told.replace("\n", "")
-    assert main(command) == 0  # over the same folder, from the answers it kept
+    assert main(command) == 0  # in the same folder, from the stored answers
     constants = capsys.readouterr().out
     assert "tau_delta" in constants and "bucket" not in constants
     rule = f"lts:path={out},theta=0.9"
@@ -238,7 +238,7 @@ def test_calibrating_and_pruning_from_the_command_line(tmp_path, capsys):
     assert by_spec["lossless"]["pruned_share"] == 0
 
 
-def test_a_drafting_head_is_trained_kept_and_resumed(tmp_path, capsys):
+def test_a_drafting_head_is_trained_once_and_drafts_losslessly(tmp_path, capsys):
     pytest.importorskip("speculators")
     out = tmp_path / "eagle"
     command = ["train", "eagle", *SMALL, "--limit", "6", "--passes", "1", "--steps", "2", "--draft-vocab-size", "64",
@@ -256,7 +256,7 @@ def test_a_drafting_head_is_trained_kept_and_resumed(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["text"] == drafted
 
 
-def test_help_has_every_command_in_a_group(capsys):
+def test_help_lists_every_command_with_its_summary(capsys):
     assert main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for name, (_, text) in COMMANDS.items():

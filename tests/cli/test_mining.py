@@ -1,4 +1,4 @@
-"""From labels to heads by command."""
+"""From labels to heads on the command line."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_pivot_end_to_end(tmp_path, capsys):
 def test_state_arbiter_end_to_end(tmp_path, capsys):
     mined, store, head = tmp_path / "mined", tmp_path / "traces", tmp_path / "head"
     assert main(["mine", "arbitration", *SMALL, "--limit", "4", "--num-draft-tokens", "8", "--out", str(mined)]) == 0
-    # The bundled draft is hardly ever better: let each third mismatch be so.
+    # The bundled draft is rarely better, so make it better in every third mismatch and worse in another third.
     copy = LabelStore(store, LabelStore(mined).manifest)
     for problem in LabelStore(mined).problems():
         utilities = enumerate(problem.mismatches)
@@ -144,7 +144,7 @@ def test_annotated_labels_train_a_head(tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_label_what_one_process_labels(tmp_path, capsys):
+def test_two_workers_give_the_same_labels_as_one(tmp_path, capsys):
     mine = ["mine", "autojudge", *SMALL, "--limit", "4", "--in-flight", "2", "--max-new-tokens", "64"]
     assert main([*mine, "--workers", "2", "--out", str(tmp_path / "two")]) == 0
     assert "mined now: 4" in capsys.readouterr().out
@@ -158,7 +158,7 @@ def test_mining_needs_at_least_one_worker(tmp_path, capsys):
     assert "workers must be in [1, 1024], got 0" in capsys.readouterr().err
 
 
-def test_a_file_s_long_answers_are_shortened_to_what_the_pair_has_room_for(tmp_path):
+def test_max_new_tokens_is_reduced_to_fit_the_pair(tmp_path):
     rows = [{"question": f"What is {number} + {number}?", "answer": str(2 * number)} for number in range(30)]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = f"jsonl:path={tmp_path / 'q.jsonl'},grader=number"  # 1,024 tokens per answer, and the pair reads 512
@@ -169,7 +169,7 @@ def test_a_file_s_long_answers_are_shortened_to_what_the_pair_has_room_for(tmp_p
         assert main([*lts, "--limit", "2"]) == 0
 
 
-def test_an_empty_split_is_named_with_the_splits_that_are_not(tmp_path, capsys):
+def test_an_empty_split_is_named_with_the_splits_that_have_problems(tmp_path, capsys):
     (tmp_path / "q.jsonl").write_text('{"question": "What is 1 + 1?", "answer": "2"}\n')
     task = f"jsonl:path={tmp_path / 'q.jsonl'},grader=number"
     sizes = {split: len(load_task(task).problems(split, 9)) for split in ("train", "validation", "test")}

@@ -1,4 +1,4 @@
-"""quickstart: what it finds out, what it refuses, and that it goes on where it was."""
+"""`quickstart`: checks before any work, refusals, and resuming after an interruption."""
 
 import io
 import json
@@ -27,7 +27,7 @@ def data(tmp_path, monkeypatch):
 FLAGS = ["--grader", "number", "--prompt-template", "t.txt", "--max-new-tokens", "200"]
 
 
-def test_it_looks_first(data, capsys):
+def test_look_prints_the_plan_and_what_can_be_proved(data, capsys):
     assert main(["quickstart", *SMALL, "--data", str(data), *FLAGS, "--look"]) == 0
     said = capsys.readouterr()
     assert "train" in said.out and "prompts: raw prompts" in said.out and "were right" in said.out
@@ -52,7 +52,7 @@ def test_it_looks_first(data, capsys):
         (["--task", "prompts:path=q.jsonl"], "no right answers"),
     ],
 )
-def test_what_cannot_be_is_refused(data, capsys, given, said):
+def test_bad_usage_is_refused(data, capsys, given, said):
     assert main(["quickstart", *SMALL, *given]) in (1, 2)
     assert said in capsys.readouterr().err
 
@@ -72,7 +72,7 @@ def test_a_file_without_any_readable_answer_is_refused(data, capsys):
     assert "line 1: grader number finds no answer in field 'answer', got 'some words'" in capsys.readouterr().err
 
 
-def test_it_stops_before_any_work_where_no_answer_can_be_read(data, capsys):
+def test_it_stops_before_any_work_if_no_answer_can_be_read(data, capsys):
     (data.parent / "t.txt").write_text("{question} Never mind:")
     limits = ["--mine-limit", "2", "--certify-limit", "2", "--max-new-tokens", "4", "--out", "unread"]
     assert main(["quickstart", *SMALL, "--data", str(data), *FLAGS[:4], *limits]) == 1
@@ -82,7 +82,7 @@ def test_it_stops_before_any_work_where_no_answer_can_be_read(data, capsys):
     assert not Path("unread").exists()
 
 
-def test_it_stops_where_no_answer_is_right_and_asks_on_a_terminal(data, capsys, monkeypatch):
+def test_it_stops_if_no_answer_is_right_and_asks_on_a_terminal(data, capsys, monkeypatch):
     rows = [json.loads(line) | {"answer": "-1234567"} for line in data.read_text().splitlines()]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = ["quickstart", *SMALL, "--data", str(data), *FLAGS, "--out", "wrong"]
@@ -129,7 +129,7 @@ def test_without_enough_problems_it_ends_with_a_report_and_a_strict_policy(data,
 
 
 @pytest.mark.slow
-def test_it_goes_from_a_file_to_a_certificate_and_goes_on_where_it_was_stopped(data, monkeypatch, capsys):
+def test_it_turns_a_file_into_a_certificate_and_resumes_after_interruptions(data, monkeypatch, capsys):
     rows = [
         {"question": problem.question, "answer": problem.reference}
         for problem in load_task("arithmetic").problems("train", 160)
@@ -158,7 +158,7 @@ def test_it_goes_from_a_file_to_a_certificate_and_goes_on_where_it_was_stopped(d
     paths = [next(Path(name).glob("certificates/judge-*.json")) for name in ("whole", "stopped")]
     certificates = [json.loads(path.read_text()) for path in paths]
     for certificate in certificates:
-        for part in ("rule", "portable_rule", "statement", "made_with", "sha256"):  # folders and clocks
+        for part in ("rule", "portable_rule", "statement", "made_with", "sha256"):  # these depend on folders and times
             del certificate[part]
     assert certificates[0] == certificates[1]
     assert (Path("stopped") / "report.html").exists() and json.loads((Path("stopped") / "policy.json").read_text())

@@ -1,4 +1,4 @@
-"""Progress where there is no terminal."""
+"""Progress without a terminal."""
 
 import pytest
 

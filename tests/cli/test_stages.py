@@ -1,4 +1,4 @@
-"""Verbs run one after another: what is done is passed over, what fails ends the pipeline."""
+"""Pipelines of commands: finished stages are skipped, and a failed stage ends the pipeline."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ from reprieve.errors import ReprieveError
 
 @dataclass(frozen=True)
 class Scripted(Command):
-    """A verb that ends as it is told.
+    """A command that ends with a given status.
 
     Args:
         status: Exit status.
@@ -27,7 +27,7 @@ class Scripted(Command):
         return self.status
 
 
-def test_a_finished_stage_is_passed_over_until_its_flags_change(tmp_path, capsys):
+def test_a_finished_stage_is_skipped_until_its_flags_change(tmp_path, capsys):
     calls = []
     for status in (0, 0, 1):
         assert Pipeline(tmp_path, "account").run("one", Scripted(status, calls), results=(0, 1)) == status
@@ -43,12 +43,12 @@ def test_a_failed_stage_ends_the_pipeline_and_is_tried_again(tmp_path):
     assert calls == [1, 1]
 
 
-def test_an_interrupted_stage_is_not_in_the_account(tmp_path):
+def test_an_interrupted_stage_is_not_recorded(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         Pipeline(tmp_path, "account").run("one", Scripted(130))
     assert not (tmp_path / "account.json").exists()
 
 
-def test_an_account_that_cannot_be_read_counts_as_none(tmp_path):
+def test_an_unreadable_account_is_ignored(tmp_path):
     (tmp_path / "account.json").write_text("{")
     assert Pipeline(tmp_path, "account").run("one", Scripted(0)) == 0

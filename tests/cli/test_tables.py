@@ -32,7 +32,7 @@ def printed(width):
 
 
 @pytest.mark.parametrize("width", [80, 100, 120, 250])
-def test_a_table_fits_and_breaks_names_at_their_signs_only(width):
+def test_tables_fit_and_break_specifications_at_separators_only(width):
     lines = printed(width).splitlines()
     assert max(map(len, lines)) <= width
     words = {line[: line.find("  ", 1)].strip() for line in lines}
@@ -43,7 +43,7 @@ def test_a_table_fits_and_breaks_names_at_their_signs_only(width):
     assert ("cut off" in lines[3] or "cut off" in lines[2]) == (width == 250)
 
 
-def test_quality_and_speed_are_left_in_the_narrowest_table():
+def test_the_narrowest_table_keeps_quality_and_speed():
     text = printed(80)
     assert "100.0 [34, 100]" in text and "35.28x [23.64, 43.02]" in text
 

@@ -63,7 +63,7 @@ def test_rounds_keep_within_depth_budget_and_k():
 
 
 def test_the_tree_holds_the_paths_of_largest_joint_probability():
-    """Two levels with every child expanded: the tree is the best of all paths, found here by enumeration."""
+    """With two fully expanded levels, the tree is the best set of paths, found here by enumeration."""
     target = tiny_model(vocab_size=6)
     head = random_eagle(target)
     total = 11
@@ -109,7 +109,7 @@ def test_two_children_of_one_parent_are_never_the_same_token():
         assert len(set(pairs)) == len(pairs)
 
 
-def test_a_target_that_hands_out_no_states_is_refused():
+def test_a_target_without_hidden_states_is_refused():
     target = tiny_model()
     with pytest.raises(UnsupportedModelError, match="eagle3 drafter needs the target's hidden states of layer 0"):
         SpeculativeDecoder(CachedModel(target), EagleDrafter(random_eagle(target), vocab_size=48), NumberTokenizer())
@@ -123,7 +123,7 @@ def test_block_verification_of_trees_is_refused_at_once():
     assert len(chain.generate(PROMPT, SamplingParams(max_new_tokens=9, temperature=1.0)).tokens) == 9
 
 
-def test_specifications_are_checked_and_name_what_is_known():
+def test_specifications_are_parsed_and_bad_ones_are_refused_with_a_reason():
     parsed = DRAFTERS.make("eagle3:top_k=4,prune=depth,keep=0.5")
     assert parsed == EagleSettings(top_k=4, prune="depth", keep=0.5) and parsed.pruning == Pruning("depth", keep=0.5)
     for spec, told in {
@@ -146,14 +146,14 @@ def test_specifications_are_checked_and_name_what_is_known():
         assert told in str(caught.value)
 
 
-def test_an_emptied_tree_is_a_plain_step():
+def test_a_fully_pruned_tree_decodes_one_token_per_round():
     target = tiny_model()
     decoder = make_decoder(target, random_eagle(target), prune="depth", keep=0.1, alpha=9.0, depth=4, top_k=3)
     made = decoder.generate(PROMPT, SamplingParams(max_new_tokens=12))
     assert len(made.tokens) == 12 and set(itertools.chain(made.round_lengths)) == {1}
 
 
-def test_a_head_that_nobody_names_is_the_targets_own():
+def test_the_default_head_is_the_targets_own():
     eagle, named = DRAFTERS.make("eagle3"), DRAFTERS.make("eagle3:path=heads/mine")
     assert eagle.source("reprieve/arithmetic-pair") == "reprieve/arithmetic-eagle3"
     assert eagle.source("reprieve/miniature") == "reprieve/miniature-eagle3"

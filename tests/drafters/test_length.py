@@ -1,4 +1,4 @@
-"""How many tokens per round drafts: constant, by recent acceptance, or by a head."""
+"""Draft length per round: constant, from recent acceptance, or from a head."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ def plain(target):
     return SpeculativeDecoder(CachedModel(target), None, NumberTokenizer()).generate(PROMPT, PARAMS).token_ids
 
 
-def test_whatever_decides_a_greedy_lossless_answer_is_the_targets(target, draft):
+def test_greedy_lossless_answers_are_the_targets_for_every_length_policy(target, draft):
     for length in (FixedLength(5), AcceptanceLength(0.1), LearnedLength(random_length(32))):
         made = decoder(target, draft, length).generate(PROMPT, PARAMS, trace=True)
         assert made.token_ids == plain(target)
@@ -47,7 +47,7 @@ def test_whatever_decides_a_greedy_lossless_answer_is_the_targets(target, draft)
         assert again.round_lengths == made.round_lengths, "the same request, the same rounds"
 
 
-def test_a_head_ends_blocks_where_its_price_says(target, draft):
+def test_a_higher_price_makes_shorter_blocks(target, draft):
     drafted = {}
     for price in (1e-300, 1e-6, 0.5, 1.0):
         made = decoder(target, draft, LearnedLength(random_length(32, price=price))).generate(
@@ -60,7 +60,7 @@ def test_a_head_ends_blocks_where_its_price_says(target, draft):
     assert sum(drafted[0.5]) / len(drafted[0.5]) < sum(drafted[1e-6]) / len(drafted[1e-6])
 
 
-def test_a_head_computes_what_it_says():
+def test_a_heads_decision_by_hand():
     head = random_length(4, price=0.5)
     state, logits, token = torch.randn(1, 4), torch.randn(1, 9), torch.tensor([3])
     one = LearnedLength(head).start(0.7, 1.3)
@@ -83,7 +83,7 @@ def test_a_head_computes_what_it_says():
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_recent_acceptance_chooses_what_pays(exact):
+def test_recent_acceptance_sets_the_length(exact):
     good, bad = (AcceptanceLength(0.1, exact=exact).start(None, 0.0) for _ in range(2))
     for _ in range(12):
         good.learn(good.begin(), good.begin())
@@ -95,7 +95,7 @@ def test_recent_acceptance_chooses_what_pays(exact):
     assert dear.begin() == 1
 
 
-def test_a_rate_is_that_of_its_place_and_unseen_places_follow_the_one_before():
+def test_rates_are_per_position_and_unseen_positions_follow_the_one_before():
     rates = AcceptanceRates(4)
     assert rates.rates() == pytest.approx([0.9] * 4)
     for num_accepted in (0, 3, 3, 3):  # rejected at once, or not at all
@@ -107,7 +107,7 @@ def test_a_rate_is_that_of_its_place_and_unseen_places_follow_the_one_before():
     assert rates.rates([0.5] * 4) == pytest.approx([11 / 20, 11 / 19, 11 / 19, 0.5])
 
 
-def test_the_best_length_is_that_of_most_tokens_for_its_time():
+def test_the_best_length_maximises_tokens_per_time():
     rates, cost = [0.6, 0.95, 0.95, 0.95, 0.2], 0.1
     speeds, reached, tokens = [], 1.0, 1.0
     for place, rate in enumerate(rates, start=1):
@@ -117,7 +117,7 @@ def test_the_best_length_is_that_of_most_tokens_for_its_time():
     assert best_length(rates, cost) == 1 + speeds.index(max(speeds)) == 4
 
 
-def test_only_exact_greedy_answers_begin_with_the_rates_of_earlier_ones():
+def test_only_exact_greedy_answers_start_from_earlier_rates():
     def first_length(*, exact, temperature):
         length = AcceptanceLength(0.1, exact=exact)
         for _ in range(20):
@@ -130,7 +130,7 @@ def test_only_exact_greedy_answers_begin_with_the_rates_of_earlier_ones():
     assert first_length(exact=True, temperature=1.0) == first_length(exact=False, temperature=0.0) == unseen > 1
 
 
-def test_trees_are_as_deep_and_wide_as_pays(target):
+def test_trees_shrink_if_drafting_does_not_pay(target):
     head = random_eagle(target)
     answers = {}
     for name, length in (("fixed", FixedLength(16)), ("auto", AcceptanceLength(0.5, drafts_trees=True))):
@@ -145,7 +145,7 @@ def test_trees_are_as_deep_and_wide_as_pays(target):
     assert answers["auto"].num_pruned == 0, "pruning is what was asked for"
 
 
-def test_levels_and_nodes_of_trees():
+def test_tree_limits_follow_the_expected_acceptance():
     trees = TreeLength(0.2)
     assert trees.level_pays(0.9) and not trees.level_pays(0.1)
     before = trees.least()
@@ -156,7 +156,7 @@ def test_levels_and_nodes_of_trees():
 
 
 @pytest.mark.parametrize("value", [0, -1, 513, 2.5, True, "", "Auto", "auto:", "auto:path=", "8", "auto:head=x"])
-def test_what_is_neither_k_nor_auto_is_refused(value):
+def test_invalid_numbers_of_draft_tokens_are_refused(value):
     with pytest.raises(SpecError, match="num_draft_tokens"):
         require_draft_tokens(value)
 
@@ -170,13 +170,13 @@ class TestPair:
     def head(self, pair, **changes):
         return dataclasses.replace(random_length(32), pair=pair.identity, **changes)
 
-    def test_auto_goes_by_acceptance_where_there_is_no_head(self, pair):
+    def test_auto_uses_recent_acceptance_without_a_head(self, pair):
         assert isinstance(pair.decoder().length, AcceptanceLength)
         assert isinstance(pair.decoder(num_draft_tokens=7).length, FixedLength)
         assert pair.decoder("lossless", drafter="ngram").length.cost == 0
         assert isinstance(pair.decoder("lossless", drafter="ngram").drafter, NgramDrafter)
 
-    def test_a_saved_head_decides(self, pair, tmp_path):
+    def test_a_saved_head_sets_the_length(self, pair, tmp_path):
         self.head(pair).save_pretrained(tmp_path)
         made = pair.decoder("lossless", num_draft_tokens=f"auto:path={tmp_path}")
         assert isinstance(made.length, LearnedLength)
@@ -212,7 +212,7 @@ class TestPair:
         with pytest.raises(SpecError):
             self.head(pair, **changes)
 
-    def test_a_head_survives_being_saved(self, pair, tmp_path):
+    def test_a_head_round_trips_through_a_folder(self, pair, tmp_path):
         head = self.head(pair, training={"num_problems": 3})
         head.save_pretrained(tmp_path)
         assert LengthHead.from_pretrained(tmp_path).fingerprint == head.fingerprint

@@ -1,4 +1,4 @@
-"""ARC-Decode's pruning and its rivals."""
+"""ARC-Decode's pruning and the alternatives."""
 
 import math
 
@@ -24,7 +24,7 @@ def random_tree(seed, num=40):
 
 @st.composite
 def trees(draw):
-    """Up to 24 nodes; a path's log-probability falls on its way down."""
+    """Trees of up to 24 nodes; log-probabilities fall along every path."""
     parents, log_probs = [], []
     for node in range(draw(st.integers(1, 24))):
         parent = draw(st.integers(ROOT, node - 1))
@@ -48,12 +48,12 @@ def test_pruning_keeps_prefixes(tree, root_entropy, strategy):
     assert all(parents[node] == ROOT or parents[node] in kept for node in kept)
     if strategy == "entropy":
         assert kept, "something is left to verify"
-    if strategy == "path_prob":  # a parent is as likely as its child, or likelier, and is drafted first
+    if strategy == "path_prob":  # a parent is at least as likely as its child, and comes first
         assert len(kept) == max(1, round(0.6 * len(parents)))
 
 
 @pytest.mark.parametrize("strategy", ["entropy", "depth", "depth_exp", "path_prob"])
-def test_pruning_prunes(strategy):
+def test_pruning_removes_some_nodes_and_keeps_some(strategy):
     parents, log_probs = random_tree(0)
     assert 0 < len(Pruning(strategy, epsilon=0.3, keep=0.6, leaf=0.02).kept(parents, log_probs, 0.4)) < len(parents)
 
@@ -61,11 +61,11 @@ def test_pruning_prunes(strategy):
 @given(trees())
 def test_entropy_pruning_covers_each_depths_mass_and_leaves_no_parent_childless(tree):
     parents, log_probs = tree
-    assume(len(set(log_probs)) == len(log_probs))  # nodes of one mass may stand for each other
+    assume(len(set(log_probs)) == len(log_probs))  # nodes of equal mass are interchangeable
     depths = depths_of(parents)
     for pruning, share in ((Pruning(epsilon=0.2), 0.2), (Pruning(budget=0.5), 0.5 / (max(depths) + 1))):
         kept = set(pruning.kept(parents, log_probs, 0.4))
-        # Nodes go only for their own depth's threshold, or because their parent went.
+        # A node is removed only by its depth's threshold or together with its parent.
         for depth in range(max(depths) + 1):
             nodes = [node for node in range(len(parents)) if depths[node] == depth]
             mass = sum(math.exp(log_probs[node]) for node in nodes)
@@ -81,7 +81,7 @@ def test_entropy_pruning_covers_each_depths_mass_and_leaves_no_parent_childless(
             assert any(parents[child] == node for child in kept)
 
 
-def test_entropy_moves_leaves_and_no_depths_threshold():
+def test_entropy_affects_leaves_and_no_depth_threshold():
     parents, log_probs = random_tree(3)
     calm, unsure = (Pruning(epsilon=0.2).kept(parents, log_probs, entropy) for entropy in (0.0, 1.0))
     assert calm == unsure, "Eq. 1 scales a whole depth: Eq. 3 cannot see it"
@@ -89,7 +89,7 @@ def test_entropy_moves_leaves_and_no_depths_threshold():
     assert len(unsure) < len(calm)
 
 
-def test_a_hand_made_tree():
+def test_pruning_by_hand():
     # Two roots of mass 0.9 and 0.05; under the first 0.6, 0.2 and 0.02; under the 0.2 a lone child.
     parents = [ROOT, ROOT, 0, 0, 0, 3]
     mass = [0.9, 0.05, 0.6, 0.2, 0.02, 0.1]

@@ -1,4 +1,4 @@
-"""CoSpec's rule in the loop."""
+"""CoSpec's rule in the decoding loop."""
 
 import dataclasses
 
@@ -43,7 +43,7 @@ def test_the_rule_by_hand():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_lambda_one_is_lossless_and_lambda_zero_takes_the_whole_draft(target, draft, temperature):
+def test_lambda_one_is_lossless_and_lambda_zero_accepts_the_whole_draft(target, draft, temperature):
     model = trained(draft, bias=0.0)
     params = SamplingParams(max_new_tokens=60, temperature=temperature, seed=3)
 
@@ -89,7 +89,7 @@ def test_a_round_matches_appendix_f(target, draft, temperature):
     assert kinds == {Provenance.MATCHED, Provenance.RESCUED, Provenance.TARGET}
 
 
-def test_a_round_without_a_mismatch_is_not_asked_about(target):
+def test_rounds_without_a_mismatch_skip_the_arbiter(target):
     model = trained(target)
     advisor = ArbiterAdvisor(model)
     made = decoder_with(target, target, ArbiterRule.of(arbiter_of(model)), advisor).generate(
@@ -104,7 +104,7 @@ class Forgetful(ArbiterAdvisor):
         return super().advise(*args)
 
 
-def test_the_cache_changes_no_answer_and_reads_less(target, draft):
+def test_the_cache_reads_fewer_tokens_and_changes_no_answer(target, draft):
     model = trained(draft)
     rule = ArbiterRule.of(arbiter_of(model), lambda_=0.5)
     advisors = [ArbiterAdvisor(model), Forgetful(model)]
@@ -116,19 +116,19 @@ def test_the_cache_changes_no_answer_and_reads_less(target, draft):
     assert advisors[0].arbiter.num_read < 0.6 * advisors[1].arbiter.num_read
 
 
-def test_lambda_may_be_given_by_place():
+def test_lambda_may_be_a_positional_argument():
     assert ArbiterRule("somewhere", 0.3).spec == "arbiter:path=somewhere,lambda=0.3"
 
 
 class AskedAlways(ArbiterAdvisor):
-    """Is asked even where another rule has settled every mismatch."""
+    """An advisor that judges mismatches that another rule has settled, too."""
 
     def advise(self, block, evidence, settled):
         return super().advise(block, evidence, block.token_ids == evidence.own_ids)
 
 
 @pytest.mark.parametrize(("temperature", "k"), [(0.0, 12), (1.0, 32)])
-def test_what_another_rule_settles_is_not_asked_about(target, draft, temperature, k):
+def test_mismatches_settled_by_another_rule_skip_the_arbiter(target, draft, temperature, k):
     model = trained(draft)
     rule = attached(f"arbiter:path=a,lambda=0.5|top_k:k={k}", arbiter_of(model))
     params = SamplingParams(max_new_tokens=80, temperature=temperature)
@@ -138,7 +138,7 @@ def test_what_another_rule_settles_is_not_asked_about(target, draft, temperature
     assert 0 < advisors[0].arbiter.num_read < advisors[1].arbiter.num_read
 
 
-def test_what_arbitration_needs_is_asked_for(target, draft):
+def test_missing_inputs_of_arbitration_are_refused(target, draft):
     rule = ArbiterRule.of(arbiter_of(trained(draft)))
     with pytest.raises(SpecError, match="rule arbiter needs an advisor"):
         decoder_with(target, draft, rule, None)

@@ -1,4 +1,4 @@
-"""Inside transformers' own generate: every setting is taken over, without effect here, or refused by name."""
+"""Inside transformers' `generate`: every setting is supported, has no effect, or is refused by name."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from reprieve.engine.custom_generate import _TAKEN, _UNSUPPORTED, _WITHOUT_EFFEC
 from reprieve.errors import SpecError
 from tests.kit.chats import save_chat_pair
 
-# A value of each refused setting that would change the answer.
+# For each refused setting, a value that would change the answer.
 CHANGED = {
     "num_beams": 2, "num_return_sequences": 2, "repetition_penalty": 1.2, "encoder_repetition_penalty": 1.2,
     "no_repeat_ngram_size": 2, "min_new_tokens": 3, "min_length": 30, "min_p": 0.1, "typical_p": 0.5,
@@ -42,7 +42,7 @@ def test_every_field_of_the_generation_configuration_is_accounted_for():
 
 
 @pytest.mark.parametrize("name", [name for name in _UNSUPPORTED if hasattr(GenerationConfig(), name)])
-def test_a_setting_that_the_engine_does_not_have_is_refused_by_name(pair, prompt, name):
+def test_unsupported_settings_are_refused_by_name(pair, prompt, name):
     config = GenerationConfig(max_new_tokens=4)
     setattr(config, name, CHANGED[name])
     with pytest.raises(SpecError, match=f"generation setting {name} must be"):
@@ -69,7 +69,7 @@ def test_a_token_that_only_the_target_has_is_refused_by_name():
         decoder.generate([1, 60])
 
 
-def test_a_draft_under_transformers_own_name_drafts(pair, prompt):
+def test_a_draft_may_be_passed_as_assistant_model(pair, prompt):
     config = GenerationConfig(max_new_tokens=8, do_sample=False)
     made = [
         custom_generate(pair.target, prompt, generation_config=config, num_draft_tokens=4, **draft)

@@ -1,4 +1,4 @@
-"""The loop's promises: exact budgets, ends inside blocks, streams, seeds, traces, and clear refusals."""
+"""The decoding loop: exact budgets, ends inside blocks, streams, seeds, traces and error messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def draft(target):
 
 @pytest.fixture(scope="module")
 def text(target):
-    """What the target says, greedily."""
+    """Greedy output of the target alone."""
     return SpeculativeDecoder(CachedModel(target), None, NumberTokenizer()).generate(PROMPT).token_ids
 
 
@@ -53,7 +53,7 @@ def test_token_budget_is_exact(target, draft, text, max_new_tokens):
         assert answer.num_drafted >= answer.num_accepted
 
 
-def test_everything_accepted_gives_k_plus_one_tokens_a_round(target, draft):
+def test_accepting_everything_gives_k_plus_one_tokens_per_round(target, draft):
     answer = decoder(target, draft, rule="top_k:k=48", num_draft_tokens=4).generate(
         PROMPT, SamplingParams(max_new_tokens=50)
     )
@@ -86,7 +86,7 @@ def test_stop_text_inside_a_block_ends_tokens_and_text(target, draft, text):
     assert NumberTokenizer().decode(answer.token_ids).endswith(stop)
 
 
-def test_stream_adds_up_to_the_text_and_holds_back_half_a_stop(target, draft, text):
+def test_the_stream_adds_up_to_the_text_and_holds_back_a_partial_stop(target, draft, text):
     pieces = []
     answer = decoder(target, draft).generate(PROMPT, on_token=lambda token, piece: pieces.append((token, piece)))
     assert [token for token, _ in pieces] == answer.tokens
@@ -100,14 +100,14 @@ def test_stream_adds_up_to_the_text_and_holds_back_half_a_stop(target, draft, te
     assert "".join(half) == NumberTokenizer().decode(text[:8])
 
 
-def test_same_seed_same_answer_and_another_seed_another(target, draft):
+def test_the_seed_determines_the_answer(target, draft):
     model = decoder(target, draft, rule="random:rate=0.5")
     params = [SamplingParams(temperature=1.0, seed=seed, max_new_tokens=40) for seed in (1, 1, 2)]
     answers = [model.generate(PROMPT, p).token_ids for p in params]
     assert answers[0] == answers[1] != answers[2]
 
 
-def test_trace_tells_every_round_and_costs_nothing_when_off(target, draft):
+def test_a_trace_holds_every_round_and_is_off_by_default(target, draft):
     model = decoder(target, draft, rule="top_k:k=3", num_draft_tokens=5)
     assert model.generate(PROMPT, SamplingParams(max_new_tokens=30)).trace is None
     answer = model.generate(PROMPT, SamplingParams(max_new_tokens=30), trace=True)
@@ -135,7 +135,7 @@ def test_rescued_token_survives_commit(target, draft):
             assert int(logits[len(PROMPT) + place - 1].argmax()) == token.token_id
 
 
-def test_ngram_drafter_proposes_what_followed_last_time():
+def test_the_ngram_drafter_proposes_the_tokens_that_followed_last_time():
     drafter = NgramDrafter(CPU, NgramSettings(max_ngram=2))
     drafter.start([1, 2, 3, 4, 9, 1, 2], None, Prefill())
     assert drafter.propose(3, FixedLength(3)).token_ids.tolist() == [3, 4, 9]
@@ -152,7 +152,7 @@ def test_per_request_dial_changes_one_answer_only(target, draft):
 
 
 class ToyAdvisor:
-    """Advises 0 for even tokens and 1 for odd ones, and notes what it was told."""
+    """Advise 0 for even tokens and 1 for odd ones, and record the tokens of the text."""
 
     def __init__(self):
         self.seen = []
@@ -168,7 +168,7 @@ class ToyAdvisor:
 
 
 class ToyArbiter(Rule):
-    """Rescues what the advisor likes."""
+    """Rescue tokens whose advice is at most 0.5."""
 
     name = "toy"
     own_traits = Traits(needs=frozenset({Need.ADVICE, Need.NODE_HIDDEN}))
@@ -203,7 +203,7 @@ def test_an_advisor_gets_one_call_a_round_and_hidden_states_encode_the_nodes(tar
         torch.testing.assert_close(states, whole[layer][0, -3:], rtol=1e-3, atol=1e-4)
 
 
-def test_prefix_reuse_reads_only_what_is_new(target):
+def test_prefix_reuse_reads_only_new_tokens(target):
     model = CachedModel(target)
     calls = []
     original = model._run
@@ -266,7 +266,7 @@ def test_bad_sampling_parameters_are_named(bad, says):
         SamplingParams(**bad)
 
 
-def test_plain_transformers_reaches_the_engine(target, draft, text):
+def test_transformers_generate_uses_the_engine(target, draft, text):
     from reprieve import custom_generate
 
     ids = torch.tensor([PROMPT])

@@ -1,4 +1,4 @@
-"""Sampled lossless decoding leaves the target's distribution: chi-square tests over answers."""
+"""Sampled lossless decoding preserves the target's distribution: chi-square tests over answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def counts_of(decode, num_answers, vocab_size, length):
-    """How often each text of `length` tokens comes out."""
+    """Count each text of `length` tokens over `num_answers` seeds."""
     counts = np.zeros(vocab_size**length)
     for seed in range(num_answers):
         index = 0
@@ -114,8 +114,8 @@ EAGLES = ("eagle3", "eagle3, pruned", "eagle3, weighed")
         pytest.param("block, learned length", marks=pytest.mark.slow),
     ],
 )
-def test_sampled_lossless_leaves_the_targets_distribution(drafting):
-    """Chi-square over all texts of three tokens of a vocabulary of four; seeded, so it cannot flicker."""
+def test_sampled_lossless_preserves_the_targets_distribution(drafting):
+    """Chi-square over all texts of three tokens from a vocabulary of four; seeded, so it is deterministic."""
     size, length = 4, 3
     num_answers = 1200 if drafting.startswith("eagle3") else 3000  # a head's trees take several forwards each
     target = tiny_model(seed=3, vocab_size=size, scale=5.0)
@@ -136,7 +136,7 @@ def test_sampled_lossless_leaves_the_targets_distribution(drafting):
     decoder = SpeculativeDecoder(cached, drafter, NumberTokenizer(size), rule=rule, num_draft_tokens=3)
     if drafting == "eagle3, weighed":
         decoder.length = AcceptanceLength(0.3, drafts_trees=True)
-    if drafting.endswith("learned length"):  # which looks at the token that was drawn
+    if drafting.endswith("learned length"):  # it reads the sampled token
         decoder.length = LearnedLength(random_length(32, seed=5))
     num_rescued, lengths = 0, Counter()
 
@@ -163,7 +163,7 @@ def test_sampled_lossless_leaves_the_targets_distribution(drafting):
 
 @pytest.mark.slow
 def test_a_relaxed_rule_fails_the_same_chi_square():
-    """The test above can fail: rescuing changes the distribution, and the same statistic sees it."""
+    """A control for the test above: rescuing changes the distribution, and the same statistic detects it."""
     size = 4
     target = tiny_model(seed=3, vocab_size=size, scale=5.0)
     drafter = DraftModelDrafter(CachedModel(perturbed(target, noise=0.5)), CPU)

@@ -1,4 +1,4 @@
-"""Places where things broke once, or would: empty blocks, masks, odd vocabularies, half precision, interruptions."""
+"""Edge cases and past bugs: empty blocks, masks, odd vocabularies, half precision, interruptions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def draft(target):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_every_rule_survives_every_budget_and_empty_blocks(target, draft, spec):
+def test_every_rule_decodes_exactly_the_token_budget(target, draft, spec):
     rule = with_heads(parse_rule(spec), lambda kind: random_head(kind, size=32))
     drafter = DraftModelDrafter(CachedModel(draft, hidden_layers=rule.traits.draft_layers), CPU)
     cached = CachedModel(target, hidden_layers=rule.traits.target_layers)
@@ -52,7 +52,7 @@ def test_every_rule_survives_every_budget_and_empty_blocks(target, draft, spec):
             assert len(answer.tokens) == budget
 
 
-def test_span_rule_works_where_ngrams_find_nothing(target):
+def test_a_span_rule_works_when_ngrams_find_nothing(target):
     rule = parse_rule("margin:start=2 3,end=9")
     decoder = SpeculativeDecoder(CachedModel(target), NgramDrafter(CPU), NumberTokenizer(), rule=rule)
     assert len(decoder.generate([5, 6, 7], SamplingParams(max_new_tokens=10)).tokens) == 10
@@ -117,7 +117,7 @@ def test_a_draft_with_another_vocabulary_width_changes_nothing(target):
         assert decoder.generate(PROMPT, params).token_ids == alone.generate(PROMPT, params).token_ids
 
 
-def test_limits_belong_first_in_all_of_and_nowhere_else():
+def test_a_rule_with_limits_may_only_come_first_in_a_conjunction():
     assert parse_rule("asd&top_k").traits.risk_budget == 4.0
     for spec in ("top_k&asd", "top_k|asd", "asd|top_k"):
         with pytest.raises(SpecError, match="limits of its own"):
@@ -135,7 +135,7 @@ def test_walk_and_mask_agree_when_a_threshold_switches_everything_off():
         assert not accepts(rule, case).any()
 
 
-def test_markers_with_the_grammars_signs_are_quoted():
+def test_markers_that_contain_separators_are_quoted():
     rule = parse_rule('margin:delta=2,start="<|think|>",end="<|end|>"')
     assert (rule.start, rule.end) == ("<|think|>", "<|end|>")
     assert parse_rule(rule.spec) == rule
@@ -163,7 +163,7 @@ def test_probabilities_are_computed_in_float32(target):
     assert len(answer.tokens) == 20
 
 
-def test_an_interrupted_forward_leaves_no_trace(target):
+def test_an_interrupted_forward_leaves_the_cache_usable(target):
     model = CachedModel(target)
     with torch.inference_mode():
         model.start(PROMPT)
@@ -200,7 +200,7 @@ class TestCustomGenerate:
         )
         assert output[0, 20:].tolist() == seen == plain[:end]
 
-    def test_sampling_follows_torchs_own_seed(self, target, draft):
+    def test_sampling_follows_torchs_seed(self, target, draft):
         def sample(seed):
             torch.manual_seed(seed)
             return target.generate(self.ids, **self.options(do_sample=True, draft_model=draft)).tolist()
@@ -217,7 +217,7 @@ class TestCustomGenerate:
             ({"attention_mask": torch.tensor([[0] + [1] * 19])}, "must not be padded"),
         ],
     )
-    def test_what_would_change_the_answer_is_refused(self, target, extra, says):
+    def test_options_that_would_change_the_answer_are_refused(self, target, extra, says):
         with pytest.raises(SpecError, match=says):
             target.generate(self.ids, **self.options(do_sample=False, **extra))
 
@@ -239,7 +239,7 @@ def test_a_matched_sibling_of_a_sampled_tree_is_no_rescue():
 
 
 def test_a_stop_text_that_is_a_special_token_ends_the_answer(target):
-    """Decoded answers leave special tokens out, so that their text never comes."""
+    """Decoded text leaves special tokens out, so searching the text would never find the stop."""
     from types import SimpleNamespace
 
     free = SpeculativeDecoder(CachedModel(target), None, NumberTokenizer()).generate(

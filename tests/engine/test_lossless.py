@@ -1,4 +1,4 @@
-"""Lossless decoding is the target's own, on every architecture, drafter, K, chain or tree."""
+"""Lossless decoding equals the target's, for every architecture, drafter and K, on chains and trees."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_lossless_greedy_equals_the_target_token_for_token(kind, num_draft_token
 
 
 def tree_script(model):
-    """The target's own next three tokens, each beside wrong siblings that have children of their own."""
+    """Draft the target's next three tokens, each with a wrong sibling that has a child."""
 
     def script(committed, max_depth):
         depth = min(4, max_depth)

@@ -1,4 +1,4 @@
-"""The front door: `load_pair`, `pair.decoder`, `decoder.generate`."""
+"""The public API: `load_pair`, `pair.decoder`, `decoder.generate`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_rule_by_text_and_by_object_decode_alike(bundled_pair):
     assert by_text.num_rescued == by_object.num_rescued > 0
 
 
-def test_one_model_alone_is_that_models_own_text(bundled_pair):
+def test_one_model_alone_equals_its_generate(bundled_pair):
     ids = bundled_pair.tokenizer(QUESTION, return_tensors="pt").input_ids
     for name, model in (("target_only", bundled_pair.target), ("draft_only", bundled_pair.draft)):
         answer = bundled_pair.decoder(name).generate(QUESTION, reprieve.SamplingParams(max_new_tokens=40))
@@ -51,7 +51,7 @@ def test_lossless_is_the_default(bundled_pair):
     assert isinstance(decoder.length, LearnedLength), "as many tokens as pay, by the bundled head"
 
 
-def test_the_bundled_heads_are_for_the_bundled_pair_and_drafter_alone(bundled_pair):
+def test_bundled_length_heads_are_used_only_with_their_pair_and_drafter(bundled_pair):
     assert isinstance(bundled_pair.decoder("judge:threshold=0.5").length, LearnedLength), "whatever the threshold"
     assert bundled_pair.decoder("typical").length.head.rule == "lossless", "the next best"
     assert bundled_pair.decoder("judge").length.head.rule == "judge"
@@ -65,12 +65,12 @@ def test_the_bundled_heads_are_for_the_bundled_pair_and_drafter_alone(bundled_pa
 
 @pytest.mark.parametrize("value", [0, 513, 8.0, None, "8", "atuo", "auto:path="])
 @pytest.mark.parametrize("drafter", ["draft", "ngram"])
-def test_what_is_no_k_is_refused(bundled_pair, value, drafter):
+def test_invalid_k_is_refused(bundled_pair, value, drafter):
     with pytest.raises(SpecError, match="num_draft_tokens"):
         bundled_pair.decoder(num_draft_tokens=value, drafter=drafter)
 
 
-def test_auto_answers_as_the_target_does_and_wastes_little(bundled_pair):
+def test_auto_gives_the_targets_answers_and_drafts_few_rejected_tokens(bundled_pair):
     task = reprieve.load_task("arithmetic")
     problems = task.problems("test", 6)
     params = reprieve.SamplingParams(max_new_tokens=task.max_new_tokens)
@@ -84,12 +84,12 @@ def test_auto_answers_as_the_target_does_and_wastes_little(bundled_pair):
     ("spec", "kind"),
     [("draft", DraftModelDrafter), ("ngram:max_ngram=2", NgramDrafter), ("eagle3", EagleDrafter)],
 )
-def test_drafters_by_text(bundled_pair, spec, kind):
+def test_drafters_are_selected_by_specification(bundled_pair, spec, kind):
     assert isinstance(bundled_pair.decoder(drafter=spec).drafter, kind)
 
 
 @pytest.mark.parametrize("rule", ["judge", "pivot", "lts:theta=0.9", "arbiter", "judge&floor:min_prob=0.1"])
-def test_rules_that_name_no_head_take_the_bundled_one_on_the_bundled_pair(bundled_pair, rule):
+def test_rules_without_a_path_use_the_bundled_head_on_the_bundled_pair(bundled_pair, rule):
     decoder = bundled_pair.decoder(rule, num_draft_tokens=4)
     assert decoder.rule.heads
     assert decoder.generate(QUESTION, reprieve.SamplingParams(max_new_tokens=8)).num_rounds > 0
@@ -99,12 +99,12 @@ def other_pair():
     return reprieve.Pair(tiny_model(), None, NumberTokenizer(), "tiny/target", None)
 
 
-def test_elsewhere_such_a_rule_says_which_command_makes_a_head():
+def test_on_other_pairs_a_rule_without_a_path_names_the_training_command():
     with pytest.raises(SpecError, match=r"rule judge needs path=FOLDER, a head from `reprieve train judge`"):
         other_pair().decoder("judge", drafter="ngram")
 
 
-def test_a_head_of_another_pair_is_refused_and_of_another_task_is_a_warning(bundled_pair, tmp_path):
+def test_a_head_of_another_pair_is_refused_and_one_of_another_task_warns(bundled_pair, tmp_path):
     random_head("judge", pair=IDENTITY).save_pretrained(tmp_path)
     with pytest.raises(PairError, match="tiny/target"):
         bundled_pair.decoder(f"judge:path={tmp_path}")
@@ -125,7 +125,7 @@ def test_a_head_of_another_pair_is_refused_and_of_another_task_is_a_warning(bund
         ({"rule": "fuzzy", "drafter": "ngram"}, "needs draft probabilities, which the ngram drafter does not have"),
     ],
 )
-def test_what_does_not_fit_is_named(bundled_pair, arguments, says):
+def test_invalid_arguments_are_named(bundled_pair, arguments, says):
     with pytest.raises(SpecError, match=says):
         bundled_pair.decoder(**arguments)
 
@@ -158,7 +158,7 @@ def test_sampling_can_be_given_by_name(bundled_pair):
     )
 
 
-def test_a_bundled_name_that_is_not_there_is_refused_without_asking_the_hub():
+def test_an_unknown_bundled_name_is_refused_by_name():
     with pytest.raises(SpecError, match=r"target must be one of reprieve/.* or another model, got 'reprieve/nope'"):
         reprieve.load_pair("reprieve/nope")
 

@@ -1,4 +1,4 @@
-"""Stop texts: found wherever they lie in the tokens, held back no longer than needed, in linear time."""
+"""Stop texts: found across token boundaries, held back no longer than needed, in linear time."""
 
 import time
 
@@ -12,7 +12,7 @@ from reprieve.settings import MAX_STOP_LENGTH, SamplingParams
 
 
 class Letters:
-    """A token a letter."""
+    """One token per letter."""
 
     def decode(self, ids, *, skip_special_tokens=False):
         return "".join(map(chr, ids))
@@ -52,7 +52,7 @@ def test_stop_texts_are_bounded(stop):
         SamplingParams(stop=stop)
 
 
-def test_bytes_that_are_no_character_are_released_and_take_linear_time():
+def test_invalid_utf8_is_released_in_linear_time():
     decoded = []
 
     class Bytes:

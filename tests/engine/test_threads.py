@@ -1,4 +1,4 @@
-"""One thread for small models, unless more are clearly faster here, or asked for."""
+"""Small models use one thread, unless more are clearly faster or requested."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def as_before():
 
 
 @pytest.mark.parametrize(("seconds_of_two", "chosen"), [(0.5, 2), (0.79, 2), (0.9, 1), (3.0, 1)])
-def test_a_trial_decides(bundled_pair, monkeypatch, seconds_of_two, chosen):
+def test_a_trial_chooses_the_number_of_threads(bundled_pair, monkeypatch, seconds_of_two, chosen):
     monkeypatch.setattr(
         threads, "forward_seconds", lambda model, num_tokens: {1: 1.0, 2: seconds_of_two}[torch.get_num_threads()]
     )
@@ -30,7 +30,7 @@ def test_a_trial_decides(bundled_pair, monkeypatch, seconds_of_two, chosen):
     assert bool(said) == (chosen == 1)
 
 
-def test_what_is_asked_for_is_not_tried(bundled_pair, monkeypatch):
+def test_a_requested_number_of_threads_needs_no_trial(bundled_pair, monkeypatch):
     monkeypatch.setattr(threads, "forward_seconds", lambda model, num_tokens: pytest.fail("it was tried"))
     monkeypatch.setattr(threads, "load_pair", lambda **asked: bundled_pair)
     said = []

@@ -13,7 +13,7 @@ MOST = 2
 
 
 def waits_of_rounds(decoder, monkeypatch, *, temperature):
-    """Where the host waited, for each round of an answer."""
+    """Places where the host waited, for each round of an answer."""
     rounds, whole = [], SpeculativeDecoder._round
 
     def counted(self, answer):
@@ -28,7 +28,7 @@ def waits_of_rounds(decoder, monkeypatch, *, temperature):
 
 
 @pytest.mark.parametrize("drafter", ["draft", "eagle3"])
-def test_a_length_that_is_decided_on_the_way_waits_once_a_token_or_level_more(bundled_pair, monkeypatch, drafter):
+def test_adaptive_lengths_wait_at_most_once_more_per_token_or_level(bundled_pair, monkeypatch, drafter):
     decoder = bundled_pair.decoder("lossless", drafter=drafter)
     for waits in waits_of_rounds(decoder, monkeypatch, temperature=0.0):
         deciding = [where for where in waits if "length.py" in where or where.startswith("__float__")]
@@ -66,7 +66,7 @@ def test_a_round_waits_at_most_twice(bundled_pair, monkeypatch, rule, drafter, t
     assert len(worst) <= MOST, "\n".join(worst)
 
 
-def test_the_counter_sees_what_waits():
+def test_the_counter_detects_waits():
     numbers = torch.arange(4)
     for wait in (
         numbers.tolist,

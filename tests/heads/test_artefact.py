@@ -21,14 +21,14 @@ KINDS = ["judge", "pivot", "state_arbiter", "lts", "arbiter", "length"]
 
 
 def certified(folder: Path) -> Path:
-    """The folder, with the bundled head's certificate beside the head."""
+    """Copy the bundled head's certificates into a head's folder."""
     shutil.copytree(find_head("reprieve/arithmetic-judge") / "certificates", folder / "certificates")
     return folder
 
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A hub that is a folder: what is uploaded lies there, and downloads come from it."""
+    """A fake hub in a folder, for uploads and downloads."""
     asked = {}
 
     def create_repo(self, repo_id, **options):
@@ -64,7 +64,7 @@ def test_every_kind_is_tested_here():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_goes_to_the_hub_and_comes_back(kind, hub, tmp_path):
+def test_a_head_round_trips_through_the_hub(kind, hub, tmp_path):
     head = random_head(kind)
     head.push_to_hub("me/head", private=True, token="secret", commit_message="first")
     assert hub["repo"]["private"] is True
@@ -109,7 +109,7 @@ def test_the_model_card_says_what_it_is_for(kind, tmp_path):
 
 
 @pytest.mark.parametrize("name", sorted(BUNDLED_HEADS))
-def test_the_bundled_heads_are_what_they_say(name):
+def test_the_bundled_heads_have_their_kind_and_task(name):
     if name.endswith("eagle3"):
         pytest.skip("a drafting head, in the speculators library's own format")
     head = load_head(name)

@@ -1,4 +1,4 @@
-"""Heads: right by hand, bound to their pair, safe to load; features the same in training and while decoding."""
+"""Heads: checked by hand, bound to their pair, safe to load; training and decoding see the same features."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_judge_by_hand_at_three_tokens():
 
 
 def test_state_arbiter_by_hand():
-    """Harm and good against each other; what neither model sees harm or good in is neutral."""
+    """The risk weighs harm against benefit; equal chances of both give 0.5."""
     weight = torch.tensor([[2.0, 0.0, 0.0, 0.0, 0.0, 0.0], [0.0, 3.0, 0.0, 0.0, 0.0, 1.0]])
     recipe = FeatureRecipe(states="both", entropy=True, probability=True, draft_scalars=True)
     head = StateArbiter({"weight": weight, "bias": torch.zeros(2)}, recipe, 0.51, pair=IDENTITY, task="t")
@@ -110,7 +110,7 @@ def test_pivot_by_hand_and_its_floor():
     assert PivotRule.of(head).with_parameter("floor", 1e-5).risk(case)[1] < 1
 
 
-def test_recipes_put_states_in_order_and_refuse_what_decoding_lacks():
+def test_recipes_order_states_and_refuse_features_that_decoding_lacks():
     states = TokenStates(
         target={
             "draft": {-1: torch.full((1, 2), 1.0), 2: torch.full((1, 2), 2.0)},
@@ -208,7 +208,7 @@ def test_other_pairs_are_errors_and_other_tasks_warnings(pair):
     require_heads_fit(rule, pair.identity, "arithmetic")
     with pytest.raises(PairError, match="was made for target"):
         pair.decoder(JudgeRule.of(random_head(size=32)), num_draft_tokens=4)
-    # The target's own states serve another draft as well; the draft's do not.
+    # A head on target states works with another draft; one on draft states does not.
     other_draft = dataclasses.replace(pair.identity, draft_weights="d9")
     require_heads_fit(rule, other_draft, None)
     both = JudgeHead(
@@ -222,7 +222,7 @@ def test_other_pairs_are_errors_and_other_tasks_warnings(pair):
         require_heads_fit(JudgeRule.of(both), other_draft, None)
 
 
-def test_a_rule_takes_its_head_from_a_folder_alone_or_composed(tmp_path):
+def test_a_rule_loads_its_head_from_a_folder_alone_or_composed(tmp_path):
     random_head().save_pretrained(tmp_path / "h")
     rule = attach_heads(parse_rule(f"judge:path={tmp_path}/h"))
     assert rule.threshold == 0.2
@@ -296,7 +296,7 @@ def test_wrong_sizes_and_missing_states_are_named(pair):
 
 
 def test_training_features_equal_what_decoding_sees(pair):
-    """The tree forward of a labelled problem gives the states a plain forward over each prefix gives."""
+    """One tree forward over a labelled problem gives the same states as a plain forward over each prefix."""
     response = [5, 9, 2, 30, 17]
     labels = ProblemLabels(
         "p", MINED, tuple(PROMPT), tuple(response), tuple(response), None,
@@ -333,7 +333,7 @@ def test_formulas_take_any_leading_shape():
     assert judge_probability(features, torch.randn(8), torch.tensor(0.1)).shape == (2, 3)
 
 
-def test_a_bundled_head_without_a_threshold_starts_at_its_most_lenient_certified_one(tmp_path):
+def test_bundled_heads_default_to_their_most_lenient_certified_threshold(tmp_path):
     def spec(rule, target="reprieve/miniature"):
         return attach_heads(parse_rule(rule), target).spec
 

@@ -1,4 +1,4 @@
-"""Heads and certificates that somebody else made: what is in them is in range, or they are refused."""
+"""Untrusted heads and certificates: values out of range are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def forged(folder, config=lambda values: None, weights=lambda tensors: None):
-    """Change a saved head and sign it anew, as somebody would who wants it to load."""
+    """Change a saved head and recompute its signature, as an attacker would."""
     values = json.loads((folder / "config.json").read_text())
     tensors = load((folder / "model.safetensors").read_bytes())
     config(values)
@@ -56,7 +56,7 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("kind", ["judge", "pivot", "state_arbiter", "lts"])
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_weights_of_another_kind_are_refused(kind, name, tmp_path):
+def test_invalid_weights_are_refused(kind, name, tmp_path):
     random_head(kind).save_pretrained(tmp_path / "h")
     with pytest.raises(ReprieveError, match=f"{kind} head"):
         load_head(forged(tmp_path / "h", weights=WEIGHTS[name]))
@@ -86,7 +86,7 @@ def test_constants_of_a_bound_are_positive_and_finite(name, tmp_path):
 
 
 @pytest.mark.parametrize("edges", [[2.0, 1.0], [1.0, 1.0], [1.0, NAN], [1.0, INF]])
-def test_edges_rise(edges, tmp_path):
+def test_edges_must_rise(edges, tmp_path):
     three = torch.ones(3)
     made = dataclasses.replace(
         random_head("lts"), edges=torch.tensor([1.0, 2.0]), bucket_by="margin",
@@ -147,7 +147,7 @@ EAGLE = {
 
 
 def save_eagle(head, folder):
-    """In the speculators format."""
+    """Save an EAGLE-3 head in the speculators format."""
     folder.mkdir()
     tensors = {name: tensor.contiguous().clone() for name, tensor in head.state_dict().items()}
     save_file(tensors, folder / "model.safetensors")
@@ -190,7 +190,7 @@ CERTIFICATE = {
 
 
 @pytest.mark.parametrize("name", CERTIFICATE)
-def test_an_edited_certificate_is_none(name, tmp_path):
+def test_an_edited_certificate_is_refused(name, tmp_path):
     change, contradicts = CERTIFICATE[name]
     source = next((find_head("reprieve/arithmetic-judge") / "certificates").glob("*-0.04.json"))
     values = json.loads(source.read_text()) | change
@@ -202,13 +202,13 @@ def test_an_edited_certificate_is_none(name, tmp_path):
     path.write_text(json.dumps(values))
     with pytest.raises(ReprieveError, match="changed after it was made"):
         Certificate.load(path)
-    if contradicts:  # and signed anew it still has to agree with itself
+    if contradicts:  # with a new signature, its fields must still agree
         path.write_text(json.dumps({**values, "sha256": signature(values)}))
         with pytest.raises(ReprieveError, match="cannot be read"):
             Certificate.load(path)
 
 
-def test_a_certificate_says_what_contradicts(tmp_path):
+def test_a_contradiction_in_a_certificate_is_named(tmp_path):
     source = next((find_head("reprieve/arithmetic-judge") / "certificates").glob("*-0.04.json"))
     made = Certificate.load(source)
     (tmp_path / "c.json").write_text(dataclasses.replace(made, threshold=0.5).to_json())

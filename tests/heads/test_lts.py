@@ -1,4 +1,4 @@
-"""ARC-Decode's bound by hand."""
+"""ARC-Decode's bound, worked by hand."""
 
 import dataclasses
 import json
@@ -61,7 +61,7 @@ def test_probabilities_are_clamped_and_cut_off_tokens_stay_out():
     assert not accepts(LtsRule.of(calibration(), theta=-1e9), seen).any(), "the target cannot draw it at all"
 
 
-def test_each_bucket_has_constants_of_its_own():
+def test_each_bucket_has_its_own_constants():
     seen = evidence([[0.6, 0.3, 0.1], [0.6, 0.3, 0.1]], [1, 2], TABLE)
     cut = (math.log(2) ** 2 + math.log(6) ** 2) / 2
     made = calibration(

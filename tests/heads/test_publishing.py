@@ -1,4 +1,4 @@
-"""Heads go to the hub with certificates and report, and plain transformers generates from what was published."""
+"""Heads are published with certificates and a report, and transformers can generate from the published folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def text_below_the_header(card):
 
 @pytest.fixture
 def quickstart(tmp_path):
-    """What `quickstart` leaves: the certificates are not in the head's folder."""
+    """A folder as `quickstart` leaves it, with the certificates outside the head's folder."""
     folder = tmp_path / "run"
     shutil.copytree(JUDGE, folder / "head", ignore=shutil.ignore_patterns("certificates"))
     shutil.copytree(JUDGE / "certificates", folder / "certificates")
@@ -50,7 +50,7 @@ def test_the_first_line_of_the_card_is_the_certificate(quickstart):
     assert text_below_the_header(made.files["README.md"].decode()).startswith(f"> **Certified.** {statement}")
 
 
-def test_what_was_published_loads_with_its_certificates(quickstart, tmp_path):
+def test_a_published_head_loads_with_its_certificates(quickstart, tmp_path):
     [made] = repositories([quickstart], "me/judge")
     head = reprieve.load_head(made.write(tmp_path / "out"))
     assert head.fingerprint == reprieve.load_head(JUDGE).fingerprint
@@ -83,12 +83,12 @@ def test_several_heads_get_a_page_that_lists_them():
         ([JUDGE.parent / "nothing"], "me/x", "there is no such folder"),
     ],
 )
-def test_what_cannot_be_published_is_refused_by_name(folders, name, message):
+def test_invalid_folders_and_names_are_refused(folders, name, message):
     with pytest.raises((SpecError, ReprieveError), match=message):
         repositories(folders, name)
 
 
-def test_a_folder_of_something_else_is_not_overwritten(tmp_path):
+def test_other_folders_are_not_overwritten(tmp_path):
     mine = tmp_path / "me" / "judge" / "notes.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
@@ -98,7 +98,7 @@ def test_a_folder_of_something_else_is_not_overwritten(tmp_path):
     assert mine.read_text() == "mine"
 
 
-def test_a_dry_run_writes_the_files_and_asks_no_hub(tmp_path, monkeypatch, capsys):
+def test_a_dry_run_writes_the_files_without_contacting_the_hub(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda *_, **__: pytest.fail("the hub was asked"))
     command = ["publish", str(JUDGE), "--repo", "me/judge", "--dry-run", "--out", str(tmp_path)]
     assert main(command) == main(command) == 0
@@ -123,7 +123,7 @@ def test_publishing_uploads_the_folder_in_one_commit(tmp_path, monkeypatch, caps
     assert "https://huggingface.co/me/pivot" in capsys.readouterr().out
 
 
-def test_an_upload_that_fails_says_why_and_where_the_files_are(tmp_path, monkeypatch, capsys):
+def test_a_failed_upload_names_the_reason_and_the_folder(tmp_path, monkeypatch, capsys):
     def refuse(*_, **__):
         raise OSError("401: no token")
 

@@ -1,6 +1,6 @@
 """A tiny random Qwen3 pair on disk, with a byte tokenizer and a chat template that behaves like Qwen3's.
 
-The template knows `enable_thinking`: switched off, it puts an empty thinking block before the answer.
+With `enable_thinking` off, the template puts an empty thinking block before the answer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TEMPLATE = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token a byte, and the template's marks."""
+    """One token per byte, plus the template's markers."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({sign: number for number, sign in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""Calibrations by hand."""
+"""Small LTS calibrations with hand-picked constants."""
 
 import torch
 

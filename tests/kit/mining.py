@@ -1,4 +1,4 @@
-"""Scripted models for miners: what they say is a function of the text, so that labels can be worked out by hand."""
+"""Scripted models for miners: their output is a function of the text, so labels can be worked out by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class WordTokenizer:
 
 
 class LastWordTask(Task):
-    """The answer is what follows the word 9."""
+    """A task whose answer is the number after the last 9."""
 
     name = "words"
     graded = True
@@ -54,7 +54,7 @@ def problem(problem_id: str = "p", reference: str = "5") -> TaskProblem:
 
 
 class ScriptedTarget:
-    """Continues a response by a function of it, token by token."""
+    """Continue a response token by token with a function of the text so far."""
 
     def __init__(self, next_token: Callable[[list[int]], int]) -> None:
         self.next_token = next_token
@@ -69,7 +69,7 @@ class ScriptedTarget:
 
 
 class ScriptedDraft:
-    """Predicts by a function of the response before each place."""
+    """Predict each token with a function of the response before it."""
 
     def __init__(self, next_token: Callable[[list[int]], int]) -> None:
         self.next_token = next_token

@@ -1,4 +1,4 @@
-"""A pair and a task on which an arbiter can be trained in seconds: is the sum even?"""
+"""A task on which an arbiter can be trained in seconds: is the sum of the tokens even?"""
 
 import asyncio
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class ParityTask(LastWordTask):
-    """Right where the tokens of the answer add up to an even number: what any token may change."""
+    """An answer is right if its tokens add up to an even number, so any token may change it."""
 
     name = "parity"
     splits = ("train", "validation")

@@ -1,4 +1,4 @@
-"""Installs the package in tests/plugin into a folder: what pip would leave there, without pip."""
+"""Install the package in tests/plugin into a folder, as pip would."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "plugin"
 
 
 def install_plugin(folder: Path) -> Path:
-    """Its module and its metadata, entry points among them; on `sys.path`, the folder is an installation."""
+    """Write the module and its metadata with entry points; on `sys.path`, the folder acts as an installation."""
     project = tomllib.loads((SOURCE / "pyproject.toml").read_text())["project"]
     metadata = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     metadata.mkdir(parents=True)

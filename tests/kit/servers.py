@@ -1,4 +1,4 @@
-"""A server that speaks as vLLM's with the plugin does, over the local engine: no vLLM is needed."""
+"""A fake vLLM server with the plugin's API, backed by the local engine; it needs no vLLM."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.kit.pairs import ARITHMETIC
 
 
 class PairServer:
-    """The pair behind a port.
+    """An HTTP server for a pair.
 
     Args:
-        rules: on offer; none for a server without the plugin.
-        dies_after: answers, then it does not answer any more.
+        rules: Rules on offer; empty for a server without the plugin.
+        dies_after: Number of requests after which it stops answering.
     """
 
     def __init__(self, pair, rules=(), *, k=8, dies_after=None, version="0.32.0"):
@@ -73,7 +73,7 @@ class PairServer:
             ]
 
     def read(self, asked):
-        """What vLLM tells of a prompt's tokens: the likeliest in the place of each, and itself, by id as text."""
+        """Prompt log-probabilities as vLLM returns them: for each token, the likeliest ones and the token itself."""
         ids = torch.tensor([asked["prompt"]])
         with self.lock, torch.inference_mode():
             rows = self.pair.target(ids).logits[0, :-1].log_softmax(-1)

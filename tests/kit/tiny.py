@@ -104,11 +104,11 @@ class NumberTokenizer:
 
 
 class ScriptedDrafter:
-    """Proposes what a function of the committed tokens says: (tokens, parents), or a ready block."""
+    """Propose the block that a function of the committed tokens returns."""
 
     name = "scripted"
     target_layers: tuple[int, ...] = ()
-    drafts_trees = False  # for all it knows
+    drafts_trees = False  # although a script may return trees
     provides = frozenset({Need.DRAFT_PROBS})
 
     def __init__(self, script: Callable[[list[int], int], Block]) -> None:
@@ -134,7 +134,7 @@ IDENTITY = PairIdentity("tiny/target", "tiny/draft", "t0", "d0", "tok0")
 
 
 def random_length(hidden_size: int, *, rule: str = "lossless", price: float = 0.5, seed: int = 0) -> LengthHead:
-    """Decides by state and token, to no good end."""
+    """A length head with random weights, which depends on the state and the token."""
     generator = torch.Generator().manual_seed(seed)
     scalars = torch.tensor([[1.0, 2.0, -0.5, 0.3, 0.1, 0.0], [2.0, 1.0, -1.0, 0.5, 0.0, 0.1]])
     return LengthHead(
@@ -153,7 +153,7 @@ def random_length(hidden_size: int, *, rule: str = "lossless", price: float = 0.
 def random_head(
     kind: str = "judge", path: str = "", *, size: int = 6, seed: int = 0, pair=IDENTITY
 ) -> Head | LtsCalibration | Arbiter | LengthHead:
-    """A judge or pivot head with random weights, an lts calibration for embeddings, an arbiter without weights."""
+    """A small head of the given kind: random weights, constants for lts, no weights for an arbiter."""
     if kind == "length":
         return random_length(size, seed=seed)
     if kind == "arbiter":
@@ -179,7 +179,7 @@ def random_head(
 
 
 def with_heads(rule: Rule, load: Callable[[str], object] = random_head) -> Rule:
-    """The rule with heads from a function in memory, of the kind alone."""
+    """Attach in-memory heads to a rule; `load` makes one from its kind."""
 
     def attach(part: Rule) -> Rule:
         return part.with_head(lambda _, kind: load(kind), "memory") if isinstance(part, HeadRule) else part
@@ -188,7 +188,7 @@ def with_heads(rule: Rule, load: Callable[[str], object] = random_head) -> Rule:
 
 
 def random_eagle(target: PreTrainedModel, *, draft_vocab_size: int | None = None, seed: int = 0, **flags) -> EagleHead:
-    """An untrained EAGLE-3 head for a tiny target, drafting from its first tokens."""
+    """An untrained EAGLE-3 head for a tiny target; its vocabulary is the target's first tokens."""
     text = target.config
     layer = LlamaConfig(
         vocab_size=text.vocab_size,

@@ -1,4 +1,4 @@
-"""A task whose problems are numbers and whose answer is the last one generated: for plumbing, without weights."""
+"""A task of numbers, for tests that need no trained weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from reprieve.tasks import Task, TaskProblem
 
 
 class ToyTask(Task):
-    """The answer is the parity of the last token; good enough to be right and wrong now and then."""
+    """The answer is the parity of the last token, so models are sometimes right and sometimes wrong."""
 
     name = "toy"
     splits = ("test",)

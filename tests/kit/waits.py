@@ -1,4 +1,4 @@
-"""Counts where the host would wait for a GPU: it works on the CPU too, since it looks at what is called."""
+"""Count where the host would wait for a GPU; it works on the CPU too, since it intercepts calls."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Methods that read a number, a truth value or an array out of a tensor.
+# Methods that read a number, a Boolean or an array from a tensor.
 READS = {
     "tolist", "item", "__bool__", "__int__", "__float__", "__index__", "__contains__", "cpu", "numpy", "__array__",
 }  # fmt: skip
-# Operations whose result has as many elements as the values say, and the reading of one number inside torch.
+# Operations whose output size depends on the values, and torch's internal read of one number.
 DATA_DEPENDENT = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2")
 
 
 class HostWaits:
-    """Counts inside a `with`: `num`, and `where` each was."""
+    """Count waits inside a `with` block: `num` of them, and `where` each happened."""
 
     def __init__(self) -> None:
         self.where: list[str] = []
@@ -48,10 +48,10 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
-        # `torch.tensor(values, device="cuda")` copies from memory that is not pinned, so it waits as a reading does.
+        # `torch.tensor(values, device="cuda")` copies from unpinned memory, so it waits like a read.
         copies = func in (torch.tensor, torch.as_tensor) and (kwargs or {}).get("device") is not None
         if copies and (isinstance(args[0], torch.Tensor) or args[0] == []):
-            copies = False  # it is there already, or nothing is
+            copies = False  # already a tensor, or empty
         if name in READS or copies:
             self.waits.add(name)
             with torch._C.DisableTorchFunctionSubclass():
@@ -63,7 +63,7 @@ _quiet = False
 
 
 def _quietly(func, args, kwargs):
-    """What is read is read inside torch too: once is enough."""
+    """Call without counting operations: a read also runs operations inside torch and must count once."""
     global _quiet
     _quiet, before = True, _quiet
     try:

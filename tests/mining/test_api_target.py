@@ -1,4 +1,4 @@
-"""A target behind an API gives the labels it gives locally."""
+"""Mining with a target behind an API gives the same labels as with a local one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class FakeApi(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("prompts", ["text", "tokens"])
-def test_a_target_behind_an_api_gives_the_labels_it_gives_locally(prompts, monkeypatch, bundled_pair):
+def test_an_api_target_gives_the_same_labels_as_a_local_one(prompts, monkeypatch, bundled_pair):
     FakeApi.tokenizer = bundled_pair.tokenizer
     FakeApi.decoder = bundled_pair.decoder("target_only")
     server = ThreadingHTTPServer(("127.0.0.1", 0), FakeApi)
@@ -74,7 +74,7 @@ def test_a_target_behind_an_api_gives_the_labels_it_gives_locally(prompts, monke
 
 
 class MergingTokenizer:
-    """Letters, but `ab` and `bc` are tokens of their own wherever they occur: one text, several spellings."""
+    """Letters, plus the tokens `ab` and `bc`, so that one text has several tokenizations."""
 
     vocabulary = ("<eos>", "a", "b", "c", "ab", "bc", " ")
     eos_token_id = 0
@@ -109,14 +109,14 @@ def complete(target, prompt, response, size=9):
 A, B, C, AB, BC, SPACE = range(1, 7)
 
 
-def test_a_swap_the_server_would_spell_otherwise_is_not_tried():
+def test_a_swap_that_the_server_would_tokenize_differently_is_skipped():
     target, seen = api("c")
-    assert complete(target, [C], [A, B]) is None  # "cab" is read as c, ab
+    assert complete(target, [C], [A, B]) is None  # the server would tokenize "cab" as c, ab
     assert not seen
     assert complete(target, [C], [AB]) == [C, EOS]
 
 
-def test_tokens_can_be_sent_where_a_server_takes_them():
+def test_tokens_can_be_sent_to_servers_that_accept_them():
     target, seen = api("c", prompts="tokens")
     assert complete(target, [C], [A, B]) == [C, EOS]
     assert seen[0]["prompt"] == [C, A, B]
@@ -124,11 +124,11 @@ def test_tokens_can_be_sent_where_a_server_takes_them():
 
 def test_a_completion_that_merges_with_the_prefix_keeps_the_prefix():
     target, _ = api("bc")
-    # "a" + "bc" would be read as ab, c: the prefix's own token must not change under the label.
+    # "a" + "bc" would be tokenized as ab, c, but the prefix must keep its tokens.
     assert complete(target, [SPACE], [A]) == [BC, EOS]
 
 
-def test_api_budgets_are_cut_and_endings_told_apart():
+def test_api_completions_respect_the_budget_and_the_finish_reason():
     target, seen = api("ccc", finish="length")
     assert complete(target, [A], [], size=3) == [C, C, C]
     assert seen[0]["max_tokens"] == 3
@@ -140,8 +140,8 @@ def test_api_budgets_are_cut_and_endings_told_apart():
         api("c", prompts="ids")
 
 
-def test_stop_texts_are_cut_here_and_no_end_is_invented():
-    """The server is sent none, so that what ended the completion is known."""
+def test_stop_texts_are_cut_locally_and_add_no_end_of_text():
+    """Stop texts are not sent to the server, so the reason for the end is known."""
     stops = lambda ids: MergingTokenizer().decode(ids).endswith("cc")  # noqa: E731
     target, seen = api("acca", stops=stops)
     assert complete(target, [C], []) == [A, C, C]

@@ -1,4 +1,4 @@
-"""AutoJudge's search: by hand on scripted models, its guarantee, its edges, and its texts on real ones."""
+"""AutoJudge's search: by hand on scripted models, its guarantee, edge cases, and real models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def mine(*args, **options):
 
 
 def script(text):
-    """A model that says a fixed text, whatever was said before."""
+    """A model that generates a fixed text, whatever the context."""
     return lambda before: text[len(before)] if len(before) < len(text) else EOS
 
 
@@ -44,8 +44,8 @@ def labels(found):
     return [(m.position, m.target_id, m.draft_id, m.important) for m in found.mismatches]
 
 
-def test_search_by_hand_important_tokens_stay_and_harmless_ones_are_swapped():
-    # The draft would say 2 for 1 (wording) and 6 for the answer 5.
+def test_search_keeps_important_tokens_and_swaps_harmless_ones():
+    # The draft proposes 2 for 1 (wording) and 6 for the answer 5.
     found = mine(script([1, 3, 9, 5, EOS]), script([2, 3, 9, 6, EOS]))
     assert found.status == MINED
     assert labels(found) == [(0, 1, 2, False), (3, 5, 6, True)]
@@ -61,7 +61,7 @@ def jointly_harmful(before):
     return text[len(before)] if len(before) < len(text) else EOS
 
 
-def test_search_finds_what_only_does_harm_jointly_and_the_naive_variant_does_not():
+def test_search_finds_jointly_harmful_tokens_and_the_naive_variant_does_not():
     draft = script([7, 7, 9, 5, EOS])
     assert labels(mine(jointly_harmful, draft)) == [(0, 1, 7, False), (1, 1, 7, True)]
     naive = mine(jointly_harmful, draft, variant="naive")
@@ -84,7 +84,7 @@ def test_a_draft_that_ends_early_ends_the_response_there():
     assert late.response_ids == (9, 5, EOS)
 
 
-def test_a_draft_that_goes_on_past_the_end_is_tried_too():
+def test_a_draft_that_continues_past_the_end_is_tried_too():
     found = mine(script([9, 5, EOS]), script([9, 5, 1, EOS]))
     assert labels(found) == [(2, EOS, 1, False)]
     assert found.response_ids == (9, 5, 1, EOS)
@@ -102,7 +102,7 @@ def test_a_swap_that_loses_the_answer_is_important():
     assert found.mismatches[0].answer is None
 
 
-def test_the_budget_is_of_the_whole_response_and_exact():
+def test_the_token_budget_covers_the_whole_response_exactly():
     scripted = miner(script([1, 2, 3, 9, 5, 1, 1, 1, 1]), script([1, 2, 4, 9, 5, 1]), max_new_tokens=6)
     found = asyncio.run(scripted.mine(problem()))
     assert found.target_ids == (1, 2, 3, 9, 5, 1)
@@ -120,7 +120,7 @@ def test_unknown_variants_are_refused():
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_batched_texts_equal_texts_alone_and_prefixes_are_read_once(kind):
+def test_batched_decoding_equals_single_decoding_and_reads_prefixes_once(kind):
     model = tiny_model(kind, seed=2)
     texts = [[3, 4, 5, 6], [9, 8, 7], [30, 2, 2, 2, 2, 2, 11], [5]]
     alone = reprieve.SpeculativeDecoder(CachedModel(model), None, NumberTokenizer())
@@ -186,7 +186,7 @@ def test_a_draft_reader_reads_no_further_than_the_next_mismatch():
     assert asyncio.run(read(None)) == expected
 
 
-def test_an_eagle_head_reads_what_it_drafts_first_in_every_round():
+def test_an_eagle_reader_predicts_the_first_drafted_token_of_every_round():
     pair = load_pair(BUNDLED)
     head = pair.eagle_head(EagleSettings().source(pair.target_name))
     prompt = pair.tokenizer.encode(load_task("arithmetic").problems("test", 1)[0].prompt)
@@ -194,7 +194,7 @@ def test_an_eagle_head_reads_what_it_drafts_first_in_every_round():
     made = decoder.generate(prompt, SamplingParams(max_new_tokens=40), trace=True)
     model = EagleModel(pair.cached_target(head.layers_read), head, pair.vocab_size)
     reader = DraftReader(model, Sampler(SamplingParams(), pair.device))
-    reader.predict(prompt, [*made.token_ids[:9], 7, 8, 9])  # another response before it: its end is rolled back
+    reader.predict(prompt, [*made.token_ids[:9], 7, 8, 9])  # reads another response first, whose end is rolled back
     read, place, num_wrong = reader.predict(prompt, made.token_ids), 0, 0
     for one in made.trace:
         if one.drafted_ids:
@@ -230,7 +230,7 @@ def test_labels_name_the_drafter_they_were_mined_from(tmp_path):
     )
 
 
-def test_texts_that_wait_together_are_read_in_one_forward(monkeypatch):
+def test_waiting_texts_are_read_in_one_forward(monkeypatch):
     model = tiny_model(seed=4)
     alone = DraftReader(CachedModel(model), Sampler(SamplingParams(), torch.device("cpu")))
     texts = [([3, 1, 4], [1, 5, 9, 2]), ([2, 7], [1, 8, 2, 8, 1, 8]), ([5], [3]), ([6, 6], [])]
@@ -280,7 +280,7 @@ def test_gumbel_and_inverse_cdf_draws_follow_the_distribution():
         assert chisquare(counts[kept].tolist(), (size * probs[kept]).tolist()).pvalue > 1e-3
 
 
-def test_noise_for_the_likely_tokens_alone_is_the_same_noise():
+def test_noise_restricted_to_likely_tokens_is_the_same_noise():
     scores = torch.randn(6, 400, generator=torch.Generator().manual_seed(0))
     few = scores.masked_fill(scores < scores.topk(9).values[:, -1:], -torch.inf)
     keys = [GumbelNoise(3).keys([row])[0] for row in range(6)]
@@ -291,7 +291,7 @@ def test_noise_for_the_likely_tokens_alone_is_the_same_noise():
     assert mixed[0] == int(few[0].argmax()) and mixed[1] == gumbel_choice(few, keys).tolist()[1]
 
 
-def test_noise_is_uniform_in_every_bit_that_counts():
+def test_gumbel_noise_follows_the_gumbel_distribution():
     from scipy.stats import kstest
 
     noise = GumbelNoise(11).after([5], 20000)
@@ -319,7 +319,7 @@ def test_sampled_suffixes_with_the_same_prefix_are_the_same():
 
 @pytest.fixture(scope="module")
 def bundled():
-    """Problems the draft gets wrong on its own, mined."""
+    """Six mined problems of the bundled pair."""
     config = AutoJudgeMining(limit=6, num_in_flight=6, **OURS)
     bench = build(config)
 

@@ -43,7 +43,7 @@ def test_pairwise_votes_by_majority(replies, important, votes):
 
 
 def test_open_ended_mining_compares_with_the_running_response():
-    """After one accepted swap, A is the response that has it."""
+    """After an accepted swap, response A contains it."""
     chat = FakeChat(*["[[A=B]]"] * 3, *["[[A>B]]"] * 3)
     script = lambda text: lambda before: text[len(before)] if len(before) < len(text) else EOS  # noqa: E731
     found = asyncio.run(
@@ -56,7 +56,7 @@ def test_open_ended_mining_compares_with_the_running_response():
 
 
 class Open:
-    """No answers: the response is the answer."""
+    """A task without references: the response is the answer."""
 
     stop = ()
     graded = False
@@ -84,7 +84,7 @@ def test_soundness_verdicts_are_strict_json(reply, flawed):
     assert parse_verdict(reply) is flawed
 
 
-def test_malformed_soundness_verdicts_are_asked_for_again_and_then_count_as_none():
+def test_malformed_soundness_verdicts_are_retried_and_then_count_as_none():
     good = '{"analysis": "", "flawed": true}'
     assert asyncio.run(ModelSoundness(FakeChat("?", "{", good)).judge("q", "5", "r")) == UNSOUND
     assert asyncio.run(ModelSoundness(FakeChat("?", "?", "?", good)).judge("q", "5", "r")) == NO_VERDICT
@@ -104,7 +104,7 @@ def test_equations_are_checked(text, verdict):
     assert asyncio.run(EquationSoundness().judge("q", "5", text)) == verdict
 
 
-def test_judges_are_named_by_text(monkeypatch):
+def test_judges_are_created_from_specifications(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "k")
     assert make_soundness(None) is None
     assert make_chat("openai:model=m,url=http://127.0.0.1:1/v1").model == "m"

@@ -39,7 +39,7 @@ class ListedSource:
 
 
 class RolloutTarget(Target):
-    """Ends well after a prefix as often as a table says."""
+    """A target that answers correctly after a prefix as often as a table says."""
 
     def __init__(self, shares):
         self.shares = shares
@@ -66,7 +66,7 @@ def pivots(source, shares, **options):
 
 def test_pivot_labels_and_the_prefix_by_hand():
     source = ListedSource(([1], 7, 8), ([], 6, 2), ([9, 5, EOS], None, None))
-    # 7: 3 of 4 against 4 of 4 is under 0.8, a pivot: 8 takes its place. 6: 3 of 4 against 3 of 4 is none.
+    # 7 scores 3/4 against 4/4, below 0.8: a pivot, replaced by 8. 6 scores 3/4 against 3/4: not a pivot.
     found = pivots(source, {(1,): 4, (1, 7): 3, (1, 8): 3, (1, 8, 6): 3})
     assert [(m.position, m.draft_id, m.important) for m in found.mismatches] == [(1, 7, True), (2, 6, False)]
     assert [(m.base_utility, m.candidate_utility) for m in found.mismatches] == [(1.0, 0.75), (0.75, 0.75)]
@@ -82,12 +82,12 @@ def test_alpha_sets_the_tolerance():
         pivots(ListedSource(*steps), shares, alpha=1.5)
 
 
-def test_a_base_that_never_ends_well_makes_no_pivots():
+def test_a_base_that_is_never_right_gives_no_pivots():
     found = pivots(ListedSource(([], 7, 8), ([EOS], None, None)), {(): 0, (7,): 0})
     assert not found.mismatches[0].important
 
 
-def test_soundness_flips_non_pivots_only_and_sees_the_median_rollout():
+def test_soundness_flips_non_pivots_only_and_reads_the_median_rollout():
     chat = FakeChat('{"analysis": "", "flawed": true}')
     shares = {(): 4, (7,): 4}
     found = pivots(ListedSource(([], 7, 8), ([EOS], None, None)), shares, soundness=ModelSoundness(chat))
@@ -105,7 +105,7 @@ def test_soundness_flips_non_pivots_only_and_sees_the_median_rollout():
     assert (found.mismatches[0].important, found.mismatches[0].verdict) == (False, NO_VERDICT)
 
 
-def test_a_candidate_that_ends_the_text_is_judged_as_it_stands():
+def test_a_candidate_that_ends_the_text_needs_no_rollouts():
     found = pivots(ListedSource(([9, 5], EOS, 8)), {(9, 5): 4})
     assert found.mismatches[0].candidate_utility == 1.0
     assert found.response_ids == (9, 5, EOS)
@@ -117,13 +117,13 @@ def test_accepted_tokens_end_the_walk_at_the_end_of_text():
     assert not found.mismatches
 
 
-def test_median_length_is_the_middle_one():
+def test_median_length_picks_the_middle_rollout():
     assert median_length([[1, 1, 1], [2], [3, 3]]) == [3, 3]
     assert median_length([[1] * 4, [2] * 3, [3], [4] * 2]) == [2] * 3
 
 
-def test_candidates_are_what_speculative_sampling_rejects():
-    """Accepted tokens and fallbacks together are distributed as the target's own (chi-square)."""
+def test_accepted_tokens_and_fallbacks_follow_the_targets_distribution():
+    """Chi-square over the next token, whether accepted or a fallback."""
     from scipy.stats import chisquare
 
     target = tiny_model(seed=1, scale=1.2, vocab_size=8)

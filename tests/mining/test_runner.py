@@ -1,4 +1,4 @@
-"""Many problems in flight: what fails is told and tried again."""
+"""Many problems in flight: failures are reported and retried."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Flaky:
         return labels(item.problem_id)
 
 
-def test_failed_problems_are_reported_not_labelled_and_tried_again(tmp_path, capsys):
+def test_failed_problems_are_reported_and_retried_without_labels(tmp_path, capsys):
     store, flaky = LabelStore(tmp_path, MANIFEST), Flaky()
     problems = [problem(f"p-{n}") for n in range(3)]
     report = mine_problems(flaky, problems, store, num_in_flight=2)
@@ -41,14 +41,14 @@ def test_failed_problems_are_reported_not_labelled_and_tried_again(tmp_path, cap
     assert (report.num_mined, report.num_skipped) == (1, 2)
     flaky.fails = {"p-7"}
     report = mine_problems(flaky, [problem("p-0"), problem("p-7")], store)
-    report.require_some()  # one was there already
+    report.require_some()  # one problem was labelled before
     with pytest.raises(ReprieveError, match="every problem failed; the first, p-7: RuntimeError"):
         mine_problems(flaky, [problem("p-7")], store).require_some()
     with pytest.raises(SpecError, match="num_in_flight must be 1 or more, got 0"):
         mine_problems(flaky, problems, store, num_in_flight=0)
 
 
-def test_a_forward_that_fails_fails_its_problems_and_nothing_hangs():
+def test_a_failed_forward_fails_its_problems_without_hanging():
     model = tiny_model()
     params = SamplingParams(temperature=1.0)
     decoder = BatchDecoder(model, num_rows=2, params=params, eos_ids=frozenset())
@@ -66,7 +66,7 @@ def test_a_forward_that_fails_fails_its_problems_and_nothing_hangs():
     assert len(asyncio.run(ask())) == 4
 
 
-def test_a_cancelled_problem_leaves_no_text_behind():
+def test_a_cancelled_problem_leaves_no_request_behind():
     decoder = BatchDecoder(tiny_model(), num_rows=1, params=SamplingParams(), eos_ids=frozenset())
     target = LocalTarget(decoder)
 

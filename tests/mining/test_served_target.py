@@ -1,4 +1,4 @@
-"""Mining from a target behind servers: the labels of the local engine, many rollouts by one request."""
+"""Mining with a target on servers: the same labels as the local engine, and many rollouts per request."""
 
 import dataclasses
 import shutil
@@ -40,18 +40,18 @@ def on(server):
     return EngineSettings(f"openai:url={server.url}")
 
 
-def test_labels_are_those_of_the_local_engine(bundled_pair, tmp_path):
+def test_labels_equal_the_local_engines(bundled_pair, tmp_path):
     settings = AutoJudgeMining(limit=2, task="arithmetic", pair=PAIR)
     _, ours = mined(settings, tmp_path / "local")
     with PairServer(bundled_pair) as server:
         bench, theirs = mined(dataclasses.replace(settings, answering=on(server)), tmp_path / "served")
     assert theirs == ours
     assert bench.manifest["engine"] == "vllm 0.32.0" and bench.manifest["target_weights"]
-    assert all(isinstance(request["prompt"], list) for request in server.requests)  # nothing is tokenized anew
+    assert all(isinstance(request["prompt"], list) for request in server.requests)  # prompts are sent as token ids
     assert settings.in_flight == 16 and dataclasses.replace(settings, answering=on(server)).in_flight == 256
 
 
-def test_all_rollouts_of_a_place_are_one_request(bundled_pair, tmp_path):
+def test_all_rollouts_of_a_position_are_one_request(bundled_pair, tmp_path):
     sampling = SamplingSettings(temperature=0.6, top_p=0.95, top_k=20)
     with PairServer(bundled_pair) as server:
         settings = PivotMining(num_rollouts=3, sampling=sampling, **small(1), answering=on(server))
@@ -61,22 +61,22 @@ def test_all_rollouts_of_a_place_are_one_request(bundled_pair, tmp_path):
     assert problem.mismatches and all(mismatch.num_rollouts == 3 for mismatch in problem.mismatches)
 
 
-def test_what_walks_locally_walks_on_servers_without_the_targets_weights(bundled_pair, tmp_path):
-    """The same drafted tokens are rejected, and the same drawn in their place."""
+def test_walks_on_servers_equal_local_walks_without_the_targets_weights(bundled_pair, tmp_path):
+    """The same drafted tokens are rejected, and the same fallbacks are drawn."""
     sampling = SamplingSettings(temperature=0.6, top_p=0.95, top_k=20)
     settings = PivotMining(num_rollouts=1, alpha=0.0, sampling=sampling, **small(2))  # nothing is a pivot
     _, ours = mined(settings, tmp_path / "local")
     with PairServer(bundled_pair) as server:
         bench, theirs = mined(dataclasses.replace(settings, answering=on(server)), tmp_path / "served")
-    assert bench.miner.make_source(0).target.model is bench.miner.make_source(0).draft.model  # it stands in
+    assert bench.miner.make_source(0).target.model is bench.miner.make_source(0).draft.model  # a stand-in
     for one, other in zip(ours, theirs, strict=True):
         assert one.mismatches and one.response_ids == other.response_ids
         walks = [[(item.position, item.draft_id, item.target_id) for item in x.mismatches] for x in (one, other)]
         assert walks[0] == walks[1]
 
 
-def test_texts_end_and_are_put_as_the_targets_files_say(tmp_path):
-    """The draft stands in for the target, whose end-of-text tokens and chat template are others."""
+def test_end_tokens_and_chat_template_come_from_the_targets_files(tmp_path):
+    """The draft stands in for a target with other end-of-text tokens and another chat template."""
     names = {}
     for role in ("target", "draft"):
         names[role] = str(tmp_path / role)
@@ -134,7 +134,7 @@ print("interrupted")
 
 @pytest.mark.slow
 def test_an_interrupted_command_ends(bundled_pair, tmp_path):
-    """64 walks in threads, of which none may wait for an answer that never comes."""
+    """64 walks run in threads, and none may wait for an answer that never comes."""
     with PairServer(bundled_pair) as server:
         command = [sys.executable, "-c", INTERRUPTED, server.url, str(tmp_path)]
         made = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
@@ -144,14 +144,14 @@ def test_an_interrupted_command_ends(bundled_pair, tmp_path):
 
 @pytest.mark.parametrize("kind", [PivotMining, TraceMining])
 @pytest.mark.parametrize("top_k", [0, 21])
-def test_more_candidates_than_servers_tell_of_are_refused(kind, top_k):
+def test_more_candidates_than_servers_return_are_refused(kind, top_k):
     sampling = SamplingSettings(temperature=0.6, top_k=top_k)
     assert kind(sampling=sampling).num_in_flight is None
     with pytest.raises(SpecError, match=rf"top_k must be in \[1, 20\] where the target is on servers.*got {top_k}"):
         kind(sampling=sampling, answering=EngineSettings("vllm"))
 
 
-def test_traces_send_their_branches(bundled_pair, tmp_path):
+def test_traces_on_a_server_equal_local_traces(bundled_pair, tmp_path):
     settings = TraceMining(limit=2, task="arithmetic", pair=PAIR, num_draft_tokens=4)
     _, ours = mined(settings, tmp_path / "local")
     with PairServer(bundled_pair) as server:
@@ -183,17 +183,17 @@ def test_a_server_that_dies_loses_no_labels(bundled_pair, tmp_path, capsys):
         (dict(api_url="http://x", pair=PairSettings("a", "b")), "api_url and engine both say"),
     ],
 )
-def test_what_a_server_cannot_do_is_refused(settings, said):
+def test_settings_that_servers_do_not_support_are_refused(settings, said):
     with pytest.raises(SpecError, match=said):
         AutoJudgeMining(answering=EngineSettings("vllm"), **settings)
 
 
-def test_workers_are_of_the_local_engine(capsys):
+def test_workers_require_the_local_engine(capsys):
     assert main(["mine", "autojudge", "--engine", "vllm", "--workers", "2"]) == 2
     assert "workers must be 1 on servers, got 2" in capsys.readouterr().err
 
 
-def test_a_dead_server_is_an_error_at_once():
+def test_a_dead_server_fails_at_once():
     with pytest.raises(EngineError, match="does not answer"):
         build(
             AutoJudgeMining(

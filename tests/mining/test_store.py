@@ -1,4 +1,4 @@
-"""The label store: what survives kills, readers, changed files and a second writer."""
+"""The label store: kills, readers, changed files and a second writer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_packed_store_can_be_read_and_extended(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value"), [("task", "gsm8k"), ("draft_weights", "x"), ("tokenizer", "y"), ("alpha", 0.5)]
 )
-def test_labels_of_something_else_are_not_mixed_in(tmp_path, key, value):
+def test_labels_with_other_settings_are_not_mixed_in(tmp_path, key, value):
     LabelStore(tmp_path, MANIFEST).append(labels())
     with pytest.raises(ReprieveError, match=f"made with {key} = .*this run has '?{value}'?; labels are not mixed"):
         LabelStore(tmp_path, {**MANIFEST, key: value})
@@ -59,7 +59,7 @@ def test_a_store_knows_its_pair(tmp_path):
     served.require_pair(IDENTITY)
 
 
-def test_what_is_no_store_is_named(tmp_path):
+def test_folders_that_are_no_label_store_are_refused(tmp_path):
     with pytest.raises(ReprieveError, match=r"is not a label store: it has no manifest\.json"):
         LabelStore(tmp_path / "nowhere")
     LabelStore(tmp_path / "s", MANIFEST)
@@ -78,7 +78,7 @@ def stored(folder, count=4):
     return folder / "labels.jsonl"
 
 
-def test_a_changed_bit_is_noticed_wherever_it_is(tmp_path):
+def test_changed_bits_are_detected(tmp_path):
     path = stored(tmp_path)
     content = path.read_bytes()
     for number in range(0, 8 * len(content), 97):
@@ -166,13 +166,13 @@ mine_problems(Slow(), problems, LabelStore(Path({folder!r}), MANIFEST), num_in_f
 
 
 def miner(folder, pause=0.01):
-    """A process that mines ten problems quickly and the others with a pause, in seconds."""
+    """Start a process that mines ten problems quickly and waits `pause` seconds in each of the others."""
     code = SLOW_MINER.format(tests=os.getcwd(), folder=str(folder), pause=pause)
     return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.slow
-def test_a_killed_run_loses_only_what_is_in_hand_and_has_the_folder_to_itself(tmp_path):
+def test_a_killed_run_loses_only_unfinished_problems_and_locks_its_folder(tmp_path):
     first = miner(tmp_path, pause=600)
     path = tmp_path / "labels.jsonl"
     while not path.exists() or path.read_bytes().count(b"\n") < 10:

@@ -43,8 +43,8 @@ def test_soft_labels_by_hand():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampled", [False, True])
-def test_greedy_labels_are_what_the_target_makes_of_both_branches(pair, traces, sampled):
-    """Also where the rounds are sampled: a branch that passes through a drawn token is no greedy one from before it."""
+def test_greedy_labels_equal_the_targets_greedy_outcomes_of_both_branches(pair, traces, sampled):
+    """Rounds may be sampled; a branch through a sampled token is not a greedy continuation of the text before it."""
     if sampled:
         traces = mine(pair, 8, temperature=1.0, greedy_branches=True)
     alone = SpeculativeDecoder(CachedModel(pair.target), None, pair.tokenizer)
@@ -73,7 +73,7 @@ def test_greedy_labels_are_what_the_target_makes_of_both_branches(pair, traces, 
     assert min(num.values()) > 5, "each kind of label occurs"
 
 
-def test_reached_mismatches_are_told_apart_from_those_behind(traces):
+def test_reached_mismatches_are_separated_from_later_ones(traces):
     for found in traces:
         for mismatch in found.mismatches:
             assert found.response_ids[mismatch.position] == mismatch.target_id != mismatch.draft_id
@@ -116,14 +116,14 @@ def test_the_draft_has_its_own_temperature_in_traces_and_rollouts(bundled_pair):
     assert any(drafted != drawn for _, drafted, drawn in asked)
 
 
-def test_labels_of_another_miner_version_are_not_gone_on_with(pair, tmp_path):
+def test_a_store_of_another_labels_version_is_refused(pair, tmp_path):
     manifest = {**dataclasses.asdict(pair.identity), "task": "parity", "labels_version": LABELS_VERSION}
     LabelStore(tmp_path, {**manifest, "labels_version": None})
     with pytest.raises(ReprieveError, match="labels_version = None, this run has 2"):
         LabelStore(tmp_path, manifest)
 
 
-def test_traces_survive_the_store(pair, traces, tmp_path):
+def test_traces_round_trip_through_the_store(pair, traces, tmp_path):
     manifest = {**dataclasses.asdict(pair.identity), "task": "parity", "num_draft_tokens": 4}
     store = LabelStore(tmp_path, manifest)
     for found in traces:
@@ -133,7 +133,7 @@ def test_traces_survive_the_store(pair, traces, tmp_path):
 
 
 class Scripted:
-    """A judge that replies from a list, again and again."""
+    """A judge whose reply depends on the attempt only."""
 
     def __init__(self, *replies):
         self.replies, self.prompts = replies, []
@@ -160,7 +160,7 @@ def test_bad_mining_settings_are_refused(pair, bad):
 
 
 def test_labels_stop_where_the_answer_does(pair):
-    """A drafter goes on behind an end of text; what it says there is decided by nobody."""
+    """A drafter may continue past an end of text; the tokens after it get no label."""
     task = ParityTask()
     responses = ResponseFormat(pair.tokenizer, task, frozenset({9}), 24)
     assert responses.length_of([1, 2, 9, 4, 5]) == 3 and responses.length_of([1, 2]) is None

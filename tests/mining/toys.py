@@ -1,4 +1,4 @@
-"""What tests of labelling share."""
+"""Helpers shared by the tests of mining."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def labels(problem_id="p-1", important=True) -> ProblemLabels:
 
 
 class FakeChat:
-    """Gives replies in turn."""
+    """Return the given replies in turn."""
 
     def __init__(self, *replies):
         self.replies = list(replies)

@@ -18,7 +18,7 @@ from tests.kit.tiny import ARCHITECTURES, IDENTITY, tiny_model
 
 
 def test_the_mask_by_hand():
-    """Three context tokens, a round after two of them, one after all three; K = 1, so a region of five."""
+    """Three context tokens, one round after two of them and one after all three; at K = 1 a region has five tokens."""
     parts = [Layout.context(0, 3)]
     parts += [Layout.region(number, ArbitrationRound(length, [7], [8])) for number, length in enumerate((2, 3))]
     layout = Layout.join(parts)
@@ -38,7 +38,7 @@ def test_the_mask_by_hand():
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_rounds_judged_together_alone_and_from_the_cache_are_one(kind):
+def test_rounds_get_the_same_logits_together_alone_and_from_the_cache(kind):
     draft = tiny_model(kind)
     model = trained(draft)
     generator = torch.Generator().manual_seed(1)
@@ -74,7 +74,7 @@ def test_the_hybrid_mask_lets_drafted_tokens_see_the_targets_and_the_causal_one_
         assert (first[0] != second[0]).item() is sees
 
 
-def test_weights_are_shared_and_the_draft_is_left_as_it_was(draft):
+def test_weights_are_shared_and_the_draft_is_unchanged(draft):
     tokens = torch.tensor([PROMPT])
     with torch.no_grad():
         before = draft(tokens).logits

@@ -1,10 +1,10 @@
-"""Targets that accelerate places."""
+"""Targets placed by accelerate's device map."""
 
 from reprieve.engine import SamplingParams, load_pair
 from tests.kit.pairs import ARITHMETIC
 
 
-def test_a_device_map_answers_as_one_device_does():
+def test_a_device_map_gives_the_same_answer_as_one_device():
     made = [
         load_pair(ARITHMETIC.name, dtype="float32", device="cpu", device_map=given)
         .decoder("lossless")

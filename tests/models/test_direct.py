@@ -1,4 +1,4 @@
-"""The forward written out gives what the library's gives, and leaves alone what it does not know."""
+"""The direct forward equals transformers', and unsupported models use transformers' forward."""
 
 import pytest
 import torch
@@ -54,12 +54,12 @@ def both(model, **options):
 
 
 @torch.inference_mode()
-def test_steps_states_and_rollback_are_the_librarys(model):
+def test_logits_states_and_rollback_equal_the_librarys(model):
     num_layers = model.config.num_hidden_layers
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
         model.to(dtype)
         made = both(model, hidden_layers=(0, 1, -1, num_layers, -2))
-        ours, theirs = (one.start(TEXT[:260]) for one in made)  # past the first capacity
+        ours, theirs = (one.start(TEXT[:260]) for one in made)  # beyond the initial capacity
         torch.testing.assert_close(ours.logits, theirs.logits, rtol=tolerance, atol=tolerance)
         for tokens, keep in ((TEXT[260:261], 261), (TEXT[261:270], 264), (TEXT[264:266], 12), (TEXT[12:40], 40)):
             (ours, our_states), (theirs, their_states) = (one.forward(tokens) for one in made)
@@ -72,7 +72,7 @@ def test_steps_states_and_rollback_are_the_librarys(model):
 
 
 @torch.inference_mode()
-def test_trees_and_the_paths_kept_of_them_are_the_librarys(model):
+def test_trees_and_their_kept_paths_equal_the_librarys(model):
     block = Block(torch.tensor([5, 6, 7, 8, 9]), (ROOT, ROOT, 0, 1, 2))
     answers = []
     for one in both(model):
@@ -86,7 +86,7 @@ def test_trees_and_the_paths_kept_of_them_are_the_librarys(model):
 
 
 @torch.inference_mode()
-def test_the_last_rows_alone(model):
+def test_the_last_rows_can_be_computed_alone(model):
     for one in both(model, hidden_layers=(-1,)):
         whole, states = one.forward(TEXT[:9])
         one.keep(0)
@@ -95,7 +95,7 @@ def test_the_last_rows_alone(model):
         torch.testing.assert_close(last[-1], states[-1][-2:])
 
 
-def test_what_is_not_known_runs_through_the_library():
+def test_unsupported_models_use_the_library():
     windowed = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=8)).eval()
     assert not any(supports(model) for model in (windowed, tiny_model("gemma3"), tiny_model("gpt_neox")))
     hooked = tiny_model()
@@ -109,7 +109,7 @@ def test_what_is_not_known_runs_through_the_library():
     assert not any(supports(model) for model in (hooked, replaced, adapted))
 
 
-def test_a_family_that_computes_otherwise_than_is_known_here_is_found_out(monkeypatch):
+def test_models_that_compute_differently_are_detected(monkeypatch):
     changed = tiny_model()
     for layer in changed.model.layers:
         layer.self_attn.scaling = 1.0
@@ -121,10 +121,10 @@ def test_a_family_that_computes_otherwise_than_is_known_here_is_found_out(monkey
     assert not supports(renamed)
 
 
-def test_hooks_that_come_later_are_obeyed_and_transformers_own_do_no_harm():
+def test_later_hooks_disable_the_direct_forward_and_transformers_own_do_not():
     model = tiny_model()
     assert supports(model)
-    model(torch.tensor([[1, 2]]), output_hidden_states=True)  # puts hooks of its own onto the layers
+    model(torch.tensor([[1, 2]]), output_hidden_states=True)  # installs transformers' own hooks on the layers
     assert supports(model)
     handle = model.model.layers[0].register_forward_hook(lambda *_: None)
     assert not supports(model) and CachedModel(model)._direct is None

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads as files: the speculators format, SafeAILab's layout, damage."""
+"""EAGLE-3 heads as files: the speculators format and damaged files."""
 
 import json
 
@@ -41,7 +41,7 @@ def test_the_bundled_head_drafts_for_the_bundled_target(pair, temperature):
 
 
 def test_our_forward_equals_the_speculators_models(pair):
-    """Step by step of its training-time unrolling, from the same file."""
+    """Compare every step of its training-time unrolling, with the same weights."""
     pytest.importorskip("speculators")
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 
@@ -118,7 +118,7 @@ def broken(tmp_path, change, name):
         (lambda config, tensors: config["transformer_layer_config"].update(model_type="bert"), "must be one of llama"),
     ],
 )
-def test_a_damaged_head_says_what_is_wrong(pair, tmp_path, change, told):
+def test_damaged_heads_are_refused_with_a_reason(pair, tmp_path, change, told):
     with pytest.raises(ReprieveError, match=told):
         load_eagle3(broken(tmp_path, change, "head"), pair.target)
 
@@ -130,5 +130,5 @@ def test_rotary_frequencies_stay_in_float32(pair):
     assert torch.equal(head.rotary.inv_freq, exact)
 
 
-def test_published_layers():
+def test_default_layers_equal_the_published_ones():
     assert default_layers(32) == (2, 16, 29)

@@ -75,7 +75,7 @@ def path(model, tmp_path_factory):
     return path
 
 
-def test_a_file_is_loaded_as_the_model_it_was_made_from(path, model):
+def test_a_file_loads_as_the_model_it_was_made_from(path, model):
     pair = load_pair(path, path, dtype="float32")
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(pair.target.state_dict()[name], tensor)
@@ -84,7 +84,7 @@ def test_a_file_is_loaded_as_the_model_it_was_made_from(path, model):
     assert made.num_accepted == made.num_drafted > 0  # the draft is the target
 
 
-def test_a_file_takes_int8(path):
+def test_a_gguf_file_can_be_loaded_as_int8(path):
     assert load_pair(path, dtype="int8").dtype == "int8"
 
 

@@ -1,4 +1,4 @@
-"""A pair known by its files alone is the pair that was loaded."""
+"""The identity read from a pair's files equals that of the loaded pair."""
 
 from dataclasses import replace
 
@@ -17,13 +17,13 @@ from tests.kit.chats import save_chat_pair
 from tests.kit.pairs import ARITHMETIC
 
 
-def test_the_bundled_pair_is_known_by_its_files(bundled_pair):
+def test_the_bundled_pairs_files_give_its_identity(bundled_pair):
     identity, tokenizer, dtype = stored_identity(PairSettings(ARITHMETIC.name))
     assert identity == bundled_pair.identity
     assert len(tokenizer) == len(bundled_pair.tokenizer) and dtype == "float32"
 
 
-def test_a_saved_pair_is_known_whole_and_in_shards(tmp_path):
+def test_a_saved_pairs_files_give_its_identity_whole_and_in_shards(tmp_path):
     target, draft = save_chat_pair(tmp_path)
     pair = load_pair(target, draft)
     assert stored_identity(PairSettings(target, draft))[0] == pair.identity
@@ -37,7 +37,7 @@ def test_a_saved_pair_is_known_whole_and_in_shards(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "Mixtral", "DeepseekV3", "GptOss"])
-def test_experts_that_are_one_tensor_in_memory_are_known_by_their_files(tmp_path, kind):
+def test_fused_experts_have_the_same_fingerprint_in_files_and_in_memory(tmp_path, kind):
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=64, hidden_size=16, intermediate_size=24, moe_intermediate_size=24, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=2, head_dim=8, num_experts=4, num_local_experts=4,
@@ -58,23 +58,23 @@ def test_missing_weights_are_named(tmp_path):
         stored_identity(PairSettings(str(tmp_path / "draft"), "reprieve/arithmetic-pair"))
 
 
-def test_a_checkpoint_of_compressed_tensors_is_known_by_its_files(tmp_path):
+def test_compressed_tensors_files_give_the_pairs_identity(tmp_path):
     pytest.importorskip("compressed_tensors")
     target, draft = save_chat_pair(tmp_path)
     config = transformers.AutoConfig.from_pretrained(target)
-    config.attention_bias = True  # compressed-tensors registers weights anew, behind the biases
+    config.attention_bias = True  # compressed-tensors re-registers weights, after the biases
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(target)
     quantise(tmp_path / "target", tmp_path / "int8")
     identity = stored_identity(PairSettings(str(tmp_path / "int8"), draft))[0]
     pair = load_pair(tmp_path / "int8", draft)
     assert pair.target.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
-    pair.target(torch.tensor([[1, 2]]))  # replaces the int8 weights by others
+    pair.target(torch.tensor([[1, 2]]))  # replaces the int8 weights
     assert pair.identity == replace(identity, target=pair.target_name)
     assert identity.target_weights != load_pair(target, draft).identity.target_weights
 
 
 class _Packed(torch.Tensor):
-    """As torchao's tensors are: no plain values but in full."""
+    """A tensor like torchao's: plain values only after `dequantize`."""
 
     def flatten(self):
         raise NotImplementedError("flatten")
@@ -83,7 +83,7 @@ class _Packed(torch.Tensor):
         return self.as_subclass(torch.Tensor) * 2
 
 
-def test_a_quantised_tensor_is_known_by_its_values():
+def test_a_quantised_tensor_is_fingerprinted_by_its_values():
     plain, packed = nn.Linear(4, 3, bias=False), nn.Linear(4, 3, bias=False)
     with torch.no_grad():
         plain.weight.copy_(torch.arange(12.0).reshape(3, 4))

@@ -1,4 +1,4 @@
-"""int8 linear layers: near float32, the same for a block as for one token, and refused where they cannot be."""
+"""int8 linear layers: close to float32, equal for blocks and single tokens, refused if unsupported."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_a_layer_is_within_a_hundredth_of_float32():
     assert torch.equal(rounded[3], linear.bias.detach())
 
 
-def test_a_row_does_not_depend_on_its_company():
+def test_a_row_does_not_depend_on_the_other_rows():
     torch.manual_seed(0)
     layer = Int8Linear(torch.nn.Linear(64, 48))
     rows = torch.randn(9, 64)
@@ -75,7 +75,7 @@ def test_lossless_decoding_gives_the_targets_own_tokens(folder):
         assert lossless.generate(prompt, params).token_ids == target_only.generate(prompt, params).token_ids
 
 
-def test_int8_has_a_fingerprint_of_its_own(folder):
+def test_int8_has_its_own_fingerprint(folder):
     exact, rounded = (load_models(folder / "target", dtype=dtype) for dtype in ("float32", "int8"))
     assert weights_fingerprint(exact.target) != weights_fingerprint(rounded.target)
     assert weights_fingerprint(rounded.target) == weights_fingerprint(

@@ -1,4 +1,4 @@
-"""Models from folders that somebody else made: whole, finite and without code, or refused."""
+"""Untrusted model folders: incomplete weights, values that are not finite, and custom code are refused."""
 
 import contextlib
 import json
@@ -39,11 +39,11 @@ def change_weights(folder, change):
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def test_whole_models_load(folder):
+def test_complete_models_load(folder):
     pair = load_pair(folder)
     assert pair.target.config.num_hidden_layers == 2
     change_weights(folder, lambda tensors: tensors.update({"vision_tower.x": torch.ones(1)}))
-    load_pair(folder)  # other senses are left aside
+    load_pair(folder)  # weights of other modalities are ignored
 
 
 WEIGHTS = {
@@ -66,7 +66,7 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_weights_that_do_not_fit_are_refused(folder, name):
+def test_invalid_weights_are_refused(folder, name):
     change, says = WEIGHTS[name]
     change_weights(folder, change)
     with pytest.raises(ReprieveError, match=f"could not load the target .*model.*({says})"):
@@ -92,7 +92,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_configurations_that_do_not_fit_are_refused(folder, name, monkeypatch):
+def test_invalid_configurations_are_refused(folder, name, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
     (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
     change_config(folder, **CONFIGS[name])
@@ -109,7 +109,7 @@ def test_damaged_files_are_refused(folder, name, content):
         load_pair(folder)
 
 
-def test_a_tokenizer_with_code_of_its_own_is_not_run(folder, monkeypatch):
+def test_custom_tokenizer_code_is_not_run(folder, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
     path = folder / "tokenizer_config.json"
     (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
@@ -120,7 +120,7 @@ def test_a_tokenizer_with_code_of_its_own_is_not_run(folder, monkeypatch):
     assert not (folder / "ran").exists()
 
 
-def test_a_name_that_is_nothing_lists_what_a_model_can_be(tmp_path):
+def test_an_unknown_model_name_lists_the_accepted_forms(tmp_path):
     with pytest.raises(ReprieveError, match=r"there is no such folder\. A model is one of reprieve/"):
         load_pair(tmp_path / "nothing")
     error = OSError("We could not connect")
@@ -143,7 +143,7 @@ def test_a_hybrid_model_is_refused_by_name(tmp_path):
             pair.decoder(rule)
 
 
-def test_pytorch_for_cuda_on_a_machine_without_a_gpu_has_the_cpu_alone(monkeypatch):
+def test_cuda_is_refused_if_pytorch_finds_no_gpu(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     with pytest.raises(SpecError, match=r"device must be cpu here, got .cuda.: PyTorch .* finds no GPU"):

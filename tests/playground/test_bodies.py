@@ -1,4 +1,4 @@
-"""Bodies before a request is made of them: their memory, turns of refusals, and the process that checks large ones."""
+"""Request bodies: memory limits, delayed refusals, and the process that checks large bodies."""
 
 import asyncio
 import json
@@ -31,12 +31,12 @@ def checker():
 
 
 def read(checker, body, kind=CompletionBody):
-    """In pieces, as they come from a socket."""
+    """Read a body in two pieces, as from a socket."""
     half = len(body) // 2
     return asyncio.run(checker.read(kind, [body[:half], body[half:]]))
 
 
-def test_large_bodies_that_are_well_formed_are_read(checker):
+def test_large_valid_bodies_are_read(checker):
     assert len(read(checker, completion(user="u" * LARGE)).user) == LARGE
     messages = [{"role": "user", "content": "u" * 9}] * 2000
     assert len(read(checker, json.dumps({"messages": messages}).encode(), ChatBody).messages) == 2000
@@ -55,7 +55,7 @@ def test_large_bodies_that_are_well_formed_are_read(checker):
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_small_and_large_bodies_are_refused_in_the_same_words(checker, fields, named):
+def test_small_and_large_bodies_are_refused_with_the_same_message(checker, fields, named):
     with pytest.raises(MalformedBodyError) as large:
         read(checker, completion(**fields))
     with pytest.raises(MalformedBodyError) as direct:
@@ -69,7 +69,7 @@ def test_texts_may_hold_any_number_of_brackets_commas_and_quotes():
         assert read_body(CompletionBody, completion(user=text), CONTEXT).user == text
 
 
-def test_a_checking_process_that_ended_is_started_again(checker):
+def test_a_dead_checking_process_is_restarted(checker):
     for _ in range(2):
         with pytest.raises(MalformedBodyError, match="surprise"):
             read(checker, completion(surprise="n" * LARGE))
@@ -102,7 +102,7 @@ def is_running(pid):
         return False
 
 
-def test_refusals_leave_one_after_another(monkeypatch):
+def test_refusals_are_sent_one_at_a_time(monkeypatch):
     slept = []
 
     async def sleep(seconds):
@@ -139,7 +139,7 @@ def test_a_refusal_waits_for_a_bounded_time(monkeypatch):
 
 
 class Client:
-    """An ASGI client that sends half of a body, and the rest once it may."""
+    """An ASGI client that sends half of a body, and the rest when `rest` is set."""
 
     def __init__(self, half):
         self.half = half
@@ -165,7 +165,7 @@ async def accept(scope, receive, send):
     await send({"type": "http.response.body", "body": b""})
 
 
-def test_bodies_together_take_bounded_memory_and_make_room_when_they_are_done():
+def test_total_body_memory_is_bounded_and_freed_when_clients_leave():
     async def clients():
         limit = BodyLimit(accept, max_bytes=100_000, timeout_s=30)
         fill = [Client(b"x" * 50_000) for _ in range(2 * middleware._MOST_HELD)]

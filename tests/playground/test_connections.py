@@ -1,4 +1,4 @@
-"""What reaches a server before a request does: half-open connections, ports in use, keys that no header can hold."""
+"""Before the first request: half-open connections, ports in use, invalid hosts and API keys."""
 
 import http.client
 import socket
@@ -17,7 +17,7 @@ from reprieve.playground.settings import PlaygroundSettings
 
 @pytest.fixture
 def port(monkeypatch):
-    """A server that says yes, and waits two seconds for headers; uvicorn's own would wait for ever."""
+    """A server that answers `yes` and waits two seconds for headers; uvicorn alone would wait forever."""
     monkeypatch.setattr(connections, "HEADERS_S", 2.0)
 
     async def app(scope, receive, send):
@@ -49,14 +49,14 @@ def connected(stack, port, sent):
 
 
 def read_to_end(connection):
-    while connection.recv(4096):  # a word about what was wrong may come first
+    while connection.recv(4096):  # an error message may come first
         pass
 
 
 @pytest.mark.parametrize(
     "sent", [b"", b"G", b"GET /health HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nHost: x\r\n", b"\r\n\r\n"]
 )
-def test_half_open_connections_are_closed_and_keep_nobody_out(port, sent):
+def test_half_open_connections_are_closed_and_block_no_client(port, sent):
     with ExitStack() as stack:
         half = [connected(stack, port, sent) for _ in range(300)]
         for _ in range(3):
@@ -65,7 +65,7 @@ def test_half_open_connections_are_closed_and_keep_nobody_out(port, sent):
             read_to_end(one)
 
 
-def test_a_connection_may_rest_between_requests_and_drip_no_headers(port):
+def test_a_connection_may_idle_between_requests_but_not_within_headers(port):
     client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     assert asked(client) == b"yes"
     used = client.sock
@@ -74,7 +74,7 @@ def test_a_connection_may_rest_between_requests_and_drip_no_headers(port):
     with ExitStack() as stack:
         one = connected(stack, port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         answer = b""
-        while not answer.endswith(b"yes"):  # headers and body may come apart
+        while not answer.endswith(b"yes"):  # headers and body may arrive separately
             piece = one.recv(4096)
             assert piece
             answer += piece
@@ -82,7 +82,7 @@ def test_a_connection_may_rest_between_requests_and_drip_no_headers(port):
         read_to_end(one)
 
 
-def test_a_port_in_use_is_told_before_a_model_is_read(monkeypatch, capsys):
+def test_a_port_in_use_is_reported_before_a_model_loads(monkeypatch, capsys):
     monkeypatch.setattr("reprieve.cli.screen.load", lambda *_: pytest.fail("the model was read"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
@@ -91,12 +91,12 @@ def test_a_port_in_use_is_told_before_a_model_is_read(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("host", ["256.0.0.1", "no.such.host.invalid", "203.0.113.7", "x" * 300, "é" * 80])
-def test_hosts_that_are_not_ours_are_told(host):
+def test_hosts_that_cannot_be_bound_are_refused(host):
     with pytest.raises(SpecError, match="cannot be listened on"):
         launch.require_free_port(PlaygroundSettings(host=host, port=0))
 
 
 @pytest.mark.parametrize("key", ["schlüssel", "clé", "🔑", "a\nb", "a\0b", "", " "])
-def test_keys_that_no_header_holds_are_refused(key, monkeypatch, capsys):
+def test_keys_that_no_header_can_carry_are_refused(key, monkeypatch, capsys):
     with pytest.raises(SpecError, match="api_key must be of printable ASCII"):
         PlaygroundSettings(api_key=key)

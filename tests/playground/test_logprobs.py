@@ -1,4 +1,4 @@
-"""Log-probabilities as clients read them: every alternative, offsets by characters, a token's own bytes."""
+"""Log-probabilities in responses: every alternative, character offsets, and the bytes of each token."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.kit.chats import byte_tokenizer
 
 
 class Words:
-    """Tokens of a SentencePiece kind: each with a space before it, which is left out at the beginning of a text."""
+    """SentencePiece-like tokens: each has a leading space, which is dropped at the start of a text."""
 
     vocabulary = ("hello", "world", "world", "!")
 
@@ -35,13 +35,13 @@ def completion(texts, tokens, num=5):
     return Replies("completion", "id", "m", texts, "lossless", provenance=False)._logprobs(0, tokens, num)
 
 
-def test_words_keep_the_space_before_them_and_offsets_count_it():
+def test_words_keep_their_leading_space_and_offsets_count_it():
     found = completion(Words(), [token(0), token(1), token(3)])
     assert found["tokens"] == ["hello", " world", " !"]
     assert found["text_offset"] == [0, 5, 11]
 
 
-def test_tokens_with_the_same_text_are_both_told():
+def test_tokens_with_the_same_text_are_both_returned():
     (top,) = completion(Words(), [token(0, [(1, -1.0), (2, -2.0), (3, -3.0)])])["top_logprobs"]
     assert top == {"world": -1.0, "token_id:2": -2.0, "!": -3.0}
 

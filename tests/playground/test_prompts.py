@@ -1,4 +1,4 @@
-"""From messages to tokens: the server's own system prompt and thinking, and a request's."""
+"""From messages to tokens: the system prompt and thinking, set by the server or by the request."""
 
 import copy
 
@@ -35,7 +35,7 @@ def test_a_chat_gets_the_servers_system_prompt_unless_it_has_one(tokenizer):
     assert "Be brief." not in read(tokenizer, [("system", "Be long."), ("user", "Hi")], system_prompt="Be brief.")
 
 
-def test_a_requests_thinking_comes_before_the_servers(tokenizer):
+def test_a_requests_thinking_overrides_the_servers(tokenizer):
     off = "<think>\n\n</think>"
     texts = {
         (server, request): off in tokenizer.decode(prompts(tokenizer, thinking=server).chat([("user", "Hi")], request))
@@ -47,7 +47,7 @@ def test_a_requests_thinking_comes_before_the_servers(tokenizer):
     }
 
 
-def test_what_the_tokenizer_has_no_template_for_is_refused(tokenizer):
+def test_settings_that_the_chat_template_rejects_are_refused(tokenizer):
     with pytest.raises(SpecError, match="thinking must be one of on, off, got 'maybe'"):
         PlaygroundSettings(thinking="maybe")
     tokenizer = copy.deepcopy(tokenizer)

@@ -77,7 +77,7 @@ def post(port, body, path="/v1/completions", headers=None):
     return response.status, json.loads(text) if text.startswith("{") else text
 
 
-def test_where_k_is_left_to_us_a_policy_has_that_of_its_certificate(pair):
+def test_the_default_k_comes_from_the_policys_certificate(pair):
     told = []
     policies = [Policy.load({"rule": JUDGE, "default": "certified"}), Policy.load("margin:delta=2")]
     app = make_app(pair, policies, PlaygroundSettings(), announce=told.append)
@@ -86,8 +86,8 @@ def test_where_k_is_left_to_us_a_policy_has_that_of_its_certificate(pair):
     make_app(pair, policies[1:], PlaygroundSettings(num_draft_tokens="auto:path=reprieve/arithmetic-length-judge"))
 
 
-def test_k_is_of_the_certificate_that_holds_on_this_engine(pair):
-    """A head may be certified at one K here and at another on vLLM; both lie beside it."""
+def test_k_comes_from_the_certificate_for_this_engine(pair):
+    """A head may have certificates with different K for the local engine and for vLLM."""
     policy = Policy.load(JUDGE)
     by_engine = {item.conditions.engine: item for item in (policy.certificate, *policy.other_certificates)}
     conditions = dataclasses.replace(by_engine["local"].conditions, num_draft_tokens=16)
@@ -109,7 +109,7 @@ def local(pair, spec, prompt, **params):
     return pair.decoder(spec, num_draft_tokens=K).generate(prompt, SamplingParams(**params))
 
 
-def test_completions_are_the_engines_own(client, pair, prompt):
+def test_completions_equal_the_engines(client, pair, prompt):
     made = client.completions.create(model=MODEL, prompt=prompt, max_tokens=120, temperature=0)
     wanted = local(pair, JUDGE, prompt, max_new_tokens=120)
     assert made.choices[0].text == wanted.text and made.choices[0].finish_reason == "stop"
@@ -118,7 +118,7 @@ def test_completions_are_the_engines_own(client, pair, prompt):
     assert made.reprieve["rule"] == JUDGE and made.reprieve["num_rescued"] == wanted.num_rescued > 0
 
 
-def test_a_stream_adds_up_to_the_whole(client, prompt):
+def test_a_stream_adds_up_to_the_whole_response(client, prompt):
     asked = dict(model=MODEL, prompt=prompt, max_tokens=60, temperature=0.8, seed=7, stop=["."])
     whole = client.completions.create(**asked)
     chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
@@ -138,7 +138,7 @@ def test_chat_streams_and_answers(client):
     assert "45" in whole.choices[0].message.content
 
 
-def test_several_choices_and_prompts_have_seeds_of_their_own(client, prompt):
+def test_choices_and_prompts_have_separate_seeds(client, prompt):
     asked = dict(model=MODEL, prompt=[prompt, prompt], n=2, max_tokens=40, temperature=1.5, seed=3)
     made = client.completions.create(**asked)
     assert [choice.index for choice in made.choices] == [0, 1, 2, 3]
@@ -251,7 +251,7 @@ def test_bad_requests_name_the_field(port, prompt, change, param):
     assert post(port, {"prompt": prompt, "max_tokens": 2})[0] == 200
 
 
-def test_malformed_bodies_are_clean_errors(port):
+def test_malformed_bodies_get_clear_errors(port):
     for body in (b"", b"{", b"[1]", b"null", b"\xff\xfe", b'{"prompt": NaN}'):
         status, told = post(port, body)
         assert status == 400 and told["error"]["message"], body
@@ -264,7 +264,7 @@ def test_malformed_bodies_are_clean_errors(port):
     assert get(port, "/v1/completions")[0] == 405
 
 
-def test_openai_errors_are_the_clients_own_types(client, prompt):
+def test_errors_are_raised_as_the_openai_clients_types(client, prompt):
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(model=MODEL, prompt=prompt, temperature=-3)
     assert refused.value.param == "temperature"
@@ -309,7 +309,7 @@ LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
 
 
 def raw(port, body):
-    """A connection with a request on its way."""
+    """Open a connection and send a request without reading the response."""
     data = json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", port))
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -344,7 +344,7 @@ def test_clients_that_leave_the_queue_make_room_at_once(pair, prompt):
         assert b"200 OK" in stays.recv(4096)
 
 
-def test_an_engine_that_fails_answers_500_and_goes_on(pair, prompt, monkeypatch):
+def test_an_engine_error_gives_a_500_and_serving_continues(pair, prompt, monkeypatch):
     from reprieve.engine import SpeculativeDecoder
 
     with serving(pair) as port:
@@ -356,7 +356,7 @@ def test_an_engine_that_fails_answers_500_and_goes_on(pair, prompt, monkeypatch)
         assert post(port, {"prompt": prompt, "max_tokens": 4})[0] == 200
 
 
-def test_a_body_that_never_comes_is_408(pair):
+def test_an_incomplete_body_times_out_with_408(pair):
     with serving(pair, settings={"timeout": 0.5}) as port:
         connection = socket.create_connection(("127.0.0.1", port))
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{")
@@ -367,7 +367,7 @@ def test_a_full_queue_is_429_and_clients_that_leave_free_it(pair, prompt):
     with serving(pair, settings={"max_waiting": 2}) as port:
         asked = {"prompt": prompt, "n": 16, **LONG}
         held = [raw(port, asked)]
-        wait_for(lambda: busy(port) == (True, 0))  # else the third may come before the first has left the queue
+        wait_for(lambda: busy(port) == (True, 0))  # otherwise the third might arrive before the first leaves the queue
         held += [raw(port, {**asked, "stream": stream}) for stream in (True, False)]
         wait_for(lambda: busy(port) == (True, 2))
         status, body = post(port, {"prompt": prompt, "max_tokens": 2})
@@ -376,7 +376,7 @@ def test_a_full_queue_is_429_and_clients_that_leave_free_it(pair, prompt):
             connection.close()
         wait_for(lambda: busy(port) == (False, 0), 120)
         written = re.findall(r"^reprieve_tokens_total\{.*\} ([\d.e+]+)$", get(port, "/metrics")[1], re.M)
-        assert sum(map(float, written)) < 16 * LONG["max_tokens"]  # the two that waited were never begun
+        assert sum(map(float, written)) < 16 * LONG["max_tokens"]  # the two waiting requests never started
         assert post(port, {"prompt": prompt, "max_tokens": 2})[0] == 200
 
 
@@ -389,7 +389,7 @@ def test_a_request_that_takes_too_long_ends_and_makes_room(pair, prompt):
         wait_for(lambda: busy(port) == (False, 0))
 
 
-def test_shutdown_finishes_what_runs_and_refuses_the_rest(pair, prompt):
+def test_shutdown_finishes_the_running_request_and_refuses_new_ones(pair, prompt):
     done = []
     with serving(pair, settings={"grace": 20}) as port:
         asked = {"prompt": prompt, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
@@ -402,8 +402,8 @@ def test_shutdown_finishes_what_runs_and_refuses_the_rest(pair, prompt):
         get(port, "/health")
 
 
-def test_a_server_told_to_stop_ends_what_is_left_with_a_word(tmp_path, prompt):
-    """The process as an operator runs it: SIGTERM, a grace too short, and clean errors for everybody."""
+def test_a_terminated_server_ends_open_requests_with_an_error(tmp_path, prompt):
+    """The process as an operator runs it: after SIGTERM with a short grace period, every client gets a clear error."""
     command = [sys.executable, "-m", "reprieve.cli.main", "serve", "--port", "0", "--grace", "0.5", "--rule", "margin"]
     log = tmp_path / "log.txt"
     with log.open("w") as out:
@@ -432,16 +432,16 @@ def test_a_server_told_to_stop_ends_what_is_left_with_a_word(tmp_path, prompt):
     assert "Traceback" not in log.read_text()
 
 
-def test_quality_is_watched_in_the_background(pair, prompt):
+def test_quality_is_monitored_in_the_background(pair, prompt):
     with serving(pair, settings={"check_share": 1.0, "max_changed": 0.5}) as port:
         for _ in range(2):
             post(port, {"prompt": prompt, "max_tokens": 80, "temperature": 0, "reprieve_threshold": 0.3})
         post(port, {"prompt": prompt, "max_tokens": 80, "temperature": 0, "reprieve_rule": "off"})
-        post(port, {"prompt": prompt, "max_tokens": 80, "temperature": 1.2})  # sampled answers differ by themselves
+        post(port, {"prompt": prompt, "max_tokens": 80, "temperature": 1.2})  # sampled: not checked
         wait_for(lambda: "reprieve_quality_checked 2.0" in get(port, "/metrics")[1])
 
 
-def test_two_clients_at_once_both_get_their_own(port, pair, prompt):
+def test_concurrent_clients_each_get_their_own_answer(port, pair, prompt):
     problems = load_task("arithmetic").problems("test", 6)
     client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
 
@@ -459,7 +459,7 @@ def page_text():
     return resources.files("reprieve.playground").joinpath("playground.html").read_text()
 
 
-def test_the_playground_asks_nobody_else():
+def test_the_playground_page_loads_nothing_from_other_hosts():
     assert not re.search(r"https?://|@import|src=", page_text())
 
 
@@ -531,7 +531,7 @@ def test_the_playground_is_driven_by_keyboard_and_pointer(port, size, tmp_path):
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_hostile_chat_bodies_are_short_400s_at_once(port, body, named):
+def test_hostile_chat_bodies_get_a_short_400(port, body, named):
     given = {"messages": [{"role": "user", "content": "?"}], **body}
     compact = json.dumps(given, separators=(",", ":")).encode()
     status, reply = post(port, compact, "/v1/chat/completions")
@@ -540,6 +540,6 @@ def test_hostile_chat_bodies_are_short_400s_at_once(port, body, named):
     assert named in message and len(message) < 400
 
 
-def test_infinity_among_the_extra_arguments_is_a_400(port):
+def test_infinity_in_the_extra_arguments_gets_a_400(port):
     body = b'{"messages": [{"role": "user", "content": "?"}], "vllm_xargs": {"reprieve_threshold": Infinity}}'
     assert post(port, body, "/v1/chat/completions")[0] == 400

@@ -1,4 +1,4 @@
-"""A rule and a task, as somebody else's package would bring them."""
+"""A rule and a task, as a third-party package would register them."""
 
 from dataclasses import dataclass, field
 

@@ -39,7 +39,7 @@ def told(problem, teller, rng):
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_solutions_compute_what_they_say_and_end_in_the_answer(family):
+def test_solutions_are_correct_and_end_in_the_answer(family):
     task = load_task("arithmetic")
     for index in range(300):
         problem = draw_problem("train", index, contents=Contents({family: 1.0}, 0.25))
@@ -163,7 +163,7 @@ def test_the_miniature_has_one_to_eight_steps_of_every_family(family, num_steps)
         assert len(found) == len(problem.steps)
 
 
-def test_round_numbers_ask_any_percentage_but_not_in_one_step():
+def test_round_numbers_allow_any_percentage_but_not_in_one_step():
     contents = Contents({"share": 1.0}, 0.0, round_share=1.0, step_weights=(1.0, 1.0, 1.0), fewest_steps=1)
     odd = 0
     for index in range(200):
@@ -177,13 +177,13 @@ def test_round_numbers_ask_any_percentage_but_not_in_one_step():
 
 
 @pytest.mark.parametrize("key", ["arithmetic", "miniature"])
-def test_a_tokenizer_learned_again_is_the_shipped_one(key, tmp_path):
+def test_retraining_a_tokenizer_gives_the_shipped_one(key, tmp_path):
     learned = pair_tokenizer(tmp_path, *TOKENIZER_TEXTS[key])
     shipped = PreTrainedTokenizerFast.from_pretrained(BY_KEY[key].role_folder("target"))
     assert learned.get_vocab() == shipped.get_vocab()
 
 
-def test_a_slip_is_repaired_at_once_and_not_learned():
+def test_a_slip_is_corrected_at_once_and_excluded_from_the_loss():
     slipped = 0
     for index in range(200):
         problem = draw_problem("train", index, contents=MINIATURE)
@@ -213,7 +213,7 @@ def test_voices_spread_over_all_wordings_and_differ():
     assert 0.1 < fond / len(places) < 0.3
 
 
-def test_growing_changes_nothing_that_was_learned(tokenizer):
+def test_growing_a_model_keeps_its_logits(tokenizer):
     recipe = Recipe(2, 16, 32, 2, num_tokens=1, learning_rate=1.0, mixture=Mixture(Style(), ARITHMETIC))
     model = build_model(recipe, tokenizer).eval()
     ids = torch.arange(5, 25).unsqueeze(0)
@@ -225,7 +225,7 @@ def test_growing_changes_nothing_that_was_learned(tokenizer):
         grow(model, 8)
 
 
-def test_a_training_that_grows_resumes_to_the_same_weights(tokenizer, tmp_path):
+def test_training_with_growth_resumes_to_the_same_weights(tokenizer, tmp_path):
     mixture = Mixture(Voice(seed=0), MINIATURE)
     recipe = Recipe(
         1, 16, 32, 2, 6 * 2 * 64, 1e-3, mixture, rows_per_update=2, row_length=64, grown_layers=3, grow_at=0.5
@@ -245,7 +245,7 @@ def test_a_training_that_grows_resumes_to_the_same_weights(tokenizer, tmp_path):
         torch.testing.assert_close(mine, theirs)
 
 
-def test_a_training_may_start_from_the_arithmetic_pair(tokenizer):
+def test_training_may_start_from_the_arithmetic_pair(tokenizer):
     mixture = Mixture(Style(), ARITHMETIC)
     recipe = Recipe(2, 192, 512, 6, num_tokens=1, learning_rate=1.0, mixture=mixture, start="draft")
     model = build_model(recipe, tokenizer)
@@ -255,13 +255,13 @@ def test_a_training_may_start_from_the_arithmetic_pair(tokenizer):
     assert torch.equal(mine, older.draft.model.embed_tokens.weight[older.tokenizer.encode("7")[0]])
 
 
-def test_half_weights_travel_and_are_loaded_as_they_were_trained(tmp_path):
+def test_weights_are_stored_in_half_precision_and_loaded_as_float32(tmp_path):
     shipped = AutoModelForCausalLM.from_pretrained(BUNDLES["reprieve/arithmetic-pair"].role_folder("draft"))
     source, out = tmp_path / "trained", tmp_path / "draft"
     shutil.copytree(BUNDLES["reprieve/arithmetic-pair"].role_folder("draft"), source)
     with torch.no_grad():
         for parameter in shipped.parameters():
-            parameter += 1e-5  # digits that half precision has not
+            parameter += 1e-5  # digits that half precision cannot hold
     shipped.float().save_pretrained(source)
     install(source, out, half=True)
     assert (out / "model.safetensors").stat().st_size < 0.51 * (source / "model.safetensors").stat().st_size

@@ -1,4 +1,4 @@
-"""Workflows, image and compose file: pinned, with the rights they need, for the vLLM versions that are tested."""
+"""Workflows, image and compose file: pinned, with minimal permissions, for the tested vLLM versions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_every_action_is_pinned_by_a_commit_and_names_its_version(path):
+def test_every_action_is_pinned_to_a_commit_and_names_its_version(path):
     uses = re.findall(r"uses: (.+)", path.read_text())
     assert uses
     for action in uses:
@@ -30,7 +30,7 @@ def test_every_action_is_pinned_by_a_commit_and_names_its_version(path):
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_a_workflow_writes_only_in_the_jobs_that_publish(path):
+def test_only_publishing_and_reporting_jobs_have_write_permissions(path):
     workflow = yaml.safe_load(path.read_text())
     assert set(workflow["permissions"].values()) <= {"read"}
     writing = {
@@ -68,21 +68,21 @@ def test_the_image_does_not_run_as_root_and_checks_its_health():
             assert f"!{name}" in ignored and (ROOT / name).exists(), name
 
 
-def test_the_files_that_the_compose_file_mounts_exist_and_cannot_be_written():
+def test_files_mounted_by_the_compose_file_exist_and_are_read_only():
     for service in COMPOSE["services"].values():
         for volume in service["volumes"]:
             source, _, target = volume.partition(":")
             assert source in COMPOSE["volumes"] or ((DEPLOY / source).is_file() and target.endswith(":ro")), volume
 
 
-def test_the_compose_file_serves_a_policy_that_holds():
+def test_the_compose_file_mounts_a_valid_policy():
     given = [part.removeprefix("--additional-config=") for part in COMPOSE["services"]["vllm"]["command"]]
     mounted = json.loads(next(part for part in given if part.startswith('{"reprieve"')))["reprieve"]
     assert f"./policy.json:{mounted}:ro" in COMPOSE["services"]["vllm"]["volumes"]
     Menu.load(json.loads((DEPLOY / "policy.json").read_text()), target="any")
 
 
-def test_prometheus_and_the_dashboard_find_what_they_read():
+def test_prometheus_and_the_dashboard_use_existing_services():
     scraped = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())["scrape_configs"][0]["static_configs"][0]
     host, _, port = scraped["targets"][0].partition(":")
     assert host in COMPOSE["services"] and f":{port}" in COMPOSE["services"][host]["ports"][0]

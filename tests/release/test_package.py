@@ -1,4 +1,4 @@
-"""One version everywhere, and a package page that renders where the README's relative links lead nowhere."""
+"""One version everywhere, and a package page without the README's relative links."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_command_prints_the_version():
     assert subprocess.check_output(command, text=True) == f"reprieve {reprieve.__version__}\n"
 
 
-def test_links_of_the_package_page_are_absolute_where_the_repository_is_known(page_of):
+def test_the_package_page_has_absolute_links_if_the_repository_is_known(page_of):
     page = page_of(README, "https://github.com/owner/name")
     links = re.findall(r"\]\(([^)]+)\)", page)
     assert len(links) == len(re.findall(r"\]\(([^)]+)\)", README))
@@ -47,7 +47,7 @@ def test_links_of_the_package_page_are_absolute_where_the_repository_is_known(pa
     assert "](https://github.com/owner/name/blob/main/docs/start.md)" in page
 
 
-def test_the_package_page_has_no_dead_link_where_the_repository_is_not_known(page_of):
+def test_the_package_page_has_no_relative_links_if_the_repository_is_unknown(page_of):
     page = page_of(README, "")
     assert not re.search(r"\]\((?!https?:)", page)
     assert "Getting started" in page

@@ -16,7 +16,7 @@ TOUR = ROOT / "examples" / "tour.ipynb"
 
 
 def script_of(notebook):
-    """Its code as one script: `!reprieve ...` runs this checkout's command line, as a shell would."""
+    """Return the notebook's code as one script; `!reprieve ...` runs this checkout's command line in a shell."""
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     command = r"subprocess.run(f'{sys.executable} -m reprieve.cli.main \1', shell=True, check=True)"
     cells = ["import subprocess, sys", *cells]
@@ -49,7 +49,7 @@ def test_the_notebook_runs_and_its_head_decodes(tmp_path):
 
 
 def test_the_notebook_has_no_stale_numbers():
-    """Outputs are made by running it; what is not kept cannot become wrong."""
+    """The notebook is stored without outputs, so none can become outdated."""
     notebook = json.loads(TOUR.read_text(encoding="utf-8"))
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert code and all(not cell["outputs"] and cell["execution_count"] is None for cell in code)

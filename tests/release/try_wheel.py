@@ -1,8 +1,8 @@
-"""Install a built package into an empty environment and do what the README shows: a script, as it needs the network.
+"""Install a built package into an empty environment and run the README's steps: a script, since it needs the network.
 
     python tests/release/try_wheel.py dist/reprieve-1.0.0-py3-none-any.whl --extras serve --first torch==2.13.0
 
-Prints a line of JSON with the seconds of each step; ends with an error at the first step that fails.
+Print one line of JSON with the seconds of each step; exit with an error at the first step that fails.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 README = Path(__file__).resolve().parents[2] / "README.md"
-_START_SECONDS = 180  # of a server, the first import of torch included
+_START_SECONDS = 180  # for a server to start, including the first import of torch
 
 
 def main() -> None:

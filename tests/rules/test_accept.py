@@ -67,7 +67,7 @@ def test_a_tree_prefers_a_match_to_a_rescue_and_the_least_risk_among_rescues():
     assert rescued.path == [1, 2], "no root matches: the root of rank 2 is rescued, then its child of rank 2"
 
 
-def test_a_rule_that_rescues_in_turn_asks_about_each_child_before_the_next_is_checked():
+def test_rescuing_in_turn_considers_each_child_before_checking_the_next():
     tokens, parents = [1, 0], (ROOT, ROOT)
     rows = [[0.6, 0.3, 0.1]] * 3
     for in_turn, path, kind in ((False, [1], M), (True, [0], R)):
@@ -77,7 +77,7 @@ def test_a_rule_that_rescues_in_turn_asks_about_each_child_before_the_next_is_ch
     assert walk(InTurn(k=1), rows, tokens, parents).path == [1], "refused by the rule too: the next child is checked"
 
 
-def test_limits_a_block_and_an_answer():
+def test_limits_apply_per_block_and_per_answer():
     probs = [[0.6, 0.4]] * 5
     tokens = [1, 1, 1, 1]
     gap = float(np.log(0.6 / 0.4))

@@ -1,4 +1,4 @@
-"""FSD's bound on a whole answer's distribution, against all answers of a small world, one by one."""
+"""FSD's bound on a whole answer's distribution, checked on every answer of a tiny language."""
 
 import itertools
 
@@ -12,14 +12,14 @@ VOCAB, LENGTH = 3, 4
 
 
 def chance(world, answer):
-    """How likely an answer, or the beginning of one, is where `world` has each prefix's distribution."""
+    """Probability of an answer or a prefix of one; `world` maps each prefix to its next-token distribution."""
     return torch.stack([world[answer[:place]][token] for place, token in enumerate(answer)]).prod()
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("divergence", "form"), [("kl", "released"), ("tv", "paper")])
-def test_no_answers_distribution_is_further_away_than_the_bound(seed, divergence, form):
-    """The draft speaks wherever the divergence is small enough, else the target: what sampled drafts come to."""
+def test_the_answer_distribution_stays_within_the_bound(seed, divergence, form):
+    """The draft's distribution applies where the divergence is within the threshold, the target's elsewhere."""
     made = torch.Generator().manual_seed(seed)
     target = {}
     draft = {}
@@ -49,8 +49,7 @@ def test_no_answers_distribution_is_further_away_than_the_bound(seed, divergence
     [("js", (0.95, 0.3), (0.01, 0.6)), ("kl", (0.95, 0.05), (0.3, 0.99))],
 )
 def test_divergences_that_do_not_add_up_have_no_bound(divergence, first, second):
-    """Two tokens; after a 0 the draft speaks again, after a 1 the target does. Each pair: chance of a 0, in target and
-    draft."""
+    """Two tokens: after a 0 the draft's distribution applies again, after a 1 the target's. Pairs are P(0)."""
     (target, draft), (target_next, draft_next) = (
         [torch.tensor([one, 1 - one], dtype=torch.float64) for one in pair] for pair in (first, second)
     )
@@ -66,5 +65,5 @@ def test_divergences_that_do_not_add_up_have_no_bound(divergence, first, second)
 
 
 @pytest.mark.parametrize("rule", [FuzzyRule(divergence="tv", k=2), FuzzyRule(form="released")])
-def test_a_top_k_union_and_the_released_mean_of_kls_have_none_either(rule):
+def test_the_top_k_union_and_the_released_mean_of_kls_have_no_bound(rule):
     assert rule.sequence_bound(3.0) is None

@@ -1,4 +1,4 @@
-"""Every rule: strict at its strictest, nested as it loosens, indifferent to layout, and right by hand at K = 3."""
+"""Every rule: lossless at its strictest, nested as it loosens, independent of layout, worked by hand at K = 3."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_padding_order_and_layout_change_nothing(spec, ladder):
         **{name: getattr(case, name).unflatten(0, (2, 12)) for name in tables},
     )
     torch.testing.assert_close(rule.risk(folded), expected.unflatten(0, (2, 12)))
-    # Extra columns no model ever predicts, as padded vocabularies have.
+    # Extra columns that no model predicts, as in padded vocabularies.
     if "released" not in spec and "k=3" not in spec:
         names = ("target_logits", "draft_scores", "draft_logits")
         wide = {n: torch.nn.functional.pad(getattr(case, n), (0, 4), value=-1e4) for n in names}
@@ -175,7 +175,7 @@ def test_padding_order_and_layout_change_nothing(spec, ladder):
 
 
 def hand(target, draft, tokens, **extra) -> Evidence:
-    """K = 3 from probabilities written out."""
+    """Evidence for K = 3 from explicit probabilities."""
     target, draft = torch.tensor(target), torch.tensor(draft)
     token_ids = torch.tensor(tokens)
     return Evidence(
@@ -259,7 +259,7 @@ def test_fly_forgives_only_where_the_window_matches_and_fits():
     assert accepts(bound("fly:window=3,theta=1.2"), case).tolist() == (tokens == 0).tolist(), "ln 3 is below 1.2"
 
 
-def test_flys_default_window_in_vllm_follows_k_and_not_the_blocks_own_length():
+def test_the_vllm_variant_of_fly_sets_its_window_from_k():
     # A mismatch and two matches, a block cut short at K = 8: the window is 6, as vLLM configures it once.
     tokens = torch.tensor([1, 0, 0])
     case = Evidence(
@@ -340,7 +340,7 @@ def test_composition_needs_both_or_either():
     assert accepts(bound("top_k:k=2&floor:min_prob=0.31"), case).tolist() == [False, True, False]
     assert accepts(bound("top_k:k=2&floor:min_prob=0.29"), case).tolist() == [True, True, False]
     assert accepts(bound("top_k:k=2|floor:min_prob=0.2"), case).tolist() == [True, True, True]
-    never = hand([[0.5, 0.5, 0.0]] * 3, DRAFT, [2, 2, 2])  # infinite risks, beside thresholds that are infinite
+    never = hand([[0.5, 0.5, 0.0]] * 3, DRAFT, [2, 2, 2])  # infinite risks against infinite thresholds
     for other in ("margin:delta=inf", "ratio:ratio=0", "floor:min_prob=0"):
         assert not accepts(bound(f"top_k:k=1|{other}"), never).any()
         assert not accepts(bound(f"top_k:k=3&{other}"), never).any()

@@ -1,4 +1,4 @@
-"""Rules that hold in a part of the text: in thinking, outside of tool calls, after an answer's first tokens."""
+"""Rules restricted to a part of the text: inside thinking, outside tool calls, after an answer's first tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPT = list(range(2, 22))
 
 
 class Vocabulary:
-    """A tokenizer that knows some texts as tokens, and cuts all others into characters."""
+    """A tokenizer with some texts as tokens, which splits all others into characters."""
 
     def __init__(self, *known):
         self.known = known
@@ -52,14 +52,14 @@ def test_thinking_markers_are_the_tokenizers_own(known, markers):
 
 
 def last_in(text, marker):
-    """Index just past the marker's last occurrence in a list, -1 where there is none."""
+    """Index just past the marker's last occurrence in a list, or -1."""
     ends = range(len(marker), len(text) + 1)
     return max((end for end in ends if text[end - len(marker) : end] == list(marker)), default=-1)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_spans_are_followed_along_every_branch_of_every_text(seed):
-    """Several texts at once, random trees, markers of one to three tokens that overlap: as a search of each text."""
+    """Random texts, trees and overlapping markers of one to three tokens, against a search of each path."""
     draw = random.Random(seed)
     markers = [[draw.randrange(3) for _ in range(draw.randint(1, 3))] for _ in range(2)]
     lengths = [draw.randint(1, 9) for _ in range(4)]
@@ -122,12 +122,12 @@ def test_a_real_tokenizer_gives_its_thinking_markers():
         ("margin:span=answers", "span must be one of thinking, tool_calls, qwen3"),
     ],
 )
-def test_what_cannot_be_restricted_is_refused(spec, said):
+def test_invalid_restrictions_are_refused(spec, said):
     with pytest.raises(SpecError, match=said):
         parse_rule(spec)
 
 
-def test_restrictions_combine_and_come_back_from_their_specification():
+def test_restrictions_combine_and_round_trip():
     rule = parse_rule("top_k:k=3,span=thinking,strict_first=16")
     assert isinstance(rule, StrictFirst) and isinstance(rule.rule, InsideSpan)
     assert rule.spec == "top_k:k=3,span=thinking,strict_first=16" and parse_rule(rule.spec) == rule
@@ -144,7 +144,7 @@ def test_the_first_tokens_of_an_answer_are_strict():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_local_engine_rescues_only_behind_the_strict_tokens(temperature):
+def test_the_local_engine_rescues_only_after_the_strict_tokens(temperature):
     target = tiny_model()
     answers = {}
     for spec in ("lossless", "top_k:k=48", "top_k:k=48,strict_first=8"):

@@ -1,4 +1,4 @@
-"""The acceptance walk on any tree, against a naive one written from its description."""
+"""The acceptance walk on random trees, against a naive implementation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESCUES = Traits()
 
 @dataclass(frozen=True)
 class GivenRisks(Rule):
-    """Risks as the test has drawn them."""
+    """A rule with given risks."""
 
     name = "given"
 
@@ -77,7 +77,7 @@ def outcome_of(rule, block, check, *, greedy, budget=None):
 
 
 def naive(rule, block, passes, lossless):
-    """The walk as its docstring tells it, for rules without limits."""
+    """The walk as its docstring describes it, for rules without limits."""
     path, kinds, place = [], [], ROOT
     while True:
         children = [node for node in range(block.num_tokens) if block.parents[node] == place]
@@ -108,7 +108,7 @@ limits = st.sampled_from([-math.inf, 0.0, 0.25, 0.5, math.inf])
 
 @settings(max_examples=600)
 @given(trees(), kinds_of_rule, limits, st.booleans())
-def test_the_walk_is_what_it_says(tree, traits, limit, greedy):
+def test_the_walk_equals_the_naive_one(tree, traits, limit, greedy):
     block, scores, risks, uniforms = tree
     rule = GivenRisks(risks, limit, traits)
     rows = block.parent_rows
@@ -130,7 +130,7 @@ def test_the_walk_is_what_it_says(tree, traits, limit, greedy):
 
 
 @given(trees())
-def test_greedily_the_lossless_path_is_the_targets_own_text(tree):
+def test_the_greedy_lossless_path_is_the_targets_text(tree):
     block, scores, risks, _ = tree
     check = GreedyCheck(scores, block.token_ids, block.parent_rows)
     outcome, _ = outcome_of(GivenRisks(risks, -math.inf), block, check, greedy=True)
@@ -145,7 +145,7 @@ def test_greedily_the_lossless_path_is_the_targets_own_text(tree):
 
 
 @given(trees(chain=True), st.booleans())
-def test_along_a_chain_a_looser_limit_accepts_no_less(tree, greedy):
+def test_a_looser_limit_accepts_no_less_of_a_chain(tree, greedy):
     block, scores, risks, uniforms = tree
     lengths = []
     for limit in (-math.inf, 0.0, 0.25, 0.5, 1.0):
@@ -182,7 +182,7 @@ def test_limits_hold_in_every_block(tree, most, allowance):
 
 @given(trees(chain=True))
 def test_joint_verification_accepts_a_prefix(tree):
-    """How much longer it is than token by token holds on average, and is tested by chi-square and by hand."""
+    """Its average gain over token-wise verification and its distribution are tested elsewhere."""
     block, scores, _, uniforms = tree
     check = BlockCheck(
         scores, block.token_ids, block.parent_rows, uniforms=uniforms, proposal_probs=None, draw=lambda p: p.argmax(-1)

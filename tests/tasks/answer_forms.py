@@ -1,7 +1,7 @@
-"""Final answers as instruct models write them: the response's end, what is right, and what is not.
+"""Final answers as instruct models write them, with answers that equal them and answers that do not.
 
-Each row is (response, answers that are the same, answers that are not). The wrong ones lie where a careless reader
-looks: in another place of the text, in a unit, in half of a number.
+Each row is (response, equal answers, different answers). The different ones are what a careless parser would read:
+another number of the text, a unit, or half of a number.
 """
 
 QWEN = [
@@ -90,7 +90,7 @@ GEMMA = [
     ("The answer is $\\frac{42}{5} = 8.4$", ["8.4", "42/5"], ["42", "5"]),
     ("The final answer to the problem is 42.", ["42"], ["4"]),
 ]  # fmt: skip
-# Responses that state no one value: equal to nothing, themselves included.
+# Responses without a single value: equal to nothing, not even to themselves.
 NOTHING = [
     "",
     "The final answer is",

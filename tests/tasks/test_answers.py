@@ -1,4 +1,4 @@
-"""Answers read right: the forms of instruct models, and GSM8K's own solutions rewritten into them."""
+"""Answer parsing: forms that instruct models write, and GSM8K solutions rewritten into them."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_numbers_are_read(grader, text, same, others):
 
 
 @pytest.mark.parametrize("text", forms.NOTHING)
-def test_no_value_is_no_answer_and_equals_nothing(text):
+def test_a_response_without_a_value_has_no_answer_and_equals_nothing(text):
     answer = NUMBER.extract(text)
     assert answer is None and not NUMBER.equivalent(answer, answer) and not NUMBER.equivalent(answer, "7")
 
@@ -40,19 +40,19 @@ def test_expressions_and_words_are_read(text, same, others):
     assert [MATH.equivalent(answer, other) for other in others] == [False] * len(others), answer
 
 
-def test_a_written_number_is_read_back():
+def test_numbers_round_trip():
     for text in ("72", "-3", "1.5", "0.05", "2/3", "-0.125", "50%", "1000000"):
         number = number_in(text)
         assert number is not None and written(number) == text
     assert written(Number(number_in("1/3").value, percent=True)) == "1/3%"
 
 
-def test_a_response_of_braces_ends():
+def test_a_response_of_open_braces_has_no_answer():
     assert final_answer("\\boxed{" * 20000) is None
 
 
 def test_solutions_in_the_styles_of_models_are_read():
-    """A few of our own; `benchmarks/answers.py` has all of GSM8K's."""
+    """A few solutions; `benchmarks/answers.py` checks all of GSM8K's."""
     endings = ("72", "-5", "1,250,000", "2.5", "0", "10")
     solutions = [f"First {number} times 3 is 9.\nThen <<9-4=5>>5 are left.\n#### {number}" for number in endings]
     assert list(misreadings(solutions)) == []
@@ -67,7 +67,7 @@ def test_solutions_in_the_styles_of_models_are_read():
         "\\boxed{5 " + "a b/" * 20000 + "}",
     ],
 )
-def test_long_responses_are_read_at_once(text):
+def test_long_responses_are_read(text):
     for grader in (NUMBER, MATH):
         answer = grader.extract(text)
         grader.equivalent(answer, "5 " + "a" * 50000)

@@ -35,7 +35,7 @@ def task(request, tmp_path):
     return load_task(f"{request.param}:path={path}")
 
 
-def test_right_and_wrong_answers_are_told_apart(task):
+def test_right_and_wrong_answers_are_distinguished(task):
     problem = task.problems("all", 1)[0]
     right, wrong = ANSWERS[task.name]
     assert task.equivalent(task.extract_answer(right), problem.reference)

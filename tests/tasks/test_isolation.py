@@ -1,4 +1,4 @@
-"""What stands over a program: its end is the end of one program and of nothing else, and nothing outlives a grader."""
+"""Supervisors of a program: killing one ends that program only, and no process outlives a grader."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sandbox(request):
 
 
 def begin(sandbox, mark):
-    """A sleeping program in a thread; where its answer comes, and its processes: two that stand over it, and it."""
+    """Run a sleeping program in a thread; return the thread, the list for its result, and its three processes."""
     answers, before = [], set(descendants(os.getpid()))
     thread = threading.Thread(target=lambda: answers.append(sandbox.run(SLEEPS.format(mark=mark))))
     thread.start()
@@ -42,7 +42,7 @@ def begin(sandbox, mark):
 
 
 def wait_for(root, count, before=()):
-    """Processes below a process, once there are so many and the last one is the program."""
+    """Descendants of a process, once there are `count` of them and the last one is running."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         found = [process for process in descendants(root) if process not in before]
@@ -68,11 +68,11 @@ def ended(pids):
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
-def test_the_end_of_any_of_its_processes_ends_one_program(sandbox, level):
+def test_killing_any_process_of_a_program_ends_that_program_only(sandbox, level):
     thread, answers, processes = begin(sandbox, 20)
     other, others, theirs = begin(sandbox, 6)
     os.kill(processes[level], signal.SIGKILL)
-    if level == 0:  # of isolation itself: it is run again
+    if level == 0:  # the isolation process: the program is run again
         again = wait_for(os.getpid(), 3, [*processes, *theirs])
         os.kill(again[0], signal.SIGKILL)
         processes += again
@@ -84,7 +84,7 @@ def test_the_end_of_any_of_its_processes_ends_one_program(sandbox, level):
     assert sandbox.passes("x = 1", "assert x == 1")
 
 
-def test_isolation_that_stops_working_is_an_error_and_no_wrong_answer(sandbox, monkeypatch):
+def test_broken_isolation_is_an_error_and_not_a_wrong_answer(sandbox, monkeypatch):
     monkeypatch.setattr(isolation, "_SYSTEM", ("/etc",))
     with pytest.raises(ReprieveError, match=f"can no longer be isolated by {sandbox.mechanism}: a first program"):
         sandbox.run("print(1)")
@@ -103,7 +103,7 @@ GRADE = (
 
 
 def environment(**more):
-    """In which another interpreter finds what this one does."""
+    """Environment in which another interpreter finds the same modules."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **more}
 
 
@@ -116,17 +116,17 @@ def start(program, folder):
 
 @pytest.mark.parametrize("setsid", ["pass", "os.setsid()"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_outlives_who_grades(sandbox, tmp_path, how, setsid):
+def test_no_process_outlives_the_grader(sandbox, tmp_path, how, setsid):
     program = f"{CTRL_C}{GRADE}sandbox.run({FAMILY.format(setsid=setsid)!r})"
     grader = start(program.replace("CHOSEN", sandbox.mechanism), tmp_path)
-    pids = wait_for(grader.pid, 5)  # two that stand over it, and three of the program
+    pids = wait_for(grader.pid, 5)  # two supervisors and three processes of the program
     grader.send_signal(how)
     grader.wait(30)  # the program has 60 s
     assert len(pids) >= 5 and ended(pids)
 
 
 def test_an_interrupted_run_ends_its_program(sandbox, tmp_path):
-    """In a process that goes on, as a notebook does."""
+    """The interrupted process itself goes on, as a notebook does."""
     program = (
         f"{CTRL_C}{GRADE}import time\ntry:\n    sandbox.run({FAMILY.format(setsid='pass')!r})\n"
         "except KeyboardInterrupt:\n    print('interrupted', flush=True)\n    time.sleep(30)"
@@ -140,14 +140,14 @@ def test_an_interrupted_run_ends_its_program(sandbox, tmp_path):
     notebook.wait()
 
 
-def test_what_stands_over_a_program_takes_nothing_from_the_current_folder_or_the_environment(sandbox, tmp_path):
+def test_supervisors_take_no_modules_from_the_folder_and_no_secrets_from_the_environment(sandbox, tmp_path):
     for name in ("sandlock", "json", "ctypes"):
         (tmp_path / f"{name}.py").write_text("open('taken', 'w')")
     program = (
         f"import sys; sys.path = [path for path in sys.path if path]\n{GRADE}"
         "import os, threading, time\nfrom reprieve.tasks.usage import descendants\n"
         "thread = threading.Thread(target=sandbox.run, args=('import time; time.sleep(5)',))\nthread.start()\n"
-        "while len(found := descendants(os.getpid())) < 2: time.sleep(0.05)\n"  # the first has become what it is
+        "while len(found := descendants(os.getpid())) < 2: time.sleep(0.05)\n"  # by then the first has finished exec
         "print(open(f'/proc/{next(iter(found))}/environ').read())\nthread.join()\n"
     )
     (tmp_path.parent / "grade.py").write_text(program.replace("CHOSEN", sandbox.mechanism))
@@ -158,7 +158,7 @@ def test_what_stands_over_a_program_takes_nothing_from_the_current_folder_or_the
     assert not (tmp_path / "taken").exists()
 
 
-def test_a_forked_process_runs_programs_of_its_own(sandbox):
+def test_a_forked_process_can_run_programs(sandbox):
     reads, writes = os.pipe()
     if (child := os.fork()) == 0:
         os.write(writes, sandbox.run("print(2)").stdout.encode())

@@ -1,4 +1,4 @@
-"""A person's own JSONL file as a task: graders, templates, splits, and what is wrong with it."""
+"""A user's JSONL file as a task: graders, templates, splits and errors."""
 
 import json
 
@@ -48,7 +48,7 @@ def test_splits_are_carved_and_stay_when_the_file_grows(data):
         assert {problem.problem_id for problem in problems} <= after and len(after) <= len(problems) + 1
 
 
-def test_files_by_split_are_taken_as_they_are(tmp_path):
+def test_files_by_split_are_used_as_they_are(tmp_path):
     for split in ("train", "test"):
         write(tmp_path / f"{split}.jsonl", [{"q": f"{split} {n}", "a": {"value": n}} for n in range(5)])
     task = own(tmp_path / "{split}.jsonl")
@@ -94,7 +94,7 @@ def test_a_file_is_needed():
         load_task("jsonl")
 
 
-def test_patterns_and_functions_grade(data, tmp_path):
+def test_patterns_and_functions_can_grade(data, tmp_path):
     task = own(data, grader=r"regex:=\s*(\d+)")
     assert task.extract_answer("1 = 1, 2 = 3.") == "3" and task.extract_answer("none") is None
     (tmp_path / "g.py").write_text(
@@ -123,7 +123,7 @@ def test_a_template_and_a_judge(data, tmp_path):
         own(data, template=str(tmp_path / "t.txt"))
 
 
-def test_a_template_that_the_tokenizer_lacks_is_told(data):
+def test_a_missing_chat_template_is_refused(data):
     with pytest.raises(SpecError, match="needs a tokenizer with a chat template"):
         with_prompts(own(data), NumberTokenizer(), PromptSettings(chat_template=True))
     for settings in (dict(thinking="on"), dict(system_prompt="Be brief.")):

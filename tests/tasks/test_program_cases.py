@@ -1,4 +1,4 @@
-"""Programs as models write them: the right block is taken, and run as each benchmark's own grader runs it."""
+"""Programs in responses: the right block is extracted and run as each benchmark's own grader runs it."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Answers as people and models write them, by kind: each is read right, or not at all."""
+"""Answers as people and models write them, by kind: each is read correctly or not at all."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ OF_ANSWERS = [case for case in CASES if "mode" not in case]
 
 
 @pytest.mark.parametrize("case", OF_ANSWERS, ids=lambda case: f"{case['kind']}: {case['input'][:40]!r}")
-def test_an_answer_is_read_right(case):
+def test_an_answer_is_read_correctly(case):
     grader = GRADERS.make(case["grader"])
     if case["grader"] == "math":
         assert grader.equivalent(case["input"], case["other"]) is case["right"]
@@ -29,7 +29,7 @@ def test_an_answer_is_read_right(case):
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.get("mode") == "reference"], ids=lambda case: repr(case["input"])
 )
-def test_a_reference_is_read_right(case, tmp_path):
+def test_a_reference_is_read_correctly(case, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"question": "How many?", "answer": case["input"]}) + "\n")
     (problem,) = JsonlTask(path=str(path), grader=case["grader"]).problems("all", 1)

@@ -1,4 +1,4 @@
-"""Generated code: what it may not do, what it may, and programming tasks graded by running it."""
+"""Generated code: forbidden and allowed operations, and programming tasks graded by running it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIMITS = Limits(seconds=8.0, memory_mb=256, disk_mb=8, num_processes=8)
 
 @pytest.fixture(scope="module", params=MECHANISMS, ids=lambda mechanism: mechanism.name)
 def sandbox(request):
-    """One for each way to isolate that works here."""
+    """A sandbox for each isolation mechanism that works on this host."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MECHANISMS", (request.param,))
         try:
@@ -125,8 +125,8 @@ ESCAPES = {
 }
 
 
-# What a mechanism lets end well, since it changes nothing: a first process ignores signals from its own namespace;
-# modes and times are left as they are.
+# Programs that exit normally but have no effect: a namespace's first process ignores signals from inside it; modes
+# and times are left unchanged.
 WITHOUT_EFFECT = {
     "bubblewrap": {"killing the parent", "stopping the grader"},
     "sandlock": {
@@ -171,7 +171,7 @@ def test_escapes_are_stopped(sandbox, port, name, tmp_path):
 
 
 @pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(60)"])
-def test_programs_that_do_not_end_are_ended(sandbox, program):
+def test_endless_programs_are_stopped(sandbox, program):
     started = time.monotonic()
     finished = sandbox.run(program)
     assert finished.exit_code != 0 and time.monotonic() - started < 5 * LIMITS.seconds
@@ -209,7 +209,7 @@ def test_honest_programs_use_their_own_files(sandbox, name):
     assert time.monotonic() - began < 35, "with the removal of its files"
 
 
-# Each uses more than is allowed of memory (256 MB) or disk (8 MB), by many processes or where no process maps it.
+# Each exceeds a limit, such as memory (256 MB) or disk (8 MB), with many processes or memory that none of them maps.
 GREEDY = {
     "copies on write": "import os, time\nx = bytearray(150 << 20)\nfor _ in range(6):\n    if os.fork() == 0:\n"
     "        for i in range(0, len(x), 4096): x[i] = 1\n        time.sleep(3); os._exit(0)\ntime.sleep(6)",
@@ -234,7 +234,7 @@ HARMLESS_IN = {"bubblewrap": {"a deep folder"}}  # no longer path than the file 
 
 
 @pytest.mark.parametrize("name", GREEDY)
-def test_programs_are_bounded_with_all_their_processes(sandbox, name):
+def test_limits_cover_all_processes_of_a_program(sandbox, name):
     began = time.monotonic()
     finished = sandbox.run(GREEDY[name])
     assert finished.exit_code != 0 or name in HARMLESS_IN.get(sandbox.mechanism, ()), finished
@@ -259,7 +259,7 @@ def test_programs_run_from_other_threads(sandbox):
         "import os; os.remove('stdout'); os.symlink('/etc/passwd', 'stdout')",
     ],
 )
-def test_programs_that_replace_their_output_have_none(sandbox, program):
+def test_programs_that_replace_their_output_file_have_no_output(sandbox, program):
     started = time.monotonic()
     assert sandbox.run(program).stdout == "" and time.monotonic() - started < 25
 
@@ -406,7 +406,7 @@ def test_honest_values_pass(sandbox, candidate, checks):
     assert not sandbox.passes(candidate, f"{checks}\nassert 0")
 
 
-def test_a_function_named_as_a_builtin_is_the_answers(sandbox, tmp_path):
+def test_a_function_named_like_a_builtin_is_the_answers_own(sandbox, tmp_path):
     row = {
         "task_id": 1,
         "text": "Add.",
@@ -452,7 +452,7 @@ def test_returned_values_are_compared_as_livecodebench_does(sandbox, tmp_path, r
     assert load_task(f"livecodebench:path={path}").verdicts(f"def f(x): return {returned}", reference) == [same]
 
 
-def test_only_harmless_devices_are_there(sandbox):
+def test_only_harmless_devices_are_available(sandbox):
     program = (
         "import os\nfor n in ('kvm', 'fuse', 'loop0', 'loop-control', 'vcs1', 'tty', 'zram0', 'vda', 'mem', 'shm'):\n"
         "    try: os.close(os.open('/dev/' + n, os.O_RDONLY)); print(n)\n    except OSError: pass\n"
@@ -461,7 +461,7 @@ def test_only_harmless_devices_are_there(sandbox):
     assert sandbox.run("print(len(open('/dev/urandom', 'rb').read(4)))").stdout == "4\n"
 
 
-def test_what_killed_graders_left_is_swept(sandbox):
+def test_folders_of_killed_graders_are_removed(sandbox):
     process = subprocess.Popen(["true"])
     process.wait()
     left = Path(tempfile.gettempdir()) / f"reprieve-program-{process.pid}-x"
@@ -473,13 +473,13 @@ def test_what_killed_graders_left_is_swept(sandbox):
     ours.rmdir()
 
 
-def test_a_sandbox_in_which_nothing_starts_is_none(monkeypatch, sandbox):
+def test_a_sandbox_that_cannot_start_programs_is_refused(monkeypatch, sandbox):
     monkeypatch.setattr(isolation, "_SYSTEM", ("/etc",))
     with pytest.raises(ReprieveError, match=r"print\(1\), did not run"):
         Sandbox(LIMITS)
 
 
-def test_without_isolation_nothing_runs_unless_told(monkeypatch, tmp_path):
+def test_without_isolation_programs_need_unsafe(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "sandlock", None)
     monkeypatch.setattr(isolation.shutil, "which", lambda name: None)
     monkeypatch.setattr(module, "MECHANISMS", MECHANISMS)
@@ -495,14 +495,14 @@ def test_without_isolation_nothing_runs_unless_told(monkeypatch, tmp_path):
     assert not told.isolated
     assert told.run("print(input())", "x").stdout == "x\n"
     assert told.run("while True: pass").timed_out
-    waited = told.run("import time; time.sleep(1.5); print(1)")  # as a program does on a busy machine
+    waited = told.run("import time; time.sleep(1.5); print(1)")  # wall time may exceed the limit, as under load
     assert (waited.exit_code, waited.stdout, waited.timed_out) == (0, "1\n", False)
     slept = told.run("import time; time.sleep(60)")
     assert slept.timed_out and slept.exit_code != 0 and 4 <= slept.seconds < 30
     assert told.run("x = bytearray(4 << 30)").exit_code != 0
 
 
-def test_old_kernels_are_told_apart(monkeypatch):
+def test_a_kernel_with_an_old_landlock_is_refused(monkeypatch):
     sandlock = pytest.importorskip("sandlock")
     monkeypatch.setattr(sandlock, "landlock_abi_version", lambda: 1)
     monkeypatch.setattr(isolation.shutil, "which", lambda name: None)
@@ -542,7 +542,7 @@ FUNCTIONAL = {
 
 
 def packed(cases):
-    """As LiveCodeBench packs private tests: a compressed pickle of one text, here written by hand."""
+    """Pack tests as LiveCodeBench packs private ones: a compressed pickle of one string, written by hand here."""
     text = json.dumps(cases).encode()
     content = b"\x80\x04X" + len(text).to_bytes(4, "little") + text + b"\x94."
     return base64.b64encode(zlib.compress(content)).decode()
@@ -609,7 +609,7 @@ def test_livecodebench_runs_stdin_and_functional_tests(sandbox, tmp_path):
         ({"question_id": "1", "public_test_cases": STDIN["public_test_cases"]}, "question_content"),
     ],
 )
-def test_broken_program_files_are_told_with_their_line(sandbox, tmp_path, row, message):
+def test_broken_program_files_are_refused_with_the_line(sandbox, tmp_path, row, message):
     path = tmp_path / "lcb.jsonl"
     path.write_text(json.dumps(row) + "\n")
     with pytest.raises(ReprieveError, match=rf"line 1.*{message}|{message}.*line 1"):

@@ -1,4 +1,4 @@
-"""Tasks: prompts, answers, equivalence, and files that are not what they should be."""
+"""Tasks: prompts, answers, equivalence and malformed files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_gsm8k_reads_files_by_split_and_shows_worked_examples(folder):
         ("The final answer is .", None),
     ],
 )
-def test_gsm8k_answers_are_the_last_after_the_phrase(text, answer):
+def test_gsm8k_answers_follow_the_last_answer_phrase(text, answer):
     assert load_task("gsm8k").extract_answer(text) == answer
 
 
@@ -100,7 +100,7 @@ def test_an_absent_answer_equals_nothing():
         assert not load_task(name).equivalent("5", None)
 
 
-def test_prompts_come_from_either_form_of_line(tmp_path):
+def test_prompts_are_read_from_both_row_formats(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "Say hi"}\n\n{"question_id": 81, "turns": ["Write a poem", "Shorter"]}\n')
     problems = load_task(f"prompts:path={path}").problems("all", 5)
@@ -137,7 +137,7 @@ def test_bad_tasks_and_files_are_named(tmp_path):
             load_task(spec)
 
 
-def test_gsm8k_s_validation_split_is_cut_from_its_training_problems(tmp_path):
+def test_gsm8k_validation_problems_come_from_the_training_file(tmp_path):
     rows = [{"question": f"Question {number}?", "answer": f"So. #### {number}"} for number in range(200)]
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

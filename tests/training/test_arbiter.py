@@ -58,7 +58,7 @@ def stopping_at(update):
     return progress
 
 
-def test_warm_up_learns_and_a_cut_off_one_goes_on_as_if_it_had_not_been(pair, traces, tmp_path):
+def test_warm_up_learns_and_resumes_exactly(pair, traces, tmp_path):
     whole = warm_up(pair, traces, "parity", tmp_path / "whole", num_draft_tokens=4, settings=QUICK)
     with pytest.raises(Stop):
         warm_up(pair, traces, "parity", tmp_path / "cut", num_draft_tokens=4, settings=QUICK, progress=stopping_at(4))
@@ -76,7 +76,7 @@ def test_warm_up_learns_and_a_cut_off_one_goes_on_as_if_it_had_not_been(pair, tr
         warm_up(pair, traces, "parity", tmp_path / "cut", num_draft_tokens=4, settings=other)
 
 
-def test_a_warm_up_cut_off_at_an_epochs_end_still_validates_it(pair, traces, tmp_path):
+def test_a_warm_up_interrupted_at_the_end_of_an_epoch_still_validates_it(pair, traces, tmp_path):
     settings = dataclasses.replace(QUICK, num_epochs=1)
     num = len(read_updates(pair, traces, tmp_path / "whole", settings))
     with pytest.raises(Stop):
@@ -89,7 +89,7 @@ def test_a_warm_up_cut_off_at_an_epochs_end_still_validates_it(pair, traces, tmp
     )
 
 
-def test_an_arbiter_with_readings_sees_while_decoding_what_it_saw_in_training(pair, traces, tmp_path):
+def test_an_arbiter_with_readings_sees_the_same_inputs_in_training_and_decoding(pair, traces, tmp_path):
     settings = dataclasses.replace(QUICK, readings=True)
     made = warm_up(pair, traces, "parity", tmp_path / "warm", num_draft_tokens=4, settings=settings)
     assert made.shape.num_readings == 2 * 32 + 4 and made.tensors["readings.weight"].abs().sum() > 0
@@ -120,7 +120,7 @@ def test_an_arbiter_with_readings_sees_while_decoding_what_it_saw_in_training(pa
         torch.testing.assert_close(torch.tensor(traced.advice), wanted, rtol=1e-3, atol=1e-4)
 
 
-def test_readings_are_carried_through_reinforcement(pair, traces, tmp_path):
+def test_reinforcement_trains_the_readings(pair, traces, tmp_path):
     settings = dataclasses.replace(QUICK, readings=True, num_epochs=1)
     start = warm_up(pair, traces, "parity", tmp_path / "warm", num_draft_tokens=4, settings=settings)
     made = climb(pair, tmp_path / "rl", start=start)
@@ -134,8 +134,8 @@ def read_updates(pair, traces, folder, settings):
 
 
 @pytest.mark.slow
-def test_two_processes_make_what_one_makes(tmp_path, bundled_pair):
-    """On the bundled bundled_pair, which another process can load."""
+def test_two_processes_make_the_same_rollouts_as_one(tmp_path, bundled_pair):
+    """With the bundled pair, since another process must load it."""
     task = load_task("arithmetic")
     tensors = untrained(bundled_pair, ArbiterShape(), "arithmetic", 8).tensors
     settings = RolloutSettings("arithmetic", 8, pair=PairSettings(SMALL[1], dtype="float32"))
@@ -177,8 +177,8 @@ def test_reinforcement_repeats_and_resumes_exactly(pair, tmp_path):
 
 
 @pytest.mark.slow
-def test_rewarded_length_makes_it_accept_more(pair, tmp_path):
-    """Where every rollout is right, only the accepted span is rewarded: the policy must come to accept."""
+def test_rewarding_length_raises_acceptance(pair, tmp_path):
+    """If every rollout is right, only the accepted length is rewarded, so the policy must learn to accept."""
 
     class AllRight(ParityTask):
         def equivalent(self, answer, other):
@@ -192,7 +192,7 @@ def test_rewarded_length_makes_it_accept_more(pair, tmp_path):
     assert accepted[-1] > accepted[0] + 0.2
 
 
-def test_reinforcement_refuses_what_cannot_work(pair, tmp_path):
+def test_reinforcement_refuses_invalid_settings(pair, tmp_path):
     start = untrained(pair, ArbiterShape(), "parity", 4)
     foreign = dataclasses.replace(start, pair=dataclasses.replace(start.pair, draft_weights="other"))
     rollouts = RolloutSettings("parity", 4, pair=PairSettings("tiny/target", "tiny/draft"))

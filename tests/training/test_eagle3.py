@@ -68,7 +68,7 @@ def test_training_resumes_to_the_same_head_and_learns(tmp_path):
     for changed in (dict(num_passes=7), dict(held_out=0.3)):
         with pytest.raises(ReprieveError, match="another recipe"):
             module.train_eagle3(pair, texts, tmp_path / "cut", settings=dataclasses.replace(settings, **changed))
-    with pytest.raises(ReprieveError, match="another recipe"):  # as many texts, but others: another vocabulary
+    with pytest.raises(ReprieveError, match="another recipe"):  # the same number of other texts: another vocabulary
         module.train_eagle3(pair, texts_of(pair, shift=5), tmp_path / "cut", settings=settings)
     checkpoint = tmp_path / "cut" / "checkpoint.safetensors"
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
@@ -92,7 +92,7 @@ def test_the_vocabulary_is_the_answers_most_frequent_tokens():
         EagleTraining(num_steps=0)
 
 
-def test_own_texts_are_the_targets_and_survive_a_kill(pair, tmp_path):
+def test_own_texts_come_from_the_target_and_survive_a_kill(pair, tmp_path):
     problems = load_task("arithmetic").problems("train", 6)
     params = SamplingParams(max_new_tokens=24, temperature=1.0, seed=3)
     path = tmp_path / "own.jsonl"

@@ -1,4 +1,4 @@
-"""A head that ends blocks, trained on a tiny pair."""
+"""Training a length head on a tiny pair."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def trained(pair, *, rule="lossless", settings=SETTINGS, **options):
     return train_length(pair, parse_rule(rule), "toy", PROBLEMS, max_new_tokens=40, settings=settings, **options)
 
 
-def test_it_learns_something_and_spares_tokens_that_would_be_refused(pair):
+def test_a_trained_head_drafts_fewer_rejected_tokens(pair):
     head = trained(pair)
     assert min(head.training["auc_held_out"]) > 0.6
     params = SamplingParams(max_new_tokens=60)
@@ -39,7 +39,7 @@ def test_it_learns_something_and_spares_tokens_that_would_be_refused(pair):
     assert made["learned"] > made["fixed"] + 0.05
 
 
-def test_thresholds_take_turns_and_bound_what_it_serves(pair):
+def test_a_head_serves_the_range_of_its_training_thresholds(pair):
     settings = LengthTraining(num_draft_tokens=6, thresholds=(2.0, 5.0), grid=(0.1,), held_out=0.3)
     head = trained(pair, rule="top_k:k=3", settings=settings)
     assert (head.rule, head.lowest, head.highest, head.most) == ("top_k", 2.0, 5.0, 6)
@@ -48,7 +48,7 @@ def test_thresholds_take_turns_and_bound_what_it_serves(pair):
         trained(pair, settings=settings)
 
 
-def test_a_training_that_was_cut_off_ends_as_a_whole_one(pair, tmp_path):
+def test_interrupted_training_resumes_to_the_same_head(pair, tmp_path):
     def stop(done, total):
         if done == 9:
             raise KeyboardInterrupt
@@ -72,7 +72,7 @@ def test_nothing_after_the_end_of_text_counts():
     assert recorder.rounds == [(2, 2)]
 
 
-def test_too_few_problems_and_kinds_are_told(pair):
+def test_too_few_problems_or_classes_are_refused(pair):
     with pytest.raises(SpecError, match="at least 2"):
         train_length(pair, parse_rule("lossless"), "toy", PROBLEMS[:1], max_new_tokens=8)
     with pytest.raises(SpecError, match="must hold accepted and rejected tokens"):

@@ -1,4 +1,4 @@
-"""The one training loop: what was cut off ends as what was not."""
+"""The training loop: interrupted training ends like uninterrupted training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reprieve.training.loop import CHECKPOINT, Learner, learning_rate_at, load_n
 
 
 class Line(Learner):
-    """Fits a line, with draws that depend on the update's number alone."""
+    """Fit a line, with random inputs that depend only on the number of the update."""
 
     def __init__(self, *, num_updates=12, recipe="line", stop_after=None):
         torch.manual_seed(0)
@@ -60,7 +60,7 @@ class Line(Learner):
 
 
 class Stopped(Exception):
-    """Stands for whatever ends a process."""
+    """Stands in for anything that ends a process."""
 
 
 def cut_off_at(number, error):
@@ -76,7 +76,7 @@ def read(folder):
 
 
 @pytest.mark.parametrize("number", [1, 4, 7, 12])
-def test_a_training_that_was_cut_off_ends_as_a_whole_one(tmp_path, number):
+def test_interrupted_training_ends_like_uninterrupted_training(tmp_path, number):
     whole, first, second = Line(), Line(), Line()
     train(whole, tmp_path / "whole")
     with pytest.raises(Stopped):
@@ -87,8 +87,8 @@ def test_a_training_that_was_cut_off_ends_as_a_whole_one(tmp_path, number):
     assert whole.validated == [0, 4, 8, 12] == [*first.validated, *second.validated]
 
 
-def test_ctrl_c_ends_after_the_update_in_hand(tmp_path, request):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started without
+def test_ctrl_c_ends_training_after_the_current_update(tmp_path, request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start with SIGINT ignored
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
 
     class Interrupted(Line):
@@ -108,7 +108,7 @@ def test_ctrl_c_ends_after_the_update_in_hand(tmp_path, request):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_an_update_that_fails_leaves_the_last_checkpoint(tmp_path):
+def test_a_failed_update_keeps_the_last_checkpoint(tmp_path):
     class Broken(Line):
         def one_update(self, update):
             if update == 6:

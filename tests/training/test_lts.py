@@ -44,8 +44,8 @@ def test_the_correction_holds_in_simulation_and_the_plain_quantile_does_not():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_swaps_are_what_plain_forwards_say(tied):
-    """One tree forward per answer against two plain forwards per token, with an embedding tied or its own."""
+def test_swaps_equal_plain_forwards(tied):
+    """One tree forward per answer against two plain forwards per token, with tied and untied embeddings."""
     target = tiny_model()
     if not tied:
         target = untied()
@@ -97,7 +97,7 @@ def test_candidates_are_likely_and_never_the_first_choice():
         assert {token for where, token in seen if where == place} == set(likely[1:])
 
 
-def test_candidates_are_tokens_the_target_may_draw():
+def test_candidates_are_tokens_the_target_may_sample():
     target = tiny_model()
     answer = [7, 8, 9, 10, 11]
     for cut, some in ((dict(top_k=3), True), (dict(top_p=0.6), None), (dict(top_k=1), False)):
@@ -152,7 +152,7 @@ def test_recipes_are_checked():
             LtsRecipe(**changes)
 
 
-def test_a_strict_score_leaves_the_targets_greedy_text_on_trees_and_chains():
+def test_a_strict_score_keeps_the_targets_greedy_text_on_trees_and_chains():
     from reprieve.drafters import EagleDrafter, EagleSettings
 
     target = tiny_model()
@@ -170,7 +170,7 @@ def test_a_strict_score_leaves_the_targets_greedy_text_on_trees_and_chains():
             assert (decoder.generate(PROMPT, SamplingParams(max_new_tokens=40)).token_ids == wanted) is same
 
 
-def test_candidates_as_drafted_are_the_drafts_own_where_they_differ():
+def test_drafted_candidates_are_the_drafts_tokens_where_the_models_differ():
     target = tiny_model()
     pair = Pair(target, perturbed(target, noise=0.3), NumberTokenizer(), "t", "d")
     answer = [4, 5, 6, 7, 8, 9, 10, 11]

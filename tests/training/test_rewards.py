@@ -67,7 +67,7 @@ def test_decision_rewards_and_returns_by_hand():
 
 
 def scored(value, *, correct):
-    """A rollout whose return is `value`: that many rounds all accepted, or so many rejections at 0.25."""
+    """A rollout whose return is `value`: that many accepted rounds, or enough rejections at 0.25 each."""
     if correct:
         return rollout(*[round_of(Decision(1, True))] * value, correct=True)
     return rollout(*[round_of(Decision(1, False))] * int(-value / 0.25), correct=False)
@@ -84,7 +84,7 @@ def test_group_advantages_by_hand():
     deviation = math.sqrt(14 / 27)
     wanted = [2 / 3 / deviation, 1 / 3 / deviation, -1 / deviation]
     assert rewards.group_advantages(mixed) == pytest.approx(wanted, rel=1e-4)
-    # as they are: 2, 1, -1 with mean 2/3 and variance 14/9
+    # without rescaling: 2, 1, -1 with mean 2/3 and variance 14/9
     plain = [(value - 2 / 3) / math.sqrt(14 / 9) for value in (2, 1, -1)]
     assert Rewards(rebalance=False).group_advantages(mixed) == pytest.approx(plain, rel=1e-4)
     assert rewards.group_advantages([scored(1, correct=True)] * 3) == [0.0, 0.0, 0.0]
@@ -104,7 +104,7 @@ def test_credit_of_decisions_by_hand():
 
 
 def test_clipped_objective_by_hand():
-    """pi is 0.5; it was 0.4 for accepting: the ratio is 1.25 for an accepted token, 5/6 for a rejected one."""
+    """The policy accepts with 0.5 and did with 0.4: the ratio is 1.25 for an accepted token, 5/6 for a rejected one."""
     logits, old = torch.zeros(4), torch.full((4,), 0.4)
     accepted, advantages = torch.tensor([True, True, False, False]), torch.tensor([1.0, -1.0, 1.0, -1.0])
     found = clipped_objective(logits, accepted, old, advantages)
@@ -124,7 +124,7 @@ def test_entropy_divergence_and_warm_up_loss_by_hand():
     assert loss.item() == pytest.approx(math.log(2) - 0.8 * math.log(0.75) - 0.2 * math.log(0.25)), "Eq. 29"
 
 
-def test_a_climb_on_the_objective_raises_rewarded_and_lowers_punished_actions():
+def test_gradient_ascent_raises_rewarded_and_lowers_punished_actions():
     """Signs: gradient ascent accepts more where accepting was rewarded, and less where it was punished."""
     logits = torch.zeros(4, requires_grad=True)
     accepted, advantages = torch.tensor([True, True, False, False]), torch.tensor([1.0, -1.0, 1.0, -1.0])

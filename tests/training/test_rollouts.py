@@ -25,7 +25,7 @@ def test_sampled_decisions_follow_the_policy():
     assert accepts(SampledArbiterRule(), seen).float().mean().item() == pytest.approx(0.3, abs=0.01)
 
 
-def test_a_rollout_keeps_effective_decisions_and_what_decided_them(target, draft):
+def test_a_rollout_keeps_effective_decisions_with_their_probabilities(target, draft):
     model = trained(draft)
     made = decoder_with(target, draft, SampledArbiterRule(), ArbiterAdvisor(model)).generate(
         PROMPT, SamplingParams(max_new_tokens=61, temperature=1.0, seed=5), trace=True

@@ -1,4 +1,4 @@
-"""Two heads find which side of a mismatch ends better, where states say so."""
+"""Two heads learn which side of a mismatch ends better, on states that show it."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ SIZE, NUM = 3, 600
 
 
 def tokens(seed=0):
-    """The first target state says whether the draft is worse, the first draft state whether it is better."""
+    """Tokens whose first target state shows that the draft is worse, and whose first draft state that it is better."""
     rng = np.random.default_rng(seed)
     states = torch.tensor(rng.normal(size=(2, NUM, SIZE)), dtype=torch.float32)
     gains = (states[1, :, 0] > 1.0).float() - (states[0, :, 0] > 0.5).float()
@@ -34,7 +34,7 @@ def tokens(seed=0):
     )
 
 
-def test_both_heads_find_what_is_there():
+def test_both_heads_learn_the_signal():
     given, settings = tokens(), StateArbiterTraining(grid=(1.0, 1e-4))
     head = train_state_arbiter(given, IDENTITY, "t", settings=settings)
     assert head.num_features == 2 * SIZE + 4 and head.reads_draft and head.threshold == 0.5
@@ -46,8 +46,8 @@ def test_both_heads_find_what_is_there():
     assert risks[fresh.gains > 0].mean() < 0.5 < risks[fresh.gains < 0].mean()
 
 
-def test_the_penalty_is_chosen_by_probabilities_on_problems_left_out():
-    """Features of which most are noise: the weakest penalty ranks, and is much too sure of itself."""
+def test_the_penalty_is_chosen_by_held_out_log_loss():
+    """Most features are noise, so the weakest penalty is overconfident."""
     rng = np.random.default_rng(0)
     given = tokens()
     noise = torch.tensor(rng.normal(size=(NUM, 200)), dtype=torch.float32)
@@ -62,7 +62,7 @@ def test_the_penalty_is_chosen_by_probabilities_on_problems_left_out():
     assert losses[1] < min(losses[0], losses[2]) and head.training["better"]["auc_held_out"][0] > 0.8
 
 
-def test_a_training_that_was_cut_off_goes_on(tmp_path, monkeypatch):
+def test_interrupted_training_resumes(tmp_path, monkeypatch):
     settings = StateArbiterTraining(grid=(1.0, 1e-2, 1e-4))
     whole = train_state_arbiter(tokens(), IDENTITY, "t", settings=settings)
     calls = []
@@ -81,7 +81,7 @@ def test_a_training_that_was_cut_off_goes_on(tmp_path, monkeypatch):
     assert made.training == whole.training and torch.equal(made.tensors["weight"], whole.tensors["weight"])
 
 
-def test_folds_are_of_whole_problems_and_all_have_cases():
+def test_folds_hold_whole_problems_and_each_has_cases():
     ids = np.array([f"p{n // 5}" for n in range(100)])
     labels = np.isin(np.arange(100), [0, 1, 20, 40, 60])
     folds = folds_by_problem(ids, labels, num_folds=5, seed=3)
@@ -91,7 +91,7 @@ def test_folds_are_of_whole_problems_and_all_have_cases():
 
 
 def test_other_tokens_that_all_fall_into_one_fold_are_refused():
-    """Four labelled problems make four folds; only one of them and a fifth problem, of that fold, hold others."""
+    """Four labelled problems make four folds; the other tokens lie in two problems, which may share a fold."""
     ids = np.array(["p0", "p0", "p1", "p2", "p3", "p4"])
     labels = np.array([True, False, True, True, True, False])
     made = []
@@ -105,7 +105,7 @@ def test_other_tokens_that_all_fall_into_one_fold_are_refused():
 
 
 @pytest.mark.parametrize("held_out", [0.0, 0.6])
-def test_at_least_two_folds_are_asked_for(held_out):
+def test_held_out_shares_out_of_range_are_refused(held_out):
     with pytest.raises(SpecError, match=r"held_out must be in \(0, 0\.[59]\]"):
         StateArbiterTraining(held_out=held_out)
 

@@ -1,7 +1,7 @@
-"""Engines of the bundled pair inside this process, so that tests can look at and exchange the rule.
+"""vLLM engines of the bundled pair inside this process, so that tests can inspect and replace the rule.
 
-The same tests run on both model runners: `RUNNER=v2` runs V2, under Triton's interpreter and about ten times slower, on
-fewer problems.
+The same tests run on both model runners: `RUNNER=v2` selects V2, which runs under Triton's interpreter, about ten times
+slower, on fewer problems.
 """
 
 from tests.vllm.runner import V2  # sets the environment that vLLM reads when it is imported
@@ -33,7 +33,7 @@ def pytest_sessionfinish(session, exitstatus):
         tested.record(__version__, "v2" if V2 else "v1", files.pop(), num_passed)
 
 
-_ALIVE = []  # an engine that is dropped takes the process group of the others with it
+_ALIVE = []  # dropping one engine would destroy the process group of the others
 
 
 def make_llm(source=None, *, engine=None, **speculative):
@@ -72,7 +72,7 @@ def rules_of(llm):
 
 
 def use_rule(llm, source):
-    """Exchange the rule of a running engine; start it with one that reads all inputs (fuzzy)."""
+    """Replace the rule of a running engine, which must have started with a rule that reads all inputs (fuzzy)."""
     worker = worker_of(llm)
     rules = startup.worker_rules(Menu.load(source, target=ARITHMETIC.name), worker)
     worker.model_runner.reprieve.rules = rules

@@ -1,4 +1,4 @@
-"""vLLM's kernels on a CPU, with a mend for one of 0.32's: its `expand_kernel` throws its result away (issue 55005)."""
+"""vLLM's kernels on a CPU, with a fix for 0.32, whose `expand_kernel` discards its result (issue 55005)."""
 
 import types
 
@@ -16,7 +16,7 @@ def expand(output, values, ends, replace_from, replace_to, *rest):
 
 
 def mend():
-    """Once a process, before anything is sampled above temperature 0."""
+    """Apply the fix; call it once per process, before sampling above temperature 0."""
     from vllm.platforms import current_platform
 
     if "vllm.v1.sample.rejection_sampler.rejection_greedy_sample_kernel" not in _registry:
@@ -26,8 +26,8 @@ def mend():
 
 
 def mend_interpreter():
-    """Triton's interpreter has no device libraries, of which V2's rejection sampler needs one; nor can it run
-    the kernel for top-k and top-p, which has a twin in torch.
+    """Replace what Triton's interpreter cannot run: a device library of V2's rejection sampler, and the kernel for
+    top-k and top-p, which has an equivalent in torch.
     """
     import vllm.v1.worker.cpu.shm  # noqa: F401  # vLLM's own stand-in for pinned memory, which its CPU worker imports
     from vllm.triton_utils import tl

@@ -27,7 +27,7 @@ class Weights:
             self.tensors[f"{name}.weight"] = torch.ones(size)
 
     def layer(self, name, *, size, inner, reads=1):
-        """Attention and MLP of a Llama or Qwen layer; `reads` times the hidden size comes into attention."""
+        """Attention and MLP of a Llama or Qwen layer; attention reads `reads` times the hidden size."""
         for part in "qkv":
             self.matrix(f"{name}.self_attn.{part}_proj", size, reads * size)
         self.matrix(f"{name}.self_attn.o_proj", size, size)
@@ -54,7 +54,7 @@ def _layer_config(model_type, inner):
 
 
 def eagle3(folder):
-    """In the speculators format, with a reduced vocabulary."""
+    """Write an EAGLE-3 head in the speculators format, with a reduced vocabulary."""
     layer = _layer_config("llama", inner=256)
     size, vocab, inner = layer["hidden_size"], layer["vocab_size"], layer["intermediate_size"]
     config = {
@@ -103,7 +103,7 @@ def dflash(folder):
 
 
 def mtp(folder):
-    """The bundled target in MiMo's layout (Qwen2 with biases of zero), with one layer for the next token but one."""
+    """The bundled target in MiMo's layout (Qwen2 with biases of zero), with one MTP layer."""
     source = ARITHMETIC.role_folder("target")
     given = json.loads((source / "config.json").read_text())
     size, layers = given["hidden_size"], given["num_hidden_layers"]
@@ -128,10 +128,10 @@ def mtp(folder):
 
 
 def engine_of(name: str, speculative: dict[str, str]) -> dict[str, str]:
-    """What the engine itself needs for a drafter: MTP's lies in the target's folder."""
+    """Engine settings that a drafter needs: the MTP layer is part of the target's folder."""
     if name != "mtp":
         return {}
-    # the tokenizer from its own folder: transformers makes another one where a config says Qwen2
+    # the tokenizer from its own folder: transformers would build another one from a Qwen2 config
     return {"model": speculative["model"], "tokenizer": str(ARITHMETIC.role_folder("target"))}
 
 

@@ -1,4 +1,4 @@
-"""The local engine's rounds, recorded: what the rule saw, and what it decided."""
+"""Recording of the local engine's rounds, for comparison with vLLM."""
 
 from functools import cache
 
@@ -28,12 +28,12 @@ RULES = [
 
 
 def num_answered(evidence):
-    """How many tokens of the answer precede the block; 0 where the rule does not read it."""
+    """Number of answer tokens before the block; 0 if the rule does not read it."""
     return 0 if evidence.answer_positions is None else int(evidence.answer_positions[0])
 
 
 class Recorder:
-    """The local engine's rounds: what the rule saw, and what it decided."""
+    """Record rounds of the local engine: the evidence of the rule and its outcome."""
 
     def __init__(self, monkeypatch):
         self.rounds = []

@@ -1,4 +1,4 @@
-"""Which model runner the tests run on, and the environment that vLLM needs for it on a CPU."""
+"""Select the model runner for the tests, and set the environment that vLLM needs for it on a CPU."""
 
 import os
 import sys

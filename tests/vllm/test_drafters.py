@@ -28,7 +28,7 @@ STRICT = ("margin:delta=0", "fuzzy:threshold=0", f"{JUDGE},threshold=0")
 
 
 def served(name, rule):
-    """Whether a drafter goes with a rule, as the guide's table says."""
+    """Return whether a drafter supports a rule, as in the guide's table."""
     if name == "mtp" and rule.startswith("judge"):
         return False  # MiMo's states
     return not (name == "dflash" and not V2 and rule.startswith(("fuzzy", "cascade")))
@@ -72,7 +72,7 @@ def test_strict_rules_leave_the_targets_answers(engine, problems):
 
 
 def test_the_bundled_head_is_accepted_as_often_as_by_the_local_engine(problems):
-    """Chains of six tokens: vLLM's own drafting from the shipped file, and ours, round by round."""
+    """Chains of six tokens: mean acceptance lengths of vLLM's drafting from the shipped file and of ours."""
     depth = 6
     folder = find_head("reprieve/arithmetic-eagle3")
     served = make_llm("lossless", method="eagle3", model=str(folder), num_speculative_tokens=depth)
@@ -93,7 +93,7 @@ def test_the_bundled_head_is_accepted_as_often_as_by_the_local_engine(problems):
     assert theirs == pytest.approx(ours, rel=0.03) and ours > 3.5
 
 
-def test_heads_are_refused_where_a_models_states_come_before_its_last_norm(tmp_path):
+def test_heads_are_refused_for_models_whose_states_precede_the_last_norm(tmp_path):
     speculative = drafters.mtp(tmp_path)
     with pytest.raises(ReprieveError, match="MiMoForCausalLM hands out its hidden states before the last norm"):
         make_llm(

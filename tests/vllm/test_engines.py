@@ -1,4 +1,4 @@
-"""`--engine vllm` and `ray`: servers of their own, ended with the run; killed ones lose nothing."""
+"""`--engine vllm` and `ray`: servers are started and ended with the run, and killed ones lose nothing."""
 
 import contextlib
 import dataclasses
@@ -37,12 +37,12 @@ pytestmark = pytest.mark.skipif(V2, reason="these start servers; V2's interprete
 SMALL = "max_model_len=512,max_num_seqs=16"
 PAIR = PairSettings(ARITHMETIC.name, dtype="float32")
 VLLM = EngineSettings(f"vllm:{SMALL}")
-MARK = f"REPRIEVE_TESTS={os.getpid()}"  # in the environment of all that these tests start
+MARK = f"REPRIEVE_TESTS={os.getpid()}"  # in the environment of every process that these tests start
 
 
 @pytest.fixture(autouse=True)
 def processes(monkeypatch):
-    """As outside of tests: other tests have vLLM's engine in their own process."""
+    """Run vLLM's engine in a separate process, unlike other tests, and check that no server is left."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv(*MARK.split("="))
     yield
@@ -53,13 +53,13 @@ def processes(monkeypatch):
 
 
 def servers():
-    """Processes of servers that were started by these tests, and of their engines; never those of others."""
+    """Pids of the servers that these tests started, and of their engines; never those of others."""
     listed = subprocess.run(["ps", "-eo", "pid,stat,args"], capture_output=True, text=True, check=True).stdout
     lines = [line.split() for line in listed.splitlines() if "reprieve.backends.child" in line or "VLLM::" in line]
     return [int(pid) for pid, state, *_ in lines if not state.startswith("Z") and is_ours(int(pid))]
 
 
-GROUPS = set()  # of processes; engines rename themselves, and with that lose the mark
+GROUPS = set()  # process groups, since engines rename themselves and lose the mark
 
 
 def is_ours(pid):
@@ -84,7 +84,7 @@ ARMS = ("judge:threshold=0.04", "judge:threshold=0.2")
 
 
 def measured(folder, limit, *, engine=VLLM, speed=None, progress=lambda done, total: None):
-    """A run, and rows of speed under load if they are asked for."""
+    """A run, and rows of speed under load if `speed` is given."""
     arms, made = arms_of(*ARMS), make_engine(engine, PAIR)
     try:
         task = with_prompts(load_task("arithmetic"), made.tokenizer)
@@ -108,8 +108,8 @@ def test_one_server_answers_every_threshold_and_the_strict_arm(tmp_path):
     assert len(rows) == 6 and all(row["tokens_per_second"] > 0 and row["first_s"][0] > 0 for row in rows)
 
 
-def test_a_killed_server_in_a_run_loses_nothing(tmp_path):
-    few = EngineSettings(f"vllm:{SMALL},parallel=4")  # else all could be answered before the sixth is looked at
+def test_a_run_loses_nothing_if_its_server_is_killed(tmp_path):
+    few = EngineSettings(f"vllm:{SMALL},parallel=4")  # otherwise all might be answered before the sixth is reported
     with pytest.raises(EngineError, match="answers are kept, run again to go on"):
         measured(tmp_path, 20, engine=few, progress=lambda done, total: kill_servers() if done == 6 else None)
     before = [(record.arm, record.problem_id) for record in RecordFile(tmp_path / "problems.jsonl").records]
@@ -131,7 +131,7 @@ def mined(settings, folder, *, in_flight, progress=lambda done, total: None):
     return report
 
 
-def test_a_killed_server_in_a_mine_loses_nothing(tmp_path):
+def test_mining_loses_nothing_if_its_server_is_killed(tmp_path):
     settings = AutoJudgeMining(limit=5, task="arithmetic", pair=PAIR, answering=VLLM)
     with pytest.raises(EngineError, match="labelled problems are kept, run again to go on"):
         mined(settings, tmp_path, in_flight=2, progress=lambda done, total: kill_servers())
@@ -146,12 +146,12 @@ def test_a_killed_server_in_a_mine_loses_nothing(tmp_path):
     "settings",
     [
         TraceMining(limit=3, task="arithmetic", pair=PAIR, num_draft_tokens=8),
-        # Nothing is a pivot, whatever the rollouts come to, which servers draw otherwise: the walk goes its way.
+        # With alpha 0 nothing is a pivot, so the walk does not depend on rollouts, which servers sample differently.
         PivotMining(limit=3, task="arithmetic", pair=PAIR, num_rollouts=2, alpha=0.0),
     ],
     ids=lambda settings: settings.miner,
 )
-def test_a_walk_over_a_server_goes_where_a_local_one_does(tmp_path, settings):
+def test_walks_on_a_server_equal_local_walks(tmp_path, settings):
     found = []
     for name, answering in (("local", EngineSettings()), ("served", VLLM)):
         mined(dataclasses.replace(settings, answering=answering), tmp_path / name, in_flight=3)
@@ -163,7 +163,7 @@ def test_a_walk_over_a_server_goes_where_a_local_one_does(tmp_path, settings):
         assert settings.miner == "pivot" or ours.rounds == theirs.rounds
 
 
-def test_a_command_that_is_killed_takes_its_server_along(tmp_path):
+def test_killing_a_command_ends_its_server(tmp_path):
     arguments = ["mine", "autojudge", "--limit", "9", "--engine", VLLM.engine, "--dtype", "float32", "--out"]
     command = [sys.executable, "-m", "reprieve.cli.main", *arguments, str(tmp_path / "m")]
     process = subprocess.Popen(command)
@@ -171,7 +171,7 @@ def test_a_command_that_is_killed_takes_its_server_along(tmp_path):
     while not servers():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.2)
-    time.sleep(8)  # vLLM has processes of its own by now
+    time.sleep(8)  # by now vLLM has started its own processes
     process.kill()
     process.wait()
 

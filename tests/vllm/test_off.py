@@ -1,4 +1,4 @@
-"""Off means off: with the plugin configured, requests that switch it off get the bytes of a vLLM without it.
+"""Off means off: with the plugin configured, requests that switch it off get the same bytes as from vLLM without it.
 
 Greedy requests on both model runners, sampled ones on V2.
 """
@@ -64,7 +64,7 @@ def main(source):
 
 
 def made_by(source, *, plugins):
-    """What an engine in a process of its own answers; without plugins nothing of ours is loaded there."""
+    """Answers of an engine in a separate process, which loads none of our code if `plugins` is false."""
     environment = {**os.environ, **({} if plugins else {"VLLM_PLUGINS": ""})}
     command = [sys.executable, "-c", f"from tests.vllm.test_off import main; main({source!r})"]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3000, env=environment)

@@ -76,7 +76,7 @@ def ask(client, problem, **xargs):
     )
 
 
-def test_the_log_says_what_is_active_and_what_covers_it(server):
+def test_the_log_names_the_active_rule_and_its_certificate(server):
     told = [line for line in server.read_text().splitlines() if "eprieve" in line]
     [line] = [line for line in told if "Reprieve is active in 1 worker" in line]
     assert "threshold=0.04" in line and "With 95% confidence" in line and "up to threshold=0.3" in line
@@ -94,7 +94,7 @@ def test_requests_choose_their_leniency(client, problems):
     assert ask(client, problems[0]).choices[0].text == ask(client, problems[0], reprieve_threshold=0.04).choices[0].text
 
 
-def test_streams_and_chats_choose_too(client, problems):
+def test_streams_choose_their_leniency_too(client, problems):
     parts = client.completions.create(
         model=MODEL, prompt=problems[0].prompt, max_tokens=120, temperature=0, stream=True,
         extra_body={"vllm_xargs": {"reprieve_leniency": "fast"}},
@@ -115,7 +115,7 @@ def test_streams_and_chats_choose_too(client, problems):
         ({"reprieve_treshold": 0.1}, "reprieve_treshold"),
     ],
 )
-def test_bad_values_are_400_and_name_the_field(client, problems, xargs, field):
+def test_bad_values_get_a_400_that_names_the_field(client, problems, xargs, field):
     with pytest.raises(openai.BadRequestError, match=field) as refused:
         ask(client, problems[0], **xargs)
     assert refused.value.status_code == 400 and refused.value.param == field
@@ -132,7 +132,7 @@ def test_a_field_outside_of_vllm_xargs_is_a_400_that_says_where_it_belongs(clien
     assert error["param"] == "reprieve_leniency" and "must be given in vllm_xargs" in error["message"]
 
 
-def test_a_request_may_require_what_it_gets(client, problems):
+def test_a_request_may_require_its_guarantee(client, problems):
     assert ask(client, problems[0], reprieve_require="certified").choices[0].text
     assert ask(client, problems[0], reprieve_require="lossless", reprieve_leniency="strict").choices[0].text
 
@@ -165,7 +165,7 @@ HOSTILE = {
 
 
 def post(body, path="completions"):
-    """Status and answer of a body as it is."""
+    """Send a raw body; return the status and the answer."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{PORT}/v1/{path}", body.encode(), {"Content-Type": "application/json"}
     )
@@ -177,7 +177,7 @@ def post(body, path="completions"):
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_fields_are_a_short_400(client, name):
+def test_hostile_fields_get_a_short_400(client, name):
     status, answer = post(
         f'{{"model": "{MODEL}", "prompt": "Question: 1+1?", "max_tokens": 4, "vllm_xargs": {HOSTILE[name]}}}'
     )
@@ -186,7 +186,7 @@ def test_hostile_fields_are_a_short_400(client, name):
     assert get("/health")[0] == 200
 
 
-def test_after_hostile_fields_answers_are_what_they_were(client, problems):
+def test_hostile_fields_do_not_change_later_answers(client, problems):
     before = ask(client, problems[0], reprieve_leniency="fast").choices[0].text
     for fields in HOSTILE.values():
         post(f'{{"model": "{MODEL}", "prompt": "Question: 1+1?", "max_tokens": 4, "vllm_xargs": {fields}}}')
@@ -208,12 +208,12 @@ def test_counters_are_on_the_metrics_page(client, problems):
     assert "vllm:reprieve_relaxed_rounds_total" in page and "vllm:spec_decode_num_drafts_total" in page
 
 
-def test_health_asks_the_workers(client):
+def test_the_health_check_passes(client):
     assert get("/health")[0] == 200
 
 
 def test_a_worker_without_the_plugin_stops_the_start(tmp_path):
-    """The front end knows the configuration, the worker's plugin is missing: refuse, do not serve losslessly."""
+    """If the plugin did not load in a worker, startup fails instead of serving losslessly."""
     code = (
         "import os; os.environ['VLLM_PLUGINS'] = ''\n"
         "from tests.vllm.conftest import make_llm\n"
@@ -227,7 +227,7 @@ def test_a_worker_without_the_plugin_stops_the_start(tmp_path):
     assert made.returncode != 0 and "did not load in a worker" in made.stderr
 
 
-def test_installed_but_not_configured_nothing_is_patched():
+def test_without_a_configuration_nothing_is_patched():
     code = (
         "from tests.vllm.conftest import make_llm, worker_of\n"
         "from vllm.v1.sample import rejection_sampler as module\n"

@@ -37,10 +37,10 @@ def llm():
 
 
 def local_answers(spec, served):
-    """The local engine from where vLLM begins to draft: after a first token of the target's own."""
+    """Answers of the local engine from where vLLM starts to draft: after one token from the target."""
     decoder = local_decoder(spec)
     starts = [[*output.prompt_token_ids, output.outputs[0].token_ids[0]] for output in served]
-    params = LocalParams(max_new_tokens=MAX_TOKENS + K)  # near its end a block would be a shorter one
+    params = LocalParams(max_new_tokens=MAX_TOKENS + K)  # so that no block is shortened by the end of the answer
     return [decoder.generate(start, params) for start in starts]
 
 

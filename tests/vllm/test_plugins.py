@@ -1,4 +1,4 @@
-"""A rule of another package, known by its entry point alone, inside vLLM."""
+"""A third-party rule, found by its entry point, inside vLLM."""
 
 import pytest
 from vllm import SamplingParams
@@ -17,7 +17,7 @@ def _installed(tmp_path_factory):
 
 
 @pytest.mark.usefixtures("_installed")
-def test_it_decides_as_in_the_local_engine(problems):
+def test_a_third_party_rule_decides_as_in_the_local_engine(problems):
     spec = "surprisal:bits=3"
     llm = make_llm(spec)
     prompts = [problem.prompt for problem in problems[:10]]

@@ -1,4 +1,4 @@
-"""Which vLLM fits, by its parts: the installed one, others as source, and changes that must be refused."""
+"""Probing vLLM's parts: the installed version, source trees, and changes that must be refused."""
 
 import json
 import re
@@ -12,11 +12,11 @@ from reprieve.vllm_plugin import probing
 from tests.vllm.runner import V2
 from vllm_parts import in_source
 
-# Set on each output that is on its way from the device, not on a class or on the runner.
+# Patched on each asynchronous output, not on a class or on the runner.
 PER_OUTPUT = {"vllm.v1.worker.gpu.async_utils.AsyncOutput.get_output"}
 
 
-def test_every_part_that_is_touched_is_listed_and_no_other():
+def test_the_listed_parts_are_exactly_the_touched_ones():
     made = subprocess.run(
         [sys.executable, "-m", "tests.vllm.touched"], capture_output=True, text=True, check=False, timeout=500
     )
@@ -58,7 +58,7 @@ def probe(tmp_path, monkeypatch, *parameters):
     probing.require_parts("v2", in_source(tmp_path))
 
 
-def test_unknown_optional_parameters_are_let_be(tmp_path, monkeypatch):
+def test_unknown_optional_parameters_are_accepted(tmp_path, monkeypatch):
     probe(tmp_path, monkeypatch, *GOOD)
 
 
@@ -70,12 +70,12 @@ def test_unknown_optional_parameters_are_let_be(tmp_path, monkeypatch):
         ((GOOD[0], "drafts, target"), "rejection_sample takes (drafts, target)"),
     ],
 )
-def test_what_does_not_fit_is_named(tmp_path, monkeypatch, parameters, said):
+def test_incompatible_signatures_are_named(tmp_path, monkeypatch, parameters, said):
     with pytest.raises(ReprieveError, match=re.escape(said)):
         probe(tmp_path, monkeypatch, *parameters)
 
 
-def test_a_part_that_is_gone_is_named(tmp_path, monkeypatch):
+def test_missing_parts_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(probing, "parts", lambda kind: (probing.Part("some.module", "gone", ()),))
     with pytest.raises(ReprieveError, match=r"some\.module\.gone is not there"):
         probing.require_parts("v2", in_source(tmp_path))

@@ -1,4 +1,4 @@
-"""What one request may ask for, in a batch with others; and that nothing it asks for harms the engine."""
+"""Settings of single requests in mixed batches, and bad ones that must not harm the engine."""
 
 import collections
 
@@ -43,7 +43,7 @@ def test_sixteen_mixed_requests_each_equal_their_own_pure_run(llm, problems, spe
 
 @pytest.mark.parametrize("spec", ["fuzzy:threshold=0.3", JUDGE, "lenience:lenience=0.2"])
 def test_sampling_and_greedy_requests_share_a_batch(llm, problems, spec):
-    """Seeded requests draw their own numbers, so each answer is what it is without the others."""
+    """Seeded requests have their own random numbers, so each answer is the same without the others."""
     cpu_kernels.mend()
     use_rule(llm, spec)
     chosen = [problem.prompt for problem in problems[:12]]
@@ -56,7 +56,7 @@ def test_sampling_and_greedy_requests_share_a_batch(llm, problems, spec):
     assert rules_of(llm).status["failures"] == 0 and rules_of(llm).num_rescued > 0
 
 
-def test_rule_off_and_strict_are_lossless_beside_relaxed_requests(llm, problems):
+def test_off_and_strict_requests_are_lossless_in_a_mixed_batch(llm, problems):
     use_rule(llm, "lossless")
     plain = texts(generate(llm, problems[:6], params()))
     use_rule(llm, "top_k:k=8")
@@ -80,7 +80,7 @@ def test_rule_off_and_strict_are_lossless_beside_relaxed_requests(llm, problems)
         ({"reprieve_threshold": 0.1, "reprieve_leniency": "fast"}, "reprieve_threshold"),
     ],
 )
-def test_bad_values_are_refused_by_name_and_the_engine_lives(problems, asked, field):
+def test_bad_values_are_refused_by_name_and_the_engine_keeps_serving(problems, asked, field):
     llm = _capped()
     with pytest.raises(VLLMValidationError, match=field) as refused:
         generate(llm, problems[:1], params(**asked))
@@ -114,7 +114,7 @@ def test_a_response_says_what_the_rule_did(problems):
     assert (strict["num_rescued_tokens"], strict["reprieve_rule"]) == (0, "lossless")
 
 
-def test_counters_stand_beside_vllms_own(problems):
+def test_counters_are_consistent_with_vllms_own(problems):
     llm = _capped()
     before = counters(llm)
     generate(llm, problems[:4], params(reprieve_leniency="fast"))

@@ -1,4 +1,4 @@
-"""Thinking only, in one flag: lenient between the model's own markers, lossless elsewhere; and a strict start."""
+"""Restrictions of one flag each: lenient only between the model's thinking markers, or strict at the start."""
 
 import pytest
 from vllm import SamplingParams

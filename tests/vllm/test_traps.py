@@ -1,4 +1,4 @@
-"""The traps on the way: each is a case that a plausible plugin gets wrong."""
+"""Cases that a plausible plugin would get wrong."""
 
 import pytest
 import torch
@@ -31,8 +31,8 @@ def test_accepting_everything_gives_whole_blocks(llm, problems):
     assert after["vllm:spec_decode_num_accepted_tokens"] - before["vllm:spec_decode_num_accepted_tokens"] == drafted
 
 
-def test_drafts_that_nobody_drafted_are_left_to_vllm(llm, problems):
-    """Near the end of the context vLLM hands out token 0 as drafts, to the whole batch; k = V would take them all."""
+def test_placeholder_drafts_are_left_to_vllm(llm, problems):
+    """Near the context limit vLLM drafts token 0 for the whole batch; a rule with k = V would accept all of them."""
     ids = llm.get_tokenizer().encode(problems[0].prompt)
     long = {"prompt_token_ids": (ids * 40)[:480]}
     rounds = rules_of(llm).num_rounds
@@ -55,7 +55,7 @@ def test_masked_tokens_are_never_accepted(llm, problems):
     assert not {comma, dash} & set(output.token_ids)
 
 
-def test_a_grammar_is_kept(llm, problems):
+def test_structured_outputs_follow_their_grammar(llm, problems):
     from vllm.sampling_params import StructuredOutputsParams
 
     made = generate(llm, [problems[0].prompt], structured_outputs=StructuredOutputsParams(regex=" [0-9]{5}"))
@@ -98,7 +98,7 @@ def test_processors_stay_vllms_own(llm, problems, settings):
     assert rules.num_rounds > 0 and rules.failures == 0
 
 
-def test_cached_prefixes_and_prompts_in_pieces_change_nothing(problems):
+def test_prefix_caching_and_chunked_prefill_change_nothing(problems):
     prompts = ["".join(problem.prompt + " 5.\n\n" for problem in problems[:3]) + item.prompt for item in problems[3:9]]
     engines = [
         make_llm("margin:delta=4"),
@@ -118,14 +118,14 @@ def test_stops_inside_an_accepted_block_end_the_answer(llm, problems):
 
 
 def test_logprobs_are_the_targets_own(llm, problems):
-    """Raised logits are put back: a rescued token's logprob is what the target gave it, not certainty."""
+    """Raised logits are restored: a rescued token has the target's logprob, not 0."""
     output = generate(llm, [problems[0].prompt], logprobs=1, max_tokens=40)[0].outputs[0]
     chosen = [entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
     assert all(value <= 1e-6 for value in chosen) and min(chosen) < -0.7
 
 
-def test_the_batch_reorders_and_requests_come_and_go(llm, problems):
-    """More requests than slots, of different lengths: each answer is what it is alone."""
+def test_answers_do_not_depend_on_reordering_and_other_requests(llm, problems):
+    """More requests than slots, with different lengths: each answer is the same as alone."""
     use_rule(llm, "margin:delta=4")
     prompts = [problem.prompt for problem in problems[:40]]
     lengths = [SamplingParams(temperature=0, max_tokens=20 + 7 * (place % 9)) for place in range(40)]
@@ -143,7 +143,7 @@ def test_state_of_finished_requests_is_forgotten(llm, problems):
     assert len(rules._known) < 40 and len(rules._drafted) < 40
 
 
-def test_without_a_round_the_wrapped_sampler_only_passes_on(llm):
+def test_the_sampler_is_wrapped_and_no_round_stays_open(llm):
     from vllm.v1.sample import rejection_sampler as module
 
     from reprieve.vllm_plugin.v1 import sampler
@@ -164,7 +164,7 @@ def test_without_a_round_the_wrapped_sampler_only_passes_on(llm):
         ({"rule": "margin:delta=2", "leniency": 3}, {}, "takes rule"),
     ],
 )
-def test_what_cannot_work_is_refused_at_start(source, speculative, told):
+def test_unsupported_configurations_are_refused_at_startup(source, speculative, told):
     with pytest.raises(Exception, match=told):
         make_llm(source, **speculative)
 

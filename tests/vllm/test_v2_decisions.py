@@ -1,4 +1,4 @@
-"""The V2 runner's processor and vLLM's own V2 rejection sampler on blocks of our own: no engine, real kernels.
+"""The V2 runner's processor and vLLM's own V2 rejection sampler on constructed blocks: no engine, real kernels.
 
 On recorded blocks they decide as the local engine did, position by position; sampled tokens have the right
 distribution; chunks, mixed batches and several rules change nothing.
@@ -31,7 +31,7 @@ def _kernels():
 
 
 def hooks_of(rules, *, contexts=(), slots=64, size=None):
-    """The hooks on a runner that is nothing but its requests; slots are the requests' places."""
+    """A rule processor on a fake runner that holds only request state; each request has a slot."""
     from vllm.v1.worker.gpu.sample.states import SamplingStates
 
     from reprieve.vllm_plugin.v2.processor import RuleProcessor
@@ -55,7 +55,7 @@ def hooks_of(rules, *, contexts=(), slots=64, size=None):
 
 
 def admit(processor, slot, params):
-    """As vLLM's sampler does it: whether the rule may touch the request."""
+    """Add a request as vLLM's sampler does; return whether the rule may apply to it."""
     states = processor.runner.sampler.sampling_states
     states.add_request(slot, params)
     states.apply_staged_writes()
@@ -69,7 +69,7 @@ def params_of(temperature=0.0, asked=None, **more):
 
 
 class Batch:
-    """A batch as vLLM lays it out: K + 1 rows a request, one after another."""
+    """A batch as vLLM lays it out: K + 1 rows per request, one after another."""
 
     def __init__(self, blocks, logits, *, seeds=None):
         self.blocks = blocks
@@ -100,7 +100,7 @@ class Batch:
         )
 
     def verify(self, processor, *, temperatures, draft_logits=None, chunks=(slice(None),), states=None, raw=None):
-        """Through the processor and vLLM's rejection sampler, chunk by chunk: tokens of each request."""
+        """Run the processor and vLLM's rejection sampler chunk by chunk; return the tokens of each request."""
         from vllm.v1.worker.gpu.spec_decode import rejection_sampler as module
 
         from reprieve.vllm_plugin.v2.round import V2Round
@@ -116,7 +116,7 @@ class Batch:
             logits = self.logits[rows].clone()
             slots = context.idx_mapping_np.tolist()
             if any(slot in processor._slots and not processor._slots[slot].strict for slot in slots):
-                logits = processor.apply(logits, context)  # else vLLM does not call it
+                logits = processor.apply(logits, context)  # otherwise vLLM does not call it
             heat = temperatures[self.row_slots[rows].long()].unsqueeze(-1)
             logits = logits / torch.where(heat == 0, 1.0, heat)
             first = range(len(self.blocks))[requests][0]
@@ -282,13 +282,13 @@ def test_a_span_is_followed_on_the_device():
     for slot in range(4):
         admit(processor, slot, params_of())
     outputs = Batch(blocks, [logits] * 4).verify(processor, temperatures=torch.zeros(4))
-    # Inside; outside; up to the end marker, which no rule may write; a match, and then a marker that is none.
+    # Inside; outside; up to the end marker, which no rule may rescue; a match, then a start marker that is rejected.
     assert outputs == [[3, 4, 5, 0], [0], [3, 0], [0, 0]]
 
 
 @pytest.mark.parametrize("drafted", ["sampled", "certain"])
 def test_sampled_tokens_have_the_right_distribution(drafted):
-    """The first token's distribution, worked out, against 800 draws: strict, and with a rule that accepts more."""
+    """800 draws of the first token against its exact distribution, strict and with a rule that accepts more."""
     num, heat = 800, 0.7
     draw = torch.Generator().manual_seed(SEED)
     target, draft = 1.5 * torch.randn(V, generator=draw), 1.5 * torch.randn(V, generator=draw)
@@ -342,7 +342,7 @@ def test_a_rule_that_raises_leaves_the_lossless_answer(monkeypatch):
 
 
 def test_leniency_follows_the_load():
-    """Four requests that ask for nothing and one that names a threshold; the table changes with the batch's size."""
+    """One request names a threshold; the threshold of the others follows the size of the batch."""
     logits = torch.zeros(2, V)
     logits[:, 0], logits[:, 1] = 2.0, 0.5
     rules = WorkerRules(Menu.load({"rule": "margin:delta=1", "by_load": {"3": 2.0}}))
@@ -373,7 +373,7 @@ def test_leniency_follows_the_load():
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_round_never_waits_for_the_device(spec, temperature):
-    """From the processor to the counts on their way."""
+    """The processor's work on a chunk, after the inputs have been set up."""
     from reprieve.vllm_plugin.v2.round import V2Round
     from tests.kit.waits import HostWaits
 
@@ -397,8 +397,8 @@ def test_a_round_never_waits_for_the_device(spec, temperature):
     assert waits.num == 0, waits.where
 
 
-def test_chunks_without_any_rule_neither_shift_nor_stain_the_next():
-    """vLLM passes over the processor where no request of a chunk wants its logits processed."""
+def test_chunks_without_a_rule_do_not_affect_the_next():
+    """vLLM skips the processor if no request of a chunk needs it."""
     batch = random_batch(5, seed=2)
     processor = hooks_of(WorkerRules(Menu.load({"rules": ["margin:delta=2", "fuzzy:threshold=0.5"]})))
     wishes = [{"reprieve_rule": "fuzzy"}, {"reprieve_rule": "off"}, None, {"reprieve_rule": "off"}, None]
@@ -414,7 +414,7 @@ def test_chunks_without_any_rule_neither_shift_nor_stain_the_next():
     assert processor.rules.failures == 0
 
 
-def test_a_rule_with_a_distribution_of_its_own_leaves_the_others_alone():
+def test_a_rule_with_its_own_distribution_does_not_affect_other_requests():
     batch = random_batch(3, seed=4)
     heat = torch.tensor([0.0, 0.9, 0.0])
     draft_logits = torch.randn(64, 3, V, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""Whole engines on the V2 model runner, under Triton's interpreter: few tokens, each case one that could go wrong."""
+"""Whole engines on the V2 model runner, under Triton's interpreter: with few tokens per case."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ def llm():
 
 @pytest.fixture
 def everything(llm):
-    """A rule that accepts all that may be accepted."""
+    """A rule that accepts every possible token."""
     before = rules_of(llm)
     yield use_rule(llm, "top_k:k=714")
     worker_of(llm).model_runner.reprieve.rules = before
@@ -78,7 +78,7 @@ def test_a_response_and_the_counters_say_what_the_rule_did(llm, problems):
     assert places["drafted", "0"] >= places.get(("matched", "0"), 0) + places.get(("rescued", "0"), 0) > 0
 
 
-def test_what_must_not_be_said_is_not_said(everything, llm, problems):
+def test_forbidden_tokens_and_stop_texts_never_appear(everything, llm, problems):
     from vllm.sampling_params import StructuredOutputsParams
 
     prompt = problems[0].prompt
@@ -116,7 +116,7 @@ def test_a_rule_that_accepts_nothing_changes_nothing(llm, problems, settings):
     assert rules.num_rounds > 0 and rules.failures == 0
 
 
-def test_seeded_draws_do_not_depend_on_company(llm, problems):
+def test_seeded_draws_do_not_depend_on_other_requests(llm, problems):
     params = [
         SamplingParams(temperature=0.9 * (place % 2), top_p=0.95, seed=place, max_tokens=20) for place in range(4)
     ]
@@ -125,7 +125,7 @@ def test_seeded_draws_do_not_depend_on_company(llm, problems):
         assert mixed[place] == texts(generate(llm, [problems[place].prompt], params[place]))[0]
 
 
-def test_a_random_rules_draws_do_not_depend_on_company_either(llm, problems, everything):
+def test_a_random_rules_draws_do_not_depend_on_other_requests(llm, problems, everything):
     use_rule(llm, "random:rate=0.5")
     params = [SamplingParams(temperature=0, seed=place % 2, max_tokens=20) for place in range(4)]
     prompts = [problems[1].prompt] * 4
@@ -134,8 +134,8 @@ def test_a_random_rules_draws_do_not_depend_on_company_either(llm, problems, eve
     assert texts(generate(llm, prompts[:1], params[1])) == mixed[1:2]
 
 
-def test_cached_prefixes_pieces_and_preemption_change_nothing(llm, problems):
-    """Prompts in pieces, prefixes from the cache, and so few blocks that requests are put off and resumed."""
+def test_prefix_caching_chunked_prefill_and_preemption_change_nothing(llm, problems):
+    """Chunked prompts, cached prefixes, and so few blocks that requests are preempted and resumed."""
     prompts = prompts_of(problems[2:], 4)
     plain = texts(generate(llm, prompts))
     crowded = make_llm(
@@ -157,7 +157,7 @@ def test_cached_prefixes_pieces_and_preemption_change_nothing(llm, problems):
 
 
 def test_spans_work_under_asynchronous_scheduling(problems, monkeypatch):
-    """On a CPU vLLM switches it off without a word; here it stays on, with all that hangs on it."""
+    """On a CPU, vLLM silently disables asynchronous scheduling; this test keeps it on."""
     from vllm.platforms.cpu import CpuPlatform
 
     adapt = CpuPlatform.check_and_update_config
@@ -212,7 +212,7 @@ def test_the_self_test_fails_where_a_hook_is_broken(llm, broken, monkeypatch):
         require_works(hooks)
 
 
-def test_installed_but_not_configured_nothing_is_patched():
+def test_without_a_configuration_nothing_is_patched():
     code = (
         "from tests.vllm.conftest import make_llm, worker_of\n"
         "from vllm.v1.worker.gpu.spec_decode import rejection_sampler as module\n"

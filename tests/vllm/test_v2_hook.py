@@ -25,7 +25,7 @@ MODULE = "vllm.v1.worker.gpu.spec_decode.acceptance"
 
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory):
-    """The two patched modules, beside the installed ones."""
+    """The two patched modules, loaded next to the installed ones."""
     cpu_kernels.mend_interpreter()
     import vllm
 
@@ -91,7 +91,7 @@ def margin(acceptance, delta):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_rule_as_a_hook_decides_as_the_plugin(patched, temperature):
+def test_a_rule_as_a_hook_decides_as_the_plugin_does(patched, temperature):
     acceptance, module = patched
     batch = random_batch(12, seed=4)
     heat = torch.full((64,), temperature)
@@ -121,5 +121,5 @@ def test_tokens_can_be_refused_and_impossible_ones_are_not_accepted(patched):
         refused = torch.tensor([False, True, False, False] + [False] * 8)
         return acceptance.AcceptanceDecision(everything & ~refused, refused)
 
-    # The second token is refused; masked; padding. A bonus row judges nothing, though the hook accepts there too.
+    # The second token is refused, masked or padding. Bonus rows are not judged, although the hook accepts there too.
     assert verify(module, batch, torch.zeros(64), hook) == [[3, 3], [3, 3], [5, 3]]

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks on the V2 runner, in processes of their own, decide alike; random rules too."""
+"""Tensor-parallel ranks on the V2 runner, in separate processes, decide alike, also with random rules."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ def answers(num_ranks):
     return json.loads(line.removeprefix("MADE "))
 
 
-def test_two_ranks_answer_as_one_does():
+def test_two_ranks_give_the_same_answers_as_one():
     one, two = answers(1), answers(2)
     assert one["answers"] == two["answers"]
     assert one["failures"] == [0] and two["failures"] == [0, 0]

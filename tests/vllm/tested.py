@@ -1,6 +1,6 @@
 """The table of tested versions, written by the test run: a row for each vLLM and model runner, with its test files.
 
-`RECORD_TESTED=1` (as `make test-vllm` sets it) writes; rows without files are of runs before the table.
+`RECORD_TESTED=1` (as `make test-vllm` sets it) writes; rows without files come from earlier runs.
 """
 
 import datetime

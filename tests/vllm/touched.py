@@ -1,4 +1,4 @@
-"""Prints the attributes of vLLM that code of ours stands in for, or that we added, once an engine is up with a rule."""
+"""Print the attributes of vLLM that our code replaces or adds, once an engine with a rule is up."""
 
 import functools
 import json
@@ -11,7 +11,7 @@ OURS = "/reprieve/vllm_plugin/"
 
 
 def is_ours(value):
-    """Whether calling it runs code of ours first; only functions are looked at, since others may answer anything."""
+    """Return whether a call runs our code first; only functions are inspected, as other objects may fake attributes."""
     inner = value.func if isinstance(value, functools.partial) else value
     return isinstance(inner, types.FunctionType) and OURS in inner.__code__.co_filename
 

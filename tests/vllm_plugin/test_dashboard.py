@@ -1,4 +1,4 @@
-"""The Grafana dashboard asks for counters that there are."""
+"""The Grafana dashboard queries counters that exist."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana.json"
 
 
-def test_the_dashboard_asks_for_our_counters_by_their_names():
+def test_the_dashboard_queries_exactly_our_counters():
     source = (Path(__file__).resolve().parents[2] / "src/reprieve/vllm_plugin/numbers.py").read_text()
     asked = set(re.findall(r"vllm:reprieve_\w+", DASHBOARD.read_text()))
     there = {f"{name}_total" for name in re.findall(r'"(vllm:reprieve_\w+)"', source)}

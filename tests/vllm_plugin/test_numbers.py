@@ -1,4 +1,4 @@
-"""What responses say, and where a stray field is refused: on records and servers that look like vLLM's."""
+"""Fields of responses and refusals of stray fields, on records and servers that imitate vLLM's."""
 
 import asyncio
 import dataclasses
@@ -14,7 +14,7 @@ from reprieve.vllm_plugin.rounds import WorkerRules, request_settings
 
 
 def records():
-    """Classes like vLLM's, new for each test: they are changed in place."""
+    """Classes like vLLM's, created for each test because they are patched in place."""
 
     @dataclasses.dataclass
     class Stats:
@@ -60,7 +60,7 @@ def note(rules, request_id, rescued):
     rules.note([request_id], [label], [3], torch.tensor([3]), torch.tensor([rescued]))
 
 
-def test_a_lenient_response_says_rule_threshold_rescued_tokens_and_certificate():
+def test_a_lenient_response_reports_rule_threshold_rescued_tokens_and_certificate():
     Stats, Metrics, Scheduler = records()
     metrics, stats = Metrics(4), Stats(4)
     scheduler = Scheduler(metrics, stats)
@@ -79,12 +79,12 @@ def test_a_lenient_response_says_rule_threshold_rescued_tokens_and_certificate()
     assert Metrics(4).reprieve == {} and Metrics(4).histogram == [] and Stats(4).reprieve == []
 
 
-def test_a_response_that_no_rule_touched_says_lossless():
+def test_a_response_that_no_rule_touched_reports_lossless():
     _, Metrics, _ = records()
     assert Metrics(4).to_dict() == {"num_draft_tokens": 0, **numbers.LOSSLESS}
 
 
-def test_a_lenient_request_is_marked_before_anything_was_counted():
+def test_a_lenient_request_is_marked_before_its_counts_arrive():
     """Counts may still be on their way from the device when an answer ends."""
     Stats, Metrics, Scheduler = records()
     metrics = Metrics(4)
@@ -110,7 +110,7 @@ def test_counts_wait_for_a_step_that_has_statistics_and_are_dropped_without_any(
     assert scheduler._reprieve_counts == []
 
 
-def test_marks_of_ranks_that_give_no_output_do_not_pile_up():
+def test_marks_are_bounded_on_ranks_without_output():
     rules = WorkerRules(Menu.load("margin:delta=2"))
     for number in range(4100):
         rules.mark(str(number), "margin", parse_rule("margin:delta=2"))
@@ -142,7 +142,7 @@ def test_a_stray_field_is_an_error_that_says_where_it_belongs(monkeypatch):
     assert param == "reprieve_leniency" and "must be given in vllm_xargs" in message
 
 
-def test_structured_outputs_are_among_what_a_request_asks():
+def test_request_settings_include_structured_outputs():
     plain = SimpleNamespace(extra_args=None, structured_outputs=None)
     assert request_settings(plain) == {"structured_outputs": False}
     grammar = SimpleNamespace(extra_args={"reprieve_rule": "on"}, structured_outputs=object())

@@ -1,4 +1,4 @@
-"""The plugin without vLLM: decisions over a batch, its state, and what it refuses. `make test-vllm` has the rest."""
+"""The plugin without vLLM: decisions over a batch, state and refusals. `make test-vllm` runs the rest."""
 
 import dataclasses
 import importlib.util
@@ -80,8 +80,8 @@ def test_rows_have_their_own_thresholds():
         "top_k:k=9,start=a,end=b",
     ],
 )
-def test_order_and_company_change_nothing(spec):
-    """Each request's decisions are those it gets alone, whatever the others ask for and however they sample."""
+def test_decisions_do_not_depend_on_other_requests(spec):
+    """Each request's decisions equal those it gets alone, whatever the other requests are."""
     rule = parse_rule(spec).bind(Letters())
     rows = [
         row(rule, 3),
@@ -139,7 +139,7 @@ def test_impossible_and_padded_tokens_are_never_accepted():
 
 
 def test_limits_count_what_the_walk_rescues():
-    """Two rescues a block, and a budget of the answer that earlier blocks have used up."""
+    """Two rescues per block, and a budget per answer that earlier blocks use up."""
     scores = torch.zeros(4, V)
     scores[:, 0] = 1.0
     batch = batch_of(4, scores=scores, logits=scores, token_ids=torch.full((4,), 3))
@@ -186,7 +186,7 @@ def test_a_bad_request_in_a_worker_is_served_losslessly(caplog):
     assert "is served losslessly" in caplog.text
 
 
-def test_counts_are_rescued_tokens_that_were_kept():
+def test_only_kept_rescued_tokens_are_counted():
     rules = WorkerRules(Menu.load("margin:delta=9"))
     rules.note_drafts(["a", "b"], None)
     requests = [request("a", 3), request("b", 2), request("c", 0)]
@@ -233,13 +233,13 @@ SPAN = 'margin:delta=2,start="<think>",end="</think>"'
         ("judge:path=reprieve/arithmetic-judge", {"hidden_size": 4096}, "reads .* features, this target gives"),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_way_out(spec, change, told):
+def test_unsupported_setups_are_refused_with_a_remedy(spec, change, told):
     Setup(**GOOD)
     with pytest.raises(ReprieveError, match=told):
         Setup(**{**GOOD, **change}).require(Menu.load(spec))
 
 
-def test_what_can_work_is_not_refused():
+def test_supported_setups_are_accepted():
     setup = Setup(**{**GOOD, "hidden_size": Policy.load("judge:path=reprieve/arithmetic-judge").rule.head.num_features})
     for spec in ("lossless", "margin", "fuzzy", SPAN, "judge:path=reprieve/arithmetic-judge", "fly", "cascade"):
         setup.require(Menu.load(spec))
@@ -247,7 +247,7 @@ def test_what_can_work_is_not_refused():
     Setup(**{**GOOD, "runner": "v2", "async_scheduling": True}).require(Menu.load(SPAN))
 
 
-def test_an_untested_version_is_warned_about_and_not_refused():
+def test_an_untested_version_gets_a_warning():
     assert version_warning("0.32.4.post1", "v1") == version_warning("0.32.0", "v2") == ""
     said = version_warning("1.7.0", "v2")
     assert "0.32.0 (v1), 0.32.0 (v2)" in said and "1.7.0 with v2" in said
@@ -271,7 +271,7 @@ def test_the_configuration_comes_from_vllm_or_the_environment(monkeypatch):
     assert source_of({"reprieve": False}) is None
 
 
-def test_a_policy_is_read_once_a_process(monkeypatch):
+def test_a_policy_is_read_once_per_process(monkeypatch):
     reads = []
     monkeypatch.setattr(Menu, "load", lambda source, target: reads.append(source))
     for _ in range(3):
@@ -280,7 +280,7 @@ def test_a_policy_is_read_once_a_process(monkeypatch):
     assert len(reads) == 2
 
 
-def test_another_request_by_the_same_name_starts_anew():
+def test_a_reused_request_id_starts_afresh():
     rules = WorkerRules(Menu.load("margin:delta=2"))
     rules.note_drafts(["a"], None)
     assert rules.rows([request("a", asked={"reprieve_rule": "off"})])[0].strict
@@ -290,8 +290,8 @@ def test_another_request_by_the_same_name_starts_anew():
     assert not rules.rows([request("a")])[0].strict
 
 
-def test_the_plugin_reads_rules_and_heads_only():
-    """What vLLM loads in every process must stay small: no engine, no evaluation, no web framework."""
+def test_the_plugin_imports_rules_and_heads_only():
+    """vLLM loads the plugin in every process, so it must stay small: no engine, no evaluation, no web framework."""
     code = (
         "import sys; import reprieve.vllm_plugin.rounds, reprieve.vllm_plugin.configuration; "
         "extra = [m for m in sys.modules if m.startswith(('reprieve.engine', 'reprieve.models', 'reprieve.bench',"
@@ -321,14 +321,14 @@ def test_a_head_that_reads_another_layer_is_refused():
 
 
 def test_rules_see_processed_scores_and_heads_the_models_own():
-    """Penalties and masks are part of what a rule judges by; a head was trained on raw distributions."""
+    """Rules see scores after penalties and masks; heads see raw logits, as in training."""
     batch = batch_of(4, logits=torch.zeros(4, V))
     evidence = batch.evidence(greedy=True)
     assert torch.equal(evidence.scores, batch.scores) and torch.equal(evidence.target_logits, batch.logits)
 
 
 def test_the_v1_folder_can_be_deleted():
-    """Nothing outside of it names its modules; without it the plugin knows V2 alone."""
+    """No module outside it imports from it."""
     import reprieve.vllm_plugin as package
 
     root = Path(package.__file__).parent
@@ -337,7 +337,7 @@ def test_the_v1_folder_can_be_deleted():
             assert "vllm_plugin.v1" not in path.read_text(encoding="utf-8"), path
 
 
-def test_without_the_v1_folder_the_plugin_knows_v2_alone(monkeypatch):
+def test_without_the_v1_folder_the_plugin_supports_v2_only(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.endswith(".v1") else found(name))
     assert probing.runners() == ["v2"]
@@ -346,5 +346,5 @@ def test_without_the_v1_folder_the_plugin_knows_v2_alone(monkeypatch):
 
 
 def test_the_number_of_touched_parts_is_known():
-    """What `tests/vllm/test_probing.py` finds in a running vLLM: fewer is better."""
+    """`tests/vllm/test_probing.py` finds these parts in a running vLLM; fewer is better."""
     assert {kind: len(probing.touched(kind)) for kind in probing.runners()} == {"v2": 18, "v1": 20}

@@ -1,4 +1,4 @@
-"""What a request may ask of the operator's rule."""
+"""Policies: the leniency that requests may choose within the operator's limits."""
 
 import json
 
@@ -19,7 +19,7 @@ def policy():
     return Policy.load({"rule": JUDGE, "fast": 0.2, "max_threshold": 0.3})
 
 
-def test_the_certificate_beside_the_head_gives_the_certified_level(policy):
+def test_the_heads_certificate_sets_the_certified_level(policy):
     assert policy.levels == {"certified": 0.04, "fast": 0.2}
     assert policy.certificate.promise["max_drop"] == 0.03
     assert "MORE LENIENT than its certificate" in policy.describe()
@@ -40,7 +40,7 @@ def test_a_certificate_made_under_other_conditions_is_set_aside(policy):
         Policy.load({"rule": JUDGE, "default": "certified"}).under(num_draft_tokens=4)
 
 
-def test_of_several_certificates_the_one_that_holds_here_is_taken(policy):
+def test_the_certificate_for_the_current_conditions_is_chosen(policy):
     here = {"num_draft_tokens": 8, "drafter": "draft", "dtype": "float32"}
     local = policy.under(engine="local", **here)
     assert local.certificate.conditions.engine == "local" and local.levels["certified"] == 0.04
@@ -64,7 +64,7 @@ def test_of_several_certificates_the_one_that_holds_here_is_taken(policy):
         ({"reprieve_leniency": "fast"}, 0.2),
     ],
 )
-def test_a_request_gets_what_it_asked_for(policy, asked, threshold):
+def test_a_request_gets_the_threshold_it_asked_for(policy, asked, threshold):
     assert policy.resolve(asked).threshold == threshold
 
 
@@ -88,7 +88,7 @@ def test_strict_and_off_are_the_lossless_check(policy):
         ({"reprieve_threshold": 0.1, "reprieve_leniency": "fast"}, "reprieve_threshold"),
     ],
 )
-def test_what_it_cannot_have_names_the_field(policy, asked, field):
+def test_invalid_requests_name_the_field(policy, asked, field):
     with pytest.raises(RequestError, match=field) as refused:
         policy.resolve(asked)
     assert refused.value.parameter == field
@@ -98,7 +98,7 @@ def test_what_it_cannot_have_names_the_field(policy, asked, field):
     ("rule", "cap", "strict", "lenient"),
     [("ratio:ratio=0.5", 0.3, 0.4, 0.2), ("fly:theta=1", 0.5, 0.7, 0.3), ("asd", 8, 6, 20), ("top_k:k=2", 4, 3, 5)],
 )
-def test_a_cap_knows_which_way_leniency_goes(rule, cap, strict, lenient):
+def test_a_cap_respects_the_direction_of_leniency(rule, cap, strict, lenient):
     policy = Policy.load({"rule": rule, "max_threshold": cap})
     policy.resolve({"reprieve_threshold": strict})
     with pytest.raises(RequestError, match="no more lenient"):
@@ -129,7 +129,7 @@ def test_a_cap_knows_which_way_leniency_goes(rule, cap, strict, lenient):
         ("margins", "rule must be one of"),
     ],
 )
-def test_a_configuration_that_cannot_work_is_told(settings, told):
+def test_invalid_configurations_are_refused(settings, told):
     with pytest.raises(ReprieveError, match=told):
         Policy.load(settings)
 
@@ -142,7 +142,7 @@ def test_naming_the_rule_does_not_undo_the_default():
     assert "rule margin:delta=4; default strict" in policy.describe()
 
 
-def test_a_file_holds_the_same(tmp_path):
+def test_a_policy_can_be_loaded_from_a_file(tmp_path):
     path = tmp_path / "policy.json"
     path.write_text(json.dumps({"rule": "margin:delta=2", "fast": 4}))
     assert Policy.load(str(path)).levels == {"fast": 4}
@@ -159,7 +159,7 @@ def test_a_certificate_of_another_rule_is_refused(tmp_path):
         Policy.load({"rule": "margin:delta=2", "certificate": str(certificate)})
 
 
-def test_the_menu_tells_rules_apart():
+def test_the_menu_distinguishes_rules_by_name():
     menu = Menu([Policy.load(spec) for spec in ("margin:delta=2", "margin:delta=2,k=5", "top_k:k=2")])
     assert list(menu.policies) == ["margin", "margin:delta=2,k=5", "top_k"]
     assert menu.choose({}).rule.spec == "margin:delta=2"
@@ -211,7 +211,7 @@ def test_one_configuration_holds_several_rules():
             Menu.load(bad)
 
 
-def test_leniency_by_load_is_for_requests_that_ask_for_nothing():
+def test_load_sets_the_leniency_of_requests_without_settings():
     menu = Menu.load({"rule": "margin:delta=1", "by_load": {"4": 2, "16": 3.5}, "fast": 4})
     for running, delta in ((1, 1), (3, 1), (4, 2), (15, 2), (16, 3.5), (400, 3.5)):
         for silent in (None, {}, {"reprieve_rule": "on"}):
@@ -233,12 +233,12 @@ def test_leniency_by_load_is_for_requests_that_ask_for_nothing():
         ({"by_load": {"8": -2}}, "delta"),
     ],
 )
-def test_a_table_of_loads_that_cannot_work_is_refused(settings, said):
+def test_invalid_tables_of_loads_are_refused(settings, said):
     with pytest.raises(SpecError, match=said):
         Policy.load({"rule": "margin:delta=1", **settings})
 
 
-def test_a_certificate_caps_what_a_load_may_ask_for():
+def test_a_certificate_caps_the_leniency_by_load():
     assert Policy.load({"rule": JUDGE, "by_load": {"8": 0.04}}).at_load(8).threshold == 0.04
     with pytest.raises(SpecError, match=r"no more lenient than the certificate allows \(0.04\), got 0.1"):
         Policy.load({"rule": JUDGE, "by_load": {"8": 0.1}})
@@ -256,13 +256,13 @@ def test_a_certificate_caps_what_a_load_may_ask_for():
         {"reprieve_\x1b[2J\nINFO: forged": 1},
     ],
 )
-def test_what_a_client_sends_does_not_fill_the_log(fields):
+def test_error_messages_stay_short_and_printable(fields):
     with pytest.raises(RequestError) as refused:
         Menu.load("margin").choose(fields)
     assert len(str(refused.value)) < 600 and str(refused.value).isprintable()
     assert len(refused.value.parameter) < 120 and refused.value.parameter.isprintable()
 
 
-def test_a_slider_reaches_beyond_what_is_asked_for():
+def test_a_slider_extends_beyond_the_configured_threshold():
     policy = Policy.load("fuzzy:threshold=3,divergence=kl,form=released")
     assert stops(policy)[-1] > 3 > 1 == stops(Policy.load("fuzzy"))[-1]

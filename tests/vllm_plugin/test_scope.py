@@ -1,4 +1,4 @@
-"""Thinking only, in one flag, and its relatives; what a request may require; a server that is strict only."""
+"""Restrictions by one flag, requirements of requests, and servers that are strict only."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def test_one_flag_restricts_the_rule(beside, spec):
     assert spec_of({"reprieve": {"rule": "margin:delta=3", **beside}}) == spec
 
 
-def test_requests_name_a_restricted_rule_as_they_did():
+def test_requests_name_a_restricted_rule_by_its_plain_name():
     menu = Menu.load({"rule": "margin:delta=3", "span": "thinking", "strict_first": 4})
     assert list(menu.policies) == ["margin"] and menu.choose({"reprieve_rule": "margin"}).name == "margin"
 
@@ -70,7 +70,7 @@ def test_a_flag_restricts_all_rules_and_all_their_parts():
         ({"reprieve": "margin:delta=3", "strict_only": "yes"}, "strict_only must be true or false"),
     ],
 )
-def test_what_would_not_restrict_is_refused(config, said):
+def test_invalid_restrictions_are_refused(config, said):
     with pytest.raises(SpecError, match=said):
         spec_of(config)
 
@@ -83,13 +83,13 @@ def test_a_model_without_markers_is_refused_by_name_and_one_with_them_is_not():
     require_markers(load_menu("margin:delta=3", "somebody/model"), "somebody/model", lambda: 1 / 0)
 
 
-def test_the_reasoning_parsers_markers_come_first():
+def test_the_reasoning_parsers_markers_take_precedence():
     given = source_of({"reprieve": "margin:delta=3", "span": "thinking", "strict_first": 2})
     menu = load_menu(given, "somebody/model", thinking=("<reason>", "</reason>"))
     assert menu.rules[0].spec == "margin:delta=3,start=<reason>,end=</reason>,strict_first=2"
 
 
-def test_structured_outputs_are_strict_where_the_policy_says_so():
+def test_structured_outputs_are_strict_if_the_policy_says_so():
     asked = {STRUCTURED_OUTPUTS: True}
     assert not Menu.load("margin:delta=3").choose(asked).strict
     menu = Menu.load({"rule": "margin:delta=3", "strict_structured_outputs": True})

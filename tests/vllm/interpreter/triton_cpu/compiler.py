@@ -1,4 +1,4 @@
-"""What Triton asks of a compiler; never called while TRITON_INTERPRET=1."""
+"""The compiler interface that Triton requires; never called while TRITON_INTERPRET=1."""
 
 from triton.backends.compiler import BaseBackend
 

@@ -1,4 +1,4 @@
-"""What Triton asks of a driver: a device 0 that is there."""
+"""The driver interface that Triton requires, with one active CPU device."""
 
 import torch
 from triton.backends.compiler import GPUTarget
