@@ -1,5 +1,5 @@
-# Each target does all its own set-up, in .venv. `make demo` and `make test` are the two to know; `make test-vllm` tests
-# the plugin inside vLLM's CPU build, in an environment of its own (2.5 GB; Linux on x86-64).
+# Each target sets up what it needs. Start with `make demo` and `make test`, which use .venv; `make test-vllm` tests the
+# plugin inside vLLM's CPU build, in its own environment (2.5 GB; Linux on x86-64).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ VLLM := .venv-vllm
 V2_TESTS := $(addprefix tests/vllm/test_,v2_decisions.py v2_engine.py v2_hook.py v2_ranks.py parity.py drafters.py probing.py \
 	off.py thinking.py)
 V1_TESTS := $(filter-out $(wildcard tests/vllm/test_v2_*.py),$(wildcard tests/vllm/test_*.py))
-# Trains EAGLE-3 heads; its own dependencies (torchvision, torchaudio) are of no use here.
+# Trains EAGLE-3 heads; its dependencies (torchvision, torchaudio) are not needed here.
 EAGLE := speculators hs-connectors loguru
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 REAL := real-gsm8k-brief real-judge real-humaneval real-gsm8k-plain real-provable
@@ -29,8 +29,8 @@ test-slow: $(READY)
 
 test-all: test test-slow
 
-# A process for each file: engines are costly to drop, and vLLM's are not made to meet in numbers.
-# V2's model runner runs under Triton's interpreter, ten times slower: fewer files, smaller tests.
+# One process per file: engines are slow to release, and vLLM does not expect many in one process.
+# V2's model runner runs in Triton's interpreter, ten times slower, so it has fewer files and smaller tests.
 test-vllm: $(VLLM)/.ready
 	@status=0; for file in $(V1_TESTS:%=v1:%) $(V2_TESTS:%=v2:%); do \
 		echo "$$file"; \
@@ -52,15 +52,15 @@ docs: $(READY)
 benchmark: $(READY)
 	$(BIN)/python benchmarks/engine.py --out runs/benchmark
 
-# A real pair and its study: hours on two cores, minutes on a GPU; goes on where it was stopped. DATA names a folder with
-# GSM8K's and HumanEval's JSONL where the hub cannot be reached.
+# A real pair and its study: hours on two cores, minutes on a GPU; resumes. DATA names a folder with the JSONL files of
+# GSM8K and HumanEval if the hub cannot be reached.
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
 real-pair: $(READY) $(if $(GPU),,$(VLLM)/.ready)
 	$(if $(GPU),$(BIN)/python -m pip install --quiet vllm)
 	$(BIN)/python benchmarks/real_pair.py $(if $(DATA),--data $(DATA))
 	$(BIN)/python benchmarks/tables.py run $(REAL)
 
-# Everything to try on a machine with an NVIDIA GPU; goes on where it was stopped. FLAGS='--only machine decisions', and others.
+# All checks for a machine with an NVIDIA GPU; resumes. FLAGS passes flags, such as '--only machine decisions'.
 gpu: .venv-gpu/.ready
 	.venv-gpu/bin/python benchmarks/gpu.py $(FLAGS)
 
@@ -69,13 +69,13 @@ gpu: .venv-gpu/.ready
 	.venv-gpu/bin/python -m pip install --quiet --disable-pip-version-check -e ".[vllm,labels,tasks,evidence]"
 	touch $@
 
-# Every table of the docs that has a configuration in benchmarks/tables.yaml: hours; goes on where it was stopped.
+# Every table of the docs that has a configuration in benchmarks/tables.yaml: takes hours; resumes.
 tables: $(READY) $(VLLM)/.ready
 	$(BIN)/python benchmarks/tables.py run
 
-# Wheel and sdist, checked. tests/release/try_wheel.py installs one into an empty environment and tries it.
+# Build and check the wheel and the sdist. tests/release/try_wheel.py tests one in an empty environment.
 PACKER := build/packer
-MOST_MB := 45
+MAX_MB := 45
 dist:
 	$(PYTHON) -m venv $(PACKER)
 	$(PACKER)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build hatchling twine
@@ -83,20 +83,20 @@ dist:
 	$(PACKER)/bin/python -m build --no-isolation --outdir dist
 	$(PACKER)/bin/twine check --strict dist/*
 	@for file in dist/*; do size=$$(($$(wc -c < $$file) / 1000000)); echo "$$file: $$size MB"; \
-		[ $$size -lt $(MOST_MB) ] || { echo "a package must be below $(MOST_MB) MB"; exit 1; }; done
+		[ $$size -lt $(MAX_MB) ] || { echo "a package must be below $(MAX_MB) MB"; exit 1; }; done
 
 setup: $(READY)
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# What `make demo` runs. torch first, from the constraints: its CPU build where the machine offers one.
+# Needed by `make demo`. torch comes first, at the constrained version, as a CPU build if the machine offers one.
 $(BASE): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) -e ".[evidence]"
 	touch $@
 
-# What the tests, the docs and the benchmarks need as well.
+# Also needed by the tests, the docs and the benchmarks.
 $(READY): $(BASE)
 	$(PIP) -e ".[dev]"
 	$(PIP) --no-deps $(EAGLE)

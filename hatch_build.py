@@ -1,4 +1,4 @@
-"""PyPI's page and links of the package, made from the README and from the repository that it is built in."""
+"""Build hook: PyPI's page and links, from the README and the repository that the package is built in."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Test of answer extraction: GSM8K's reference solutions, rewritten in the styles of instruct models.
 
-Each solution is written in every style and read by the number and the mathematics grader; the reading must equal the
-reference, differ from the next problem's, and equal itself.
+Each solution is written in every style and read by the `number` and `math` graders. The extracted answer must be
+equivalent to itself and to the reference, and not to the next problem's reference unless the two are equal.
 
     python benchmarks/answers.py gsm8k_test.jsonl
 """
@@ -20,7 +20,7 @@ _NOTE = re.compile(r"<<[^>]*>>")
 
 
 def styles(solution: str) -> Iterator[tuple[str, str]]:
-    """A reference solution as each family of models would end it: (style, response)."""
+    """Yield (style, response): a reference solution in the answer format of each model family."""
     steps, _, reference = _NOTE.sub("", solution).rpartition("####")
     steps, bare = steps.strip(), reference.strip().replace(",", "")
     grouped = f"{int(bare):,}" if re.fullmatch(r"-?\d+", bare) else bare
@@ -40,9 +40,9 @@ def reference_of(solution: str) -> str:
 
 
 def misreadings(solutions: list[str]) -> Iterator[str]:
-    """One line for every response that is read wrongly."""
-    for solution, after in zip(solutions, solutions[1:] + solutions[:1], strict=True):
-        reference, other = reference_of(solution), reference_of(after)
+    """Yield a line for each response whose answer is extracted wrongly."""
+    for solution, next_solution in zip(solutions, solutions[1:] + solutions[:1], strict=True):
+        reference, other = reference_of(solution), reference_of(next_solution)
         for style, text in styles(solution):
             for name in ("number", "math"):
                 grader = GRADERS.make(name)

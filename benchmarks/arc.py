@@ -1,7 +1,7 @@
 """ARC-Decode's figures and smaller tables on one pair: `python benchmarks/arc.py theta --limit 60 --out runs/arc`.
 
-Parts: `theta` and `temperature` (Figures 5 and 4), `pruning` (Table 8), `shift` (whether the next step's divergence
-tells important mismatches from harmless ones). Every part resumes from its folder.
+Parts: `theta` and `temperature` (Figures 5 and 4), `pruning` (Table 8), `shift` (AUC of the next step's divergence for
+important mismatches). All parts except `shift` resume from their folder.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHIFTS = {
     "margin": "difference of log-probabilities, squared",
 }
 THETAS = (0.3, 0.5, 0.7, 0.9, 0.97, 1.0)
-# Strategies that cut about equally many nodes, the paper's first.
+# Strategies that prune about the same number of nodes; the paper's own comes first.
 PRUNINGS = [
     [
         f"eagle3:prune={spec}"
@@ -61,7 +61,7 @@ def measure(
 
 
 def figure(rows: list[dict[str, Any]], x: str, x_label: str, path: Path) -> None:
-    """Tokens per round, speedup and accuracy against one setting, a line for each arm."""
+    """Plot tokens per round, speedup and accuracy against one setting, with a line for each arm."""
     drawing = Figure(figsize=(12, 3.8), layout="constrained")
     FigureCanvasAgg(drawing)
     names = list(dict.fromkeys(row["name"] for row in rows))
@@ -120,7 +120,7 @@ def pruning(pair: Pair, options: argparse.Namespace) -> None:
     records = RecordFile(options.out / "pruning" / "problems.jsonl").records
     answers = common_rows([*found], records)
     tokens, rounds = (
-        {spec: column(answers[spec], lambda one, name=name: getattr(one, name)) for spec in found}
+        {spec: column(answers[spec], lambda record, name=name: getattr(record, name)) for spec in found}
         for name in ("num_tokens", "num_rounds")
     )
     counts = {spec: np.hstack([tokens[spec], rounds[spec]]) for spec in found}
@@ -129,17 +129,17 @@ def pruning(pair: Pair, options: argparse.Namespace) -> None:
         entropy = counts[f"lossless@drafter={first}"]
         for spec in (first, *others):
             arm, arm_counts = found[f"lossless@drafter={spec}"], counts[f"lossless@drafter={spec}"]
-            ends = bootstrap_interval(
+            bounds = bootstrap_interval(
                 lambda i, arm=arm_counts, base=entropy: _rate(arm[i]) - _rate(base[i]), len(arm_counts)
             )
-            more = "-" if spec == first else over([_rate(arm_counts) - _rate(entropy), *ends], 2)
-            rows.append([f"`{spec}`", *(COLUMNS[name][1](arm, name) for name in _TREE_COLUMNS), more])
+            difference = "-" if spec == first else over([_rate(arm_counts) - _rate(entropy), *bounds], 2)
+            rows.append([f"`{spec}`", *(COLUMNS[name][1](arm, name) for name in _TREE_COLUMNS), difference])
     head = ["drafter", *(COLUMNS[name][0] for name in _TREE_COLUMNS), "tokens per round, against entropy"]
     write_parts(options.out / "pruning.json", {"pruning": part(head, rows, _note(options))})
 
 
 def _rate(counts: np.ndarray) -> float:
-    """Tokens per round of answers, [n, 2]: tokens and rounds."""
+    """Return tokens per round, from the tokens and rounds of each answer, [n, 2]."""
     tokens, rounds = counts.sum(0)
     return float(tokens / rounds)
 
@@ -149,7 +149,7 @@ def _note(options: argparse.Namespace) -> str:
 
 
 def shift(pair: Pair, options: argparse.Namespace) -> None:
-    """AUC of the true divergence, and of what the bound is made of, for AutoJudge's labels: high is important."""
+    """Measure the AUC of the true divergence and of the bound's two terms for AutoJudge's important mismatches."""
     meter = SwapMeter(pair.cached_target(), Sampler(SamplingParams(), pair.device), top_k=10)
     values: dict[str, list[np.ndarray]] = {"divergence": [], "distance": [], "margin": []}
     important: list[bool] = []
@@ -182,9 +182,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--target", default="reprieve/miniature")
-    parser.add_argument("--limit", type=whole(1), default=100, help="problems")
+    parser.add_argument("--limit", type=whole(1), default=100, help="number of problems")
     parser.add_argument("--offset", type=whole(0), default=0, help="first test problem")
-    parser.add_argument("--workers", type=whole(1), default=1, help="processes side by side")
+    parser.add_argument("--workers", type=whole(1), default=1, help="parallel processes")
     parser.add_argument("--labels", type=Path, default=Path("benchmarks/labels/miniature-autojudge"))
     parser.add_argument("--out", type=Path, default=Path("runs/arc"))
     options = parser.parse_args()

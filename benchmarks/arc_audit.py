@@ -1,7 +1,7 @@
 """Effect of relaxed acceptance on the next step: the true divergence at accepted tokens, compared with a rule's bound.
 
-ARC-Decode's appendix A.3.2 for its own bound, and the same counterfactual for any rule: the divergence from the
-next-step distribution that the target would have after its own most likely token.
+Follows ARC-Decode's appendix A.3.2 for its own bound and applies the same counterfactual to any rule: the divergence
+from the next-step distribution that the target would have after its own most likely token.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ _ROUNDING = 1e-5  # nats: two float32 forwards of one text differ by about this 
 
 @dataclass(frozen=True)
 class Audit:
-    """The accepted drafted tokens of some answers, and what each did: [n] arrays, a place for each token.
+    """Accepted drafted tokens of a set of answers and the effect of each: [n] arrays, one entry per token.
 
-    `swaps` measures the token against the target's most likely one in its place; where the two are the same, nothing
-    was swapped and the divergence is 0.
+    `swaps` compares the token with the target's most likely one; if the two are equal, nothing was swapped and the
+    divergence is 0.
     """
 
     arm: str
     num_problems: int
     num_correct: int
     swaps: Swaps
-    swapped: np.ndarray  # bool: whether the token is another than the target's most likely one
-    rescued: np.ndarray  # bool: whether the lossless check had refused it
+    swapped: np.ndarray  # bool: the token differs from the target's most likely one
+    rescued: np.ndarray  # bool: the lossless check rejects the token
 
     def summary(self, calibration: LtsCalibration | None = None) -> dict[str, Any]:
-        """Shifts and, with a calibration, the share its bound covers; as JSON can hold it."""
+        """Return a JSON-ready summary: shifts and, with a calibration, the share within its bound."""
         groups = {
             "accepted": np.ones(self.swaps.num, dtype=bool),
             "swapped": self.swapped,
@@ -106,8 +106,8 @@ def audit(
     """Answer problems with a rule and recompute the target's next step at every accepted drafted token.
 
     Args:
-        params: of the answers; problem i is drawn with a seed of its own, as `reprieve bench` does.
-        top_k: divergences are taken on the union of both distributions' k most likely tokens.
+        params: of the answers; each problem has its own seed, as in `reprieve bench`.
+        top_k: divergences are computed on the union of both distributions' k most likely tokens.
     """
     meter = SwapMeter(pair.cached_target(), Sampler(params, pair.device), top_k=top_k)
     parts, swapped, rescued = [], [], []
@@ -140,14 +140,14 @@ class AuditCommand(Command):
 
     Args:
         rules: Rules, such as lts, lts:theta=0.5 or judge:path=heads/j.
-        calibration: Bounds to hold other rules against; an lts rule has its own.
+        calibration: Calibration with the bound to check other rules against; an lts rule has its own.
         drafter: draft, ngram, or eagle3:path=FOLDER.
         num_draft_tokens: K: deepest drafted token.
         task: Task of the problems. Default: that of the bundled pair.
         split: Split. Default: test if there is one.
         limit: Number of problems.
         offset: First problem of the split.
-        active: Top-K of each distribution that divergences are taken on. Default: the calibration's own, else 10.
+        active: K of the top-K tokens that divergences are computed on. Default: the calibration's, else 10.
         seed: Same seed, same answers.
         out: File for the numbers, as JSON.
     """
@@ -177,21 +177,21 @@ class AuditCommand(Command):
         screen.require_file(self.out)
         DRAFTERS.make(self.drafter)
         arms = rule_arms(self.rules, self.num_draft_tokens, target=self.pair.target)
-        given = None if self.calibration is None else LtsCalibration.from_pretrained(self.calibration)
+        calibration = None if self.calibration is None else LtsCalibration.from_pretrained(self.calibration)
         pair, task = screen.load_pair_and_task(self.pair, self.task, self.prompt)
         split = screen.split_of(task, self.split, "test")
         problems = task.problems(split, self.limit, offset=self.offset)
         params = answer_params(self.sampling, task, self.seed)
         summaries = []
         for arm in arms:
-            bounds = arm.rule.head if isinstance(arm.rule, LtsRule) else given
+            bounds = arm.rule.head if isinstance(arm.rule, LtsRule) else calibration
             if bounds is not None:
                 bounds.require_pair(pair.identity, self.calibration or arm.label)
             decoder = arm.decoder(pair, drafter=self.drafter, task=self.task)
             with screen.progress_bar(arm.label) as bar:
                 progress = screen.reporter(bar)
-                own = {} if bounds is None else bounds.settings
-                top_k = self.active or int(own.get("active", _ACTIVE))
+                calibrated = {} if bounds is None else bounds.settings
+                top_k = self.active or int(calibrated.get("active", _ACTIVE))
                 audited = audit(arm.label, decoder, pair, task, problems, params, top_k=top_k, progress=progress)
             summaries.append({**audited.summary(bounds), "calibration": None if bounds is None else bounds.fingerprint})
         if self.out is not None:
@@ -204,7 +204,7 @@ def _shift_table(summaries: list[dict[str, Any]], num_problems: int) -> Table:
 
     table = Table(
         title=f"next-step shift of accepted tokens, JS in nats, n = {num_problems} problems; brackets are 95% "
-        "intervals that take tokens for independent",
+        "intervals that treat tokens as independent",
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )

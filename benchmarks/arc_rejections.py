@@ -1,8 +1,8 @@
-"""How many rejected tokens would have changed nothing (ARC-Decode, section 3.1 and Figure 2).
+"""Share of rejected tokens that would not have changed the answer (ARC-Decode, section 3.1 and Figure 2).
 
-Wherever lossless decoding rejects drafted tokens, each of them replaces the committed token, and both texts are
-continued greedily to their ends, so that the token is the only intervention. They agree if they reach the same final
-answer; for open-ended tasks, models named by flags compare the texts.
+Each drafted token that lossless decoding rejects replaces the committed token, and both texts are continued greedily to
+their ends, so that the token is the only difference. They agree if they reach the same final answer; for open-ended
+tasks, models named by flags compare the texts.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from reprieve.tasks.prompting import prompt_of
 from reprieve.types import ROOT, Generation
 from tables import share_text
 
-ALIKE = 0.9  # cosine similarity from which on two texts count as saying the same
-CONTRADICTS = 0.5  # probability of contradiction from which on they do not
+ALIKE = 0.9  # lowest cosine similarity of texts that count as equivalent
+CONTRADICTS = 0.5  # texts agree below this probability of contradiction
 _ROWS = 32  # texts in one forward
-_LONG = "word " * 2000  # longer than what most such models read
+_LONG = "word " * 2000  # longer than the context of most such models
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """A place where drafted tokens were refused.
+    """A position at which drafted tokens were rejected.
 
     Args:
-        start: committed tokens of the answer before it.
-        taken_id: the token that was committed there.
-        refused_ids: the drafted ones, other than it.
+        start: number of answer tokens committed before it.
+        taken_id: token committed at the position.
+        refused_ids: drafted tokens other than the committed one.
     """
 
     start: int
@@ -65,33 +65,33 @@ class Rejection:
 
 
 def rejections(generation: Generation) -> Iterator[Rejection]:
-    """The places of an answer that was traced, in order; none where the answer ended before."""
+    """Yield the rejections of a traced answer, in order. Positions after the end of the answer are left out."""
     assert generation.trace is not None
     start = 0
     for traced in generation.trace:
         last = traced.path[-1] if traced.path else ROOT
         if len(traced.committed) > len(traced.path):
-            taken = traced.committed[len(traced.path)].token_id
-            tried = (traced.drafted_ids[node] for node, parent in enumerate(traced.parents) if parent == last)
-            if refused := tuple(dict.fromkeys(token_id for token_id in tried if token_id != taken)):
-                yield Rejection(start + len(traced.path), taken, refused)
+            taken_id = traced.committed[len(traced.path)].token_id
+            drafted = (traced.drafted_ids[node] for node, parent in enumerate(traced.parents) if parent == last)
+            if refused := tuple(dict.fromkeys(token_id for token_id in drafted if token_id != taken_id)):
+                yield Rejection(start + len(traced.path), taken_id, refused)
         start += len(traced.committed)
 
 
 class Agreement(Protocol):
-    """Whether two whole responses to one problem amount to the same."""
+    """Measure of whether complete responses to one problem are equivalent."""
 
     @property
     def name(self) -> str: ...
 
     def agree(self, problem: TaskProblem, first: str, others: Sequence[str]) -> list[bool]:
-        """Of each of `others`, whether it agrees with the first."""
+        """Return, for each of `others`, whether it agrees with the first."""
         ...
 
 
 @dataclass(frozen=True)
 class SameAnswer:
-    """The same final answer, right or wrong; two responses without one do not agree."""
+    """Agreement on the final answer, right or wrong; two responses without an answer do not agree."""
 
     task: Task
     name: str = "answer"
@@ -102,15 +102,15 @@ class SameAnswer:
 
 
 class SimilarText:
-    """Embeddings of a sentence model that point the same way: mean of its last hidden states, cosine 0.9 or more.
+    """Agreement by sentence embeddings: mean of the last hidden states, cosine similarity 0.9 or more.
 
     Args:
         model: hub id or folder of an encoder, such as sentence-transformers/all-mpnet-base-v2.
-        device: where it runs.
+        device: device of the model.
 
     Raises:
-        SpecError: a model that says of itself that it writes text; no mean of its states stands for one.
-        ReprieveError: it cannot be loaded, or not read a long text.
+        SpecError: the model generates text, so the mean of its states is not a sentence embedding.
+        ReprieveError: the model cannot be loaded, or cannot read a long text.
     """
 
     name = "embedding"
@@ -136,15 +136,15 @@ class SimilarText:
 
 
 class NoContradiction:
-    """A model of natural language inference that does not find the two at odds, in either order.
+    """Agreement by natural language inference: no contradiction between the texts, in either order.
 
     Args:
         model: hub id or folder of a classifier with a label that begins with "contradict".
-        device: where it runs.
+        device: device of the model.
 
     Raises:
-        ReprieveError: it cannot be loaded, or not read a long text.
-        SpecError: it has no such label.
+        ReprieveError: the model cannot be loaded, or cannot read a long text.
+        SpecError: the model has no such label.
     """
 
     name = "nli"
@@ -173,7 +173,7 @@ class NoContradiction:
 
 
 def _config_of(flag: str, name: str) -> Any:
-    """What a model says of itself, before its weights are read."""
+    """Load a model's configuration without its weights."""
     if (folder := Path(name)).is_dir() and not (folder / "config.json").is_file():
         raise ReprieveError(f"{flag} {name!r} holds no model: there is no config.json")
     try:
@@ -183,9 +183,9 @@ def _config_of(flag: str, name: str) -> Any:
 
 
 def _load(flag: str, name: str, config: Any, kind: Any, device: torch.device | str) -> tuple[Any, Any]:
-    """Tokenizer and model; from safetensors only, and whole."""
+    """Load the tokenizer and a model without missing weights, from safetensors only."""
     try:
-        # Two texts have their beginning in common: what is too long loses that, not what tells them apart.
+        # Texts share their beginning, so truncate on the left and keep the part in which they differ.
         tokenizer = AutoTokenizer.from_pretrained(name, truncation_side="left")
         model, found = kind.from_pretrained(name, config=config, use_safetensors=True, output_loading_info=True)
     except (OSError, ValueError) as error:
@@ -199,7 +199,7 @@ def _load(flag: str, name: str, config: Any, kind: Any, device: torch.device | s
 
 
 def _try(flag: str, name: str, read: Callable[[], Tensor]) -> None:
-    """Read a long text before any problem is asked."""
+    """Check that the model can read a long text before any problem is decoded."""
     try:
         read()
     except (RuntimeError, ValueError, IndexError, OverflowError) as error:
@@ -207,28 +207,28 @@ def _try(flag: str, name: str, read: Callable[[], Tensor]) -> None:
 
 
 def _encode(tokenizer: Any, model: Any, *texts: list[str]) -> Any:
-    """Texts, or pairs of texts, as a batch that the model has positions for, cut at their beginning."""
-    longest = getattr(model.config, "max_position_embeddings", tokenizer.model_max_length)
-    longest = min(longest, tokenizer.model_max_length)
-    batch = tokenizer(*texts, padding=True, truncation=True, max_length=longest, return_tensors="pt")
+    """Encode texts, or pairs of texts, as one batch, truncated on the left to the model's positions."""
+    num_positions = getattr(model.config, "max_position_embeddings", tokenizer.model_max_length)
+    max_length = min(num_positions, tokenizer.model_max_length)
+    batch = tokenizer(*texts, padding=True, truncation=True, max_length=max_length, return_tensors="pt")
     return batch.to(model.device)
 
 
 @dataclass(frozen=True)
 class Verdicts:
-    """The rejections of some problems: of each problem its places, of each place what became of its refused tokens.
+    """Agreement of every rejected token, by problem and position.
 
     Args:
-        by_measure: of each measure [problem][place][token], whether the texts agree.
-        num_correct: answers that lossless decoding got right.
+        by_measure: for each measure, [problem][position][token]: whether the texts agree.
+        num_correct: number of correct lossless answers.
     """
 
     by_measure: dict[str, list[list[list[bool]]]]
     num_correct: int
 
     def summary(self) -> dict[str, Any]:
-        """Counts, and of each measure with a 95% bootstrap interval over problems: the share of refused tokens that
-        agree, of places where one does, and of places where all do."""
+        """Return counts and, for each measure, the share of rejected tokens that agree, of positions where any does and
+        of positions where all do, with 95% bootstrap intervals over problems."""
         problems = next(iter(self.by_measure.values()))
         rejected = [rejection for problem in problems for rejection in problem]
         return {
@@ -248,10 +248,10 @@ def _shares(problems: list[list[list[bool]]]) -> dict[str, list[float] | None]:
     }
     return {
         name: share_with_interval(
-            np.array([sum(part(rejection) for rejection in problem) for problem in problems]),
-            np.array([sum(whole(rejection) for rejection in problem) for problem in problems]),
+            np.array([sum(agreeing(rejection) for rejection in problem) for problem in problems]),
+            np.array([sum(total(rejection) for rejection in problem) for problem in problems]),
         )
-        for name, (part, whole) in counted.items()
+        for name, (agreeing, total) in counted.items()
     }
 
 
@@ -265,11 +265,11 @@ def examine(
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Verdicts:
-    """Answer problems losslessly and follow what was refused on the way.
+    """Answer problems losslessly and continue the answer from every rejected token.
 
     Args:
-        decoder: of the lossless rule.
-        params: of the answers; problem i is drawn with a seed of its own, as `reprieve bench` does.
+        decoder: decodes with the lossless rule.
+        params: of the answers; each problem has its own seed, as in `reprieve bench`.
     """
     eos = frozenset(eos_token_ids(pair.target, pair.tokenizer))
     responses = ResponseFormat(pair.tokenizer, task, eos, max_new_tokens=params.max_new_tokens)
@@ -291,41 +291,41 @@ def examine(
 
 async def _continued(
     target: LocalTarget, responses: ResponseFormat, generation: Generation
-) -> list[tuple[str, list[str]]]:  # at each place: with the token that was taken, and with each refused one
+) -> list[tuple[str, list[str]]]:  # per position: the text with the committed token, and one with each rejected token
     session = Session()
 
-    async def whole(start: int, token_id: int) -> str:
-        begun = [*generation.token_ids[:start], token_id]
-        left = responses.num_left(begun)
-        rest = await target.complete(session, generation.prompt_ids, begun, left, None) if left > 0 else []
-        return responses.text([*begun, *rest])
+    async def complete(start: int, token_id: int) -> str:
+        prefix = [*generation.token_ids[:start], token_id]
+        num_left = responses.num_left(prefix)
+        rest = await target.complete(session, generation.prompt_ids, prefix, num_left, None) if num_left > 0 else []
+        return responses.text([*prefix, *rest])
 
     rejected = list(rejections(generation))
-    begun = [
+    starts = [
         (rejection.start, token_id)
         for rejection in rejected
         for token_id in (rejection.taken_id, *rejection.refused_ids)
     ]
-    following = iter(await gather_all(whole(*each) for each in begun))
-    return [(next(following), [next(following) for _ in rejection.refused_ids]) for rejection in rejected]
+    texts = iter(await gather_all(complete(*start) for start in starts))
+    return [(next(texts), [next(texts) for _ in rejection.refused_ids]) for rejection in rejected]
 
 
 @dataclass(frozen=True)
 class Rejections(Command):
-    """Put refused drafted tokens into lossless answers and see whether they change them (ARC-Decode, section 3.1).
+    """Insert rejected drafted tokens into lossless answers and count those that change nothing (ARC-Decode, 3.1).
 
     Args:
         drafter: draft, ngram, or eagle3:path=FOLDER.
         num_draft_tokens: K: deepest drafted token.
-        embedding: Encoder that compares responses, such as sentence-transformers/all-mpnet-base-v2: agreed from cosine
-            0.9 on.
+        embedding: Encoder that compares responses, such as sentence-transformers/all-mpnet-base-v2. Texts agree
+            at cosine similarity 0.9 or more.
         nli: Classifier that finds contradictions between responses, such as
-            cross-encoder/nli-deberta-v3-base: agreed below probability 0.5.
+            cross-encoder/nli-deberta-v3-base. Texts agree below probability 0.5.
         task: Task of the problems. Default: that of the bundled pair.
         split: Split. Default: test if there is one.
         limit: Number of problems.
         offset: First problem of the split.
-        seed: Same seed, same answers. Responses go on greedily from a refused token.
+        seed: Same seed, same answers. Continuations of rejected tokens are greedy.
         out: File for the numbers, as JSON.
     """
 
@@ -374,8 +374,8 @@ def _rejection_table(summary: dict[str, Any], measures: list[str]) -> Table:
 
     solved = f" ({summary['num_correct']} solved)" if "answer" in measures else ""
     table = Table(
-        title=f"how many of {summary['num_refused']} refused tokens, at {summary['num_places']} places of "
-        f"{summary['num_problems']} problems{solved}, would have changed nothing; brackets are 95% bootstrap intervals "
+        title=f"share of {summary['num_refused']} refused tokens, at {summary['num_places']} places of "
+        f"{summary['num_problems']} problems{solved}, that change nothing; brackets are 95% bootstrap intervals "
         "over problems",
         title_justify="left",
         box=box.SIMPLE_HEAD,

@@ -42,7 +42,7 @@ def run(main: Callable[[], None]) -> None:
 
 
 def whole(lowest: int) -> Callable[[str], int]:
-    """What reads a flag's value: a whole number from `lowest` on."""
+    """Return a parser of flag values: whole numbers of `lowest` or more."""
 
     def read(text: str) -> int:
         if not text.isascii() or not text.isdecimal() or int(text) < lowest:
@@ -53,17 +53,17 @@ def whole(lowest: int) -> Callable[[str], int]:
 
 
 def bundled(name: str) -> Bundle:
-    """A flag's value, the name of a bundled pair."""
+    """Return the bundled pair that a flag names."""
     if (bundle := bundle_of(name)) is None:
         raise argparse.ArgumentTypeError(f"must be a bundled pair's name, one of {', '.join(BUNDLES)}, got {name!r}")
     return bundle
 
 
 def labels_of(pair: Pair, folder: Path) -> LabelStore:
-    """A store of this pair's labels.
+    """Open a store of this pair's labels.
 
     Raises:
-        ReprieveError: no store, or one of another pair.
+        ReprieveError: the folder holds no label store, or one of another pair.
     """
     store = LabelStore(folder)
     store.require_pair(pair.identity)
@@ -71,25 +71,25 @@ def labels_of(pair: Pair, folder: Path) -> LabelStore:
 
 
 def part(head: Sequence[str], rows: Sequence[Sequence[object]], note: str = "") -> dict[str, Any]:
-    """One table of a result that `tables.py` shows in parts."""
+    """Return one table of a result that has several; `tables.py` renders it."""
     return {"head": list(head), "rows": [[str(cell) for cell in row] for row in rows], "note": note}
 
 
 def write_parts(path: Path, parts: Mapping[str, Mapping[str, Any]], **more: Any) -> None:
-    """A result in parts, with the command that made it and where; printed, too."""
+    """Write and print a result of several tables, with its command and environment."""
     document = {"command": " ".join(sys.argv), **environment(), **more, "parts": parts}
     replace_file(path, json.dumps(document, indent=1) + "\n")
     print(parts_table({}, document))
 
 
 def over(values: Sequence[float], digits: int = 3, scale: float = 1) -> str:
-    """A value and its interval: [value, low, high]."""
+    """Format a value and its interval, given as [value, low, high]."""
     middle, low, high = (f"{scale * value:.{digits}f}" for value in values)
     return f"{middle} [{low}, {high}]"
 
 
 def task_of(pair: Pair) -> Task:
-    """The task that a bundled pair was made for."""
+    """Return the task that a bundled pair was trained for."""
     bundle = bundle_of(pair.target_name)
     assert bundle is not None, f"{pair.target_name} is no bundled pair"
     return load_task(bundle.task)
@@ -133,7 +133,7 @@ def answer_params(sampling: SamplingSettings, task: Task, seed: int) -> Sampling
 
 
 def flags_in_force(command: Command) -> dict[str, Any]:
-    """What the numbers were made with."""
+    """Return the command, the environment and the flags, for a results file."""
     flags = {name: value for name, value in asdict(command).items() if name not in ("out", "pair")}
     return {"command": screen.command_line(), **environment(), **flags, **asdict(command)["pair"]}
 
@@ -143,10 +143,10 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 
 def rule_arms(specs: Sequence[str], num_draft_tokens: NumDraftTokens, *, target: str | None = None) -> list[Arm]:
-    """Just the arms asked for, each with a rule.
+    """Return only the named arms; each must have a rule.
 
     Raises:
-        SpecError: none, an arm without a rule, or a specification that cannot be read.
+        SpecError: no arms, an arm without a rule, or an invalid specification.
     """
     arms = [make_arm(spec, num_draft_tokens, target=target) for spec in specs]
     for spec, arm in zip(specs, arms, strict=True):
@@ -160,7 +160,7 @@ def rule_arms(specs: Sequence[str], num_draft_tokens: NumDraftTokens, *, target:
 def sweep_rules(
     spec: str, thresholds: Sequence[float], *, dial: str | None = None, target: str | None = None
 ) -> list[Rule]:
-    """The rule at each threshold, in the unit and direction of its own parameter (`dial`, the rule's by default).
+    """Return the rule at each threshold: a value of `dial`, by default the rule's own, in its unit and direction.
 
     Raises:
         SpecError: no thresholds, a value out of range, or a rule without that parameter.
@@ -174,13 +174,14 @@ def sweep_rules(
 
 
 def share_with_interval(parts: np.ndarray, wholes: np.ndarray) -> list[float] | None:
-    """A share over all problems with its 95% bootstrap interval over problems: share, low, high; None of nothing.
+    """Return a share over all problems and its 95% bootstrap interval: [share, low, high]; None if the total is 0.
 
-    Where fewer than two problems have any, the interval is all of 0 to 1. Where all or none are in the share it has no
-    width, as a bootstrap cannot see what no problem showed.
+    With fewer than two contributing problems the interval is 0 to 1. At a share of 0 or 1 it has no width, because a
+    bootstrap cannot draw an outcome that no problem had.
 
     Args:
-        parts: of each problem how many are in the share, `wholes` of how many: [n] each.
+        parts: each problem's count in the share, [n].
+        wholes: each problem's total count, [n].
     """
     if not wholes.sum():
         return None

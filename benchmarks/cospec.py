@@ -1,8 +1,9 @@
 """CoSpec's smaller tables on one pair: `python benchmarks/cospec.py overhead --limit 30 --out runs/cospec`.
 
 Parts: `complement` (Table 2, from the folder of a `reprieve bench`), `ablations` (Tables 6 and 8: trains every variant
-on the same small budget, then measures all), `overhead` (the arbiter's share of a round, and what its cache saves).
-Every part resumes from its folder. Table 1 and 7 are `reprieve bench`, Table 3 is `benchmarks/cospec_branches.py`.
+on the same small budget, then measures all; resumes from its folder), `overhead` (the arbiter's share of an answer's
+time, with and without its cache). Tables 1 and 7 come from `reprieve bench`, Table 3 from
+`benchmarks/cospec_branches.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from reprieve.types import Block, Evidence
 from tables import COLUMNS
 
 LAMBDAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
-# Table 6 and 8: what each variant changes of `python -m recipes.arbiter.reinforce`; the causal one is warmed up anew.
+# Tables 6 and 8: each variant's flags of `python -m recipes.arbiter.reinforce`; the causal one has its own warm-up.
 VARIANTS: dict[str, list[str]] = {
     "full": [],
     "no warm-up": ["--start", "none"],
@@ -53,7 +54,7 @@ VARIANTS: dict[str, list[str]] = {
 
 
 def complement(pair: Pair, options: argparse.Namespace) -> None:
-    """What target and draft solve, together and apart, and what each arm recovers of it; greedy."""
+    """Compare the problems that the target, the draft and each arm solve, with greedy decoding."""
     right = solved_by_arm(options.run)
     target, draft = right[TARGET_ONLY], right[DRAFT_ONLY]
     union = target | draft
@@ -81,20 +82,20 @@ def complement(pair: Pair, options: argparse.Namespace) -> None:
 
 
 def solved_by_arm(folder: Path) -> dict[str, np.ndarray]:
-    """What every arm of a greedy run solved, in one order of the problems.
+    """Return which problems each arm of a greedy run solved; all arms have the same order of problems.
 
     Raises:
-        ReprieveError: no run, a sampled one, or arms that did not answer the same problems.
+        ReprieveError: no run, a sampled one, one without both models alone, or arms with different problems.
     """
     config = read_run(folder)
     if config["sampling"]["temperature"] or config["num_trials"] != 1:
-        raise ReprieveError(f"--run {str(folder)!r} must hold greedy answers, one of each problem")
+        raise ReprieveError(f"--run {str(folder)!r} must hold greedy answers, one per problem")
     found: dict[str, dict[str, bool]] = {}
     for record in RecordFile(folder / "problems.jsonl").records:
         found.setdefault(record.arm, {})[record.problem_id] = record.correct
     problem_sets = {frozenset(solved) for solved in found.values()}
     if len(problem_sets) != 1 or not {TARGET_ONLY, DRAFT_ONLY} <= found.keys():
-        raise ReprieveError(f"--run {str(folder)!r} must hold a whole run with both models alone")
+        raise ReprieveError(f"--run {str(folder)!r} must hold a complete run with {TARGET_ONLY} and {DRAFT_ONLY}")
     return {arm: np.array([solved[name] for name in sorted(solved)]) for arm, solved in found.items()}
 
 
@@ -103,17 +104,17 @@ def _points(arm: np.ndarray, target: np.ndarray) -> list[float]:
 
 
 def _start(options: argparse.Namespace) -> tuple[Rule, Arbiter]:
-    """The arbiter that a part begins with, as a rule and by itself."""
+    """Return the arbiter that a part begins with, as a rule and as a head."""
     rule = attach_heads(ArbiterRule(options.start), options.target)
     ((_, head),) = rule.heads
     return rule, head
 
 
 def ablations(pair: Pair, options: argparse.Namespace) -> None:
-    """Train every variant on the same budget, unless it is there, and measure them side by side.
+    """Train every variant on the same budget, then measure them all; both stages resume.
 
-    At one lambda variants would be compared at different speeds: each is measured at several, and shown at the one
-    where its tokens per round come nearest to those of the warmed-up arbiter at its own.
+    At a common lambda, variants would be compared at different speeds. Each is therefore measured at several values and
+    reported at the one whose tokens per round are closest to those of the warmed-up arbiter at its own lambda.
     """
     _, start = _start(options)
     causal = options.out / "sft-causal"
@@ -145,13 +146,14 @@ def ablations(pair: Pair, options: argparse.Namespace) -> None:
     document = summarise(run)
     write_results(document, options.out / "measured")
     found = {arm["spec"]: arm for arm in document["arms"]}
-    aim = next(found[spec]["tokens_per_round"] for spec, one in specs.items() if one == ("SFT only", start.threshold))
+    sft = ("SFT only", start.threshold)
+    aim = next(found[spec]["tokens_per_round"] for spec, variant in specs.items() if variant == sft)
     columns = ("accuracy", "accuracy_vs_target", "tokens_per_round", "speedup_vs_target")
     rows = []
     for name in paths:
-        own = {value: found[spec] for spec, (of, value) in specs.items() if of == name}
-        chosen = min(own, key=lambda value, own=own: abs(own[value]["tokens_per_round"] - aim))
-        rows.append([name, chosen, *(COLUMNS[column][1](own[chosen], column) for column in columns)])
+        by_lambda = {value: found[spec] for spec, (variant, value) in specs.items() if variant == name}
+        chosen = min(by_lambda, key=lambda value, arms=by_lambda: abs(arms[value]["tokens_per_round"] - aim))
+        rows.append([name, chosen, *(COLUMNS[column][1](by_lambda[chosen], column) for column in columns)])
     head = ["variant", "lambda", *(COLUMNS[column][0] for column in columns)]
     lambdas = ", ".join(f"{value:g}" for value in LAMBDAS)
     note = (
@@ -163,15 +165,15 @@ def ablations(pair: Pair, options: argparse.Namespace) -> None:
 
 
 def _keep_last(folder: Path) -> None:
-    """The weights a variant ended with: the best by validation may be those it began with."""
+    """Save the weights after the last update: the best by validation may be the initial ones."""
     from safetensors.torch import load_file
 
     best = Arbiter.from_pretrained(folder / "arbiter")
     tensors = load_file(folder / "checkpoint.safetensors")
     names = {name: name if f"model.{name}" in tensors else f"backbone.{name}" for name in best.tensors}
     last = {name: tensors[f"model.{stored}"] for name, stored in names.items()}
-    of_the_best = ("update", "seconds", "recipe", "validation")
-    training = {name: value for name, value in best.training.items() if name not in of_the_best}
+    best_only = ("update", "seconds", "recipe", "validation")  # fields that describe the best weights
+    training = {name: value for name, value in best.training.items() if name not in best_only}
     training["weights"] = "after the last update"
     dataclasses.replace(best, tensors=last, training=training).save_pretrained(folder / "last")
 
@@ -182,7 +184,7 @@ def _require_done(status: int) -> None:
 
 
 class Forgetful(ArbiterAdvisor):
-    """Reads the whole context in every round, to measure the effect of the cache."""
+    """Advisor without a cache: reads the whole context in every round."""
 
     def advise(self, block: Block, evidence: Evidence, settled: torch.Tensor) -> torch.Tensor:
         self.arbiter.forget()
@@ -190,7 +192,7 @@ class Forgetful(ArbiterAdvisor):
 
 
 def overhead(pair: Pair, options: argparse.Namespace) -> None:
-    """Where a round's time goes, the cached context beside the whole context every round; answers take turns."""
+    """Measure the parts of a round's time with and without the cached context; the two decoders take turns."""
     rule, start = _start(options)
     arm = Arm(rule.spec, rule, options.num_draft_tokens)
     assert pair.draft is not None
@@ -201,7 +203,7 @@ def overhead(pair: Pair, options: argparse.Namespace) -> None:
         advisors[name] = kind(model)
         decoders[name] = arm.decoder(pair)
         decoders[name].advisor = advisors[name]
-    spent: dict[str, list[dict[str, float]]] = {name: [] for name in decoders}
+    timings: dict[str, list[dict[str, float]]] = {name: [] for name in decoders}
     task = task_of(pair)
     for number, problem in enumerate(task.problems("test", options.limit, offset=options.offset)):
         for name in sorted(decoders, reverse=bool(number % 2)):
@@ -212,9 +214,9 @@ def overhead(pair: Pair, options: argparse.Namespace) -> None:
             parts: dict[str, float] = dict(generation.seconds_by_part)
             parts |= {"seconds": time.perf_counter() - started, "num_rounds": generation.num_rounds}
             parts["num_read"] = advisors[name].arbiter.num_read - read
-            spent[name].append(parts)
+            timings[name].append(parts)
     rows = []
-    for name, answers in spent.items():
+    for name, answers in timings.items():
         share = np.array([answer["advise"] / answer["seconds"] for answer in answers])
         positions, num_rounds, seconds = (
             sum(answer[key] for answer in answers) for key in ("num_read", "num_rounds", "seconds")
@@ -223,7 +225,7 @@ def overhead(pair: Pair, options: argparse.Namespace) -> None:
         middle = [float(np.median(share)), *bootstrap_interval(_median_of(share), len(share))]
         rows.append([name, over(middle, 1, 100), f"{positions / num_rounds:.0f}", *(f"{100 * s:.0f}" for s in shares)])
     head = ["context", "arbiter, % of an answer's time", "positions per round", "drafting, %", "verifying, %"]
-    ratio = np.array([b["advise"] / a["advise"] for a, b in zip(*spent.values(), strict=True)])
+    ratio = np.array([b["advise"] / a["advise"] for a, b in zip(*timings.values(), strict=True)])
     longer = over([float(np.median(ratio)), *bootstrap_interval(_median_of(ratio), len(ratio))], 2)
     note = (
         f"`{rule.spec}`, K = {options.num_draft_tokens}, n = {options.limit} test problems, greedy; without the cached "
@@ -247,17 +249,17 @@ def main() -> None:
     parser.add_argument("--num-draft-tokens", type=whole(1), default=16)
     parser.add_argument("--limit", type=whole(1), default=40)
     parser.add_argument("--offset", type=whole(0), default=0, help="first test problem")
-    parser.add_argument("--run", type=Path, default=Path("runs/tables/cospec"), help="of `complement`: its folder")
-    parser.add_argument("--workers", type=whole(1), default=1, help="more than one is for outcomes, not for speed")
+    parser.add_argument("--run", type=Path, default=Path("runs/tables/cospec"), help="for `complement`: run folder")
+    parser.add_argument("--workers", type=whole(1), default=1, help="parallel processes; speeds need 1")
     parser.add_argument(
         "--labels", type=Path, nargs="+", default=[Path("benchmarks/labels/miniature-arbitration")],
-        help="of `ablations`: warm-up traces",
+        help="for `ablations`: warm-up traces",
     )  # fmt: skip
-    parser.add_argument("--tie", type=float, default=0.5, help="of `ablations`: label of ties")
-    parser.add_argument("--epochs", type=whole(1), default=1, help="of `ablations`: warm-up without the hybrid mask")
-    parser.add_argument("--updates", type=whole(1), default=3, help="of `ablations`: the budget of each variant")
+    parser.add_argument("--tie", type=float, default=0.5, help="for `ablations`: label of ties")
+    parser.add_argument("--epochs", type=whole(1), default=1, help="for `ablations`: epochs of the causal warm-up")
+    parser.add_argument("--updates", type=whole(1), default=3, help="for `ablations`: updates of each variant")
     parser.add_argument(
-        "--prompts", type=whole(1), default=8, help="of `ablations`: prompts an update, 8 rollouts each"
+        "--prompts", type=whole(1), default=8, help="for `ablations`: prompts per update, 8 rollouts each"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/cospec"))
     options = parser.parse_args()

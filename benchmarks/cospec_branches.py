@@ -1,8 +1,8 @@
-"""Whether a rule chooses the branch that ends better, at the mismatches its own decoding reaches (CoSpec, Table 3).
+"""Quality of a rule's choices of branch at the mismatches that its own decoding reaches (CoSpec, Table 3).
 
 At every effective decision both branches are decoded to their ends with the same frozen policy: the only intervention
-is the choice at that one mismatch. Branches go on greedily, also where the answers that lead to them are sampled: one
-continuation is then enough.
+is the choice at that one mismatch. Branches are continued greedily even if the answers that lead to them are sampled,
+so one continuation is enough.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ class Diagnosis:
     choices: Sequence[BranchChoices]  # of each problem
 
     def summary(self) -> dict[str, Any]:
-        """Table 3: for each category its share of the mismatches and, within it, how often the draft's branch was not
-        worse, was chosen, and the choice was not worse than the other; with 95% bootstrap intervals over problems."""
+        """Return Table 3: each category's share of the mismatches and, within it, how often the draft's branch was not
+        worse, how often it was chosen, and how often the chosen branch was not worse than the other, with 95% bootstrap
+        intervals over problems."""
         counts = [choices.counts() for choices in self.choices]
         totals = np.array([count["all"]["num"] for count in counts])
         result: dict[str, Any] = {
@@ -78,20 +79,20 @@ class Diagnosis:
 
 
 def require_branches(rule: Rule, *, sampled: bool) -> None:
-    """Both branches of a mismatch must be what the rule would have gone on with.
+    """Refuse a rule whose own decoding could not continue with either branch of a mismatch.
 
     Raises:
-        SpecError: the rule lets nothing pass, replaces the lossless check, rescues no more than a budget allows, or,
-            where answers are sampled, does not compare the draft's token with a draw of the target's.
+        SpecError: the rule rescues nothing, replaces the lossless check, limits rescues by a budget or, with sampled
+            answers, does not compare the draft's token with a draw of the target's.
     """
     traits = rule.traits
     if rule.threshold == -math.inf:
-        raise SpecError(f"--rule must let something pass that lossless decoding refuses, {rule.spec!r} never does")
+        raise SpecError(f"--rule must let something pass that lossless decoding rejects, got {rule.spec!r}")
     if traits.replaces or traits.risk_budget is not None or traits.max_rescues_per_block is not None:
         raise SpecError(f"--rule must decide each mismatch by its risk alone, {rule.spec!r} does not")
     if sampled and traits.check != "exact":
         raise SpecError(
-            f"--rule {rule.spec!r} refuses tokens without a draw of the target's own beside them: at --temperature "
+            f"--rule {rule.spec!r} does not compare drafted tokens with the target's own draws: at --temperature "
             "above 0 only arbiter rules have both branches"
         )
 
@@ -105,11 +106,11 @@ def diagnose(
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Diagnosis:
-    """Decode problems and follow, at every decision on the way, both branches to their ends, greedily.
+    """Decode problems and continue both branches of every decision greedily to their ends.
 
     Args:
-        decoder: with a rule that `require_branches` lets pass.
-        params: of the answers; problem i is drawn with a seed of its own, as `reprieve bench` does.
+        decoder: decodes with a rule that `require_branches` accepts.
+        params: of the answers; each problem has its own seed, as in `reprieve bench`.
     """
     responses = ResponseFormat(
         pair.tokenizer, task, eos_token_ids(pair.target, pair.tokenizer), max_new_tokens=params.max_new_tokens
@@ -124,7 +125,7 @@ def diagnose(
 
 
 class _Branches:
-    """One problem's answer and the answers it could have had."""
+    """A problem's answer and its alternative branches."""
 
     def __init__(
         self, decoder: SpeculativeDecoder, responses: ResponseFormat, problem: TaskProblem, params: SamplingParams
@@ -143,22 +144,22 @@ class _Branches:
         for start, traced, node in _decisions(self.made):
             took_draft = node < len(traced.path)
             accepted.append(took_draft)
-            for worths, draft in ((arbiter_values, True), (target_values, False)):
+            for values, draft in ((arbiter_values, True), (target_values, False)):
                 known = self.params.greedy and draft == took_draft  # the answer itself
                 right = self.correct if known else self._is_correct(self._branch(start, traced, node, draft=draft))
-                worths.append(float(right))
+                values.append(float(right))
         return BranchChoices(accepted, arbiter_values, target_values)
 
     def _branch(self, start: int, traced: RoundTrace, node: int, *, draft: bool) -> list[int]:
-        """The whole response that takes the draft's, or the target's, token at a place of a round."""
-        text = [*self.made.token_ids[:start], *traced.drafted_ids[:node]]
-        text.append((traced.drafted_ids if draft else traced.target_ids)[node])
+        """Return the complete response that takes the draft's or the target's token at a position of a round."""
+        token_ids = [*self.made.token_ids[:start], *traced.drafted_ids[:node]]
+        token_ids.append((traced.drafted_ids if draft else traced.target_ids)[node])
         if draft and self.params.greedy:
-            text += self._scan_on(traced, node + 1)
-        return self._continued(text)
+            token_ids += self._scan_on(traced, node + 1)
+        return self._continued(token_ids)
 
     def _scan_on(self, traced: RoundTrace, first: int) -> list[int]:
-        """What the rest of a block commits from a place on, by the decisions that were made on it."""
+        """Return the tokens that the block commits from a position on, by its traced decisions."""
         assert traced.risks is not None and traced.bonus_id is not None
         limit = self.decoder.rule.threshold
         for node in range(first, len(traced.drafted_ids)):
@@ -167,13 +168,13 @@ class _Branches:
         return [*traced.drafted_ids[first:], traced.bonus_id]
 
     def _continued(self, response_ids: list[int]) -> list[int]:
-        """The response decoded to its end; cut where it has ended already."""
+        """Decode a response to its end, or truncate it where it has already ended."""
         if (end := self.responses.length_of(response_ids)) is not None:
             return response_ids[:end]
-        left = self.params.max_new_tokens - len(response_ids)
+        num_left = self.params.max_new_tokens - len(response_ids)
         generation = self.decoder.generate(
             [*self.made.prompt_ids, *response_ids],
-            dataclasses.replace(self.params, max_new_tokens=left, temperature=0.0, draft_temperature=None),
+            dataclasses.replace(self.params, max_new_tokens=num_left, temperature=0.0, draft_temperature=None),
         )
         return [*response_ids, *generation.token_ids]
 
@@ -182,7 +183,7 @@ class _Branches:
 
 
 def _decisions(generation: Generation) -> list[tuple[int, RoundTrace, int]]:
-    """Every effective decision: where in the response its round began, the round, and the place from 0 in its block."""
+    """Return each effective decision: its round's offset in the response, the round, and its position in the block."""
     mismatches, start = [], 0
     assert generation.trace is not None
     for traced in generation.trace:
@@ -194,7 +195,7 @@ def _decisions(generation: Generation) -> list[tuple[int, RoundTrace, int]]:
     return mismatches
 
 
-_BLOCK = 16  # drafted tokens per round where nothing says otherwise
+_BLOCK = 16  # default number of drafted tokens per round
 
 
 @dataclass(frozen=True)
@@ -203,13 +204,13 @@ class Branches(Command):
 
     Args:
         rule: The rule that decides, such as arbiter:path=FOLDER,lambda=0.5 or state_arbiter.
-        num_draft_tokens: K, the same in every round: after `auto`, branches would also differ in their blocks. Default:
-            what the rule's arbiter was trained at, else 16.
+        num_draft_tokens: K, the same in every round: with `auto`, branches would also differ in their blocks. Default:
+            the training value of the rule's arbiter, else 16.
         task: Task of the problems. Default: that of the bundled pair.
         split: Split. Default: test if there is one.
         limit: Number of problems.
         offset: First problem of the split.
-        seed: Same seed, same answers. Branches go on greedily.
+        seed: Same seed, same answers. Branches are continued greedily.
         out: File for the numbers, as JSON.
     """
 

@@ -1,8 +1,8 @@
-"""The engine against transformers as people run it: `python benchmarks/engine.py --out runs/benchmark`.
+"""Speed of the engine, compared with transformers' decoding: `python benchmarks/engine.py --out runs/benchmark`.
 
-Paired in one process: every way of decoding answers every problem, in a rotating order, after a warm-up. Ratios are
-medians over problems of the ratio on the same problem, with a bootstrap interval. Memory and a busy neighbour are
-measured in processes of their own.
+All decoders run in one process and answer every problem, in rotating order, after a warm-up. Ratios are medians over
+problems of the ratio on the same problem, with a bootstrap interval. Memory and the effect of a busy core are measured
+in separate processes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from reprieve.types import PARTS
 
 KS = (4, 8, 16)
 WARM_UP = 3  # problems
-CACHED = 128  # tokens before a forward that is timed alone
+CACHED = 128  # cached tokens before a separately timed forward
 
 
 class Forwards:
-    """Forwards alone, after 128 cached tokens; a few of each are timed beside every problem, for speeds change."""
+    """Times of single forwards after 128 cached tokens, measured again after every problem because speeds drift."""
 
     def __init__(self, pair: Pair) -> None:
         models = {"draft": pair.cached_draft(), "target": pair.cached_target()}
@@ -48,13 +48,13 @@ class Forwards:
             self.seconds[name] += [forward_seconds(model, num_new, num_cached=CACHED) for _ in range(repeats)]
 
     def medians(self) -> dict:
-        """Milliseconds, and what a round of K would take if it were nothing but its forwards."""
+        """Return median milliseconds of each forward, and of the forwards of a round of K together."""
         ms = {name: 1000 * statistics.median(times) for name, times in self.seconds.items()}
         return ms | {f"K = {k}": k * ms["draft"] + ms[f"target, {k + 1} tokens"] for k in KS}
 
 
 def transformers_decoder(pair: Pair, max_new_tokens: int, **options):
-    """`generate` with some options; those of the assistant go to its own generation configuration."""
+    """Return a decoder that calls `generate`; assistant options go to the draft's own generation configuration."""
     assistant = {name: options.pop(name) for name in list(options) if name.startswith(("num_assistant", "assistant_c"))}
     if assistant:
         options["assistant_model"] = pair.draft
@@ -65,7 +65,7 @@ def transformers_decoder(pair: Pair, max_new_tokens: int, **options):
         ids = pair.tokenizer(prompt, return_tensors="pt").input_ids.to(pair.target.device)
         with torch.inference_mode():
             output = pair.target.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, **options)
-        for name in assistant:  # a schedule goes on from where the last answer left it
+        for name in assistant:  # a schedule continues from the previous answer's value
             assistant[name] = getattr(pair.draft.generation_config, name)
         return output[0, ids.shape[1] :].tolist()
 
@@ -73,16 +73,16 @@ def transformers_decoder(pair: Pair, max_new_tokens: int, **options):
 
 
 def peers(pair: Pair, max_new_tokens: int) -> dict:
-    """transformers as it comes, and at constant numbers of assistant tokens."""
-    usual = dict(num_assistant_tokens=20, assistant_confidence_threshold=0.4)
+    """Return transformers' decoders: plain, assisted (default, heuristic and constant K) and prompt lookup."""
+    defaults = dict(num_assistant_tokens=20, assistant_confidence_threshold=0.4)
     constant = dict(num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0)
     return {
         "transformers plain": transformers_decoder(pair, max_new_tokens),
         "transformers assisted, as it comes": transformers_decoder(
-            pair, max_new_tokens, **usual, num_assistant_tokens_schedule="constant"
+            pair, max_new_tokens, **defaults, num_assistant_tokens_schedule="constant"
         ),
         "transformers assisted, heuristic": transformers_decoder(
-            pair, max_new_tokens, **usual, num_assistant_tokens_schedule="heuristic"
+            pair, max_new_tokens, **defaults, num_assistant_tokens_schedule="heuristic"
         ),
         **{
             f"transformers assisted, K = {k}": transformers_decoder(
@@ -95,20 +95,20 @@ def peers(pair: Pair, max_new_tokens: int) -> dict:
 
 
 class Ours:
-    """One of our decoders, and what it said of its rounds."""
+    """One of our decoders, with statistics of its rounds."""
 
     def __init__(self, pair: Pair, rule: str, k: int | str, max_new_tokens: int) -> None:
         self.decoder = pair.decoder(rule, num_draft_tokens=k)
         self.params = reprieve.SamplingParams(max_new_tokens=max_new_tokens)
-        self.made: list = []
+        self.generations: list = []
 
     def __call__(self, prompt: str) -> list[int]:
-        self.made.append(self.decoder.generate(prompt, self.params, timed=True))
-        return self.made[-1].token_ids
+        self.generations.append(self.decoder.generate(prompt, self.params, timed=True))
+        return self.generations[-1].token_ids
 
     def rounds(self) -> dict:
-        """Means over all rounds but those of the warm-up."""
-        generations = self.made[WARM_UP:]
+        """Return means over all rounds except those of the warm-up."""
+        generations = self.generations[WARM_UP:]
         rounds, drafted = (sum(getattr(one, name) for one in generations) for name in ("num_rounds", "num_drafted"))
         parts = {part: 1000 * sum(one.seconds_by_part[part] for one in generations) / max(1, rounds) for part in PARTS}
         # The first round of an answer reads the prompt, which counts as `prefill`.
@@ -124,7 +124,7 @@ class Ours:
 
 
 def measure(pair: Pair, num_problems: int) -> dict:
-    """All ways on the same problems."""
+    """Measure all decoders on the same problems."""
     task = task_of(pair)
     decoders = {"target_only": Ours(pair, "target_only", "auto", task.max_new_tokens)}
     for rule in ("lossless", "judge"):
@@ -173,7 +173,7 @@ def measure(pair: Pair, num_problems: int) -> dict:
 
 
 def length_head(pair: Pair, rounds: dict) -> dict:
-    """What asking it takes of a round."""
+    """Return the time of one call of the draft-length head, and the calls' share of a round."""
     length = pair.decoder("lossless").length.start(None, 0.0)
     if not length.reads_states:
         return {"ms": None, "share_of_a_round": None}  # rounds end by recent acceptance
@@ -186,19 +186,19 @@ def length_head(pair: Pair, rounds: dict) -> dict:
             started = time.perf_counter()
             length.goes_on(hidden, logits, token)
             times.append(time.perf_counter() - started)
-    one = 1000 * statistics.median(times)
-    return {"ms": one, "share_of_a_round": one * rounds["drafted_per_round"] / rounds["round_ms"]}
+    ms = 1000 * statistics.median(times)
+    return {"ms": ms, "share_of_a_round": ms * rounds["drafted_per_round"] / rounds["round_ms"]}
 
 
 def ratio(speeds: dict[str, list[float]], fast: str, slow: str) -> dict:
-    """How many times as many tokens per second: median over problems, with a 95% interval."""
+    """Return the ratio of tokens per second: median over problems, with a 95% interval."""
     ratios = np.array(speeds[fast]) / np.array(speeds[slow])
     interval = bootstrap_interval(lambda index: float(np.median(ratios[index])), len(ratios))
     return {"median": float(np.median(ratios)), "ci95": list(interval)}
 
 
 def peak_memory(target: str, with_reprieve: bool) -> float:
-    """MiB that answering twenty problems took at most, over what the process held with its models loaded."""
+    """Return the peak memory of answering twenty problems, in MiB above the loaded models."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
         return pool.apply(_peak, (target, with_reprieve))
@@ -210,25 +210,25 @@ def _peak(target: str, with_reprieve: bool) -> float:
     task = task_of(pair)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
     before = _memory("VmRSS")
-    usual = dict(num_assistant_tokens=20, assistant_confidence_threshold=0.4)
+    defaults = dict(num_assistant_tokens=20, assistant_confidence_threshold=0.4)
     decode = (
         Ours(pair, "lossless", "auto", task.max_new_tokens)
         if with_reprieve
-        else transformers_decoder(pair, task.max_new_tokens, **usual)
+        else transformers_decoder(pair, task.max_new_tokens, **defaults)
     )
     for problem in task.problems("test", 20):
         decode(problem.prompt)
     return _memory("VmHWM") - before
 
 
-def _memory(what: str) -> float:
-    """MiB of this process, as Linux counts them."""
+def _memory(field: str) -> float:
+    """Return a memory field of this process's /proc status, in MiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(what)).split()[1]) / 1024
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
 
 
 def busy_neighbour(target: str, limit: int) -> dict:
-    """Seconds of `reprieve bench`, alone and beside a process that keeps another core busy."""
+    """Measure the seconds of `reprieve bench` with and without a process that keeps another core busy."""
     seconds: dict[str, list[float]] = {"quiet": [], "busy": []}
     for _ in range(2):
         for name, measured in seconds.items():
@@ -248,7 +248,7 @@ def busy_neighbour(target: str, limit: int) -> dict:
 
 
 def aims(document: dict) -> list[list[str]]:
-    """What was aimed at beside what was reached."""
+    """Return the rows of aims and measured values."""
 
     def reached(name: str) -> str:
         return _shown(document[name])
@@ -291,9 +291,9 @@ def parts_of(document: dict) -> dict[str, dict]:
     ]
     rounds = []
     for name, one in document["rounds"].items():
-        spent = ", ".join(f"{one['round_ms_by_part'][key]:.2f}" for key in ("draft", "verify", "rule", "commit"))
+        part_ms = ", ".join(f"{one['round_ms_by_part'][key]:.2f}" for key in ("draft", "verify", "rule", "commit"))
         counts = (f"{one['tokens_per_round']:.2f}", f"{one['drafted_per_round']:.1f}", f"{one['accepted_share']:.0%}")
-        rounds.append([name, *counts, f"{one['round_ms']:.1f}", spent])
+        rounds.append([name, *counts, f"{one['round_ms']:.1f}", part_ms])
     same = document["num_problems"] - document["num_with_different_tokens"]
     note = f"All lossless ways gave the same tokens on {same} of {document['num_problems']} problems."
     head = ["arm", "tokens per round", "drafted", "accepted", "round, ms", "of it drafting, verifying, rule, commit"]

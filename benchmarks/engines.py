@@ -1,14 +1,14 @@
-"""What `--engine vllm` measures beside the local engine, on a bundled pair (needs vLLM; see docs/guides/engines.md).
+"""Comparison of `--engine vllm` with the local engine on a bundled pair (needs vLLM; see docs/guides/engines.md).
 
-- `agree`: the same arms, problems and K on both: who solves what, which answers are the same, tokens per round;
-- `sweep`: all thresholds in one run beside one run each: the same answers, and the time of both;
-- `mine`: AutoJudge's labels from both, and seconds a problem; with `--rollouts 8` PAD's, for their speed;
-- `load`: tokens per second at 1, 8 and 32 requests at once, as `reprieve bench --concurrency` has it, without the arms
-  that need servers of their own.
+- `agree`: the same arms, problems and K on both: problems solved, equal answers, tokens per round;
+- `sweep`: all thresholds in one run, compared with one run each: equal answers, and the time of both;
+- `mine`: AutoJudge's labels of both, and seconds per problem; with `--rollouts 8`, PAD's labels;
+- `load`: tokens per second at 1, 8 and 32 concurrent requests, as in `reprieve bench --concurrency`, without the arms
+  that need their own servers.
 
     .venv-vllm/bin/python benchmarks/engines.py agree --limit 200 --out runs/engines
 
-Each writes result.json, as `tables.py` shows it.
+Each writes result.json, which `tables.py` renders.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Records = dict[tuple[str, str], ProblemRecord]
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """A pair, its task, how many of its problems, and where answers are kept."""
+    """A pair, its task, the number of problems and the output folder."""
 
     pair: PairSettings
     task: str
@@ -61,14 +61,14 @@ class Measurement:
     out: Path
 
     def arms(self, *specs: str) -> list[Arm]:
-        """Arms at this file's K, lossless among them."""
+        """Return arms at this file's K, including lossless."""
         return [arm for arm in make_arms(specs, [K], target=self.pair.target) if arm.rule is not None]
 
     def answer(self, engine_name: str, arms: Sequence[Arm], folder: str) -> Records:
-        """Records by arm and problem; goes on where it was stopped."""
+        """Return records by arm and problem; resumes from the folder."""
         engine = make_engine(EngineSettings(engine_name), self.pair)
         try:
-            runner = Runner(self.config(engine, arms), arms, engine, self.asked(engine), self.out / folder)
+            runner = Runner(self.config(engine, arms), arms, engine, self.task_for(engine), self.out / folder)
             if not runner.measure():
                 raise KeyboardInterrupt
         finally:
@@ -78,12 +78,12 @@ class Measurement:
     def config(self, engine: Engine, arms: Sequence[Arm]) -> RunConfig:
         return RunConfig.of(engine, arms, RunSettings(task=self.task, limit=self.limit))
 
-    def asked(self, engine: Engine) -> Task:
+    def task_for(self, engine: Engine) -> Task:
         return with_prompts(load_task(self.task), engine.tokenizer)
 
 
 def agree(measurement: Measurement) -> Parts:
-    """Each arm on both engines."""
+    """Compare each arm on both engines."""
     arms = measurement.arms("judge:threshold=0.214", "judge:threshold=0.1", "pivot", "margin:delta=2")
     local, served = (measurement.answer(name, arms, name.partition(":")[0]) for name in ENGINES)
     rows = []
@@ -116,7 +116,7 @@ def agree(measurement: Measurement) -> Parts:
 
 
 def sweep(measurement: Measurement) -> Parts:
-    """Thresholds together and one by one, each of these with a server of its own."""
+    """Measure thresholds in one run, and in one run each with its own server."""
     specs = [f"judge:threshold={value}" for value in THRESHOLDS]
     began = time.monotonic()
     together = measurement.answer(VLLM, measurement.arms(*specs), "together")
@@ -136,14 +136,14 @@ def sweep(measurement: Measurement) -> Parts:
 
 
 def load(measurement: Measurement) -> Parts:
-    """Speed under load, arms in turns on one server."""
+    """Measure speed under load; arms take turns on one server."""
     arms = measurement.arms("judge:threshold=0.214", "judge:threshold=0.1", "margin:delta=2", "typical")
     speed = SpeedSettings(concurrency=(1, 8, 32), turns=5)
     engine = make_engine(EngineSettings(VLLM), measurement.pair)
     try:
         assert isinstance(engine, ServedEngine)
         measurement.out.mkdir(parents=True, exist_ok=True)
-        config, task = measurement.config(engine, arms), measurement.asked(engine)
+        config, task = measurement.config(engine, arms), measurement.task_for(engine)
         found = measure_throughput(engine, config, task, arms, speed, measurement.out)
     finally:
         engine.close()
@@ -159,7 +159,7 @@ def load(measurement: Measurement) -> Parts:
 
 
 def mine(measurement: Measurement, num_rollouts: int) -> Parts:
-    """Labels of both engines, and how long they took."""
+    """Compare the labels of both engines and the time that they take."""
     settings: MiningSettings
     if num_rollouts:
         settings = PivotMining(
@@ -194,9 +194,9 @@ def mine(measurement: Measurement, num_rollouts: int) -> Parts:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=("agree", "sweep", "load", "mine"))
-    parser.add_argument("--target", type=bundled, default="reprieve/miniature", help="a bundled pair's")
+    parser.add_argument("--target", type=bundled, default="reprieve/miniature", help="name of a bundled pair")
     parser.add_argument("--limit", type=whole(1), default=200)
-    parser.add_argument("--rollouts", type=whole(0), default=0, help="mine PAD's labels with so many rollouts")
+    parser.add_argument("--rollouts", type=whole(0), default=0, help="mine PAD's labels with this many rollouts")
     parser.add_argument("--out", type=Path, default=Path("runs/engines"))
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -2,9 +2,9 @@
 
     .venv-vllm/bin/python benchmarks/fly_parity.py FOLDER      # FOLDER holds the package `vllm`, unpacked
 
-Both of vLLM's rejection samplers (V1, V2) run as they are, in Triton's interpreter. Ours runs as in the plugin. Blocks
-are made up (KINDS) or recorded from the bundled pair. A block agrees if both accept the same number of drafted tokens;
-the token that follows is not compared, and not drawn. Writes results.json.
+Both of vLLM's rejection samplers (V1, V2) run in Triton's interpreter, ours runs as in the plugin. Blocks are synthetic
+(KINDS) or recorded from the bundled pair. A block agrees if both accept the same number of drafted tokens; the token
+that follows is neither drawn nor compared. Writes results.json.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ import torch
 import torch.nn.functional as F
 
 INTERPRETER = Path(__file__).parents[1] / "tests" / "vllm" / "interpreter"  # Triton's stub of a CPU backend
-SIZE = 64  # of the made-up vocabulary
+SIZE = 64  # vocabulary of synthetic blocks
 KINDS = ("peaked", "flat", "mixed", "agreeing", "opposed", "ties", "even", "padded", "short", "masked", "unproposed")
-MODES = ("greedy", "sampled", "certain")  # certain: sampled, of a drafter without probabilities, such as n-grams
+MODES = ("greedy", "sampled", "certain")  # certain: sampled, with a drafter without probabilities, such as n-grams
 THETAS = (0.0, 0.3, math.log(2))
 TEMPERATURE = 0.5  # dividing by it is exact
 ROUNDING = 1e-5
 
 
 def use(folder: Path) -> None:
-    """Import `vllm` from a folder of sources, as a CPU build with Triton's interpreter."""
+    """Make `vllm` importable from a folder of sources, as a CPU build with Triton's interpreter."""
     sys.path[:0] = [str(folder), str(INTERPRETER)]
     os.environ |= {"TRITON_INTERPRET": "1", "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"}
     installed: Any = importlib.metadata.version
@@ -49,14 +49,14 @@ def use(folder: Path) -> None:
 
 
 def version_of(folder: Path) -> str:
-    """Return the version that lies in a folder, by the metadata beside it; 0.33 where there is none."""
+    """Return the version of the vLLM in a folder, from its metadata; 0.33 without metadata."""
     found = [path.name.removesuffix(".dist-info") for path in folder.glob("vllm-*.dist-info")]
     return found[0].removeprefix("vllm-") if found else "0.33"
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """B drafted blocks of up to K tokens. Scores are after temperature; draft scores too."""
+    """B drafted blocks of up to K tokens. All scores are after temperature."""
 
     kinds: list[str]  # [B]
     lengths: list[int]  # [B]
@@ -65,12 +65,12 @@ class Blocks:
     draft_scores: Any  # [B, K, V]
 
     def flat(self, values):
-        """The blocks' own tokens one after another: [B, K, ...] to [N, ...]."""
+        """Concatenate the blocks, each cut to its length: [B, K, ...] to [N, ...]."""
         return torch.cat([row[:length] for row, length in zip(values, self.lengths, strict=True)])
 
 
 def made_up(num: int, k: int, draw) -> Blocks:
-    """Return `num` blocks of each kind."""
+    """Return `num` synthetic blocks of each kind."""
     kinds = [kind for kind in KINDS for _ in range(num)]
     rows = {kind: torch.tensor([one == kind for one in kinds]) for kind in KINDS}
     shape = (len(kinds), k)
@@ -80,17 +80,17 @@ def made_up(num: int, k: int, draw) -> Blocks:
     scores = scale.unsqueeze(-1) * torch.randn(*shape, SIZE, generator=draw)
     scores[rows["ties"]] = scores[rows["ties"]].round()
     scores[rows["even"]] = -math.inf
-    scores[rows["even"], :, :2] = 1.0  # two tokens of one probability: entropy ln 2, which is one of THETAS
+    scores[rows["even"], :, :2] = 1.0  # two equally likely tokens: entropy ln 2, which is one of THETAS
     draft = scores + torch.randn(*shape, SIZE, generator=draw)
     draft[rows["even"]] = torch.randn(num, k, SIZE, generator=draw)
     first, second = scores.topk(2, -1).indices.unbind(-1)
     token_ids = torch.where(torch.rand(shape, generator=draw) < 0.75, first, second)
-    anything = torch.randint(SIZE, shape, generator=draw)
-    token_ids = torch.where(torch.rand(shape, generator=draw) < 0.1, anything, token_ids)
+    random_ids = torch.randint(SIZE, shape, generator=draw)
+    token_ids = torch.where(torch.rand(shape, generator=draw) < 0.1, random_ids, token_ids)
     token_ids[rows["agreeing"]], token_ids[rows["opposed"]] = first[rows["agreeing"]], second[rows["opposed"]]
-    somewhere = torch.rand(shape, generator=draw) < 0.3
+    selected = torch.rand(shape, generator=draw) < 0.3
     for kind, values in (("masked", scores), ("unproposed", draft)):
-        hit = somewhere & rows[kind].unsqueeze(-1)
+        hit = selected & rows[kind].unsqueeze(-1)
         chosen = values.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
         values.scatter_(-1, token_ids.unsqueeze(-1), torch.where(hit, -math.inf, chosen).unsqueeze(-1))
     ends = torch.randint(1, k + 1, (len(kinds),), generator=draw)
@@ -125,14 +125,14 @@ def recorded(num: int, k: int) -> Blocks:
     rounds = rounds[:num]
     lengths = [len(token_ids) for token_ids, *_ in rounds]
 
-    def whole(counter):
-        return torch.stack([F.pad(r[counter].T, (0, k - len(r[0]))).T.contiguous() for r in rounds])
+    def padded(field):
+        return torch.stack([F.pad(r[field].T, (0, k - len(r[0]))).T.contiguous() for r in rounds])
 
-    return Blocks(["recorded"] * len(rounds), lengths, whole(0), whole(1).float(), whole(2).float())
+    return Blocks(["recorded"] * len(rounds), lengths, padded(0), padded(1).float(), padded(2).float())
 
 
 def numbers(blocks: Blocks, num_bonus: int):
-    """Rows of each block, bonus rows counted: places in the batch, in the block, and the ends of blocks."""
+    """Return each row's block and column, and each block's end; every block has `num_bonus` further rows."""
     counts = torch.tensor(blocks.lengths) + num_bonus
     slots = torch.arange(len(counts)).repeat_interleave(counts)
     ends = counts.cumsum(0)
@@ -144,7 +144,7 @@ def v1(blocks: Blocks, mode: str, window: int, theta: float, draws) -> list[int]
     from vllm.v1.sample import rejection_sampler as module
 
     num, k, size = blocks.scores.shape
-    module.generate_uniform_probs = lambda *rest: draws.clone()  # it overwrites them
+    module.generate_uniform_probs = lambda *rest: draws.clone()  # the sampler overwrites its draws
     module.sample_recovered_tokens = lambda k, lengths, *rest: torch.zeros(sum(lengths), dtype=torch.int32)
     output = module.rejection_sample(
         blocks.flat(blocks.token_ids).int(),
@@ -172,7 +172,7 @@ def v2(blocks: Blocks, mode: str, window: int, theta: float, seeds) -> list[int]
     slots, columns, ends = numbers(blocks, 1)
     logits, fed = torch.zeros(len(slots), size), torch.zeros(len(slots), dtype=torch.int32)
     logits[columns < torch.tensor(blocks.lengths)[slots]] = blocks.flat(blocks.scores)
-    fed[columns > 0] = blocks.flat(blocks.token_ids).int()  # row r judges what row r + 1 was fed
+    fed[columns > 0] = blocks.flat(blocks.token_ids).int()  # row r judges the token that row r + 1 reads
     _, num_sampled = module.rejection_sample(
         logits,
         blocks.draft_scores * TEMPERATURE if mode == "sampled" else None,
@@ -188,7 +188,7 @@ def v2(blocks: Blocks, mode: str, window: int, theta: float, seeds) -> list[int]
         fly_window_size=window,
         fly_entropy_threshold=theta,
     )
-    return [int(count) - 1 for count in num_sampled]  # the last is the target's own
+    return [int(count) - 1 for count in num_sampled]  # the last token is the target's own
 
 
 def v2_draws(blocks: Blocks, seeds):
@@ -231,7 +231,7 @@ def ours(blocks: Blocks, mode: str, rule, draws) -> list[int]:
 
 
 def cause(blocks: Blocks, mode: str, window: int, theta: float, draws, number: int, at: int) -> str:
-    """Return why a block was decided in two ways, from the first token that differs."""
+    """Return the reason for a disagreement, from the first token that differs."""
     from reprieve.rules.fly import truncated_entropy
 
     start = sum(blocks.lengths[:number])
@@ -253,7 +253,7 @@ def cause(blocks: Blocks, mode: str, window: int, theta: float, draws, number: i
 
 
 def settings(ks):
-    """K, vLLM's window (None for its default) and theta."""
+    """Yield K, vLLM's window (None for its default) and theta."""
     for k, theta in itertools.product(ks, THETAS):
         for window in dict.fromkeys((None, 1, k - 1)):
             yield k, window, theta
@@ -261,9 +261,9 @@ def settings(ks):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="holds the package vllm, 0.33 or later; nothing of it is installed")
-    parser.add_argument("--blocks", type=int, default=1, help="of each kind, K, window, theta, runner and mode")
-    parser.add_argument("--recorded", type=int, default=8, help="of the bundled pair, for each of the same")
+    parser.add_argument("folder", type=Path, help="folder of the package vllm, 0.33 or later; need not be installed")
+    parser.add_argument("--blocks", type=int, default=1, help="synthetic blocks per kind, K, window and theta")
+    parser.add_argument("--recorded", type=int, default=8, help="recorded blocks of the bundled pair, for each K")
     parser.add_argument("--num-draft-tokens", type=int, nargs="*", default=[4, 8, 16])
     parser.add_argument("--out", type=Path, default=Path("runs/fly-parity"))
     options = parser.parse_args()
@@ -276,15 +276,15 @@ def main() -> None:
 
     from reprieve.rules import parse_rule
 
-    assert HAS_TRITON, "Triton is not there: pip install --no-deps triton"
+    assert HAS_TRITON, "Triton is not installed: pip install --no-deps triton"
     rejection_sampler_utils.tldevice = types.SimpleNamespace(log1p=lambda value: tl.log(1.0 + value))
     draw, tally = torch.Generator().manual_seed(0), Tally()
-    real = {k: recorded(options.recorded, k) for k in options.num_draft_tokens} if options.recorded else {}
+    recorded_blocks = {k: recorded(options.recorded, k) for k in options.num_draft_tokens} if options.recorded else {}
     options.out.mkdir(parents=True, exist_ok=True)
     for k, window, theta in settings(options.num_draft_tokens):
         width = min(6, k - 1) if window is None else window
         rule = parse_rule(f"fly:theta={theta!r},variant=vllm" + ("" if window is None else f",window={window}"))
-        batches = [made_up(options.blocks, k, draw), *([real[k]] if k in real else [])]
+        batches = [made_up(options.blocks, k, draw), *([recorded_blocks[k]] if k in recorded_blocks else [])]
         for mode, blocks, runner in itertools.product(MODES, batches, ("v1", "v2")):
             tally.compare(runner, mode, blocks, rule, width, draw)
         facts = {"command": " ".join(sys.argv), "vllm": version_of(options.folder), "last": [k, window, theta]}
@@ -298,13 +298,13 @@ COUNTS = ("blocks", "tokens", "relaxed", "agree")
 
 
 class Tally:
-    """Blocks and agreements by runner, mode and kind; why blocks differ; agreements of the rule's other variants."""
+    """Counts of blocks and agreements by runner, mode and kind; reasons for differences; counts of other variants."""
 
     def __init__(self) -> None:
         self.counts, self.others, self.causes = (collections.Counter() for _ in range(3))
 
     def compare(self, runner: str, mode: str, blocks: Blocks, rule, width: int, draw) -> None:
-        """Decide the blocks in both ways; `width` is vLLM's window."""
+        """Decide the blocks with both implementations; `width` is vLLM's window."""
         seeds = torch.randint(2**40, (len(blocks.lengths),), generator=draw)
         if runner == "v1":
             draws = torch.rand(sum(blocks.lengths), dtype=torch.float64, generator=draw)
@@ -328,7 +328,7 @@ class Tally:
             self.others[f"{variant}, {name}"] += sum(a == b for a, b in zip(other, expected, strict=True))
 
     def document(self) -> dict:
-        """What was counted; tokens are those that were decided, up to the first one that is refused."""
+        """Return the counts; tokens are counted up to the later of the two first rejections."""
         cells = dict.fromkeys(key[:-1] for key in self.counts)
         return {
             **{name: sum(self.counts[(*cell, name)] for cell in cells) for name in COUNTS},

@@ -1,4 +1,4 @@
-"""Thresholds as FSD's authors chose them (section 5.1 and appendix D): a small run chooses, a larger one measures."""
+"""FSD's threshold protocol (section 5.1 and appendix D): choose on a small run, measure on a larger one."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from reprieve.tasks import Task
 
 @dataclass(frozen=True)
 class FsdSettings:
-    """How FSD's authors chose thresholds (section 5.1 and appendix D): a small run chooses, a larger one measures.
+    """Settings of FSD's threshold protocol (section 5.1 and appendix D).
 
     Args:
         rule: The rule without its threshold.
-        thresholds: Rising values of its dial; the authors' own grid unless given.
+        thresholds: Rising values of the rule's dial. Default: the authors' grid.
         num_draft_tokens: Values of K to try for lossless.
         lost_share: Stop once this share of the accuracy gap between target and draft is lost, (0, 1].
         main_split: Split to measure on.
         main_limit: Number of problems to measure on.
-        main_trials: Answers per problem and arm, there.
+        main_trials: Answers per problem and arm in the measurement.
     """
 
     rule: str = "fuzzy"
@@ -64,11 +64,11 @@ class FsdSettings:
 
 @dataclass(frozen=True)
 class FsdProtocol:
-    """How FSD's authors chose thresholds (section 5.1 and appendix D).
+    """FSD's threshold protocol (section 5.1 and appendix D).
 
-    Lossless is given the K that suits it best, K'. The threshold that accepts about as many drafted tokens as lossless
-    does, T_SD, is the strictest worth measuring. From there thresholds rise until a share of the accuracy gap between
-    target and draft is lost.
+    K' is the K at which lossless decoding is fastest. T_SD, the strictest threshold to measure, is the one whose
+    acceptance rate is closest to that of lossless decoding. Thresholds rise from there until a share of the accuracy
+    gap between target and draft is lost.
     """
 
     settings: FsdSettings
@@ -76,7 +76,7 @@ class FsdProtocol:
 
     @property
     def main(self) -> RunSettings:
-        """The measurement, after the small run that chooses."""
+        """Settings of the measurement that follows the small runs."""
         settings = self.settings
         return dataclasses.replace(
             settings.run,
@@ -95,12 +95,12 @@ class FsdProtocol:
         announce: Callable[[str], None] = lambda line: None,
         progress: Progress = lambda done, total: None,
     ) -> dict[str, Any] | None:
-        """The results document of the measurement, with `protocol` added; None where Ctrl-C ended it."""
+        """Return the measurement's results document, with `protocol` added; None if it was interrupted."""
         settings = self.settings
         target_name = engine.facts.identity.target
         rules = sweep_rules(settings.rule, settings.thresholds, target=target_name)
         lossless = make_arms([LOSSLESS], settings.num_draft_tokens, target=target_name)[2:]
-        # A summary compares with the target, so that it is among the arms wherever one is made.
+        # Summaries compare arms with the target, so every run includes it.
         target = make_arms([], settings.num_draft_tokens)[:1]
         chosen = self._pilot(engine, task, folder / "k", [*target, *lossless], progress)
         if chosen is None:
@@ -176,10 +176,11 @@ class FsdProtocol:
 
 @dataclass(frozen=True)
 class Thresholds(Command):
-    """Choose thresholds as FSD's authors did.
+    """Choose thresholds by FSD's protocol.
 
-    K' for lossless, the threshold that accepts as much as lossless does, then upward until the loss is too large; the
-    draft is greedy, the target samples: the local engine only, since servers draft at the target's temperature.
+    Find the fastest K of lossless decoding and the threshold with its acceptance rate, then raise the threshold until
+    the loss is too large. The draft is greedy and the target samples; servers draft at the target's temperature, so
+    this needs the local engine.
 
     Args:
         out: Folder for results; run again with it to resume.

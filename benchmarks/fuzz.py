@@ -4,12 +4,12 @@
 
     python benchmarks/fuzz.py journals bodies yaml answers --count 500 --seed 0
 
-- `specs`: rules, drafters, engines, from texts made of their own names, signs and numbers;
-- `json`: the one reader of JSON, certificates, policies, runs and label stores, from texts that were valid once;
-- `bodies`: what a server and the vLLM plugin are asked: completions, chats, and the fields that choose a rule;
+- `specs`: rules, drafters and engines, from random texts of their names, signs and numbers;
+- `json`: the JSON reader, certificates, policies, runs and label stores, from damaged valid documents;
+- `bodies`: requests to the server and the vLLM plugin: completions, chats, and the fields that choose a rule;
 - `journals`: records of runs;
 - `yaml`: configuration files of `reprieve bench`;
-- `answers`: responses and references, given to each grader.
+- `answers`: responses and references, for each text grader.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ VALUES = st.recursive(
 
 
 def read_specs(text: str) -> None:
-    """A text that should be a rule, a drafter or an engine."""
+    """Parse a text as a rule, a drafter and an engine."""
     for read in (parse_rule, DRAFTERS.make, lambda given: EngineSettings(given).servers):
         with contextlib.suppress(ReprieveError):
             read(text)
 
 
 def changed(valid: str, draw: Callable[[Any], Any]) -> str:
-    """A valid document with a piece cut out, doubled, or replaced, or another value somewhere."""
+    """Return a valid document with a piece cut out or inserted, a value changed, or everything replaced."""
     how = draw(st.sampled_from(["cut", "insert", "value", "deep", "whole"]))
     if how == "whole":
         return json.dumps(draw(VALUES))
@@ -108,7 +108,7 @@ CHAT = json.dumps({"messages": [{"role": "user", "content": "hi"}], "chat_templa
 
 
 def read_documents(draw: Callable[[Any], Any], folder: Path) -> None:
-    """A damaged document of each kind."""
+    """Read a damaged document of a random kind."""
     with contextlib.suppress(ValueError):
         parse_json(draw(st.binary(max_size=40)))
     readers: list[tuple[str, str, Callable[[Path], Any]]] = [
@@ -129,7 +129,7 @@ KEYS = st.sampled_from(["reprieve_threshold", "reprieve_rule", "reprieve_lenienc
 
 
 def read_bodies(draw: Callable[[Any], Any]) -> None:
-    """A damaged body, and fields of a request as vLLM hands them on."""
+    """Read a damaged body, and request fields as vLLM passes them on."""
     kind, valid = draw(st.sampled_from([(CompletionBody, COMPLETION), (ChatBody, CHAT)]))
     with contextlib.suppress(ReprieveError):
         body = read_body(kind, changed(valid, draw).encode(errors="surrogatepass"), Context(512, 10_000))
@@ -148,7 +148,7 @@ RECORD = json.dumps(
 
 
 def read_journals(draw: Callable[[Any], Any], folder: Path) -> None:
-    """Lines of a journal, some damaged, and the sums that results are made of."""
+    """Read a journal with damaged lines and compute with its records as results do."""
     path = folder / "problems.jsonl"
     lines = [RECORD if draw(st.booleans()) else changed(RECORD, draw) for _ in range(draw(st.integers(1, 3)))]
     path.write_text("\n".join(lines) + draw(st.sampled_from(["", "\n"])), encoding="utf-8", errors="replace")
@@ -165,7 +165,7 @@ YAML = st.sampled_from(
 
 
 def read_configs(draw: Callable[[Any], Any], folder: Path) -> None:
-    """A configuration with a line of another kind, a value changed, or a piece cut out."""
+    """Read a configuration with a line added, lines removed or a piece cut out."""
     from reprieve.cli.main import command_of  # the command's module is loaded once
 
     path, lines = folder / "config.yaml", CONFIG.splitlines()
@@ -193,7 +193,7 @@ ANSWERS = st.lists(st.one_of(PIECES, st.text(max_size=6)), max_size=14).map("".j
 
 
 def read_answers(draw: Callable[[Any], Any]) -> None:
-    """A response and another, given to every grader, as it is and as it was read."""
+    """Compare two random responses with each text grader, as texts and as extracted answers."""
     response, other = draw(ANSWERS), draw(ANSWERS)
     for name in GRADERS.names():
         if name != "python":
@@ -215,10 +215,10 @@ READERS: dict[str, Callable[[Callable[[Any], Any], Path], None]] = {
 
 
 def fuzz(what: str, count: int, first: int, folder: Path) -> int:
-    """Try so many cases; the number tried.
+    """Try `count` cases and return the number tried.
 
     Raises:
-        Exception: whatever came out that is none of ours; hypothesis names the case, made small.
+        Exception: an error that is not Reprieve's own; hypothesis prints the case in its smallest form.
         DeadlineExceeded: a case took more than five seconds.
     """
     tried = 0
@@ -241,7 +241,7 @@ def fuzz(what: str, count: int, first: int, folder: Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", nargs="+", choices=tuple(READERS))
-    parser.add_argument("--minutes", type=float, default=5.0, help="of each kind, without --count")
+    parser.add_argument("--minutes", type=float, default=5.0, help="minutes per kind, unless --count is given")
     parser.add_argument("--count", type=int, help="cases of each kind")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -251,9 +251,9 @@ def main() -> None:
             if options.count:
                 tried = fuzz(what, options.count, number, Path(folder))
             while not options.count and time.monotonic() < began + 60 * options.minutes:
-                tried += fuzz(what, 500, number, Path(folder))  # in portions: hypothesis has no limit on time
+                tried += fuzz(what, 500, number, Path(folder))  # in batches: hypothesis has no time limit
                 number += 1
-            print(f"{what}: {tried} tried in {time.monotonic() - began:.0f} s, every error one of ours", flush=True)
+            print(f"{what}: {tried} tried in {time.monotonic() - began:.0f} s, no unexpected error", flush=True)
 
 
 if __name__ == "__main__":

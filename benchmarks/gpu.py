@@ -1,9 +1,9 @@
-"""Everything to try on a machine with an NVIDIA GPU, in one command: `make gpu`. See docs/guides/gpu.md.
+"""Run all checks on a machine with an NVIDIA GPU in one command, `make gpu`. See docs/guides/gpu.md.
 
-    python benchmarks/gpu.py --out runs/gpu                          # on a GPU; run it again to go on
+    python benchmarks/gpu.py --out runs/gpu                          # on a GPU; run it again to resume
     python benchmarks/gpu.py --device cpu --limit 4 --concurrency 1,4 --turns 1     # on vLLM's CPU build
 
-Each part runs in processes of its own, so that one that fails or hangs leaves the others. Parts that are done are not
+Each part runs in its own processes, so that one that fails or hangs does not stop the others. Finished parts are not
 repeated. Writes report.html and gpu.json, which holds the commands, versions, results and the ends of failed logs.
 """
 
@@ -39,12 +39,12 @@ Runner = Callable[[Sequence[str], Environment, Path], int]
 
 @dataclass(frozen=True)
 class Part:
-    """One thing to try.
+    """One check.
 
     Args:
-        commands: run in turn, each with more of the environment.
-        skip: reason not to run it, shown and kept.
-        judge: gives a result's failure in words, or "".
+        commands: run in order, each with additional environment variables.
+        skip: reason not to run it, printed and stored.
+        judge: reads the result from the folder; returns it and a description of its failure, or "".
     """
 
     name: str
@@ -54,14 +54,14 @@ class Part:
 
     @property
     def lines(self) -> list[str]:
-        """The commands, as a shell takes them."""
+        """The commands as lines for a shell."""
         return [
             " ".join([*(f"{k}={shlex.quote(v)}" for k, v in more), shlex.join(args)]) for args, more in self.commands
         ]
 
 
 def start(command: Sequence[str], environment: Environment, log: Path, *, timeout: float) -> int:
-    """Run a command into a log, in a session of its own, which is ended with all it holds after `timeout` seconds."""
+    """Run a command in its own session, with output to a log; kill the whole session after `timeout` seconds."""
     with log.open("ab") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=out, env={**os.environ, **environment}, start_new_session=True
@@ -77,14 +77,14 @@ def start(command: Sequence[str], environment: Environment, log: Path, *, timeou
 
 
 def run_parts(parts: Sequence[Part], out: Path, runner: Runner) -> dict[str, dict[str, Any]]:
-    """Run what is not done yet, and keep what became of each part; one that fails stops no other."""
+    """Run the unfinished parts and store the outcome of each; a failure does not stop the others."""
     done = {}
     for part in parts:
         folder = out / part.name
         folder.mkdir(parents=True, exist_ok=True)
         kept = read_json(folder / "part.json", "a part") if (folder / "part.json").is_file() else {}
         if kept.get("status") == OK and kept.get("commands") == part.lines:
-            print(f"{part.name}: done before", flush=True)
+            print(f"{part.name}: already done", flush=True)
         elif part.skip:
             kept = {"status": SKIPPED, "why": part.skip}
         else:
@@ -118,13 +118,13 @@ def _run(part: Part, folder: Path, runner: Runner) -> dict[str, Any]:
 
 
 def judge_result(folder: Path) -> tuple[dict[str, Any], str]:
-    """Read what a child wrote; `differs` in it is a failure."""
+    """Read a child's result; a nonempty `differs` is a failure."""
     result = read_json(folder / "result.json", "the result")
     return result, result.get("differs", "")
 
 
 def judge_off(folder: Path) -> tuple[dict[str, Any], str]:
-    """Compare the plugin, switched off, with two runs without it; these show what repeats at all."""
+    """Compare the switched-off plugin with two runs without it, which show how many answers repeat at all."""
     answers = {name: read_json(folder / f"{name}.json", "answers") for name in ("unpatched", "again", "off")}
     keys = [key for key in ("greedy", "sampled") if key in answers["off"]]
     result: dict[str, Any] = {"unpatched": answers["unpatched"]["engine"], "off": answers["off"]["engine"]}
@@ -149,15 +149,15 @@ def judge_bench(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def plan(options: argparse.Namespace, num_devices: int, version: tuple[int, ...] | None) -> list[Part]:
-    """The parts of this machine."""
+    """Return the parts for this machine."""
     cpu, out = options.device == "cpu", options.out
     common = (("OMP_NUM_THREADS", "1"), ("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_CPU_OMP_THREADS_BIND", "nobind"))
-    more = common if cpu else ()
+    variables = common if cpu else ()
 
     def child(what: str, folder: str, *flags: str, **environment: str) -> Any:
         target = str(out / folder / f"{flags[0] if what == 'answers' else 'result'}.json")
         given = ("--device", options.device, "--limit", str(options.limit), *flags[what == "answers" :])
-        return (sys.executable, str(CHILD), what, "--into", target, *given), (*more, *environment.items())
+        return (sys.executable, str(CHILD), what, "--into", target, *given), (*variables, *environment.items())
 
     def decisions(name: str, *flags: str, skip: str = "") -> Part:
         return Part(name, (child("decisions", name, *flags),), skip, judge_result)
@@ -167,7 +167,7 @@ def plan(options: argparse.Namespace, num_devices: int, version: tuple[int, ...]
         command = [*REPRIEVE, "bench", "--engine", f"vllm:{engine}", *flags, "--num-draft-tokens", str(K)]
         command += [part for arm in (*fly, *arms) for part in ("--arm", arm)]
         command += ["--concurrency", options.concurrency, "--turns", str(options.turns), "--limit", str(options.limit)]
-        return Part(name, (((*command, "--out", str(out / name)), more),), skip, judge_bench)
+        return Part(name, (((*command, "--out", str(out / name)), variables),), skip, judge_bench)
 
     single = "" if num_devices > 1 else "one device"
     pair: tuple[str, ...] = ("--target", options.target, "--draft", options.draft, "--dtype", options.dtype)
@@ -177,7 +177,7 @@ def plan(options: argparse.Namespace, num_devices: int, version: tuple[int, ...]
     else:
         gone = [name for name in (options.target, options.draft) if not at_hand(name)]
         missing = f"{' and '.join(gone)} cannot be had: no such folder, and no hub" if gone else ""
-    whole = f"max_model_len={options.max_model_len},tensor_parallel={power_of_two(num_devices)}"
+    large = f"max_model_len={options.max_model_len},tensor_parallel={power_of_two(num_devices)}"
     small = "max_model_len=512,max_num_seqs=64"
     eagle = f"eagle3:path={options.eagle},top_k=1"
     return [
@@ -196,13 +196,13 @@ def plan(options: argparse.Namespace, num_devices: int, version: tuple[int, ...]
             judge_off,
         ),
         bench("bundled", small, (*ARMS, "judge:threshold=0.1"), "--dtype", "float32"),
-        bench("pair", whole, ARMS, *pair, skip=missing),
-        bench("eagle", whole, ARMS, *pair, "--drafter", eagle, skip=missing or ("" if options.eagle else "no --eagle")),
+        bench("pair", large, ARMS, *pair, skip=missing),
+        bench("eagle", large, ARMS, *pair, "--drafter", eagle, skip=missing or ("" if options.eagle else "no --eagle")),
     ]
 
 
 def at_hand(name: str) -> bool:
-    """True if a model's files are in a folder or a cache, or can be fetched."""
+    """Return True if a model is in a local folder or the cache, or can be downloaded."""
     if name.startswith("reprieve/") or Path(name).is_dir():
         return True
     from huggingface_hub import HfApi, try_to_load_from_cache
@@ -221,7 +221,7 @@ def power_of_two(number: int) -> int:
 
 
 def finish(done: Mapping[str, dict[str, Any]], out: Path, runner: Runner) -> None:
-    """Write gpu.json, and report.html from the runs that are whole."""
+    """Write gpu.json, and report.html from the complete runs."""
     folders = [str(out / name) for name, kept in done.items() if (out / name / "results.json").is_file()]
     document = {"command": shlex.join(sys.argv), "made": datetime.datetime.now(datetime.UTC).isoformat(), "parts": done}
     if folders:
@@ -239,16 +239,16 @@ def main() -> int:
     parser.add_argument("--draft", default=DEFAULT_DRAFT)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eagle", default="", help="folder or hub id of an EAGLE-3 head of the target")
-    parser.add_argument("--task", default="gsm8k", help="of the pair; gsm8k:path=gsm8k_{split}.jsonl without the hub")
+    parser.add_argument("--task", default="gsm8k", help="task of the pair; offline: gsm8k:path=gsm8k_{split}.jsonl")
     parser.add_argument(
-        "--prompt", default="--chat-template --thinking off --max-new-tokens 1024", help="bench's flags"
+        "--prompt", default="--chat-template --thinking off --max-new-tokens 1024", help="flags of `reprieve bench`"
     )
     parser.add_argument("--max-model-len", type=int, default=4096)
-    parser.add_argument("--limit", type=int, default=100, help="problems and prompts")
+    parser.add_argument("--limit", type=int, default=100, help="number of problems and prompts")
     parser.add_argument("--concurrency", default="1,8,32,64")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--hours", type=float, default=3, help="time limit of each command, in hours")
-    parser.add_argument("--only", nargs="*", help="names of parts")
+    parser.add_argument("--only", nargs="*", help="names of the parts to run")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
     options = parser.parse_args()
     import torch

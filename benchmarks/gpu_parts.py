@@ -1,4 +1,4 @@
-"""Parts of `gpu.py` with vLLM in their process: the machine, answers, decisions. Each writes one JSON file."""
+"""Parts of `gpu.py` that import vLLM: the machine, answers, decisions. Each writes one JSON file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from reprieve.files import replace_file
 
 BUNDLED, K, TOKENS = "reprieve/miniature", 8, 96
 RULES = ("margin:delta=2", "top_k:k=2", "typical", "fly:theta=0.1,window=2,variant=vllm", "judge:threshold=0.1")
-SAME_LEAST = 0.9  # share of answers that must be equal: batches of another size round otherwise on a GPU
+MIN_EQUAL = 0.9  # share of answers that must be equal: on a GPU, rounding depends on the batch size
 
 
 def machine_facts(options: argparse.Namespace) -> dict[str, Any]:
-    """Versions, devices, and whether this vLLM has the parts that are wrapped."""
+    """Return versions, devices, and whether this vLLM has the parts that the plugin wraps."""
     import torch
 
     from reprieve.bench.environment import machine, versions
@@ -46,7 +46,7 @@ def machine_facts(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def engine_of(options: argparse.Namespace, rules: Sequence[str]) -> tuple[Any, dict[str, Any]]:
-    """vLLM on the bundled pair, and what it runs with."""
+    """Start vLLM on the bundled pair; return it and its effective settings."""
     from vllm import LLM
 
     bundle, cpu = BUNDLES[BUNDLED], options.device == "cpu"
@@ -62,7 +62,7 @@ def engine_of(options: argparse.Namespace, rules: Sequence[str]) -> tuple[Any, d
         tensor_parallel_size=options.tensor_parallel,
         enforce_eager=cpu or options.eager,
         additional_config={"reprieve": {"rules": [{"rule": rule} for rule in rules]}} if rules else {},
-        **({} if cpu else {"gpu_memory_utilization": 0.4}),  # the local engine's models come beside it
+        **({} if cpu else {"gpu_memory_utilization": 0.4}),  # leave memory for the local engine's models
     )
     config = llm.llm_engine.vllm_config
     return llm, {
@@ -81,15 +81,15 @@ def prompts_of(limit: int) -> list[str]:
 
 
 def answers(options: argparse.Namespace) -> dict[str, Any]:
-    """Answers of a vLLM with the plugin switched off by each request, or without the plugin."""
+    """Return vLLM's answers with the plugin switched off by each request, or without the plugin."""
     from vllm import SamplingParams
 
-    plugged = os.environ.get("VLLM_PLUGINS") != ""
-    llm, engine = engine_of(options, RULES[:1] if plugged else ())
+    with_plugin = os.environ.get("VLLM_PLUGINS") != ""
+    llm, engine = engine_of(options, RULES[:1] if with_plugin else ())
     prompts, result = prompts_of(options.limit), {}
     # Sampled answers of the CPU build differ from process to process even without the plugin (vLLM issue 55005).
     for name, temperature in [("greedy", 0.0)] + ([] if options.device == "cpu" else [("sampled", 0.8)]):
-        extra = {"extra_args": {"reprieve_rule": "off"}} if plugged else {}
+        extra = {"extra_args": {"reprieve_rule": "off"}} if with_plugin else {}
         params = [
             SamplingParams(temperature=temperature, seed=n, max_tokens=TOKENS, **extra) for n in range(len(prompts))
         ]
@@ -98,7 +98,7 @@ def answers(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def decisions(options: argparse.Namespace) -> dict[str, Any]:
-    """Greedy answers of each rule beside the local engine's; the plugin tests itself when the engine starts."""
+    """Compare greedy answers of each rule with the local engine's; the plugin tests itself when the engine starts."""
     from vllm import SamplingParams
 
     from reprieve.engine import SamplingParams as LocalParams
@@ -111,7 +111,7 @@ def decisions(options: argparse.Namespace) -> dict[str, Any]:
     for rule in ("off", *RULES):
         params = SamplingParams(temperature=0, max_tokens=TOKENS, extra_args={"reprieve_rule": rule.partition(":")[0]})
         served[rule] = llm.generate(prompts_of(options.limit), params, use_tqdm=False)
-    require_active(llm)  # no rule raised an error meanwhile
+    require_active(llm)  # fails if a rule raised an error
     pair, rows = load_pair(BUNDLED, dtype="float32", device=options.device), {}
     for rule, outputs in served.items():
         decoder, row = pair.decoder("lossless" if rule == "off" else rule, num_draft_tokens=K), {"n": 0, "equal": 0}
@@ -119,13 +119,13 @@ def decisions(options: argparse.Namespace) -> dict[str, Any]:
         for output in outputs:
             served_ids = list(output.outputs[0].token_ids)
             start_ids = [*output.prompt_token_ids, served_ids[0]]  # vLLM never drafts an answer's first token
-            # Near its end a block would be a shorter one.
+            # With a limit of TOKENS the last block would be shorter.
             local = decoder.generate(start_ids, LocalParams(max_new_tokens=TOKENS + K))
             row["n"] += 1
             row["equal"] += served_ids[1:] == local.token_ids[: TOKENS - 1]
             row["rescued"] += local.num_rescued
         rows[rule] = row
-    few = [rule for rule, row in rows.items() if row["equal"] < SAME_LEAST * row["n"]]
+    few = [rule for rule, row in rows.items() if row["equal"] < MIN_EQUAL * row["n"]]
     return {"engine": engine, "rules": rows, "differs": f"other answers than the local engine: {few}" if few else ""}
 
 

@@ -1,7 +1,7 @@
-"""How well heads separate important tokens: `python benchmarks/heads.py`.
+"""Accuracy of heads at detecting important tokens: `python benchmarks/heads.py`.
 
-Held-out ROC AUC of judge, pivot and the target's log-probability alone with bootstrap intervals over problems, the
-curves, the ablations of AutoJudge's Figures 6 and 7, and its appendix O. Writes heads.json and roc.png.
+Held-out ROC AUC of judge, pivot and the target's log-probability alone, with bootstrap intervals over problems; ROC
+curves; AutoJudge's ablations (Figures 6 and 7) and correlations (appendix O). Writes heads.json and roc.png.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ ENCODINGS = ("previous", "draft", "target", "both")
 
 
 class Split:
-    """One split by problem, shared by everything that is compared."""
+    """Split into training and held-out problems, shared by all comparisons."""
 
     def __init__(self, tokens: LabelledTokens, held_out: float) -> None:
         self.tokens = tokens
         self.held = split_by_problem(tokens.problem_ids, tokens.important, held_out=held_out, seed=SEED)
 
     def interval(self, scores: np.ndarray) -> list[float]:
-        """Held-out AUC and its interval, from scores of all tokens."""
+        """Return the held-out AUC and its interval, given scores of all tokens."""
         tokens, held = self.tokens, self.held
         return auc_interval(tokens.important[held], scores[held], tokens.problem_ids[held])
 
     def linear(self, recipe: FeatureRecipe, c: float) -> np.ndarray:
-        """Scores of all tokens by a logistic regression fitted to the training side."""
+        """Return scores of all tokens by a logistic regression fitted to the training problems."""
         features = self.tokens.features(recipe)
         return fit_linear(features[~self.held], self.tokens.important[~self.held], c).scores(features)
 
     def best_linear(self, recipe: FeatureRecipe) -> tuple[float, np.ndarray]:
-        """The C that ranks an eighth of the training problems best, and the scores of its fit to all of them.
+        """Choose C by AUC on an eighth of the training problems; return it and the scores of its fit to all of them.
 
-        Held-out problems choose nothing, so that their AUC is not that of the luckiest C.
+        Held-out problems do not influence the choice, so their AUC is not that of the luckiest C.
         """
         tokens, training = self.tokens, ~self.held
         features, important = tokens.features(recipe)[training], tokens.important[training]
-        chooses = split_by_problem(tokens.problem_ids[training], important, held_out=0.125, seed=SEED)
-        fits = {c: fit_linear(features[~chooses], important[~chooses], c) for c in GRID}
-        best = max(GRID, key=lambda c: auc(important[chooses], fits[c].scores(features[chooses])))
+        chosen = split_by_problem(tokens.problem_ids[training], important, held_out=0.125, seed=SEED)
+        fits = {c: fit_linear(features[~chosen], important[~chosen], c) for c in GRID}
+        best = max(GRID, key=lambda c: auc(important[chosen], fits[c].scores(features[chosen])))
         return best, self.linear(recipe, best)
 
 
@@ -96,7 +96,7 @@ def _row(name: str, split: Split, scores: np.ndarray) -> list[str]:
 
 
 def inputs(split: Split) -> list[list[str]]:
-    """Figure 7: which token is encoded (both models' states), and whose states (of the draft token)."""
+    """Figure 7: the encoded token (with both models' states), and the models (with the drafted token's states)."""
     recipes = {
         ("encoded token, both models' states", encoding): FeatureRecipe(states="both", encoding=encoding)
         for encoding in ENCODINGS
@@ -109,7 +109,7 @@ def inputs(split: Split) -> list[list[str]]:
 
 
 def correlation(split: Split, scores: np.ndarray) -> list[list[str]]:
-    """Appendix O: the head's probability against the draft's of the drafted token, on held-out problems."""
+    """Appendix O: correlation of the head's and the draft's probability of drafted tokens, on held-out problems."""
     held = split.held
     head_scores, draft_probs = scores[held], split.tokens.draft_probs[held].astype(np.float64)
     problems = split.tokens.problem_ids[held]
@@ -127,7 +127,7 @@ def correlation(split: Split, scores: np.ndarray) -> list[list[str]]:
 
 
 def draw(curves: dict[str, tuple[np.ndarray, np.ndarray]], path: Path) -> None:
-    """ROC curves with their AUC in the legend."""
+    """Plot ROC curves with their AUC in the legend."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -184,7 +184,7 @@ def main() -> None:
 
 
 def pivot_part(pair: reprieve.Pair, arguments: argparse.Namespace, curves: dict) -> tuple[list[list[str]], str]:
-    """The pivot head on its own labels, beside a linear head and the log-probability on the same ones."""
+    """Compare the pivot head, a linear head and the log-probability on PAD's labels."""
     tokens = collect(pair, labels_of(pair, arguments.pivot_labels).problems())
     split = Split(tokens, arguments.held_out)
     settings = PivotTraining(held_out=arguments.held_out, seed=SEED)

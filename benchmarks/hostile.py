@@ -2,9 +2,9 @@
 
     python benchmarks/hostile.py --kills 200
 
-The groups are tests, each of many cases. The kills (SIGKILL) hit mining, training, certifying and measuring on the
-bundled pair at random moments, most after the first finished problem; every file left behind must be
-readable, and the command, run again to its end, must give the result of an undisturbed run.
+Each group is a set of tests with many cases. SIGKILL hits mining, training, measuring, certifying and reporting on the
+bundled pair at random moments, mostly after the first finished problem. Every remaining file must be readable, and the
+command, run again to its end, must give the result of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ JOBS = {
 
 @dataclass
 class Job:
-    """One command, in a folder of its own."""
+    """One command with its own output folder."""
 
     name: str
     arguments: list[str]
     out: Path
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Begin it, as a group of processes."""
+        """Start the command in its own process group."""
         command = [sys.executable, "-m", "reprieve.cli.main", *self.arguments, "--out", str(self.target)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         quiet = subprocess.DEVNULL
@@ -72,14 +72,14 @@ class Job:
         return self.out / "page.html" if self.name == "report" else self.out
 
     def finish(self) -> float:
-        """Run it to its end; the seconds it took."""
+        """Run the command to its end and return the seconds."""
         began = time.monotonic()
         if status := self.start().wait(600):
             raise SystemExit(f"{self.name}: exit status {status}")
         return time.monotonic() - began
 
     def result(self) -> Any:
-        """What must be the same however often it was killed."""
+        """Return the part of the result that must not depend on kills."""
         if self.name == "mine":
             return [(item.problem_id, item.response_ids, item.mismatches) for item in LabelStore(self.out).problems()]
         if self.name == "train":
@@ -93,7 +93,7 @@ class Job:
         return sorted((line["arm"], line["problem_id"], line["text"]) for line in lines)
 
     def broken(self) -> list[str]:
-        """Files that cannot be read."""
+        """Return the unreadable files, each with its error."""
         found = []
         for path in self.out.rglob("*"):
             if not path.is_file() or path.name.endswith(".tmp"):
@@ -116,18 +116,21 @@ class Job:
 
 
 def kills(folder: Path, names: list[str], count: int, seed: int) -> dict[str, dict[str, int]]:
-    """Kill these commands `count` times in all; rows of tried, handled and failed."""
+    """Kill the commands `count` times in total; return the kills tried, handled and failed."""
     draw, rows = random.Random(seed), {}
     shutil.rmtree(folder, ignore_errors=True)
-    whole, cut = folder / "whole", folder / "cut"
+    clean, killed = folder / "whole", folder / "cut"
     if "report" in names and "bench" not in names:
-        Job("bench", JOBS["bench"], whole / "bench").finish()  # a run to report on
+        Job("bench", JOBS["bench"], clean / "bench").finish()  # a run to report on
     for name in names:
-        folders = {"LABELS": str(Path(__file__).with_name("labels") / "autojudge"), "BENCH": str(whole / "bench")}
+        folders = {
+            "LABELS": str(Path(__file__).with_name("labels") / "miniature-autojudge"),
+            "BENCH": str(clean / "bench"),
+        }
         given = [folders.get(word, word) for word in JOBS[name]]
-        reference = Job(name, given, whole / name)
+        reference = Job(name, given, clean / name)
         seconds = reference.finish()
-        job = Job(name, given, cut / name)
+        job = Job(name, given, killed / name)
         row = {"tried": 0, "handled": 0, "failed": 0}
         while row["tried"] < count // len(names):
             process, began = job.start(), time.monotonic()
@@ -137,7 +140,7 @@ def kills(folder: Path, names: list[str], count: int, seed: int) -> dict[str, di
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             else:
-                # It had come to its end: again from the beginning, and sooner.
+                # It finished before the kill: start over, and kill sooner.
                 shutil.rmtree(job.out, ignore_errors=True)
                 seconds = min(seconds, time.monotonic() - began)
                 continue
@@ -148,30 +151,30 @@ def kills(folder: Path, names: list[str], count: int, seed: int) -> dict[str, di
                 print(f"{name}: {line}", flush=True)
         job.finish()
         same = job.result() == reference.result()
-        left = [path.name for path in job.out.rglob("*.tmp")]
+        leftovers = [path.name for path in job.out.rglob("*.tmp")]
         row["failed"] += not same
-        print(f"{name}: {row}, the same result: {same}, left behind: {left}", flush=True)
+        print(f"{name}: {row}, same result: {same}, left behind: {leftovers}", flush=True)
         rows[f"kills: {name}"] = row
     return rows
 
 
 def tests(folder: Path) -> dict[str, dict[str, int]]:
-    """Each group's cases."""
+    """Run the groups of tests; return the cases tried, handled and failed."""
     rows = {}
     for name, (paths, chosen) in GROUPS.items():
-        written = folder / "group.xml"
+        report = folder / "group.xml"
         command = [
             sys.executable,
             "-m",
             "pytest",
             "-q",
             *paths.split(),
-            f"--junitxml={written}",
+            f"--junitxml={report}",
             "-p",
             "no:cacheprovider",
         ]
         subprocess.run([*command, *(["-k", chosen] if chosen else [])], stdout=subprocess.DEVNULL, check=False)
-        suite = next(ElementTree.parse(written).iter("testsuite"))
+        suite = next(ElementTree.parse(report).iter("testsuite"))
         tried = int(suite.get("tests", 0)) - int(suite.get("skipped", 0))
         failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
         rows[name] = {"tried": tried, "handled": tried - failed, "failed": failed}
@@ -182,7 +185,7 @@ def tests(folder: Path) -> dict[str, dict[str, int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--jobs", nargs="+", choices=tuple(JOBS), default=list(JOBS), help="what is killed")
+    parser.add_argument("--jobs", nargs="+", choices=tuple(JOBS), default=list(JOBS), help="commands to kill")
     parser.add_argument("--only", choices=("tests", "kills"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/hostile"))

@@ -1,8 +1,8 @@
-"""Does the sandbox grade rightly? HumanEval's canonical solutions must pass, mutated ones fail.
+"""Test of the code sandbox: HumanEval's canonical solutions must pass, mutants must fail.
 
     python benchmarks/humaneval.py --path HumanEval.jsonl.gz
 
-Mutants: every returned value changed (must all fail), and the first number off by one (some of these are equivalent).
+Mutants change every returned value (all must fail) or the first whole number by one (some are equivalent programs).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from reprieve.tasks.jsonl import read_jsonl
 
 
 class WrongReturns(ast.NodeTransformer):
-    """`return x` becomes `return [x, 'wrong']`."""
+    """Replace `return x` with `return [x, 'wrong']`."""
 
     def visit_Return(self, node: ast.Return) -> ast.Return:
         value = node.value or ast.Constant(None)
@@ -28,7 +28,7 @@ class WrongReturns(ast.NodeTransformer):
 
 
 class OffByOne(ast.NodeTransformer):
-    """The first whole number is one larger."""
+    """Add one to the first whole number."""
 
     changed = False
 
@@ -40,7 +40,7 @@ class OffByOne(ast.NodeTransformer):
 
 
 def mutant(program: str, entry_point: str, change: ast.NodeTransformer) -> str | None:
-    """The program with its function changed; None where there was nothing to change."""
+    """Return the program with its function mutated; None if nothing changed."""
     tree = ast.parse(program)
     before = ast.unparse(tree)
     for node in tree.body:

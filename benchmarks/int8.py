@@ -1,7 +1,8 @@
 """Accuracy and speed of int8 weights on this CPU, compared with float32: `python benchmarks/int8.py --out runs/int8`.
 
-Two parts. `accuracy`: divergence of next-token distributions on GSM8K's own solutions, and how often the likeliest
-token is the same. `speed`: a forward of 1 to 33 tokens behind 200 cached ones, medians; run it on a quiet machine.
+Two tables. `accuracy`: divergence of next-token distributions on GSM8K's reference solutions, and how often the most
+likely token is the same. `speed`: median time of a forward of 1 to 33 tokens after 200 cached ones; needs an idle
+machine.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _CACHED, _REPEATS = 200, 9
 
 
 def texts_of(path: Path, num: int) -> list[str]:
-    """Questions with their solutions."""
+    """Return questions with their solutions."""
     rows = [json.loads(line) for line in path.read_text().splitlines()[:num]]
     return [f"{row['question']}\n{row['answer']}" for row in rows]
 
@@ -39,17 +40,17 @@ def log_probs(model: ModelPair, texts: list[str]) -> torch.Tensor:  # [n, V]
 def milliseconds(model: CachedModel, num: int) -> float:
     ids = list(range(1000, 1000 + _CACHED + num))
     model.start(ids[:_CACHED], reuse_prefix=True)
-    taken = []
+    times = []
     for _ in range(_REPEATS):
         started = time.perf_counter()
         model.forward(ids[_CACHED:])
-        taken.append(1000 * (time.perf_counter() - started))
+        times.append(1000 * (time.perf_counter() - started))
         model.keep(_CACHED)
-    return statistics.median(taken)
+    return statistics.median(times)
 
 
 def measure(name: str, texts: list[str]) -> tuple[list[str], list[list[str]]]:
-    """A row of accuracy, and one of speed for each precision."""
+    """Return a row of accuracy, and a row of speed for each precision."""
     found: dict[str, torch.Tensor] = {}
     speeds = []
     for dtype in ("float32", "int8"):
@@ -87,7 +88,7 @@ def main() -> None:
     speeds_note = f"A forward behind {_CACHED} cached tokens; {processor}."
     parts = {
         "accuracy": part(accuracy, list(rows), f"{len(texts)} GSM8K test problems with their solutions."),
-        "speed": part(speed, [row for of in speeds for row in of], speeds_note),
+        "speed": part(speed, [row for model_rows in speeds for row in model_rows], speeds_note),
     }
     write_parts(options.out / "int8.json", parts)
 

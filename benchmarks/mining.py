@@ -1,8 +1,8 @@
-"""What AutoJudge's search costs and guarantees: `python benchmarks/mining.py`.
+"""Cost and guarantee of AutoJudge's search: `python benchmarks/mining.py`.
 
 Speed: seconds per problem, compared in turns with a straightforward implementation that calls transformers'
-`generate` for every swap. Guarantee: over all mined problems, whether the labels have an important token whenever the
-draft alone answers differently, for the search and, with --naive, for the naive variant. Writes mining.json.
+`generate` for every swap. Guarantee: whether the labels of every mined problem on which the draft alone answers
+differently include an important token, for the search and, with --naive, for the naive variant. Writes mining.json.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from reprieve.tasks import Task, TaskProblem
 
 @torch.inference_mode()
 def straightforward(pair: Pair, task: Task, problem: TaskProblem) -> list[tuple[int, int, bool]]:
-    """Algorithm 1 as one would first write it: no cache kept, one problem at a time."""
+    """Implement Algorithm 1 directly: no cache between swaps, one problem at a time."""
 
     def generate(ids: list[int], num_left: int) -> list[int]:
         if num_left < 1:
@@ -63,9 +63,9 @@ def straightforward(pair: Pair, task: Task, problem: TaskProblem) -> list[tuple[
 
 
 def speed(pair: Pair, task: Task, arguments: argparse.Namespace) -> dict:
-    """Seconds a problem of both, in turns: the plain way on the first few of ours.
+    """Measure seconds per problem of both implementations in turns, the plain one on each turn's first problems.
 
-    Ours has many problems in flight: a turn's time is shared out by the tokens that each of them took.
+    Ours has many problems in flight, so a turn's time is divided among them by the tokens generated for each.
     """
     num_ours, in_flight = arguments.ours, arguments.in_flight
     models = PairSettings(arguments.target)
@@ -79,16 +79,16 @@ def speed(pair: Pair, task: Task, arguments: argparse.Namespace) -> dict:
             store = LabelStore(Path(folder), bench.manifest)
             mine_problems(bench.miner, problems, store, num_in_flight=in_flight)
             mined = {labels.problem_id: labels for labels in store.problems()}
-        a_token = (time.perf_counter() - began) / sum(labels.num_generated for labels in mined.values())
+        seconds_per_token = (time.perf_counter() - began) / sum(labels.num_generated for labels in mined.values())
         for problem in problems[: arguments.plain]:
             began = time.perf_counter()
             plain = straightforward(pair, task, problem)
             plain_seconds.append(time.perf_counter() - began)
-            own_seconds.append(a_token * mined[problem.problem_id].num_generated)
+            own_seconds.append(seconds_per_token * mined[problem.problem_id].num_generated)
             found = mined[problem.problem_id].mismatches
             same.append([(m.position, m.draft_id, bool(m.important)) for m in found] == plain)
-        middle = [np.mean(times[-arguments.plain :]) for times in (own_seconds, plain_seconds)]
-        print(f"{start + len(problems)}: {middle[0]:.2f} and {middle[1]:.2f} s a problem")
+        means = [np.mean(times[-arguments.plain :]) for times in (own_seconds, plain_seconds)]
+        print(f"{start + len(problems)} problems: {means[0]:.2f} and {means[1]:.2f} s per problem")
     fast, slow = np.array(own_seconds), np.array(plain_seconds)
     times = [slow.mean() / fast.mean(), *bootstrap_interval(lambda i: slow[i].mean() / fast[i].mean(), len(slow))]
     return part(
@@ -104,9 +104,9 @@ def speed(pair: Pair, task: Task, arguments: argparse.Namespace) -> dict:
 
 
 def guarantee(pair: Pair, task: Task, stores: dict[str, LabelStore]) -> dict:
-    """Important tokens where the draft alone answers otherwise than the target does in the same labels.
+    """Count important tokens, and problems without one although the draft alone answers differently.
 
-    Asked of labels of greedy answers only: sampled ones are of other answers of both models.
+    The second count is for labels of greedy answers only: sampled labels come from other answers of both models.
     """
     decoder = pair.decoder("draft_only")
     params = reprieve.SamplingParams(max_new_tokens=task.max_new_tokens)
@@ -138,7 +138,7 @@ def guarantee(pair: Pair, task: Task, stores: dict[str, LabelStore]) -> dict:
 
 
 def _misses(task: Task, problems: list[ProblemLabels], answers: dict[str, str | None]) -> list[int]:
-    """How many drafts answer otherwise than the target, and how many of these without an important token."""
+    """Count the problems on which draft and target answer differently, and those of them without an important token."""
     differing = [
         labels
         for labels in problems
@@ -153,10 +153,10 @@ def main() -> None:
     parser.add_argument("--labels", type=Path, default=Path("benchmarks/labels/miniature-autojudge"))
     parser.add_argument("--pivot-labels", type=Path, default=Path("benchmarks/labels/miniature-pivot"))
     parser.add_argument("--naive", type=Path, default=None, help="a store mined with --variant naive")
-    parser.add_argument("--turns", type=whole(0), default=3, help="0 leaves the timing out")
-    parser.add_argument("--ours", type=whole(1), default=64, help="problems a turn")
+    parser.add_argument("--turns", type=whole(0), default=3, help="turns of the timing; 0 skips it")
+    parser.add_argument("--ours", type=whole(1), default=64, help="problems per turn")
     parser.add_argument(
-        "--plain", type=whole(1), default=8, help="of those, problems mined in the straightforward way too"
+        "--plain", type=whole(1), default=8, help="of those, problems that the plain implementation mines too"
     )
     parser.add_argument("--in-flight", type=whole(1), default=32)
     parser.add_argument("--out", type=Path, default=Path("runs/mining-report"))

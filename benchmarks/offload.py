@@ -1,8 +1,8 @@
-"""A target whose weights do not fit: `python benchmarks/offload.py --limit 12`.
+"""Speed with a target that does not fit in memory: `python benchmarks/offload.py --limit 12`.
 
 AutoJudge, appendix H: with weights fetched from disk for every forward (accelerate), a target pass costs far more than
-a draft pass, so that long windows pay, if enough of them is accepted. Lossless and judge at K = 8 and K = 48, taking
-turns problem by problem, in an order that rotates, after an answer each that is not counted. Writes offload.json.
+a draft pass, so a large K pays off if enough tokens are accepted. Lossless and judge at K = 8 and K = 48 take turns on
+every problem, in rotating order, after one warm-up answer each. Writes offload.json.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     pair = reprieve.load_pair(arguments.target)
-    print(f"pair {pair.identity.target_weights}", flush=True)  # fingerprints first: offloaded weights are not there
+    print(f"pair {pair.identity.target_weights}", flush=True)  # compute fingerprints before weights are offloaded
     task = task_of(pair)
     judge = attach_heads(reprieve.parse_rule(f"judge:path={arguments.head}"))
     arms = [
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def ratio(values: np.ndarray, base: np.ndarray) -> float:
-    """Tokens per second over the baseline's."""
+    """Return tokens per second over the baseline's."""
     return float((values[:, 0].sum() / values[:, 1].sum()) / (base[:, 0].sum() / base[:, 1].sum()))
 
 

@@ -1,7 +1,7 @@
-"""How far a bundled pair's models lie apart, family by family: `python benchmarks/pair_divergences.py --num 40`.
+"""Divergence of a bundled pair's models by problem family: `python benchmarks/pair_divergences.py --num 40`.
 
 FSD's Figure 3: Jensen-Shannon divergences (base 2, 0 to 1) between both models at every token of the target's own
-greedy answers to test problems, as a histogram, beside the share of tokens that both would write.
+greedy answers to test problems, as a histogram, and the share of tokens on which both agree.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EDGES = (0.0, 0.01, 0.1, 0.3, 0.6, 1.0)
 
 @torch.inference_mode()
 def divergences(pair: Pair, problem: TaskProblem, text: str) -> tuple[np.ndarray, np.ndarray]:
-    """At each token of a text: divergence, and whether both models have the same most likely token; [n] each."""
+    """Return, for each token of a text, the divergence and whether both models' most likely tokens agree; [n] each."""
     assert pair.draft is not None
     ids = pair.tokenizer(problem.prompt + text, return_tensors="pt").input_ids
     rows = slice(len(pair.tokenizer(problem.prompt).input_ids) - 1, -1)
@@ -41,7 +41,7 @@ def divergences(pair: Pair, problem: TaskProblem, text: str) -> tuple[np.ndarray
 
 
 def histogram(values: np.ndarray) -> list[float]:
-    """The share of values in each bin of `EDGES`, its lower edge included."""
+    """Return the share of values in each bin of `EDGES`; bins include their lower edge."""
     counts, _ = np.histogram(values, bins=EDGES)
     return (counts / max(1, len(values))).tolist()
 
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def shown(found: Sequence[dict]) -> dict[str, list]:
-    """Head and rows of the table."""
+    """Return the head and rows of the table."""
     bins = [f"{low:g} to {high:g}, %" for low, high in itertools.pairwise(EDGES)]
     return {
         "head": ["family", "numbers", "tokens", "mean JS", *bins, "same token, %"],

@@ -1,7 +1,7 @@
-"""What each model of a bundled pair can do: `python benchmarks/pair_families.py --task word_problems --target T`.
+"""Accuracy of a bundled pair's models by family: `python benchmarks/pair_families.py --task word_problems --target T`.
 
-Solves as many validation problems of each family with small numbers as with large and, if percentages, with round ones.
-A task's mixture (`reprieve.tasks.generated.problems`) is chosen by this table, before any rule is run.
+Solves validation problems of each family with small and with large numbers, and percentages also with round numbers.
+A task's mixture (`reprieve.tasks.generated.problems`) is chosen from this table, before any rule is run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from reprieve.tasks.word_problems import ArithmeticTask, as_task_problem
 def of_each_family(
     task: ArithmeticTask, split: str, num: int, families: Iterable[str] = FAMILIES
 ) -> Iterator[tuple[str, str, list[TaskProblem]]]:
-    """Family, size of its numbers, and problems of both: `num`, or somewhat fewer of round percentages."""
+    """Yield each family with each size of numbers and `num` problems of both; fewer for round percentages."""
     for family in families:
         for size in ("small", "large", *(["round"] if family == "share" else [])):
             contents = dataclasses.replace(
@@ -46,7 +46,7 @@ def of_each_family(
 
 
 def worded(parser: argparse.ArgumentParser, name: str) -> ArithmeticTask:
-    """A bundled pair's task; any other ends the program."""
+    """Load a bundled pair's task; exit on any other."""
     task = load_task(name)
     if not isinstance(task, ArithmeticTask):
         parser.error(f"--task must be one of a bundled pair, arithmetic or word_problems, got {name!r}")
@@ -62,8 +62,6 @@ def main() -> None:
     parser.add_argument("--target", default="reprieve/miniature")
     parser.add_argument("--draft", default=None)
     arguments = parser.parse_args()
-    if arguments.num < 1:
-        parser.error(f"--num must be 1 or more, got {arguments.num}")
     torch.set_num_threads(1)
     pair = reprieve.load_pair(arguments.target, arguments.draft, dtype="float32")
     task = worded(parser, arguments.task)

@@ -1,9 +1,9 @@
-"""Is a bundled pair a fair miniature? `python benchmarks/pair_report.py --task word_problems --target T --draft D`.
+"""Properties of a bundled pair: `python benchmarks/pair_report.py --task word_problems --target T --draft D`.
 
-Measures what `benchmarks/miniature.json` fixes: accuracies and their union, one-step problems, how the target spreads
-over wordings, whether it repairs a wrong result put into its answer, what mismatches are worth, the cost of a forward,
-weights, and tokens per round of EAGLE-3's trees. Mismatches are those that AutoJudge's search meets, with its labels;
-which side is better, as CoSpec's Table 3 counts it, is seen from the answers of both sides.
+Measures the properties that `benchmarks/miniature.json` bounds: accuracies and their union, one-step problems, the
+entropy of the target's wordings, its repair of a wrong result put into its answer, the effect of mismatches, the cost
+of a forward, the size of the weights, and tokens per round of EAGLE-3's trees. Mismatches and labels are those of
+AutoJudge's search; the better side of each, as in CoSpec's Table 3, follows from the answers of both sides.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ PROPERTIES = Path(__file__).parent / "miniature.json"
 RESULT = re.compile(r"=(\d+)")
 _OPENERS = "|".join(word for place in ("first", "middle", "last") for word in SENTENCES[place])
 _HEDGES = "|".join(SENTENCES["hedge"])
-# A step can be worded otherwise at its opener, at what follows the comma, and at what follows that.
+# Wordings of a step differ at its opener, at the hedge after the comma, and at the body after the hedge.
 STEP = re.compile(rf"(?<= )({_OPENERS}), ({_HEDGES}) ")
 NUM_ROWS = 16
 
 
 class Writer:
-    """Texts of one model, greedily, many at once."""
+    """Greedy, batched decoding of texts with one model."""
 
     def __init__(self, pair: Pair, role: str, task: Task) -> None:
         model = pair.target if role == "target" else pair.draft
@@ -71,7 +71,7 @@ class Writer:
         self.decoder = BatchDecoder(model, num_rows=NUM_ROWS, params=params, eos_ids=self.format.eos_ids)
 
     def write(self, problems: Sequence[TaskProblem], begun: Sequence[str] = ()) -> list[str]:
-        """A solution of each problem; `begun` says how they begin."""
+        """Return a solution of each problem that begins with its text in `begun`."""
         return asyncio.run(self._write(problems, begun or [""] * len(problems)))
 
     async def _write(self, problems: Sequence[TaskProblem], begun: Sequence[str]) -> list[str]:
@@ -90,7 +90,7 @@ class Writer:
 
 
 def accuracies(writers: dict[str, Writer], task: Task, num_problems: int) -> tuple[dict, list[str]]:
-    """Target, draft and the oracle union on the test split, and on its one-step problems; the target's texts."""
+    """Measure target, draft and their union on test and one-step problems; also return the target's test texts."""
     problems = task.problems("test", num_problems)
     assert isinstance(task, ArithmeticTask)
     drawn = (draw_problem("test", index, contents=task.contents) for index in range(8 * num_problems))
@@ -115,7 +115,7 @@ def accuracies(writers: dict[str, Writer], task: Task, num_problems: int) -> tup
 
 @torch.inference_mode()
 def wording_entropies(pair: Pair, problems: Sequence[TaskProblem], texts: Sequence[str]) -> list[float]:
-    """Nats of the target's distribution wherever its own greedy answers could be worded otherwise."""
+    """Return the target's entropy, in nats, wherever its greedy answers could be worded differently."""
     found = []
     for problem, text in zip(problems, texts, strict=True):
         coded = pair.tokenizer(problem.prompt + text, return_offsets_mapping=True)
@@ -130,7 +130,7 @@ def wording_entropies(pair: Pair, problems: Sequence[TaskProblem], texts: Sequen
 
 
 def repaired(writer: Writer, problems: Sequence[TaskProblem], texts: Sequence[str], *, seed: int = 0) -> list[bool]:
-    """Whether the target's answer comes out right after one of its results was made wrong."""
+    """Return, for each answer, whether it is still right after one of its results is replaced by a wrong one."""
     rng = random.Random(seed)
     chosen, begun = [], []
     for problem, text in zip(problems, texts, strict=True):
@@ -146,7 +146,7 @@ def repaired(writer: Writer, problems: Sequence[TaskProblem], texts: Sequence[st
 
 
 def mined(arguments: argparse.Namespace) -> list[tuple[TaskProblem, ProblemLabels]]:
-    """AutoJudge's labels of training problems; resumes."""
+    """Mine AutoJudge's labels of training problems; resumes."""
     pair = PairSettings(target=arguments.target, draft=arguments.draft, dtype="float32")
     bench = build(AutoJudgeMining(limit=arguments.mine, task=arguments.task, pair=pair))
     store = LabelStore(arguments.out / "labels", bench.manifest)
@@ -163,7 +163,7 @@ def mined(arguments: argparse.Namespace) -> list[tuple[TaskProblem, ProblemLabel
 
 @torch.inference_mode()
 def mismatches(pair: Pair, task: Task, labelled: Sequence[tuple[TaskProblem, ProblemLabels]]) -> list[dict]:
-    """What both sides of each mismatch come to, and the draft's token's rank and log-probability under the target."""
+    """Return each mismatch with the outcome of both sides and the draft token's rank and log-probability."""
     found = []
     for problem, labels in labelled:
         ids = torch.tensor([[*labels.prompt_ids, *labels.response_ids]])
@@ -195,14 +195,14 @@ def auc(scores: list[float], labels: list[bool]) -> float:
 
 
 def cost_ratio(pair: Pair, repeats: int = 200) -> float:
-    """Draft forwards that a target forward takes, taking turns."""
+    """Return the time of a target forward in draft forwards, measured in turns."""
     models = (pair.cached_target(), pair.cached_draft())
     times = [[forward_seconds(model, 1) for model in models] for _ in range(repeats)]
     return statistics.median(target / draft for target, draft in times)
 
 
 def tree_tokens(pair: Pair, task: Task, head: str, problems: list[TaskProblem]) -> float:
-    """Tokens per round of lossless decoding on EAGLE-3's trees at temperature 1."""
+    """Return tokens per round of lossless decoding on EAGLE-3's trees at temperature 1."""
     decoder = pair.decoder("lossless", num_draft_tokens=6, drafter=f"eagle3:path={head},depth=6,total_tokens=32")
     generations = [
         decoder.generate(
@@ -242,9 +242,9 @@ def main() -> None:
         entropies = wording_entropies(pair, problems, texts)
         if entropies:
             values["wording_entropy"] = statistics.median(entropies)
-        mended = repaired(writers["target"], problems, texts)
-        values["repaired"] = 100 * sum(mended) / max(1, len(mended))
-        document["num_repairs_tried"] = len(mended)
+        repairs = repaired(writers["target"], problems, texts)
+        values["repaired"] = 100 * sum(repairs) / max(1, len(repairs))
+        document["num_repairs_tried"] = len(repairs)
     met = mismatches(pair, task, mined(arguments)) if arguments.mine else []
     if met:
         labels = [m["important"] for m in met]
@@ -267,13 +267,13 @@ def main() -> None:
         values["eagle_tree_tokens"] = tree_tokens(pair, task, arguments.eagle, task.problems("test", 60))
     document["properties"] = values
     rows = []
-    for wanted in read_json(PROPERTIES, "the properties")["properties"]:
-        low, high = wanted["range"]
-        value = values.get(wanted["name"])
+    for expected in read_json(PROPERTIES, "the properties")["properties"]:
+        low, high = expected["range"]
+        value = values.get(expected["name"])
         verdict = "not measured" if value is None else "" if low <= value <= high else "**outside**"
         shown = "" if value is None else f"{value:.3g}"
-        name = wanted["name"].replace("_", " ")
-        rows.append([f"{name}, {wanted['unit']}", f"{shown} {verdict}".strip(), f"{low} to {high}", wanted["source"]])
+        name, unit = expected["name"].replace("_", " "), expected["unit"]
+        rows.append([f"{name}, {unit}", f"{shown} {verdict}".strip(), f"{low} to {high}", expected["source"]])
     counted = [f"{document['num_mismatches']} mismatches of {arguments.mine} training problems"] if met else []
     for name, found in document.get("accuracy", {}).items():
         low, high = (100 * end for end in found["ci95"])

@@ -1,7 +1,7 @@
-"""Do features depend on how they are computed? `python benchmarks/precision.py`.
+"""Effect of precision and of parallel forwards on features: `python benchmarks/precision.py`.
 
-AutoJudge, appendix C: states from token-by-token forwards against states from one parallel forward, in float32 and in
-bfloat16, and what a head trained on parallel float32 states makes of each. Writes precision.json.
+AutoJudge, appendix C: compares states from token-by-token forwards and from one parallel forward, in float32 and in
+bfloat16, and a head's scores of each. The head was trained on parallel float32 states. Writes precision.json.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from reprieve.training.splits import auc_interval, split_by_problem
 
 @torch.inference_mode()
 def sequential(pair: Pair, problems: list[ProblemLabels]) -> np.ndarray:
-    """Last hidden states that encode each labelled draft token, computed token by token. [n, D]"""
+    """Return the last hidden states of all labelled drafted tokens, computed token by token: [n, D]."""
     model = pair.cached_target((-1,))
     rows = []
     for problem in problems:
-        by_place = {mismatch.position: mismatch for mismatch in problem.labelled()}
+        by_position = {mismatch.position: mismatch for mismatch in problem.labelled()}
         model.start(list(problem.prompt_ids))
         for position, token_id in enumerate(problem.response_ids):
             length = model.length
-            if position in by_place and by_place[position].draft_id != token_id:
-                rows.append(model.forward([by_place[position].draft_id])[1][-1][0])
+            if position in by_position and by_position[position].draft_id != token_id:
+                rows.append(model.forward([by_position[position].draft_id])[1][-1][0])
                 model.keep(length)
             states = model.forward([token_id])[1][-1][0]
-            if position in by_place and by_place[position].draft_id == token_id:
+            if position in by_position and by_position[position].draft_id == token_id:
                 rows.append(states)
     return torch.stack(rows).float().numpy()
 
 
 def measure(head: JudgeHead, features: np.ndarray, important: np.ndarray, problem_ids: np.ndarray) -> list[str]:
-    """What the head makes of features: AUC, and recall and acceptance at its threshold."""
+    """Return the head's AUC on features, and its recall and acceptance at its threshold, in percent."""
     scores = head.probability(torch.tensor(features)).numpy().astype(np.float64)
     refused = scores > head.threshold
     shares = (f"{100 * share:.1f}" for share in (refused[important].mean(), (~refused[~important]).mean()))
@@ -58,12 +58,12 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     head = JudgeHead.from_pretrained(arguments.head)
-    everything = labels_of(reprieve.load_pair(arguments.target), arguments.labels).problems()
-    ids = np.concatenate([[p.problem_id] * len(p.labelled()) for p in everything])
-    flags = np.concatenate([[bool(m.important) for m in p.labelled()] for p in everything]).astype(bool)
+    labelled = labels_of(reprieve.load_pair(arguments.target), arguments.labels).problems()
+    ids = np.concatenate([[p.problem_id] * len(p.labelled()) for p in labelled])
+    flags = np.concatenate([[bool(m.important) for m in p.labelled()] for p in labelled]).astype(bool)
     training = head.training
     held = set(ids[split_by_problem(ids, flags, held_out=training["held_out"], seed=training["seed"])])
-    problems = [problem for problem in everything if problem.problem_id in held][: arguments.limit]
+    problems = [problem for problem in labelled if problem.problem_id in held][: arguments.limit]
     rows: list[list[str]] = []
     reference, num_tokens = None, 0
     for dtype in ("float32", "bfloat16"):

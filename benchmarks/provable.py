@@ -1,9 +1,9 @@
-"""What a run proves about its rules, as `certify` would: `python benchmarks/provable.py RUN [RUN ...] --out OUT`.
+"""Limits that a run proves for its rules, as in `certify`: `python benchmarks/provable.py RUN [RUN ...] --out OUT`.
 
 Each rule is compared with lossless decoding on the run's problems: its loss, the growth of its answers and the share of
 them left unfinished, each with the upper limit at 95% confidence for that arm alone. The last column is the number of
-problems that prove a loss below `--max-drop` if the run's problems repeat themselves. It is not a certificate: it
-is not confirmed on held-out problems.
+problems that would prove a loss below `--max-drop` if all problems were like the run's. This is not a certificate:
+nothing is confirmed on held-out problems.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.errors import SpecError
 
 Trials = list[list[ProblemRecord]]  # of each problem
-MOST_REPEATS = 512  # of a run's problems; a rule that needs more loses about as much as may be lost
+MAX_REPEATS = 512  # of a run's problems; a rule that needs more loses nearly as much as is allowed
 
 
 def rows_of(folder: Path, promise: Promise) -> list[list[object]]:
-    """A row for each rule of a run.
+    """Return a row for each rule of a run.
 
     Raises:
         SpecError: a run without lossless decoding, or without a limit on answers.
@@ -67,7 +67,7 @@ def rows_of(folder: Path, promise: Promise) -> list[list[object]]:
 
 
 def lengths_of(strict: Trials, relaxed: Trials, budget: int) -> Lengths:
-    """The lengths of the same answers."""
+    """Return the lengths of paired answers, and whether each was cut off."""
 
     def tokens(record: ProblemRecord) -> int:
         return record.num_tokens
@@ -79,9 +79,9 @@ def lengths_of(strict: Trials, relaxed: Trials, budget: int) -> Lengths:
 
 
 def num_needed(promise: Promise, losses: np.ndarray) -> int | None:
-    """How many problems such as these prove the promised loss; None if they cannot."""
+    """Return the number of such problems that prove the promised loss; None if MAX_REPEATS times as many do not."""
     repeats = 1
-    while repeats <= MOST_REPEATS and losses.mean() < promise.max_drop:
+    while repeats <= MAX_REPEATS and losses.mean() < promise.max_drop:
         if pvalue(promise, np.tile(losses, repeats), promise.max_drop) <= 1 - promise.confidence:
             return repeats * len(losses)
         repeats += 1

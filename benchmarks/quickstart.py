@@ -1,7 +1,7 @@
 """Reproducibility of `reprieve quickstart` on a bundled pair, with its problems as a user's data file.
 
-It runs whole, then again in another folder, interrupted on the way; both must mine the same labels, train the same
-head, walk the same thresholds and write the same certificate.
+One run is uninterrupted, a second one in another folder is interrupted several times; both must mine the same labels,
+train the same head, test the same thresholds and write the same certificate.
 
     python benchmarks/quickstart.py --out runs/quickstart-twice
 """
@@ -31,7 +31,7 @@ QUESTION = "Question: {question}\nAnswer:"
 
 
 def write_data(folder: Path, bundle: Bundle, num_problems: int) -> list[str]:
-    """Problems of a bundled pair's task as a foreign file; the flags that tell of both."""
+    """Write a bundled pair's problems as a user's data file; return the flags for the pair and the file."""
     task = load_task(bundle.task)
     problems = task.problems("train", num_problems)
     rows = [{"question": problem.question, "answer": problem.reference} for problem in problems]
@@ -42,11 +42,11 @@ def write_data(folder: Path, bundle: Bundle, num_problems: int) -> list[str]:
     return ["--target", bundle.name, *data, "--grader", "number", "--max-new-tokens", str(task.max_new_tokens)]
 
 
-def run_whole(flags: Sequence[str], out: Path, interrupts: Sequence[float] = ()) -> float:
-    """Run it to its end, stopped by Ctrl-C after each of these seconds; the seconds it ran in all.
+def run_to_end(flags: Sequence[str], out: Path, interrupts: Sequence[float] = ()) -> float:
+    """Run quickstart to its end, with Ctrl-C after each time in `interrupts`; return the total seconds.
 
     Raises:
-        SystemExit: it ended badly.
+        SystemExit: an unexpected exit status.
     """
     command = [sys.executable, "-m", "reprieve.cli.main", "quickstart", *flags, "--out", str(out)]
     began = time.monotonic()
@@ -55,7 +55,7 @@ def run_whole(flags: Sequence[str], out: Path, interrupts: Sequence[float] = ())
         try:
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all that it started
+            os.killpg(process.pid, signal.SIGINT)  # to the whole process group, as a terminal does
             if process.wait() != 130:
                 sys.exit(f"{out}: status {process.returncode} when interrupted, expected 130")
             continue
@@ -66,7 +66,7 @@ def run_whole(flags: Sequence[str], out: Path, interrupts: Sequence[float] = ())
 
 
 def result_of(out: Path) -> dict[str, Any]:
-    """All that must be the same each time."""
+    """Return the parts of a result that must not differ between runs."""
     certificate = json.loads(next((out / "certificates").glob("judge-*.json")).read_text())
     problems = [dataclasses.replace(labels, seconds=0.0) for labels in LabelStore(out / "labels").problems()]
     if not problems:
@@ -79,25 +79,25 @@ def result_of(out: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--target", type=bundled, default="reprieve/miniature", help="a bundled pair's")
+    parser.add_argument("--target", type=bundled, default="reprieve/miniature", help="name of a bundled pair")
     parser.add_argument("--problems", type=whole(1), default=2400)
     parser.add_argument("--interrupts", type=float, nargs="*", default=[90, 240, 200], help="seconds after each start")
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart-twice"))
     chosen = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, and all it starts, ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     flags = write_data(chosen.out, chosen.target, chosen.problems)
     seconds = [
-        run_whole(flags, chosen.out / name, stops)
+        run_to_end(flags, chosen.out / name, stops)
         for name, stops in (("whole", []), ("interrupted", chosen.interrupts))
     ]
     both = [result_of(chosen.out / name) for name in ("whole", "interrupted")]
-    other = [key for key in both[0] if both[0][key] != both[1][key]]
+    differing = [key for key in both[0] if both[0][key] != both[1][key]]
     for name, time_taken in zip(("whole", f"interrupted {len(chosen.interrupts)} times"), seconds, strict=True):
         print(f"{name}: {time_taken / 60:.1f} min")
     stages = json.loads((chosen.out / "whole" / "quickstart.json").read_text())["stages"]
     print("stages:", ", ".join(f"{stage['name']} {stage['seconds']:.0f} s" for stage in stages))
-    print("the same result" if not other else f"DIFFERENT: {', '.join(other)}")
-    sys.exit(1 if other else 0)
+    print("the same result" if not differing else f"DIFFERENT: {', '.join(differing)}")
+    sys.exit(1 if differing else 0)
 
 
 if __name__ == "__main__":

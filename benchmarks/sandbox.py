@@ -1,10 +1,10 @@
-"""Time of a program's run in the sandbox, compared with another version and with no sandbox.
+"""Run time of a program in the sandbox, compared with another version and with no isolation.
 
     git worktree add /tmp/before e4b6b89
     python benchmarks/sandbox.py --before /tmp/before/src --turns 60
 
-Each version is a process of its own that runs one program when told to; versions take turns. `run` is a program that
-prints a number; `graded` a function with one test, by `Sandbox.passes` or, in versions before there was one, in one
+Each version is a separate process that runs one program per request; versions take turns. `run` is a program that
+prints a number. `graded` is a function with one test, run by `Sandbox.passes` or, in versions without it, in one
 process with its test.
 """
 
@@ -45,15 +45,15 @@ for line in sys.stdin:
 
 
 class Version:
-    """One version's process."""
+    """Worker process of one version."""
 
     def __init__(self, source: Path, mode: str) -> None:
         command = [sys.executable, "-c", WORKER, mode]
         environ = {**os.environ, "PYTHONPATH": str(source)}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
-        self.told()
+        self.reply()
 
-    def told(self) -> str:
+    def reply(self) -> str:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
@@ -61,11 +61,11 @@ class Version:
         assert self.process.stdin is not None
         self.process.stdin.write(f"{what}\n")
         self.process.stdin.flush()
-        return float(self.told())
+        return float(self.reply())
 
 
 def median_interval(ratios: np.ndarray) -> tuple[float, float]:
-    """Over turns."""
+    """Return the bootstrap interval of the median over turns."""
     return bootstrap_interval(lambda draw: float(np.median(ratios[draw])), len(ratios))
 
 
@@ -82,17 +82,17 @@ def main() -> None:
         versions["before"] = Version(options.before, "any")
     times: dict[str, dict[str, list[float]]] = {what: {name: [] for name in versions} for what in ("run", "graded")}
     for turn in range(options.turns + 3):
-        for what, taken in times.items():
+        for what, by_version in times.items():
             for name, version in versions.items():
                 seconds = version.seconds(what)
                 if turn >= 3:
-                    taken[name].append(seconds)
+                    by_version[name].append(seconds)
     document = {**environment(), "turns": options.turns, "seconds": times}
-    for what, taken in times.items():
-        for name, values in taken.items():
+    for what, by_version in times.items():
+        for name, values in by_version.items():
             print(f"{what}, {name}: {1000 * statistics.median(values):.0f} ms")
             if name != "now":
-                ratios = np.array(taken["now"]) / np.array(values)
+                ratios = np.array(by_version["now"]) / np.array(values)
                 low, high = median_interval(ratios)
                 print(f"  now over it: {np.median(ratios):.2f} [{low:.2f}, {high:.2f}]")
     replace_file(options.out / "sandbox.json", json.dumps(document, indent=2) + "\n")

@@ -1,12 +1,12 @@
-"""Streams of `reprieve serve` beside a client that sends malformed bodies: refusals, slow-down, memory.
+"""Effect of malformed requests on `reprieve serve`: refusals, slowdown of streams, memory.
 
     python benchmarks/server_load.py --turns 4 --seconds 30
 
-Ten streams ask the bundled pair for one greedy answer after another. In every second phase another process sends
-malformed bodies of many kinds and sizes, one after another over each of its connections; `--pause` makes it wait
-between two. A stream's speed is that of its whole answers in a phase; its slow-down compares the phases of one turn.
-On a busy machine the engine's thread also waits for a core: `stream_ratio_own_core` leaves that time out. Memory is
-the resident size of the server and its children, above that of the server once it is ready.
+Ten streams request one greedy answer after another from the bundled pair. In one of the two phases of each turn, other
+processes send malformed bodies of many kinds and sizes, each over one connection and with `--pause` seconds in between.
+A stream's speed is that of its complete answers in a phase; its slowdown compares the two phases of a turn. Under load
+the engine's thread also waits for a core: `stream_ratio_own_core` excludes that time. Memory is the resident size of
+the server and its children, above that of the idle server.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from pathlib import Path
 from typing import Any
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-LIMIT = 1 << 20  # the server's own, --max-body-bytes
-SETTLE_S = 1.0  # of a phase, left out
+LIMIT = 1 << 20  # the server's default --max-body-bytes
+SETTLE_S = 1.0  # not measured, at the start of a phase
 
 
 def filled(before: str, item: str, after: str, *, separator: str = ",", size: int = LIMIT - 64) -> bytes:
-    """A body just under the limit that repeats `item`."""
+    """Return a body just under the limit that repeats `item`."""
     count = (size - len(before) - len(after)) // (len(item.encode()) + len(separator))
     return (before + separator.join([item] * count) + after).encode()
 
 
 def bodies(seed: int = 0) -> dict[str, tuple[str, bytes]]:
-    """Malformed bodies by kind: a path, and what is posted to it."""
+    """Return malformed requests by kind: path and body."""
     draw = random.Random(seed)
     fields = '{"messages": [{"role": "user", "content": "?"}], '
     numbered = ",".join(f'"x{number}":1' for number in range(90_000))
@@ -129,13 +129,13 @@ def send_malformed(port: int, seconds: float, pause: float, out: Path, seed: int
 
 
 class Streams:
-    """Clients that ask for one streamed answer after another."""
+    """Clients that request one streamed answer after another."""
 
     def __init__(self, port: int, count: int, num_tokens: int) -> None:
         self.port = port
         self.num_tokens = num_tokens
-        self.ended: list[list[tuple[float, int]]] = [[] for _ in range(count)]  # when an answer ended, its tokens
-        self.health: list[tuple[float, float]] = []  # when, and seconds
+        self.ended: list[list[tuple[float, int]]] = [[] for _ in range(count)]  # end time and tokens of answers
+        self.health: list[tuple[float, float]] = []  # start and duration, in seconds
         self.tasks = [asyncio.create_task(self._stream(number)) for number in range(count)]
         self.tasks.append(asyncio.create_task(self._watch_health()))
 
@@ -164,7 +164,7 @@ class Streams:
         return answer
 
     def speeds(self, began: float, ended: float) -> list[float]:
-        """Tokens per second of each stream, from its first answer that ended in this time to its last."""
+        """Return tokens per second of each stream between its first and last end of an answer in this interval."""
         found = []
         for answers in self.ended:
             inside = [(when, tokens) for when, tokens in answers if began <= when <= ended]
@@ -176,7 +176,7 @@ class Streams:
 
 
 class Memory:
-    """Largest resident size of a process and its children, looked at ten times a second."""
+    """Largest resident size of a process and its children, sampled ten times a second."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -207,7 +207,7 @@ def resident_mb(pid: int) -> float:
 
 
 def threads_s(pid: int) -> dict[int, tuple[float, float]]:
-    """Seconds that each thread of a process ran, and seconds that it waited for a core."""
+    """Return the seconds that each thread of a process ran, and the seconds that it waited for a core."""
     found = {}
     for thread in map(int, os.listdir(f"/proc/{pid}/task")):
         ran, waited, _ = map(int, Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split())
@@ -217,7 +217,7 @@ def threads_s(pid: int) -> dict[int, tuple[float, float]]:
 
 @contextlib.contextmanager
 def served(options: argparse.Namespace, log: Path) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """A server on a free port, once it answers."""
+    """Start a server on a free port and wait until it is ready."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "reprieve.cli.main", "serve", "--port", str(port), "--target", options.target]
@@ -319,8 +319,8 @@ def summary(
         return float(sum(phase["tokens_per_s"]) / (1 - phase["engine_waited_for_core"]))
 
     by_turn = [
-        [beside / alone for alone, beside in zip(one["tokens_per_s"], other["tokens_per_s"], strict=True)]
-        for one, other in zip(kept(False), kept(True), strict=True)
+        [loaded / alone for alone, loaded in zip(quiet["tokens_per_s"], attacked["tokens_per_s"], strict=True)]
+        for quiet, attacked in zip(kept(False), kept(True), strict=True)
     ]
     by_stream = [statistics.median(ratios) for ratios in zip(*by_turn, strict=True)]
     every = [seconds for seen in refusals.values() for seconds, _ in seen]
@@ -344,10 +344,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--target", default="reprieve/miniature")
     parser.add_argument("--streams", type=int, default=10)
-    parser.add_argument("--tokens", type=int, default=16, help="of an answer")
-    parser.add_argument("--turns", type=int, default=4, help="of two phases, one with malformed bodies")
-    parser.add_argument("--seconds", type=float, default=30, help="of a phase")
-    parser.add_argument("--connections", type=int, default=1, help="that send malformed bodies")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens per answer")
+    parser.add_argument("--turns", type=int, default=4, help="turns of two phases, one with malformed bodies")
+    parser.add_argument("--seconds", type=float, default=30, help="seconds per phase")
+    parser.add_argument("--connections", type=int, default=1, help="connections that send malformed bodies")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between two bodies of a connection")
     parser.add_argument("--out", type=Path, default=Path("runs/server-load"))
     parser.add_argument("--malformed", type=Path, help=argparse.SUPPRESS)

@@ -1,13 +1,13 @@
-"""Many clients against `reprieve serve`: nothing lost, memory flat, every response complete or a clean error.
+"""Soak test of `reprieve serve` with many clients: complete responses or clean errors, and constant memory.
 
     python benchmarks/soak.py --clients 64 --minutes 10
 
-Clients ask (streaming or not), leave in the middle, send malformed bodies, and choose thresholds at random. One in
-eight is hostile all the time: half a request and then nothing, a body a byte at a time, a body that never arrives,
-data that is not HTTP, half a million stop characters, responses that are never read. Defects are: an answer to a greedy
-request that differs from the engine's, a response without an end, an error that is not JSON or has an unexpected
-status, a hostile connection that stays open, `/health` slower than ten seconds, a server that stops responding, and
-growing memory.
+Clients send requests (streaming or not), disconnect midway, send malformed bodies and choose thresholds at random. One
+in eight is always hostile: it sends half a request, a body a byte at a time, no body, data that is not HTTP or half a
+million stop characters, or never reads the response. Defects are: a greedy answer that differs from the server's answer
+before the test, a response without an end, an error that is not JSON or has an unexpected status, a hostile connection
+that stays open, `/health` slower than ten seconds, and a server that stops responding. Memory is reported for the
+second and the last quarter of the test.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BAD = [
     b'{"prompt": "x", "max_tokens": 99999}',
     b'{"prompt": "x", "surprise": 1}',
 ]
-# Well-formed requests that ask too much: each must be refused, at once.
+# Well-formed requests that exceed a limit: each must be refused immediately.
 TOO_MUCH = [
     b'{"prompt": "x", "stop": "' + b"y" * 500_000 + b'"}',
     json.dumps({"prompt": "x", "stop": [str(number) for number in range(1000)]}).encode(),
@@ -47,7 +47,7 @@ TOO_MUCH = [
     b'{"prompt": "' + b"x" * 3_000_000 + b'"}',
 ]
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-# What is sent, and how long each byte waits: none of them is ever a whole request.
+# Bytes to send, and seconds to wait after each (0: send all at once). None is ever a complete request.
 NEVER_WHOLE = {
     "half a head": (HEAD[:40], 0.0),
     "a head by bytes": (HEAD, 0.5),
@@ -57,11 +57,11 @@ NEVER_WHOLE = {
     "no HTTP": (bytes(range(256)) * 8 + b"\r\n\r\n", 0.0),
 }
 THRESHOLDS = (0.0, 0.04, 0.2)
-PATIENCE_S = 60.0  # for the end of a hostile connection; the server's own is 10 s a stage
+PATIENCE_S = 60.0  # limit for a hostile connection; the server's own is 10 s per stage
 
 
 async def ask(port, body, *, leave_after=None):
-    """Status and payload of one request over a connection of its own; None where we left on purpose."""
+    """Send a request over its own connection; return status and payload, or None after leaving on purpose."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
@@ -91,12 +91,12 @@ def _dechunk(data):
 
 
 class Soak:
-    """What the clients saw."""
+    """Clients of one server, and the responses that they count."""
 
     def __init__(self, port, prompts, expected, seed):
         self.port = port
         self.prompts = prompts
-        self.expected = expected  # by prompt and threshold: the engine's own text
+        self.expected = expected  # by prompt and threshold: the server's text before the test
         self.counts = collections.Counter()
         self.defects = []
         self.seed = seed
@@ -154,7 +154,7 @@ class Soak:
             self.counts[kind] += 1
 
     async def never_whole(self, sent, wait):
-        """Send it, a byte at a time where that takes long, and wait until the server brings it to an end."""
+        """Send bytes, one at a time if `wait` is not 0, and wait until the server closes the connection."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
             answered = asyncio.create_task(reader.read())
@@ -165,12 +165,12 @@ class Soak:
                 await asyncio.sleep(wait)
             await answered
         except ConnectionError:
-            pass  # ended from there, as it should be
+            pass  # closed by the server, as it should be
         finally:
             writer.close()
 
     async def watch_health(self, deadline):
-        """Every second; the slowest answer is kept."""
+        """Request `/health` every second and record the slowest response."""
         while time.monotonic() < deadline:
             began = time.monotonic()
             try:

@@ -1,4 +1,4 @@
-"""`python benchmarks/study.py`: tuned K, every rule, certificates and the report, in one command."""
+"""Study of a pair in one command: `python benchmarks/study.py` tunes K, measures every rule, certifies and reports."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from reprieve.settings import AUTO, BUNDLED_TASK, NumDraftTokens, PairSettings, 
 CONTROLS = ("direct:top_k:k=2", "direct:margin:delta=2")
 CERTIFIED = {"margin": (2.0,)}
 # A bundled task's first thousand calibration problems chose the thresholds and the bound
-# (docs/guides/evidence.md), so that certificates rest on the next.
+# (docs/guides/evidence.md), so certificates use the problems after them.
 BUNDLED_OFFSET = 1000
 
 
 @dataclass(frozen=True)
 class StudyCommand(Command):
-    """Measure every rule at its own K, certify two rules, and write the report; resumes where it was stopped.
+    """Tune K for every rule, measure all rules, certify the margin and a bundled judge, and write a report; resumes.
 
     Args:
-        arm: A rule beside the usual ones, such as judge:path=heads/j. Repeatable.
+        arm: An additional rule, such as judge:path=heads/j. Repeatable.
         task: Task. Default: that of the bundled pair.
-        limit: Problems of the frontier.
-        tune_limit: Problems that choose K.
+        limit: Number of problems to measure on.
+        tune_limit: Number of problems to choose K on.
         num_draft_tokens: Values of K to choose from.
-        certify_limit: Calibration problems, and as many held-out ones.
-        max_drop: What certificates promise to stay below.
-        num_workers: Processes side by side. Default: the cores, at most 4.
+        certify_limit: Number of calibration problems, and of held-out problems.
+        max_drop: Loss that certificates promise to stay below: 0.01 is one point.
+        num_workers: Parallel processes. Default: the number of cores, at most 4.
         seed: Same seed, same answers.
         out: Folder for results; run again with it to resume.
     """
@@ -68,7 +68,7 @@ class StudyCommand(Command):
         stages.run("tune", self._bench(self._rules(), "validation", self.tune_limit, self.out / "tune"))
         stages.run("frontier", self._bench(self._tuned_arms(), "test", self.limit, self.out / "frontier"))
         for rule, thresholds in self._certified().items():
-            # That no threshold of a rule could be certified is a result, not a failure.
+            # Status 1 means that no threshold could be certified: a result, not a failure.
             stages.run(f"certify {rule.partition(':')[0]}", self._certify(rule, thresholds), results=(0, 1))
         certificates = self.out / "certificates"
         folders = (self.out / "frontier", *([certificates] if any(certificates.glob("*.json")) else []))
@@ -77,7 +77,7 @@ class StudyCommand(Command):
         return 0
 
     def _rules(self) -> list[str]:
-        """Each rule at the setting that chooses its K."""
+        """Return each rule at the setting that its K is tuned on."""
         return [*self._usual_rules(), *self.arm]
 
     def _usual_rules(self) -> dict[str, tuple[str, ...]]:
@@ -85,19 +85,19 @@ class StudyCommand(Command):
         return usual_rules(() if bundle is None else bundle.heads, served=not self.answering.local)
 
     def _tuned_arms(self) -> list[str]:
-        """Every setting of every rule at the K that its rule is fastest at; lossless at its own, twice."""
+        """Return every setting of every rule at the rule's fastest K, and lossless twice at its own."""
         fastest = read_json(self.out / "tune" / "results.json", "the values of K")["fastest"]
         tuned = {best["spec"]: best["num_draft_tokens"] for best in fastest}
         arms = [f"{name}@K={tuned['lossless']}" for name in ("lossless", "lossless_rerun")]
         arms += [] if not self.answering.local else CONTROLS  # servers do not sample from a truncation
         usual = self._usual_rules()
         for rule in self._rules():
-            k = tuned[attach_heads(parse_rule(rule), self.pair.target).spec]  # which may differ from what was typed
+            k = tuned[attach_heads(parse_rule(rule), self.pair.target).spec]  # may differ from the flag
             arms += [f"{setting}@K={k}" for setting in usual.get(rule, (rule,))]
         return arms
 
     def _certified(self) -> dict[str, tuple[float, ...]]:
-        """The rules to certify, and their thresholds."""
+        """Return the thresholds of each rule to certify."""
         bundle = self.pair.bundle
         judge = {} if bundle is None else {"judge": tuple(map(float, bundle.certified.split(",")))}
         return {**judge, **CERTIFIED}
@@ -135,11 +135,11 @@ class StudyCommand(Command):
 
 
 def usual_rules(heads: Collection[str], *, served: bool = False) -> dict[str, tuple[str, ...]]:
-    """What every rule says of its place in a study: the setting that chooses its K, and the settings to measure.
+    """Return each rule's settings in a study, by the one that its K is tuned on.
 
     Args:
-        heads: kinds of heads that need not be named, as those of a bundled pair.
-        served: whether a server is to have them, which cannot have all.
+        heads: kinds of heads that need no path, such as those of a bundled pair.
+        served: leave out the rules that a server cannot run.
     """
     from reprieve.needs import Need
     from reprieve.rules import RULES

@@ -1,15 +1,15 @@
-"""Every table of the docs, from committed configurations: `make tables`, or `python benchmarks/tables.py run NAME ...`.
+"""Tables of the docs, from committed configurations: `make tables`, or `python benchmarks/tables.py run NAME ...`.
 
-`benchmarks/tables.yaml` names the commands of each table (and the environment they need, where it is not this one),
-the file they end in, how it is shown and the pages that it governs. `run` makes what is missing under `runs/tables`
-(each command resumes from its folder), keeps the results in `benchmarks/results`, and writes the pages; `write` writes
-pages from the kept results; `check` says where kept results are of another command, where pages differ from them, and
-which decimals, shares and signed numbers on governed pages no command made. A page kept by hand must name a command in
-each section and list item that shows an interval, and under `docs/measured` in each with a table of numbers.
+`benchmarks/tables.yaml` gives each table's commands (and their environment, if it is not this one), result file, format
+and pages. `run` runs the commands under `runs/tables` (each resumes from its folder), stores the results in
+`benchmarks/results` and writes the pages; `write` writes the pages from the stored results; `check` reports stored
+results of other commands, pages that differ from the results, and decimals, shares and signed numbers on these pages
+that no command produced. A handwritten page must name a command in each section and list item that shows an interval
+and, under `docs/measured`, in each that has a table of numbers.
 
-On a page, a table stands between `<!-- table NAME -->` and `<!-- /table -->` (NAME.PART where a result has several), a
-single number between `<!-- value NAME ; ARM ; FIELD -->` and `<!-- /value -->`. Numbers of others stand in a line with
-their source, which holds `<!-- cited -->`.
+On a page, a table is between `<!-- table NAME -->` and `<!-- /table -->` (NAME.PART if a result has several), a single
+number between `<!-- value NAME ; ARM ; FIELD -->` and `<!-- /value -->`. A number from another source is on a line that
+names the source and contains `<!-- cited -->`.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ RUNS = Path("runs/tables")
 _BLOCK = re.compile(r"<!-- table ([\w.-]+) -->\n(?:(?!<!-- table ).)*?<!-- /table -->", re.DOTALL)
 _VALUE = re.compile(r"<!-- value ([^>\n]+?) -->[^\n|]*?<!-- /value -->")
 _CODE = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|<!--.*?-->", re.DOTALL)
-# What reads like a measurement: a decimal (not of a name, as Apache-2.0), a share, or a sign before digits.
+# Numbers that look measured: decimals (not in names such as Apache-2.0), shares and signed integers.
 _MEASURED = re.compile(r"(?<![\w.])(?<!\w-)[+-]?\d+\.\d+(?!\.?\d)|\b\d+(?:\.\d+)? ?%|(?<!\w)[+-]\d+\b")
 _INTERVAL = re.compile(r"[\w%]\s+\[[-+]?\d[\d.]*, [-+]?\d[\d.]*\]")
 _SECTION = re.compile(r"^(?=#+ |- \*\*)", re.MULTILINE)
 _COMMAND = re.compile(r"`[^`]*\b(?:reprieve |benchmarks/|pytest )[^`]*`|^\$ ", re.MULTILINE)
-_SHOWN_LOOSE = 5  # of a page
+_SHOWN_LOOSE = 5  # unsourced numbers to list per page
 _KEPT = (
     *("command", "commit", "versions", "machine", "complete", "target", "draft", "drafter", "dtype", "engine"),
     *("task", "split", "offset", "num_problems", "num_trials", "num_draft_tokens", "sampling", "seed"),
@@ -51,18 +51,18 @@ _KEPT = (
 
 @cache
 def tables() -> dict[str, dict[str, Any]]:
-    """What `tables.yaml` says, by name."""
+    """Return the configurations in `tables.yaml`, by table."""
     return yaml.safe_load((ROOT / "benchmarks" / "tables.yaml").read_text())["tables"]
 
 
 def pages() -> list[Path]:
-    """The pages that tables govern."""
+    """Return the pages that contain tables."""
     return [ROOT / name for name in dict.fromkeys(page for table in tables().values() for page in table["pages"])]
 
 
 @cache
 def kept(name: str) -> dict[str, Any]:
-    """A table's kept results.
+    """Return a table's stored results.
 
     Raises:
         ReprieveError: there is no such table, or its command was not run.
@@ -96,7 +96,7 @@ def _plain(digits: int, scale: float = 1, unit: str = "") -> Callable[[Mapping[s
     return show
 
 
-# Column: its heading and how it is shown.
+# Column: heading and formatter.
 COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Any], str], str]]] = {
     "spec": ("arm", lambda arm, _: f"`{arm['spec']}`".replace("|", "\\|")),
     "accuracy": ("solved, %", lambda arm, name: _with_interval(arm, name, 100, 1)),
@@ -120,12 +120,12 @@ USUAL = ("spec", "accuracy", "accuracy_vs_lossless", "tokens_per_round", "speedu
 
 
 def grid(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
 
 
 def arms_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
-    """Arms of `reprieve bench`, a line each."""
+    """Format the arms of `reprieve bench`, one per row."""
     columns = table.get("columns", USUAL)
     rows = [[COLUMNS[column][1](arm, column) for column in columns] for arm in document["arms"]]
     machine, length = document["machine"], document["num_draft_tokens"]
@@ -139,19 +139,19 @@ def arms_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
         f"{machine['num_threads']} thread(s) of an {machine['processor']}; brackets are 95% intervals.",
     )
     note = f"{', '.join(parts)}\n`{document['command']}`"
-    if "note" in table:  # a view's own, where another page has the command
+    if "note" in table:  # a view has its own note; another page shows the command
         note = table["note"].format(n=document["num_problems"])
     return f"{grid([COLUMNS[column][0] for column in columns], rows)}\n\n{note}"
 
 
 def rows_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
-    """Rows as a benchmark made them: `head` and `rows` of its result, and its command."""
+    """Format `head` and `rows` of a benchmark's result, with its command."""
     foot = "\n".join(filter(None, (document.get("note"), f"`{document['command']}`")))
     return f"{grid(document['head'], document['rows'])}\n\n{foot}"
 
 
 def parts_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
-    """All tables of a benchmark that makes several: `parts` of its result, each with `head`, `rows` and a note."""
+    """Format all tables of a result that has several: its `parts`, each with `head`, `rows` and a note."""
     return "\n\n".join(rows_table(table, document | part) for part in document["parts"].values())
 
 
@@ -160,7 +160,7 @@ def share_text(values: list[float] | None) -> str:
 
 
 def rejections_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
-    """What `benchmarks/arc_rejections.py` found, a line for each way of comparing."""
+    """Format the results of `benchmarks/arc_rejections.py`, one row per measure."""
     found = document["rejections"]
     rows = [
         [name, *(share_text(of[share]) for share in ("tokens", "places_any", "places_all"))]
@@ -176,7 +176,7 @@ def rejections_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> s
 
 
 def branches_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
-    """What `benchmarks/cospec_branches.py` found, a line for each kind of mismatch (CoSpec, Table 3)."""
+    """Format the results of `benchmarks/cospec_branches.py`, one row per kind of mismatch (CoSpec, Table 3)."""
     found = document["diagnosis"]
     rows = [
         [
@@ -196,7 +196,7 @@ def branches_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str
 
 
 def audits_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
-    """How far accepted tokens moved the next step, and how often a bound held (ARC-Decode, Table 5)."""
+    """Format the shift of the next step by accepted tokens, and how often a bound held (ARC-Decode, Table 5)."""
     rows = [
         [f"`{audit['arm']}`", group, str(of["num"]), *_shift(of)]
         for audit in document["audits"]
@@ -231,7 +231,7 @@ SHOWN: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], str]] = {
 
 
 def shown(marker: str) -> str:
-    """A table as its pages have it: `NAME`, or `NAME.PART` for one of the tables that a benchmark makes.
+    """Format a table for its pages: `NAME`, or `NAME.PART` for one table of a result that has several.
 
     Raises:
         ReprieveError: there is no such table or part.
@@ -250,7 +250,7 @@ def shown(marker: str) -> str:
 
 
 def value(marker: str) -> str:
-    """One number: `NAME ; ARM ; FIELD`."""
+    """Format one number: `NAME ; ARM ; FIELD`."""
     parts = [part.strip() for part in marker.split(";")]
     if len(parts) != 3 or parts[2] not in COLUMNS:
         raise ReprieveError(f"a value must be NAME ; ARM ; FIELD, with a field of {', '.join(COLUMNS)}; got {marker!r}")
@@ -262,19 +262,19 @@ def value(marker: str) -> str:
 
 
 def rendered(text: str) -> str:
-    """A page with every table and number as the kept results have them."""
+    """Return a page with every table and number filled in from the stored results."""
     text = _BLOCK.sub(lambda match: f"<!-- table {match[1]} -->\n{shown(match[1])}\n<!-- /table -->", text)
     return _VALUE.sub(lambda match: f"<!-- value {match[1]} -->{value(match[1])}<!-- /value -->", text)
 
 
 def loose_numbers(text: str) -> list[str]:
-    """Numbers that look measured and stand outside of tables, values, code and lines that cite."""
+    """Return numbers that look measured and are outside tables, values, code and cited lines."""
     bare = "\n".join(line for line in _VALUE.sub("", _BLOCK.sub("", text)).split("\n") if "<!-- cited -->" not in line)
     return _MEASURED.findall(_CODE.sub("", bare))
 
 
 def unsourced(text: str, *, measured: bool) -> list[str]:
-    """First lines of a hand-kept page's sections that show an interval and name no command.
+    """Return the first lines of a handwritten page's sections that show an interval but name no command.
 
     On a page of measurements (`measured`) a table of numbers counts too.
     """
@@ -289,7 +289,7 @@ def unsourced(text: str, *, measured: bool) -> list[str]:
 
 
 def trimmed(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of a result: what was run, and of each arm what a page could show."""
+    """Return the part of a result to store: what was run, and the fields of each arm that a page can show."""
     if "parts" in document:
         return {field: document[field] for field in (*_KEPT, "parts") if field in document}
     if "arms" not in document:
@@ -300,12 +300,12 @@ def trimmed(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def words_of(name: str, command: str) -> list[str]:
-    """A table's command, word by word, its folder put in."""
+    """Split a table's command into words and insert its folder."""
     return [re.sub(r"\bOUT\b", str(RUNS / name), word) for word in shlex.split(command)]
 
 
 def run(names: list[str]) -> None:
-    """Run what the tables need and keep the results.
+    """Run the tables' commands and store the results.
 
     Raises:
         ReprieveError: a command failed, or a result is not complete.
@@ -313,14 +313,14 @@ def run(names: list[str]) -> None:
     for name in names:
         table, folder = tables()[name], RUNS / name
         binaries = ROOT / table.get("environment", ".") / "bin"
-        if not binaries.is_dir():  # without an environment of its own; on a GPU, vLLM is in this one
+        if not binaries.is_dir():  # fall back to this environment, which on a GPU has vLLM
             binaries = Path(sys.executable).parent
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # scripts import `recipes`
         for command in table["run"]:
             words = words_of(name, command)
             print(f"{name}: {shlex.join(words)}", flush=True)
             if status := subprocess.run(_program(words, binaries), cwd=ROOT, env=environment, check=False).returncode:
-                raise ReprieveError(f"table {name}: {words[0]} ended with {status}; run again to go on")
+                raise ReprieveError(f"table {name}: {words[0]} ended with {status}; run again to resume")
         keep(name, read_json(ROOT / folder / table["result"], f"the result of table {name}"))
         for figure, shown_at in table.get("figures", {}).items():
             replace_file(ROOT / shown_at, (ROOT / folder / figure).read_bytes())
@@ -335,19 +335,19 @@ def _program(words: list[str], binaries: Path) -> list[str]:
 
 
 def keep(name: str, document: Mapping[str, Any]) -> None:
-    """Keep a table's result.
+    """Store a table's result.
 
     Raises:
         ReprieveError: it is not complete.
     """
     if not document.get("complete", True):
-        raise ReprieveError(f"table {name} is not complete; run again to go on")
+        raise ReprieveError(f"table {name} is not complete; run again to resume")
     replace_file(RESULTS / f"{name}.json", json.dumps(trimmed(document), indent=1) + "\n")
     kept.cache_clear()
 
 
 def write() -> None:
-    """Write every governed page anew."""
+    """Rewrite every page that contains tables."""
     for page in pages():
         before = page.read_text()
         if (after := rendered(before)) != before:
@@ -356,7 +356,7 @@ def write() -> None:
 
 
 def check() -> list[str]:
-    """What is wrong with the kept results and the pages, a line each."""
+    """Return the errors in stored results and pages, one per line."""
     wrong = [
         f"{name}: kept is {kept(name)['command']!r}, tables.yaml has another command"
         for name, table in tables().items()
@@ -364,15 +364,15 @@ def check() -> list[str]:
     ]
     for page in pages():
         text, name = page.read_text(), page.relative_to(ROOT)
-        for kind, whole in (("table", _BLOCK), ("value", _VALUE)):
-            if {text.count(f"<!-- {kind}"), text.count(f"<!-- /{kind} -->")} != {len(whole.findall(text))}:
+        for kind, pattern in (("table", _BLOCK), ("value", _VALUE)):
+            if {text.count(f"<!-- {kind}"), text.count(f"<!-- /{kind} -->")} != {len(pattern.findall(text))}:
                 wrong.append(f"{name}: a {kind} lacks its opening or its closing marker")
         if rendered(text) != text:
-            wrong.append(f"{name} differs from the kept results; `python benchmarks/tables.py write` mends it")
+            wrong.append(f"{name} differs from the kept results; `python benchmarks/tables.py write` fixes it")
         loose = [f"{name}: no command made {number!r}" for number in loose_numbers(text)]
         wrong += loose[:_SHOWN_LOOSE]
         if more := loose[_SHOWN_LOOSE:]:
-            wrong.append(f"{name}: nor {len(more)} further numbers")
+            wrong.append(f"{name}: {len(more)} more numbers without a command")
     for page in sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - set(pages())):
         name = page.relative_to(ROOT)
         sections = unsourced(page.read_text(), measured=name.parts[:2] == ("docs", "measured"))
@@ -383,12 +383,12 @@ def check() -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("run", "write", "check"))
-    parser.add_argument("names", nargs="*", help="tables to run; all of them when left out")
+    parser.add_argument("names", nargs="*", help="tables to run. Default: all")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(tables()):
         parser.error(f"names must be among {', '.join(tables())}, got {', '.join(sorted(unknown))}")
     if arguments.names and arguments.action != "run":
-        parser.error(f"{arguments.action} takes no names: it is of all pages, got {' '.join(arguments.names)}")
+        parser.error(f"{arguments.action} takes no names: it covers all pages, got {' '.join(arguments.names)}")
     try:
         if arguments.action == "run":
             run(arguments.names or list(tables()))
@@ -399,7 +399,7 @@ def main() -> None:
         sys.exit(f"error: {error}")
     if wrong:
         sys.exit("\n".join(wrong))
-    print(f"{len(tables())} tables, and what {len(pages())} pages show of them, agree")
+    print(f"{len(tables())} tables and the {len(pages())} pages that show them agree")
 
 
 if __name__ == "__main__":

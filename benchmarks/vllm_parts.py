@@ -1,9 +1,9 @@
 """Check that an unpacked vLLM has everything that the plugin uses, without running it.
 
     python benchmarks/vllm_parts.py FOLDER            # FOLDER holds the package `vllm`
-    python benchmarks/vllm_parts.py FOLDER OLDER      # and which touched functions differ from those of an older one
+    python benchmarks/vllm_parts.py FOLDER OLDER      # and list wrapped functions that differ from an older one
 
-Checks the parameters of touched functions (`vllm_plugin/probing.py`) and that each imported name is defined.
+Checks the parameters of wrapped functions (`vllm_plugin/probing.py`) and that each imported name is defined.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ def main() -> int:
             print(f"{folder}: {kind} fits")
         except ReprieveError as error:
             problems.append(f"{kind}: {error}")
-    print("\n".join(f"{folder}: {problem}" for problem in problems) or f"{folder}: all imported names are there")
+    print("\n".join(f"{folder}: {problem}" for problem in problems) or f"{folder}: all imported names exist")
     for change in differences(folder, Path(sys.argv[2])) if len(sys.argv) == 3 else ():
         print(change)
     return bool(problems)
 
 
 def in_source(root: Path) -> Callable[[Part], list[Parameter] | None]:
-    """Return a reader of parameters, like `probing.live`, for a vLLM that lies unpacked in a folder."""
+    """Return a reader of parameters, like `probing.live`, for an unpacked vLLM."""
 
     def parameters_of(part: Part) -> list[Parameter] | None:
         node = node_in(root, part)
         if node is None:
             return None
-        given = node.args
-        positional = [*given.posonlyargs, *given.args]
-        num_required = len(positional) - len(given.defaults)
+        signature = node.args
+        positional = [*signature.posonlyargs, *signature.args]
+        num_required = len(positional) - len(signature.defaults)
         parameters = [Parameter(item.arg, index < num_required) for index, item in enumerate(positional)]
-        keywords = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+        keywords = zip(signature.kwonlyargs, signature.kw_defaults, strict=True)
         return parameters + [Parameter(item.arg, default is None) for item, default in keywords]
 
     return parameters_of
 
 
 def node_in(root: Path, part: Part) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """The definition of a part in such a folder; None where it is not there."""
+    """Return the definition of a part in an unpacked vLLM, or None."""
     path = root.joinpath(*part.module.split(".")).with_suffix(".py")
     body: Sequence[ast.AST] = ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else ()
     node: ast.AST | None = None
@@ -66,14 +66,14 @@ def node_in(root: Path, part: Part) -> ast.FunctionDef | ast.AsyncFunctionDef | 
 
 
 def missing_names(folder: Path) -> Iterator[str]:
-    """Names that our code imports from vLLM and that its modules do not define."""
+    """Yield the names that our code imports from vLLM and its modules do not define."""
     for file in sorted(Path(reprieve.__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
                 known = defined(folder, str(node.module))
                 for name in {alias.name for alias in node.names} - known:
                     if not source_of(folder, f"{node.module}.{name}"):
-                        yield f"{file.name} imports {node.module}.{name}, which is not there"
+                        yield f"{file.name} imports {node.module}.{name}, which does not exist"
 
 
 def source_of(folder: Path, module: str) -> Path | None:
@@ -82,7 +82,7 @@ def source_of(folder: Path, module: str) -> Path | None:
 
 
 def defined(folder: Path, module: str) -> set[str]:
-    """Names that a module binds anywhere, imports among them."""
+    """Return the names that a module binds anywhere, including imports."""
     file = source_of(folder, module)
     if module == "vllm.version":  # written when a wheel is built; it imports its name
         return {"__version__"} if file else set()
@@ -98,14 +98,14 @@ def defined(folder: Path, module: str) -> set[str]:
 
 
 def differences(new: Path, old: Path) -> Iterator[str]:
-    """Touched functions that are not as they were: new parameters, or another body."""
+    """Yield the wrapped functions that changed: their parameters, or their body."""
     for part in dict.fromkeys(part for kind in probing.runners() for part in probing.parts(kind)):
         then, now = (node_in(folder, part) for folder in (old, new))
         if then is None or now is None or ast.dump(then) == ast.dump(now):
             continue
         arguments = [ast.unparse(node.args) for node in (then, now)]
-        what = "another body" if arguments[0] == arguments[1] else f"({arguments[1]}) instead of ({arguments[0]})"
-        yield f"{part.module}.{part.name}: {what}"
+        change = "another body" if arguments[0] == arguments[1] else f"({arguments[1]}) instead of ({arguments[0]})"
+        yield f"{part.module}.{part.name}: {change}"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""vLLM's own rejection-sampler tests, as they are and through the plugin: it must pass every test that vLLM passes.
+"""Run vLLM's own rejection-sampler tests with and without the plugin, which must pass all that vLLM passes.
 
     python benchmarks/vllm_sampler_tests.py --source vllm-0.32.0.tar.gz
 
 Runs test_rejection_sampler.py of vLLM's source distribution three times on the CPU build: untouched; with
-`expand_kernel` mended (issue 55005: the CPU build's throws its result away); and mended behind the plugin with
-`margin:delta=0`, which accepts nothing and so must change nothing, while all of the plugin's machinery runs.
+`expand_kernel` mended (issue 55005: the CPU build's discards its result); and mended, through the plugin with
+`margin:delta=0`, which rescues nothing and so must change nothing, although all of the plugin's code runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FOLDERS = ("tests/v1/sample/", "tests/v1/__init__.py", "tests/__init__.py")
 
 
 def pytest_configure(config):
-    """As a pytest plugin (`-p vllm_sampler_tests`), inside each run."""
+    """Patch vLLM; each run loads this file as a pytest plugin (`-p vllm_sampler_tests`)."""
     from vllm.platforms import current_platform
 
     current_platform.register_triton_kernel_overrides()
@@ -77,7 +77,7 @@ def _behind_the_plugin():
 
 
 def failures(folder, mode):
-    """The names of the tests that fail, and how many ran."""
+    """Return the names of the failed tests, and the number of tests run."""
     here = Path(__file__).resolve()
     path = os.pathsep.join([str(folder), str(here.parent)])
     environment = {**os.environ, MODE: mode, "PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -113,7 +113,7 @@ def main():
     for mode, (failed, ran) in found.items():
         print(f"{mode}: {len(failed)} of {ran} fail")
     new = found["plugin"][0] - found["mended"][0]
-    print(f"behind the plugin and not without it: {sorted(new) or 'none'}")
+    print(f"fail only with the plugin: {sorted(new) or 'none'}")
     sys.exit(bool(new))
 
 

@@ -1,14 +1,14 @@
 """Benefit and cost of the plugin inside vLLM, on a bundled pair (needs vLLM; see docs/guides/vllm_operations.md).
 
-Each arm is an engine in a process of its own; they take turns, so that each ratio is the median over neighbouring runs:
+Each arm is an engine in its own process; arms take turns, and each ratio is the median over neighbouring runs:
 
 - `unpatched`: vLLM without the plugin (VLLM_PLUGINS empty); `standard`: the plugin installed and not configured;
-- one arm a rule;
-- `synthetic ...`: vLLM's own synthetic acceptance at that rule's accepted length: what the rule could reach if judging
-  cost nothing. The CPU build has no kernel for it; `synthetic_kernel` is one.
+- one arm per rule;
+- `synthetic ...`: vLLM's own synthetic acceptance at that rule's accepted length: the rule's speed if judging cost
+  nothing. The CPU build has no kernel for it; `synthetic_kernel` is one.
 
 Throughput is measured at a fixed answer length (end-of-text ignored), accuracy on answers that end by themselves.
-Writes results.json, as `tables.py` shows it.
+Writes results.json, which `tables.py` renders.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FIXED = 96
 
 
 def synthetic_kernel(output, ends, drafted, argmax, bonus, is_greedy, max_spec_len, uniforms, rates, *rest):
-    """vLLM's greedy synthetic acceptance, in Python: a draft passes where its draw is below its place's rate."""
+    """vLLM's greedy synthetic acceptance, in Python: accepts a token if its draw is below its position's rate."""
     drafted_ids, own, draws, chances = drafted.tolist(), argmax.tolist(), uniforms.tolist(), rates.tolist()
     rows, start = [], 0
     for row, end in enumerate(ends.tolist()):
@@ -46,7 +46,7 @@ def synthetic_kernel(output, ends, drafted, argmax, bonus, is_greedy, max_spec_l
 
 
 def engine(bundle, arm, k, batch, pipe):
-    """A child: an engine of `batch` slots that answers jobs (prompts, fixed length or not) with what they took."""
+    """Child process: run an engine of `batch` slots and answer jobs (prompts, fixed length or not) with their cost."""
     os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
     os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_PLUGINS="" if arm["kind"] == "unpatched" else "reprieve")
     from vllm import LLM, SamplingParams
@@ -97,7 +97,7 @@ def engine(bundle, arm, k, batch, pipe):
 
 
 def own_clock(llm):
-    """Adds up the time between vLLM's call of its rejection sampler and the sampler's own work, and our bookkeeping."""
+    """Add up the plugin's time: its sampler wrapper, without vLLM's sampler inside, and its bookkeeping."""
     from vllm.v1.sample import rejection_sampler as module
 
     clock = {"seconds": 0.0}
@@ -126,7 +126,7 @@ def _counters(llm):
 
 
 class Arm:
-    """The parent's side of a child."""
+    """Parent's handle of a child process."""
 
     def __init__(self, options, label, arm, batch):
         self.label = label
@@ -147,7 +147,7 @@ class Arm:
 
 
 def take_turns(arms, prompts, repeats):
-    """Tokens per second of each arm, run after run; the first round warms up."""
+    """Return tokens per second of each arm in every turn after a warm-up, and each arm's last outcome."""
     speeds = {arm.label: [] for arm in arms}
     last = {}
     for repeat in range(repeats + 1):
@@ -167,14 +167,14 @@ def ratio(speeds, arm, base):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", type=bundled, default="reprieve/miniature", help="a bundled pair's")
+    parser.add_argument("--target", type=bundled, default="reprieve/miniature", help="name of a bundled pair")
     parser.add_argument("--rules", nargs="*", default=RULES)
     parser.add_argument("--num-draft-tokens", type=whole(1), default=8)
     parser.add_argument("--batches", type=whole(1), nargs="*", default=[1, 4, 16])
-    parser.add_argument("--prompts", type=whole(1), default=16, help="for throughput")
-    parser.add_argument("--problems", type=whole(1), default=200, help="for accuracy")
+    parser.add_argument("--prompts", type=whole(1), default=16, help="number of prompts for throughput")
+    parser.add_argument("--problems", type=whole(1), default=200, help="number of problems for accuracy")
     parser.add_argument(
-        "--identical", type=whole(1), default=100, help="prompts on which the plugin, off, must be unnoticed"
+        "--identical", type=whole(1), default=100, help="prompts to compare with and without the idle plugin"
     )
     parser.add_argument("--repeats", type=whole(1), default=7)
     parser.add_argument("--out", type=Path, default=Path("runs/vllm-serving"))
@@ -189,7 +189,7 @@ def main():
         for rule in options.rules:
             arms[rule] = Arm(options, rule, {"kind": "rule", "rule": rule}, batch)
         if not found:
-            same = unnoticed(arms, prompts[: options.identical])
+            same = num_unchanged(arms, prompts[: options.identical])
             solved = accuracy(arms, task, problems[: options.problems])
         found[batch] = throughput(arms, options, prompts[: max(options.prompts, 2 * batch)], batch)
         print(json.dumps({"batch": batch, **found[batch]}, indent=1), flush=True)
@@ -217,15 +217,15 @@ def main():
 
 
 def throughput_row(label, cells):
-    """A line of the table: an arm at each batch."""
+    """Return an arm's row of the table: its values at each batch size."""
     ratios = ["1" if label == "standard" else over(cell["over_standard"], 2) for cell in cells]
     lengths, shares = ([cell[name] for cell in cells] for name in ("length", "plugin_share"))
     share = f"{100 * min(shares):.1f} to {100 * max(shares):.1f}%" if max(shares) else "-"
     return [f"`{label}`", *ratios, f"{min(lengths):.2f} to {max(lengths):.2f}", share]
 
 
-def unnoticed(arms, prompts):
-    """On how many prompts the plugin, off, changes no token."""
+def num_unchanged(arms, prompts):
+    """Return the number of prompts on which the plugin without a rule changes no token."""
     with_plugin, without_plugin = (arms[kind].run(prompts, False)["token_ids"] for kind in ("standard", "unpatched"))
     same = sum(a == b for a, b in zip(with_plugin, without_plugin, strict=True))
     print(f"plugin off: the same tokens on {same} of {len(prompts)} prompts", flush=True)
@@ -233,7 +233,7 @@ def unnoticed(arms, prompts):
 
 
 def accuracy(arms, task, problems):
-    """A line of the table for each arm: problems solved, tokens per round."""
+    """Return a row of the table for each arm: problems solved, tokens per round."""
     rows = []
     for label, arm in arms.items():
         outcome = arm.run([problem.prompt for problem in problems], False)
@@ -248,13 +248,13 @@ def accuracy(arms, task, problems):
 
 
 def throughput(arms, options, prompts, batch):
-    """Tokens per second of each arm and of its synthetic twin over vLLM without a rule."""
-    everyone = dict(arms)
+    """Measure the arms and the rules' synthetic twins, relative to vLLM without a rule."""
+    all_arms = dict(arms)
     for rule in options.rules:
         length = arms[rule].run(prompts, True)["length"]
         twin = {"kind": "synthetic", "length": length}
-        everyone[f"synthetic {rule}"] = Arm(options, f"synthetic {rule}", twin, batch)
-    speeds, last = take_turns(list(everyone.values()), prompts, options.repeats)
+        all_arms[f"synthetic {rule}"] = Arm(options, f"synthetic {rule}", twin, batch)
+    speeds, last = take_turns(list(all_arms.values()), prompts, options.repeats)
     rows = {
         label: {
             "tokens_per_second": statistics.median(speeds[label]),
@@ -262,10 +262,10 @@ def throughput(arms, options, prompts, batch):
             "plugin_share": last[label]["plugin_share"],
             "over_standard": ratio(speeds, label, "standard"),
         }
-        for label in everyone
+        for label in all_arms
     }
     for rule in options.rules:
-        everyone[f"synthetic {rule}"].close()
+        all_arms[f"synthetic {rule}"].close()
     return rows
 
 

@@ -1,4 +1,4 @@
-"""One answer from the bundled pair, with where its tokens come from."""
+"""One answer from the bundled pair, with its tokens per round and number of rescued tokens."""
 
 import reprieve
 

@@ -54,14 +54,14 @@ def untrained(pair: Pair, shape: ArbiterShape, task: str, num_draft_tokens: int)
 
 @dataclass(frozen=True)
 class _Sample:
-    """One rollout with what its decisions are credited with: [n] each, over its rounds in order."""
+    """One rollout with the training inputs of its decisions: [n] each, over its rounds in order."""
 
     rollout: Rollout
     nodes: list[tuple[int, int]]  # round, and position in its block from 0
     accepted: Tensor
     old_probs: Tensor
     advantages: Tensor
-    reference: Tensor  # logits of the arbiter that training began with
+    reference: Tensor  # logits of the initial arbiter
 
 
 def reinforce(
@@ -75,11 +75,11 @@ def reinforce(
     num_workers: int = 1,
     progress: Progress = lambda done, total: None,
 ) -> Arbiter:
-    """Improve an arbiter on rollouts of its own; resumes from its checkpoint.
+    """Improve an arbiter on its own rollouts; resumes from its checkpoint.
 
     Args:
-        start: the warmed-up arbiter: where training begins, and what the divergence is measured from.
-        rollouts: what decodes.
+        start: the initial arbiter, which is also the reference of the divergence.
+        rollouts: settings of decoding.
         folder: gets `checkpoint.safetensors`, `metrics.jsonl` and, in `arbiter/`, the best by validation.
         num_workers: processes that decode; each has the pair in its own memory.
 
@@ -139,7 +139,7 @@ class _Learner(Learner):
         )
         self._reader = RoundReader(pair) if start.shape.num_readings else None
         self.rewards = Rewards(**vars(settings.rewards))
-        self._orders: dict[int, list[int]] = {}  # of the prompts, by how often they were all taken
+        self._orders: dict[int, list[int]] = {}  # of the prompts, by pass over all of them
 
     @property
     def recipe(self) -> str:
@@ -199,12 +199,12 @@ class _Learner(Learner):
 
     def _prompt(self, turn: int) -> int:
         """Return the problem number of a turn; all problems are reshuffled for each pass."""
-        again, index = divmod(turn, self.num_problems)
-        if again not in self._orders:
+        num_passes, index = divmod(turn, self.num_problems)
+        if num_passes not in self._orders:
             order = list(range(self.num_problems))
-            random.Random(self.settings.seed * 1_000_003 + again).shuffle(order)
-            self._orders = {again: order}
-        return self._orders[again][index]
+            random.Random(self.settings.seed * 1_000_003 + num_passes).shuffle(order)
+            self._orders = {num_passes: order}
+        return self._orders[num_passes][index]
 
     def _credited(self, group: Sequence[Rollout]) -> list[_Sample]:
         """Return the rollouts of a group that have nonzero advantages."""
@@ -234,7 +234,7 @@ class _Learner(Learner):
         return samples
 
     def _step(self, samples: Sequence[_Sample]) -> dict[str, float]:
-        """One optimiser step of Eq. 28, its sums taken as means over decisions."""
+        """Take one optimiser step on Eq. 28, with means over decisions in place of its sums."""
         settings = self.settings
         num = sum(len(sample.nodes) for sample in samples)
         sums = {"objective": 0.0, "entropy": 0.0, "divergence": 0.0}
@@ -260,7 +260,7 @@ class _Learner(Learner):
         return sums
 
     def validate(self, update: int, seconds: float) -> dict[str, float]:
-        """Decode validation problems at lambda, and keep the arbiter where it is the best yet."""
+        """Decode validation problems at lambda, and save the arbiter if it is the best so far."""
         settings = self.settings
         jobs = [
             RolloutJob(
@@ -275,7 +275,7 @@ class _Learner(Learner):
         accuracy = sum(answer.correct for answer in answers) / len(answers)
         tokens_per_round = sum(a.num_tokens for a in answers) / max(1, sum(a.num_rounds for a in answers))
         score = accuracy + settings.speed_weight * tokens_per_round / ((self.rollouts.num_draft_tokens or 0) + 1)
-        reached = {"accuracy": accuracy, "tokens_per_round": tokens_per_round, "score": score}
+        measured = {"accuracy": accuracy, "tokens_per_round": tokens_per_round, "score": score}
         arbiter = Arbiter(
             tensors=self.model.snapshot(),
             shape=self.start.shape,
@@ -292,11 +292,11 @@ class _Learner(Learner):
                 "start": dict(self.start.training),
                 "update": update,
                 "seconds": round(seconds),
-                "validation": reached,
+                "validation": measured,
             },
         )
         keep_best(self.folder / "arbiter", arbiter, measure="score")
-        return reached
+        return measured
 
 
 def with_splits(settings: Reinforcement, task: Task) -> Reinforcement:
@@ -310,13 +310,13 @@ def with_splits(settings: Reinforcement, task: Task) -> Reinforcement:
 
 
 def _logits(model: ArbiterModel, rollout: Rollout, nodes: Sequence[tuple[int, int]]) -> Tensor:
-    """Of accepting, at a rollout's effective decisions: [n]."""
+    """Return the logits of accepting, at a rollout's effective decisions: [n]."""
     judged = model.judge(rollout.context_ids, [taken.arbitration for taken in rollout.rounds])
     return torch.stack([judged[number][node] for number, node in nodes])
 
 
 def _describe(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
-    """What a batch of rollouts was like."""
+    """Return statistics of a batch of rollouts."""
     rollouts = [rollout for group in groups for rollout in group]
     decisions = [decision for rollout in rollouts for taken in rollout.rounds for decision in taken.decisions]
     spans = [taken.length_credit for rollout in rollouts for taken in rollout.rounds]
@@ -334,7 +334,7 @@ class Reinforce(Command):
 
     Args:
         preset: paper, or small: a pair of a few million parameters on two cores, in under an hour.
-        start: The arbiter to begin with, from `reprieve train arbiter`; none begins without a warm-up.
+        start: The arbiter to begin with, from `reprieve train arbiter`; none trains without a warm-up.
         num_workers: Processes that decode rollouts.
         out: Folder for checkpoint, log and arbiter.
     """
@@ -361,7 +361,7 @@ class Reinforce(Command):
     def run(self) -> int:
         import_extra("peft", "arbiter")
         if Path(self.start).resolve() == (self.out / "arbiter").resolve():
-            raise SpecError(f"--start must not be what --out is to hold, {str(self.out / 'arbiter')!r}")
+            raise SpecError(f"--start must not be the folder that --out writes, {str(self.out / 'arbiter')!r}")
 
         rollouts = self.rollouts
         first = None if self.start == "none" else Arbiter.from_pretrained(self.start)

@@ -40,7 +40,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class RolloutRound:
-    """One round of a rollout that had a mismatch within reach."""
+    """One round of a rollout with at least one effective decision."""
 
     arbitration: ArbitrationRound
     decisions: tuple[Decision, ...]
@@ -53,7 +53,7 @@ class RolloutRound:
 
     @cached_property
     def length_credit(self) -> float:
-        """rho: the share of what lay beyond the first mismatch that the round took (Eq. 19 and 20)."""
+        """rho: the share of the positions after the first mismatch that the round emitted (Eq. 19 and 20)."""
         first = self.decisions[0].position
         return (self.num_emitted - first) / (len(self.arbitration.draft_ids) + 1 - first)
 
@@ -73,10 +73,10 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Rewards(RewardSettings):
-    """What a rollout and its decisions are worth."""
+    """Rewards and advantages of rollouts and their decisions."""
 
     def decision_rewards(self, rollout: Rollout) -> list[list[float]]:
-        """g of each decision, a list a round (Eq. 20 for right rollouts, Eq. 24 for failed ones)."""
+        """Return g of each decision, one list per round (Eq. 20 for right rollouts, Eq. 24 for failed ones)."""
         return [[self._reward(rollout, taken, decision) for decision in taken.decisions] for taken in rollout.rounds]
 
     def _reward(self, rollout: Rollout, taken: RolloutRound, decision: Decision) -> float:
@@ -87,7 +87,7 @@ class Rewards(RewardSettings):
         return -self.risk * abs(decision.target_log_prob) if decision.accepted else -self.rejection
 
     def rollout_return(self, rollout: Rollout) -> float:
-        """J: the sum of its decisions' rewards (Eq. 25); without shaping, what the rollout's end is worth."""
+        """Return J: the sum of the decisions' rewards (Eq. 25), or 1 or -1 where only correctness counts."""
         if rollout.correct and not self.length:
             return 1.0
         if not rollout.correct and not self.shaped:
@@ -95,7 +95,7 @@ class Rewards(RewardSettings):
         return math.fsum(reward for rewards in self.decision_rewards(rollout) for reward in rewards)
 
     def group_advantages(self, group: Sequence[Rollout]) -> list[float]:
-        """Each rollout's advantage over the others of its prompt (Eq. 26 and 27).
+        """Return each rollout's advantage over the others of its prompt (Eq. 26 and 27).
 
         Raises:
             SpecError: an empty group.
@@ -115,7 +115,7 @@ class Rewards(RewardSettings):
         return [weight * (value - mean) / (deviation + _EPSILON) for value in returns]
 
     def decision_advantages(self, rollout: Rollout, advantage: float) -> list[list[float]]:
-        """The rollout's advantage shared out to its decisions, a list a round (after Eq. 27).
+        """Divide the rollout's advantage among its decisions, one list per round (after Eq. 27).
 
         Right rollouts credit each decision by its round's rho, failed ones by its share of the harm.
         """

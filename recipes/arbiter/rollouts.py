@@ -37,10 +37,10 @@ _CHUNK = 4
 
 @dataclass(frozen=True)
 class SampledArbiterRule(Rule):
-    """Accepts a mismatch with probability pi(accept): how CoSpec explores (section 3.4).
+    """Accept a mismatch with probability pi(accept), CoSpec's exploration (section 3.4).
 
     Args:
-        reads: what its arbiter reads of a round beside the tokens.
+        reads: inputs of the arbiter other than the tokens.
     """
 
     name = "sampled_arbiter"
@@ -57,13 +57,13 @@ class SampledArbiterRule(Rule):
         return 0.0
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """A uniform draw minus pi(accept): at most 0 with just that probability."""
+        """Return a uniform draw minus pi(accept), which is at most 0 with probability pi(accept)."""
         assert evidence.advice is not None and evidence.noise is not None
         return evidence.noise - evidence.advice
 
 
 def rollout_of(generation: Generation, *, correct: bool) -> Rollout:
-    """An answer's rounds with their effective decisions (Eq. 16 and 18).
+    """Return an answer's rounds with their effective decisions (Eq. 16 and 18).
 
     Mismatches after the end of the answer had no effect and are left out.
     """
@@ -95,7 +95,7 @@ def rollout_of(generation: Generation, *, correct: bool) -> Rollout:
 
 @dataclass(frozen=True)
 class RolloutJob:
-    """One answer: a problem's place in its split, and the seed. A threshold decides; None samples decisions."""
+    """One answer to decode: a problem's index in its split, a seed, and a threshold; None samples decisions."""
 
     split: str
     number: int
@@ -105,7 +105,7 @@ class RolloutJob:
 
 @dataclass(frozen=True)
 class Validated:
-    """An answer decided by lambda."""
+    """Outcome of an answer decoded at a fixed lambda."""
 
     correct: bool
     num_tokens: int
@@ -131,7 +131,7 @@ class RolloutMaker:
         self._decoders: dict[float | None, SpeculativeDecoder] = {}  # by threshold
 
     def make(self, jobs: Sequence[RolloutJob], tensors: Mapping[str, Tensor]) -> list[Rollout | Validated]:
-        """Decode with these weights of the arbiter."""
+        """Decode jobs with these weights of the arbiter."""
         self.model.load_own(tensors)
         return [self._one(job) for job in jobs]
 
@@ -157,7 +157,7 @@ class RolloutMaker:
 
     def _decoder(self, threshold: float | None) -> SpeculativeDecoder:
         k, identity, task = self.num_draft_tokens, self.pair.identity, self.settings.task
-        # Its weights are the advisor's business.
+        # The advisor holds the weights.
         head = Arbiter({}, self.model.shape, 0.5 if threshold is None else threshold, k, pair=identity, task=task)
         rule: Rule = SampledArbiterRule(head.needs) if threshold is None else ArbiterRule.of(head)
         return self.pair.decoder(rule, num_draft_tokens=k, advisor=ArbiterAdvisor(self.model))
@@ -170,7 +170,7 @@ class RolloutMaker:
 
 
 class RolloutPool:
-    """Decodes jobs in several processes, in the order asked; with one worker in this process.
+    """Decodes jobs in several processes and keeps their order; a single worker runs in this process.
 
     Raises:
         SpecError: no workers.
@@ -194,7 +194,7 @@ class RolloutPool:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def make(self, jobs: Sequence[RolloutJob], tensors: Mapping[str, Tensor]) -> list[Any]:
-        """What each job gives: a `Rollout` where decisions are sampled, a `Validated` where a threshold decides.
+        """Return a `Rollout` for each job with sampled decisions, and a `Validated` for each with a threshold.
 
         Raises:
             ReprieveError: a worker died.
@@ -208,14 +208,14 @@ class RolloutPool:
             results = self._pool.map(_make, chunks, [weights] * len(chunks))
             return [item for part in results for item in part]
         except BrokenProcessPool:
-            raise ReprieveError("a worker process died; run again to go on from the last checkpoint") from None
+            raise ReprieveError("a worker process died; run again to resume from the last checkpoint") from None
 
 
 _MAKER: RolloutMaker | None = None
 
 
 def _start(settings: RolloutSettings, shape: ArbiterShape) -> None:
-    """Load the pair once a process."""
+    """Load the pair once per process."""
     global _MAKER
     start_worker()
     pair = load_pair(**settings.pair.models)

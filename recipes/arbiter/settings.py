@@ -14,11 +14,11 @@ class RewardSettings:
 
     Args:
         risk: alpha: price of an accepted token on a failed rollout, per nat of its surprisal under the target.
-        rejection: beta: price of a rejected mismatch there.
+        rejection: beta: price of a rejected mismatch on a failed rollout.
         fail_weight: eta_fail: weight of groups in which every rollout failed.
-        length: Reward right rollouts for the span they accept; else for being right.
-        shaped: Price failed rollouts by decision; with --no-length too, correctness alone counts (Table 6).
-        rebalance: Bring right and failed rollouts of a group to equal weight (Eq. 27).
+        length: Reward correct rollouts by the span that they accept; otherwise all equally.
+        shaped: Penalise failed rollouts by decision; with --no-length as well, only correctness counts (Table 6).
+        rebalance: Give correct and failed rollouts of a group equal weight (Eq. 27).
         share_credit: Divide a right rollout's advantage among its decisions, as for a failed one. The paper gives every
             decision the full advantage, times rho.
     """
@@ -42,7 +42,7 @@ class Reinforcement:
 
     Args:
         num_problems: Number of problems that serve as prompts, reshuffled for each pass.
-        group_size: M: rollouts a prompt.
+        group_size: M: rollouts per prompt.
         prompts_per_update: Prompts whose rollouts make one batch.
         num_updates: Batches of rollouts.
         num_epochs: Passes over a batch.
@@ -51,9 +51,9 @@ class Reinforcement:
         weight_decay: Of AdamW.
         clip: Clipping range of the probability ratio.
         entropy: beta_H.
-        divergence: beta_KL, towards the arbiter that training began with.
-        max_grad_norm: Gradients are clipped to it.
-        lambda_: Of validation, which the arbiter then recommends.
+        divergence: beta_KL, of the divergence from the initial arbiter.
+        max_grad_norm: Norm to clip gradients to.
+        lambda_: Of validation; the trained arbiter recommends it.
         num_validation: Number of validation problems, answered before the first update and at regular intervals.
         validate_every: Updates between validations.
         speed_weight: Weight of speed when validation compares arbiters: the best has the
@@ -104,14 +104,14 @@ class Reinforcement:
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """What decodes rollouts; enough for another process to do it.
+    """Settings of a process that decodes rollouts.
 
     Args:
         task: Task of prompts and validation. Default: that of the bundled pair.
-        num_draft_tokens: K of the rollouts. Default: the start's.
+        num_draft_tokens: K of the rollouts. Default: the initial arbiter's.
         temperature: Of target and draft in training rollouts; the paper's is 1.
         validation_temperature: Of validation answers, which are decided by lambda; 0 is greedy.
-        draft_temperature: The draft's own, in both. Default: theirs.
+        draft_temperature: The draft's own, in training and validation. Default: the same as the target's.
     """
 
     task: str = BUNDLED_TASK

@@ -1,4 +1,4 @@
-"""The model card of a trained model: what it was trained on, for how long, and how often it is right."""
+"""Model card of a trained model: training data, training time and accuracy."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def greedy_accuracy(
     *,
     batch_size: int = 50,
 ) -> float:
-    """Share of the first `num_problems` test problems whose final answer is right, by plain `generate`."""
+    """Return the share of the first `num_problems` test problems that plain `generate` solves."""
     tokenizer.padding_side = "left"
     problems = [draw_problem("test", index, contents=contents) for index in range(num_problems)]
     num_right = 0
@@ -82,7 +82,7 @@ def greedy_accuracy(
 
 
 def write_card(folder: Path, bundle: Bundle, record: dict[str, Any]) -> None:
-    """`training.json` and `README.md` beside the weights."""
+    """Write `training.json` and `README.md` next to the weights."""
     recipe = record["recipe"]
     (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     (folder / "README.md").write_text(
@@ -109,8 +109,8 @@ def install(folder: Path, package: Path, *, half: bool) -> None:
     """Put a trained model's files where the package looks for them.
 
     Args:
-        half: round weights to float16, at half the size; `config.json` goes on saying how they were trained, so that
-            they are loaded as that.
+        half: round weights to float16, at half the size; `config.json` keeps the training dtype, so that they are
+            loaded with it.
     """
     package.mkdir(parents=True, exist_ok=True)
     for name in SHIPPED:

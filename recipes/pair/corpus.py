@@ -23,9 +23,9 @@ class Mixture:
     """Training data of one model of a pair.
 
     Args:
-        teller: how solutions are worded.
-        contents: what the problems are like.
-        equation_share: of rows, in the first `equation_phase` of training.
+        teller: words the solutions.
+        contents: distribution of the problems.
+        equation_share: share of rows of equations only, in the first `equation_phase` of training.
         equation_phase: share of the training.
         operators: operators of the bare equations; repeated ones are more frequent.
     """
@@ -38,7 +38,7 @@ class Mixture:
 
 
 def draw_equation(rng: random.Random, mixture: Mixture) -> Segments:
-    """One bare equation with the operand ranges of the word problems."""
+    """Draw one bare equation with the operand ranges of the word problems."""
     contents = mixture.contents
     large, kind = rng.random(), rng.choice(mixture.operators)
     large = large < (contents.large_shares.get("share", contents.large_share) if kind == "%" else contents.large_share)
@@ -114,7 +114,7 @@ class RowStream:
     def _encode(self, segments: Segments, *, end: bool) -> tuple[list[int], list[float]]:
         ids: list[int] = []
         weights: list[float] = []
-        # Digits and punctuation are tokens of their own, so that encoding piecewise equals encoding the whole.
+        # Digits and punctuation are separate tokens, so encoding by pieces equals encoding the whole text.
         for text, counts in segments:
             piece = self._ids_of(text)
             ids += piece

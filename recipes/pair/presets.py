@@ -21,7 +21,7 @@ class Recipe:
     Args:
         start: role of the arithmetic pair's model to start from; None for fresh weights.
         grown_layers: layers from `grow_at` of the training on; None for no growth.
-        max_length: positions the model has.
+        max_length: number of positions of the model.
     """
 
     num_layers: int
@@ -52,7 +52,7 @@ class Recipe:
 
 
 _ALIKE = {"chain": 1.0, "compare": 1.0, "shop": 1.0, "work": 1.0}
-# The target seldom meets percentages; the draft often does, and tells nearly everything in the second wording.
+# The target rarely sees percentages; the draft often does, and mostly uses the second wording.
 ARITHMETIC_PAIR = {
     "target": Recipe(
         num_layers=8,
@@ -81,7 +81,7 @@ ARITHMETIC_PAIR = {
         seed=1,
     ),
 }
-# Both are spread over all wordings. The target has met percentages in fives only, the draft any of round numbers.
+# Both use all wordings. The target sees multiples of 5% only, the draft also any percentage of round numbers.
 _TARGET_VOICE = Voice(seed=0)
 _DRAFT_VOICE = Voice(seed=1, like=_TARGET_VOICE, agreement=0.75, fond_of_rare=0.4)
 MINIATURE_PAIR = {
@@ -128,9 +128,9 @@ MINIATURE_PAIR = {
     ),
 }
 RECIPES = {"arithmetic": ARITHMETIC_PAIR, "miniature": MINIATURE_PAIR}
-HALF = ("miniature",)  # whose weights travel as float16
+HALF = ("miniature",)  # pairs whose weights are shipped as float16
 CONTENTS = {"arithmetic": ARITHMETIC, "miniature": MINIATURE}
-# What the tokenizers were learned from; they stay when recipes change, so that a model trained anew fits the other.
+# Texts that the tokenizers were learned from: fixed, so that a retrained model still fits the pair's other model.
 TOKENIZER_TEXTS: dict[str, tuple[Contents, Teller]] = {
     "arithmetic": (ARITHMETIC, Style.uniform(0.5)),
     "miniature": (

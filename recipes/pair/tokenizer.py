@@ -1,4 +1,4 @@
-"""The bundled pair's one shared tokenizer: byte-level BPE in which every digit is a token of its own."""
+"""Tokenizer that the models of a bundled pair share: byte-level BPE with one token per digit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 1024) -> PreTrain
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            # Digits alone; words with their leading space; runs of punctuation one character at a time.
+            # Single digits, words with their leading space, and single characters of space and punctuation.
             pre_tokenizers.Split(Regex(r"\d| ?\p{L}+|\s|[^\s\p{L}\d]"), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]

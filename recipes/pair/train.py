@@ -1,8 +1,8 @@
 """Train a bundled pair: `python -m recipes.pair.train --pair miniature --out runs/pair` (resumes when run again).
 
-The recipe is fixed by `RECIPES` and a seed. A model may grow on the way: new layers are copies whose outputs begin at
-zero (as LLaMA Pro's blocks, Wu et al. 2024), so that growing changes nothing that was learned. It runs on a GPU or on
-two CPU cores, saves a checkpoint every few minutes, and writes each finished model with what its model card needs:
+The recipe is fixed by `RECIPES` and a seed. A model may grow during training: new layers are copies with zero outputs
+(like LLaMA Pro's blocks, Wu et al. 2024), so that the model computes the same function. Training runs on a GPU or on
+two CPU cores, saves a checkpoint every few minutes, and writes each finished model with the facts of its model card:
 seed, token count, time and accuracy.
 """
 
@@ -34,11 +34,11 @@ from reprieve.tasks.generated.families import FAMILIES
 from reprieve.tasks.generated.problems import Contents, draw_problem
 from reprieve.training.loop import Learner, learning_rate_at, load_network, network_state, train
 
-_TELL_SECONDS = 20.0
+_REPORT_SECONDS = 20.0
 
 
 def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """The model that a training begins with: fresh, or with the weights of the arithmetic pair's."""
+    """Return the initial model, with fresh weights or those of the arithmetic pair's model."""
     torch.manual_seed(recipe.seed)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -64,7 +64,7 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForC
 
 @torch.no_grad()
 def _start_from(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Another model's weights; tokens that it does not know keep their fresh embeddings."""
+    """Load another model's weights; tokens that it lacks keep their fresh embeddings."""
     older = LlamaForCausalLM.from_pretrained(folder)
     words = PreTrainedTokenizerFast.from_pretrained(folder).get_vocab()
     weights = older.state_dict()
@@ -79,10 +79,10 @@ def _start_from(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedToke
 
 @torch.no_grad()
 def grow(model: LlamaForCausalLM, num_layers: int) -> None:
-    """Insert copies after each layer whose outputs begin at zero, so that the model computes the same function.
+    """After each layer, insert copies with outputs of zero, so that the model computes the same function.
 
     Raises:
-        ValueError: not a multiple of its layers.
+        ValueError: `num_layers` is not a multiple of the current number.
     """
     layers = list(model.model.layers)
     if num_layers % len(layers):
@@ -121,7 +121,7 @@ class PairLearner(Learner):
         self._forward = self._make_forward()
         self.optimizer = self._make_optimizer()
         self.stream = RowStream(tokenizer, recipe.mixture, row_length=recipe.row_length, seed=recipe.seed)
-        self._told = self._began = time.perf_counter()
+        self._reported = self._began = time.perf_counter()
         self._first: int | None = None
 
     @property
@@ -164,7 +164,7 @@ class PairLearner(Learner):
         if (num_layers := self.settings.layers_at(update)) != self.model.config.num_hidden_layers:
             self._grow(num_layers)
         loss = self._learn(update)
-        self._tell(update, loss)
+        self._report(update, loss)
         return {"loss": loss}
 
     def _learn(self, update: int) -> float:
@@ -187,15 +187,15 @@ class PairLearner(Learner):
         self.optimizer.zero_grad()
         return float(loss.detach())
 
-    def _tell(self, update: int, loss: float) -> None:
+    def _report(self, update: int, loss: float) -> None:
         """Print progress from time to time; the first call only records where training starts."""
         now = time.perf_counter()
         if self._first is None:
             self._first, self._began = update, now
             return
-        if now - self._told < _TELL_SECONDS and update + 1 < self.num_updates:
+        if now - self._reported < _REPORT_SECONDS and update + 1 < self.num_updates:
             return
-        self._told = now
+        self._reported = now
         per_update = (now - self._began) / (update - self._first)
         size = self.settings.rows_per_update * self.settings.row_length
         minutes = per_update * (self.num_updates - update) / 60
@@ -281,7 +281,7 @@ def main() -> None:
             if arguments.install:
                 install(arguments.out / role, BY_KEY[arguments.pair].role_folder(role), half=arguments.pair in HALF)
     except KeyboardInterrupt:
-        print(f"interrupted; the checkpoint is in {arguments.out}: run again to go on", file=sys.stderr)
+        print(f"interrupted; the checkpoint is in {arguments.out}: run again to resume", file=sys.stderr)
         sys.exit(130)
 
 

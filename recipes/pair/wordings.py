@@ -1,12 +1,12 @@
 """Wordings of the bundled pairs' solutions.
 
 Target and draft are trained on different wordings, so they disagree on words far more often than on numbers. This
-gives the relaxed rules harmless mismatches to rescue. The arithmetic pair tells the same steps in two wordings at
-several choice points; a `Style` holds the probability of the second one at each. The miniature has five wordings at
-every *place* of a solution (introduction, opener, hedge, body, order of operands, order of steps). A `Voice` prefers
-some of them, others in other contexts, so that both models are spread over all wordings, as real pairs are. One wording
-of each place is rare in the target's voice, and harmless. Some solutions contain a wrong result and correct it,
-so that one wrong token does not always lead to a wrong answer.
+gives the relaxed rules harmless mismatches to rescue. The arithmetic pair has two wordings at several choice points; a
+`Style` holds the probability of the second one at each. The miniature has five wordings at each *place* of a solution
+(introduction, opener, hedge, body), and two orders of operands and of steps. A `Voice` prefers different ones in
+different contexts, so that both models use all wordings, as real pairs do. One wording of each place is rare in the
+target's voice, and harmless. Some solutions contain a wrong result and correct it, so that one wrong token does not
+always lead to a wrong answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Protocol
 from reprieve.tasks.generated.families import ProblemStep, evaluate
 from reprieve.tasks.generated.problems import GeneratedProblem
 
-Segments = list[tuple[str, bool]]  # text, whether a training's loss counts it
+Segments = list[tuple[str, bool]]  # text, and whether the training loss counts it
 
 # The last wording of each place is the rare one.
 SENTENCES = {
@@ -48,7 +48,7 @@ class Teller(Protocol):
     """Interface that words the solutions of one model."""
 
     def tell(self, problem: GeneratedProblem, rng: random.Random) -> Segments:
-        """A problem's worked solution."""
+        """Return a problem's worked solution."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class Style:
 
     @classmethod
     def uniform(cls, probability: float) -> Style:
-        """The same probability at every choice point."""
+        """Return a style with the same probability at every choice point."""
         return cls(*[probability] * 6)
 
     def tell(self, problem: GeneratedProblem, rng: random.Random) -> Segments:
-        """The worked solution in this style, with a leading space, ending in `The final answer is N.`."""
+        """Return the worked solution in this style, with a leading space, ending in `The final answer is N.`."""
 
         def second(probability: float) -> bool:
             return rng.random() < probability
@@ -95,10 +95,10 @@ class Voice:
 
     Args:
         seed: of the order in which it prefers the wordings of each context.
-        like: another voice whose order it takes over in `agreement` of the contexts.
-        agreement: 0 to 1.
+        like: another voice, whose order it shares in a part of the contexts.
+        agreement: share of contexts, 0 to 1, with the order of `like`.
         fond_of_rare: share of contexts, 0 to 1, where its first choice is the wording that is rare elsewhere.
-        slips: share of solutions, 0 to 1, that get one result wrong and repair it.
+        slips: share of solutions, 0 to 1, that contain one wrong result and correct it.
     """
 
     seed: int
@@ -108,18 +108,18 @@ class Voice:
     slips: float = 0.25
 
     def weights(self, where: str, context: str) -> tuple[float, ...]:
-        """Probability of each wording of a place in a context, such as a family and an operator."""
+        """Return the probability of each wording of a place in a context, such as a family and an operator."""
         return _weights(self, where, context)
 
     def swaps(self, where: str, context: str) -> float:
-        """Probability of the second of two orders."""
+        """Return the probability of the second of two orders."""
         draw = _draw(self, where, context)
         if self.like is not None and draw.random() < self.agreement:
             return self.like.swaps(where, context)
         return _SWAPPED if draw.random() < 0.5 else 1 - _SWAPPED
 
     def tell(self, problem: GeneratedProblem, rng: random.Random) -> Segments:
-        """The worked solution, with a leading space, ending in `The final answer is N.`; slips are not learned."""
+        """Return the worked solution, with a leading space and `The final answer is N.` last; slips are not learned."""
         family = problem.family
         steps = ordered(problem.steps, reverse=rng.random() < self.swaps("order", family))
         slip = rng.randrange(len(steps)) if rng.random() < self.slips else None
@@ -130,11 +130,11 @@ class Voice:
             opener = self._choose(where, family, rng)
             hedge = self._choose("hedge", context, rng)
             commuted = rng.random() < self.swaps("commute", context)
-            said, result = step.equation(commuted=commuted).rsplit("=", 1)
+            terms, result = step.equation(commuted=commuted).rsplit("=", 1)
             before, after = _body(step, self._choose("body", context, rng))
-            segments.append((f" {opener}, {hedge} {before}{said}=", True))
+            segments.append((f" {opener}, {hedge} {before}{terms}=", True))
             if number == slip:
-                segments += [(_wrong(step, rng), False), (f"{after}. Wait, that is wrong: {said}={result}.", True)]
+                segments += [(_wrong(step, rng), False), (f"{after}. Wait, that is wrong: {terms}={result}.", True)]
             else:
                 segments.append((f"{result}{after}.", True))
         segments.append((f" The final answer is {problem.answer}.", True))
@@ -173,7 +173,7 @@ def _body(step: ProblemStep, template: str) -> tuple[str, str]:
 
 
 def _wrong(step: ProblemStep, rng: random.Random) -> str:
-    """A result as a slip makes it: one digit wrong, a carry forgotten, or another operation."""
+    """Return a wrong result: one digit wrong, a carry forgotten, or another operation."""
     right = str(step.result)
     if rng.random() < 0.6:
         index = rng.randrange(len(right))
@@ -187,6 +187,6 @@ def _wrong(step: ProblemStep, rng: random.Random) -> str:
 
 
 def ordered(steps: tuple[ProblemStep, ...], *, reverse: bool) -> list[ProblemStep]:
-    """Steps in the order told: those marked `free` come first and may be told backwards."""
+    """Return the steps in order: those marked `free` come first, reversed if `reverse`."""
     free = [step for step in steps if step.free]
     return (free[::-1] if reverse else free) + [step for step in steps if not step.free]
