@@ -137,9 +137,11 @@ def test_a_stray_field_is_an_error_that_says_where_it_belongs(monkeypatch):
     def ask(**extra):
         return asyncio.run(BaseServing()._check_model(SimpleNamespace(model_extra=extra or None)))
 
-    assert ask() is None and ask(other=1) is None
-    message, param = ask(reprieve_leniency="strict")
-    assert param == "reprieve_leniency" and "must be given in vllm_xargs" in message
+    assert ask() is None and ask(other=1, extra_body={"other": 1}) is None
+    wanted = {"reprieve_leniency": "strict"}
+    for extra in (wanted, {"extra_args": wanted}, {"extra_body": {"vllm_xargs": wanted}}):
+        message, param = ask(**extra)
+        assert param == "reprieve_leniency" and "must be given in vllm_xargs" in message
 
 
 def test_request_settings_include_structured_outputs():

@@ -140,6 +140,24 @@ def test_naming_the_rule_does_not_undo_the_default():
     assert Menu([policy]).choose({"reprieve_rule": "margin"}).strict
     assert policy.resolve({"reprieve_threshold": 2}).spec == "margin:delta=2"
     assert "rule margin:delta=4; default strict" in policy.describe()
+    loaded = Policy.load({"rule": "margin:delta=4", "default": "strict", "by_load": {"2": 1, "8": 3}})
+    assert "; by load 2: 1, 8: 3" in loaded.describe()
+
+
+def test_an_unknown_key_is_refused_with_the_known_ones():
+    with pytest.raises(SpecError, match=r"a policy takes rule, .*got max_treshold; a policy file also takes rules and"):
+        Policy.load({"rule": "margin:delta=4", "max_treshold": 4})
+
+
+def test_a_refused_threshold_is_named_once():
+    policy = Policy.load("margin:delta=4")
+    with pytest.raises(RequestError, match=r"^reprieve_threshold \(delta of margin\): must be a number, got '0.5'"):
+        policy.resolve({"reprieve_threshold": "0.5"})
+
+
+def test_without_a_certificate_the_error_suggests_strict():
+    with pytest.raises(RequestError, match="ask for reprieve_leniency=strict"):
+        Menu([Policy.load("margin:delta=4")]).choose({"reprieve_require": "certified"})
 
 
 def test_a_policy_can_be_loaded_from_a_file(tmp_path):

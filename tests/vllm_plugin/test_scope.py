@@ -57,6 +57,7 @@ def test_a_flag_restricts_all_rules_and_all_their_parts():
 @pytest.mark.parametrize(
     ("config", "said"),
     [
+        ({"reprive": "margin:delta=3"}, "'reprive' is not known, did you mean 'reprieve'"),
         ({"reprieve": "margin:delta=3", "spann": "thinking"}, "'spann' is not known, did you mean 'span'"),
         ({"reprieve": "margin:delta=3", "strict_frist": 4}, "did you mean 'strict_first'"),
         ({"reprieve": "margin:delta=3", "span": "answers"}, "span must be one of thinking, tool_calls"),

@@ -35,6 +35,8 @@ def source_of(additional_config: Any) -> Any:
     config = additional_config if isinstance(additional_config, Mapping) else {}
     given = config.get(KEY) if KEY in config else os.environ.get(VARIABLE) or None
     if given is None or given is False:
+        if KEY not in config and (near := difflib.get_close_matches(KEY, map(str, config), n=1, cutoff=0.8)):
+            raise SpecError(f"additional_config: {near[0]!r} is not known, did you mean {KEY!r}?")
         return None
     for name in config.keys() - {KEY, *BESIDE}:
         if near := difflib.get_close_matches(str(name), BESIDE, n=1, cutoff=0.75):

@@ -172,10 +172,11 @@ class Menu:
         policy = self.policies[choice.name]
         for rule in policy.reachable if choice.follows_load else [choice.rule]:
             if not isinstance(rule, LosslessRule) and not (required == "certified" and policy.covers(rule)):
+                level = _LEVELS[required] if _LEVELS[required] in policy.levels else "strict"
                 raise RequestError(
                     REQUIRE,
                     f"{REQUIRE}={required}: this request would get {choice.name} at {rule.dial_value}, which is not "
-                    f"{required} on this server; ask for reprieve_leniency={_LEVELS[required]}",
+                    f"{required} on this server; ask for reprieve_leniency={level}",
                 )
 
     def describe(self) -> list[dict[str, Any]]:

@@ -112,7 +112,10 @@ class Policy:
         """
         settings = read_settings(source)
         if unknown := settings.keys() - set(_KEYS):
-            raise SpecError(f"the configuration takes {', '.join(_KEYS)}, got {', '.join(sorted(map(str, unknown)))}")
+            names = ", ".join(sorted(map(str, unknown)))
+            raise SpecError(
+                f"a policy takes {', '.join(_KEYS)}, got {names}; a policy file also takes rules and strict_only"
+            )
         if not isinstance(settings.get("rule"), str):
             raise SpecError(f"the configuration needs rule, a specification such as margin:delta=2, got {settings!r}")
         for key in ("default", "certificate"):
@@ -243,7 +246,10 @@ class Policy:
             rule = self.rule.with_dial(_number(THRESHOLD, value))
             self._within_cap(rule, THRESHOLD)
         except SpecError as error:
-            raise RequestError(THRESHOLD, f"{THRESHOLD} ({self.rule.dial.name} of {self.rule.name}): {error}") from None
+            reason = str(error).removeprefix(f"{THRESHOLD} ")
+            raise RequestError(
+                THRESHOLD, f"{THRESHOLD} ({self.rule.dial.name} of {self.rule.name}): {reason}"
+            ) from None
         return rule
 
     def _within_cap(self, rule: Rule, what: str) -> None:
@@ -255,6 +261,8 @@ class Policy:
         """The line a server logs when it starts: what is active, and which certificate covers it."""
         levels = ", ".join(["strict", *(f"{level}={value:g}" for level, value in self.levels.items())])
         text = f"rule {self.rule.spec}; default {self.default or 'the rule as it stands'}; levels {levels}"
+        if self.by_load:
+            text += f"; by load {', '.join(f'{count}: {value:g}' for count, value in self.by_load)}"
         if self.max_threshold is not None and self.rule.dial is not None:
             text += f"; requests may ask up to {self.rule.dial.name}={self.max_threshold:g}"
         if self.set_aside:

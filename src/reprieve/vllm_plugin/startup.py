@@ -9,7 +9,7 @@ import functools
 import importlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from reprieve.backends.request_fields import LEVEL, PREFIX
@@ -159,7 +159,7 @@ def _refuse_stray_fields() -> None:
 
     @functools.wraps(check)
     async def check_fields(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        for name in getattr(request, "model_extra", None) or {}:
+        for name in _field_names(getattr(request, "model_extra", None) or {}):
             if name.startswith(PREFIX):
                 shown = name[:100] if name.isprintable() else repr(name[:100])
                 return self.create_error_response(
@@ -168,6 +168,14 @@ def _refuse_stray_fields() -> None:
         return await check(self, request, *args, **kwargs)
 
     BaseServing._check_model = check_fields
+
+
+def _field_names(extra: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of a request's unknown fields, also those in objects that clients mistake for `vllm_xargs`."""
+    for name, value in extra.items():
+        yield name
+        if name in ("extra_args", "extra_body", "vllm_xargs") and isinstance(value, Mapping):
+            yield from _field_names(value)
 
 
 def _validate(processor: Any, params: Any, *rest: Any) -> None:
