@@ -42,7 +42,7 @@ def test_bad_usage_is_reported(arguments, told, tmp_path, monkeypatch, capsys):
     [
         ([], "the following arguments are required: --start"),
         (["--start", "none", "--group-size", "1"], "group_size must be 2 or more"),
-        (["--start", "o/arbiter", "--out", "o"], "--start must not be what --out"),
+        (["--start", "o/arbiter", "--out", "o"], "--start must not be the folder that --out writes"),
     ],
 )
 def test_bad_usage_of_reinforcement_is_reported(arguments, told, tmp_path, monkeypatch, capsys):
