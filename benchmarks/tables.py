@@ -76,12 +76,8 @@ def interval(bounds: list[float], scale: float, digits: int) -> str:
     return f"[{scale * bounds[0]:.{digits}f}, {scale * bounds[1]:.{digits}f}]"
 
 
-def _points(values: list[float]) -> str:
-    return f"{100 * values[0]:+.1f} {interval(values[1:], 100, 1)}"
-
-
-def _rounds(values: list[float] | None) -> str:
-    return "-" if values is None else f"{values[0]:+.1f} {interval(values[1:], 1, 1)}"
+def _difference(values: list[float] | None, scale: float) -> str:
+    return "-" if values is None else f"{scale * values[0]:+.1f} {interval(values[1:], scale, 1)}"
 
 
 def _with_interval(arm: Mapping[str, Any], name: str, scale: float, digits: int) -> str:
@@ -100,9 +96,9 @@ def _plain(digits: int, scale: float = 1, unit: str = "") -> Callable[[Mapping[s
 COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Any], str], str]]] = {
     "spec": ("arm", lambda arm, _: f"`{arm['spec']}`".replace("|", "\\|")),
     "accuracy": ("solved, %", lambda arm, name: _with_interval(arm, name, 100, 1)),
-    "accuracy_vs_lossless": ("against lossless, points", lambda arm, name: _points(arm[name])),
-    "accuracy_vs_target": ("against the target, points", lambda arm, name: _points(arm[name])),
-    "accuracy_vs_allocation": ("against random allocation, points", lambda arm, name: _points(arm[name])),
+    "accuracy_vs_lossless": ("against lossless, points", lambda arm, name: _difference(arm[name], 100)),
+    "accuracy_vs_target": ("against the target, points", lambda arm, name: _difference(arm[name], 100)),
+    "accuracy_vs_allocation": ("against random allocation, points", lambda arm, name: _difference(arm[name], 100)),
     "tokens_per_round": ("tokens per round", _plain(2)),
     "acceptance_rate": ("accepted", _plain(0, 100, "%")),
     "draft_share": ("drafted", _plain(0, 100, "%")),
@@ -111,7 +107,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Any], str], str]]] = {
     "pruned_share": ("pruned", _plain(0, 100, "%")),
     "tokens_per_answer": ("tokens per answer", _plain(0)),
     "rounds_per_answer": ("rounds per answer", _plain(1)),
-    "rounds_vs_lossless": ("against lossless, rounds", lambda arm, name: _rounds(arm[name])),
+    "rounds_vs_lossless": ("against lossless, rounds", lambda arm, name: _difference(arm[name], 1)),
     "answers_vs_lossless": ("answers per second, over lossless", lambda arm, name: _with_interval(arm, name, 1, 2)),
     "num_truncated": ("unfinished", _plain(0)),
     "num_unread": ("not read", _plain(0)),

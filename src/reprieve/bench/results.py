@@ -259,7 +259,7 @@ def _answers_against(problems: list[list[ProblemRecord]], lossless: list[list[Pr
 
 
 def _difference(arm: Any, baseline: Any, left: np.ndarray, right: np.ndarray) -> list[float]:
-    """Return [difference, low, high]; zeros for an arm against itself. infinities become +-1e9, for JSON."""
+    """Return [difference, low, high]; zeros for an arm against itself; infinities become +-1e9, for JSON."""
     if arm is baseline:
         return [0.0, 0.0, 0.0]
     return [max(-_LARGEST, min(_LARGEST, value)) for value in paired_difference(left, right)]

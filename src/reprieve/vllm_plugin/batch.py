@@ -11,12 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from reprieve.rules import LosslessRule, Rule
+from reprieve.rules import LosslessRule, RiskBudget, Rule
 from reprieve.rules.base import bounded_risk, passes
 from reprieve.rules.checks import GreedyCheck, LosslessCheck, SampledCheck
 from reprieve.transfers import spread
@@ -34,7 +34,7 @@ class Budget:
     @classmethod
     def of(cls, rule: Rule) -> Budget:
         """Return the rule's budget for a whole answer."""
-        return cls(math.inf if rule.traits.risk_budget is None else rule.traits.risk_budget)
+        return cls(RiskBudget.of(rule).left)
 
     def on(self, device: torch.device) -> Tensor:
         """Return the remaining budget on the device: [], float64."""
@@ -105,7 +105,7 @@ class Batch:
         check: LosslessCheck = GreedyCheck(self.scores, token_ids, EVERYTHING)
         if uniforms is not None:
             check = SampledCheck(self.scores, token_ids, EVERYTHING, uniforms=uniforms, proposal_probs=proposal_probs)
-        rows, columns = _layout(tuple(self.block_sizes))
+        layout = _layout(tuple(self.block_sizes))
         return Evidence(
             token_ids=token_ids,
             target_logits=self.logits,
@@ -121,10 +121,10 @@ class Batch:
             parent_hidden=self.parent_hidden,
             token_embeddings=self.token_embeddings,
             top_embeddings=self.top_embeddings,
-            parents=[token - 1 if column else ROOT for token, column in enumerate(columns)],
+            parents=layout.parents,
             padding=self.token_ids < 0,
             context=self.context,
-            context_rows=rows,
+            context_rows=layout.rows,
             answer_positions=self.answer_positions,
             num_draft_tokens=self.num_draft_tokens,
         )
@@ -180,7 +180,6 @@ def decide(rows: Sequence[Row], batch: Batch) -> Decisions:
     for name, rule in rules.items():
         settings = TokenSettings.of(name, rows, batch.token_ids.device)
         decide_together(rule, settings, [row.budget for row in rows], batch, decisions)
-    decisions.accept &= batch.real
     return decisions
 
 
@@ -188,6 +187,7 @@ def decide_together(
     rule: Rule, settings: TokenSettings, budgets: Sequence[Budget], batch: Batch, decisions: Decisions
 ) -> None:
     """Decide for all requests that asked for a rule; its risk is the same at every setting of its dial."""
+    real = batch.real
     for greedy in settings.kinds:
         evidence = batch.evidence(greedy=greedy)
         selected = settings.relaxed & (settings.greedy == greedy)
@@ -195,7 +195,7 @@ def decide_together(
         decisions.lossless |= selected & lossless
         probs = rule.relaxed_target_probs(evidence, threshold=settings.limits)
         if probs is not None:
-            relaxed = selected & batch.real
+            relaxed = selected & real
             before = batch.scores if decisions.scores is None else decisions.scores
             decisions.scores = torch.where(relaxed.unsqueeze(-1), probs.log().to(before.dtype), before)
             decisions.relaxed |= relaxed
@@ -203,12 +203,12 @@ def decide_together(
         risk = bounded_risk(rule, evidence)
         passed = passes(risk, settings.limits)
         if rule.traits.replaces:
-            decisions.accept |= selected & passed
+            decisions.accept |= selected & passed & real
             decisions.refuse |= selected & ~passed
             continue
-        rescued = selected & passed & ~lossless & batch.real
+        rescued = selected & passed & ~lossless & real
         if rule.traits.limited:
-            rescued = _within_limits(rule, rescued, lossless & batch.real, risk, budgets, batch)
+            rescued = _within_limits(rule, rescued, lossless & real, risk, budgets, batch)
         decisions.accept |= rescued
 
 
@@ -220,7 +220,8 @@ def _within_limits(
     A block is accepted up to its first refusal, so cumulative sums over a block are sums along its accepted path.
     """
     device, sizes = risk.device, batch.block_sizes
-    rows, columns = (spread(numbers, torch.long, device) for numbers in _layout(tuple(sizes)))
+    layout = _layout(tuple(sizes))
+    rows, columns = (spread(list(numbers), torch.long, device) for numbers in (layout.rows, layout.columns))
 
     def by_block(flat: Tensor) -> Tensor:  # [N] to [B, K]
         return flat.new_zeros(len(sizes), max(sizes)).index_put((rows, columns), flat)
@@ -239,8 +240,17 @@ def _within_limits(
     return allowed[rows, columns]
 
 
+class _Layout(NamedTuple):
+    """Request, position and parent of each of the N drafted tokens."""
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]  # the position in the block
+    parents: tuple[int, ...]  # the token before it in the block, or ROOT
+
+
 @lru_cache(maxsize=64)
-def _layout(block_sizes: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """Return each drafted token's request and its position in the block."""
-    rows = [row for row, size in enumerate(block_sizes) for _ in range(size)]
-    return rows, [column for size in block_sizes for column in range(size)]
+def _layout(block_sizes: tuple[int, ...]) -> _Layout:
+    """Return the layout of a batch; batches of a server have few different ones."""
+    rows = tuple(row for row, size in enumerate(block_sizes) for _ in range(size))
+    columns = tuple(column for size in block_sizes for column in range(size))
+    return _Layout(rows, columns, tuple(token - 1 if column else ROOT for token, column in enumerate(columns)))

@@ -172,10 +172,12 @@ def _refuse_stray_fields() -> None:
 
 def _field_names(extra: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of a request's unknown fields, also those in objects that clients mistake for `vllm_xargs`."""
-    for name, value in extra.items():
-        yield name
-        if name in ("extra_args", "extra_body", "vllm_xargs") and isinstance(value, Mapping):
-            yield from _field_names(value)
+    objects = [extra]
+    while objects:
+        for name, value in objects.pop().items():
+            yield name
+            if name in ("extra_args", "extra_body", "vllm_xargs") and isinstance(value, Mapping):
+                objects.append(value)
 
 
 def _validate(processor: Any, params: Any, *rest: Any) -> None:

@@ -114,7 +114,6 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
         for name, rule in rules.items():
             mine = [slot for slot, other in zip(slots, names, strict=True) if other == name]
             decide_together(rule, self._token_settings(name, mine, ctx), budgets, batch, decisions)
-        decisions.accept &= batch.real
         request_ids = current.request_ids[current.requests]
         labels = [
             "" if rule is None else self.rules.mark(request_id, name, rule)
