@@ -64,7 +64,7 @@ def test_structured_outputs_follow_their_grammar(llm, problems):
 
 def test_padding_is_never_accepted_and_ends_a_block():
     from reprieve.rules import parse_rule
-    from reprieve.vllm_plugin.batch import Batch, Budget, Row, decide
+    from reprieve.rules.batch import Batch, Budget, Row, decide
 
     for spec in ("top_k:k=9", "fly:theta=0,window=1", "random:rate=1"):
         rule = parse_rule(spec)

@@ -37,7 +37,12 @@ def make_engine(
 
         return LocalEngine(load_configured(pair, announce), num_workers=num_workers)
     if num_workers > 1:
-        raise SpecError("workers are processes of the local engine; servers take parallel= requests at once")
+        raise SpecError("workers are processes of the local engine; other engines take parallel= requests at once")
+    if batched := settings.batched:
+        from reprieve.backends.batched import BatchedEngine
+        from reprieve.engine.threads import load_configured
+
+        return BatchedEngine(load_configured(pair, announce, decodes=False), batched)
     from reprieve.backends.served import ServedEngine
     from reprieve.models.identity import stored_identity
 

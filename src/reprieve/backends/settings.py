@@ -8,7 +8,7 @@ from typing import ClassVar
 from reprieve.errors import SpecError, require_choice, require_range, require_whole
 from reprieve.registry import Registry
 from reprieve.settings import AUTO, NumDraftTokens
-from reprieve.specs import parse_spec
+from reprieve.specs import construct, parse_spec
 
 LOCAL = "local"
 SERVED_DRAFT_TOKENS = 8  # K for `auto` on servers, which draft a fixed number of tokens per round
@@ -19,20 +19,33 @@ class EngineSettings:
     """Engine that generates the answers.
 
     Args:
-        engine: local; vllm (started here, with the plugin); openai:url=http://HOST:PORT (a running server); or
-            ray:replicas=N. See docs/guides/engines.md.
+        engine: local; batched:parallel=64 (local, many answers at once); vllm (started here, with the plugin);
+            openai:url=http://HOST:PORT (a running server); or ray:replicas=N. See docs/guides/engines.md.
     """
 
     engine: str = LOCAL
 
     def __post_init__(self) -> None:
         if self.engine != LOCAL:
-            self.servers  # noqa: B018 - refuses what cannot be read
+            self.batched or self.servers  # noqa: B018 - refuses what cannot be read
 
     @property
     def local(self) -> bool:
-        """True if the engine runs in this process."""
+        """True if the engine runs in this process and answers one prompt at a time."""
         return self.engine == LOCAL
+
+    @property
+    def batched(self) -> BatchedSettings | None:
+        """Settings of the batched engine, if it is that.
+
+        Raises:
+            SpecError: a parameter that cannot be read.
+        """
+        name, given = parse_spec(self.engine, what="engine")
+        if name != BatchedSettings.name:
+            return None
+        settings: BatchedSettings = construct(BatchedSettings, given, where=f"engine {name}")
+        return settings
 
     def draft_tokens(self, *wanted: NumDraftTokens) -> tuple[NumDraftTokens, ...]:
         """Return the requested draft lengths in the form that this engine supports, without duplicates."""
@@ -51,8 +64,26 @@ class EngineSettings:
         if name == LOCAL:
             raise SpecError(f"engine local takes no parameters, got {', '.join(given) or self.engine!r}")
         if name not in SERVERS.names():
-            raise SpecError(f"engine must be one of {', '.join((LOCAL, *SERVERS.names()))}, got {name!r}")
+            raise SpecError(
+                f"engine must be one of {', '.join((LOCAL, BatchedSettings.name, *SERVERS.names()))}, got {name!r}"
+            )
         return SERVERS.make(self.engine)
+
+
+@dataclass(frozen=True)
+class BatchedSettings:
+    """The models in this process, with many answers in each forward.
+
+    Args:
+        parallel: maximum number of answers in a batch.
+    """
+
+    name: ClassVar[str] = "batched"
+
+    parallel: int = 64
+
+    def __post_init__(self) -> None:
+        require_whole("parallel", self.parallel, 1)
 
 
 @dataclass(frozen=True)

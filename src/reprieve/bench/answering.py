@@ -36,7 +36,7 @@ class Answerer:
         self.task = task
         self._decode = decode
         self._format = PromptFormat(tokenizer, PromptSettings(**config.prompt))
-        self._params = SamplingParams(
+        self.params = SamplingParams(
             max_new_tokens=task.max_new_tokens, seed=config.seed, stop=tuple(task.stop), **config.sampling
         )
 
@@ -46,11 +46,11 @@ class Answerer:
         Raises:
             PairError: a head made for another pair.
         """
-        await self._answer(arm, problem, dataclasses.replace(self._params, max_new_tokens=WARM_UP_TOKENS), 0)
+        await self._answer(arm, problem, dataclasses.replace(self.params, max_new_tokens=WARM_UP_TOKENS), 0)
 
     async def answer(self, arm: Arm, problem: TaskProblem, number: int, trial: int) -> ProblemRecord:
         """Answer the `number`th problem; every problem and trial has draws of its own."""
-        return await self._answer(arm, problem, self._params.for_problem(number, trial), trial)
+        return await self._answer(arm, problem, self.params.for_problem(number, trial), trial)
 
     async def _answer(self, arm: Arm, problem: TaskProblem, params: SamplingParams, trial: int) -> ProblemRecord:
         """One arm on one problem. An error is recorded as an error, never as an answer."""

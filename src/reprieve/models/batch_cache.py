@@ -20,9 +20,9 @@ class Snapshot:
 
 
 class _Placement:
-    """Write positions of the next forward: rows `first` onwards, token j of row i at `positions[i, j]`."""
+    """Write positions of the next forward: token j of its row i at `positions[i, j]`."""
 
-    first: int
+    rows: Tensor | int  # [R], or the first of R consecutive ones
     positions: Tensor  # [R, n], int64
     end: int  # number of columns the forward attends to
 
@@ -40,19 +40,29 @@ class RowLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Write each row's new states at its own positions; return the rows' states so far, padded to one length."""
         placement = self.placement
-        num, size = placement.positions.shape
+        num = len(placement.positions)
         self.reserve(placement.end, key_states, value_states)
-        rows = torch.arange(placement.first, placement.first + num, device=key_states.device)[:, None].expand(num, size)
+        read: Tensor | slice
+        if isinstance(placement.rows, Tensor):
+            rows = read = placement.rows
+        else:
+            read = slice(placement.rows, placement.rows + num)
+            rows = torch.arange(placement.rows, placement.rows + num, device=key_states.device)
         results = []
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
             assert buffer is not None
-            buffer[rows, :, placement.positions] = states.transpose(1, 2)
-            results.append(buffer[placement.first : placement.first + num, :, : placement.end])
+            buffer[rows[:, None], :, placement.positions] = states.transpose(1, 2)
+            results.append(buffer[read, :, : placement.end])
         return results[0], results[1]
+
+    @property
+    def capacity(self) -> int:
+        """Number of tokens that a row has room for."""
+        return 0 if self.keys is None or not self.is_initialized else self.keys.shape[-2]
 
     def reserve(self, length: int, key_states: Tensor, value_states: Tensor) -> None:
         """Make room for texts of `length` tokens; dtype and shape follow the states, [..., heads, any, head_dim]."""
-        capacity = 0 if self.keys is None or not self.is_initialized else self.keys.shape[-2]
+        capacity = self.capacity
         if capacity >= length:
             return
         grown = capacity_for(length)
@@ -78,9 +88,27 @@ class RowCache(Cache):
         self.placement = _Placement()
         super().__init__(layers=[RowLayer(num_rows, self.placement) for _ in range(num_layers)])
 
-    def place(self, first: int, positions: Tensor, end: int) -> None:
-        """Set the next forward: rows `first` onwards, at `positions` [R, n], attending to `end` columns."""
-        self.placement.first, self.placement.positions, self.placement.end = first, positions, end
+    @property
+    def capacity(self) -> int:
+        """Number of tokens that a row has room for; 0 before the first forward."""
+        return min(layer.capacity for layer in self.layers if isinstance(layer, RowLayer))
+
+    def reserve(self, length: int) -> bool:
+        """Make room for texts of `length` tokens; return True if the buffers moved. No effect before a forward."""
+        if not 0 < self.capacity < length:
+            return False
+        for layer in self.layers:
+            assert isinstance(layer, RowLayer) and layer.keys is not None and layer.values is not None
+            layer.reserve(length, layer.keys, layer.values)
+        return True
+
+    def place(self, rows: Tensor | int, positions: Tensor, end: int) -> None:
+        """Set the next forward: its rows, at `positions` [R, n], attending to `end` columns.
+
+        Args:
+            rows: indices [R], or the first of R consecutive rows.
+        """
+        self.placement.rows, self.placement.positions, self.placement.end = rows, positions, end
 
     def snapshot(self, row: int, token_ids: list[int]) -> Snapshot:
         """Return a copy of a row's first `len(token_ids)` tokens."""

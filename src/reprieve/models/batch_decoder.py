@@ -9,23 +9,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from reprieve.errors import require_whole
-from reprieve.models.batch_cache import RowCache, Snapshot
-from reprieve.models.cached_model import (
-    refuse_recurrent,
-    require_positions,
-    shared_length,
-)
+from reprieve.models.batch_cache import Snapshot
+from reprieve.models.cached_model import require_positions, shared_length
 from reprieve.models.draws import Draw, choose
+from reprieve.models.row_model import RowModel
 from reprieve.models.sampling import Sampler
-from reprieve.models.tree_attention import layer_windows, masks_by_layer
 from reprieve.settings import SamplingParams
+from reprieve.transfers import spread, to_device
 
 _SNAPSHOTS = 2  # per session: the running text and the last attempt
 
@@ -108,15 +104,13 @@ class BatchDecoder:
         stops: Callable[[list[int]], bool] | None = None,
     ) -> None:
         require_whole("num_rows", num_rows, 1)
-        refuse_recurrent(model)
         self.model = model
         self.eos_ids = eos_ids
         self.stops = stops
         self.sampler = Sampler(params, model.device)
         self.num_read = 0  # tokens read by forwards, without padding
         self.num_generated = 0
-        self._windows = layer_windows(model)
-        self._cache = RowCache(num_rows, model.config.get_text_config().num_hidden_layers)
+        self._model = RowModel(model, num_rows)
         self._rows: list[_Row | None] = [None] * num_rows
         self._waiting: deque[TextRequest] = deque()
 
@@ -150,13 +144,11 @@ class BatchDecoder:
     @torch.inference_mode()
     def step(self) -> None:
         """Generate one token for every text in flight; waiting texts take free rows first."""
-        for index, row in enumerate(self._rows):
-            if row is None and self._waiting:
-                self._admit(index, self._waiting.popleft())
+        self._admit()
         active = [index for index, row in enumerate(self._rows) if row]
         if not active:
             return
-        rows = self._rows[: active[-1] + 1]
+        rows = self._rows if self.model.device.type == "cuda" else self._rows[: active[-1] + 1]  # CUDA graphs need all
         logits = self._forward(0, [row.token_ids[-1:] if row else [0] for row in rows], self._lengths(rows))
         self.num_read += len(active)
         for index, token_id in zip(active, self._choose(logits[active, -1], active), strict=True):
@@ -166,18 +158,32 @@ class BatchDecoder:
     def _lengths(rows: Sequence[_Row | None]) -> list[int]:
         return [len(row.token_ids) - 1 if row else 0 for row in rows]
 
-    def _admit(self, index: int, request: TextRequest) -> None:
-        """Assign a row to a text, restore its session's cache, and read the rest except the last token."""
-        self._rows[index] = _Row(request, list(request.prefix_ids))
-        snapshot, length = request.session.longest_prefix(request.prefix_ids)
-        if snapshot is not None:
-            self._cache.restore(index, snapshot, length)
-        unread = request.prefix_ids[length:-1]
-        if unread:
-            self._forward(index, [unread], [length])
-            self.num_read += len(unread)
-            read = request.prefix_ids[:-1]
-            request.session.keep(self._cache.snapshot(index, read), read)  # for rollouts with the same beginning
+    def _admit(self) -> None:
+        """Assign free rows to waiting texts, restore their sessions' caches, and read the rest but the last tokens."""
+        unread: list[tuple[int, int, _Row]] = []  # row, cached tokens
+        for index, row in enumerate(self._rows):
+            if row is None and self._waiting:
+                request = self._waiting.popleft()
+                snapshot, length = request.session.longest_prefix(request.prefix_ids)
+                if snapshot is not None:
+                    self._model.cache.restore(index, snapshot, length)
+                admitted = self._rows[index] = _Row(request, list(request.prefix_ids))
+                if length < len(request.prefix_ids) - 1:
+                    unread.append((index, length, admitted))
+        for group in _of_similar_length(unread):
+            self._read(group)
+
+    def _read(self, admitted: Sequence[tuple[int, int, _Row]]) -> None:
+        """Read prefixes of similar length in one forward; what is read after their ends is overwritten later."""
+        chunks = [row.token_ids[length:-1] for _, length, row in admitted]
+        size = max(map(len, chunks))
+        padded = [chunk + [0] * (size - len(chunk)) for chunk in chunks]
+        rows = to_device(torch.tensor([index for index, _, _ in admitted]), self.model.device)
+        self._forward(rows, padded, [length for _, length, _ in admitted])
+        self.num_read += sum(map(len, chunks))
+        for index, _, row in admitted:
+            read = row.token_ids[:-1]
+            row.request.session.keep(self._model.cache.snapshot(index, read), read)  # for rollouts with this beginning
 
     def _choose(self, logits: Tensor, active: list[int]) -> list[int]:
         """Return the next token of each text, from logits [len(active), V]."""
@@ -197,38 +203,23 @@ class BatchDecoder:
         request = row.request
         stopped = self.stops is not None and self.stops(row.token_ids[request.response_start :])
         if stopped or token_id in self.eos_ids or row.num_new == request.max_new_tokens:
-            request.session.keep(self._cache.snapshot(index, cached), request.prefix_ids)
+            request.session.keep(self._model.cache.snapshot(index, cached), request.prefix_ids)
             self._rows[index] = None
             request.on_done(row.token_ids[len(request.prefix_ids) :])
 
-    def _forward(self, first: int, chunks: list[list[int]], lengths: list[int]) -> Tensor:
-        """Append equally long chunks to rows `first` onwards, which hold `lengths` tokens; return logits [R, n, V]."""
+    def _forward(self, rows: Tensor | int, chunks: list[list[int]], lengths: list[int]) -> Tensor:
+        """Append equally long chunks to rows, which hold `lengths` tokens; return logits [R, n, V]."""
         size = len(chunks[0])
-        starts = torch.tensor(lengths)
-        positions = starts[:, None] + torch.arange(size)  # [R, n]
-        end = max(lengths) + size
         device = self.model.device
-        self._cache.place(first, positions.to(device), end)
-        output = self.model(
-            input_ids=torch.tensor(chunks, device=device),
-            past_key_values=self._cache,
-            use_cache=True,
-            position_ids=positions.to(device),
-            attention_mask=self._masks(positions, end),
-        )
-        logits: Tensor = output.logits
-        return logits.float()
+        positions = spread(lengths, torch.long, device)[:, None] + torch.arange(size, device=device)
+        token_ids = to_device(torch.tensor(chunks), device)
+        return self._model.forward(token_ids, positions, longest=max(lengths) + size, rows=rows)[0].float()
 
-    def _masks(self, positions: Tensor, end: int) -> Any:
-        """Return additive masks [R, 1, n, end]: each token attends to its own text up to itself, within the window."""
-        columns = torch.arange(end)
-        distance = positions[:, None, :, None] - columns  # [R, 1, n, end]
 
-        def mask(window: int | None) -> Tensor:
-            visible = distance >= 0
-            if window is not None:
-                visible &= distance < window
-            values = torch.zeros(visible.shape, dtype=self.model.dtype)
-            return values.masked_fill(~visible, torch.finfo(self.model.dtype).min).to(self.model.device)
-
-        return masks_by_layer(mask, self._windows)
+def _of_similar_length(unread: Sequence[tuple[int, int, _Row]]) -> list[list[tuple[int, int, _Row]]]:
+    """Group texts whose unread parts differ by less than a factor of two in length, to pad little."""
+    groups: dict[int, list[tuple[int, int, _Row]]] = {}
+    for entry in unread:
+        _, length, row = entry
+        groups.setdefault((len(row.token_ids) - 1 - length).bit_length(), []).append(entry)
+    return list(groups.values())

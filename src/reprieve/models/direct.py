@@ -20,7 +20,7 @@ from reprieve.models.cache import capacity_for
 from reprieve.models.int8 import is_int8
 from reprieve.models.tree_attention import layer_windows
 
-_FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _ROTARY = ("default", "linear", "llama3", "yarn")  # types with fixed frequencies
 _CAPTURING = "transformers.utils.output_capturing"  # the library's hooks for hidden states
 _AGREES: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
@@ -37,7 +37,7 @@ def supports(model: PreTrainedModel) -> bool:
 
 def _is_plain(model: PreTrainedModel) -> bool:
     config = model.config
-    if type(model).__name__ not in _FAMILIES or getattr(config, "quantization_config", None) is not None:
+    if type(model).__name__ not in FAMILIES or getattr(config, "quantization_config", None) is not None:
         return False
     if layer_windows(model) is not None:
         return False

@@ -18,8 +18,8 @@ from torch import Tensor
 from reprieve.errors import ReprieveError
 from reprieve.needs import Need
 from reprieve.rules import Rule
+from reprieve.rules.batch import Batch, Budget, Decisions, Row, decide
 from reprieve.transfers import spread, to_device
-from reprieve.vllm_plugin.batch import Batch, Budget, Decisions, Row, decide
 from reprieve.vllm_plugin.menu import STRUCTURED_OUTPUTS, Choice, Menu
 from reprieve.vllm_plugin.policy import STRICT
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from reprieve.needs import Need
+from reprieve.rules.batch import Batch
 from reprieve.transfers import spread, to_device
 from reprieve.types import Context, gather_token
 from reprieve.vllm_plugin import numbers
-from reprieve.vllm_plugin.batch import Batch
 from reprieve.vllm_plugin.rounds import RoundRequest, WorkerRules, request_settings
 from reprieve.vllm_plugin.v1.sampler import ROUND, V1Round, patch_sampler
 from reprieve.vllm_plugin.v1.selftest import try_out

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from reprieve.rules.batch import Batch, Decisions, Row
 from reprieve.transfers import spread
 from reprieve.types import gather_token
-from reprieve.vllm_plugin.batch import Batch, Decisions, Row
 from reprieve.vllm_plugin.rounds import RoundRequest, WorkerRules
 
 

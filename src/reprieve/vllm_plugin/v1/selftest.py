@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reprieve.vllm_plugin.batch import Batch
+from reprieve.rules.batch import Batch
 from reprieve.vllm_plugin.rounds import RoundRequest
 from reprieve.vllm_plugin.selftest import ASKED, DRAFTED, certain_logits
 from reprieve.vllm_plugin.v1.sampler import ROUND, V1Round

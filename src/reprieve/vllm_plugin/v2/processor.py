@@ -19,9 +19,9 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, 
 
 from reprieve.needs import Need
 from reprieve.rules import LosslessRule, Rule
+from reprieve.rules.batch import Batch, Budget, Decisions, TokenSettings, decide_together
 from reprieve.transfers import spread
 from reprieve.types import Context, gather_token
-from reprieve.vllm_plugin.batch import Batch, Budget, Decisions, TokenSettings, decide_together
 from reprieve.vllm_plugin.rounds import RequestRules, WorkerRules, request_settings
 from reprieve.vllm_plugin.v2.round import V2Round
 

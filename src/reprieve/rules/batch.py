@@ -1,4 +1,4 @@
-"""Apply rules to a whole batch of requests: flat tensors in, decisions out. Independent of vLLM.
+"""Apply rules to a whole batch of requests: flat tensors in, decisions out.
 
 Shapes: B requests, N drafted tokens of all requests, concatenated, K drafted tokens in the longest block, V vocabulary
 size, D hidden size. The rules and the lossless check are those of the local engine. No function here waits for the
@@ -81,11 +81,13 @@ class Batch:
     possible: Tensor  # [N], bool: not excluded by a grammar, a mask or a processor; top-k and top-p do not count
     proposal_probs: Tensor | None = None  # [N], probability the drafter proposed each token with; None: it is certain
     draft_scores: Tensor | None = None  # [N, V], the draft's, shaped as the target's
+    draft_logits: Tensor | None = None  # [N, V], the draft's, raw
     uniforms: Tensor | None = None  # [N], the draws that speculative sampling will use
     noise: Tensor | None = None  # [N]
     node_logits: Tensor | None = None  # [N, V]
     node_hidden: HiddenStates | None = None  # [N, D] a layer
     parent_hidden: HiddenStates | None = None  # [N, D] a layer
+    draft_hidden: HiddenStates | None = None  # [N, D] a layer, the draft's
     token_embeddings: Tensor | None = None  # [N, D], the target's
     top_embeddings: Tensor | None = None  # [N, D], of the target's most likely token
     answer_positions: Tensor | None = None  # [N], int64: how many tokens of the answer precede the token
@@ -113,12 +115,14 @@ class Batch:
             lossless_accepts=check.accepts,
             target_scores=self.scores,
             draft_scores=self.draft_scores,
+            draft_logits=self.draft_logits,
             proposal_probs=proposal_probs,
             uniforms=uniforms,
             noise=self.noise,
             node_logits=self.node_logits,
             node_hidden=self.node_hidden,
             parent_hidden=self.parent_hidden,
+            draft_hidden=self.draft_hidden,
             token_embeddings=self.token_embeddings,
             top_embeddings=self.top_embeddings,
             parents=layout.parents,

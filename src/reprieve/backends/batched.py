@@ -1,0 +1,152 @@
+"""The engine on this machine with many answers at once: minutes instead of hours on a GPU, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+from reprieve.backends.asynchronous import iterate, results_of
+from reprieve.backends.settings import SERVED_DRAFT_TOKENS, BatchedSettings
+from reprieve.bench.answering import Answerer, reply_of
+from reprieve.bench.arms import Arm
+from reprieve.bench.config import RunConfig
+from reprieve.bench.engine import Job
+from reprieve.bench.engine_facts import EngineFacts
+from reprieve.bench.records import ProblemRecord, Reply
+from reprieve.drafters import DRAFTERS
+from reprieve.engine import DRAFT_ONLY, Pair, SamplingParams
+from reprieve.engine.batched import BatchedDecoder, Request, refusal
+from reprieve.engine.prompt import token_ids_of
+from reprieve.errors import SpecError
+from reprieve.heads.loading import require_heads_fit
+from reprieve.rules import LosslessRule
+from reprieve.settings import NumDraftTokens
+from reprieve.tasks import Task, TaskProblem
+from reprieve.types import Generation
+
+
+class BatchedEngine:
+    """See `Engine`. All arms with one K share a batch; one model alone has its own."""
+
+    meter: str | None = None
+
+    def __init__(self, pair: Pair, settings: BatchedSettings) -> None:
+        self.pair = pair
+        self.tokenizer = pair.tokenizer
+        self.num_parallel = settings.parallel
+        self.facts = EngineFacts(pair.identity, pair.dtype, str(pair.device), engine="batched")
+        self.num_positions = pair.num_positions
+
+    def fingerprints(self, drafter: str) -> dict[str, str]:
+        """See `Engine`."""
+        return DRAFTERS.make(drafter).fingerprints(self.pair)
+
+    def draft_tokens(self, arm: Arm, drafter: str) -> NumDraftTokens:
+        """See `Engine`."""
+        return arm.num_draft_tokens
+
+    def refusal(self, arm: Arm, drafter: str) -> str:
+        """See `Engine`."""
+        if arm.vllm:
+            return f"{arm.label} is vLLM's own method: use --engine vllm"
+        if arm.truncation is not None or arm.folded:
+            return "a batch neither samples from a rule's truncation nor has a head for each fold; use --engine local"
+        if arm.rule is None:
+            return "the pair has no draft" if arm.label == DRAFT_ONLY and self.pair.draft is None else ""
+        if isinstance(arm.num_draft_tokens, str):
+            return f"a batch drafts a fixed number of tokens per round: give a number, as @K={SERVED_DRAFT_TOKENS}"
+        if DRAFTERS.make(arm.drafter or drafter).name != "draft":
+            return "a batch drafts with the pair's draft; use --engine local for other drafters"
+        return refusal(arm.rule)
+
+    def expect(self, arms: Sequence[Arm], drafter: str) -> None:
+        """See `Engine`; nothing to prepare."""
+
+    def answer(
+        self, config: RunConfig, task: Task, arms: Sequence[Arm], problems: Sequence[TaskProblem], jobs: Sequence[Job]
+    ) -> Iterator[ProblemRecord]:
+        """See `Engine`."""
+        by_label = {arm.label: arm for arm in arms}
+        for arm in arms:
+            if reason := self.refusal(arm, config.drafter):
+                raise SpecError(f"{arm.label}: {reason}")
+            if arm.rule is not None and arm.rule.heads:
+                here = arm.unchecked(config.conditions(self, arm))
+                require_heads_fit(arm.rule, self.pair.identity, config.task, drafter="draft", here=here)
+        groups: dict[tuple[bool, int], list[Job]] = {}
+        for job in jobs:
+            groups.setdefault(_group(by_label[job.arm]), []).append(job)
+        for (draft_alone, num_draft_tokens), group in groups.items():
+            labels = dict.fromkeys(job.arm for job in group)
+            with asyncio.Runner() as loop:
+                batch = _Batch(self, config, task, [by_label[label] for label in labels], draft_alone, num_draft_tokens)
+
+                async def answer(job: Job, batch: _Batch = batch) -> ProblemRecord:
+                    return await batch.answerer.answer(by_label[job.arm], problems[job.number], job.number, job.trial)
+
+                results = results_of(group, answer, num_parallel=self.num_parallel)
+                yield from iterate(loop, results, closing=batch.close)
+
+    def close(self) -> None:
+        """See `Engine`; nothing was started."""
+
+
+def _group(arm: Arm) -> tuple[bool, int]:
+    """Return which model decodes an arm alone, if one does, and its K; arms of one group share a batch."""
+    if arm.rule is None:
+        return arm.label == DRAFT_ONLY, 0
+    assert isinstance(arm.num_draft_tokens, int)
+    return False, arm.num_draft_tokens
+
+
+class _Batch:
+    """A decoder for several arms, stepped while their answers wait for it."""
+
+    def __init__(
+        self,
+        engine: BatchedEngine,
+        config: RunConfig,
+        task: Task,
+        arms: Sequence[Arm],
+        draft_alone: bool,
+        num_draft_tokens: int,
+    ) -> None:
+        pair = engine.pair
+        self.answerer = Answerer(config, task, pair.tokenizer, self._decode)
+        self._rules = {arm.label: (arm.rule or LosslessRule()).bind(pair.tokenizer).to(pair.device) for arm in arms}
+        self._tokenizer = pair.tokenizer
+        self._num_ids = pair.num_token_ids
+        self._decoder = BatchedDecoder(
+            pair,
+            num_rows=engine.num_parallel,
+            num_draft_tokens=num_draft_tokens,
+            params=self.answerer.params,
+            rules=list(self._rules.values()),
+            draft_alone=draft_alone,
+        )
+        self._waiting: set[asyncio.Future[Generation]] = set()
+        self._stepping: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        if self._stepping is not None:
+            self._stepping.cancel()
+
+    async def _decode(self, arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:
+        done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        prompt_ids = token_ids_of(self._tokenizer, prompt, self._num_ids)
+        self._decoder.submit(Request(prompt_ids, self._rules[arm.label], params.max_new_tokens, done.set_result))
+        self._waiting.add(done)
+        done.add_done_callback(self._waiting.discard)
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._step())
+        return reply_of(arm, await done, self._tokenizer, params.stop)
+
+    async def _step(self) -> None:
+        while not self._decoder.idle:
+            await asyncio.sleep(0)  # answers that start now join the round
+            try:
+                self._decoder.step()
+            except Exception as error:  # each answer in the batch records it
+                self._decoder.clear()
+                for done in list(self._waiting):
+                    done.set_exception(error)

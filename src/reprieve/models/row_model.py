@@ -1,0 +1,160 @@
+"""Forward of one model over several sequences of different lengths, one per row of its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AttentionInterface, PreTrainedModel
+
+from reprieve.models.batch_cache import RowCache
+from reprieve.models.cached_model import execution_device, refuse_recurrent
+from reprieve.models.direct import FAMILIES
+from reprieve.models.tree_attention import layer_windows, masks_by_layer
+from reprieve.types import HiddenStates
+
+ATTENTION = "reprieve_rows"
+_COLUMNS = 128  # on a GPU, forwards attend to a multiple of this, so that few CUDA graphs are needed
+
+
+class RowModel:
+    """A model and its cache for `num_rows` sequences. On a GPU, forwards over all rows run as CUDA graphs.
+
+    Args:
+        model: any `transformers` causal language model with a key-value cache.
+        hidden_layers: layers whose hidden states `forward` returns, as transformers numbers them.
+
+    Raises:
+        UnsupportedModelError: a model with recurrent state.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_rows: int, *, hidden_layers: Sequence[int] = ()) -> None:
+        refuse_recurrent(model)
+        self.model = model
+        self.num_rows = num_rows
+        self.hidden_layers = tuple(hidden_layers)
+        self.cache = RowCache(num_rows, model.config.get_text_config().num_hidden_layers)
+        self._windows = layer_windows(model)
+        # Families with plain attention; others can have sinks, soft caps or biases, which only their own code knows.
+        self._grouped = type(model).__name__ in FAMILIES
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._pool: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        return execution_device(self.model)
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, *, longest: int, rows: Tensor | int = 0
+    ) -> tuple[Tensor, HiddenStates]:
+        """Read tokens; return their logits [R, n, V] and hidden states [R, n, D] by layer.
+
+        Args:
+            token_ids: [R, n], on the model's device.
+            positions: [R, n]: where they are in their sequences.
+            longest: number of columns that they attend to: more than every position.
+            rows: the rows of the cache: indices [R], or the first of R consecutive ones.
+        """
+        if not token_ids.is_cuda:
+            return self._run(token_ids, positions, longest, rows)
+        longest = -(-longest // _COLUMNS) * _COLUMNS
+        self.reserve(longest)
+        if isinstance(rows, Tensor) or len(token_ids) != self.num_rows or not self.cache.capacity:
+            return self._run(token_ids, positions, longest, rows)
+        key = token_ids.shape[1], longest
+        if key not in self._graphs:
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            self._graphs[key] = _Graph(
+                lambda ids, places: self._run(ids, places, longest, 0), token_ids, positions, self._pool
+            )
+        return self._graphs[key](token_ids, positions)
+
+    def reserve(self, length: int) -> None:
+        """Make room for sequences of `length` tokens."""
+        if self.cache.reserve(length):
+            self._graphs.clear()
+
+    def _run(
+        self, token_ids: Tensor, positions: Tensor, longest: int, rows: Tensor | int
+    ) -> tuple[Tensor, HiddenStates]:
+        self.cache.place(rows, positions, longest)
+        config = self.model.config
+        before = config._attn_implementation
+        if self._grouped:
+            config._attn_implementation = ATTENTION
+        try:
+            output = self.model(
+                input_ids=token_ids,
+                past_key_values=self.cache,
+                use_cache=True,
+                position_ids=positions,
+                attention_mask=self._masks(positions, longest),
+                output_hidden_states=bool(self.hidden_layers),
+            )
+        finally:
+            config._attn_implementation = before
+        return output.logits, {layer: output.hidden_states[layer] for layer in self.hidden_layers}
+
+    def _masks(self, positions: Tensor, longest: int) -> Any:
+        """Return masks [R, 1, n, longest]: each token attends to its own text up to itself, within the window."""
+        distance = positions[:, None, :, None] - torch.arange(longest, device=positions.device)
+
+        def mask(window: int | None) -> Tensor:
+            visible = distance >= 0
+            if window is not None:
+                visible &= distance < window
+            if self._grouped:
+                return visible
+            values = torch.zeros(visible.shape, dtype=self.model.dtype, device=positions.device)
+            return values.masked_fill_(~visible, torch.finfo(self.model.dtype).min)
+
+        return masks_by_layer(mask, self._windows)
+
+
+class _Graph:
+    """A forward captured as a CUDA graph for one shape. Its outputs are overwritten by the next call."""
+
+    def __init__(self, run: Callable[[Tensor, Tensor], Any], token_ids: Tensor, positions: Tensor, pool: Any) -> None:
+        self._token_ids, self._positions = token_ids.clone(), positions.clone()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # lazy initialisation must not be captured
+            for _ in range(2):
+                run(self._token_ids, self._positions)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            self._output = run(self._token_ids, self._positions)
+
+    def __call__(self, token_ids: Tensor, positions: Tensor) -> Any:
+        self._token_ids.copy_(token_ids)
+        self._positions.copy_(positions)
+        self._graph.replay()
+        return self._output
+
+
+def _grouped_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """Attend without copying keys and values for each query head: the heads of a group become more query rows.
+
+    Args:
+        query: [R, H, n, d].
+        key, value: [R, G, columns, d], G a divisor of H.
+        attention_mask: [R, 1, n, columns], bool.
+    """
+    num, heads, size, dim = query.shape
+    groups = key.shape[1]
+    share = heads // groups
+    folded = query.reshape(num, groups, share * size, dim)
+    mask = attention_mask.expand(num, share, size, -1).reshape(num, 1, share * size, -1)
+    attended = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    return attended.reshape(num, heads, size, dim).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, _grouped_attention)
