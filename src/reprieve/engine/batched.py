@@ -258,7 +258,7 @@ class BatchedDecoder:
         feed, places = recent, (self._lengths[:, None] + torch.tensor([-2, -1], device=self.device)).clamp_min(0)
         for step in range(self.num_draft_tokens):
             logits, hidden = self._draft.forward(feed, places, longest=self._longest)
-            final = self._same_vocabulary(logits[:, -1].float())
+            final = self._same_vocabulary(logits[:, -1].to(torch.float32, copy=True))
             if step:
                 self._keep(states, hidden)
             if keeps:

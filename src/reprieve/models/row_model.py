@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,6 +43,7 @@ class RowModel:
         self._grouped = type(model).__name__ in FAMILIES
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._pool: Any = None
+        self._captures = True
 
     @property
     def device(self) -> torch.device:
@@ -63,15 +65,21 @@ class RowModel:
             return self._run(token_ids, positions, longest, rows)
         longest = -(-longest // _COLUMNS) * _COLUMNS
         self.reserve(longest)
-        if isinstance(rows, Tensor) or len(token_ids) != self.num_rows or not self.cache.capacity:
+        whole = not isinstance(rows, Tensor) and len(token_ids) == self.num_rows
+        if not (self._captures and whole and self.cache.capacity):
             return self._run(token_ids, positions, longest, rows)
         key = token_ids.shape[1], longest
         if key not in self._graphs:
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
-            self._graphs[key] = _Graph(
-                lambda ids, places: self._run(ids, places, longest, 0), token_ids, positions, self._pool
-            )
+            try:
+                self._graphs[key] = _Graph(
+                    lambda ids, places: self._run(ids, places, longest, 0), token_ids, positions, self._pool
+                )
+            except RuntimeError as error:  # a model whose code waits for the device cannot be captured
+                warnings.warn(f"no CUDA graph of {type(self.model).__name__}: {error}", stacklevel=2)
+                self._captures = False
+                return self._run(token_ids, positions, longest, rows)
         return self._graphs[key](token_ids, positions)
 
     def reserve(self, length: int) -> None:
