@@ -13,7 +13,7 @@ V1_TESTS := $(filter-out $(wildcard tests/vllm/test_v2_*.py),$(wildcard tests/vl
 # Trains EAGLE-3 heads; its dependencies (torchvision, torchaudio) are not needed here.
 EAGLE := speculators hs-connectors loguru
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
-REAL := real-gsm8k-brief real-judge real-humaneval real-gsm8k-plain real-provable
+REAL := real-gsm8k-brief real-judge real-humaneval real-humaneval-gpu real-gsm8k-plain real-provable
 CODE := src tests benchmarks recipes examples
 
 .PHONY: demo real-pair gpu test test-slow test-all test-vllm check style types docs setup benchmark tables dist clean

@@ -209,8 +209,8 @@ def proposals(blocks: Blocks, mode: str):
 
 def ours(blocks: Blocks, mode: str, rule, draws) -> list[int]:
     """Return how many tokens of each block the rule accepts, as the plugin applies it."""
-    from reprieve.types import gather_token
     from reprieve.rules.batch import Batch, Budget, Row, decide
+    from reprieve.types import gather_token
 
     token_ids, scores = blocks.flat(blocks.token_ids), blocks.flat(blocks.scores)
     batch = Batch(

@@ -128,11 +128,13 @@ def arms_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
     times = f" x {document['num_trials']}" if document["num_trials"] > 1 else ""
     temperature = document["sampling"]["temperature"]
     sampled = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+    gpus = machine.get("gpus")
+    device = f"an {gpus[0]}" if gpus else f"{machine['num_threads']} thread(s) of an {machine['processor']}"
     parts = (
         f"{document['task']}, {document['split']} problems",
         f"n = {document['num_problems']}{times}",
         f"{sampled}, K = {length}, {document['dtype']}",
-        f"{machine['num_threads']} thread(s) of an {machine['processor']}; brackets are 95% intervals.",
+        f"{device}; brackets are 95% intervals.",
     )
     note = f"{', '.join(parts)}\n`{document['command']}`"
     if "note" in table:  # a view has its own note; another page shows the command

@@ -12,7 +12,8 @@ from scipy.stats import chisquare
 
 from reprieve.drafters import DraftModelDrafter, EagleDrafter, EagleSettings
 from reprieve.drafters.length import AcceptanceLength, LearnedLength
-from reprieve.engine import SamplingParams, SpeculativeDecoder
+from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
+from reprieve.engine.batched import BatchedDecoder, Request
 from reprieve.models import CachedModel
 from reprieve.rules import parse_rule
 from reprieve.types import ROOT, Block, Provenance
@@ -151,7 +152,33 @@ def test_sampled_lossless_preserves_the_targets_distribution(drafting):
     if drafting.endswith("learned length"):
         assert lengths.most_common(2)[1][1] > num_answers / 10, "it must have stopped some blocks, and not others"
     assert num_rescued == 0, "lossless rescues nothing, on trees neither"
-    expected = exact_probs(target, prompt, length, params) * num_answers
+    assert_follows(counts, exact_probs(target, prompt, length, params))
+
+
+@pytest.mark.parametrize("draft_temperature", [None, 0.0])
+def test_sampled_lossless_batches_preserve_the_targets_distribution(draft_temperature):
+    size, length, num_answers = 4, 3, 3000
+    target = tiny_model(seed=3, vocab_size=size, scale=5.0)
+    pair = Pair(target, perturbed(target, noise=0.12), NumberTokenizer(size), "t", "d")
+    prompt = [1, 2, 3, 0]
+    params = SamplingParams(
+        max_new_tokens=length, temperature=1.3, top_k=3, top_p=0.97, draft_temperature=draft_temperature
+    )
+    rule = parse_rule("lossless")
+    decoder = BatchedDecoder(pair, num_rows=250, num_draft_tokens=3, params=params, rules=[rule])
+    made = []
+    for _ in range(num_answers):
+        decoder.submit(Request(prompt, rule, length, made.append))
+    while not decoder.idle:
+        decoder.step()
+    counts = counts_of(lambda number: made[number].token_ids, num_answers, size, length)
+    assert sum(answer.num_rescued for answer in made) == 0
+    assert_follows(counts, exact_probs(target, prompt, length, params))
+
+
+def assert_follows(counts, probs):
+    """Check counts of texts against their probabilities, by a chi-square test over those that are common enough."""
+    expected = probs * counts.sum()
     assert counts[expected == 0].sum() == 0, "no text the target excludes"
     common = expected >= 5
     observed = np.append(counts[common], counts[~common].sum())

@@ -12,9 +12,9 @@ import torch
 
 from reprieve.errors import PairError, ReprieveError, SpecError
 from reprieve.rules import accepts, parse_rule
+from reprieve.rules.batch import Batch, Budget, Row, decide
 from reprieve.types import Context
 from reprieve.vllm_plugin import probing
-from reprieve.rules.batch import Batch, Budget, Row, decide
 from reprieve.vllm_plugin.configuration import (
     Setup,
     load_menu,

@@ -26,7 +26,7 @@ from reprieve.types import Generation
 
 
 class BatchedEngine:
-    """See `Engine`. All arms with one K share a batch; one model alone has its own."""
+    """See `Engine`. All arms with one K share a batch; each model alone has its own."""
 
     meter: str | None = None
 
@@ -73,19 +73,27 @@ class BatchedEngine:
             if arm.rule is not None and arm.rule.heads:
                 here = arm.unchecked(config.conditions(self, arm))
                 require_heads_fit(arm.rule, self.pair.identity, config.task, drafter="draft", here=here)
-        groups: dict[tuple[bool, int], list[Job]] = {}
-        for job in jobs:
-            groups.setdefault(_group(by_label[job.arm]), []).append(job)
-        for (draft_alone, num_draft_tokens), group in groups.items():
-            labels = dict.fromkeys(job.arm for job in group)
-            with asyncio.Runner() as loop:
-                batch = _Batch(self, config, task, [by_label[label] for label in labels], draft_alone, num_draft_tokens)
+        batches: dict[tuple[bool, int], _Batch] = {}
 
-                async def answer(job: Job, batch: _Batch = batch) -> ProblemRecord:
-                    return await batch.answerer.answer(by_label[job.arm], problems[job.number], job.number, job.trial)
+        async def decode(arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:
+            generation = await batches[_group(arm)].generate(arm, prompt, params)
+            return reply_of(arm, generation, self.tokenizer, params.stop)
 
-                results = results_of(group, answer, num_parallel=self.num_parallel)
-                yield from iterate(loop, results, closing=batch.close)
+        answerer = Answerer(config, task, self.tokenizer, decode)
+        for key in {_group(by_label[job.arm]): None for job in jobs}:
+            group = [arm for arm in arms if _group(arm) == key]
+            batches[key] = _Batch(self.pair, group, self.num_parallel, answerer.params, key)
+
+        async def answer(job: Job) -> ProblemRecord:
+            return await answerer.answer(by_label[job.arm], problems[job.number], job.number, job.trial)
+
+        async def close() -> None:
+            for batch in batches.values():
+                batch.close()
+
+        with asyncio.Runner() as loop:  # each batch queues what has no row yet, so all arms stay on the same problems
+            results = results_of(jobs, answer, num_parallel=self.num_parallel * len(batches))
+            yield from iterate(loop, results, closing=close)
 
     def close(self) -> None:
         """See `Engine`; nothing was started."""
@@ -103,35 +111,29 @@ class _Batch:
     """A decoder for several arms, stepped while their answers wait for it."""
 
     def __init__(
-        self,
-        engine: BatchedEngine,
-        config: RunConfig,
-        task: Task,
-        arms: Sequence[Arm],
-        draft_alone: bool,
-        num_draft_tokens: int,
+        self, pair: Pair, arms: Sequence[Arm], num_rows: int, params: SamplingParams, group: tuple[bool, int]
     ) -> None:
-        pair = engine.pair
-        self.answerer = Answerer(config, task, pair.tokenizer, self._decode)
-        self._rules = {arm.label: (arm.rule or LosslessRule()).bind(pair.tokenizer).to(pair.device) for arm in arms}
         self._tokenizer = pair.tokenizer
         self._num_ids = pair.num_token_ids
+        self._rules = {arm.label: (arm.rule or LosslessRule()).bind(pair.tokenizer).to(pair.device) for arm in arms}
+        draft_alone, num_draft_tokens = group
         self._decoder = BatchedDecoder(
             pair,
-            num_rows=engine.num_parallel,
+            num_rows=num_rows,
             num_draft_tokens=num_draft_tokens,
-            params=self.answerer.params,
+            params=params,
             rules=list(self._rules.values()),
             draft_alone=draft_alone,
         )
         self._waiting: set[asyncio.Future[Generation]] = set()
         self._stepping: asyncio.Task[None] | None = None
 
-    async def close(self) -> None:
+    def close(self) -> None:
         if self._stepping is not None:
             self._stepping.cancel()
 
-    async def _decode(self, arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:
+    async def generate(self, arm: Arm, prompt: str | list[int], params: SamplingParams) -> Generation:
+        """Return the answer to a prompt."""
         done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         prompt_ids = token_ids_of(self._tokenizer, prompt, self._num_ids)
         self._decoder.submit(Request(prompt_ids, self._rules[arm.label], params.max_new_tokens, done.set_result))
@@ -139,11 +141,11 @@ class _Batch:
         done.add_done_callback(self._waiting.discard)
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step())
-        return reply_of(arm, await done, self._tokenizer, params.stop)
+        return await done
 
     async def _step(self) -> None:
         while not self._decoder.idle:
-            await asyncio.sleep(0)  # answers that start now join the round
+            await asyncio.sleep(0)  # answers that start now join the round, and other batches have their turn
             try:
                 self._decoder.step()
             except Exception as error:  # each answer in the batch records it

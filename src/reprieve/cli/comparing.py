@@ -53,7 +53,8 @@ def report(run: Run, document: dict[str, Any], engine: EngineSettings, out: Path
         screen.say(f"{problems} cannot tell such speeds apart; measure again with --limit {_FEW} or more")
     screen.say(f"results: {out / 'results.json'}")
     if not engine.local and "throughput" not in document:
-        screen.warn("answers shared the servers' batches: `reprieve bench --concurrency` measures speed")
+        how = "--engine local" if engine.batched else "--concurrency"
+        screen.warn(f"answers shared batches: `reprieve bench {how}` measures speed")
     if num_workers > 1:
         screen.warn(f"{num_workers} processes shared this machine: measure speeds with --workers 1")
     if not document["graded"]:
@@ -95,8 +96,8 @@ def measure(
     from reprieve.bench.runner import run_arms
 
     levels = speed.concurrency if speed is not None else ()
-    if levels and engine.local:
-        raise SpecError("--concurrency requires a server engine (--engine vllm): the local engine has batch size 1")
+    if levels and (engine.local or engine.batched):
+        raise SpecError(f"--concurrency requires a server engine (--engine vllm), got --engine {engine.engine}")
     with screen.engine_and_task(engine, pair, settings.task, settings.prompt, num_workers=num_workers) as (
         running_engine,
         task,

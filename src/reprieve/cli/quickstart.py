@@ -114,6 +114,8 @@ class Quickstart(Command):
             raise SpecError("quickstart needs --data FILE.jsonl, or --task, and not both")
         if self.answering.engine.startswith("openai"):
             raise SpecError("engine must start its servers here (vllm, ray): running ones lack the head to be trained")
+        if self.answering.batched:
+            raise SpecError(f"engine must be local, vllm or ray, got {self.answering.engine!r}")
         if not self.answering.local and self.num_workers not in (None, 1):
             raise SpecError("workers are of the local engine; servers take parallel= requests at once")
         require_range("max_drop", self.max_drop, 0.0, 0.99, low_open=True)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from reprieve.drafters.length import RoundLength
+from reprieve.drafters.length import DraftLength, RoundLength
+from reprieve.engine.prompt import Tokenizer
 from reprieve.engine.stopwatch import Stopwatch
-from reprieve.engine.text_stream import TextStream
+from reprieve.engine.text_stream import TextStream, special_tokens, text_pieces
 from reprieve.models.sampling import Sampler
 from reprieve.rules import RiskBudget, Rule
 from reprieve.settings import SamplingParams
 from reprieve.transfers import spread
-from reprieve.types import Block, Context, RoundTrace, Token
+from reprieve.types import Block, Context, Generation, RoundTrace, Token
 
 OnToken = Callable[[Token, str], None]  # a committed token and the text that became final with it
 
@@ -62,6 +64,78 @@ class Answer:
         """Return the prompt and committed tokens as one text."""
         token_ids = spread([*self.prompt_ids, *(token.token_id for token in self.tokens)], torch.long, device)
         return Context(token_ids.unsqueeze(0), spread([len(token_ids)], torch.long, device))
+
+    @classmethod
+    def begin(
+        cls,
+        tokenizer: Tokenizer,
+        prompt_ids: list[int],
+        rule: Rule,
+        sampler: Sampler,
+        length: DraftLength,
+        eos_ids: Collection[int],
+        *,
+        params: SamplingParams | None = None,
+        watch: Stopwatch,
+        on_token: OnToken | None = None,
+        trace: bool = False,
+    ) -> Answer:
+        """Return an answer without tokens.
+
+        Args:
+            eos_ids: tokens that end a text, unless the parameters say otherwise.
+            params: of this answer; None for the sampler's.
+        """
+        params = params or sampler.params
+        special = special_tokens(tokenizer) if params.stop else {}
+        ends = eos_ids if params.eos_token_ids is None else params.eos_token_ids
+        return cls(
+            prompt_ids=prompt_ids,
+            unread=prompt_ids,
+            params=params,
+            sampler=sampler,
+            stream=TextStream(tokenizer, params.stop),
+            rule=rule,
+            budget=RiskBudget.of(rule),
+            length=length.start(rule.dial_value, params.temperature),
+            eos_ids=frozenset() if params.ignore_eos else frozenset(ends),
+            stop_ids=frozenset(special[text] for text in params.stop if text in special),
+            watch=watch,
+            on_token=on_token,
+            trace=[] if trace else None,
+        )
+
+    def take_round(self, tokens: Sequence[Token], num_drafted: int, num_pruned: int = 0) -> bool:
+        """Commit a round's tokens, up to the one that ends the answer; return False once it has ended."""
+        self.num_drafted += num_drafted
+        self.num_pruned += num_pruned
+        first = len(self.tokens)
+        for token in tokens:
+            if not self.take(token):
+                break
+        self.round_lengths.append(len(self.tokens) - first)
+        return self.finish_reason is None
+
+    def generation(self, tokenizer: Tokenizer, seconds: float) -> Generation:
+        """Return the finished answer."""
+        assert self.finish_reason is not None
+        text = self.stream.text
+        if not self.streams:
+            text = tokenizer.decode([token.token_id for token in self.tokens], skip_special_tokens=True)
+        return Generation(
+            prompt_ids=self.prompt_ids,
+            tokens=self.tokens,
+            text=text,
+            finish_reason=self.finish_reason,
+            num_rounds=len(self.round_lengths),
+            num_drafted=self.num_drafted,
+            num_pruned=self.num_pruned,
+            seconds=seconds,
+            seconds_by_part=self.watch.seconds,
+            round_lengths=self.round_lengths,
+            trace=self.trace,
+            decode=partial(text_pieces, tokenizer, self.params.stop),
+        )
 
     def take(self, token: Token) -> bool:
         """Commit one token; return False once the answer has ended."""

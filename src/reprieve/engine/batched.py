@@ -1,6 +1,6 @@
-"""Decoding loop for many answers at once: one forward drafts or verifies a token of every answer.
+"""Decoding loop for many answers at once: each forward drafts or verifies tokens of all of them.
 
-The rounds are those of `SpeculativeDecoder`; the rules run on the whole batch, as in vLLM.
+The rounds are those of `SpeculativeDecoder`; the rules decide for the whole batch, as they do in vLLM.
 """
 
 from __future__ import annotations
@@ -18,40 +18,39 @@ from reprieve.engine.answer import Answer
 from reprieve.engine.pair import Pair
 from reprieve.engine.prompt import token_ids_of
 from reprieve.engine.stopwatch import Stopwatch
-from reprieve.engine.text_stream import TextStream, special_tokens
 from reprieve.errors import SpecError, require_whole
 from reprieve.models.cached_model import eos_token_ids, require_positions
 from reprieve.models.row_model import RowModel
 from reprieve.models.sampling import Sampler
 from reprieve.needs import Need
-from reprieve.rules import RiskBudget, Rule
+from reprieve.rules import Rule
 from reprieve.rules.batch import Batch, Budget, Row, decide
 from reprieve.rules.checks import GreedyCheck, SampledCheck
 from reprieve.rules.lossless import residual_probs
 from reprieve.settings import SamplingParams
 from reprieve.transfers import spread, to_device, to_host
-from reprieve.types import Context, Generation, HiddenStates, Provenance, Token
+from reprieve.types import Context, Generation, HiddenStates, Provenance, Token, gather_token
 
-_PREFILL_TOKENS = 16_384  # tokens of the prompts that one forward reads
+_PREFILL_TOKENS = 16_384  # of the prompts that one forward reads
+_SHARE_FREE = 8  # prompts wait until one row in this many is free, and are then read together
 
 
 def refusal(rule: Rule) -> str:
     """Return the reason why a rule cannot decide for a batch; empty if it can."""
-    traits = rule.traits
-    if traits.check != "token":
-        return f"a batch is verified token by token, and {rule.name} needs verification={traits.check}"
-    if Need.ADVICE in traits.needs:
+    if rule.traits.check != "token":
+        return f"a batch is verified token by token, and {rule.spec} is based on {rule.traits.check} verification"
+    if Need.ADVICE in rule.traits.needs:
         return f"{rule.name} has a model of its own, which decodes one answer at a time"
     return ""
 
 
 @dataclass(eq=False)
 class Request:
-    """One answer to make.
+    """One answer to generate.
 
     Args:
         prompt_ids: 1 or more tokens.
-        rule: with its heads; bound to the tokenizer.
+        rule: with its heads, bound to the tokenizer, on the pair's device.
         on_done: called with the finished answer.
     """
 
@@ -67,28 +66,53 @@ class _Slot:
 
     request: Request
     answer: Answer
-    token_ids: list[int]  # prompt and answer; both models have read all but the last
-    started: float
-    budget: Budget = field(default_factory=Budget)
+    token_ids: list[int]  # prompt and answer; the target has read all but the last
+    budget: Budget
+    started: float = field(default_factory=time.perf_counter)
 
-    def block_size(self, most: int) -> int:
-        return min(most, self.answer.num_left - 1)
+
+@dataclass(frozen=True)
+class _Block:
+    """What was drafted for all R rows of the caches; free rows hold nonsense."""
+
+    token_ids: Tensor  # [R, K + 1], the last committed token and the drafted ones
+    lengths: Tensor  # [R], tokens of the texts before the drafted ones
+    longest: int  # of the texts with the drafted tokens
+    logits: Tensor | None  # [R, K, V], the draft's; None if nothing reads them
+    hidden: HiddenStates  # [R, K, D] a layer, the draft's
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A verified block. B answers are in progress, in the rows `rows` of R."""
+
+    rows: list[int]  # [B]
+    slots: list[_Slot]  # [B]
+    sizes: list[int]  # [B], drafted tokens that count; fewer than K at the end of an answer
+    block: _Block
+    logits: Tensor  # [R * (K + 1), V], the target's after each token
+    scores: Tensor  # [R * (K + 1), V], what its tokens are drawn from
+    hidden: HiddenStates  # [R * (K + 1), D] a layer, the target's
+
+    @property
+    def width(self) -> int:
+        """K."""
+        return self.block.token_ids.shape[1] - 1
 
 
 class BatchedDecoder:
     """Answers up to `num_rows` prompts at once; call `submit`, then `step` until `idle`.
 
     Args:
-        pair: the models; the target alone decodes if `num_draft_tokens` is 0.
+        pair: the models; the target alone answers if `num_draft_tokens` is 0.
         num_rows: answers in one forward, 1 or more.
         num_draft_tokens: K, 0 to 512.
-        params: of every answer. Random numbers come from one generator, so that sampled answers depend on what else is
-            in the batch.
-        rules: all rules that requests may name.
+        params: of every answer. All draws come from one generator, so sampled answers depend on their batch.
+        rules: all rules that requests name.
         draft_alone: the draft answers in the target's place.
 
     Raises:
-        SpecError: a number out of range, or a rule that cannot decide for a batch.
+        SpecError: a number out of range, a rule that cannot decide for a batch, or a pair without the needed draft.
         UnsupportedModelError: a model with recurrent state.
     """
 
@@ -107,28 +131,27 @@ class BatchedDecoder:
         for rule in rules:
             if reason := refusal(rule):
                 raise SpecError(reason)
-        target, draft = pair.target, pair.draft
-        if draft_alone:
-            assert draft is not None
-            target = draft
-        self.pair = pair
+        if pair.draft is None and (num_draft_tokens or draft_alone):
+            raise SpecError("the pair has no draft: num_draft_tokens must be 0")
+        self.tokenizer = pair.tokenizer
         self.num_draft_tokens = num_draft_tokens
-        self.params = params
         self.sampler = Sampler(params, pair.device)
-        self._needs = frozenset().union(*(rule.traits.needs for rule in rules))
-        layers = sorted({layer for rule in rules for layer in rule.traits.target_layers})
-        draft_layers = sorted({layer for rule in rules for layer in rule.traits.draft_layers})
-        self._target = RowModel(target, num_rows, hidden_layers=layers)
+        model = pair.draft if draft_alone and pair.draft is not None else pair.target
+        target_layers = sorted({layer for rule in rules for layer in rule.traits.target_layers})
+        self._target = RowModel(model, num_rows, hidden_layers=target_layers)
         self._draft: RowModel | None = None
-        if num_draft_tokens:
-            if draft is None:
-                raise SpecError("the pair has no draft: num_draft_tokens must be 0")
-            self._draft = RowModel(draft, num_rows, hidden_layers=draft_layers)
-        self._vocab_size = int(pair.target.config.get_text_config().vocab_size)
+        if num_draft_tokens and pair.draft is not None:
+            draft_layers = sorted({layer for rule in rules for layer in rule.traits.draft_layers})
+            self._draft = RowModel(pair.draft, num_rows, hidden_layers=draft_layers)
+        self._models = [one for one in (self._target, self._draft) if one is not None]
+        self._embed = pair.target.get_input_embeddings()
+        self._vocab_size = pair.vocab_size
+        self._num_token_ids = pair.num_token_ids
+        self._sampled = not (self.sampler.greedy or self.sampler.draft_greedy)
+        self._keeps_logits = self._sampled or any(Need.DRAFT_PROBS in rule.traits.needs for rule in rules)
+        self._eos_ids = eos_token_ids(model, pair.tokenizer)
         self._slots: list[_Slot | None] = [None] * num_rows
         self._waiting: deque[Request] = deque()
-        self._eos = eos_token_ids(target, pair.tokenizer) if params.eos_token_ids is None else params.eos_token_ids
-        self._special = special_tokens(pair.tokenizer) if params.stop else {}
 
     @property
     def device(self) -> torch.device:
@@ -143,13 +166,13 @@ class BatchedDecoder:
 
         Raises:
             ContextOverflowError: prompt and new tokens exceed a model's positions.
-            SpecError: an empty prompt.
+            SpecError: an empty prompt, or ids that the models do not have.
         """
-        token_ids_of(self.pair.tokenizer, request.prompt_ids, self._vocab_size)
+        token_ids_of(self.tokenizer, request.prompt_ids, self._num_token_ids)
+        require_whole("max_new_tokens", request.max_new_tokens, 1)
         num = len(request.prompt_ids) + request.max_new_tokens
-        for model in (self._target, self._draft):
-            if model is not None:
-                require_positions(model.model, num, what=f"prompt and {request.max_new_tokens} new tokens")
+        for one in self._models:
+            require_positions(one.model, num, what=f"prompt and {request.max_new_tokens} new tokens")
         self._waiting.append(request)
 
     def clear(self) -> None:
@@ -165,289 +188,231 @@ class BatchedDecoder:
         if not rows:
             return
         slots = [slot for slot in self._slots if slot]
-        sizes = [slot.block_size(self.num_draft_tokens) for slot in slots]
-        ids, draft_logits, draft_hidden = self._propose()
-        logits, hidden = self._verify(ids)
-        accepts, own, scores = self._decide(rows, slots, sizes, ids, logits, draft_logits, hidden, draft_hidden)
-        num_accepted = accepts.long().cumprod(-1).sum(-1)  # [B]
-        following = self._following(
-            slots, num_accepted, spread(sizes, torch.long, self.device), scores, ids, rows, draft_logits
-        )
-        width = self.num_draft_tokens
-        drafted = ids[to_device(torch.tensor(rows), self.device), 1:]
-        counts, nexts, tokens, matched = to_host(num_accepted, following, drafted, own)
-        for number, (row, slot) in enumerate(zip(rows, slots, strict=True)):
-            first, count = number * width, int(counts[number])
-            committed = [
-                Token(int(token_id), Provenance.MATCHED if matches else Provenance.RESCUED)
-                for token_id, matches in zip(tokens[first : first + count], matched[first : first + count], strict=True)
-            ]
-            committed.append(Token(int(nexts[number]), Provenance.TARGET))
-            self._commit(row, slot, committed, sizes[number])
+        sizes = [min(self.num_draft_tokens, slot.answer.num_left - 1) for slot in slots]
+        block = self._propose()
+        positions = block.lengths[:, None] - 1 + torch.arange(self.num_draft_tokens + 1, device=self.device)
+        read, hidden = self._target.forward(block.token_ids, positions, longest=block.longest)
+        logits = self._same_vocabulary(read.flatten(0, 1))
+        flat = {layer: states.flatten(0, 1) for layer, states in hidden.items()}
+        current = _Round(rows, slots, sizes, block, logits, self.sampler.target_scores(logits), flat)
+        self._commit(current, *self._decide(current))
 
     def _admit(self) -> None:
         """Give waiting answers the free rows, and read their prompts except the last token."""
         free = [row for row, slot in enumerate(self._slots) if slot is None]
-        batch: list[tuple[int, Request]] = []
+        if len(free) < len(self._slots) and len(free) * _SHARE_FREE < len(self._slots):
+            return
+        group: list[tuple[int, Request]] = []
         longest = 0
-        while free and self._waiting:
-            longest = max(longest, len(self._waiting[0].prompt_ids))
-            if batch and longest * (len(batch) + 1) > _PREFILL_TOKENS:
-                self._prefill(batch)
-                batch, longest = [], len(self._waiting[0].prompt_ids)
-            batch.append((free.pop(0), self._waiting.popleft()))
-        if batch:
-            self._prefill(batch)
+        for row in free:
+            if not self._waiting:
+                break
+            request = self._waiting.popleft()
+            longest = max(longest, len(request.prompt_ids))
+            if group and longest * (len(group) + 1) > _PREFILL_TOKENS:
+                self._prefill(group)
+                group, longest = [], len(request.prompt_ids)
+            group.append((row, request))
+        if group:
+            self._prefill(group)
 
-    def _prefill(self, batch: list[tuple[int, Request]]) -> None:
-        size = max(len(request.prompt_ids) for _, request in batch) - 1
-        if size:
-            ids = torch.zeros(len(batch), size, dtype=torch.long)
-            for number, (_, request) in enumerate(batch):
-                read = request.prompt_ids[:-1]
-                ids[number, : len(read)] = torch.tensor(read, dtype=torch.long)
-            rows = to_device(torch.tensor([row for row, _ in batch]), self.device)
-            positions = torch.arange(size, device=self.device).expand(len(batch), size)
-            for model in (self._target, self._draft):  # what is read after a prompt's end is overwritten later
-                if model is not None:
-                    model.forward(to_device(ids, self.device), positions, longest=size, rows=rows)
-        longest = max(len(request.prompt_ids) + request.max_new_tokens for _, request in batch)
-        for model in (self._target, self._draft):
-            if model is not None:
-                model.reserve(longest + self.num_draft_tokens + 1)
-        for row, request in batch:
-            self._slots[row] = self._start(request)
+    def _prefill(self, group: list[tuple[int, Request]]) -> None:
+        size = max(len(request.prompt_ids) for _, request in group) - 1
+        if size:  # what is read after a prompt's end is overwritten later
+            padded = [request.prompt_ids[:-1] + [0] * (size + 1 - len(request.prompt_ids)) for _, request in group]
+            token_ids = to_device(torch.tensor(padded), self.device)
+            rows = spread([row for row, _ in group], torch.long, self.device)
+            positions = torch.arange(size, device=self.device).expand(len(group), size)
+            for one in self._models:
+                one.forward(token_ids, positions, longest=size, rows=rows)
+        longest = max(len(request.prompt_ids) + request.max_new_tokens for _, request in group)
+        for one in self._models:
+            one.reserve(longest + self.num_draft_tokens)
+        for row, request in group:
+            answer = Answer.begin(
+                self.tokenizer,
+                request.prompt_ids,
+                request.rule,
+                self.sampler,
+                FixedLength(max(1, self.num_draft_tokens)),
+                self._eos_ids,
+                params=self.sampler.params.with_fields(max_new_tokens=request.max_new_tokens),
+                watch=Stopwatch(self.device, running=False),
+            )
+            self._slots[row] = _Slot(request, answer, list(request.prompt_ids), Budget.of(request.rule))
 
-    def _start(self, request: Request) -> _Slot:
-        params = self.params.with_fields(max_new_tokens=request.max_new_tokens)
-        answer = Answer(
-            prompt_ids=request.prompt_ids,
-            unread=request.prompt_ids[-1:],
-            params=params,
-            sampler=self.sampler,
-            stream=TextStream(self.pair.tokenizer, params.stop),
-            rule=request.rule,
-            budget=RiskBudget.of(request.rule),
-            length=FixedLength(max(1, self.num_draft_tokens)).start(request.rule.dial_value, params.temperature),
-            eos_ids=frozenset() if params.ignore_eos else frozenset(self._eos),
-            stop_ids=frozenset(self._special[text] for text in params.stop if text in self._special),
-            watch=Stopwatch(self.device, running=False),
-            on_token=None,
-        )
-        budget = Budget.of(request.rule)
-        return _Slot(request, answer, list(request.prompt_ids), time.perf_counter(), budget)
-
-    def _propose(self) -> tuple[Tensor, Tensor | None, HiddenStates]:
-        """Draft K tokens for every row; free rows draft nonsense.
-
-        Returns:
-            Token ids [R, K + 1], beginning with the last committed one; the draft's logits [R, K, V] if they are
-            needed, and its hidden states [R, K, D] by layer.
-        """
+    def _propose(self) -> _Block:
+        """Draft K tokens for every row."""
         last = [(slot.token_ids[-2:], len(slot.token_ids)) if slot else ([0], 1) for slot in self._slots]
         recent = to_device(torch.tensor([[ids[0], ids[-1]] for ids, _ in last]), self.device)
-        self._lengths = to_device(torch.tensor([length for _, length in last]), self.device)
-        self._longest = max(length for _, length in last) + self.num_draft_tokens
-        ids = [recent[:, 1:]]
-        rows: list[Tensor] = []
-        states: dict[int, list[Tensor]] = {}
+        lengths = spread([length for _, length in last], torch.long, self.device)
+        longest = max(length for _, length in last) + self.num_draft_tokens
+        chain = [recent[:, 1:]]
         if self._draft is None:
-            return ids[0], None, {}
-        keeps = Need.DRAFT_PROBS in self._needs or not (self.sampler.greedy or self.sampler.draft_greedy)
-        # The last token but one is read again where the draft has read it already; it may not have.
-        feed, places = recent, (self._lengths[:, None] + torch.tensor([-2, -1], device=self.device)).clamp_min(0)
-        for step in range(self.num_draft_tokens):
-            logits, hidden = self._draft.forward(feed, places, longest=self._longest)
-            final = self._same_vocabulary(logits[:, -1].to(torch.float32, copy=True))
-            if step:
-                self._keep(states, hidden)
-            if keeps:
-                rows.append(final)
-            feed = self.sampler.draft_token(final)[:, None]
-            ids.append(feed)
-            places = (self._lengths + step)[:, None]
-        if self._draft.hidden_layers:
-            self._keep(states, self._draft.forward(feed, places, longest=self._longest)[1])
-        stacked = {layer: torch.cat(parts, 1) for layer, parts in states.items()}
-        return torch.cat(ids, 1), torch.stack(rows, 1) if keeps else None, stacked
+            return _Block(chain[0], lengths, longest, None, {})
+        kept: list[Tensor] = []
+        states: dict[int, list[Tensor]] = {layer: [] for layer in self._draft.hidden_layers}
 
-    @staticmethod
-    def _keep(states: dict[int, list[Tensor]], hidden: HiddenStates) -> None:
-        for layer, part in hidden.items():
-            states.setdefault(layer, []).append(part[:, -1:].clone())
+        def keep_states(hidden: HiddenStates) -> None:
+            for layer, part in hidden.items():
+                states[layer].append(part[:, -1:].clone())
+
+        # The last token but one is always read again: after a block that was accepted whole, the draft lacks it.
+        feed, positions = recent, (lengths[:, None] + torch.arange(-2, 0, device=self.device)).clamp_min(0)
+        for step in range(self.num_draft_tokens):
+            read, hidden = self._draft.forward(feed, positions, longest=longest)
+            logits = self._same_vocabulary(read[:, -1])
+            if step:
+                keep_states(hidden)
+            if self._keeps_logits:
+                kept.append(logits)
+            feed = self.sampler.draft_token(logits)[:, None]
+            chain.append(feed)
+            positions = (lengths + step)[:, None]
+        if states:  # the last drafted token is read only if its states are needed
+            keep_states(self._draft.forward(feed, positions, longest=longest)[1])
+        hidden = {layer: torch.cat(parts, 1) for layer, parts in states.items()}
+        return _Block(torch.cat(chain, 1), lengths, longest, torch.stack(kept, 1) if kept else None, hidden)
 
     def _same_vocabulary(self, logits: Tensor) -> Tensor:
+        """Return a copy of logits, [..., any] to [..., V], in float32; the next forward overwrites the original."""
+        logits = logits.to(torch.float32, copy=True)
         missing = self._vocab_size - logits.shape[-1]
-        return logits if not missing else torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
-    def _verify(self, ids: Tensor) -> tuple[Tensor, HiddenStates]:
-        positions = self._lengths[:, None] - 1 + torch.arange(ids.shape[1], device=self.device)
-        return self._target.forward(ids, positions, longest=self._longest)
+    def _decide(self, current: _Round) -> tuple[Tensor, Tensor, Tensor]:
+        """Decide on the drafted tokens.
 
-    def _decide(
-        self,
-        rows: list[int],
-        slots: list[_Slot],
-        sizes: list[int],
-        ids: Tensor,  # [R, K + 1]
-        logits: Tensor,  # [R, K + 1, V]
-        draft_logits: Tensor | None,  # [R, K, V]
-        hidden: HiddenStates,  # [R, K + 1, D] by layer
-        draft_hidden: HiddenStates,  # [R, K, D] by layer
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return which drafted tokens pass, and which the lossless check alone passes, [B, K], and the scores.
-
-        Scores are [R * (K + 1), V]: those that each token was verified against.
+        Returns:
+            Which are accepted and which the lossless check alone accepts, both [B, K], bool; and the scores that they
+            were verified against, [R * (K + 1), V].
         """
-        width = self.num_draft_tokens
-        flat_logits = logits.flatten(0, 1).float()
-        scores = self.sampler.target_scores(flat_logits)
-        accepts = torch.zeros(len(rows), width, dtype=torch.bool, device=self.device)
-        own = torch.zeros_like(accepts)
-        groups: dict[str, list[int]] = {}
-        for number, slot in enumerate(slots):
-            if sizes[number] > 0:
-                groups.setdefault(slot.request.rule.spec_without_dial, []).append(number)
-        for name, members in groups.items():
-            cells = [(rows[number], column) for number in members for column in range(sizes[number])]
-            parents = spread([row * (width + 1) + column for row, column in cells], torch.long, self.device)
-            drafts = spread([row * width + column for row, column in cells], torch.long, self.device)
-            batch = self._batch(
-                slots, members, sizes, ids, flat_logits, scores, draft_logits, hidden, draft_hidden, parents, drafts
-            )
+        accepts = torch.zeros(len(current.rows), current.width, dtype=torch.bool, device=self.device)
+        matches = torch.zeros_like(accepts)
+        scores = current.scores
+        by_rule: dict[str, list[int]] = {}
+        for number, slot in enumerate(current.slots):
+            if current.sizes[number] > 0:
+                by_rule.setdefault(slot.request.rule.spec_without_dial, []).append(number)
+        for name, members in by_rule.items():
+            cells = [(number, column) for number in members for column in range(current.sizes[number])]
+            columns = spread([column for _, column in cells], torch.long, self.device)
+            rows = spread([current.rows[number] for number, _ in cells], torch.long, self.device)
+            judges = rows * (current.width + 1) + columns
+            batch = self._batch(current, members, rows, columns, judges)
             requests = [
-                Row(name, slots[n].request.rule, sizes[n], self.sampler.greedy, True, slots[n].budget) for n in members
+                Row(name, slot.request.rule, current.sizes[number], self.sampler.greedy, True, slot.budget)
+                for number, slot in ((number, current.slots[number]) for number in members)
             ]
             decisions = decide(requests, batch)
-            lossless = self._check(batch, batch.scores)
-            passed = lossless if decisions.scores is None else self._check(batch, decisions.scores)
+            lossless = passed = self._lossless(batch, batch.scores)
             if decisions.scores is not None:
-                scores = scores.index_copy(0, parents, decisions.scores)
-            places = (
-                spread([number for number in members for _ in range(sizes[number])], torch.long, self.device),
-                spread([column for _, column in cells], torch.long, self.device),
-            )
+                passed = self._lossless(batch, decisions.scores)
+                scores = scores.index_copy(0, judges, decisions.scores)
+            places = spread([number for number, _ in cells], torch.long, self.device), columns
             accepts.index_put_(places, decisions.accept | (passed & ~decisions.refuse))
-            own.index_put_(places, lossless)
-        return accepts, own, scores
+            matches.index_put_(places, lossless)
+        return accepts, matches, scores
 
-    def _check(self, batch: Batch, scores: Tensor) -> Tensor:
-        if self.sampler.greedy:
+    def _lossless(self, batch: Batch, scores: Tensor) -> Tensor:
+        """Return which tokens pass the lossless check against these scores, [N], bool."""
+        if batch.uniforms is None:
             return GreedyCheck(scores, batch.token_ids, slice(None)).accepts
-        assert batch.uniforms is not None
-        check = SampledCheck(
-            scores, batch.token_ids, slice(None), uniforms=batch.uniforms, proposal_probs=batch.proposal_probs
-        )
+        proposal = batch.proposal_probs
+        check = SampledCheck(scores, batch.token_ids, slice(None), uniforms=batch.uniforms, proposal_probs=proposal)
         return check.accepts
 
-    def _batch(
-        self,
-        slots: list[_Slot],
-        members: list[int],
-        sizes: list[int],
-        ids: Tensor,
-        logits: Tensor,
-        scores: Tensor,
-        draft_logits: Tensor | None,
-        hidden: HiddenStates,
-        draft_hidden: HiddenStates,
-        parents: Tensor,  # [N], rows of `logits` that judge the tokens
-        drafts: Tensor,  # [N], rows of the flattened block
-    ) -> Batch:
-        needs = frozenset().union(*(slots[number].request.rule.traits.needs for number in members))
-        token_ids = ids[:, 1:].reshape(-1)[drafts]
-        mine = logits[parents]
-        draft_scores = proposal_probs = raw = None
-        sampled = not (self.sampler.greedy or self.sampler.draft_greedy)
-        if draft_logits is not None and (Need.DRAFT_PROBS in needs or sampled):
-            raw = draft_logits.flatten(0, 1)[drafts]
-            draft_scores = self.sampler.draft_scores(raw)
-            if sampled:
-                proposal_probs = draft_scores.softmax(-1).gather(-1, token_ids[:, None])[:, 0]
-        judged = mine if scores is logits else scores[parents]
-        embed = self.pair.target.get_input_embeddings()
-        flat = {layer: states.flatten(0, 1) for layer, states in hidden.items()}
-        positions = [len(slots[n].answer.tokens) + column for n in members for column in range(sizes[n])]
+    def _batch(self, current: _Round, members: list[int], rows: Tensor, columns: Tensor, judges: Tensor) -> Batch:
+        """Return the inputs of one rule.
+
+        Args:
+            members: numbers of its answers among the B.
+            rows, columns: places of its N drafted tokens in the block, [N].
+            judges: rows of the target's logits that judge them, [N].
+        """
+        slots = [current.slots[number] for number in members]
+        needs = slots[0].request.rule.traits.needs
+        block = current.block
+        token_ids = block.token_ids[rows, 1 + columns]
+        logits = current.logits[judges]
+        scores = logits if current.scores is current.logits else current.scores[judges]
+        draft_logits = draft_scores = proposal_probs = None
+        if block.logits is not None and (self._sampled or Need.DRAFT_PROBS in needs):
+            draft_logits = block.logits[rows, columns]
+            draft_scores = self.sampler.draft_scores(draft_logits)
+            if self._sampled:
+                proposal_probs = gather_token(draft_scores.softmax(-1), token_ids)
+        reads_embeddings = Need.EMBEDDINGS in needs
+        before = [len(slot.answer.tokens) for slot in slots]
+        sizes = [current.sizes[number] for number in members]
+        places = [first + column for first, size in zip(before, sizes, strict=True) for column in range(size)]
         return Batch(
             token_ids=token_ids,
-            block_sizes=[sizes[number] for number in members],
-            scores=judged,
-            logits=mine,
+            block_sizes=sizes,
+            scores=scores,
+            logits=logits,
             possible=torch.ones_like(token_ids, dtype=torch.bool),
             proposal_probs=proposal_probs,
             draft_scores=draft_scores,
-            draft_logits=raw,
+            draft_logits=draft_logits,
             uniforms=None if self.sampler.greedy else self.sampler.uniforms(len(token_ids)),
             noise=self.sampler.uniforms(len(token_ids)) if Need.NOISE in needs else None,
-            node_logits=logits[parents + 1] if Need.NODE_HIDDEN in needs else None,
-            node_hidden={layer: states[parents + 1] for layer, states in flat.items()},
-            parent_hidden={layer: states[parents] for layer, states in flat.items()},
-            draft_hidden={layer: states.flatten(0, 1)[drafts] for layer, states in draft_hidden.items()},
-            token_embeddings=embed(token_ids) if Need.EMBEDDINGS in needs else None,
-            top_embeddings=embed(judged.argmax(-1)) if Need.EMBEDDINGS in needs else None,
-            answer_positions=spread(positions, torch.long, self.device) if Need.ANSWER_POSITIONS in needs else None,
-            context=self._context([slots[number] for number in members]) if Need.CONTEXT in needs else None,
+            node_logits=current.logits[judges + 1],
+            node_hidden={layer: states[judges + 1] for layer, states in current.hidden.items()},
+            parent_hidden={layer: states[judges] for layer, states in current.hidden.items()},
+            draft_hidden={layer: states[rows, columns] for layer, states in block.hidden.items()},
+            token_embeddings=self._embed(token_ids) if reads_embeddings else None,
+            top_embeddings=self._embed(scores.argmax(-1)) if reads_embeddings else None,
+            answer_positions=spread(places, torch.long, self.device) if Need.ANSWER_POSITIONS in needs else None,
+            context=self._context(slots) if Need.CONTEXT in needs else None,
             num_draft_tokens=self.num_draft_tokens,
         )
 
     def _context(self, slots: list[_Slot]) -> Context:
-        longest = max(len(slot.token_ids) for slot in slots)
-        texts = [slot.token_ids + [0] * (longest - len(slot.token_ids)) for slot in slots]
         lengths = [len(slot.token_ids) for slot in slots]
-        return Context(to_device(torch.tensor(texts), self.device), spread(lengths, torch.long, self.device))
+        padded = [slot.token_ids + [0] * (max(lengths) - len(slot.token_ids)) for slot in slots]
+        return Context(to_device(torch.tensor(padded), self.device), spread(lengths, torch.long, self.device))
 
-    def _following(
-        self,
-        slots: list[_Slot],
-        num_accepted: Tensor,  # [B]
-        sizes: Tensor,  # [B]
-        scores: Tensor,  # [R * (K + 1), V]
-        ids: Tensor,
-        rows: list[int],
-        draft_logits: Tensor | None,
-    ) -> Tensor:
-        """Return the target's token after the accepted ones, [B]."""
-        width = self.num_draft_tokens
-        places = to_device(torch.tensor(rows), self.device)
-        last = scores[places * (width + 1) + num_accepted]
+    def _following(self, current: _Round, num_accepted: Tensor, rows: Tensor, scores: Tensor) -> Tensor:
+        """Return the target's token after the accepted ones, [B].
+
+        Args:
+            num_accepted: [B].
+            rows: [B], of the caches.
+            scores: see `_decide`.
+        """
+        last = scores[rows * (current.width + 1) + num_accepted]
         if self.sampler.greedy:
             return last.argmax(-1)
         probs = last.softmax(-1)
-        if width:
-            column = num_accepted.clamp_max(width - 1)
-            refused = ids[places, 1 + column]
+        if current.width:
+            column = num_accepted.clamp_max(current.width - 1)
             proposal = None
-            if draft_logits is not None and not self.sampler.draft_greedy:
-                proposal = self.sampler.draft_scores(draft_logits[places, column]).softmax(-1)
-            replaces = spread([slot.request.rule.traits.replaces for slot in slots], torch.bool, self.device)
-            rejected = (num_accepted < sizes) & ~replaces
-            probs = torch.where(rejected[:, None], residual_probs(probs, proposal, refused), probs)
+            if current.block.logits is not None and self._sampled:
+                proposal = self.sampler.draft_scores(current.block.logits[rows, column]).softmax(-1)
+            left = residual_probs(probs, proposal, current.block.token_ids[rows, 1 + column])
+            keeps = [not slot.request.rule.traits.replaces for slot in current.slots]
+            refused = num_accepted < spread(current.sizes, torch.long, self.device)
+            refused &= spread(keeps, torch.bool, self.device)
+            probs = torch.where(refused[:, None], left, probs)
         return self.sampler.draw(probs)
 
-    def _commit(self, row: int, slot: _Slot, committed: list[Token], num_drafted: int) -> None:
-        answer = slot.answer
-        answer.num_drafted += max(0, num_drafted)
-        first = len(answer.tokens)
-        for token in committed:
-            slot.token_ids.append(token.token_id)
-            if not answer.take(token):
-                break
-        answer.round_lengths.append(len(answer.tokens) - first)
-        if answer.finish_reason is None:
-            return
-        self._slots[row] = None
-        text = answer.stream.text
-        if not answer.streams:
-            text = self.pair.tokenizer.decode([token.token_id for token in answer.tokens], skip_special_tokens=True)
-        slot.request.on_done(
-            Generation(
-                prompt_ids=answer.prompt_ids,
-                tokens=answer.tokens,
-                text=text,
-                finish_reason=answer.finish_reason,
-                num_rounds=len(answer.round_lengths),
-                num_drafted=answer.num_drafted,
-                seconds=time.perf_counter() - slot.started,
-                round_lengths=answer.round_lengths,
-            )
-        )
+    def _commit(self, current: _Round, accepts: Tensor, matches: Tensor, scores: Tensor) -> None:
+        """Add the accepted tokens and the target's own to the answers; the host waits once, here."""
+        rows = spread(current.rows, torch.long, self.device)
+        num_accepted = accepts.long().cumprod(-1).sum(-1)
+        following = self._following(current, num_accepted, rows, scores)
+        drafted = current.block.token_ids[rows, 1:]
+        counts, nexts, token_ids, matched = to_host(num_accepted, following, drafted, matches)
+        for number, (row, slot) in enumerate(zip(current.rows, current.slots, strict=True)):
+            cells = slice(number * current.width, number * current.width + int(counts[number]))
+            committed = [
+                Token(int(token_id), Provenance.MATCHED if match else Provenance.RESCUED)
+                for token_id, match in zip(token_ids[cells], matched[cells], strict=True)
+            ]
+            committed.append(Token(int(nexts[number]), Provenance.TARGET))
+            slot.token_ids += [token.token_id for token in committed]
+            if not slot.answer.take_round(committed, current.sizes[number]):
+                self._slots[row] = None
+                seconds = time.perf_counter() - slot.started
+                slot.request.on_done(slot.answer.generation(self.tokenizer, seconds))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,13 +18,12 @@ from reprieve.drafters.length import DraftLength, FixedLength
 from reprieve.engine.answer import Answer, OnToken, with_logprobs
 from reprieve.engine.prompt import Tokenizer, chat_prompt, token_ids_of
 from reprieve.engine.stopwatch import Stopwatch
-from reprieve.engine.text_stream import TextStream, special_tokens, text_pieces
 from reprieve.errors import SpecError, UnsupportedModelError
 from reprieve.heads.loading import attach_heads
 from reprieve.models.cached_model import CachedModel, eos_token_ids
 from reprieve.models.sampling import Sampler
 from reprieve.needs import Need
-from reprieve.rules import LosslessRule, RiskBudget, Rule, accept
+from reprieve.rules import LosslessRule, Rule, accept
 from reprieve.rules.base import bounded_risk
 from reprieve.rules.checks import BlockCheck, Checked, ExactCheck, GreedyCheck, LosslessCheck, SampledCheck
 from reprieve.settings import SamplingParams
@@ -167,24 +165,7 @@ class SpeculativeDecoder:
         answer = self._start(prompt_ids, params, dial, on_token, trace, watch)
         while answer.finish_reason is None:
             self._round(answer)
-        seconds = time.perf_counter() - started
-        text = answer.stream.text
-        if not answer.streams:
-            text = self.tokenizer.decode([token.token_id for token in answer.tokens], skip_special_tokens=True)
-        return Generation(
-            prompt_ids=answer.prompt_ids,
-            tokens=answer.tokens,
-            text=text,
-            finish_reason=answer.finish_reason,
-            num_rounds=len(answer.round_lengths),
-            num_drafted=answer.num_drafted,
-            num_pruned=answer.num_pruned,
-            seconds=seconds,
-            seconds_by_part=watch.seconds,
-            round_lengths=answer.round_lengths,
-            trace=answer.trace,
-            decode=partial(text_pieces, self.tokenizer, params.stop),
-        )
+        return answer.generation(self.tokenizer, time.perf_counter() - started)
 
     def _start(
         self,
@@ -208,23 +189,19 @@ class SpeculativeDecoder:
             self.drafter.start(prompt_ids, sampler, prefill)
             if self.advisor is not None:
                 self.advisor.start(prompt_ids, max_length=num_positions, num_draft_tokens=self.length.most)
-        eos = eos_token_ids(self.target.model, self.tokenizer) if params.eos_token_ids is None else params.eos_token_ids
-        special = special_tokens(self.tokenizer) if params.stop else {}
-        return Answer(
-            prompt_ids=prompt_ids,
-            unread=unread,
-            params=params,
-            sampler=sampler,
-            stream=TextStream(self.tokenizer, params.stop),
-            rule=rule,
-            budget=RiskBudget.of(rule),
-            length=self.length.start(rule.dial_value, params.temperature),
-            eos_ids=frozenset() if params.ignore_eos else frozenset(eos),
-            stop_ids=frozenset(special[text] for text in params.stop if text in special),
+        answer = Answer.begin(
+            self.tokenizer,
+            prompt_ids,
+            rule,
+            sampler,
+            self.length,
+            eos_token_ids(self.target.model, self.tokenizer),
             watch=watch,
             on_token=on_token,
-            trace=[] if trace else None,
+            trace=trace,
         )
+        answer.unread = unread
+        return answer
 
     def _round(self, answer: Answer) -> None:
         """Draft, verify, accept, commit."""
@@ -334,13 +311,7 @@ class SpeculativeDecoder:
             committed = with_logprobs(committed, rows, answer.params.num_logprobs)
         if self.advisor is not None:
             self.advisor.commit(outcome.committed_ids)
-        answer.num_drafted += block.num_tokens
-        answer.num_pruned += block.num_pruned
-        first = len(answer.tokens)
-        for token in committed:
-            if not answer.take(token):
-                break
-        answer.round_lengths.append(len(answer.tokens) - first)
+        answer.take_round(committed, block.num_tokens, block.num_pruned)
 
 
 def _trace(answer: Answer, block: Block, outcome: Outcome, evidence: Evidence, checked: Checked) -> RoundTrace:

@@ -39,6 +39,10 @@ class MiningSettings(ProblemSettings):
         require_whole("seed", self.seed, 0, MAX_SEED)
         if self.num_in_flight is not None:
             require_whole("num_in_flight", self.num_in_flight, 1, 4096)
+        if self.answering.batched:
+            raise SpecError(
+                f"engine must be local to mine in batches, got {self.answering.engine!r}; --in-flight sets their size"
+            )
 
     def _require_walk(self) -> None:
         """Refuse a walk that servers do not support.

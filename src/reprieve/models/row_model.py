@@ -80,7 +80,8 @@ class RowModel:
                 warnings.warn(f"no CUDA graph of {type(self.model).__name__}: {error}", stacklevel=2)
                 self._captures = False
                 return self._run(token_ids, positions, longest, rows)
-        return self._graphs[key](token_ids, positions)
+        read: tuple[Tensor, HiddenStates] = self._graphs[key](token_ids, positions)
+        return read
 
     def reserve(self, length: int) -> None:
         """Make room for sequences of `length` tokens."""

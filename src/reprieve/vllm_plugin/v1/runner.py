@@ -166,7 +166,7 @@ class Hooks:
         ]
         return spread(positions, torch.long, device)
 
-    def _embeddings(self, token_ids: Tensor, target_logits: Tensor) -> dict[str, Tensor]:
+    def _embeddings(self, token_ids: Tensor, target_logits: Tensor) -> dict[str, Any]:
         """Return target embeddings of each drafted token and of the target's argmax; every rank must call this."""
         embed = self.runner.get_model().embed_input_ids
         return {"token_embeddings": embed(token_ids), "top_embeddings": embed(target_logits.argmax(-1))}

@@ -1,0 +1,109 @@
+"""Runs on the batched engine: the local engine's answers, arms kept on the same problems, errors recorded."""
+
+import pytest
+
+from reprieve.backends.batched import BatchedEngine
+from reprieve.backends.local import LocalEngine
+from reprieve.backends.settings import BatchedSettings, EngineSettings
+from reprieve.bench.arms import make_arms
+from reprieve.bench.config import RunConfig
+from reprieve.bench.results import summarise
+from reprieve.bench.runner import Runner, run_arms
+from reprieve.bench.settings import RunSettings
+from reprieve.cli.main import main
+from reprieve.errors import ReprieveError, SpecError
+from reprieve.tasks import load_task
+from reprieve.tasks.prompting import with_prompts
+from tests.kit.pairs import ARITHMETIC, SMALL
+
+SPECS = ("judge:threshold=0.2", "top_k:k=4", "margin:delta=1@K=4")
+SETTINGS = RunSettings(task="arithmetic", limit=5)
+
+
+@pytest.fixture
+def task(bundled_pair):
+    return with_prompts(load_task("arithmetic"), bundled_pair.tokenizer)
+
+
+def arms_of(*specs):
+    return make_arms(specs, [8], target=ARITHMETIC.name)
+
+
+def engine_of(pair, parallel=6):
+    return BatchedEngine(pair, BatchedSettings(parallel))
+
+
+def test_a_batch_gives_the_local_engines_answers(bundled_pair, task, tmp_path):
+    arms = arms_of(*SPECS)
+    runs = []
+    for engine in (LocalEngine(bundled_pair), engine_of(bundled_pair)):
+        config = RunConfig.of(engine, arms, SETTINGS)
+        runs.append(run_arms(config, arms, engine, task, tmp_path / config.engine))
+    names = ("arm", "problem_id", "answer", "correct", "text", "num_tokens", "num_rounds", "num_rescued", "spans")
+    ours, theirs = (sorted(tuple(getattr(record, name) for name in names) for record in run.records) for run in runs)
+    assert ours == theirs and len(ours) == 30
+    document = summarise(runs[1])
+    assert document["engine"] == "batched" and all(arm["tokens_per_second"] is None for arm in document["arms"])
+    assert document["arms"][3]["num_rescued"] > 0
+
+
+def test_an_interrupted_run_has_every_arm_on_its_first_problems(bundled_pair, task, tmp_path):
+    arms, engine = arms_of(*SPECS), engine_of(bundled_pair, parallel=2)
+    settings = RunSettings(task="arithmetic", limit=12)
+    runner = Runner(RunConfig.of(engine, arms, settings), arms, engine, task, tmp_path)
+
+    def interrupt(done, total):
+        if done == 36:
+            raise KeyboardInterrupt
+
+    assert not runner.measure(progress=interrupt)
+    finished = {}
+    for record in runner.records:
+        finished.setdefault(record.problem_id, set()).add(record.arm)
+    assert len(runner.records) == 36 and sum(len(labels) == len(arms) for labels in finished.values()) >= 2
+    assert runner.measure() and len(runner.records) == 72
+    assert len({(record.arm, record.problem_id) for record in runner.records}) == 72
+
+
+def test_a_failed_forward_is_recorded_and_tried_again(bundled_pair, task, tmp_path, monkeypatch):
+    arms, engine = arms_of(), engine_of(bundled_pair)
+    runner = Runner(RunConfig.of(engine, arms, SETTINGS), arms, engine, task, tmp_path)
+    with monkeypatch.context() as broken:
+        broken.setattr("reprieve.engine.batched.BatchedDecoder._propose", lambda _: 1 / 0)
+        with pytest.raises(ReprieveError, match="every problem failed; the first error: ZeroDivisionError"):
+            runner.measure()
+    assert runner.measure()
+    assert not any(record.error for record in runner.records[-15:])
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("margin@K=auto", "a batch drafts a fixed number of tokens per round: give a number, as @K=8"),
+        ("margin@drafter=ngram", "a batch drafts with the pair's draft"),
+        ("direct:top_k:k=4", "neither samples from a rule's truncation nor has a head for each fold"),
+        ("vllm:block", "is vLLM's own method: use --engine vllm"),
+        ("lossless:verification=block", "based on block verification"),
+    ],
+)
+def test_what_a_batch_cannot_decode_is_refused(bundled_pair, spec, reason):
+    with pytest.raises(SpecError, match=reason):
+        RunConfig.of(engine_of(bundled_pair), arms_of(spec), SETTINGS)
+
+
+def test_the_command_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    bench = ["bench", *SMALL, "--arm", "margin:delta=2", "--limit", "3", "--out", "run"]
+    assert main([*bench, "--engine", "batched:parallel=3"]) == 0
+    assert "answers shared batches: `reprieve bench --engine local` measures speed" in capsys.readouterr().err
+    assert EngineSettings("batched").draft_tokens("auto", 4) == (8, 4)
+    for command, message in (
+        ([*bench, "--engine", "batched:parallel=0"], "parallel must be"),
+        ([*bench, "--engine", "batched:rows=3"], "engine batched has no parameter 'rows'; it takes parallel"),
+        ([*bench, "--engine", "batched", "--workers", "2"], "workers are processes of the local engine"),
+        ([*bench, "--engine", "batched", "--concurrency", "4"], "--concurrency requires a server engine"),
+        (["mine", "autojudge", *SMALL, "--engine", "batched"], "engine must be local to mine in batches"),
+        (["quickstart", "--task", "arithmetic", "--engine", "batched"], "engine must be local, vllm or ray"),
+    ):
+        assert main(command) == 2
+        assert message in capsys.readouterr().err

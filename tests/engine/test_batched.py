@@ -1,0 +1,157 @@
+"""Decoding in batches: the local engine's answers, round for round, whatever else is in the batch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from reprieve.engine import Pair, SamplingParams
+from reprieve.engine.batched import BatchedDecoder, Request
+from reprieve.errors import ContextOverflowError, SpecError
+from reprieve.rules import parse_rule
+from reprieve.types import Provenance
+from tests.kit.tiny import ARCHITECTURES, VOCAB_SIZE, NumberTokenizer, perturbed, random_head, tiny_model, with_heads
+
+PROMPTS = [[5], [7, 8], list(range(2, 22)), list(range(30, 40)), [1] * 33]
+RULES = (
+    "lossless", "margin:delta=2", "margin:delta=0.5", "typical", "fuzzy:threshold=0.3", "fly:theta=0.3", "top_k:k=3",
+    "asd", "asd&top_k:k=4", "lenience:lenience=0.3", "margin:delta=2,strict_first=6",
+    "judge:path=memory,threshold=0.5", "pivot:path=memory,threshold=0.5", "state_arbiter:path=memory,threshold=0.5",
+)  # fmt: skip
+
+
+def pair_of(kind="llama", eos_token_id=None, draft_columns=VOCAB_SIZE):
+    target = tiny_model(kind)
+    draft = perturbed(target, noise=0.05)
+    if draft_columns != VOCAB_SIZE:
+        draft.config = copy.deepcopy(draft.config)  # it was the target's
+        draft.resize_token_embeddings(draft_columns)
+    return Pair(target, draft, NumberTokenizer(eos_token_id=eos_token_id), "tiny/target", "tiny/draft")
+
+
+def rule_of(spec, pair=None):
+    return with_heads(parse_rule(spec), lambda kind: random_head(kind, size=32, pair=pair.identity))
+
+
+def together(pair, requests, *, params=None, num_rows=7, num_draft_tokens=5, **keywords):
+    """Answer all (prompt, rule) in one batch."""
+    params = params or SamplingParams(max_new_tokens=40)
+    rules = list({rule.spec: rule for _, rule in requests}.values())
+    decoder = BatchedDecoder(
+        pair, num_rows=num_rows, num_draft_tokens=num_draft_tokens, params=params, rules=rules, **keywords
+    )
+    made = {}
+    for number, (prompt, rule) in enumerate(requests):
+        decoder.submit(
+            Request(prompt, rule, params.max_new_tokens, lambda one, number=number: made.update({number: one}))
+        )
+    while not decoder.idle:
+        decoder.step()
+    return [made[number] for number in range(len(requests))]
+
+
+def facts(answer):
+    origin = [token.provenance for token in answer.tokens]
+    return answer.token_ids, origin, answer.round_lengths, answer.text, answer.finish_reason, answer.num_drafted
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_mixed_rules_give_the_local_engines_rounds(kind):
+    pair = pair_of(kind)
+    params = SamplingParams(max_new_tokens=40)
+    requests = [(prompt, rule_of(spec, pair)) for prompt in PROMPTS for spec in RULES]
+    answers = together(pair, requests, params=params)
+    for (prompt, rule), answer in zip(requests, answers, strict=True):
+        alone = pair.decoder(rule, num_draft_tokens=5).generate(prompt, params)
+        assert facts(answer) == facts(alone), (rule.spec, prompt)
+    origins = {token.provenance for answer in answers for token in answer.tokens}
+    assert origins == set(Provenance)
+
+
+def test_ends_inside_blocks_stop_texts_and_budgets():
+    pair = pair_of(eos_token_id=9)
+    for params in (
+        SamplingParams(max_new_tokens=60, stop=("11 ", "3 4")),
+        SamplingParams(max_new_tokens=1),
+        SamplingParams(max_new_tokens=60, ignore_eos=True),
+        SamplingParams(max_new_tokens=60, eos_token_ids=(4, 5)),
+    ):
+        rule = rule_of("margin:delta=2")
+        answers = together(pair, [(prompt, rule) for prompt in PROMPTS], params=params)
+        decoder = pair.decoder(rule, num_draft_tokens=5)
+        assert [facts(one) for one in answers] == [facts(decoder.generate(prompt, params)) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("draft_alone", [False, True])
+def test_one_model_alone(draft_alone):
+    pair = pair_of()
+    requests = [(prompt, rule_of("lossless")) for prompt in PROMPTS]
+    answers = together(pair, requests, num_draft_tokens=0, draft_alone=draft_alone)
+    decoder = pair.decoder("draft_only" if draft_alone else "target_only")
+    wanted = [decoder.generate(prompt, SamplingParams(max_new_tokens=40)).token_ids for prompt in PROMPTS]
+    assert [answer.token_ids for answer in answers] == wanted
+
+
+def test_a_draft_with_more_columns():
+    pair = pair_of(draft_columns=VOCAB_SIZE + 5)
+    rule = rule_of("fuzzy:threshold=0.3")
+    answers = together(pair, [(prompt, rule) for prompt in PROMPTS])
+    decoder = pair.decoder(rule, num_draft_tokens=5)
+    wanted = [decoder.generate(prompt, SamplingParams(max_new_tokens=40)).token_ids for prompt in PROMPTS]
+    assert [answer.token_ids for answer in answers] == wanted
+
+
+def test_sampling_repeats_and_depends_on_the_seed():
+    pair = pair_of()
+    requests = [(prompt, rule_of(spec)) for prompt in PROMPTS for spec in ("lossless", "typical", "cascade:kind=tok")]
+
+    def texts(seed):
+        params = SamplingParams(max_new_tokens=20, temperature=1.0, seed=seed)
+        return [answer.token_ids for answer in together(pair, requests, params=params)]
+
+    assert texts(1) == texts(1) != texts(2)
+
+
+def test_bad_requests_are_refused_by_name():
+    pair = pair_of()
+    params = SamplingParams(max_new_tokens=4)
+    with pytest.raises(SpecError, match="num_rows must be"):
+        BatchedDecoder(pair, num_rows=0, num_draft_tokens=2, params=params)
+    with pytest.raises(SpecError, match="based on exact verification"):
+        BatchedDecoder(
+            pair, num_rows=1, num_draft_tokens=2, params=params, rules=[parse_rule("lossless:verification=exact")]
+        )
+    alone = Pair(pair.target, None, pair.tokenizer, "tiny/target", None)
+    with pytest.raises(SpecError, match="the pair has no draft"):
+        BatchedDecoder(alone, num_rows=1, num_draft_tokens=2, params=params)
+    decoder = BatchedDecoder(pair, num_rows=2, num_draft_tokens=2, params=params)
+    rule = parse_rule("lossless")
+    with pytest.raises(SpecError, match="at least one token"):
+        decoder.submit(Request([], rule, 4, print))
+    with pytest.raises(SpecError):
+        decoder.submit(Request([48], rule, 4, print))
+    with pytest.raises(SpecError, match="max_new_tokens must be"):
+        decoder.submit(Request([1], rule, 0, print))
+    with pytest.raises(ContextOverflowError, match="need 330 positions"):
+        decoder.submit(Request([1], rule, 329, print))
+    assert decoder.idle
+
+
+def test_a_failed_forward_leaves_a_decoder_that_works(monkeypatch):
+    pair = pair_of()
+    rule = parse_rule("lossless")
+    decoder = BatchedDecoder(pair, num_rows=2, num_draft_tokens=2, params=SamplingParams(max_new_tokens=6))
+    made = []
+    with monkeypatch.context() as broken:
+        broken.setattr(torch.nn.Linear, "forward", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        decoder.submit(Request([1, 2], rule, 6, made.append))
+        with pytest.raises(RuntimeError):
+            decoder.step()
+    decoder.clear()
+    assert decoder.idle and not made
+    decoder.submit(Request([1, 2], rule, 6, made.append))
+    while not decoder.idle:
+        decoder.step()
+    assert len(made[0].tokens) == 6
