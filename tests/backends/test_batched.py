@@ -69,7 +69,7 @@ def test_a_failed_forward_is_recorded_and_tried_again(bundled_pair, task, tmp_pa
     arms, engine = arms_of(), engine_of(bundled_pair)
     runner = Runner(RunConfig.of(engine, arms, SETTINGS), arms, engine, task, tmp_path)
     with monkeypatch.context() as broken:
-        broken.setattr("reprieve.engine.batched.BatchedDecoder._propose", lambda _: 1 / 0)
+        broken.setattr("reprieve.engine.batched.BatchedSpeculativeDecoder._propose", lambda _: 1 / 0)
         with pytest.raises(ReprieveError, match="every problem failed; the first error: ZeroDivisionError"):
             runner.measure()
     assert runner.measure()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from reprieve.engine import Pair, SamplingParams
-from reprieve.engine.batched import BatchedDecoder, Request
+from reprieve.engine.batched import BatchedSpeculativeDecoder, Request
 from reprieve.errors import ContextOverflowError, SpecError
 from reprieve.rules import parse_rule
 from reprieve.types import Provenance
@@ -39,7 +39,7 @@ def together(pair, requests, *, params=None, num_rows=7, num_draft_tokens=5, **k
     """Answer all (prompt, rule) in one batch."""
     params = params or SamplingParams(max_new_tokens=40)
     rules = list({rule.spec: rule for _, rule in requests}.values())
-    decoder = BatchedDecoder(
+    decoder = BatchedSpeculativeDecoder(
         pair, num_rows=num_rows, num_draft_tokens=num_draft_tokens, params=params, rules=rules, **keywords
     )
     made = {}
@@ -118,15 +118,15 @@ def test_bad_requests_are_refused_by_name():
     pair = pair_of()
     params = SamplingParams(max_new_tokens=4)
     with pytest.raises(SpecError, match="num_rows must be"):
-        BatchedDecoder(pair, num_rows=0, num_draft_tokens=2, params=params)
+        BatchedSpeculativeDecoder(pair, num_rows=0, num_draft_tokens=2, params=params)
     with pytest.raises(SpecError, match="based on exact verification"):
-        BatchedDecoder(
+        BatchedSpeculativeDecoder(
             pair, num_rows=1, num_draft_tokens=2, params=params, rules=[parse_rule("lossless:verification=exact")]
         )
     alone = Pair(pair.target, None, pair.tokenizer, "tiny/target", None)
     with pytest.raises(SpecError, match="the pair has no draft"):
-        BatchedDecoder(alone, num_rows=1, num_draft_tokens=2, params=params)
-    decoder = BatchedDecoder(pair, num_rows=2, num_draft_tokens=2, params=params)
+        BatchedSpeculativeDecoder(alone, num_rows=1, num_draft_tokens=2, params=params)
+    decoder = BatchedSpeculativeDecoder(pair, num_rows=2, num_draft_tokens=2, params=params)
     rule = parse_rule("lossless")
     with pytest.raises(SpecError, match="at least one token"):
         decoder.submit(Request([], rule, 4, print))
@@ -142,7 +142,7 @@ def test_bad_requests_are_refused_by_name():
 def test_a_failed_forward_leaves_a_decoder_that_works(monkeypatch):
     pair = pair_of()
     rule = parse_rule("lossless")
-    decoder = BatchedDecoder(pair, num_rows=2, num_draft_tokens=2, params=SamplingParams(max_new_tokens=6))
+    decoder = BatchedSpeculativeDecoder(pair, num_rows=2, num_draft_tokens=2, params=SamplingParams(max_new_tokens=6))
     made = []
     with monkeypatch.context() as broken:
         broken.setattr(torch.nn.Linear, "forward", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))

@@ -13,7 +13,7 @@ from scipy.stats import chisquare
 from reprieve.drafters import DraftModelDrafter, EagleDrafter, EagleSettings
 from reprieve.drafters.length import AcceptanceLength, LearnedLength
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
-from reprieve.engine.batched import BatchedDecoder, Request
+from reprieve.engine.batched import BatchedSpeculativeDecoder, Request
 from reprieve.models import CachedModel
 from reprieve.rules import parse_rule
 from reprieve.types import ROOT, Block, Provenance
@@ -165,7 +165,7 @@ def test_sampled_lossless_batches_preserve_the_targets_distribution(draft_temper
         max_new_tokens=length, temperature=1.3, top_k=3, top_p=0.97, draft_temperature=draft_temperature
     )
     rule = parse_rule("lossless")
-    decoder = BatchedDecoder(pair, num_rows=250, num_draft_tokens=3, params=params, rules=[rule])
+    decoder = BatchedSpeculativeDecoder(pair, num_rows=250, num_draft_tokens=3, params=params, rules=[rule])
     made = []
     for _ in range(num_answers):
         decoder.submit(Request(prompt, rule, length, made.append))

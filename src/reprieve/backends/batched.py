@@ -15,7 +15,7 @@ from reprieve.bench.engine_facts import EngineFacts
 from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.drafters import DRAFTERS
 from reprieve.engine import DRAFT_ONLY, Pair, SamplingParams
-from reprieve.engine.batched import BatchedDecoder, Request, refusal
+from reprieve.engine.batched import BatchedSpeculativeDecoder, Request, refusal
 from reprieve.engine.prompt import token_ids_of
 from reprieve.errors import SpecError
 from reprieve.heads.loading import require_heads_fit
@@ -117,7 +117,7 @@ class _Batch:
         self._num_ids = pair.num_token_ids
         self._rules = {arm.label: (arm.rule or LosslessRule()).bind(pair.tokenizer).to(pair.device) for arm in arms}
         draft_alone, num_draft_tokens = group
-        self._decoder = BatchedDecoder(
+        self._decoder = BatchedSpeculativeDecoder(
             pair,
             num_rows=num_rows,
             num_draft_tokens=num_draft_tokens,

@@ -73,7 +73,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Block:
-    """What was drafted for all R rows of the caches; free rows hold nonsense."""
+    """Drafted tokens of all R rows of the caches; free rows hold nonsense."""
 
     token_ids: Tensor  # [R, K + 1], the last committed token and the drafted ones
     lengths: Tensor  # [R], tokens of the texts before the drafted ones
@@ -100,7 +100,7 @@ class _Round:
         return self.block.token_ids.shape[1] - 1
 
 
-class BatchedDecoder:
+class BatchedSpeculativeDecoder:
     """Answers up to `num_rows` prompts at once; call `submit`, then `step` until `idle`.
 
     Args:
