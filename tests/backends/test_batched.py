@@ -12,6 +12,7 @@ from reprieve.bench.runner import Runner, run_arms
 from reprieve.bench.settings import RunSettings
 from reprieve.cli.main import main
 from reprieve.errors import ReprieveError, SpecError
+from reprieve.settings import SamplingSettings
 from reprieve.tasks import load_task
 from reprieve.tasks.prompting import with_prompts
 from tests.kit.pairs import ARITHMETIC, SMALL
@@ -69,21 +70,37 @@ def test_a_failed_forward_is_recorded_and_tried_again(bundled_pair, task, tmp_pa
     arms, engine = arms_of(), engine_of(bundled_pair)
     runner = Runner(RunConfig.of(engine, arms, SETTINGS), arms, engine, task, tmp_path)
     with monkeypatch.context() as broken:
-        broken.setattr("reprieve.engine.batched.BatchedSpeculativeDecoder._propose", lambda _: 1 / 0)
+        broken.setattr("reprieve.engine.batched.BatchedSpeculativeDecoder._propose", lambda *_: 1 / 0)
         with pytest.raises(ReprieveError, match="every problem failed; the first error: ZeroDivisionError"):
             runner.measure()
     assert runner.measure()
     assert not any(record.error for record in runner.records[-15:])
 
 
+def test_a_resumed_run_does_not_repeat_its_draws(bundled_pair, task, tmp_path):
+    arms, engine = arms_of(), engine_of(bundled_pair, parallel=1)
+    settings = RunSettings(
+        task="arithmetic", limit=1, num_trials=2, sampling=SamplingSettings(temperature=2.0, draft_temperature=2.0)
+    )
+    runner = Runner(RunConfig.of(engine, arms, settings), arms, engine, task, tmp_path)
+
+    def interrupt(done, total):
+        if done == 3:
+            raise KeyboardInterrupt
+
+    assert not runner.measure(progress=interrupt) and runner.measure()
+    texts = {(record.arm, record.trial): record.text for record in runner.records}
+    assert len(texts) == 6 and all(texts[arm.label, 0] != texts[arm.label, 1] for arm in arms)
+
+
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        ("margin@K=auto", "a batch drafts a fixed number of tokens per round: give a number, as @K=8"),
-        ("margin@drafter=ngram", "a batch drafts with the pair's draft"),
-        ("direct:top_k:k=4", "neither samples from a rule's truncation nor has a head for each fold"),
+        ("margin@K=auto", "engine batched needs a number of draft tokens, such as @K=8, got auto"),
+        ("margin@drafter=ngram", "engine batched needs the drafter draft, got ngram"),
+        ("direct:top_k:k=4", "direct: needs --engine local"),
         ("vllm:block", "is vLLM's own method: use --engine vllm"),
-        ("lossless:verification=block", "based on block verification"),
+        ("lossless:verification=block", "needs block verification"),
     ],
 )
 def test_what_a_batch_cannot_decode_is_refused(bundled_pair, spec, reason):
@@ -95,14 +112,14 @@ def test_the_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     bench = ["bench", *SMALL, "--arm", "margin:delta=2", "--limit", "3", "--out", "run"]
     assert main([*bench, "--engine", "batched:parallel=3"]) == 0
-    assert "answers shared batches: `reprieve bench --engine local` measures speed" in capsys.readouterr().err
+    assert "answers shared batches: `reprieve bench --engine local` measures them" in capsys.readouterr().err
     assert EngineSettings("batched").draft_tokens("auto", 4) == (8, 4)
     for command, message in (
         ([*bench, "--engine", "batched:parallel=0"], "parallel must be"),
         ([*bench, "--engine", "batched:rows=3"], "engine batched has no parameter 'rows'; it takes parallel"),
-        ([*bench, "--engine", "batched", "--workers", "2"], "workers are processes of the local engine"),
+        ([*bench, "--engine", "batched", "--workers", "2"], "--workers applies to --engine local only"),
         ([*bench, "--engine", "batched", "--concurrency", "4"], "--concurrency requires a server engine"),
-        (["mine", "autojudge", *SMALL, "--engine", "batched"], "engine must be local to mine in batches"),
+        (["mine", "autojudge", *SMALL, "--engine", "batched"], "on --engine local, mining is batched already"),
         (["quickstart", "--task", "arithmetic", "--engine", "batched"], "engine must be local, vllm or ray"),
     ):
         assert main(command) == 2

@@ -172,7 +172,7 @@ def test_a_certificate_names_the_engine_and_its_noise_floor(bundled_pair, tmp_pa
     with PairServer(bundled_pair, RULES) as server:
         assert main([*certify, "--engine", f"openai:url={server.url}"]) in (0, 1), capsys.readouterr().err
     said = capsys.readouterr().out
-    assert "Noise floor: asked twice without any rule, the server gave the same answer to 100.0% of 20 problems" in said
+    assert "Noise floor: two lossless runs gave the same answer to 100.0% of 20 problems" in said
     [path] = (tmp_path / "c").glob("judge-*.json")
     made = json.loads(path.read_text())
     conditions = made["conditions"]

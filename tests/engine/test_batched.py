@@ -6,10 +6,11 @@ import copy
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from reprieve.engine import Pair, SamplingParams
 from reprieve.engine.batched import BatchedSpeculativeDecoder, Request
-from reprieve.errors import ContextOverflowError, SpecError
+from reprieve.errors import ContextOverflowError, SpecError, UnsupportedModelError
 from reprieve.rules import parse_rule
 from reprieve.types import Provenance
 from tests.kit.tiny import ARCHITECTURES, VOCAB_SIZE, NumberTokenizer, perturbed, random_head, tiny_model, with_heads
@@ -119,7 +120,7 @@ def test_bad_requests_are_refused_by_name():
     params = SamplingParams(max_new_tokens=4)
     with pytest.raises(SpecError, match="num_rows must be"):
         BatchedSpeculativeDecoder(pair, num_rows=0, num_draft_tokens=2, params=params)
-    with pytest.raises(SpecError, match="based on exact verification"):
+    with pytest.raises(SpecError, match="needs exact verification"):
         BatchedSpeculativeDecoder(
             pair, num_rows=1, num_draft_tokens=2, params=params, rules=[parse_rule("lossless:verification=exact")]
         )
@@ -134,9 +135,39 @@ def test_bad_requests_are_refused_by_name():
         decoder.submit(Request([48], rule, 4, print))
     with pytest.raises(SpecError, match="max_new_tokens must be"):
         decoder.submit(Request([1], rule, 0, print))
+    with pytest.raises(SpecError, match="rule must be one of lossless, got margin:delta=1"):
+        decoder.submit(Request([1], parse_rule("margin"), 4, print))
     with pytest.raises(ContextOverflowError, match="need 330 positions"):
         decoder.submit(Request([1], rule, 329, print))
     assert decoder.idle
+
+
+def test_blocks_stay_within_learned_positions():
+    torch.manual_seed(0)
+    target = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB_SIZE, n_positions=48, n_embd=32, n_layer=2, n_head=2)).eval()
+    pair = Pair(target, perturbed(target, noise=0.3), NumberTokenizer(), "tiny/target", "tiny/draft")
+    rule, params = rule_of("margin:delta=1"), SamplingParams(max_new_tokens=38, eos_token_ids=())
+    prompts = [list(range(10)), [3, 4], list(range(5, 14))]
+    answers = together(pair, [(prompt, rule) for prompt in prompts], params=params, num_draft_tokens=8)
+    decoder = pair.decoder(rule, num_draft_tokens=8)
+    assert [facts(one) for one in answers] == [facts(decoder.generate(prompt, params)) for prompt in prompts]
+    assert len(answers[0].tokens) == 38  # up to the last position
+
+
+def test_positions_that_depend_on_the_batch_are_refused():
+    pair = pair_of()
+    pair.target.config.rope_parameters = {"rope_type": "longrope"}
+    with pytest.raises(UnsupportedModelError, match="llama has longrope rotary positions"):
+        BatchedSpeculativeDecoder(pair, num_rows=1, num_draft_tokens=2, params=SamplingParams())
+
+
+def test_long_prompts_are_read_in_several_forwards(monkeypatch):
+    monkeypatch.setattr("reprieve.engine.batched._PREFILL_TOKENS", 40)
+    pair, rule = pair_of(), rule_of("lossless")
+    answers = together(pair, [(prompt, rule) for prompt in PROMPTS * 2])
+    decoder = pair.decoder(rule, num_draft_tokens=5)
+    wanted = [facts(decoder.generate(prompt, SamplingParams(max_new_tokens=40))) for prompt in PROMPTS]
+    assert [facts(answer) for answer in answers] == wanted * 2
 
 
 def test_a_failed_forward_leaves_a_decoder_that_works(monkeypatch):

@@ -146,6 +146,25 @@ def test_batched_decoding_equals_single_decoding_and_reads_prefixes_once(kind):
     assert got[0] == alone.generate([*texts[0], *wanted[0][:7], 13], SamplingParams(max_new_tokens=5)).token_ids
 
 
+def test_rollouts_of_one_prefix_read_it_once(monkeypatch):
+    monkeypatch.setattr("reprieve.models.batch_decoder._PREFILL_TOKENS", 64)
+    model = tiny_model(seed=2)
+    prefixes = [list(range(30)), list(range(4, 28))]
+    decoder = BatchDecoder(model, num_rows=12, params=SamplingParams(), eos_ids=frozenset())
+    got = []
+    for prefix in prefixes:
+        session = Session()
+        for _ in range(5):
+            decoder.submit(TextRequest(session, prefix, 6, None, got.append))
+    decoder.step()
+    assert decoder.num_read == sum(len(prefix) - 1 for prefix in prefixes) + 10  # and each rollout its last token
+    while not decoder.idle:
+        decoder.step()
+    alone = reprieve.SpeculativeDecoder(CachedModel(model), None, NumberTokenizer())
+    wanted = [alone.generate(prefix, SamplingParams(max_new_tokens=6)).token_ids for prefix in prefixes]
+    assert sorted(got) == sorted(wanted * 5)
+
+
 def test_batches_need_rows_and_room():
     model = tiny_model()
     with pytest.raises(SpecError, match="num_rows must be 1 or more, got 0"):

@@ -1,4 +1,4 @@
-"""The engine on this machine with many answers at once: minutes instead of hours on a GPU, without a server."""
+"""The engine on this machine, which generates many answers at once."""
 
 from __future__ import annotations
 
@@ -50,13 +50,14 @@ class BatchedEngine:
         if arm.vllm:
             return f"{arm.label} is vLLM's own method: use --engine vllm"
         if arm.truncation is not None or arm.folded:
-            return "a batch neither samples from a rule's truncation nor has a head for each fold; use --engine local"
+            return f"{'a head trained out of fold' if arm.folded else 'direct:'} needs --engine local"
         if arm.rule is None:
             return "the pair has no draft" if arm.label == DRAFT_ONLY and self.pair.draft is None else ""
         if isinstance(arm.num_draft_tokens, str):
-            return f"a batch drafts a fixed number of tokens per round: give a number, as @K={SERVED_DRAFT_TOKENS}"
-        if DRAFTERS.make(arm.drafter or drafter).name != "draft":
-            return "a batch drafts with the pair's draft; use --engine local for other drafters"
+            k = arm.num_draft_tokens
+            return f"engine batched needs a number of draft tokens, such as @K={SERVED_DRAFT_TOKENS}, got {k}"
+        if (name := DRAFTERS.make(arm.drafter or drafter).name) != "draft":
+            return f"engine batched needs the drafter draft, got {name}; use --engine local"
         return refusal(arm.rule)
 
     def expect(self, arms: Sequence[Arm], drafter: str) -> None:
@@ -82,7 +83,10 @@ class BatchedEngine:
         answerer = Answerer(config, task, self.tokenizer, decode)
         for key in {_group(by_label[job.arm]): None for job in jobs}:
             group = [arm for arm in arms if _group(arm) == key]
-            batches[key] = _Batch(self.pair, group, self.num_parallel, answerer.params, key)
+            # A resumed run must not repeat the draws that its first answers had.
+            params = answerer.params.for_problem(jobs[0].number, jobs[0].trial)
+            num_jobs = sum(_group(by_label[job.arm]) == key for job in jobs)
+            batches[key] = _Batch(self.pair, group, min(self.num_parallel, num_jobs), params, key)
 
         async def answer(job: Job) -> ProblemRecord:
             return await answerer.answer(by_label[job.arm], problems[job.number], job.number, job.trial)
@@ -136,7 +140,12 @@ class _Batch:
         """Return the answer to a prompt."""
         done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         prompt_ids = token_ids_of(self._tokenizer, prompt, self._num_ids)
-        self._decoder.submit(Request(prompt_ids, self._rules[arm.label], params.max_new_tokens, done.set_result))
+
+        def finish(generation: Generation) -> None:
+            if not done.done():  # done if the run was interrupted
+                done.set_result(generation)
+
+        self._decoder.submit(Request(prompt_ids, self._rules[arm.label], params.max_new_tokens, finish))
         self._waiting.add(done)
         done.add_done_callback(self._waiting.discard)
         if self._stepping is None or self._stepping.done():
@@ -150,5 +159,5 @@ class _Batch:
                 self._decoder.step()
             except Exception as error:  # each answer in the batch records it
                 self._decoder.clear()
-                for done in list(self._waiting):
+                for done in [one for one in self._waiting if not one.done()]:
                     done.set_exception(error)

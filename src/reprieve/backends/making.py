@@ -37,7 +37,7 @@ def make_engine(
 
         return LocalEngine(load_configured(pair, announce), num_workers=num_workers)
     if num_workers > 1:
-        raise SpecError("workers are processes of the local engine; other engines take parallel= requests at once")
+        raise SpecError("--workers applies to --engine local only; set parallel= in --engine instead")
     if batched := settings.batched:
         from reprieve.backends.batched import BatchedEngine
         from reprieve.engine.threads import load_configured

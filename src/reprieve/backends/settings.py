@@ -36,7 +36,7 @@ class EngineSettings:
 
     @property
     def batched(self) -> BatchedSettings | None:
-        """Settings of the batched engine, if it is that.
+        """Settings of the batched engine; None for other engines.
 
         Raises:
             SpecError: a parameter that cannot be read.
@@ -72,7 +72,7 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class BatchedSettings:
-    """The models in this process, with many answers in each forward.
+    """Settings of the batched engine, which runs the models in this process with many answers per forward.
 
     Args:
         parallel: maximum number of answers in a batch.

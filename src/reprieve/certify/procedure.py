@@ -359,9 +359,9 @@ def _noise_floor(runner: Runner, strict: Arm, again: Arm) -> Noise:
 def _noise_line(noise: Noise) -> str:
     low, high = noise["difference_ci95"]
     return (
-        f"Noise floor: asked twice without any rule, the server gave the same answer to "
-        f"{100 * noise['same_answers']:.1f}% of {noise['num_problems']} problems, and solved "
-        f"{100 * noise['difference']:+.2f} points [{100 * low:.2f}, {100 * high:.2f}] more the first time."
+        f"Noise floor: two lossless runs gave the same answer to {100 * noise['same_answers']:.1f}% of "
+        f"{noise['num_problems']} problems, and the first solved {100 * noise['difference']:+.2f} points "
+        f"[{100 * low:.2f}, {100 * high:.2f}] more."
     )
 
 

@@ -54,7 +54,7 @@ def report(run: Run, document: dict[str, Any], engine: EngineSettings, out: Path
     screen.say(f"results: {out / 'results.json'}")
     if not engine.local and "throughput" not in document:
         how = "--engine local" if engine.batched else "--concurrency"
-        screen.warn(f"answers shared batches: `reprieve bench {how}` measures speed")
+        screen.warn(f"no speeds, because answers shared batches: `reprieve bench {how}` measures them")
     if num_workers > 1:
         screen.warn(f"{num_workers} processes shared this machine: measure speeds with --workers 1")
     if not document["graded"]:

@@ -19,11 +19,11 @@ from reprieve.engine.pair import Pair
 from reprieve.engine.prompt import token_ids_of
 from reprieve.engine.stopwatch import Stopwatch
 from reprieve.errors import SpecError, require_whole
-from reprieve.models.cached_model import eos_token_ids, require_positions
-from reprieve.models.row_model import RowModel
+from reprieve.models.cached_model import eos_token_ids, max_positions, require_positions
+from reprieve.models.row_model import RowModel, refuse_varying_positions
 from reprieve.models.sampling import Sampler
 from reprieve.needs import Need
-from reprieve.rules import Rule
+from reprieve.rules import LosslessRule, Rule
 from reprieve.rules.batch import Batch, Budget, Row, decide
 from reprieve.rules.checks import GreedyCheck, SampledCheck
 from reprieve.rules.lossless import residual_probs
@@ -38,9 +38,7 @@ _SHARE_FREE = 8  # prompts wait until one row in this many is free, and are then
 def refusal(rule: Rule) -> str:
     """Return the reason why a rule cannot decide for a batch; empty if it can."""
     if rule.traits.check != "token":
-        return f"a batch is verified token by token, and {rule.spec} is based on {rule.traits.check} verification"
-    if Need.ADVICE in rule.traits.needs:
-        return f"{rule.name} has a model of its own, which decodes one answer at a time"
+        return f"engine batched verifies token by token; {rule.spec} needs {rule.traits.check} verification"
     return ""
 
 
@@ -73,7 +71,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Block:
-    """Drafted tokens of all R rows of the caches; free rows hold nonsense."""
+    """Drafted tokens of R rows of the caches; values in free rows are undefined."""
 
     token_ids: Tensor  # [R, K + 1], the last committed token and the drafted ones
     lengths: Tensor  # [R], tokens of the texts before the drafted ones
@@ -109,11 +107,11 @@ class BatchedSpeculativeDecoder:
         num_draft_tokens: K, 0 to 512.
         params: of every answer. All draws come from one generator, so sampled answers depend on their batch.
         rules: all rules that requests name.
-        draft_alone: the draft answers in the target's place.
+        draft_alone: the draft generates the answers alone.
 
     Raises:
         SpecError: a number out of range, a rule that cannot decide for a batch, or a pair without the needed draft.
-        UnsupportedModelError: a model with recurrent state.
+        UnsupportedModelError: a model with recurrent state, or with positions that depend on the whole batch.
     """
 
     def __init__(
@@ -144,6 +142,11 @@ class BatchedSpeculativeDecoder:
             draft_layers = sorted({layer for rule in rules for layer in rule.traits.draft_layers})
             self._draft = RowModel(pair.draft, num_rows, hidden_layers=draft_layers)
         self._models = [one for one in (self._target, self._draft) if one is not None]
+        for one in self._models:
+            refuse_varying_positions(one.model)
+        limits = [limit for one in self._models if (limit := max_positions(one.model)) is not None]
+        self._last_position = min(limits) - 1 if limits else None
+        self._known = {rule.spec_without_dial for rule in rules} | {LosslessRule().spec_without_dial}
         self._embed = pair.target.get_input_embeddings()
         self._vocab_size = pair.vocab_size
         self._num_token_ids = pair.num_token_ids
@@ -166,8 +169,10 @@ class BatchedSpeculativeDecoder:
 
         Raises:
             ContextOverflowError: prompt and new tokens exceed a model's positions.
-            SpecError: an empty prompt, or ids that the models do not have.
+            SpecError: an empty prompt, ids that the models do not have, or a rule that is not among the decoder's.
         """
+        if request.rule.spec_without_dial not in self._known:
+            raise SpecError(f"rule must be one of {', '.join(sorted(self._known))}, got {request.rule.spec}")
         token_ids_of(self.tokenizer, request.prompt_ids, self._num_token_ids)
         require_whole("max_new_tokens", request.max_new_tokens, 1)
         num = len(request.prompt_ids) + request.max_new_tokens
@@ -189,9 +194,10 @@ class BatchedSpeculativeDecoder:
             return
         slots = [slot for slot in self._slots if slot]
         sizes = [min(self.num_draft_tokens, slot.answer.num_left - 1) for slot in slots]
-        block = self._propose()
+        # Forwards over all rows run as CUDA graphs; elsewhere, the free rows after the last answer are left out.
+        block = self._propose(self._slots if self.device.type == "cuda" else self._slots[: rows[-1] + 1])
         positions = block.lengths[:, None] - 1 + torch.arange(self.num_draft_tokens + 1, device=self.device)
-        read, hidden = self._target.forward(block.token_ids, positions, longest=block.longest)
+        read, hidden = self._target.forward(block.token_ids, self._within(positions), longest=block.longest)
         logits = self._same_vocabulary(read.flatten(0, 1))
         flat = {layer: states.flatten(0, 1) for layer, states in hidden.items()}
         current = _Round(rows, slots, sizes, block, logits, self.sampler.target_scores(logits), flat)
@@ -218,13 +224,13 @@ class BatchedSpeculativeDecoder:
 
     def _prefill(self, group: list[tuple[int, Request]]) -> None:
         size = max(len(request.prompt_ids) for _, request in group) - 1
-        if size:  # what is read after a prompt's end is overwritten later
+        if size:  # padding is overwritten before any token attends to it
             padded = [request.prompt_ids[:-1] + [0] * (size + 1 - len(request.prompt_ids)) for _, request in group]
             token_ids = to_device(torch.tensor(padded), self.device)
             rows = spread([row for row, _ in group], torch.long, self.device)
             positions = torch.arange(size, device=self.device).expand(len(group), size)
             for one in self._models:
-                one.forward(token_ids, positions, longest=size, rows=rows)
+                one.prefill(token_ids, positions, longest=size, rows=rows)
         longest = max(len(request.prompt_ids) + request.max_new_tokens for _, request in group)
         for one in self._models:
             one.reserve(longest + self.num_draft_tokens)
@@ -241,9 +247,13 @@ class BatchedSpeculativeDecoder:
             )
             self._slots[row] = _Slot(request, answer, list(request.prompt_ids), Budget.of(request.rule))
 
-    def _propose(self) -> _Block:
-        """Draft K tokens for every row."""
-        last = [(slot.token_ids[-2:], len(slot.token_ids)) if slot else ([0], 1) for slot in self._slots]
+    def _within(self, positions: Tensor) -> Tensor:
+        """Return positions that the models have; those after an answer's last possible token do not count."""
+        return positions if self._last_position is None else positions.clamp_max(self._last_position)
+
+    def _propose(self, slots: Sequence[_Slot | None]) -> _Block:
+        """Draft K tokens for each row."""
+        last = [(slot.token_ids[-2:], len(slot.token_ids)) if slot else ([0], 1) for slot in slots]
         recent = to_device(torch.tensor([[ids[0], ids[-1]] for ids, _ in last]), self.device)
         lengths = spread([length for _, length in last], torch.long, self.device)
         longest = max(length for _, length in last) + self.num_draft_tokens
@@ -257,10 +267,10 @@ class BatchedSpeculativeDecoder:
             for layer, part in hidden.items():
                 states[layer].append(part[:, -1:].clone())
 
-        # The last token but one is always read again: after a block that was accepted whole, the draft lacks it.
+        # Always read the second-to-last token again: after a fully accepted block, the draft's cache lacks it.
         feed, positions = recent, (lengths[:, None] + torch.arange(-2, 0, device=self.device)).clamp_min(0)
         for step in range(self.num_draft_tokens):
-            read, hidden = self._draft.forward(feed, positions, longest=longest)
+            read, hidden = self._draft.forward(feed, self._within(positions), longest=longest)
             logits = self._same_vocabulary(read[:, -1])
             if step:
                 keep_states(hidden)
@@ -270,7 +280,7 @@ class BatchedSpeculativeDecoder:
             chain.append(feed)
             positions = (lengths + step)[:, None]
         if states:  # the last drafted token is read only if its states are needed
-            keep_states(self._draft.forward(feed, positions, longest=longest)[1])
+            keep_states(self._draft.forward(feed, self._within(positions), longest=longest)[1])
         hidden = {layer: torch.cat(parts, 1) for layer, parts in states.items()}
         return _Block(torch.cat(chain, 1), lengths, longest, torch.stack(kept, 1) if kept else None, hidden)
 
@@ -357,7 +367,6 @@ class BatchedSpeculativeDecoder:
             draft_logits=draft_logits,
             uniforms=None if self.sampler.greedy else self.sampler.uniforms(len(token_ids)),
             noise=self.sampler.uniforms(len(token_ids)) if Need.NOISE in needs else None,
-            node_logits=current.logits[judges + 1],
             node_hidden={layer: states[judges + 1] for layer, states in current.hidden.items()},
             parent_hidden={layer: states[judges] for layer, states in current.hidden.items()},
             draft_hidden={layer: states[rows, columns] for layer, states in block.hidden.items()},
@@ -404,6 +413,7 @@ class BatchedSpeculativeDecoder:
         following = self._following(current, num_accepted, rows, scores)
         drafted = current.block.token_ids[rows, 1:]
         counts, nexts, token_ids, matched = to_host(num_accepted, following, drafted, matches)
+        finished: list[_Slot] = []
         for number, (row, slot) in enumerate(zip(current.rows, current.slots, strict=True)):
             cells = slice(number * current.width, number * current.width + int(counts[number]))
             committed = [
@@ -414,5 +424,7 @@ class BatchedSpeculativeDecoder:
             slot.token_ids += [token.token_id for token in committed]
             if not slot.answer.take_round(committed, current.sizes[number]):
                 self._slots[row] = None
-                seconds = time.perf_counter() - slot.started
-                slot.request.on_done(slot.answer.generation(self.tokenizer, seconds))
+                finished.append(slot)
+        for slot in finished:
+            seconds = time.perf_counter() - slot.started
+            slot.request.on_done(slot.answer.generation(self.tokenizer, seconds))

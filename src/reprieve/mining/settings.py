@@ -41,7 +41,8 @@ class MiningSettings(ProblemSettings):
             require_whole("num_in_flight", self.num_in_flight, 1, 4096)
         if self.answering.batched:
             raise SpecError(
-                f"engine must be local to mine in batches, got {self.answering.engine!r}; --in-flight sets their size"
+                f"engine must not be {self.answering.engine!r}: on --engine local, mining is batched already, and "
+                "--in-flight sets how many problems share a batch"
             )
 
     def _require_walk(self) -> None:

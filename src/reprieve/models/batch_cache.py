@@ -44,14 +44,15 @@ class RowLayer(DynamicLayer):
         self.reserve(placement.end, key_states, value_states)
         read: Tensor | slice
         if isinstance(placement.rows, Tensor):
-            rows = read = placement.rows
+            rows = read = placement.rows.to(key_states.device)
         else:
             read = slice(placement.rows, placement.rows + num)
             rows = torch.arange(placement.rows, placement.rows + num, device=key_states.device)
+        positions = placement.positions.to(key_states.device)  # layers can be on several devices
         results = []
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
             assert buffer is not None
-            buffer[rows[:, None], :, placement.positions] = states.transpose(1, 2)
+            buffer[rows[:, None], :, positions] = states.transpose(1, 2)
             results.append(buffer[read, :, : placement.end])
         return results[0], results[1]
 

@@ -16,13 +16,14 @@ from transformers import PreTrainedModel
 
 from reprieve.errors import require_whole
 from reprieve.models.batch_cache import Snapshot
-from reprieve.models.cached_model import require_positions, shared_length
+from reprieve.models.cached_model import max_positions, require_positions, shared_length
 from reprieve.models.draws import Draw, choose
 from reprieve.models.row_model import RowModel
 from reprieve.models.sampling import Sampler
 from reprieve.settings import SamplingParams
 from reprieve.transfers import spread, to_device
 
+_PREFILL_TOKENS = 16_384  # padded tokens of one forward that reads prefixes
 _SNAPSHOTS = 2  # per session: the running text and the last attempt
 
 
@@ -113,6 +114,7 @@ class BatchDecoder:
         self._model = RowModel(model, num_rows)
         self._rows: list[_Row | None] = [None] * num_rows
         self._waiting: deque[TextRequest] = deque()
+        self._restored = [0] * num_rows  # cached tokens of each row when it was admitted
 
     @property
     def idle(self) -> bool:
@@ -149,7 +151,7 @@ class BatchDecoder:
         if not active:
             return
         rows = self._rows if self.model.device.type == "cuda" else self._rows[: active[-1] + 1]  # CUDA graphs need all
-        logits = self._forward(0, [row.token_ids[-1:] if row else [0] for row in rows], self._lengths(rows))
+        logits = self._forward([row.token_ids[-1:] if row else [0] for row in rows], self._lengths(rows))
         self.num_read += len(active)
         for index, token_id in zip(active, self._choose(logits[active, -1], active), strict=True):
             self._take(index, token_id)
@@ -160,28 +162,42 @@ class BatchDecoder:
 
     def _admit(self) -> None:
         """Assign free rows to waiting texts, restore their sessions' caches, and read the rest but the last tokens."""
-        unread: list[tuple[int, int, _Row]] = []  # row, cached tokens
+        admitted: list[tuple[int, _Row]] = []
         for index, row in enumerate(self._rows):
             if row is None and self._waiting:
                 request = self._waiting.popleft()
-                snapshot, length = request.session.longest_prefix(request.prefix_ids)
-                if snapshot is not None:
-                    self._model.cache.restore(index, snapshot, length)
-                admitted = self._rows[index] = _Row(request, list(request.prefix_ids))
-                if length < len(request.prefix_ids) - 1:
-                    unread.append((index, length, admitted))
-        for group in _of_similar_length(unread):
-            self._read(group)
+                admitted.append((index, _Row(request, list(request.prefix_ids))))
+                self._rows[index] = admitted[-1][1]
+        while admitted:  # one text of each session at a time: the next can start from what it has read
+            first = {id(row.request.session): (index, row) for index, row in reversed(admitted)}
+            unread = [entry for entry in first.values() if self._restore(*entry)]
+            for group in _of_similar_length([(index, self._restored[index], row) for index, row in unread]):
+                self._read(group)
+            started = {index for index, _ in first.values()}
+            admitted = [(index, row) for index, row in admitted if index not in started]
 
-    def _read(self, admitted: Sequence[tuple[int, int, _Row]]) -> None:
-        """Read prefixes of similar length in one forward; what is read after their ends is overwritten later."""
-        chunks = [row.token_ids[length:-1] for _, length, row in admitted]
+    def _restore(self, index: int, row: _Row) -> bool:
+        """Restore the longest cached prefix of a text into its row; return True if some of it is left to read."""
+        snapshot, length = row.request.session.longest_prefix(row.request.prefix_ids)
+        if snapshot is not None:
+            self._model.cache.restore(index, snapshot, length)
+        self._restored[index] = length
+        return length < len(row.request.prefix_ids) - 1
+
+    def _read(self, group: Sequence[tuple[int, int, _Row]]) -> None:
+        """Read prefixes of similar length in one forward; padding is overwritten before any token attends to it."""
+        chunks = [row.token_ids[length:-1] for _, length, row in group]
         size = max(map(len, chunks))
-        padded = [chunk + [0] * (size - len(chunk)) for chunk in chunks]
-        rows = to_device(torch.tensor([index for index, _, _ in admitted]), self.model.device)
-        self._forward(rows, padded, [length for _, length, _ in admitted])
+        device = self.model.device
+        token_ids = to_device(torch.tensor([chunk + [0] * (size - len(chunk)) for chunk in chunks]), device)
+        lengths = [length for _, length, _ in group]
+        positions = spread(lengths, torch.long, device)[:, None] + torch.arange(size, device=device)
+        if (limit := max_positions(self.model)) is not None:
+            positions = positions.clamp_max(limit - 1)
+        rows = spread([index for index, _, _ in group], torch.long, device)
+        self._model.prefill(token_ids, positions, longest=max(lengths) + size, rows=rows)
         self.num_read += sum(map(len, chunks))
-        for index, _, row in admitted:
+        for index, _, row in group:
             read = row.token_ids[:-1]
             row.request.session.keep(self._model.cache.snapshot(index, read), read)  # for rollouts with this beginning
 
@@ -207,19 +223,23 @@ class BatchDecoder:
             self._rows[index] = None
             request.on_done(row.token_ids[len(request.prefix_ids) :])
 
-    def _forward(self, rows: Tensor | int, chunks: list[list[int]], lengths: list[int]) -> Tensor:
-        """Append equally long chunks to rows, which hold `lengths` tokens; return logits [R, n, V]."""
-        size = len(chunks[0])
+    def _forward(self, token_ids: list[list[int]], lengths: list[int]) -> Tensor:
+        """Append a token to each of the first rows, which hold `lengths` tokens; return logits [R, 1, V]."""
         device = self.model.device
-        positions = spread(lengths, torch.long, device)[:, None] + torch.arange(size, device=device)
-        token_ids = to_device(torch.tensor(chunks), device)
-        return self._model.forward(token_ids, positions, longest=max(lengths) + size, rows=rows)[0].float()
+        positions = spread(lengths, torch.long, device)[:, None]
+        return self._model.forward(to_device(torch.tensor(token_ids), device), positions, longest=max(lengths) + 1)[
+            0
+        ].float()
 
 
 def _of_similar_length(unread: Sequence[tuple[int, int, _Row]]) -> list[list[tuple[int, int, _Row]]]:
     """Group texts whose unread parts differ by less than a factor of two in length, to pad little."""
-    groups: dict[int, list[tuple[int, int, _Row]]] = {}
-    for entry in unread:
-        _, length, row = entry
-        groups.setdefault((len(row.token_ids) - 1 - length).bit_length(), []).append(entry)
-    return list(groups.values())
+    groups: list[list[tuple[int, int, _Row]]] = []
+    size = 0
+    for entry in sorted(unread, key=lambda entry: len(entry[2].token_ids) - entry[1], reverse=True):
+        length = len(entry[2].token_ids) - 1 - entry[1]
+        if not groups or 2 * length <= size or size * (len(groups[-1]) + 1) > _PREFILL_TOKENS:
+            groups.append([])
+            size = length  # of the group's longest
+        groups[-1].append(entry)
+    return groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
+from reprieve.errors import UnsupportedModelError
 from reprieve.models.batch_cache import RowCache
 from reprieve.models.cached_model import execution_device, refuse_recurrent
 from reprieve.models.direct import FAMILIES
@@ -39,11 +41,12 @@ class RowModel:
         self.hidden_layers = tuple(hidden_layers)
         self.cache = RowCache(num_rows, model.config.get_text_config().num_hidden_layers)
         self._windows = layer_windows(model)
-        # Families with plain attention; others can have sinks, soft caps or biases, which only their own code knows.
+        # Other families can have sinks, soft caps or biases, which `_grouped_attention` does not implement.
         self._grouped = type(model).__name__ in FAMILIES
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._pool: Any = None
-        self._captures = True
+        self._captures = len(set(getattr(model, "hf_device_map", {}).values())) < 2
+        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @property
     def device(self) -> torch.device:
@@ -53,7 +56,7 @@ class RowModel:
     def forward(
         self, token_ids: Tensor, positions: Tensor, *, longest: int, rows: Tensor | int = 0
     ) -> tuple[Tensor, HiddenStates]:
-        """Read tokens; return their logits [R, n, V] and hidden states [R, n, D] by layer.
+        """Read tokens; return their logits [R, n, V] and hidden states [R, n, D] by layer, until the next forward.
 
         Args:
             token_ids: [R, n], on the model's device.
@@ -76,12 +79,20 @@ class RowModel:
                 self._graphs[key] = _Graph(
                     lambda ids, places: self._run(ids, places, longest, 0), token_ids, positions, self._pool
                 )
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:  # a model whose code waits for the device cannot be captured
-                warnings.warn(f"no CUDA graph of {type(self.model).__name__}: {error}", stacklevel=2)
+                name = type(self.model).__name__
+                warnings.warn(f"{name} runs without CUDA graphs, which is slower: {error}", stacklevel=2)
                 self._captures = False
                 return self._run(token_ids, positions, longest, rows)
         read: tuple[Tensor, HiddenStates] = self._graphs[key](token_ids, positions)
         return read
+
+    @torch.inference_mode()
+    def prefill(self, token_ids: Tensor, positions: Tensor, *, longest: int, rows: Tensor) -> None:
+        """Read tokens whose logits nobody needs; arguments as `forward` takes them."""
+        self._run(token_ids, positions, longest, rows, num_logits=1)
 
     def reserve(self, length: int) -> None:
         """Make room for sequences of `length` tokens."""
@@ -89,8 +100,9 @@ class RowModel:
             self._graphs.clear()
 
     def _run(
-        self, token_ids: Tensor, positions: Tensor, longest: int, rows: Tensor | int
+        self, token_ids: Tensor, positions: Tensor, longest: int, rows: Tensor | int, num_logits: int | None = None
     ) -> tuple[Tensor, HiddenStates]:
+        keep = {"logits_to_keep": num_logits} if num_logits and self._takes_logits_to_keep else {}
         self.cache.place(rows, positions, longest)
         config = self.model.config
         before = config._attn_implementation
@@ -104,6 +116,7 @@ class RowModel:
                 position_ids=positions,
                 attention_mask=self._masks(positions, longest),
                 output_hidden_states=bool(self.hidden_layers),
+                **keep,
             )
         finally:
             config._attn_implementation = before
@@ -130,20 +143,22 @@ class _Graph:
 
     def __init__(self, run: Callable[[Tensor, Tensor], Any], token_ids: Tensor, positions: Tensor, pool: Any) -> None:
         self._token_ids, self._positions = token_ids.clone(), positions.clone()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # lazy initialisation must not be captured
-            for _ in range(2):
-                run(self._token_ids, self._positions)
-        torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
-            self._output = run(self._token_ids, self._positions)
+        with torch.cuda.device(token_ids.device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # lazy initialisation must not be captured
+                for _ in range(2):
+                    run(self._token_ids, self._positions)
+            torch.cuda.current_stream().wait_stream(stream)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, pool=pool):
+                self._output = run(self._token_ids, self._positions)
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Any:
         self._token_ids.copy_(token_ids)
         self._positions.copy_(positions)
-        self._graph.replay()
+        with torch.cuda.device(token_ids.device):
+            self._graph.replay()
         return self._output
 
 
@@ -164,6 +179,22 @@ def _grouped_attention(
     mask = attention_mask.expand(num, share, size, -1).reshape(num, 1, share * size, -1)
     attended = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     return attended.reshape(num, heads, size, dim).transpose(1, 2).contiguous(), None
+
+
+def refuse_varying_positions(model: PreTrainedModel) -> None:
+    """Refuse rotary positions that depend on the longest text of a batch.
+
+    Raises:
+        UnsupportedModelError: names the type.
+    """
+    parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    by_layer = [part for part in parameters.values() if isinstance(part, dict)]
+    kinds = {part.get("rope_type") for part in (parameters, *by_layer)}
+    if varying := [kind for kind in ("dynamic", "longrope") if kind in kinds]:
+        raise UnsupportedModelError(
+            f"{model.config.model_type} has {varying[0]} rotary positions, which depend on the longest text of a "
+            "batch; use --engine local"
+        )
 
 
 AttentionInterface.register(ATTENTION, _grouped_attention)
