@@ -35,7 +35,7 @@ def test_engine_specifications_are_parsed():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("cuda", "engine must be one of local, openai, ray, vllm, got 'cuda'"),
+        ("cuda", "engine must be one of local, batched, openai, ray, vllm, got 'cuda'"),
         ("openai", "needs url=http://HOST:PORT"),
         ('openai:url="ftp://x"', "needs url=http://HOST:PORT"),
         ("vllm:seqs=3", "no parameter 'seqs'"),
