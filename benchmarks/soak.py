@@ -252,6 +252,8 @@ def main():
     finally:
         server.terminate()
         status = server.wait(60)
+    if status not in (0, 130):  # 130: ended by the signal above
+        run.defects.append(f"the server ended with status {status}")
     quarter = max(1, len(memory) // 4)
     first, last = (sum(part) / len(part) for part in (memory[quarter : 2 * quarter] or memory, memory[-quarter:]))
     report = {
