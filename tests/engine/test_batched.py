@@ -162,7 +162,7 @@ def test_positions_that_depend_on_the_batch_are_refused():
 
 
 def test_long_prompts_are_read_in_several_forwards(monkeypatch):
-    monkeypatch.setattr("reprieve.engine.batched._PREFILL_TOKENS", 40)
+    monkeypatch.setattr("reprieve.models.row_model._PREFILL_TOKENS", 40)
     pair, rule = pair_of(), rule_of("lossless")
     answers = together(pair, [(prompt, rule) for prompt in PROMPTS * 2])
     decoder = pair.decoder(rule, num_draft_tokens=5)

@@ -147,7 +147,7 @@ def test_batched_decoding_equals_single_decoding_and_reads_prefixes_once(kind):
 
 
 def test_rollouts_of_one_prefix_read_it_once(monkeypatch):
-    monkeypatch.setattr("reprieve.models.batch_decoder._PREFILL_TOKENS", 64)
+    monkeypatch.setattr("reprieve.models.row_model._PREFILL_TOKENS", 64)
     model = tiny_model(seed=2)
     prefixes = [list(range(30)), list(range(4, 28))]
     decoder = BatchDecoder(model, num_rows=12, params=SamplingParams(), eos_ids=frozenset())

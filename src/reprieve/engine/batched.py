@@ -19,8 +19,8 @@ from reprieve.engine.pair import Pair
 from reprieve.engine.prompt import token_ids_of
 from reprieve.engine.stopwatch import Stopwatch
 from reprieve.errors import SpecError, require_whole
-from reprieve.models.cached_model import eos_token_ids, max_positions, require_positions
-from reprieve.models.row_model import RowModel, refuse_varying_positions
+from reprieve.models.cached_model import eos_token_ids, require_positions
+from reprieve.models.row_model import RowModel, Unread, refuse_varying_positions
 from reprieve.models.sampling import Sampler
 from reprieve.needs import Need
 from reprieve.rules import LosslessRule, Rule
@@ -31,7 +31,6 @@ from reprieve.settings import SamplingParams
 from reprieve.transfers import spread, to_device, to_host
 from reprieve.types import Context, Generation, HiddenStates, Provenance, Token, gather_token
 
-_PREFILL_TOKENS = 16_384  # of the prompts that one forward reads
 _SHARE_FREE = 8  # prompts wait until one row in this many is free, and are then read together
 
 
@@ -144,8 +143,6 @@ class BatchedSpeculativeDecoder:
         self._models = [one for one in (self._target, self._draft) if one is not None]
         for one in self._models:
             refuse_varying_positions(one.model)
-        limits = [limit for one in self._models if (limit := max_positions(one.model)) is not None]
-        self._last_position = min(limits) - 1 if limits else None
         self._known = {rule.spec_without_dial for rule in rules} | {LosslessRule().spec_without_dial}
         self._embed = pair.target.get_input_embeddings()
         self._vocab_size = pair.vocab_size
@@ -197,7 +194,7 @@ class BatchedSpeculativeDecoder:
         # Forwards over all rows run as CUDA graphs; elsewhere, the free rows after the last answer are left out.
         block = self._propose(self._slots if self.device.type == "cuda" else self._slots[: rows[-1] + 1])
         positions = block.lengths[:, None] - 1 + torch.arange(self.num_draft_tokens + 1, device=self.device)
-        read, hidden = self._target.forward(block.token_ids, self._within(positions), longest=block.longest)
+        read, hidden = self._target.forward(block.token_ids, positions, longest=block.longest)
         logits = self._same_vocabulary(read.flatten(0, 1))
         flat = {layer: states.flatten(0, 1) for layer, states in hidden.items()}
         current = _Round(rows, slots, sizes, block, logits, self.sampler.target_scores(logits), flat)
@@ -208,33 +205,16 @@ class BatchedSpeculativeDecoder:
         free = [row for row, slot in enumerate(self._slots) if slot is None]
         if len(free) < len(self._slots) and len(free) * _SHARE_FREE < len(self._slots):
             return
-        group: list[tuple[int, Request]] = []
-        longest = 0
-        for row in free:
-            if not self._waiting:
-                break
-            request = self._waiting.popleft()
-            longest = max(longest, len(request.prompt_ids))
-            if group and longest * (len(group) + 1) > _PREFILL_TOKENS:
-                self._prefill(group)
-                group, longest = [], len(request.prompt_ids)
-            group.append((row, request))
-        if group:
-            self._prefill(group)
-
-    def _prefill(self, group: list[tuple[int, Request]]) -> None:
-        size = max(len(request.prompt_ids) for _, request in group) - 1
-        if size:  # padding is overwritten before any token attends to it
-            padded = [request.prompt_ids[:-1] + [0] * (size + 1 - len(request.prompt_ids)) for _, request in group]
-            token_ids = to_device(torch.tensor(padded), self.device)
-            rows = spread([row for row, _ in group], torch.long, self.device)
-            positions = torch.arange(size, device=self.device).expand(len(group), size)
-            for one in self._models:
-                one.prefill(token_ids, positions, longest=size, rows=rows)
-        longest = max(len(request.prompt_ids) + request.max_new_tokens for _, request in group)
+        admitted = [(row, self._waiting.popleft()) for row in free[: len(self._waiting)]]
+        if not admitted:
+            return
+        unread = [Unread(row, 0, request.prompt_ids[:-1]) for row, request in admitted if len(request.prompt_ids) > 1]
+        for one in self._models:
+            one.prefill(unread)
+        longest = max(len(request.prompt_ids) + request.max_new_tokens for _, request in admitted)
         for one in self._models:
             one.reserve(longest + self.num_draft_tokens)
-        for row, request in group:
+        for row, request in admitted:
             answer = Answer.begin(
                 self.tokenizer,
                 request.prompt_ids,
@@ -246,10 +226,6 @@ class BatchedSpeculativeDecoder:
                 watch=Stopwatch(self.device, running=False),
             )
             self._slots[row] = _Slot(request, answer, list(request.prompt_ids), Budget.of(request.rule))
-
-    def _within(self, positions: Tensor) -> Tensor:
-        """Return positions that the models have; those after an answer's last possible token do not count."""
-        return positions if self._last_position is None else positions.clamp_max(self._last_position)
 
     def _propose(self, slots: Sequence[_Slot | None]) -> _Block:
         """Draft K tokens for each row."""
@@ -270,7 +246,7 @@ class BatchedSpeculativeDecoder:
         # Always read the second-to-last token again: after a fully accepted block, the draft's cache lacks it.
         feed, positions = recent, (lengths[:, None] + torch.arange(-2, 0, device=self.device)).clamp_min(0)
         for step in range(self.num_draft_tokens):
-            read, hidden = self._draft.forward(feed, self._within(positions), longest=longest)
+            read, hidden = self._draft.forward(feed, positions, longest=longest)
             logits = self._same_vocabulary(read[:, -1])
             if step:
                 keep_states(hidden)
@@ -280,7 +256,7 @@ class BatchedSpeculativeDecoder:
             chain.append(feed)
             positions = (lengths + step)[:, None]
         if states:  # the last drafted token is read only if its states are needed
-            keep_states(self._draft.forward(feed, self._within(positions), longest=longest)[1])
+            keep_states(self._draft.forward(feed, positions, longest=longest)[1])
         hidden = {layer: torch.cat(parts, 1) for layer, parts in states.items()}
         return _Block(torch.cat(chain, 1), lengths, longest, torch.stack(kept, 1) if kept else None, hidden)
 

@@ -94,14 +94,13 @@ class RowCache(Cache):
         """Number of tokens that a row has room for; 0 before the first forward."""
         return min(layer.capacity for layer in self.layers if isinstance(layer, RowLayer))
 
-    def reserve(self, length: int) -> bool:
-        """Make room for texts of `length` tokens; return True if the buffers moved. No effect before a forward."""
+    def reserve(self, length: int) -> None:
+        """Make room for texts of `length` tokens, which moves the buffers. No effect before a forward."""
         if not 0 < self.capacity < length:
-            return False
+            return
         for layer in self.layers:
             assert isinstance(layer, RowLayer) and layer.keys is not None and layer.values is not None
             layer.reserve(length, layer.keys, layer.values)
-        return True
 
     def place(self, rows: Tensor | int, positions: Tensor, end: int) -> None:
         """Set the next forward: its rows, at `positions` [R, n], attending to `end` columns.

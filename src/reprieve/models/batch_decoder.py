@@ -16,14 +16,13 @@ from transformers import PreTrainedModel
 
 from reprieve.errors import require_whole
 from reprieve.models.batch_cache import Snapshot
-from reprieve.models.cached_model import max_positions, require_positions, shared_length
+from reprieve.models.cached_model import require_positions, shared_length
 from reprieve.models.draws import Draw, choose
-from reprieve.models.row_model import RowModel
+from reprieve.models.row_model import RowModel, Unread
 from reprieve.models.sampling import Sampler
 from reprieve.settings import SamplingParams
 from reprieve.transfers import spread, to_device
 
-_PREFILL_TOKENS = 16_384  # padded tokens of one forward that reads prefixes
 _SNAPSHOTS = 2  # per session: the running text and the last attempt
 
 
@@ -114,7 +113,6 @@ class BatchDecoder:
         self._model = RowModel(model, num_rows)
         self._rows: list[_Row | None] = [None] * num_rows
         self._waiting: deque[TextRequest] = deque()
-        self._restored = [0] * num_rows  # cached tokens of each row when it was admitted
 
     @property
     def idle(self) -> bool:
@@ -170,36 +168,25 @@ class BatchDecoder:
                 self._rows[index] = admitted[-1][1]
         while admitted:  # one text of each session at a time: the next can start from what it has read
             first = {id(row.request.session): (index, row) for index, row in reversed(admitted)}
-            unread = [entry for entry in first.values() if self._restore(*entry)]
-            for group in _of_similar_length([(index, self._restored[index], row) for index, row in unread]):
-                self._read(group)
+            self._read(list(first.values()))
             started = {index for index, _ in first.values()}
             admitted = [(index, row) for index, row in admitted if index not in started]
 
-    def _restore(self, index: int, row: _Row) -> bool:
-        """Restore the longest cached prefix of a text into its row; return True if some of it is left to read."""
-        snapshot, length = row.request.session.longest_prefix(row.request.prefix_ids)
-        if snapshot is not None:
-            self._model.cache.restore(index, snapshot, length)
-        self._restored[index] = length
-        return length < len(row.request.prefix_ids) - 1
-
-    def _read(self, group: Sequence[tuple[int, int, _Row]]) -> None:
-        """Read prefixes of similar length in one forward; padding is overwritten before any token attends to it."""
-        chunks = [row.token_ids[length:-1] for _, length, row in group]
-        size = max(map(len, chunks))
-        device = self.model.device
-        token_ids = to_device(torch.tensor([chunk + [0] * (size - len(chunk)) for chunk in chunks]), device)
-        lengths = [length for _, length, _ in group]
-        positions = spread(lengths, torch.long, device)[:, None] + torch.arange(size, device=device)
-        if (limit := max_positions(self.model)) is not None:
-            positions = positions.clamp_max(limit - 1)
-        rows = spread([index for index, _, _ in group], torch.long, device)
-        self._model.prefill(token_ids, positions, longest=max(lengths) + size, rows=rows)
-        self.num_read += sum(map(len, chunks))
-        for index, _, row in group:
-            read = row.token_ids[:-1]
-            row.request.session.keep(self._model.cache.snapshot(index, read), read)  # for rollouts with this beginning
+    def _read(self, admitted: Sequence[tuple[int, _Row]]) -> None:
+        """Restore each text's longest cached prefix and read the rest but the last token, for texts of its session."""
+        unread: dict[int, Unread] = {}
+        for index, row in admitted:
+            snapshot, length = row.request.session.longest_prefix(row.token_ids)
+            if snapshot is not None:
+                self._model.cache.restore(index, snapshot, length)
+            if length < len(row.token_ids) - 1:
+                unread[index] = Unread(index, length, row.token_ids[length:-1])
+        self._model.prefill(list(unread.values()))
+        for index, row in admitted:
+            if index in unread:
+                self.num_read += len(unread[index].token_ids)
+                read = row.token_ids[:-1]
+                row.request.session.keep(self._model.cache.snapshot(index, read), read)
 
     def _choose(self, logits: Tensor, active: list[int]) -> list[int]:
         """Return the next token of each text, from logits [len(active), V]."""
@@ -227,19 +214,5 @@ class BatchDecoder:
         """Append a token to each of the first rows, which hold `lengths` tokens; return logits [R, 1, V]."""
         device = self.model.device
         positions = spread(lengths, torch.long, device)[:, None]
-        return self._model.forward(to_device(torch.tensor(token_ids), device), positions, longest=max(lengths) + 1)[
-            0
-        ].float()
-
-
-def _of_similar_length(unread: Sequence[tuple[int, int, _Row]]) -> list[list[tuple[int, int, _Row]]]:
-    """Group texts whose unread parts differ by less than a factor of two in length, to pad little."""
-    groups: list[list[tuple[int, int, _Row]]] = []
-    size = 0
-    for entry in sorted(unread, key=lambda entry: len(entry[2].token_ids) - entry[1], reverse=True):
-        length = len(entry[2].token_ids) - 1 - entry[1]
-        if not groups or 2 * length <= size or size * (len(groups[-1]) + 1) > _PREFILL_TOKENS:
-            groups.append([])
-            size = length  # of the group's longest
-        groups[-1].append(entry)
-    return groups
+        read, _ = self._model.forward(to_device(torch.tensor(token_ids), device), positions, longest=max(lengths) + 1)
+        return read.float()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +14,29 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from reprieve.errors import UnsupportedModelError
 from reprieve.models.batch_cache import RowCache
-from reprieve.models.cached_model import execution_device, refuse_recurrent
+from reprieve.models.cached_model import execution_device, max_positions, refuse_recurrent
 from reprieve.models.direct import FAMILIES
 from reprieve.models.tree_attention import layer_windows, masks_by_layer
+from reprieve.transfers import spread, to_device
 from reprieve.types import HiddenStates
 
 ATTENTION = "reprieve_rows"
+_PREFILL_TOKENS = 16_384  # padded tokens of one forward that reads prompts
 _COLUMNS = 128  # on a GPU, forwards attend to a multiple of this, so that few CUDA graphs are needed
+
+
+class Unread(NamedTuple):
+    """The part of a text that a model has yet to read.
+
+    Args:
+        row: of the cache.
+        start: number of tokens that the row holds.
+        token_ids: the following ones, 1 or more.
+    """
+
+    row: int
+    start: int
+    token_ids: list[int]
 
 
 class RowModel:
@@ -41,9 +57,12 @@ class RowModel:
         self.hidden_layers = tuple(hidden_layers)
         self.cache = RowCache(num_rows, model.config.get_text_config().num_hidden_layers)
         self._windows = layer_windows(model)
+        limit = max_positions(model)
+        self._last_position = None if limit is None else limit - 1
         # Other families can have sinks, soft caps or biases, which `_grouped_attention` does not implement.
         self._grouped = type(model).__name__ in FAMILIES
         self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._captured = 0  # capacity of the cache that the graphs write to
         self._pool: Any = None
         self._captures = len(set(getattr(model, "hf_device_map", {}).values())) < 2
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -71,6 +90,9 @@ class RowModel:
         whole = not isinstance(rows, Tensor) and len(token_ids) == self.num_rows
         if not (self._captures and whole and self.cache.capacity):
             return self._run(token_ids, positions, longest, rows)
+        if self._captured != self.cache.capacity:  # the buffers have moved since
+            self._graphs.clear()
+            self._captured = self.cache.capacity
         key = token_ids.shape[1], longest
         if key not in self._graphs:
             if self._pool is None:
@@ -90,19 +112,31 @@ class RowModel:
         return read
 
     @torch.inference_mode()
-    def prefill(self, token_ids: Tensor, positions: Tensor, *, longest: int, rows: Tensor) -> None:
-        """Read tokens whose logits nobody needs; arguments as `forward` takes them."""
-        self._run(token_ids, positions, longest, rows, num_logits=1)
+    def prefill(self, texts: Sequence[Unread]) -> None:
+        """Read the rest of several texts, in forwards over texts of similar length; nobody needs their logits."""
+        for group in _of_similar_length(texts):
+            size = len(group[0].token_ids)
+            padded = [text.token_ids + [0] * (size - len(text.token_ids)) for text in group]
+            starts = spread([text.start for text in group], torch.long, self.device)
+            # Padding is overwritten before any token attends to it.
+            self._run(
+                to_device(torch.tensor(padded), self.device),
+                starts[:, None] + torch.arange(size, device=self.device),
+                max(text.start for text in group) + size,
+                spread([text.row for text in group], torch.long, self.device),
+                num_logits=1,
+            )
 
     def reserve(self, length: int) -> None:
         """Make room for sequences of `length` tokens."""
-        if self.cache.reserve(length):
-            self._graphs.clear()
+        self.cache.reserve(length)
 
     def _run(
         self, token_ids: Tensor, positions: Tensor, longest: int, rows: Tensor | int, num_logits: int | None = None
     ) -> tuple[Tensor, HiddenStates]:
         keep = {"logits_to_keep": num_logits} if num_logits and self._takes_logits_to_keep else {}
+        if self._last_position is not None:  # positions after a text's last possible token do not count
+            positions = positions.clamp_max(self._last_position)
         self.cache.place(rows, positions, longest)
         config = self.model.config
         before = config._attn_implementation
@@ -179,6 +213,17 @@ def _grouped_attention(
     mask = attention_mask.expand(num, share, size, -1).reshape(num, 1, share * size, -1)
     attended = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     return attended.reshape(num, heads, size, dim).transpose(1, 2).contiguous(), None
+
+
+def _of_similar_length(texts: Sequence[Unread]) -> list[list[Unread]]:
+    """Group texts that differ by less than a factor of two in length, to pad little; the longest is first."""
+    groups: list[list[Unread]] = []
+    for text in sorted(texts, key=lambda text: len(text.token_ids), reverse=True):
+        longest = len(groups[-1][0].token_ids) if groups else 0
+        if not longest or 2 * len(text.token_ids) <= longest or longest * (len(groups[-1]) + 1) > _PREFILL_TOKENS:
+            groups.append([])
+        groups[-1].append(text)
+    return groups
 
 
 def refuse_varying_positions(model: PreTrainedModel) -> None:
