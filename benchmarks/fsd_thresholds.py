@@ -23,7 +23,7 @@ from reprieve.cli.main import run_command
 from reprieve.cli.tables import show_results
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.errors import SpecError, require_range, require_whole
-from reprieve.settings import AUTO, NumDraftTokens, PairSettings, SamplingSettings
+from reprieve.settings import NumDraftTokens, PairSettings, SamplingSettings
 from reprieve.tasks import Task
 
 
@@ -34,7 +34,8 @@ class FsdSettings:
     Args:
         rule: The rule without its threshold.
         thresholds: Rising values of the rule's dial. Default: the authors' grid.
-        num_draft_tokens: Values of K to try for lossless.
+        num_draft_tokens: Values of K to try for lossless. Default: the authors' grid.
+        nearly_all: Thresholds that accept this share of the drafted tokens, (0, 1], get the next larger K.
         lost_share: Stop once this share of the accuracy gap between target and draft is lost, (0, 1].
         main_split: Split to measure on.
         main_limit: Number of problems to measure on.
@@ -43,7 +44,8 @@ class FsdSettings:
 
     rule: str = "fuzzy"
     thresholds: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-    num_draft_tokens: tuple[NumDraftTokens, ...] = (4, 8, 12, 16, 24, 32, AUTO)
+    num_draft_tokens: tuple[NumDraftTokens, ...] = (5, 10, 15, 20)
+    nearly_all: float = 0.9
     lost_share: float = 0.2
     main_split: str = "test"
     main_limit: int = 200
@@ -55,7 +57,8 @@ class FsdSettings:
     )
 
     def __post_init__(self) -> None:
-        require_range("lost_share", self.lost_share, 0.0, 1.0, low_open=True)
+        for name in ("lost_share", "nearly_all"):
+            require_range(name, getattr(self, name), 0.0, 1.0, low_open=True)
         if list(self.thresholds) != sorted(set(self.thresholds)):
             raise SpecError(f"thresholds must rise, got {list(self.thresholds)}")
         for name in ("main_limit", "main_trials"):
@@ -68,7 +71,8 @@ class FsdProtocol:
 
     K' is the K at which lossless decoding is fastest. T_SD, the strictest threshold to measure, is the one whose
     acceptance rate is closest to that of lossless decoding. Thresholds rise from there until a share of the accuracy
-    gap between target and draft is lost.
+    gap between target and draft is lost. Those that accept nearly all drafted tokens at K' are measured at the next
+    larger K; the paper does not say how many are nearly all.
     """
 
     settings: FsdSettings
@@ -116,11 +120,12 @@ class FsdProtocol:
             return None
         rates = {arm["spec"]: arm["acceptance_rate"] or 0.0 for arm in accepted["arms"]}
         relaxed = [arm for arm in candidates if arm.label not in (TARGET_ONLY, DRAFT_ONLY, LOSSLESS)]
+        raised = [self._raised(arm, rates[arm.label]) for arm in relaxed]
         first = min(range(len(relaxed)), key=lambda i: abs(rates[relaxed[i].label] - rates[LOSSLESS]))
         announce(
             f"T_SD: {relaxed[first].label} accepts {rates[relaxed[first].label]:.1%}, lossless {rates[LOSSLESS]:.1%}"
         )
-        document = self._climb(engine, task, folder / "main", candidates[:3], relaxed[first:], announce, progress)
+        document = self._climb(engine, task, folder / "main", candidates[:3], raised[first:], announce, progress)
         if document is not None:
             document["protocol"] = {
                 "name": "fsd",
@@ -128,9 +133,18 @@ class FsdProtocol:
                 "tokens_per_second_by_k": best_k.by_k,
                 "acceptance_rates": rates,
                 "first_threshold": settings.thresholds[first],
+                "nearly_all": settings.nearly_all,
                 "lost_share": settings.lost_share,
             }
         return document
+
+    def _raised(self, arm: Arm, acceptance_rate: float) -> Arm:
+        """Return the arm at the next larger K if it accepts nearly all drafted tokens, else as it is."""
+        k, ks = arm.num_draft_tokens, self.settings.num_draft_tokens
+        longer = [other for other in ks if isinstance(other, int) and isinstance(k, int) and other > k]
+        if acceptance_rate < self.settings.nearly_all or not longer:
+            return arm
+        return dataclasses.replace(arm, num_draft_tokens=min(longer), names_k=True)
 
     def _pilot(
         self, engine: Engine, task: Task, folder: Path, arms: list[Arm], progress: Progress

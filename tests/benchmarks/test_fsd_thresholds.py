@@ -7,9 +7,10 @@ import pytest
 from arms import sweep_rules
 from fsd_thresholds import FsdProtocol, FsdSettings
 from reprieve.backends.local import LocalEngine
-from reprieve.bench.arms import make_arms
+from reprieve.bench.arms import make_arm, make_arms
 from reprieve.bench.results import best_ks
 from reprieve.errors import SpecError
+from reprieve.settings import AUTO
 from tests.bench.toys import settings
 from tests.kit.toys import ToyTask
 
@@ -40,6 +41,21 @@ def test_the_fsd_protocol_raises_the_threshold_until_accuracy_falls_too_far(pair
     assert set(document["protocol"]["acceptance_rates"]) >= {"lossless", "random:rate=0.1", "random:rate=0.9"}
     with pytest.raises(SpecError, match="rise"):
         FsdSettings(thresholds=(0.5, 0.1))
+
+
+def test_thresholds_that_accept_nearly_everything_get_the_next_larger_k():
+    protocol = FsdProtocol(FsdSettings())
+    arms = {k: make_arm("fuzzy:threshold=0.5", k) for k in (5, 15, 20, AUTO)}
+    raised = [protocol._raised(arms[k], rate).label for k, rate in ((5, 0.89), (5, 0.9), (15, 1.0), (20, 1.0))]
+    assert raised == [
+        "fuzzy:threshold=0.5",
+        "fuzzy:threshold=0.5@K=10",
+        "fuzzy:threshold=0.5@K=20",
+        "fuzzy:threshold=0.5",
+    ]
+    assert protocol._raised(arms[AUTO], 1.0) is arms[AUTO]
+    with pytest.raises(SpecError, match="nearly_all must be"):
+        FsdSettings(nearly_all=0)
 
 
 def test_a_rule_without_a_dial_is_refused_before_any_measurement(pair, tmp_path):
