@@ -27,9 +27,8 @@ from reprieve.heads.lts import LtsCalibration
 from reprieve.models.sampling import Sampler
 from reprieve.rules.lts import LtsRule
 from reprieve.settings import (
-    BUNDLED_TASK,
     PairSettings,
-    PromptSettings,
+    ProblemSettings,
     SamplingParams,
     SamplingSettings,
 )
@@ -143,10 +142,6 @@ class AuditCommand(Command):
         calibration: Calibration with the bound to check other rules against; an lts rule has its own.
         drafter: draft, ngram, or eagle3:path=FOLDER.
         num_draft_tokens: K: deepest drafted token.
-        task: Task of the problems. Default: that of the bundled pair.
-        split: Split. Default: test if there is one.
-        limit: Number of problems.
-        offset: First problem of the split.
         active: K of the top-K tokens that divergences are computed on. Default: the calibration's, else 10.
         seed: Same seed, same answers.
         out: File for the numbers, as JSON.
@@ -158,36 +153,29 @@ class AuditCommand(Command):
     calibration: str | None = None
     drafter: str = "eagle3"
     num_draft_tokens: int = 16
-    task: str = BUNDLED_TASK
-    split: str | None = None
-    limit: int = 200
-    offset: int = 0
+    problems: ProblemSettings = field(default_factory=ProblemSettings)
     active: int | None = None
     seed: int = 0
     sampling: SamplingSettings = field(default_factory=lambda: SamplingSettings(temperature=1.0))
-    prompt: PromptSettings = field(default_factory=PromptSettings)
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path | None = None
 
     def run(self) -> int:
-
-        screen.require_problems(self.limit, self.offset)
         if self.active is not None:
             require_whole("--active", self.active, 2)
         screen.require_file(self.out)
         DRAFTERS.make(self.drafter)
         arms = rule_arms(self.rules, self.num_draft_tokens, target=self.pair.target)
         calibration = None if self.calibration is None else LtsCalibration.from_pretrained(self.calibration)
-        pair, task = screen.load_pair_and_task(self.pair, self.task, self.prompt)
-        split = screen.split_of(task, self.split, "test")
-        problems = task.problems(split, self.limit, offset=self.offset)
+        pair, task = screen.load_pair_and_task(self.pair, self.problems.task, self.problems.prompt)
+        problems = screen.problems_for(pair, task, self.problems)
         params = answer_params(self.sampling, task, self.seed)
         summaries = []
         for arm in arms:
             bounds = arm.rule.head if isinstance(arm.rule, LtsRule) else calibration
             if bounds is not None:
                 bounds.require_pair(pair.identity, self.calibration or arm.label)
-            decoder = arm.decoder(pair, drafter=self.drafter, task=self.task)
+            decoder = arm.decoder(pair, drafter=self.drafter, task=self.problems.task)
             with screen.progress_bar(arm.label) as bar:
                 progress = screen.reporter(bar)
                 calibrated = {} if bounds is None else bounds.settings
@@ -195,7 +183,7 @@ class AuditCommand(Command):
                 audited = audit(arm.label, decoder, pair, task, problems, params, top_k=top_k, progress=progress)
             summaries.append({**audited.summary(bounds), "calibration": None if bounds is None else bounds.fingerprint})
         if self.out is not None:
-            write_json(self.out, {**flags_in_force(self), "split": split, "audits": summaries})
+            write_json(self.out, {**flags_in_force(self), "split": self.problems.split, "audits": summaries})
         screen.console().print(_shift_table(summaries, len(problems)))
         return 0
 

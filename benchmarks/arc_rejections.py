@@ -33,9 +33,8 @@ from reprieve.mining.target import LocalTarget, gather_all
 from reprieve.models.batch_decoder import BatchDecoder, Session
 from reprieve.models.cached_model import eos_token_ids
 from reprieve.settings import (
-    BUNDLED_TASK,
     PairSettings,
-    PromptSettings,
+    ProblemSettings,
     SamplingSettings,
 )
 from reprieve.tasks.base import Task, TaskProblem
@@ -321,10 +320,6 @@ class Rejections(Command):
             at cosine similarity 0.9 or more.
         nli: Classifier that finds contradictions between responses, such as
             cross-encoder/nli-deberta-v3-base. Texts agree below probability 0.5.
-        task: Task of the problems. Default: that of the bundled pair.
-        split: Split. Default: test if there is one.
-        limit: Number of problems.
-        offset: First problem of the split.
         seed: Same seed, same answers. Continuations of rejected tokens are greedy.
         out: File for the numbers, as JSON.
     """
@@ -335,37 +330,32 @@ class Rejections(Command):
     num_draft_tokens: int = 16
     embedding: str | None = None
     nli: str | None = None
-    task: str = BUNDLED_TASK
-    split: str | None = None
-    limit: int = 40
-    offset: int = 0
+    problems: ProblemSettings = field(default_factory=lambda: ProblemSettings(limit=40))
     seed: int = 0
     sampling: SamplingSettings = field(default_factory=lambda: SamplingSettings(temperature=1.0))
-    prompt: PromptSettings = field(default_factory=PromptSettings)
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path | None = None
 
     def run(self) -> int:
-
-        screen.require_problems(self.limit, self.offset)
         screen.require_file(self.out)
-        pair, task = screen.load_pair_and_task(self.pair, self.task, self.prompt)
+        pair, task = screen.load_pair_and_task(self.pair, self.problems.task, self.problems.prompt)
         measures: list[Agreement] = [SameAnswer(task)] if task.graded else []
         if self.embedding is not None:
             measures.append(SimilarText(self.embedding, pair.target.device))
         if self.nli is not None:
             measures.append(NoContradiction(self.nli, pair.target.device))
         if not measures:
-            raise SpecError(f"task {self.task} has no right answers: name a model with --embedding or --nli")
-        split = screen.split_of(task, self.split, "test")
-        decoder = pair.decoder("lossless", num_draft_tokens=self.num_draft_tokens, drafter=self.drafter, task=self.task)
-        problems = task.problems(split, self.limit, offset=self.offset)
+            raise SpecError(f"task {self.problems.task} has no right answers: name a model with --embedding or --nli")
+        decoder = pair.decoder(
+            "lossless", num_draft_tokens=self.num_draft_tokens, drafter=self.drafter, task=self.problems.task
+        )
+        problems = screen.problems_for(pair, task, self.problems)
         params = answer_params(self.sampling, task, self.seed)
         with screen.progress_bar("problems") as bar:
             progress = screen.reporter(bar, "problems")
             summary = examine(decoder, pair, task, problems, params, measures, progress=progress).summary()
         if self.out is not None:
-            write_json(self.out, {**flags_in_force(self), "split": split, "rejections": summary})
+            write_json(self.out, {**flags_in_force(self), "split": self.problems.split, "rejections": summary})
         screen.console().print(_rejection_table(summary, [measure.name for measure in measures]))
         return 0
 

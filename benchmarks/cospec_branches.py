@@ -31,10 +31,9 @@ from reprieve.mining.responses import ResponseFormat
 from reprieve.models.cached_model import eos_token_ids
 from reprieve.rules import Rule, parse_rule
 from reprieve.settings import (
-    BUNDLED_TASK,
     MAX_DRAFT_TOKENS,
     PairSettings,
-    PromptSettings,
+    ProblemSettings,
     SamplingSettings,
 )
 from reprieve.stats import BranchChoices
@@ -206,10 +205,6 @@ class Branches(Command):
         rule: The rule that decides, such as arbiter:path=FOLDER,lambda=0.5 or state_arbiter.
         num_draft_tokens: K, the same in every round: with `auto`, branches would also differ in their blocks. Default:
             the training value of the rule's arbiter, else 16.
-        task: Task of the problems. Default: that of the bundled pair.
-        split: Split. Default: test if there is one.
-        limit: Number of problems.
-        offset: First problem of the split.
         seed: Same seed, same answers. Branches are continued greedily.
         out: File for the numbers, as JSON.
     """
@@ -218,39 +213,32 @@ class Branches(Command):
 
     rule: str = "arbiter"
     num_draft_tokens: int | None = None
-    task: str = BUNDLED_TASK
-    split: str | None = None
-    limit: int = 100
-    offset: int = 0
+    problems: ProblemSettings = field(default_factory=lambda: ProblemSettings(limit=100))
     seed: int = 0
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    prompt: PromptSettings = field(default_factory=PromptSettings)
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path | None = None
 
     def run(self) -> int:
-
-        screen.require_problems(self.limit, self.offset)
         if self.num_draft_tokens is not None:
             require_whole("--num-draft-tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
         screen.require_file(self.out)
         rule = attach_heads(parse_rule(self.rule), self.pair.target)
         require_branches(rule, sampled=self.sampling.temperature > 0)
-        pair, task = screen.load_pair_and_task(self.pair, self.task, self.prompt)
+        pair, task = screen.load_pair_and_task(self.pair, self.problems.task, self.problems.prompt)
         if not task.graded:
-            raise SpecError(f"task {self.task} has no right answers: branches cannot be compared on it")
-        split = screen.split_of(task, self.split, "test")
+            raise SpecError(f"task {self.problems.task} has no right answers: branches cannot be compared on it")
         trained_at = [head.num_draft_tokens for _, head in rule.heads if isinstance(head, Arbiter)]
         k = next(iter(trained_at), _BLOCK) if self.num_draft_tokens is None else self.num_draft_tokens
-        decoder = pair.decoder(rule, num_draft_tokens=k, task=self.task)
-        problems = task.problems(split, self.limit, offset=self.offset)
+        decoder = pair.decoder(rule, num_draft_tokens=k, task=self.problems.task)
+        problems = screen.problems_for(pair, task, self.problems)
         params = answer_params(self.sampling, task, self.seed)
         with screen.progress_bar("problems") as bar:
             progress = screen.reporter(bar, "problems")
             summary = diagnose(decoder, pair, task, problems, params, progress=progress).summary()
         if self.out is not None:
             heads = {name: head.fingerprint for name, head in rule.heads}
-            about = {"rule": rule.spec, "heads": heads, "num_draft_tokens": k, "split": split}
+            about = {"rule": rule.spec, "heads": heads, "num_draft_tokens": k, "split": self.problems.split}
             write_json(self.out, {**flags_in_force(self), **about, "diagnosis": summary})
         screen.console().print(_branch_table(summary, rule.spec))
         return 0

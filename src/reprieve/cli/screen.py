@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reprieve.errors import ReprieveError, SpecError, require_whole
-from reprieve.settings import MAX_PROBLEMS, PairSettings, PromptSettings
+from reprieve.errors import ReprieveError, SpecError
+from reprieve.settings import PairSettings, ProblemSettings, PromptSettings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from reprieve.backends.settings import EngineSettings
     from reprieve.bench.engine import Engine
     from reprieve.engine import Pair
-    from reprieve.tasks import Task, TaskProblem
+    from reprieve.tasks import TaskProblem
     from reprieve.tasks.prompting import PromptedTask
 
 
@@ -48,23 +48,6 @@ def command_line() -> str:
     path = Path(sys.argv[0]).parts
     start = next((path.index(name) for name in ("benchmarks", "recipes") if name in path), None)
     return shlex.join(["reprieve" if start is None else "/".join(path[start:]), *sys.argv[1:]])
-
-
-def split_of(task: Task, split: str | None, usual: str) -> str:
-    """Return the requested split; else the usual one, or the task's first split if it has no such split."""
-    if split is not None:
-        return split
-    return usual if usual in task.splits else task.splits[0]
-
-
-def require_problems(limit: int, offset: int) -> None:
-    """Refuse an invalid --limit or --offset.
-
-    Raises:
-        SpecError: names the flag.
-    """
-    require_whole("--limit", limit, 1, MAX_PROBLEMS)
-    require_whole("--offset", offset, 0, MAX_PROBLEMS)
 
 
 def require_file(path: Path | None) -> None:
@@ -155,17 +138,17 @@ def load_pair_and_task(
     return loaded, with_prompts(plain, loaded.tokenizer, prompt)
 
 
-def problems_for(pair: Pair, task: PromptedTask, split: str, limit: int, offset: int) -> list[TaskProblem]:
-    """Return some problems of a task, and reduce its answer length to what fits into the pair's context.
+def problems_for(pair: Pair, task: PromptedTask, chosen: ProblemSettings) -> list[TaskProblem]:
+    """Return the chosen problems of a task, and reduce its answer length to what fits into the pair's context.
 
     Raises:
         SpecError: there are none.
     """
     from reprieve.bench.runner import no_problems
 
-    problems = task.problems(split, limit, offset=offset)
+    problems = task.problems(chosen.split, chosen.limit, offset=chosen.offset)
     if not problems:
-        raise SpecError(no_problems(task, split, offset))
+        raise SpecError(no_problems(task, chosen.split, chosen.offset))
     if pair.num_positions is not None:
         task.fit(problems, pair.num_positions)
     return problems

@@ -8,7 +8,7 @@ from pathlib import Path
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.errors import import_extra
-from reprieve.settings import BUNDLED_TASK, PairSettings, PromptSettings, SamplingParams
+from reprieve.settings import PairSettings, ProblemSettings, SamplingParams
 from reprieve.training.settings import EagleTraining
 
 
@@ -17,22 +17,14 @@ class TrainEagle(Command):
     """Train an EAGLE-3 head; run it again to resume.
 
     Args:
-        task: Task of the prompts. Default: that of the bundled pair.
-        split: Split the prompts come from. Default: train if there is one.
-        limit: Number of prompts.
-        offset: First prompt of the split.
         out: Folder for answers, checkpoint and head.
     """
 
     verb = "train eagle"
     example = "reprieve train eagle --limit 4000 --out runs/eagle3"
 
-    task: str = BUNDLED_TASK
-    split: str | None = None
-    limit: int = 4000
-    offset: int = 0
+    problems: ProblemSettings = field(default_factory=lambda: ProblemSettings(split="train", limit=4000))
     settings: EagleTraining = field(default_factory=EagleTraining)
-    prompt: PromptSettings = field(default_factory=PromptSettings)
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("runs/eagle3")
 
@@ -42,16 +34,14 @@ class TrainEagle(Command):
         from reprieve.training.eagle3 import train_eagle3
         from reprieve.training.own_text import own_text_path, write_own_texts
 
-        screen.require_problems(self.limit, self.offset)
-        pair, task = screen.load_pair_and_task(self.pair, self.task, self.prompt, decodes=False)
+        pair, task = screen.load_pair_and_task(self.pair, self.problems.task, self.problems.prompt, decodes=False)
         self.settings.layers_of(pair.target.config.get_text_config().num_hidden_layers)
         claim_head(self.out)
         claim_head(self.out / "head", "eagle3")
         self.keep_config(self.out)
-        split = screen.split_of(task, self.split, "train")
-        problems = screen.problems_for(pair, task, split, self.limit, self.offset)
+        problems = screen.problems_for(pair, task, self.problems)
         params = SamplingParams(max_new_tokens=task.max_new_tokens, temperature=1.0, seed=self.settings.seed)
-        path = own_text_path(self.out, pair, f"{self.task} {split} {self.offset}", params, mixed=True)
+        path = own_text_path(self.out, pair, self.problems, params, mixed=True)
         with screen.progress_bar("answers") as bar:
             texts = write_own_texts(path, pair, problems, params=params, mixed=True, progress=screen.reporter(bar))
         with screen.progress_bar("updates") as bar:

@@ -9,7 +9,7 @@ from pathlib import Path
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.errors import import_extra
-from reprieve.settings import BUNDLED_TASK, PairSettings, PromptSettings
+from reprieve.settings import PairSettings, ProblemSettings
 from reprieve.training.settings import LengthTraining
 
 _WORK = "training"  # folder with the state of an interrupted training
@@ -21,10 +21,6 @@ class TrainLength(Command):
 
     Args:
         rule: Rule whose acceptance the head predicts, such as lossless or judge:path=heads/j.
-        task: Task of the prompts. Default: that of the bundled pair.
-        split: Split the prompts come from. Default: train if there is one.
-        limit: Number of prompts.
-        offset: First prompt of the split.
         out: Folder for the head.
     """
 
@@ -32,12 +28,8 @@ class TrainLength(Command):
     example = "reprieve train length --rule margin:delta=2 --limit 200 --out heads/length"
 
     rule: str = "lossless"
-    task: str = BUNDLED_TASK
-    split: str | None = None
-    limit: int = 200
-    offset: int = 0
+    problems: ProblemSettings = field(default_factory=lambda: ProblemSettings(split="train"))
     settings: LengthTraining = field(default_factory=LengthTraining)
-    prompt: PromptSettings = field(default_factory=PromptSettings)
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("heads/length")
 
@@ -48,21 +40,19 @@ class TrainLength(Command):
         from reprieve.rules import parse_rule
         from reprieve.training.length import require_thresholds, train_length
 
-        screen.require_problems(self.limit, self.offset)
         rule = attach_heads(parse_rule(self.rule), self.pair.target)
         require_thresholds(rule, self.settings)
-        pair, task = screen.load_pair_and_task(self.pair, self.task, self.prompt)
-        require_heads_fit(rule, pair.identity, self.task)
+        pair, task = screen.load_pair_and_task(self.pair, self.problems.task, self.problems.prompt)
+        require_heads_fit(rule, pair.identity, self.problems.task)
         pair.cached_draft()
         claim_head(self.out, "length")
         self.keep_config(self.out)
-        split = screen.split_of(task, self.split, "train")
-        problems = screen.problems_for(pair, task, split, self.limit, self.offset)
+        problems = screen.problems_for(pair, task, self.problems)
         with screen.progress_bar("answers") as bar:
             head = train_length(
                 pair,
                 rule,
-                self.task,
+                self.problems.task,
                 problems,
                 max_new_tokens=task.max_new_tokens,
                 settings=self.settings,
@@ -70,7 +60,7 @@ class TrainLength(Command):
                 progress=screen.reporter(bar, "answers"),
             )
         digests = tuple(sorted({problem.digest for problem in problems}))
-        replace(head, prompt=self.prompt.format, problems=digests).save_pretrained(self.out)
+        replace(head, prompt=self.problems.prompt.format, problems=digests).save_pretrained(self.out)
         shutil.rmtree(self.out / _WORK, ignore_errors=True)
         training = head.training
         this, after = training["auc_held_out"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from reprieve.cli import screen
 from reprieve.cli.command import Command
-from reprieve.settings import BUNDLED_TASK, PairSettings, PromptSettings, SamplingParams, SamplingSettings
+from reprieve.settings import PairSettings, ProblemSettings, SamplingParams, SamplingSettings
 from reprieve.training.settings import LtsRecipe
 
 if TYPE_CHECKING:
@@ -21,23 +21,15 @@ class TrainLts(Command):
     """Measure the bound's constants on the target's own answers (ARC-Decode, Algorithm 1).
 
     Args:
-        task: Task of the prompts. Default: that of the bundled pair.
-        split: Split the prompts come from. Default: validation if there is one.
-        limit: Number of prompts; the paper uses 200.
-        offset: First prompt of the split.
         out: Folder for the constants.
     """
 
     verb = "train lts"
     example = "reprieve train lts --limit 200 --out heads/lts"
 
-    task: str = BUNDLED_TASK
-    split: str | None = None
-    limit: int = 200
-    offset: int = 0
+    problems: ProblemSettings = field(default_factory=lambda: ProblemSettings(split="validation"))
     settings: LtsRecipe = field(default_factory=LtsRecipe)
     sampling: SamplingSettings = field(default_factory=lambda: SamplingSettings(temperature=1.0))
-    prompt: PromptSettings = field(default_factory=PromptSettings)
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("heads/lts")
 
@@ -46,14 +38,12 @@ class TrainLts(Command):
         from reprieve.training.lts import bounds_of, collect_swaps, fit
         from reprieve.training.own_text import own_text_path, write_own_texts
 
-        screen.require_problems(self.limit, self.offset)
         recipe = self.settings
-        pair, task = screen.load_pair_and_task(self.pair, self.task, self.prompt)
+        pair, task = screen.load_pair_and_task(self.pair, self.problems.task, self.problems.prompt)
         claim_head(self.out, "lts")
-        split = screen.split_of(task, self.split, "validation")
-        problems = screen.problems_for(pair, task, split, self.limit, self.offset)
+        problems = screen.problems_for(pair, task, self.problems)
         params = SamplingParams(**vars(self.sampling), max_new_tokens=task.max_new_tokens, seed=recipe.seed)
-        path = own_text_path(self.out, pair, f"{self.task} {split} {self.offset}", params, mixed=False)
+        path = own_text_path(self.out, pair, self.problems, params, mixed=False)
         with screen.progress_bar("answers") as bar:
             texts = write_own_texts(path, pair, problems, params=params, progress=screen.reporter(bar))
         with screen.progress_bar("next steps") as bar:
@@ -67,17 +57,17 @@ class TrainLts(Command):
         sampling = {name: value for name, value in asdict(self.sampling).items() if name != "draft_temperature"}
         fitted = fit(
             pair,
-            self.task,
+            self.problems.task,
             scale,
             swaps,
             recipe,
-            split=split,
-            limit=self.limit,
-            offset=self.offset,
+            split=self.problems.split,
+            limit=self.problems.limit,
+            offset=self.problems.offset,
             sampling=sampling,
         )
         digests = tuple(sorted({problem.digest for problem in problems}))
-        fitted = replace(fitted, prompt=self.prompt.format, problems=digests)
+        fitted = replace(fitted, prompt=self.problems.prompt.format, problems=digests)
         fitted.save_pretrained(self.out)
         self.keep_config(self.out)
         bound, tolerance = bounds_of(fitted, swaps)

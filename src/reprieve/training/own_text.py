@@ -16,7 +16,7 @@ from reprieve.heads.binding import digest
 from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest
 from reprieve.models.cached_model import eos_token_ids
 from reprieve.models.draws import UniformDraw
-from reprieve.settings import SamplingParams
+from reprieve.settings import ProblemSettings, SamplingParams
 from reprieve.tasks.base import TaskProblem
 from reprieve.tasks.prompting import prompt_ids_of
 
@@ -29,9 +29,10 @@ class OwnText:
     answer_ids: list[int]
 
 
-def own_text_path(folder: Path, pair: Pair, problems: str, params: SamplingParams, *, mixed: bool) -> Path:
+def own_text_path(folder: Path, pair: Pair, problems: ProblemSettings, params: SamplingParams, *, mixed: bool) -> Path:
     """Return the file for the answers of one target; its name depends on target, problems and settings."""
-    made_with = repr((pair.identity.target_weights, problems, params, mixed))
+    source = f"{problems.task} {problems.split} {problems.offset}"
+    made_with = repr((pair.identity.target_weights, source, params, mixed))
     return folder / f"own-text-{digest(made_with.encode())}.jsonl"
 
 
