@@ -36,21 +36,18 @@ tags: [speculative-decoding, arithmetic]
 
 # {pair}: {name}
 
-The {name} of a pair bundled with Reprieve: a Llama-architecture model of {parameters:,} parameters
-({layers} layers, width {width}), trained {origin} on generated grade-school word problems with worked solutions.
-It knows nothing else.
+The {name} model of a pair bundled with Reprieve: Llama architecture, {parameters:,} parameters
+({layers} layers, width {width}), {origin} on generated grade-school word problems with worked solutions.
 
 | | |
 | --- | --- |
 | command | `python -m recipes.pair.train {name} --pair {key} --out runs/pair` |
 | seed | {seed} |
 | training tokens | {tokens:,} |
-| training time | {minutes:.0f} minutes ({device}, {threads} threads at the end) |
+| training time | {minutes:.0f} minutes ({device}, {threads} threads) |
 | problems solved, test split, greedy | {percent:.1f}% of {num_problems} |
 
-`training.json` holds the whole recipe: how solutions are worded, the weights of the problem families, the share of
-large numbers. Intended for tests, demonstrations and research on
-verification rules; not for solving anyone's arithmetic.
+`training.json` has the full training configuration. For tests, demonstrations and research on verification rules only.
 """
 
 
@@ -92,7 +89,7 @@ def write_card(folder: Path, bundle: Bundle, record: dict[str, Any]) -> None:
             name=folder.name,
             parameters=record["num_parameters"],
             layers=recipe["grown_layers"] or recipe["num_layers"],
-            origin="on from the arithmetic pair's weights" if recipe["start"] else "from scratch",
+            origin="initialised from the arithmetic pair and trained" if recipe["start"] else "trained from scratch",
             width=recipe["hidden_size"],
             seed=recipe["seed"],
             tokens=recipe["num_tokens"],
