@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from reprieve.engine import Pair, SamplingParams
 from reprieve.engine.batched import BatchedSpeculativeDecoder, Request
@@ -159,6 +159,25 @@ def test_positions_that_depend_on_the_batch_are_refused():
     pair.target.config.rope_parameters = {"rope_type": "longrope"}
     with pytest.raises(UnsupportedModelError, match="llama has longrope rotary positions"):
         BatchedSpeculativeDecoder(pair, num_rows=1, num_draft_tokens=2, params=SamplingParams())
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (BloomForCausalLM, BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4)),
+        (
+            FalconForCausalLM,
+            FalconConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True),
+        ),
+    ],
+)
+def test_biases_that_need_a_padding_mask_are_refused_in_batches(kind, config):
+    target = kind(config).eval()
+    pair = Pair(target, perturbed(target, noise=0.3), NumberTokenizer(), "tiny/target", "tiny/draft")
+    params = SamplingParams(max_new_tokens=6, eos_token_ids=())
+    assert len(pair.decoder("margin", num_draft_tokens=2).generate([3, 4], params).token_ids) == 6
+    with pytest.raises(UnsupportedModelError, match=f"{config.model_type} cannot run in batches"):
+        BatchedSpeculativeDecoder(pair, num_rows=1, num_draft_tokens=2, params=params)
 
 
 def test_long_prompts_are_read_in_several_forwards(monkeypatch):

@@ -47,11 +47,12 @@ class RowModel:
         hidden_layers: layers whose hidden states `forward` returns, as transformers numbers them.
 
     Raises:
-        UnsupportedModelError: a model with recurrent state.
+        UnsupportedModelError: a model with recurrent state, or with ALiBi biases that need a padding mask.
     """
 
     def __init__(self, model: PreTrainedModel, num_rows: int, *, hidden_layers: Sequence[int] = ()) -> None:
         refuse_recurrent(model)
+        _refuse_alibi(model)
         self.model = model
         self.num_rows = num_rows
         self.hidden_layers = tuple(hidden_layers)
@@ -224,6 +225,20 @@ def _of_similar_length(texts: Sequence[Unread]) -> list[list[Unread]]:
             groups.append([])
         groups[-1].append(text)
     return groups
+
+
+def _refuse_alibi(model: PreTrainedModel) -> None:
+    """Refuse models that compute ALiBi biases from a padding mask, which rows do not have.
+
+    Raises:
+        UnsupportedModelError: names the type.
+    """
+    config = model.config.get_text_config()
+    if config.model_type == "bloom" or getattr(config, "alibi", False):
+        raise UnsupportedModelError(
+            f"{config.model_type} cannot run in batches, because its ALiBi biases are computed from a padding mask; "
+            "use --engine local to answer, or a server to mine"
+        )
 
 
 def refuse_varying_positions(model: PreTrainedModel) -> None:
