@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from arms import answer_test_problems, labels_of, over, part, run, whole, write_parts
 from reprieve.bench.arms import LOSSLESS, make_arms
-from reprieve.bench.records import RecordFile
+from reprieve.bench.records import read_answers
 from reprieve.bench.results import column, common_rows, summarise, write_results
 from reprieve.engine import DRAFT_ONLY, Pair, SamplingParams, load_pair
 from reprieve.models.sampling import Sampler
@@ -117,7 +117,7 @@ def pruning(pair: Pair, options: argparse.Namespace) -> None:
     specs = [f"lossless@drafter={spec}" for strategies in PRUNINGS for spec in strategies]
     document = measure(pair, specs, options.out / "pruning", options, temperature=1.0)
     found = {arm["spec"]: arm for arm in document["arms"]}
-    records = RecordFile(options.out / "pruning" / "problems.jsonl").records
+    records = read_answers(options.out / "pruning")
     answers = common_rows([*found], records)
     tokens, rounds = (
         {spec: column(answers[spec], lambda record, name=name: getattr(record, name)) for spec in found}

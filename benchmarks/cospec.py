@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # for `recipes`
 from arms import answer_test_problems, over, part, run, task_of, whole, write_parts
 from recipes.arbiter.reinforce import Reinforce
 from reprieve.bench.arms import LOSSLESS, Arm, make_arms
-from reprieve.bench.records import RecordFile, read_run
+from reprieve.bench.records import read_answers, read_run
 from reprieve.bench.results import summarise, write_results
 from reprieve.cli.main import main as reprieve
 from reprieve.cli.main import run_command
@@ -91,7 +91,7 @@ def solved_by_arm(folder: Path) -> dict[str, np.ndarray]:
     if config["sampling"]["temperature"] or config["num_trials"] != 1:
         raise ReprieveError(f"--run {str(folder)!r} must hold greedy answers, one per problem")
     found: dict[str, dict[str, bool]] = {}
-    for record in RecordFile(folder / "problems.jsonl").records:
+    for record in read_answers(folder):
         found.setdefault(record.arm, {})[record.problem_id] = record.correct
     problem_sets = {frozenset(solved) for solved in found.values()}
     if len(problem_sets) != 1 or not {TARGET_ONLY, DRAFT_ONLY} <= found.keys():

@@ -16,7 +16,7 @@ import numpy as np
 
 from arms import over, part, run, write_parts
 from reprieve.bench.arms import LOSSLESS
-from reprieve.bench.records import ProblemRecord, RecordFile, read_run
+from reprieve.bench.records import ProblemRecord, read_answers, read_run
 from reprieve.bench.results import common_rows
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.errors import SpecError
@@ -78,7 +78,7 @@ def main() -> None:
     k = config["num_draft_tokens"]
     if not isinstance(k, int):
         raise SpecError(f"{str(options.run)!r} must be a run at one K, a number, got {k!r}")
-    rows = common_rows(config["arms"], RecordFile(options.run / "problems.jsonl").records)
+    rows = common_rows(config["arms"], read_answers(options.run))
     labels = {one.problem_id: one for one in LabelStore(options.labels).problems() if one.status == MINED}
     kept = [i for i, (record,) in enumerate(rows[LOSSLESS]) if record.problem_id in labels]
     if not kept:

@@ -15,7 +15,7 @@ import numpy as np
 
 from arms import part, run, write_parts
 from reprieve.bench.arms import LOSSLESS
-from reprieve.bench.records import ProblemRecord, RecordFile, read_run
+from reprieve.bench.records import ProblemRecord, read_answers, read_run
 from reprieve.bench.results import column, common_rows
 from reprieve.certify.fixed_sequence import losses_of, paired_test, pvalue
 from reprieve.certify.risks import Lengths
@@ -34,7 +34,7 @@ def rows_of(folder: Path, promise: Promise) -> list[list[object]]:
         SpecError: a run without lossless decoding, or without a limit on answers.
     """
     config = read_run(folder)
-    rows = common_rows(config["arms"], RecordFile(folder / "problems.jsonl").records, config.get("num_trials", 1))
+    rows = common_rows(config["arms"], read_answers(folder), config.get("num_trials", 1))
     if not rows.get(LOSSLESS):
         raise SpecError(f"{str(folder)!r} holds no finished answers of {LOSSLESS}")
     if (budget := config["prompt"]["max_new_tokens"]) is None:

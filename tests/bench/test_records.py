@@ -1,6 +1,7 @@
 """Records of a run: checked when they are read, written by one process at a time."""
 
 import dataclasses
+import gzip
 import json
 import os
 import subprocess
@@ -8,7 +9,7 @@ import sys
 
 import pytest
 
-from reprieve.bench.records import ProblemRecord, RecordFile, claim_run
+from reprieve.bench.records import ProblemRecord, RecordFile, claim_run, read_answers
 from reprieve.errors import ReprieveError
 from reprieve.files import replace_file
 from tests.kit.records import a_record
@@ -39,6 +40,12 @@ def test_a_missing_field_is_named_and_an_unknown_one_is_ignored(tmp_path):
     path.write_text(json.dumps({name: value for name, value in GOOD.items() if name != "arm"}) + "\n")
     with pytest.raises(ReprieveError, match="arm is missing"):
         RecordFile(path)
+
+
+def test_an_archived_run_can_be_compressed(tmp_path):
+    assert read_answers(tmp_path) == []
+    (tmp_path / "problems.jsonl.gz").write_bytes(gzip.compress((json.dumps(GOOD) + "\n").encode()))
+    assert read_answers(tmp_path) == [a_record()]
 
 
 def test_a_pipe_instead_of_a_journal_is_refused_at_once(tmp_path):

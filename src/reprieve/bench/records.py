@@ -13,6 +13,7 @@ from reprieve.files import FolderLock, read_json, replace_file
 from reprieve.json_lines import append_line, read_lines, record_from
 from reprieve.types import PARTS
 
+_ANSWERS = "problems.jsonl"
 COUNTS = ("num_tokens", "num_rounds", "num_drafted", "num_pruned", "num_accepted", "num_rescued")
 
 
@@ -92,6 +93,16 @@ class RecordFile:
         return records
 
 
+def read_answers(folder: Path) -> list[ProblemRecord]:
+    """Return a run's answers; none if the folder has no `problems.jsonl`, or `problems.jsonl.gz` of an archived run.
+
+    Raises:
+        ReprieveError: a line that cannot be read.
+    """
+    archived = folder / f"{_ANSWERS}.gz"
+    return RecordFile(archived if archived.is_file() else folder / _ANSWERS).records
+
+
 def read_run(folder: Path) -> dict[str, Any]:
     """A run's configuration.
 
@@ -121,7 +132,7 @@ def claim_run(folder: Path, configuration: Mapping[str, Any], *, extendable: tup
     except OSError as error:
         raise ReprieveError(f"--out {str(folder)!r} cannot be made: {error.strerror}") from None
     lock = FolderLock.of(folder)
-    path, answers = folder / "run.json", folder / "problems.jsonl"
+    path, answers = folder / "run.json", folder / _ANSWERS
     wanted = json.loads(json.dumps(configuration))
     answered = answers.exists() and answers.stat().st_size > 0
     if answered and path.exists():
@@ -144,7 +155,7 @@ def claim_run(folder: Path, configuration: Mapping[str, Any], *, extendable: tup
                     f"{wanted.get(key)!r}; name another folder, or use the same settings to resume"
                 )
     elif answered:
-        raise ReprieveError(f"--out {str(folder)!r} has a problems.jsonl but no run.json; name another folder")
+        raise ReprieveError(f"--out {str(folder)!r} has a {_ANSWERS} but no run.json; name another folder")
     else:
         replace_file(path, json.dumps(wanted, indent=2) + "\n")
     return RecordFile(answers, lock)

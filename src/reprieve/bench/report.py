@@ -12,7 +12,7 @@ import jinja2
 from markupsafe import Markup
 
 from reprieve.bench import figures
-from reprieve.bench.records import ProblemRecord, RecordFile
+from reprieve.bench.records import ProblemRecord, read_answers
 from reprieve.bench.results import common_rows
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.errors import ReprieveError
@@ -46,7 +46,7 @@ def read_sources(folders: Sequence[Path]) -> Sources:
             document = read_json(folder / "results.json", "the file")
             if not isinstance(document, dict) or document.get("schema") != 1 or not document.get("arms"):
                 raise ReprieveError(f"{str(folder)!r}: results.json has no arms, or is of another schema")
-            gathered.runs.append((document, RecordFile(folder / "problems.jsonl").records))
+            gathered.runs.append((document, read_answers(folder)))
         for path in sorted(folder.glob("*.json")):
             values = read_json(path, "the file")
             if isinstance(values, dict) and str(values.get("kind", "")).endswith("certificate"):

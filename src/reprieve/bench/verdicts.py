@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from reprieve.bench.records import ProblemRecord, RecordFile
+from reprieve.bench.records import ProblemRecord, read_answers
 from reprieve.errors import ReprieveError, SpecError, require_whole
 from reprieve.files import parse_json, replace_file, whole_lines
 from reprieve.json_lines import append_line
@@ -144,9 +144,9 @@ def judge_run(
 
 def _answers(folder: Path, baseline: str) -> tuple[list[ProblemRecord], dict[tuple[str, int], ProblemRecord]]:
     """All answers of a run, and the baseline's by problem and trial."""
-    if not (folder / "problems.jsonl").is_file():
+    if not (answers := read_answers(folder)):
         raise ReprieveError(f"{str(folder)!r} holds no run: no problems.jsonl")
-    records = [record for record in RecordFile(folder / "problems.jsonl").records if not record.error]
+    records = [record for record in answers if not record.error]
     strict = {(record.problem_id, record.trial): record for record in records if record.arm == baseline}
     if not strict:
         known = ", ".join(dict.fromkeys(record.arm for record in records))
