@@ -19,6 +19,7 @@ from reprieve.engine.batched import BatchedSpeculativeDecoder, Request, refusal
 from reprieve.engine.prompt import token_ids_of
 from reprieve.errors import SpecError
 from reprieve.heads.loading import require_heads_fit
+from reprieve.models.stepper import Stepper
 from reprieve.rules import LosslessRule
 from reprieve.settings import NumDraftTokens
 from reprieve.tasks import Task, TaskProblem
@@ -93,7 +94,7 @@ class BatchedEngine:
 
         async def close() -> None:
             for batch in batches.values():
-                batch.close()
+                batch.stepper.close()
 
         with asyncio.Runner() as loop:  # each batch queues what has no row yet, so all arms stay on the same problems
             results = results_of(jobs, answer, num_parallel=self.num_parallel * len(batches))
@@ -112,7 +113,7 @@ def _group(arm: Arm) -> tuple[bool, int]:
 
 
 class _Batch:
-    """A decoder for several arms, stepped while their answers wait for it."""
+    """A decoder for several arms."""
 
     def __init__(
         self, pair: Pair, arms: Sequence[Arm], num_rows: int, params: SamplingParams, group: tuple[bool, int]
@@ -121,7 +122,7 @@ class _Batch:
         self._num_ids = pair.num_token_ids
         self._rules = {arm.label: (arm.rule or LosslessRule()).bind(pair.tokenizer).to(pair.device) for arm in arms}
         draft_alone, num_draft_tokens = group
-        self._decoder = BatchedSpeculativeDecoder(
+        decoder = BatchedSpeculativeDecoder(
             pair,
             num_rows=num_rows,
             num_draft_tokens=num_draft_tokens,
@@ -129,35 +130,11 @@ class _Batch:
             rules=list(self._rules.values()),
             draft_alone=draft_alone,
         )
-        self._waiting: set[asyncio.Future[Generation]] = set()
-        self._stepping: asyncio.Task[None] | None = None
-
-    def close(self) -> None:
-        if self._stepping is not None:
-            self._stepping.cancel()
+        self.stepper: Stepper[Request, Generation] = Stepper(decoder)
 
     async def generate(self, arm: Arm, prompt: str | list[int], params: SamplingParams) -> Generation:
         """Return the answer to a prompt."""
-        done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         prompt_ids = token_ids_of(self._tokenizer, prompt, self._num_ids)
-
-        def finish(generation: Generation) -> None:
-            if not done.done():  # done if the run was interrupted
-                done.set_result(generation)
-
-        self._decoder.submit(Request(prompt_ids, self._rules[arm.label], params.max_new_tokens, finish))
-        self._waiting.add(done)
-        done.add_done_callback(self._waiting.discard)
-        if self._stepping is None or self._stepping.done():
-            self._stepping = asyncio.create_task(self._step())
-        return await done
-
-    async def _step(self) -> None:
-        while not self._decoder.idle:
-            await asyncio.sleep(0)  # answers that start now join the round, and other batches have their turn
-            try:
-                self._decoder.step()
-            except Exception as error:  # each answer in the batch records it
-                self._decoder.clear()
-                for done in [one for one in self._waiting if not one.done()]:
-                    done.set_exception(error)
+        return await self.stepper.result(
+            lambda finish: Request(prompt_ids, self._rules[arm.label], params.max_new_tokens, finish)
+        )

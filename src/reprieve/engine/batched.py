@@ -177,6 +177,11 @@ class BatchedSpeculativeDecoder:
             require_positions(one.model, num, what=f"prompt and {request.max_new_tokens} new tokens")
         self._waiting.append(request)
 
+    def drop(self, request: Request) -> None:
+        """Cancel an answer."""
+        self._waiting = deque(other for other in self._waiting if other is not request)
+        self._slots = [None if slot and slot.request is request else slot for slot in self._slots]
+
     def clear(self) -> None:
         """Cancel every answer, after a failed forward."""
         self._waiting.clear()

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest
 from reprieve.models.draws import Draw
+from reprieve.models.stepper import Stepper
 
 T = TypeVar("T")
 
@@ -52,8 +53,7 @@ class LocalTarget(Target):
     """Local target; the requests of all problems in flight share forwards."""
 
     def __init__(self, decoder: BatchDecoder) -> None:
-        self.decoder = decoder
-        self._stepping: asyncio.Task[None] | None = None
+        self._stepper: Stepper[TextRequest, list[int]] = Stepper(decoder)
 
     async def complete(
         self, session: Session, prompt_ids: list[int], response_ids: list[int], max_new_tokens: int, draw: Draw | None
@@ -63,31 +63,10 @@ class LocalTarget(Target):
         Raises:
             ContextOverflowError: the text could exceed the model's positions.
         """
-        done: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         text = [*prompt_ids, *response_ids]
-        request = TextRequest(session, text, max_new_tokens, draw, _resolver(done), response_start=len(prompt_ids))
-        self.decoder.submit(request)
-        if self._stepping is None or self._stepping.done():
-            self._stepping = asyncio.create_task(self._step())
-        stepping = self._stepping
-        waited: set[asyncio.Future[Any]] = {done, stepping}
-        try:
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            self.decoder.drop(request)
-            raise
-        if not done.done():
-            stepping.result()  # a failed forward fails every waiting text
-        return await done
-
-    async def _step(self) -> None:
-        try:
-            while not self.decoder.idle:
-                self.decoder.step()
-                await asyncio.sleep(0)  # let all problems with a finished text request the next
-        except BaseException:
-            self.decoder.clear()  # so that the failure does not affect later texts
-            raise
+        return await self._stepper.result(
+            lambda finish: TextRequest(session, text, max_new_tokens, draw, finish, response_start=len(prompt_ids))
+        )
 
 
 async def gather_all(texts: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -100,11 +79,3 @@ async def gather_all(texts: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
-
-
-def _resolver(done: asyncio.Future[list[int]]) -> Callable[[list[int]], None]:
-    def resolve(token_ids: list[int]) -> None:
-        if not done.done():  # done if the problem was cancelled
-            done.set_result(token_ids)
-
-    return resolve
