@@ -1,10 +1,11 @@
 """The papers' tasks in their own formats, and their graders."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
-from reprieve.errors import ReprieveError
+from reprieve.errors import ReprieveError, SpecError
 from reprieve.tasks import load_task
 from reprieve.tasks.sandbox import Sandbox
 
@@ -13,6 +14,8 @@ ROWS = {
     "aime": {"ID": "2024-I-1", "Problem": "Find it.", "Answer": "073"},
     "triviaqa": {"question": "Who wrote it?", "answer": {"value": "The Bard", "aliases": ["Shakespeare"]}},
     "mmlu": {"question": "Which?", "choices": ["red", "blue", "green"], "answer": 1, "subject": "art"},
+    "mmlu_pro": {"question": "Which?", "options": ["red", "blue", "green"], "answer": "B", "answer_index": 1},
+    "mgsm": {"question": "Wie viele?", "answer": None, "answer_number": 1100, "equation_solution": None},
     "commonsenseqa": {
         "question": "Where?",
         "choices": {"label": ["A", "B"], "text": ["here", "there"]},
@@ -24,6 +27,8 @@ ANSWERS = {
     "aime": ("The final answer is \\boxed{73}.", "\\boxed{7}"),
     "triviaqa": ("shakespeare.", "Marlowe"),
     "mmlu": ("The answer is (B), since it is blue.", "Answer: A"),
+    "mmlu_pro": ("The answer is (B), since it is blue.", "Answer: A"),
+    "mgsm": ("Also sind es \\boxed{1,100}.", "\\boxed{11}"),
     "commonsenseqa": ("B. there", "(A)"),
 }
 
@@ -40,7 +45,8 @@ def test_right_and_wrong_answers_are_distinguished(task):
     right, wrong = ANSWERS[task.name]
     assert task.equivalent(task.extract_answer(right), problem.reference)
     assert not task.equivalent(task.extract_answer(wrong), problem.reference)
-    assert (problem.question and problem.question in problem.prompt) or task.name in ("mmlu", "commonsenseqa")
+    choices = task.name in ("mmlu", "mmlu_pro", "commonsenseqa")
+    assert choices or (problem.question and problem.question in problem.prompt)
 
 
 def test_a_row_without_its_fields_is_named(task, tmp_path):
@@ -78,3 +84,51 @@ def test_mbpp_programs_run_once(tmp_path, monkeypatch):
     assert task.equivalent(good, problem.reference) and task.same(problem, good, other)
     assert not task.equivalent("def add(a, b):\n    return a", problem.reference)
     assert task.same(problem, other, good) and len(runs) == 3, "each program once"
+
+
+def test_gpqa_choices_have_one_order_per_question(tmp_path):
+    rows = [
+        {"Question": f"{word}?", "Correct Answer": "yes\n", **{f"Incorrect Answer {i}": f"no {i}" for i in (1, 2, 3)}}
+        for word in ("One", "Two", "Three", "Four", "Five")
+    ]
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    problems = load_task(f"gpqa:path={path}").problems("all", 9)
+    for problem in problems:
+        assert f"\n{problem.reference}. yes\n" in f"{problem.prompt}\n"
+        assert all(f". no {i}" in problem.prompt for i in (1, 2, 3))
+    assert len({problem.reference for problem in problems}) > 1, "the right choice is not always at one place"
+    assert load_task(f"gpqa:path={path}").problems("all", 9) == problems
+
+
+def test_the_hub_is_asked_for_the_language(monkeypatch):
+    asked = []
+
+    def load_dataset(*arguments, **more):
+        asked.append((arguments, more["split"]))
+        return [ROWS["mgsm"]]
+
+    monkeypatch.setattr("reprieve.tasks.table.import_extra", lambda *_: SimpleNamespace(load_dataset=load_dataset))
+    assert load_task("mgsm:language=th").problems("test", 1)[0].reference == "1100"
+    assert asked == [(("juletxara/mgsm", "th"), "test")]
+    with pytest.raises(SpecError, match="language must be one of bn, de"):
+        load_task("mgsm:language=xx")
+
+
+def test_open_prompts_from_conversations_and_instructions(tmp_path):
+    path = tmp_path / "x.jsonl"
+    rows = [
+        {"text": "Hello?", "role": "prompter", "parent_id": None, "lang": "en"},
+        {"text": "Hi.", "role": "assistant", "parent_id": "1", "lang": "en"},
+        {"text": "Hallo?", "role": "prompter", "parent_id": None, "lang": "de"},
+        {"text": "And then?", "role": "prompter", "parent_id": "2", "lang": "en"},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = load_task(f"oasst1:path={path}")
+    assert [problem.prompt for problem in task.problems("all", 9)] == ["Hello?"] and not task.graded
+    assert [one.prompt for one in load_task(f"oasst1:path={path},language=de").problems("all", 9)] == ["Hallo?"]
+    path.write_text('{"instruction": "Sum up.", "input": "A text."}\n{"instruction": "Greet.", "input": ""}\n')
+    assert [one.prompt for one in load_task(f"alpaca:path={path}").problems("all", 9)] == [
+        "Sum up.\n\nA text.",
+        "Greet.",
+    ]

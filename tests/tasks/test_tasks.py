@@ -127,7 +127,7 @@ def test_bad_tasks_and_files_are_named(tmp_path):
     with pytest.raises(ReprieveError, match="No such file"):
         load_task("gsm8k:path=/nowhere.jsonl").problems("test", 1)
     for spec, says in (
-        ("chess", "task must be one of aime, arithmetic, .*, word_problems, got 'chess'"),
+        ("chess", "task must be one of aime, alpaca, arithmetic, .*, word_problems, got 'chess'"),
         ("gsm8k:shots=99", r"shots must be in \[0, 64\], got 99"),
         ("gsm8k:name=x", "no parameter 'name'"),
         ("prompts", "needs path=FILE"),

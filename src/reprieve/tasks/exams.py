@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import re
 import string
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from reprieve.errors import ReprieveError
+from reprieve.errors import ReprieveError, require_choice
 from reprieve.tasks.answers import final_answer
 from reprieve.tasks.base import TaskProblem, register_task
 from reprieve.tasks.choices import ChoiceGrader
@@ -16,6 +17,7 @@ from reprieve.tasks.table import TableTask, text_of
 
 _BOXED = "{question}\n\nReason step by step, and put the final answer within \\boxed{{}}."
 _LETTER = "{question}\n\n{choices}\n\nAnswer with the letter of the right choice."
+_LANGUAGES = ("bn", "de", "en", "es", "fr", "ja", "ru", "sw", "te", "th", "zh")
 _LETTERS = string.ascii_uppercase
 
 
@@ -58,6 +60,35 @@ class AimeTask(TableTask):
         reference = self.grader.extract(f"The final answer is {written}") or self.grader.extract(written)
         if reference is None:
             raise ReprieveError(f"task aime: {where}: answer must be a number, got {written!r}")
+        return TaskProblem(self.named(question), _BOXED.format(question=question.strip()), reference, question=question)
+
+
+@register_task
+@dataclass
+class MgsmTask(TableTask):
+    """Shi et al., 2022 (MGSM): GSM8K in other languages, `question` and `answer_number`.
+
+    Args:
+        language: bn, de, en, es, fr, ja, ru, sw, te, th or zh; of the hub's data.
+    """
+
+    language: str = "de"
+
+    hub: ClassVar[Any] = ("juletxara/mgsm", None, {"test": "test", "train": "train"})
+    name: str = field(default="mgsm", init=False)
+    stop: tuple[str, ...] = field(default=(), init=False)
+    grader: Grader = field(default=NumberGrader(), init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("language", self.language, _LANGUAGES)
+        self.configuration = self.language
+
+    def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
+        question = text_of(row, "question", where)
+        reference = self.grader.extract(f"The final answer is {text_of(row, 'answer_number', where)}")
+        if reference is None:
+            raise ReprieveError(f"task mgsm: {where}: answer_number must be a number, got {row['answer_number']!r}")
         return TaskProblem(self.named(question), _BOXED.format(question=question.strip()), reference, question=question)
 
 
@@ -142,6 +173,46 @@ class MmluTask(ChoiceTask):
         right = row.get("answer")
         right = int(right) if isinstance(right, str) and right.isdigit() else right
         return self._problem(text_of(row, "question", where), [str(item) for item in choices], right, where)  # type: ignore[arg-type]
+
+
+@register_task
+@dataclass
+class MmluProTask(ChoiceTask):
+    """Wang et al., 2024 (MMLU-Pro): `question`, up to ten `options`, and the letter of the right one as `answer`."""
+
+    length: int = 1024
+
+    hub: ClassVar[Any] = ("TIGER-Lab/MMLU-Pro", None, {"test": "test", "validation": "validation"})
+    name: str = field(default="mmlu_pro", init=False)
+
+    def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
+        options = row.get("options")
+        if not isinstance(options, list) or len(options) < 2:
+            raise ReprieveError(f"task mmlu_pro: {where}: options must be a list of two or more, got {options!r}")
+        return self._problem(
+            text_of(row, "question", where), [str(item) for item in options], text_of(row, "answer", where), where
+        )
+
+
+@register_task
+@dataclass
+class GpqaTask(ChoiceTask):
+    """Rein et al., 2023 (GPQA, diamond): `Question`, `Correct Answer` and three `Incorrect Answer N`.
+
+    The order of the choices depends on the question's text alone.
+    """
+
+    length: int = 1024
+
+    hub: ClassVar[Any] = ("Idavidrein/gpqa", "gpqa_diamond", {"all": "train"})
+    name: str = field(default="gpqa", init=False)
+
+    def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
+        question = text_of(row, "Question", where)
+        right = text_of(row, "Correct Answer", where).strip()
+        choices = [right, *(text_of(row, f"Incorrect Answer {number}", where).strip() for number in (1, 2, 3))]
+        random.Random(question).shuffle(choices)
+        return self._problem(question, choices, choices.index(right), where)
 
 
 @register_task

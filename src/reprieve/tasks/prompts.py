@@ -1,14 +1,16 @@
-"""Open-ended prompts from a JSONL file: no reference answers, so only a judge can compare responses."""
+"""Open-ended prompts from a file or the hub: no reference answers, so only a judge can compare responses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, ClassVar
 
 from reprieve.errors import ReprieveError, require_choice
 from reprieve.tasks.base import FileTask, TaskProblem, register_task
 from reprieve.tasks.graders import ExactGrader, Grader
 from reprieve.tasks.jsonl import read_jsonl
+from reprieve.tasks.table import TableTask, text_of
 
 
 @register_task
@@ -40,3 +42,48 @@ class PromptsTask(FileTask):
             name = f"prompts-{row.get('question_id', line)}"
             problems.append(TaskProblem(name, first, "", tuple(others), category=str(row.get("category", ""))))
         return problems[offset : offset + limit]
+
+
+@dataclass
+class _OpenTask(TableTask):
+    length: int = 256
+
+    graded: bool = field(default=False, init=False)
+    stop: tuple[str, ...] = field(default=(), init=False)
+    grader: Grader = field(default=ExactGrader(), init=False, repr=False)  # mining uses a judge to compare meanings
+
+
+@register_task
+@dataclass
+class AlpacaTask(_OpenTask):
+    """Taori et al., 2023 (Alpaca): `instruction`, and `input` if there is one."""
+
+    hub: ClassVar[Any] = ("tatsu-lab/alpaca", None, {"all": "train"})
+    name: str = field(default="alpaca", init=False)
+
+    def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
+        given = str(row.get("input") or "").strip()
+        prompt = text_of(row, "instruction", where).strip() + (f"\n\n{given}" if given else "")
+        return TaskProblem(self.named(prompt), prompt, "", question=prompt)
+
+
+@register_task
+@dataclass
+class Oasst1Task(_OpenTask):
+    """Köpf et al., 2023 (OASST1): the first messages of conversations, in one language.
+
+    Args:
+        language: such as en, de or zh.
+    """
+
+    language: str = "en"
+
+    hub: ClassVar[Any] = ("OpenAssistant/oasst1", None, {"train": "train", "validation": "validation"})
+    name: str = field(default="oasst1", init=False)
+
+    def wanted(self, row: dict[str, Any]) -> bool:
+        return row.get("role") == "prompter" and row.get("parent_id") is None and row.get("lang") == self.language
+
+    def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
+        prompt = text_of(row, "text", where).strip()
+        return TaskProblem(self.named(prompt), prompt, "", question=prompt)

@@ -37,6 +37,7 @@ class TableTask(FileTask):
     hub: ClassVar[tuple[str, str | None, dict[str, str]] | None] = None  # data set, configuration, its split by ours
     graded: bool = field(default=True, init=False)
     splits: tuple[str, ...] = field(default=CARVED, init=False)
+    configuration: str | None = field(default=None, init=False)  # of the hub's data; None for the one that `hub` names
     _loaded: dict[str, list[TaskProblem]] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -57,6 +58,10 @@ class TableTask(FileTask):
         Raises:
             ReprieveError: a field is missing, or of another type.
         """
+
+    def wanted(self, row: dict[str, Any]) -> bool:
+        """Return False for rows that hold no problem."""
+        return True
 
     def _of_split(self, split: str) -> list[TaskProblem]:
         own = self._own_split(split)
@@ -79,6 +84,8 @@ class TableTask(FileTask):
         repeated = contradicted = 0
         refused: list[UnreadReferenceError] = []
         for row, where in self._rows(split):
+            if not self.wanted(row):
+                continue
             try:
                 problem = self.problem_of(row, where)
             except UnreadReferenceError as error:
@@ -109,10 +116,11 @@ class TableTask(FileTask):
         if self.path:
             return [(row, f"{source}, line {line}") for line, row in read_jsonl(Path(source))]
         assert self.hub is not None
-        name, configuration, splits = self.hub
+        name, usual, splits = self.hub
         datasets = import_extra("datasets", "tasks")
+        part = split or next(iter(splits.values()))
         try:
-            rows = list(datasets.load_dataset(name, configuration, split=split or next(iter(splits.values()))))
+            rows = list(datasets.load_dataset(name, self.configuration or usual, split=part))
         except Exception as error:  # no network, no such data set: the hub has many ways to say it
             raise ReprieveError(
                 f"task {self.name} could not be loaded from the hub ({error}); give a file: {self.name}:path=FILE.jsonl"
