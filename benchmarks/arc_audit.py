@@ -167,7 +167,7 @@ class AuditCommand(Command):
         DRAFTERS.make(self.drafter)
         arms = rule_arms(self.rules, self.num_draft_tokens, target=self.pair.target)
         calibration = None if self.calibration is None else LtsCalibration.from_pretrained(self.calibration)
-        pair, task = screen.load_pair_and_task(self.pair, self.problems.task, self.problems.prompt)
+        pair, task = screen.load_pair_and_task(self.pair, self.problems)
         problems = screen.problems_for(pair, task, self.problems)
         params = answer_params(self.sampling, task, self.seed)
         summaries = []
@@ -183,7 +183,7 @@ class AuditCommand(Command):
                 audited = audit(arm.label, decoder, pair, task, problems, params, top_k=top_k, progress=progress)
             summaries.append({**audited.summary(bounds), "calibration": None if bounds is None else bounds.fingerprint})
         if self.out is not None:
-            write_json(self.out, {**flags_in_force(self), "split": self.problems.split, "audits": summaries})
+            write_json(self.out, {**flags_in_force(self), "audits": summaries})
         screen.console().print(_shift_table(summaries, len(problems)))
         return 0
 

@@ -338,7 +338,7 @@ class Rejections(Command):
 
     def run(self) -> int:
         screen.require_file(self.out)
-        pair, task = screen.load_pair_and_task(self.pair, self.problems.task, self.problems.prompt)
+        pair, task = screen.load_pair_and_task(self.pair, self.problems)
         measures: list[Agreement] = [SameAnswer(task)] if task.graded else []
         if self.embedding is not None:
             measures.append(SimilarText(self.embedding, pair.target.device))
@@ -355,7 +355,7 @@ class Rejections(Command):
             progress = screen.reporter(bar, "problems")
             summary = examine(decoder, pair, task, problems, params, measures, progress=progress).summary()
         if self.out is not None:
-            write_json(self.out, {**flags_in_force(self), "split": self.problems.split, "rejections": summary})
+            write_json(self.out, {**flags_in_force(self), "rejections": summary})
         screen.console().print(_rejection_table(summary, [measure.name for measure in measures]))
         return 0
 

@@ -134,8 +134,10 @@ def answer_params(sampling: SamplingSettings, task: Task, seed: int) -> Sampling
 
 def flags_in_force(command: Command) -> dict[str, Any]:
     """Return the command, the environment and the flags, for a results file."""
-    flags = {name: value for name, value in asdict(command).items() if name not in ("out", "pair")}
-    return {"command": screen.command_line(), **environment(), **flags, **asdict(command)["pair"]}
+    flags = asdict(command)
+    del flags["out"]
+    grouped = {**flags.pop("pair"), **flags.pop("problems", {})}
+    return {"command": screen.command_line(), **environment(), **flags, **grouped}
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:

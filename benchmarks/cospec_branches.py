@@ -225,7 +225,7 @@ class Branches(Command):
         screen.require_file(self.out)
         rule = attach_heads(parse_rule(self.rule), self.pair.target)
         require_branches(rule, sampled=self.sampling.temperature > 0)
-        pair, task = screen.load_pair_and_task(self.pair, self.problems.task, self.problems.prompt)
+        pair, task = screen.load_pair_and_task(self.pair, self.problems)
         if not task.graded:
             raise SpecError(f"task {self.problems.task} has no right answers: branches cannot be compared on it")
         trained_at = [head.num_draft_tokens for _, head in rule.heads if isinstance(head, Arbiter)]
@@ -238,7 +238,7 @@ class Branches(Command):
             summary = diagnose(decoder, pair, task, problems, params, progress=progress).summary()
         if self.out is not None:
             heads = {name: head.fingerprint for name, head in rule.heads}
-            about = {"rule": rule.spec, "heads": heads, "num_draft_tokens": k, "split": self.problems.split}
+            about = {"rule": rule.spec, "heads": heads, "num_draft_tokens": k}
             write_json(self.out, {**flags_in_force(self), **about, "diagnosis": summary})
         screen.console().print(_branch_table(summary, rule.spec))
         return 0

@@ -35,7 +35,7 @@ class FsdSettings:
         rule: The rule without its threshold.
         thresholds: Rising values of the rule's dial. Default: the authors' grid.
         num_draft_tokens: Values of K to try for lossless. Default: the authors' grid.
-        nearly_all: Thresholds that accept this share of the drafted tokens, (0, 1], get the next larger K.
+        nearly_all: Thresholds that accept at least this share of the drafted tokens, (0, 1], get the next larger K.
         lost_share: Stop once this share of the accuracy gap between target and draft is lost, (0, 1].
         main_split: Split to measure on.
         main_limit: Number of problems to measure on.
@@ -72,7 +72,7 @@ class FsdProtocol:
     K' is the K at which lossless decoding is fastest. T_SD, the strictest threshold to measure, is the one whose
     acceptance rate is closest to that of lossless decoding. Thresholds rise from there until a share of the accuracy
     gap between target and draft is lost. Those that accept nearly all drafted tokens at K' are measured at the next
-    larger K; the paper does not say how many are nearly all.
+    larger K; the paper gives no number.
     """
 
     settings: FsdSettings

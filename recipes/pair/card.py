@@ -44,7 +44,7 @@ The {name} model of a pair bundled with Reprieve: Llama architecture, {parameter
 | command | `python -m recipes.pair.train {name} --pair {key} --out runs/pair` |
 | seed | {seed} |
 | training tokens | {tokens:,} |
-| training time | {minutes:.0f} minutes ({device}, {threads} threads) |
+| training time | {minutes:.0f} minutes ({device}, {threads} threads at the end) |
 | problems solved, test split, greedy | {percent:.1f}% of {num_problems} |
 
 `training.json` has the full training configuration. For tests, demonstrations and research on verification rules only.

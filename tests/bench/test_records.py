@@ -46,6 +46,8 @@ def test_an_archived_run_can_be_compressed(tmp_path):
     assert read_answers(tmp_path) == []
     (tmp_path / "problems.jsonl.gz").write_bytes(gzip.compress((json.dumps(GOOD) + "\n").encode()))
     assert read_answers(tmp_path) == [a_record()]
+    with pytest.raises(ReprieveError, match="holds an archived run"):
+        claim_run(tmp_path, {"limit": 1})
 
 
 def test_a_pipe_instead_of_a_journal_is_refused_at_once(tmp_path):

@@ -8,7 +8,7 @@ from arms import sweep_rules
 from fsd_thresholds import FsdProtocol, FsdSettings
 from reprieve.backends.local import LocalEngine
 from reprieve.bench.arms import make_arm, make_arms
-from reprieve.bench.results import best_ks
+from reprieve.bench.results import BestK, best_ks
 from reprieve.errors import SpecError
 from reprieve.settings import AUTO
 from tests.bench.toys import settings
@@ -41,6 +41,15 @@ def test_the_fsd_protocol_raises_the_threshold_until_accuracy_falls_too_far(pair
     assert set(document["protocol"]["acceptance_rates"]) >= {"lossless", "random:rate=0.1", "random:rate=0.9"}
     with pytest.raises(SpecError, match="rise"):
         FsdSettings(thresholds=(0.5, 0.1))
+
+
+def test_the_fsd_protocol_measures_raised_thresholds(pair, tmp_path, monkeypatch):
+    monkeypatch.setattr("fsd_thresholds.best_ks", lambda document: [BestK("lossless", 2, 1.0, {2: 1.0})])
+    asked = FsdSettings(
+        "random", (0.9,), num_draft_tokens=(2, 4), nearly_all=0.01, main_limit=3, main_trials=1, run=settings(limit=3)
+    )
+    document = FsdProtocol(asked).run(LocalEngine(pair), ToyTask(), tmp_path)
+    assert [row["spec"] for row in document["arms"][3:]] == ["random:rate=0.9@K=4"]
 
 
 def test_thresholds_that_accept_nearly_everything_get_the_next_larger_k():

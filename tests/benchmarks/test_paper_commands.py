@@ -18,6 +18,7 @@ from reprieve.cli.flags import parser_of
 from reprieve.cli.main import run_command
 from reprieve.rules import RULES
 from study import usual_rules
+from tables import audits_table, branches_table, rejections_table
 from tests.kit.pairs import SMALL
 
 
@@ -71,13 +72,23 @@ def test_accepted_and_refused_tokens_are_audited(tmp_path):
         )
         == 0
     )
-    lts, top_k = json.loads(report.read_text())["audits"]
+    document = json.loads(report.read_text())
+    assert "2 arithmetic problems, test" in audits_table({}, document)
+    lts, top_k = document["audits"]
     assert lts["accepted"]["num"] > 50 and 0 <= lts["accepted"]["within_bound"] <= 1
     assert top_k["rescued"]["num"] > 0 and "within_tolerance" in top_k["rescued"]
     refused = tmp_path / "rejections.json"
     assert run_command(Rejections, [*SMALL, "--limit", "2", "--out", str(refused)]) == 0
-    found = json.loads(refused.read_text())["rejections"]
+    document = json.loads(refused.read_text())
+    assert "2 arithmetic problems, test" in rejections_table({}, document)
+    found = document["rejections"]
     assert found["num_refused"] > 5 and 0 < found["answer"]["tokens"][0] <= found["answer"]["places_any"][0] <= 1
+
+
+def test_branches_are_written_for_a_table(tmp_path):
+    report = tmp_path / "branches.json"
+    assert run_command(Branches, [*SMALL, "--limit", "1", "--out", str(report)]) == 0
+    assert "1 arithmetic problems, test" in branches_table({}, json.loads(report.read_text()))
 
 
 def test_a_study_leaves_out_rules_without_a_head():

@@ -180,6 +180,23 @@ def test_biases_that_need_a_padding_mask_are_refused_in_batches(kind, config):
         BatchedSpeculativeDecoder(pair, num_rows=1, num_draft_tokens=2, params=params)
 
 
+def test_a_dropped_answer_frees_its_row():
+    pair = pair_of()
+    params = SamplingParams(max_new_tokens=20, eos_token_ids=())
+    decoder = BatchedSpeculativeDecoder(pair, num_rows=1, num_draft_tokens=2, params=params, rules=[rule_of("margin")])
+    done = []
+    requests = [Request([number, 4], rule_of("margin"), 20, done.append) for number in (3, 5, 6)]
+    for request in requests:
+        decoder.submit(request)
+    decoder.step()
+    decoder.drop(requests[0])
+    decoder.drop(requests[2])
+    while not decoder.idle:
+        decoder.step()
+    expected = pair.decoder(rule_of("margin"), num_draft_tokens=2).generate([5, 4], params)
+    assert [one.token_ids for one in done] == [expected.token_ids]
+
+
 def test_long_prompts_are_read_in_several_forwards(monkeypatch):
     monkeypatch.setattr("reprieve.models.row_model._PREFILL_TOKENS", 40)
     pair, rule = pair_of(), rule_of("lossless")

@@ -7,8 +7,11 @@ import pytest
 
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.tasks import load_task
+from reprieve.tasks.exams import MgsmTask
+from reprieve.tasks.prompts import Oasst1Task
 from reprieve.tasks.sandbox import Sandbox
 
+FIRST = {"role": "prompter", "parent_id": None, "lang": "en"}
 ROWS = {
     "math": {"problem": "Find $x$.", "solution": "Then \\boxed{\\frac{1}{2}}.", "type": "Algebra"},
     "aime": {"ID": "2024-I-1", "Problem": "Find it.", "Answer": "073"},
@@ -115,6 +118,52 @@ def test_the_hub_is_asked_for_the_language(monkeypatch):
         load_task("mgsm:language=xx")
 
 
+def test_malformed_choices_are_refused(tmp_path):
+    path = tmp_path / "x.jsonl"
+    row = {"question": "Which?", "options": ["red", "blue"], "answer": " b"}
+    path.write_text(json.dumps(row) + "\n")
+    assert load_task(f"mmlu_pro:path={path}").problems("all", 1)[0].reference == "B"
+    for change in ({"answer": "AB"}, {"answer": "C"}, {"options": ["red", ""]}, {"options": ["red", None]}):
+        path.write_text(json.dumps({**row, **change}) + "\n")
+        with pytest.raises(ReprieveError, match=r"task mmlu_pro: .*line 1: "):
+            load_task(f"mmlu_pro:path={path}").problems("all", 1)
+    row = {"Question": "Which?", "Correct Answer": "1", **{f"Incorrect Answer {i}": str(i) for i in (1, 2, 3)}}
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(ReprieveError, match="the four answers must differ"):
+        load_task(f"gpqa:path={path}").problems("all", 1)
+
+
+def test_splits_of_the_hub_do_not_overlap(monkeypatch):
+    def load_dataset(name, configuration, *, split):
+        return [{"text": f"{split} {number}", **FIRST} for number in range(200)]
+
+    monkeypatch.setattr("reprieve.tasks.table.import_extra", lambda *_: SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr(MgsmTask, "problem_of", Oasst1Task.problem_of)
+    for spec, splits in (
+        ("oasst1", ("train", "validation")),
+        ("mgsm", ("test", "train", "validation")),
+        ("mmlu_pro", ("test", "validation")),
+        ("math", ("test",)),
+        ("gpqa", ("train", "validation", "test", "all")),
+    ):
+        task = load_task(spec)
+        assert task.splits == splits
+        with pytest.raises(SpecError, match="split must be one of"):
+            task.problems("dev", 1)
+    for spec in ("oasst1", "mgsm"):
+        task = load_task(spec)
+        texts = [{problem.prompt for problem in task.problems(split, 999)} for split in task.splits]
+        assert all(texts) and sum(map(len, texts)) == len(set.union(*texts))
+
+
+@pytest.mark.parametrize(
+    ("language", "text", "number"),
+    [("de", "\\boxed{1.100}", "1100"), ("es", "1.250.000.", "1250000"), ("en", "1.5", "1.5"), ("de", "1.5", "1.5")],
+)
+def test_german_and_spanish_answers_separate_thousands_by_dots(language, text, number):
+    assert load_task(f"mgsm:language={language}").extract_answer(f"The final answer is {text}") == number
+
+
 def test_open_prompts_from_conversations_and_instructions(tmp_path):
     path = tmp_path / "x.jsonl"
     rows = [
@@ -127,6 +176,11 @@ def test_open_prompts_from_conversations_and_instructions(tmp_path):
     task = load_task(f"oasst1:path={path}")
     assert [problem.prompt for problem in task.problems("all", 9)] == ["Hello?"] and not task.graded
     assert [one.prompt for one in load_task(f"oasst1:path={path},language=de").problems("all", 9)] == ["Hallo?"]
+    with pytest.raises(ReprieveError, match="language must be one of de, en, got 'english'"):
+        load_task(f"oasst1:path={path},language=english").problems("all", 9)
+    path.write_text('{"text": "Hello?"}\n')
+    with pytest.raises(ReprieveError, match="line 1: field 'role' is missing"):
+        load_task(f"oasst1:path={path}").problems("all", 9)
     path.write_text('{"instruction": "Sum up.", "input": "A text."}\n{"instruction": "Greet.", "input": ""}\n')
     assert [one.prompt for one in load_task(f"alpaca:path={path}").problems("all", 9)] == [
         "Sum up.\n\nA text.",

@@ -50,7 +50,9 @@ async def results_of(items: Iterable[S], make: Callable[[S], Awaitable[T]], *, n
         await asyncio.gather(*workers, everyone, return_exceptions=True)
 
 
-def iterate(loop: asyncio.Runner, results: AsyncIterator[T], *, closing: Callable[[], Awaitable[None]]) -> Iterator[T]:
+def iterate(
+    loop: asyncio.Runner, results: AsyncIterator[T], *, closing: Callable[[], Awaitable[None]] | None = None
+) -> Iterator[T]:
     """Turn an asynchronous iterator into a synchronous one; coroutines run only while the caller waits for a result.
 
     Args:
@@ -69,7 +71,8 @@ def iterate(loop: asyncio.Runner, results: AsyncIterator[T], *, closing: Callabl
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         await results.aclose()  # type: ignore[attr-defined]
-        await closing()
+        if closing is not None:
+            await closing()
 
     try:
         while True:

@@ -92,13 +92,9 @@ class BatchedEngine:
         async def answer(job: Job) -> ProblemRecord:
             return await answerer.answer(by_label[job.arm], problems[job.number], job.number, job.trial)
 
-        async def close() -> None:
-            for batch in batches.values():
-                batch.stepper.close()
-
         with asyncio.Runner() as loop:  # each batch queues what has no row yet, so all arms stay on the same problems
             results = results_of(jobs, answer, num_parallel=self.num_parallel * len(batches))
-            yield from iterate(loop, results, closing=close)
+            yield from iterate(loop, results)
 
     def close(self) -> None:
         """See `Engine`; nothing was started."""
@@ -130,11 +126,11 @@ class _Batch:
             rules=list(self._rules.values()),
             draft_alone=draft_alone,
         )
-        self.stepper: Stepper[Request, Generation] = Stepper(decoder)
+        self._stepper: Stepper[Request, Generation] = Stepper(decoder)
 
     async def generate(self, arm: Arm, prompt: str | list[int], params: SamplingParams) -> Generation:
         """Return the answer to a prompt."""
         prompt_ids = token_ids_of(self._tokenizer, prompt, self._num_ids)
-        return await self.stepper.result(
+        return await self._stepper.result(
             lambda finish: Request(prompt_ids, self._rules[arm.label], params.max_new_tokens, finish)
         )

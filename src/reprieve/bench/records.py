@@ -94,7 +94,7 @@ class RecordFile:
 
 
 def read_answers(folder: Path) -> list[ProblemRecord]:
-    """Return a run's answers; none if the folder has no `problems.jsonl`, or `problems.jsonl.gz` of an archived run.
+    """Return a run's answers, from `problems.jsonl` or the `problems.jsonl.gz` of an archived run; [] without either.
 
     Raises:
         ReprieveError: a line that cannot be read.
@@ -125,7 +125,8 @@ def claim_run(folder: Path, configuration: Mapping[str, Any], *, extendable: tup
         extendable: names of list or dictionary settings that are merged with the stored ones.
 
     Raises:
-        ReprieveError: the folder holds another run; the message names the first setting that differs.
+        ReprieveError: the folder holds an archived run, or another run; the message names the first setting that
+            differs.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -133,6 +134,10 @@ def claim_run(folder: Path, configuration: Mapping[str, Any], *, extendable: tup
         raise ReprieveError(f"--out {str(folder)!r} cannot be made: {error.strerror}") from None
     lock = FolderLock.of(folder)
     path, answers = folder / "run.json", folder / _ANSWERS
+    if (folder / f"{_ANSWERS}.gz").exists():
+        raise ReprieveError(
+            f"--out {str(folder)!r} holds an archived run, which cannot be extended; name another folder"
+        )
     wanted = json.loads(json.dumps(configuration))
     answered = answers.exists() and answers.stat().st_size > 0
     if answered and path.exists():

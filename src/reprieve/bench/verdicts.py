@@ -145,7 +145,7 @@ def judge_run(
 def _answers(folder: Path, baseline: str) -> tuple[list[ProblemRecord], dict[tuple[str, int], ProblemRecord]]:
     """All answers of a run, and the baseline's by problem and trial."""
     if not (answers := read_answers(folder)):
-        raise ReprieveError(f"{str(folder)!r} holds no run: no problems.jsonl")
+        raise ReprieveError(f"{str(folder)!r} holds no answers in problems.jsonl")
     records = [record for record in answers if not record.error]
     strict = {(record.problem_id, record.trial): record for record in records if record.arm == baseline}
     if not strict:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reprieve.errors import ReprieveError, SpecError
+from reprieve.errors import ReprieveError, SpecError, require_choice
 from reprieve.settings import PairSettings, ProblemSettings, PromptSettings
 
 if TYPE_CHECKING:
@@ -127,15 +127,20 @@ def reporter(bar: Progress, what: str = "answers") -> Callable[[int, int], None]
 
 
 def load_pair_and_task(
-    pair: PairSettings, task: str, prompt: PromptSettings | None = None, *, decodes: bool = True
+    pair: PairSettings, problems: ProblemSettings, *, decodes: bool = True
 ) -> tuple[Pair, PromptedTask]:
-    """Load the task, then the pair, so that a misspelt task fails early; prompts are formatted for the target."""
+    """Load the task, then the pair, so that a misspelt task or split fails early; prompts are formatted for the target.
+
+    Raises:
+        SpecError: a split that the task lacks.
+    """
     from reprieve.tasks import load_task
     from reprieve.tasks.prompting import with_prompts
 
-    plain = load_task(task)
+    plain = load_task(problems.task)
+    require_choice("split", problems.split, plain.splits)
     loaded = load(pair, decodes=decodes)
-    return loaded, with_prompts(plain, loaded.tokenizer, prompt)
+    return loaded, with_prompts(plain, loaded.tokenizer, problems.prompt)
 
 
 def problems_for(pair: Pair, task: PromptedTask, chosen: ProblemSettings) -> list[TaskProblem]:

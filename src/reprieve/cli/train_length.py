@@ -42,7 +42,7 @@ class TrainLength(Command):
 
         rule = attach_heads(parse_rule(self.rule), self.pair.target)
         require_thresholds(rule, self.settings)
-        pair, task = screen.load_pair_and_task(self.pair, self.problems.task, self.problems.prompt)
+        pair, task = screen.load_pair_and_task(self.pair, self.problems)
         require_heads_fit(rule, pair.identity, self.problems.task)
         pair.cached_draft()
         claim_head(self.out, "length")

@@ -39,7 +39,7 @@ class TrainLts(Command):
         from reprieve.training.own_text import own_text_path, write_own_texts
 
         recipe = self.settings
-        pair, task = screen.load_pair_and_task(self.pair, self.problems.task, self.problems.prompt)
+        pair, task = screen.load_pair_and_task(self.pair, self.problems)
         claim_head(self.out, "lts")
         problems = screen.problems_for(pair, task, self.problems)
         params = SamplingParams(**vars(self.sampling), max_new_tokens=task.max_new_tokens, seed=recipe.seed)

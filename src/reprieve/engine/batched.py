@@ -110,7 +110,8 @@ class BatchedSpeculativeDecoder:
 
     Raises:
         SpecError: a number out of range, a rule that cannot decide for a batch, or a pair without the needed draft.
-        UnsupportedModelError: a model with recurrent state, or with positions that depend on the whole batch.
+        UnsupportedModelError: a model with recurrent state, with ALiBi biases that need a padding mask, or with
+            positions that depend on the whole batch.
     """
 
     def __init__(

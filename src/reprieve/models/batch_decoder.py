@@ -91,7 +91,7 @@ class BatchDecoder:
 
     Raises:
         SpecError: fewer than 1 row.
-        UnsupportedModelError: a model with recurrent state.
+        UnsupportedModelError: a model with recurrent state, or with ALiBi biases that need a padding mask.
     """
 
     def __init__(

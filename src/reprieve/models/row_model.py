@@ -236,8 +236,7 @@ def _refuse_alibi(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     if config.model_type == "bloom" or getattr(config, "alibi", False):
         raise UnsupportedModelError(
-            f"{config.model_type} cannot run in batches, because its ALiBi biases are computed from a padding mask; "
-            "use --engine local to answer, or a server to mine"
+            f"{config.model_type} cannot run in batches, because its ALiBi biases are computed from a padding mask"
         )
 
 

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-Request = TypeVar("Request")
-Submitted = TypeVar("Submitted", contravariant=True)
-Result = TypeVar("Result")
+RequestT = TypeVar("RequestT")
+SubmittedT = TypeVar("SubmittedT", contravariant=True)
+ResultT = TypeVar("ResultT")
 
 
-class Batch(Protocol[Submitted]):
+class TextBatch(Protocol[SubmittedT]):
     """Generates several texts at once: `BatchDecoder` and `BatchedSpeculativeDecoder`."""
 
     @property
@@ -19,11 +19,11 @@ class Batch(Protocol[Submitted]):
         """True if no text is waiting or in progress."""
         ...
 
-    def submit(self, request: Submitted) -> None:
+    def submit(self, request: SubmittedT) -> None:
         """Queue a text."""
         ...
 
-    def drop(self, request: Submitted) -> None:
+    def drop(self, request: SubmittedT) -> None:
         """Cancel a text."""
         ...
 
@@ -36,23 +36,23 @@ class Batch(Protocol[Submitted]):
         ...
 
 
-class Stepper(Generic[Request, Result]):
-    """Steps a batch for as long as coroutines wait for its texts."""
+class Stepper(Generic[RequestT, ResultT]):
+    """Steps a batch until it is idle, for coroutines that wait for its texts."""
 
-    def __init__(self, batch: Batch[Request]) -> None:
+    def __init__(self, batch: TextBatch[RequestT]) -> None:
         self.batch = batch
-        self._waiting: set[asyncio.Future[Result]] = set()
+        self._waiting: set[asyncio.Future[ResultT]] = set()
         self._stepping: asyncio.Task[None] | None = None
 
-    async def result(self, make_request: Callable[[Callable[[Result], None]], Request]) -> Result:
+    async def result(self, make_request: Callable[[Callable[[ResultT], None]], RequestT]) -> ResultT:
         """Submit a request and return its result. A failed forward fails every waiting text.
 
         Args:
             make_request: makes the request, given the function to call with the result.
         """
-        done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
 
-        def finish(result: Result) -> None:
+        def finish(result: ResultT) -> None:
             if not done.done():  # done if it was cancelled
                 done.set_result(result)
 
@@ -67,11 +67,6 @@ class Stepper(Generic[Request, Result]):
         except asyncio.CancelledError:
             self.batch.drop(request)
             raise
-
-    def close(self) -> None:
-        """Stop stepping."""
-        if self._stepping is not None:
-            self._stepping.cancel()
 
     async def _step(self) -> None:
         while not self.batch.idle:

@@ -17,6 +17,7 @@ from reprieve.tasks.table import TableTask, text_of
 
 _BOXED = "{question}\n\nReason step by step, and put the final answer within \\boxed{{}}."
 _LETTER = "{question}\n\n{choices}\n\nAnswer with the letter of the right choice."
+_DOTTED = re.compile(r"(?<![\d.,])\d{1,3}(?:\.\d{3})+(?![.,]?\d)")
 _LANGUAGES = ("bn", "de", "en", "es", "fr", "ja", "ru", "sw", "te", "th", "zh")
 _LETTERS = string.ascii_uppercase
 
@@ -63,13 +64,25 @@ class AimeTask(TableTask):
         return TaskProblem(self.named(question), _BOXED.format(question=question.strip()), reference, question=question)
 
 
+@register_grader
+@dataclass(frozen=True)
+class DottedGrader(NumberGrader):
+    """A number whose thousands are separated by dots."""
+
+    name: ClassVar[str] = "dotted_number"
+
+    def extract(self, text: str) -> str | None:
+        return super().extract(_DOTTED.sub(lambda number: number[0].replace(".", ""), text))
+
+
 @register_task
 @dataclass
 class MgsmTask(TableTask):
     """Shi et al., 2022 (MGSM): GSM8K in other languages, `question` and `answer_number`.
 
     Args:
-        language: bn, de, en, es, fr, ja, ru, sw, te, th or zh; of the hub's data.
+        language: language of the hub's data, and of the numbers in answers: bn, de, en, es, fr, ja, ru, sw, te, th or
+            zh. German and Spanish write 1.100 for 1100.
     """
 
     language: str = "de"
@@ -83,10 +96,11 @@ class MgsmTask(TableTask):
         super().__post_init__()
         require_choice("language", self.language, _LANGUAGES)
         self.configuration = self.language
+        self.grader = DottedGrader() if self.language in ("de", "es") else NumberGrader()
 
     def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
         question = text_of(row, "question", where)
-        reference = self.grader.extract(f"The final answer is {text_of(row, 'answer_number', where)}")
+        reference = NumberGrader().extract(f"The final answer is {text_of(row, 'answer_number', where)}")
         if reference is None:
             raise ReprieveError(f"task mgsm: {where}: answer_number must be a number, got {row['answer_number']!r}")
         return TaskProblem(self.named(question), _BOXED.format(question=question.strip()), reference, question=question)
@@ -117,7 +131,7 @@ class TriviaQaTask(TableTask):
 
     length: int = 32
 
-    hub: ClassVar[Any] = ("mandarjoshi/trivia_qa", "rc.nocontext", {"train": "train", "validation": "validation"})
+    hub: ClassVar[Any] = ("mandarjoshi/trivia_qa", "rc.nocontext", {"train": "train", "test": "validation"})
     name: str = field(default="triviaqa", init=False)
     stop: tuple[str, ...] = field(default=("\n",), init=False)
     grader: Grader = field(default=AliasGrader(), init=False, repr=False)
@@ -148,7 +162,7 @@ class ChoiceTask(TableTask):
 
     def _problem(self, question: str, choices: list[str], right: int | str, where: str) -> TaskProblem:
         letter = _LETTERS[right] if isinstance(right, int) and 0 <= right < len(choices) else right
-        if not isinstance(letter, str) or letter not in _LETTERS[: len(choices)]:
+        if not isinstance(letter, str) or letter not in tuple(_LETTERS[: len(choices)]):
             raise ReprieveError(
                 f"task {self.name}: {where}: the right choice must be one of the {len(choices)}, got {right!r}"
             )
@@ -186,12 +200,12 @@ class MmluProTask(ChoiceTask):
     name: str = field(default="mmlu_pro", init=False)
 
     def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
-        options = row.get("options")
-        if not isinstance(options, list) or len(options) < 2:
-            raise ReprieveError(f"task mmlu_pro: {where}: options must be a list of two or more, got {options!r}")
-        return self._problem(
-            text_of(row, "question", where), [str(item) for item in options], text_of(row, "answer", where), where
-        )
+        options: Any = row.get("options")
+        listed = isinstance(options, list) and 2 <= len(options) <= len(_LETTERS)
+        if not listed or not all(isinstance(item, str) and item.strip() for item in options):
+            raise ReprieveError(f"task mmlu_pro: {where}: options must be 2 to 26 texts, got {options!r}")
+        right = text_of(row, "answer", where).strip().upper()
+        return self._problem(text_of(row, "question", where), options, right, where)
 
 
 @register_task
@@ -208,9 +222,11 @@ class GpqaTask(ChoiceTask):
     name: str = field(default="gpqa", init=False)
 
     def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
-        question = text_of(row, "Question", where)
+        question = text_of(row, "Question", where).strip()
         right = text_of(row, "Correct Answer", where).strip()
         choices = [right, *(text_of(row, f"Incorrect Answer {number}", where).strip() for number in (1, 2, 3))]
+        if len(set(choices)) < len(choices):
+            raise ReprieveError(f"task gpqa: {where}: the four answers must differ, got {choices}")
         random.Random(question).shuffle(choices)
         return self._problem(question, choices, choices.index(right), where)
 
@@ -220,7 +236,7 @@ class GpqaTask(ChoiceTask):
 class CommonsenseQaTask(ChoiceTask):
     """Talmor et al., 2019: `question`, `choices` with `label` and `text`, and `answerKey`."""
 
-    hub: ClassVar[Any] = ("tau/commonsense_qa", None, {"train": "train", "validation": "validation"})
+    hub: ClassVar[Any] = ("tau/commonsense_qa", None, {"train": "train", "test": "validation"})
     name: str = field(default="commonsenseqa", init=False)
 
     def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:

@@ -46,6 +46,8 @@ class PromptsTask(FileTask):
 
 @dataclass
 class _OpenTask(TableTask):
+    """Prompts from the hub's data sets."""
+
     length: int = 256
 
     graded: bool = field(default=False, init=False)
@@ -62,7 +64,7 @@ class AlpacaTask(_OpenTask):
     name: str = field(default="alpaca", init=False)
 
     def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
-        given = str(row.get("input") or "").strip()
+        given = text_of(row, "input", where).strip() if row.get("input") else ""
         prompt = text_of(row, "instruction", where).strip() + (f"\n\n{given}" if given else "")
         return TaskProblem(self.named(prompt), prompt, "", question=prompt)
 
@@ -81,8 +83,17 @@ class Oasst1Task(_OpenTask):
     hub: ClassVar[Any] = ("OpenAssistant/oasst1", None, {"train": "train", "validation": "validation"})
     name: str = field(default="oasst1", init=False)
 
-    def wanted(self, row: dict[str, Any]) -> bool:
-        return row.get("role") == "prompter" and row.get("parent_id") is None and row.get("lang") == self.language
+    def _rows(self, split: str) -> list[tuple[dict[str, Any], str]]:
+        first = [
+            (row, where)
+            for row, where in super()._rows(split)
+            if text_of(row, "role", where) == "prompter" and row.get("parent_id") is None and not row.get("deleted")
+        ]
+        rows = [(row, where) for row, where in first if text_of(row, "lang", where) == self.language]
+        if first and not rows:
+            known = ", ".join(sorted({str(row["lang"]) for row, _ in first}))
+            raise ReprieveError(f"task oasst1: language must be one of {known}, got {self.language!r}")
+        return rows
 
     def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
         prompt = text_of(row, "text", where).strip()

@@ -13,7 +13,8 @@ from reprieve.tasks.base import FileTask, TaskProblem, problem_digest
 from reprieve.tasks.jsonl import read_jsonl
 
 CARVED = ("train", "validation", "test", "all")
-_SHARES = {"train": range(60), "validation": range(60, 80), "test": range(80, 100), "all": range(100)}  # per cent
+_ALL, _TRAIN, _VALIDATION = range(100), range(80), range(80, 100)  # per cent, by a hash of the question
+_SHARES = {"train": range(60), "validation": range(60, 80), "test": range(80, 100), "all": _ALL}
 
 
 class UnreadReferenceError(ReprieveError):
@@ -24,8 +25,9 @@ class UnreadReferenceError(ReprieveError):
 class TableTask(FileTask):
     """Problems from the rows of a JSONL file, or of a data set on the hub.
 
-    If the data has no splits, a hash of the question assigns them: 60% train, 20% validation, 20% test. A problem stays
-    in its split when the file grows, and repeated questions are skipped.
+    If the data has no splits, a hash of the question assigns them: 60% train, 20% validation, 20% test. If a data set
+    on the hub has train but no validation, a fifth of train is the validation split. A problem stays in its split when
+    the file grows, and repeated questions are skipped.
 
     Args:
         path: a JSONL file, plain or gzipped; `{split}` in it stands for the split. None for the hub's, if there is one.
@@ -39,6 +41,14 @@ class TableTask(FileTask):
     splits: tuple[str, ...] = field(default=CARVED, init=False)
     configuration: str | None = field(default=None, init=False)  # of the hub's data; None for the one that `hub` names
     _loaded: dict[str, list[TaskProblem]] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.path or "all" in self._own_splits:
+            self.splits = CARVED
+        else:
+            more = ("validation",) if "train" in self._own_splits and "validation" not in self._own_splits else ()
+            self.splits = (*self._own_splits, *more)
 
     @property
     def needs_path(self) -> bool:  # type: ignore[override]
@@ -59,33 +69,35 @@ class TableTask(FileTask):
             ReprieveError: a field is missing, or of another type.
         """
 
-    def wanted(self, row: dict[str, Any]) -> bool:
-        """Return False for rows that hold no problem."""
-        return True
-
     def _of_split(self, split: str) -> list[TaskProblem]:
-        own = self._own_split(split)
+        own, shares = self._portion(split)
         if own not in self._loaded:
             self._loaded[own] = self._read(own)
         problems = self._loaded[own]
-        if own != "":
-            return problems
-        return [problem for problem in problems if int(problem.digest, 16) % 100 in _SHARES[split]]
+        return problems if shares == _ALL else [one for one in problems if int(one.digest, 16) % 100 in shares]
 
-    def _own_split(self, split: str) -> str:
-        """The split as the data itself names it; empty where it has none."""
+    def _portion(self, split: str) -> tuple[str, range]:
+        """Return the data's own split that holds a split, "" if it has none, and the share of its questions by hash."""
         if self.path:
-            return split if "{split}" in self.path else ""
+            return (split, _ALL) if "{split}" in self.path else ("", _SHARES[split])
+        own = self._own_splits
+        if len(own) == 1 and "all" in own:
+            return own["all"], _SHARES[split]
+        if "validation" not in own and split in ("train", "validation"):
+            return own["train"], _TRAIN if split == "train" else _VALIDATION
+        return own[split], _ALL
+
+    @property
+    def _own_splits(self) -> dict[str, str]:
+        """The names that the hub's data has for our splits."""
         assert self.hub is not None
-        return self.hub[2].get(split, "")
+        return self.hub[2]
 
     def _read(self, split: str) -> list[TaskProblem]:
         problems: dict[str, TaskProblem] = {}
         repeated = contradicted = 0
         refused: list[UnreadReferenceError] = []
         for row, where in self._rows(split):
-            if not self.wanted(row):
-                continue
             try:
                 problem = self.problem_of(row, where)
             except UnreadReferenceError as error:
@@ -116,11 +128,10 @@ class TableTask(FileTask):
         if self.path:
             return [(row, f"{source}, line {line}") for line, row in read_jsonl(Path(source))]
         assert self.hub is not None
-        name, usual, splits = self.hub
+        name, usual, _ = self.hub
         datasets = import_extra("datasets", "tasks")
-        part = split or next(iter(splits.values()))
         try:
-            rows = list(datasets.load_dataset(name, self.configuration or usual, split=part))
+            rows = list(datasets.load_dataset(name, self.configuration or usual, split=split))
         except Exception as error:  # no network, no such data set: the hub has many ways to say it
             raise ReprieveError(
                 f"task {self.name} could not be loaded from the hub ({error}); give a file: {self.name}:path=FILE.jsonl"

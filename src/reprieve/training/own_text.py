@@ -30,7 +30,7 @@ class OwnText:
 
 
 def own_text_path(folder: Path, pair: Pair, problems: ProblemSettings, params: SamplingParams, *, mixed: bool) -> Path:
-    """Return the file for the answers of one target; its name depends on target, problems and settings."""
+    """Return the file for the answers of one target; its name depends on target, task, split, offset and sampling."""
     source = f"{problems.task} {problems.split} {problems.offset}"
     made_with = repr((pair.identity.target_weights, source, params, mixed))
     return folder / f"own-text-{digest(made_with.encode())}.jsonl"
