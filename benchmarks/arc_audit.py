@@ -167,7 +167,8 @@ class AuditCommand(Command):
         DRAFTERS.make(self.drafter)
         arms = rule_arms(self.rules, self.num_draft_tokens, target=self.pair.target)
         calibration = None if self.calibration is None else LtsCalibration.from_pretrained(self.calibration)
-        pair, task = screen.load_pair_and_task(self.pair, self.problems)
+        chosen = self.problems
+        pair, task = screen.load_pair_and_task(self.pair, chosen.task, chosen.prompt, split=chosen.split)
         problems = screen.problems_for(pair, task, self.problems)
         params = answer_params(self.sampling, task, self.seed)
         summaries = []

@@ -338,7 +338,8 @@ class Rejections(Command):
 
     def run(self) -> int:
         screen.require_file(self.out)
-        pair, task = screen.load_pair_and_task(self.pair, self.problems)
+        chosen = self.problems
+        pair, task = screen.load_pair_and_task(self.pair, chosen.task, chosen.prompt, split=chosen.split)
         measures: list[Agreement] = [SameAnswer(task)] if task.graded else []
         if self.embedding is not None:
             measures.append(SimilarText(self.embedding, pair.target.device))

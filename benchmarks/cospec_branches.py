@@ -225,7 +225,8 @@ class Branches(Command):
         screen.require_file(self.out)
         rule = attach_heads(parse_rule(self.rule), self.pair.target)
         require_branches(rule, sampled=self.sampling.temperature > 0)
-        pair, task = screen.load_pair_and_task(self.pair, self.problems)
+        chosen = self.problems
+        pair, task = screen.load_pair_and_task(self.pair, chosen.task, chosen.prompt, split=chosen.split)
         if not task.graded:
             raise SpecError(f"task {self.problems.task} has no right answers: branches cannot be compared on it")
         trained_at = [head.num_draft_tokens for _, head in rule.heads if isinstance(head, Arbiter)]

@@ -117,7 +117,7 @@ def test_special_files_are_not_replaced(tmp_path):
         ("generate x --device meta", "device must be cpu here, got 'meta'"),
         ("generate x --device nonsense", "device must be one of cpu"),
         ("generate x --device cpu:x", "device must be one of cpu"),
-        ("train lts --limit 1000000000000", "limit must be in [1, 10000000]"),
+        ("train lts --limit 1000000000000", "reprieve train lts: limit must be in [1, 10000000]"),
         ("monitor --rule margin --limit 1000000000000", "limit must be in [1, 10000000]"),
         ("serve --max-waiting 100000000000000000000", "max_waiting must be in [1, 1000000]"),
         ("serve --timeout nan", "timeout must be in (0, 1e+06], got nan"),

@@ -27,8 +27,7 @@ from reprieve.heads.binding import digest, warn_of_transfer
 from reprieve.heads.files import claim_head
 from reprieve.heads.settings import ArbiterShape
 from reprieve.models.arbiter import ArbiterModel
-from reprieve.tasks import Task, load_task
-from reprieve.tasks.prompting import with_prompts
+from reprieve.tasks import Task
 from reprieve.training.arbiter_warm_up import keep_best
 from reprieve.training.loop import Learner, Progress, load_network, network_state, train
 from reprieve.training.readings import RoundReader
@@ -366,9 +365,7 @@ class Reinforce(Command):
 
         rollouts = self.rollouts
         first = None if self.start == "none" else Arbiter.from_pretrained(self.start)
-        plain = load_task(rollouts.task)
-        pair = screen.load(rollouts.pair)
-        task = with_prompts(plain, pair.tokenizer, rollouts.prompt)
+        pair, task = screen.load_pair_and_task(rollouts.pair, rollouts.task, rollouts.prompt)
         if not task.graded:
             raise SpecError(f"task {rollouts.task} has no right answers: rollouts cannot be rewarded on it")
         pair.cached_draft()  # refuses a pair without a draft

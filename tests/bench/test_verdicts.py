@@ -47,5 +47,5 @@ def test_a_judges_position_bias_cancels_out(pair, tmp_path):
     assert all(row["mean_grade"] == 8.0 for row in graded["arms"])
     with pytest.raises(SpecError, match="baseline"):
         judge_run(tmp_path, problems, chat, baseline="nothing")
-    with pytest.raises(ReprieveError, match=r"no answers in problems"):
+    with pytest.raises(ReprieveError, match=r"no answers in problems\.jsonl"):
         judge_run(tmp_path / "none", problems, chat)

@@ -150,7 +150,7 @@ def test_ctrl_c_keeps_finished_answers_and_exits_130(tmp_path):
         (["generate", "x", "--max-new-tokens", "9999"], 2, "has 512"),
         (["generate", "x", "--template", "chat"], 2, "no chat template"),
         (["train", "lts", "--delta", "0"], 2, "delta must be in (0, 0.5], got 0.0"),
-        (["train", "lts", "--limit", "0"], 2, "limit must be in [1, 10000000], got 0"),
+        (["train", "lts", "--limit", "0"], 2, "reprieve train lts: limit must be in [1, 10000000], got 0"),
         (["train", "lts", "--bucket-by", "depth"], 2, "bucket_by must be one of none, entropy, distance, margin"),
         (["train", "lts", "--active", "1"], 2, "active must be 2 or more, got 1"),
         (["bench", "--arm", "margin@drafter=draft@drafter=ngram"], 2, "names its own K and drafter once each"),

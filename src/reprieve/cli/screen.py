@@ -127,7 +127,7 @@ def reporter(bar: Progress, what: str = "answers") -> Callable[[int, int], None]
 
 
 def load_pair_and_task(
-    pair: PairSettings, problems: ProblemSettings, *, decodes: bool = True
+    pair: PairSettings, task: str, prompt: PromptSettings, *, split: str | None = None, decodes: bool = True
 ) -> tuple[Pair, PromptedTask]:
     """Load the task, then the pair, so that a misspelt task or split fails early; prompts are formatted for the target.
 
@@ -137,10 +137,11 @@ def load_pair_and_task(
     from reprieve.tasks import load_task
     from reprieve.tasks.prompting import with_prompts
 
-    plain = load_task(problems.task)
-    require_choice("split", problems.split, plain.splits)
+    plain = load_task(task)
+    if split is not None:
+        require_choice("split", split, plain.splits)
     loaded = load(pair, decodes=decodes)
-    return loaded, with_prompts(plain, loaded.tokenizer, problems.prompt)
+    return loaded, with_prompts(plain, loaded.tokenizer, prompt)
 
 
 def problems_for(pair: Pair, task: PromptedTask, chosen: ProblemSettings) -> list[TaskProblem]:

@@ -42,7 +42,8 @@ class TrainLength(Command):
 
         rule = attach_heads(parse_rule(self.rule), self.pair.target)
         require_thresholds(rule, self.settings)
-        pair, task = screen.load_pair_and_task(self.pair, self.problems)
+        chosen = self.problems
+        pair, task = screen.load_pair_and_task(self.pair, chosen.task, chosen.prompt, split=chosen.split)
         require_heads_fit(rule, pair.identity, self.problems.task)
         pair.cached_draft()
         claim_head(self.out, "length")

@@ -39,7 +39,8 @@ class TrainLts(Command):
         from reprieve.training.own_text import own_text_path, write_own_texts
 
         recipe = self.settings
-        pair, task = screen.load_pair_and_task(self.pair, self.problems)
+        chosen = self.problems
+        pair, task = screen.load_pair_and_task(self.pair, chosen.task, chosen.prompt, split=chosen.split)
         claim_head(self.out, "lts")
         problems = screen.problems_for(pair, task, self.problems)
         params = SamplingParams(**vars(self.sampling), max_new_tokens=task.max_new_tokens, seed=recipe.seed)

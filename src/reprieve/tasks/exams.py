@@ -87,7 +87,7 @@ class MgsmTask(TableTask):
 
     language: str = "de"
 
-    hub: ClassVar[Any] = ("juletxara/mgsm", None, {"test": "test", "train": "train"})
+    hub: ClassVar[Any] = ("juletxara/mgsm", "{language}", {"test": "test", "train": "train"})
     name: str = field(default="mgsm", init=False)
     stop: tuple[str, ...] = field(default=(), init=False)
     grader: Grader = field(default=NumberGrader(), init=False, repr=False)
@@ -95,7 +95,6 @@ class MgsmTask(TableTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("language", self.language, _LANGUAGES)
-        self.configuration = self.language
         self.grader = DottedGrader() if self.language in ("de", "es") else NumberGrader()
 
     def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:

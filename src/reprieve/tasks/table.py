@@ -36,10 +36,10 @@ class TableTask(FileTask):
 
     length: int = 1024
 
-    hub: ClassVar[tuple[str, str | None, dict[str, str]] | None] = None  # data set, configuration, its split by ours
+    # Data set, configuration (with `{name}` for a parameter of the task), and its split by ours.
+    hub: ClassVar[tuple[str, str | None, dict[str, str]] | None] = None
     graded: bool = field(default=True, init=False)
     splits: tuple[str, ...] = field(default=CARVED, init=False)
-    configuration: str | None = field(default=None, init=False)  # of the hub's data; None for the one that `hub` names
     _loaded: dict[str, list[TaskProblem]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class TableTask(FileTask):
         if self.path:
             return (split, _ALL) if "{split}" in self.path else ("", _SHARES[split])
         own = self._own_splits
-        if len(own) == 1 and "all" in own:
+        if "all" in own:
             return own["all"], _SHARES[split]
         if "validation" not in own and split in ("train", "validation"):
             return own["train"], _TRAIN if split == "train" else _VALIDATION
@@ -128,10 +128,10 @@ class TableTask(FileTask):
         if self.path:
             return [(row, f"{source}, line {line}") for line, row in read_jsonl(Path(source))]
         assert self.hub is not None
-        name, usual, _ = self.hub
+        name, configuration, _ = self.hub
         datasets = import_extra("datasets", "tasks")
         try:
-            rows = list(datasets.load_dataset(name, self.configuration or usual, split=split))
+            rows = list(datasets.load_dataset(name, configuration and configuration.format(**vars(self)), split=split))
         except Exception as error:  # no network, no such data set: the hub has many ways to say it
             raise ReprieveError(
                 f"task {self.name} could not be loaded from the hub ({error}); give a file: {self.name}:path=FILE.jsonl"
