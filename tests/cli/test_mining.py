@@ -37,7 +37,9 @@ def test_mine_show_train_and_decode_end_to_end(tmp_path, capsys):
     assert main(["labels", "stats", str(store)]) == 0
     assert "class of the target's token" in capsys.readouterr().out
     assert main(["train", "judge", *SMALL, "--labels", str(store), "--held-out", "0.5", "--out", str(head)]) == 0
-    assert re.search(r"held-out ROC AUC 0\.\d+", capsys.readouterr().out)
+    trained = capsys.readouterr().out
+    assert re.search(r"held-out ROC AUC 0\.\d+", trained)
+    assert f"reprieve train length --rule judge:path={head}" in trained
     bench = ["bench", *SMALL, "--arm", f"judge:path={head}", "--limit", "2", "--out", str(tmp_path / "bench")]
     assert main(bench) == 0
     arms = {arm["rule"]: arm for arm in json.loads((tmp_path / "bench" / "results.json").read_text())["arms"]}

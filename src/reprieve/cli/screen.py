@@ -72,6 +72,11 @@ def say(text: str) -> None:
     console().print(text, soft_wrap=True, markup=False)
 
 
+def offer_length(rule: str, folder: Path) -> None:
+    """Print the command that trains a draft length head for a rule whose head was trained into this folder."""
+    say(f"faster with its own draft length: reprieve train length --rule {rule} --out {folder}-length")
+
+
 def warn(text: str) -> None:
     """Print a line to standard error, neither wrapped nor styled."""
     console(stderr=True).print(text, soft_wrap=True, markup=False)

@@ -73,3 +73,4 @@ def report_arbiter(arbiter: Arbiter, folder: Path) -> None:
         f"arbiter: {folder}   use it: reprieve bench --arm arbiter:path={folder} "
         f"--num-draft-tokens {arbiter.num_draft_tokens}"
     )
+    screen.offer_length(f"arbiter:path={folder}", folder)

@@ -65,6 +65,7 @@ class TrainHead(Command):
         else:
             head = self._fit_one(pair, problems, store.manifest, self.out)
             screen.say(f"head: {self.out}   use it: reprieve bench --arm {head.kind}:path={self.out}")
+            screen.offer_length(f"{head.kind}:path={self.out}", self.out)
         self.keep_config(self.out)
         return 0
 

@@ -20,7 +20,7 @@ from reprieve.settings import require_draft_tokens
 
 _MEMORY = 0.8  # weight of earlier rounds
 _VERIFIED = 0.03  # cost of verifying one more token, in target forwards
-_MOST, _MOST_EXACT = 16, 32
+_MOST, _MOST_TREE = 32, 16
 _PRIOR_RATE = 0.9  # prior acceptance rate of a block's first position
 _POSITION_WEIGHT = 8.0  # weight of the previous position's rate, in judged tokens
 _ANSWERS_WEIGHT = 16.0  # weight of the rate over earlier answers, in judged tokens
@@ -203,9 +203,8 @@ class AcceptanceLength:
     Args:
         cost: of a drafted token, or of a level of a tree, in target forwards.
         drafts_trees: True if blocks can branch; levels and nodes are then selected one by one (`TreeLength`).
-        exact: True if a greedy answer is the same for every K. A greedy answer then uses a rate per position and starts
-            from the rates of earlier answers. Otherwise K depends on the current answer alone, so that a repeated
-            request gives the same answer, and on one rate for all positions, as in certificates for `auto`.
+        exact: True if a greedy answer is the same for every K. A greedy answer then starts from the rates of earlier
+            answers. Otherwise K depends on the current answer alone, so that a repeated request gives the same answer.
     """
 
     reads_states = False
@@ -213,15 +212,13 @@ class AcceptanceLength:
     def __init__(self, cost: float, drafts_trees: bool = False, *, exact: bool = False) -> None:
         self.cost = cost
         self.drafts_trees = drafts_trees
-        self.most = _MOST_EXACT if exact and not drafts_trees else _MOST
+        self.most = _MOST_TREE if drafts_trees else _MOST
         self._answers = AcceptanceRates(self.most) if exact else None
 
     def start(self, dial: float | None, temperature: float) -> RoundLength:
         if self.drafts_trees:
             return _TreeAcceptance(TreeLength(self.cost), self.most)
-        if self._answers is None or temperature:
-            return _RecentAcceptance(self.cost + _VERIFIED)
-        return _PlaceAcceptance(self.cost + _VERIFIED, self._answers, self.most)
+        return _ChainAcceptance(self.cost + _VERIFIED, self.most, None if temperature else self._answers)
 
 
 class _Acceptance:
@@ -244,31 +241,18 @@ class _TreeAcceptance(_Acceptance):
         self._tree.learn(num_drafted, num_accepted)
 
 
-class _RecentAcceptance(_Acceptance):
-    def __init__(self, cost: float) -> None:
-        self.cost = cost
-        self._accepted, self._judged = 3.2, 4.0  # prior: 3.2 of 4 judged tokens accepted
-
-    def begin(self) -> int:
-        return best_length([min(self._accepted / self._judged, 0.999)] * _MOST, self.cost)
-
-    def learn(self, num_drafted: int, num_accepted: int) -> None:
-        if num_drafted:
-            self._accepted = _MEMORY * self._accepted + num_accepted
-            self._judged = _MEMORY * self._judged + min(num_drafted, num_accepted + 1)
-
-
-class _PlaceAcceptance(_Acceptance):
-    def __init__(self, cost: float, answers: AcceptanceRates, most: int) -> None:
+class _ChainAcceptance(_Acceptance):
+    def __init__(self, cost: float, most: int, answers: AcceptanceRates | None) -> None:
         self.cost = cost
         self._answers, self._answer = answers, AcceptanceRates(most, _BLOCK_MEMORY)
 
     def begin(self) -> int:
-        return best_length(self._answer.rates(self._answers.rates()), self.cost)
+        return best_length(self._answer.rates(self._answers.rates() if self._answers is not None else None), self.cost)
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
         self._answer.learn(num_drafted, num_accepted)
-        self._answers.learn(num_drafted, num_accepted)
+        if self._answers is not None:
+            self._answers.learn(num_drafted, num_accepted)
 
 
 @dataclass(frozen=True)
