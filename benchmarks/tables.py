@@ -92,6 +92,12 @@ def _plain(digits: int, scale: float = 1, unit: str = "") -> Callable[[Mapping[s
     return show
 
 
+def _tokens(arm: Mapping[str, Any], name: str) -> str:
+    """Return the tokens per answer; `longer` if the answers are measurably longer than lossless decoding's."""
+    more = arm.get("tokens_vs_lossless")
+    return f"{_plain(0)(arm, name)}{', longer' if more and more[1] > 0 else ''}"
+
+
 # Column: heading and formatter.
 COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Any], str], str]]] = {
     "spec": ("arm", lambda arm, _: f"`{arm['spec']}`".replace("|", "\\|")),
@@ -105,7 +111,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Any], str], str]]] = {
     "speedup_vs_target": ("speed over target", lambda arm, name: _with_interval(arm, name, 1, 2)),
     "speedup_vs_lossless": ("speed over lossless", lambda arm, name: _with_interval(arm, name, 1, 2)),
     "pruned_share": ("pruned", _plain(0, 100, "%")),
-    "tokens_per_answer": ("tokens per answer", _plain(0)),
+    "tokens_per_answer": ("tokens per answer", _tokens),
     "rounds_per_answer": ("rounds per answer", _plain(1)),
     "rounds_vs_lossless": ("against lossless, rounds", lambda arm, name: _difference(arm[name], 1)),
     "answers_vs_lossless": ("answers per second, over lossless", lambda arm, name: _with_interval(arm, name, 1, 2)),
@@ -292,7 +298,8 @@ def trimmed(document: Mapping[str, Any]) -> dict[str, Any]:
         return {field: document[field] for field in (*_KEPT, "parts") if field in document}
     if "arms" not in document:
         return dict(document)
-    fields = [*COLUMNS, *(f"{name}_ci95" for name in COLUMNS), "num_draft_tokens", "num_problems", "num_failed"]
+    shown = [*COLUMNS, *(f"{name}_ci95" for name in COLUMNS), "tokens_vs_lossless"]
+    fields = [*shown, "num_draft_tokens", "num_problems", "num_failed"]
     arms = [{field: arm[field] for field in fields if field in arm} for arm in document["arms"]]
     return {field: document[field] for field in _KEPT if field in document} | {"arms": arms}
 
