@@ -30,6 +30,7 @@ from reprieve.types import PARTS
 
 KS = (8, 12, 16, 24)
 RULES = {"lossless": "lossless", "judge": "judge", "margin": "margin:delta=2", "state arbiter": "state_arbiter"}
+EAGLE = {"EAGLE-3 tree": "eagle3", "EAGLE-3 chain": "eagle3:top_k=1"}  # lossless, with the target's bundled head
 AIMS = {"lossless": "4.3", "judge": "5.6", "margin": "4.8", "state arbiter": "5.5"}  # `auto` over target-only
 WARM_UP = 3  # problems
 CACHED = 128  # cached tokens before a separately timed forward
@@ -99,8 +100,8 @@ def peers(pair: Pair, max_new_tokens: int) -> dict:
 class Ours:
     """One of our decoders, with statistics of its rounds."""
 
-    def __init__(self, pair: Pair, rule: str, k: int | str, max_new_tokens: int) -> None:
-        self.decoder = pair.decoder(rule, num_draft_tokens=k)
+    def __init__(self, pair: Pair, rule: str, k: int | str, max_new_tokens: int, drafter: str = "draft") -> None:
+        self.decoder = pair.decoder(rule, num_draft_tokens=k, drafter=drafter)
         self.params = reprieve.SamplingParams(max_new_tokens=max_new_tokens)
         self.generations: list = []
 
@@ -131,6 +132,8 @@ def measure(pair: Pair, num_problems: int) -> dict:
     decoders = {"target_only": Ours(pair, "target_only", "auto", task.max_new_tokens)}
     for name, rule in RULES.items():
         decoders |= {f"{name}, K = {k}": Ours(pair, rule, k, task.max_new_tokens) for k in (*KS, "auto")}
+    for name, drafter in EAGLE.items():
+        decoders[f"{name}, K = auto"] = Ours(pair, "lossless", "auto", task.max_new_tokens, drafter)
     ways = {**peers(pair, task.max_new_tokens), **decoders}
     lossless = [name for name in ways if name.split(",")[0] not in RULES or name.startswith("lossless")]
     speeds: dict[str, list[float]] = defaultdict(list)
