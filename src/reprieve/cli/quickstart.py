@@ -135,7 +135,8 @@ class Quickstart(Command):
         arm, certificate, failure = _UNTRAINED, None, ""
         try:
             stages.run("mine", self._mining(prompt, num_mined))
-            stages.run("train", TrainJudge(labels=self.out / "labels", pair=self.pair, out=self.out / "head"))
+            trainer = TrainJudge(labels=self.out / "labels", pair=self.pair, out=self.out / "head", offers_length=False)
+            stages.run("train", trainer)
             arm = f"judge:path={self.out / 'head'}"
             if provable:
                 status = stages.run("certify", self._certification(prompt, arm, num_certified), results=(0, 1))

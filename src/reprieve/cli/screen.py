@@ -74,7 +74,8 @@ def say(text: str) -> None:
 
 def offer_length(rule: str, folder: Path) -> None:
     """Print the command that trains a draft length head for a rule whose head was trained into this folder."""
-    say(f"faster with its own draft length: reprieve train length --rule {rule} --out {folder}-length")
+    command = f"reprieve train length --rule {rule} --out {folder}-length"
+    say(f"to train its draft length, with the same pair and task: {command}")
 
 
 def warn(text: str) -> None:

@@ -39,6 +39,7 @@ class TrainHead(Command):
     folds: int | None = None
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("heads/judge")
+    offers_length: bool = field(default=True, metadata={"flag": False})  # False where a certificate follows
 
     @abstractmethod
     def trainer(self) -> Callable[..., Head]:
@@ -65,7 +66,8 @@ class TrainHead(Command):
         else:
             head = self._fit_one(pair, problems, store.manifest, self.out)
             screen.say(f"head: {self.out}   use it: reprieve bench --arm {head.kind}:path={self.out}")
-            screen.offer_length(f"{head.kind}:path={self.out}", self.out)
+            if self.offers_length and head.drafter == "draft":
+                screen.offer_length(f"{head.kind}:path={self.out}", self.out)
         self.keep_config(self.out)
         return 0
 
