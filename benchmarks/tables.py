@@ -94,8 +94,12 @@ def _plain(digits: int, scale: float = 1, unit: str = "") -> Callable[[Mapping[s
 
 def _tokens(arm: Mapping[str, Any], name: str) -> str:
     """Return the tokens per answer; `longer` if the answers are measurably longer than lossless decoding's."""
-    more = arm.get("tokens_vs_lossless")
-    return f"{_plain(0)(arm, name)}{', longer' if more and more[1] > 0 else ''}"
+    return f"{_plain(0)(arm, name)}{', longer' if _is_longer(arm) else ''}"
+
+
+def _is_longer(arm: Mapping[str, Any]) -> bool:
+    difference = arm.get("tokens_vs_lossless")
+    return bool(difference) and difference[1] > 0
 
 
 # Column: heading and formatter.
@@ -142,7 +146,9 @@ def arms_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
         f"{sampled}, K = {length}, {document['dtype']}",
         f"{device}; brackets are 95% intervals.",
     )
-    note = f"{', '.join(parts)}\n`{document['command']}`"
+    marked = "tokens_per_answer" in columns and any(map(_is_longer, document["arms"]))
+    longer = " `longer`: measurably longer answers than lossless decoding's." if marked else ""
+    note = f"{', '.join(parts)}{longer}\n`{document['command']}`"
     if "note" in table:  # a view has its own note; another page shows the command
         note = table["note"].format(n=document["num_problems"])
     return f"{grid([COLUMNS[column][0] for column in columns], rows)}\n\n{note}"
