@@ -39,7 +39,7 @@ def test_mine_show_train_and_decode_end_to_end(tmp_path, capsys):
     assert main(["train", "judge", *SMALL, "--labels", str(store), "--held-out", "0.5", "--out", str(head)]) == 0
     trained = capsys.readouterr().out
     assert re.search(r"held-out ROC AUC 0\.\d+", trained)
-    assert f"reprieve train length --rule judge:path={head}" in trained
+    assert f"reprieve train length --rule judge:path={head} --out {head}-length" in trained
     bench = ["bench", *SMALL, "--arm", f"judge:path={head}", "--limit", "2", "--out", str(tmp_path / "bench")]
     assert main(bench) == 0
     arms = {arm["rule"]: arm for arm in json.loads((tmp_path / "bench" / "results.json").read_text())["arms"]}
@@ -116,7 +116,7 @@ def test_state_arbiter_end_to_end(tmp_path, capsys):
     assert "labels must say what both sides of a mismatch are worth" in capsys.readouterr().err
 
 
-def test_annotated_labels_train_a_head(tmp_path):
+def test_annotated_labels_train_a_head(tmp_path, capsys):
     rows = [
         {"prompt": f"Question: {n}?\nAnswer:", "response": f" 5+{n}={n}. The final answer is {n}.", "wrong": [[5, 6]]}
         for n in range(1, 9)
@@ -127,6 +127,7 @@ def test_annotated_labels_train_a_head(tmp_path):
     assert main(["labels", "import", str(path), *SMALL, "--out", str(store)]) == 0
     train = ["train", "judge", *SMALL, "--labels", str(store), "--held-out", "0.3"]
     assert main([*train, "--out", str(tmp_path / "h")]) == 0
+    assert f"--out {tmp_path / 'h'}-length" in capsys.readouterr().out
     manifest = json.loads((store / "manifest.json").read_text())
     pair = load_pair(manifest["target"])
     weights = pair.eagle_head(EagleSettings().source(pair.target_name)).fingerprint
@@ -134,6 +135,7 @@ def test_annotated_labels_train_a_head(tmp_path):
         changed = manifest | {"drafter": "eagle3", "drafter_weights": made_by}
         (store / "manifest.json").write_text(json.dumps(changed))
         assert main([*train, "--out", str(tmp_path / name)]) == 0
+        assert "train length" not in capsys.readouterr().out, "a length head reads a draft model"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pair.decoder(f"judge:path={tmp_path / 'h'}")
