@@ -167,8 +167,7 @@ class AuditCommand(Command):
         DRAFTERS.make(self.drafter)
         arms = rule_arms(self.rules, self.num_draft_tokens, target=self.pair.target)
         calibration = None if self.calibration is None else LtsCalibration.from_pretrained(self.calibration)
-        chosen = self.problems
-        pair, task = screen.load_pair_and_task(self.pair, chosen.task, chosen.prompt, split=chosen.split)
+        pair, task = screen.load_for(self.pair, self.problems)
         problems = screen.problems_for(pair, task, self.problems)
         params = answer_params(self.sampling, task, self.seed)
         summaries = []

@@ -338,8 +338,7 @@ class Rejections(Command):
 
     def run(self) -> int:
         screen.require_file(self.out)
-        chosen = self.problems
-        pair, task = screen.load_pair_and_task(self.pair, chosen.task, chosen.prompt, split=chosen.split)
+        pair, task = screen.load_for(self.pair, self.problems)
         measures: list[Agreement] = [SameAnswer(task)] if task.graded else []
         if self.embedding is not None:
             measures.append(SimilarText(self.embedding, pair.target.device))

@@ -225,8 +225,7 @@ class Branches(Command):
         screen.require_file(self.out)
         rule = attach_heads(parse_rule(self.rule), self.pair.target)
         require_branches(rule, sampled=self.sampling.temperature > 0)
-        chosen = self.problems
-        pair, task = screen.load_pair_and_task(self.pair, chosen.task, chosen.prompt, split=chosen.split)
+        pair, task = screen.load_for(self.pair, self.problems)
         if not task.graded:
             raise SpecError(f"task {self.problems.task} has no right answers: branches cannot be compared on it")
         trained_at = [head.num_draft_tokens for _, head in rule.heads if isinstance(head, Arbiter)]

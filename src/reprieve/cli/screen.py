@@ -150,6 +150,11 @@ def load_pair_and_task(
     return loaded, with_prompts(plain, loaded.tokenizer, prompt)
 
 
+def load_for(pair: PairSettings, chosen: ProblemSettings, *, decodes: bool = True) -> tuple[Pair, PromptedTask]:
+    """Load the pair and the task that some problems come from; see `load_pair_and_task`."""
+    return load_pair_and_task(pair, chosen.task, chosen.prompt, split=chosen.split, decodes=decodes)
+
+
 def problems_for(pair: Pair, task: PromptedTask, chosen: ProblemSettings) -> list[TaskProblem]:
     """Return the chosen problems of a task, and reduce its answer length to what fits into the pair's context.
 

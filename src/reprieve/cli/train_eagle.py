@@ -34,8 +34,7 @@ class TrainEagle(Command):
         from reprieve.training.eagle3 import train_eagle3
         from reprieve.training.own_text import own_text_path, write_own_texts
 
-        chosen = self.problems
-        pair, task = screen.load_pair_and_task(self.pair, chosen.task, chosen.prompt, split=chosen.split, decodes=False)
+        pair, task = screen.load_for(self.pair, self.problems, decodes=False)
         self.settings.layers_of(pair.target.config.get_text_config().num_hidden_layers)
         claim_head(self.out)
         claim_head(self.out / "head", "eagle3")

@@ -42,8 +42,7 @@ class TrainLength(Command):
 
         rule = attach_heads(parse_rule(self.rule), self.pair.target)
         require_thresholds(rule, self.settings)
-        chosen = self.problems
-        pair, task = screen.load_pair_and_task(self.pair, chosen.task, chosen.prompt, split=chosen.split)
+        pair, task = screen.load_for(self.pair, self.problems)
         require_heads_fit(rule, pair.identity, self.problems.task)
         pair.cached_draft()
         claim_head(self.out, "length")

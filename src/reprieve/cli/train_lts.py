@@ -39,8 +39,7 @@ class TrainLts(Command):
         from reprieve.training.own_text import own_text_path, write_own_texts
 
         recipe = self.settings
-        chosen = self.problems
-        pair, task = screen.load_pair_and_task(self.pair, chosen.task, chosen.prompt, split=chosen.split)
+        pair, task = screen.load_for(self.pair, self.problems)
         claim_head(self.out, "lts")
         problems = screen.problems_for(pair, task, self.problems)
         params = SamplingParams(**vars(self.sampling), max_new_tokens=task.max_new_tokens, seed=recipe.seed)
