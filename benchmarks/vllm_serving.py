@@ -4,8 +4,10 @@ Each arm is an engine in its own process; arms take turns, and each ratio is the
 
 - `unpatched`: vLLM without the plugin (VLLM_PLUGINS empty); `standard`: the plugin installed and not configured;
 - one arm per rule;
-- `synthetic ...`: vLLM's own synthetic acceptance at that rule's accepted length: the rule's speed if judging cost
-  nothing. The CPU build has no kernel for it; `synthetic_kernel` is one.
+- `synthetic ...`: vLLM's own synthetic acceptance at the accepted length of a rule, or of vLLM without one (`synthetic
+  standard`). It skips the comparison with the target and accepts equally in every request, so that requests end
+  together: a rule's bound is its twin's speed over that of `synthetic standard`. The CPU build has no kernel for it;
+  `synthetic_kernel` is one.
 
 Throughput is measured at a fixed answer length (end-of-text ignored), accuracy on answers that end by themselves.
 Writes results.json, which `tables.py` renders.
@@ -248,9 +250,10 @@ def accuracy(arms, task, problems):
 
 
 def throughput(arms, options, prompts, batch):
-    """Measure the arms and the rules' synthetic twins, relative to vLLM without a rule."""
+    """Measure the arms and their synthetic twins, relative to vLLM without a rule."""
     all_arms = dict(arms)
-    for rule in options.rules:
+    twins = ("standard", *options.rules)
+    for rule in twins:
         length = arms[rule].run(prompts, True)["length"]
         twin = {"kind": "synthetic", "length": length}
         all_arms[f"synthetic {rule}"] = Arm(options, f"synthetic {rule}", twin, batch)
@@ -264,7 +267,7 @@ def throughput(arms, options, prompts, batch):
         }
         for label in all_arms
     }
-    for rule in options.rules:
+    for rule in twins:
         all_arms[f"synthetic {rule}"].close()
     return rows
 
