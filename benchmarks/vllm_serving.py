@@ -28,7 +28,7 @@ from arms import bundled, over, part, run, whole, write_parts
 from reprieve.stats import wilson_interval
 from reprieve.tasks import load_task
 
-RULES = ["judge:path=reprieve/miniature-judge,threshold=0.1", "margin:delta=2", "typical"]
+RULES = ["judge:path=reprieve/miniature-judge,threshold=0.1", "margin:delta=2"]
 FIXED = 96
 
 
