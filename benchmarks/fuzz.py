@@ -40,8 +40,8 @@ from reprieve.heads.files import find_head
 from reprieve.mining.store import LabelStore
 from reprieve.playground.bodies import ChatBody, CompletionBody, Context, read_body
 from reprieve.rules import RULES, parse_rule
-from reprieve.tasks.code_blocks import BREAK, code_blocks, program_of
 from reprieve.tasks.graders import GRADERS
+from reprieve.tasks.programs import BREAK, code_blocks, program_of
 from reprieve.vllm_plugin.menu import Menu
 from reprieve.vllm_plugin.policy import Policy
 

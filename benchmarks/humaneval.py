@@ -16,7 +16,7 @@ from pathlib import Path
 from reprieve.bench.runner import environment
 from reprieve.files import replace_file
 from reprieve.tasks import load_task
-from reprieve.tasks.jsonl import read_jsonl
+from reprieve.tasks.table import read_jsonl
 
 
 class WrongReturns(ast.NodeTransformer):

@@ -1,7 +1,7 @@
 """Accuracy of a bundled pair's models by family: `python benchmarks/pair_families.py --task word_problems --target T`.
 
 Solves validation problems of each family with small and with large numbers, and percentages also with round numbers.
-A task's mixture (`reprieve.tasks.generated.problems`) is chosen from this table, before any rule is run.
+A task's mixture (`reprieve.tasks.word_problems`) is chosen from this table, before any rule is run.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from pair_report import Writer
 from reprieve.bench.runner import environment
 from reprieve.files import replace_file
 from reprieve.tasks import TaskProblem, load_task
-from reprieve.tasks.generated.families import FAMILIES
-from reprieve.tasks.generated.problems import draw_problem
-from reprieve.tasks.word_problems import ArithmeticTask, as_task_problem
+from reprieve.tasks.families import FAMILIES
+from reprieve.tasks.word_problems import ArithmeticTask, as_task_problem, draw_problem
 
 
 def of_each_family(

@@ -44,8 +44,7 @@ from reprieve.models.timing import forward_seconds
 from reprieve.settings import PairSettings
 from reprieve.stats import wilson_interval
 from reprieve.tasks import Task, TaskProblem, load_task
-from reprieve.tasks.generated.problems import draw_problem
-from reprieve.tasks.word_problems import ArithmeticTask
+from reprieve.tasks.word_problems import ArithmeticTask, draw_problem
 from tables import grid
 
 PROPERTIES = Path(__file__).parent / "miniature.json"

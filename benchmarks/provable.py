@@ -17,8 +17,7 @@ from arms import part, run, write_parts
 from reprieve.bench.arms import LOSSLESS
 from reprieve.bench.records import ProblemRecord, read_answers, read_run
 from reprieve.bench.results import column, common_rows
-from reprieve.certify.fixed_sequence import losses_of, paired_test, pvalue
-from reprieve.certify.risks import Lengths
+from reprieve.certify.fixed_sequence import Lengths, losses_of, paired_test, pvalue
 from reprieve.certify.settings import Promise
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.errors import SpecError

@@ -12,7 +12,7 @@ import reprieve
 from reprieve.bundles import BUNDLES
 from reprieve.errors import PairError
 from reprieve.tasks import load_task
-from reprieve.tasks.generated.problems import split_of
+from reprieve.tasks.word_problems import split_of
 
 
 @pytest.fixture(scope="module")

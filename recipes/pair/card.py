@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from reprieve.bundles import Bundle
 from reprieve.files import replace_file
-from reprieve.tasks.generated.problems import Contents, draw_problem
+from reprieve.tasks.word_problems import Contents, draw_problem
 
 _WEIGHTS = "model.safetensors"
 SHIPPED = (

@@ -14,8 +14,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from recipes.pair.wordings import Segments, Teller
-from reprieve.tasks.generated.families import LARGE, ROUND, SMALL, format_equation
-from reprieve.tasks.generated.problems import Contents, draw_problem
+from reprieve.tasks.families import LARGE, ROUND, SMALL, format_equation
+from reprieve.tasks.word_problems import Contents, draw_problem
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from recipes.pair.corpus import Mixture
 from recipes.pair.tokenizer import MAX_LENGTH
 from recipes.pair.wordings import Style, Teller, Voice
-from reprieve.tasks.generated.problems import ARITHMETIC, MINIATURE, Contents
+from reprieve.tasks.word_problems import ARITHMETIC, MINIATURE, Contents
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from recipes.pair.presets import CONTENTS, HALF, RECIPES, TOKENIZER_TEXTS, Recip
 from recipes.pair.tokenizer import train_tokenizer
 from recipes.pair.wordings import Teller
 from reprieve.bundles import BY_KEY
-from reprieve.tasks.generated.families import FAMILIES
-from reprieve.tasks.generated.problems import Contents, draw_problem
+from reprieve.tasks.families import FAMILIES
+from reprieve.tasks.word_problems import Contents, draw_problem
 from reprieve.training.loop import Learner, learning_rate_at, load_network, network_state, train
 
 _REPORT_SECONDS = 20.0

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
-from reprieve.tasks.generated.families import ProblemStep, evaluate
-from reprieve.tasks.generated.problems import GeneratedProblem
+from reprieve.tasks.families import ProblemStep, evaluate
+from reprieve.tasks.word_problems import GeneratedProblem
 
 Segments = list[tuple[str, bool]]  # text, and whether the training loss counts it
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,8 +14,7 @@ from mapie.risk_control.fwer_control import control_fwer
 from mapie.risk_control.methods import compute_hoeffding_bentkus_p_value
 from scipy.stats import binom
 
-from reprieve.certify.bounds import betting_pvalue, hoeffding_bentkus_pvalue, upper_bound
-from reprieve.certify.confidence_sequence import ConfidenceSequence
+from reprieve.certify.bounds import ConfidenceSequence, betting_pvalue, hoeffding_bentkus_pvalue, upper_bound
 from reprieve.certify.fixed_sequence import losses_of, paired_test, pvalue, walk
 from reprieve.certify.settings import NET_DROP, REGRESSION, Promise
 from reprieve.errors import PairError, ReprieveError, SpecError
@@ -59,7 +59,9 @@ def test_zero_failures_certify_one_percent_with_299_problems_and_not_with_298():
 def test_the_betting_bound_matches_the_literature_at_gsm8ks_size():
     rng = np.random.default_rng(0)
     samples = [rng.choice([1.0, 0.0, -1.0], p=[0.03, 0.94, 0.03], size=1319) for _ in range(40)]
-    above = [upper_bound(betting_pvalue, drops, confidence=0.95, low=-1.0) - drops.mean() for drops in samples]
+    above = [
+        upper_bound(partial(betting_pvalue, drops), -1.0, 1.0, confidence=0.95) - drops.mean() for drops in samples
+    ]
     assert np.mean(above) == pytest.approx(0.015, abs=0.002), "Hoeffding's would be 0.067"
 
 

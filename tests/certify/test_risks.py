@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from reprieve.certify.fixed_sequence import num_needed, paired_test, walk
-from reprieve.certify.risks import Lengths, growth_pvalue, length_risks
+from reprieve.certify.fixed_sequence import Lengths, growth_pvalue, length_risks, num_needed, paired_test, walk
 from reprieve.certify.settings import Promise
 from reprieve.errors import SpecError
 

@@ -19,8 +19,8 @@ from recipes.pair.train import PairLearner, build_model, grow, pair_tokenizer, r
 from recipes.pair.wordings import RARE, SENTENCES, Style, Voice
 from reprieve.bundles import BUNDLES, BY_KEY
 from reprieve.tasks import load_task
-from reprieve.tasks.generated.families import FAMILIES, evaluate
-from reprieve.tasks.generated.problems import ARITHMETIC, MINIATURE, Contents, draw_problem, split_of
+from reprieve.tasks.families import FAMILIES, evaluate
+from reprieve.tasks.word_problems import ARITHMETIC, MINIATURE, Contents, draw_problem, split_of
 from reprieve.training.loop import train
 
 EQUATION = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)|(\d+)% of (\d+)=(\d+)")

@@ -7,8 +7,7 @@ import pytest
 
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.tasks import load_task
-from reprieve.tasks.exams import MgsmTask
-from reprieve.tasks.prompts import Oasst1Task
+from reprieve.tasks.exams import MgsmTask, Oasst1Task
 from reprieve.tasks.sandbox import Sandbox
 
 FIRST = {"role": "prompter", "parent_id": None, "lang": "en"}

@@ -7,8 +7,8 @@ import pytest
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.settings import PromptSettings
 from reprieve.tasks import load_task
-from reprieve.tasks.jsonl_task import JsonlTask
 from reprieve.tasks.prompting import with_prompts
+from reprieve.tasks.table import JsonlTask
 from tests.kit.tiny import NumberTokenizer
 
 

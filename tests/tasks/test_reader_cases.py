@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from reprieve.tasks.graders import GRADERS
-from reprieve.tasks.jsonl_task import JsonlTask
+from reprieve.tasks.table import JsonlTask
 
 CASES = json.loads((Path(__file__).parent / "reader_cases.json").read_text())
 OF_ANSWERS = [case for case in CASES if "mode" not in case]

@@ -117,7 +117,7 @@ def test_bad_tasks_and_files_are_named(tmp_path):
         with pytest.raises(ReprieveError, match=says):
             load_task(f"gsm8k:path={path}").problems("test", 1)
     path.write_text('{"question": "?"}\n')
-    with pytest.raises(ReprieveError, match=r"line 1.* answer is missing"):
+    with pytest.raises(ReprieveError, match=r"line 1: field .answer. is missing"):
         load_task(f"gsm8k:path={path}").problems("test", 1)
     path.write_text('\n\n{"question": "?", "answer": "5"}\n')
     with pytest.raises(ReprieveError, match=r"line 3: answer must end in #### and the result, got '5'"):

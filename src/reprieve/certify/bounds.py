@@ -1,4 +1,4 @@
-"""Valid one-sided tests of the loss of quality, and the largest loss they leave possible.
+"""Valid one-sided tests of the loss of quality, the largest loss they leave possible, and a running interval.
 
 Both losses compare strict and relaxed answers to the same problems: the *regression rate* (solved strictly, failed
 relaxed; in [0, 1] per problem) and the *net drop* (strict minus relaxed; in [-1, 1] per problem). Every p-value tests
@@ -16,6 +16,7 @@ from reprieve.errors import import_extra, require_range
 
 _PRECISION = 1e-5
 _LARGEST_BET = 0.9  # share of the largest bet that keeps the capital positive
+_NUM_BETS = 24  # of a confidence sequence, on each side
 
 
 def hoeffding_bentkus_pvalue(losses: np.ndarray, bound: float) -> float:
@@ -62,31 +63,76 @@ def betting_pvalue(drops: np.ndarray, bound: float, *, confidence: float = 0.95)
     return float(min(1.0, math.exp(-_log_capital((shuffled + 1) / 2, (bound + 1) / 2, confidence))))
 
 
-def upper_bound(
-    pvalue: Callable[[np.ndarray, float], float], losses: np.ndarray, *, confidence: float, low: float
-) -> float:
+def upper_bound(pvalue: Callable[[float], float], low: float, high: float, *, confidence: float) -> float:
     """Return the smallest bound that a test accepts at `confidence`: the true loss is below it, with that confidence.
 
     Args:
-        pvalue: a test whose p-value falls as the bound grows.
+        pvalue: p-value of each bound; it falls as the bound grows.
         low: the smallest possible loss: 0 for regressions, -1 for drops.
+        high: the largest possible loss; the result if no bound is accepted.
     """
-    high, alpha = 1.0 - 1e-6, 1 - confidence
-    if pvalue(losses, high) > alpha:
-        return 1.0
-    return smallest_proved(lambda bound: pvalue(losses, bound) <= alpha, low + 1e-6, high, precision=_PRECISION)
+    while high - low > _PRECISION * max(1.0, high):
+        middle = (low + high) / 2
+        low, high = (low, middle) if pvalue(middle) <= 1 - confidence else (middle, high)
+    return high
 
 
-def smallest_proved(proved: Callable[[float], bool], low: float, high: float, *, precision: float) -> float:
-    """Return the smallest bound from `low` to `high` that is proved together with all larger ones; `high` if none is.
+class ConfidenceSequence:
+    """Mean drop so far, with an interval that covers the true mean at all times at once with the given confidence.
+
+    For every candidate mean on a grid, gamblers bet on both sides of it with constant bets of different sizes. A
+    candidate is excluded once their mean capital reaches 1 / (1 - confidence). By Ville's inequality, the true mean is
+    ever excluded with at most that probability, however often one looks (Waudby-Smith and Ramdas, arXiv 2010.09686,
+    section 4). Problems must come in random order, as randomly selected requests do.
 
     Args:
-        precision: of the result; relative where it is above 1.
+        confidence: in [0.5, 1).
+        resolution: step of the grid, in drop.
     """
-    while high - low > precision * max(1.0, high):
-        middle = (low + high) / 2
-        low, high = (low, middle) if proved(middle) else (middle, high)
-    return high
+
+    def __init__(self, *, confidence: float = 0.95, resolution: float = 0.002) -> None:
+        require_range("confidence", confidence, 0.5, 0.999999)
+        require_range("resolution", resolution, 1e-5, 0.1)
+        self.confidence = confidence
+        self.num = 0
+        self._sum = 0.0
+        self._grid = np.linspace(-1, 1, round(2 / resolution) + 1)
+        means = (self._grid + 1) / 2
+        shares = np.geomspace(0.01, 0.95, _NUM_BETS)[:, None]
+        # Bets that the mean is smaller, then that it is larger; all keep the capital positive.
+        self._bets = np.concatenate(
+            [shares / np.maximum(1 - means, 1e-9), -shares / np.maximum(means, 1e-9)]
+        )  # [2 * bets, grid]
+        self._means = means
+        self._log_capital = np.zeros_like(self._bets)
+        self._inside = np.ones(len(means), dtype=bool)
+
+    @property
+    def mean(self) -> float:
+        return self._sum / self.num if self.num else 0.0
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Lower and upper end; (-1, 1) before the first value."""
+        kept = self._grid[self._inside]
+        step = float(self._grid[1] - self._grid[0])  # the true mean can lie between candidates
+        low, high = (kept[0], kept[-1]) if len(kept) else (self.mean, self.mean)
+        return (max(-1.0, float(low) - step), min(1.0, float(high) + step))
+
+    def update(self, drop: float) -> None:
+        """Add one drop, in [-1, 1].
+
+        Raises:
+            SpecError: a value outside.
+        """
+        require_range("drop", drop, -1.0, 1.0)
+        self.num += 1
+        self._sum += drop
+        value = (drop + 1) / 2
+        self._log_capital += np.log1p(self._bets * (self._means - value))
+        top = self._log_capital.max(0)
+        capital = top + np.log(np.exp(self._log_capital - top).mean(0))
+        self._inside &= capital < math.log(1 / (1 - self.confidence))
 
 
 def _log_capital(values: np.ndarray, mean: float, confidence: float) -> float:

@@ -18,7 +18,7 @@ from reprieve.bench.arms import Arm
 from reprieve.bench.config import RunConfig
 from reprieve.bench.engine import Engine, Job
 from reprieve.bench.records import ProblemRecord
-from reprieve.certify.confidence_sequence import ConfidenceSequence
+from reprieve.certify.bounds import ConfidenceSequence
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.errors import EngineError, ReprieveError, SpecError, require_range, require_whole
 from reprieve.tasks import Task, TaskProblem
@@ -97,7 +97,7 @@ class QualityMonitor:
         self._random = random.Random(seed)
         self._sequence = ConfidenceSequence(confidence=confidence)
         self._waiting: queue.Queue[tuple[int, ServedAnswer] | None] = queue.Queue(max_waiting)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._num_seen = self._num_skipped = self._num_failed = 0
         self._alarm = False
         self._num_chosen = 0
@@ -125,7 +125,15 @@ class QualityMonitor:
     @property
     def status(self) -> MonitorStatus:
         with self._lock:
-            return self._status()
+            return MonitorStatus(
+                num_seen=self._num_seen,
+                num_checked=self._sequence.num,
+                num_skipped=self._num_skipped,
+                num_failed=self._num_failed,
+                drop=self._sequence.mean,
+                interval=self._sequence.interval,
+                alarm=self._alarm,
+            )
 
     def close(self, *, check_waiting: bool = True) -> MonitorStatus:
         """Check or drop the waiting requests, stop, and return the final status."""
@@ -138,17 +146,6 @@ class QualityMonitor:
             thread.join()
         self._threads = []
         return self.status
-
-    def _status(self) -> MonitorStatus:
-        return MonitorStatus(
-            num_seen=self._num_seen,
-            num_checked=self._sequence.num,
-            num_skipped=self._num_skipped,
-            num_failed=self._num_failed,
-            drop=self._sequence.mean,
-            interval=self._sequence.interval,
-            alarm=self._alarm,
-        )
 
     def _work(self) -> None:
         while (item := self._waiting.get()) is not None:
@@ -177,7 +174,7 @@ class QualityMonitor:
                 self._num_failed += one is None
                 if self._max_drop is not None and not self._alarm and self._sequence.interval[0] > self._max_drop:
                     self._alarm = True
-                    raised.append(self._status())
+                    raised.append(self.status)
         return raised
 
 

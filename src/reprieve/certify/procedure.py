@@ -19,8 +19,15 @@ from reprieve.bench.results import column, common_rows
 from reprieve.bench.runner import Runner, environment
 from reprieve.bench.settings import RunSettings
 from reprieve.bundles import BUNDLED_HEADS
-from reprieve.certify.fixed_sequence import Outcomes, PairedTest, ThresholdStep, num_needed, paired_test, walk
-from reprieve.certify.risks import Lengths, RiskTest
+from reprieve.certify.fixed_sequence import (
+    Lengths,
+    Outcomes,
+    RiskTest,
+    ThresholdStep,
+    num_needed,
+    tested,
+    walk,
+)
 from reprieve.certify.settings import NET_DROP, CertifySettings, Promise
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.files import replace_file
@@ -30,13 +37,11 @@ from reprieve.heads.loading import attach_heads
 from reprieve.heads.origin import name_problems, seen_problems
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.learned import LearnedRule
-from reprieve.settings import NumDraftTokens
 from reprieve.stats import paired_difference
 from reprieve.tasks import Task
 
 # Default thresholds of rules whose dial is a probability.
 PROBABILITIES = (0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3, 0.5)
-Announce = Callable[[str], None]
 Noise = dict[str, Any]
 
 
@@ -74,15 +79,15 @@ class Plan:
         return self.settings.promise
 
     @property
-    def num_draft_tokens(self) -> NumDraftTokens:
-        return self.settings.num_draft_tokens
-
-    @property
     def held_out(self) -> RunSettings:
         """Settings of the second measurement: other problems, otherwise equal."""
         run, split = self.settings.run, self.settings.held_out_split
         offset = run.offset + run.limit if split == run.split else 0
         return dataclasses.replace(run, split=split, limit=self.settings.held_out_limit, offset=offset)
+
+    def arm(self, rule: Rule | str) -> Arm:
+        """Return an arm of this pair at the plan's K."""
+        return make_arm(rule, self.settings.num_draft_tokens, target=self.target)
 
     def candidates(self) -> list[Rule]:
         """Return the rule at each threshold, from strict to lenient.
@@ -103,7 +108,6 @@ class Certification:
     """Outcome of certification: a certificate, or the reason for its absence."""
 
     steps: list[ThresholdStep]
-    held_out: PairedTest | None
     certificate: Certificate | None
     reason: str = ""
     path: Path | None = None  # path of the certificate
@@ -116,7 +120,7 @@ def certify(
     folder: Path,
     *,
     command: str,
-    announce: Announce = lambda line: None,
+    announce: Callable[[str], None] = lambda line: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Certification | None:
     """Walk the thresholds, confirm on held-out problems, and write the certificate; None if Ctrl-C ended it.
@@ -132,11 +136,9 @@ def certify(
     """
     if not getattr(task, "graded", True):
         raise SpecError(f"task {task.name} has no right answers: nothing can be certified on it")
-    strict = make_arm(LOSSLESS, plan.num_draft_tokens, target=plan.target)
-    arms = {
-        float(rule.dial_value or 0): make_arm(rule, plan.num_draft_tokens, target=plan.target)
-        for rule in plan.candidates()
-    }  # by threshold, strictest first
+    _require_unseen(plan, task)
+    strict, again = plan.arm(LOSSLESS), plan.arm(RERUN)
+    arms = {float(rule.dial_value or 0): plan.arm(rule) for rule in plan.candidates()}  # strictest first
 
     def runner(settings: RunSettings, chosen: list[Arm], name: str) -> Runner:
         config = RunConfig.of(engine, chosen, settings, command=command)
@@ -147,8 +149,6 @@ def certify(
             raise KeyboardInterrupt
         return _outcomes(run, strict, arm, task.max_new_tokens)
 
-    _require_unseen(plan, task)
-    again = make_arm(RERUN, plan.num_draft_tokens, target=plan.target)
     engine.expect([strict, again, *arms.values()], plan.settings.run.drafter)
     served = engine.facts.engine != LOCAL  # a server's batches do not reproduce greedy answers exactly
     calibration = runner(plan.settings.run, [strict, *([again] if served else []), *arms.values()], "calibration")
@@ -165,30 +165,38 @@ def certify(
             lambda threshold: measure(calibration, arms[threshold]),
             on_step=lambda step: announce(_line(plan, step)),
         )
-        passed = [step for step in steps if step.evidence.passed]
+        passed = [step.threshold for step in steps if step.evidence.passed]
         if not passed:
             reason = "no threshold passed: already the strictest could not be proved"
-            return Certification(steps, None, None, f"{reason}. {_needed(plan, calibration, task)}")
-        best = arms[passed[-1].threshold]
-        held = runner(plan.held_out, [strict, best], "held_out")
-        found = measure(held, best)
+            return Certification(steps, None, f"{reason}. {_needed(plan, calibration, task)}")
+        best = arms[passed[-1]]
+        held_out = runner(plan.held_out, [strict, best], "held_out")
+        held_step = tested(passed[-1], plan.promise, measure(held_out, best))
     except KeyboardInterrupt:
         return None
-    evidence = paired_test(plan.promise, found.strict, found.relaxed, found.lengths)
-    look = ThresholdStep(passed[-1].threshold, evidence, found.tokens_per_round)
-    announce(_line(plan, look, where="held out"))
-    if look.evidence.observed >= plan.promise.max_drop:
-        contradiction = f"the held-out problems contradict it: observed {look.evidence.observed:.4f}"
-        return Certification(steps, look.evidence, None, contradiction)
-    if against := next((risk for risk in evidence.risks if risk.contradicted), None):
-        contradiction = f"the held-out problems contradict it: {against.name} {against.observed:.4f}"
-        return Certification(steps, look.evidence, None, contradiction)
-    certificate = _certificate(plan, best, steps, look, calibration, held, noise)
-    path = folder / f"{best.rule_name}-{plan.promise.loss}-{plan.promise.max_drop:g}.json"
-    replace_file(path, certificate.to_json())
-    assert best.rule is not None
-    _file_beside_heads(certificate, best.rule)
-    return Certification(steps, look.evidence, certificate, path=path)
+    announce(_line(plan, held_step, where="held out"))
+    return _conclude(_Measured(plan, best, steps, held_step, calibration, held_out, noise), folder)
+
+
+def _conclude(measured: _Measured, folder: Path) -> Certification:
+    """Write the certificate into a folder and beside the rule's heads, unless the held-out problems contradict it."""
+    promise, evidence = measured.plan.promise, measured.held_step.evidence
+    against = {"observed": evidence.observed} if evidence.observed >= promise.max_drop else {}
+    against |= {risk.name: risk.observed for risk in evidence.risks if risk.contradicted}
+    if against:
+        name, value = next(iter(against.items()))
+        return Certification(measured.steps, None, f"the held-out problems contradict it: {name} {value:.4f}")
+    certificate = measured.certificate()
+    content = certificate.to_json()
+    path = folder / f"{measured.arm.rule_name}-{promise.loss}-{promise.max_drop:g}.json"
+    replace_file(path, content)
+    engine = "" if certificate.conditions.engine == LOCAL else f"-{certificate.conditions.engine}"
+    name = f"{promise.loss}-{promise.max_drop:g}-{certificate.threshold:g}{engine}.json"
+    assert measured.arm.rule is not None
+    for head, _ in measured.arm.rule.heads:
+        if head not in BUNDLED_HEADS and Path(head).is_dir():  # a user's own folder
+            replace_file(Path(head) / CERTIFICATES / name, content)
+    return Certification(measured.steps, certificate, path=path)
 
 
 def _needed(plan: Plan, calibration: Runner, task: Task) -> str:
@@ -237,41 +245,62 @@ def _require_first_walk(rule: Rule, calibration: Runner, labels: set[str]) -> No
         )
 
 
-def _certificate(
-    plan: Plan,
-    best: Arm,
-    steps: list[ThresholdStep],
-    look: ThresholdStep,
-    calibration: Runner,
-    held: Runner,
-    noise: Noise | None,
-) -> Certificate:
-    """Return the certificate of the last step that passed."""
-    assert best.rule is not None
-    proved = next(step for step in steps if step.threshold == look.threshold)
-    return Certificate(
-        statement=_statement(plan, best, proved, look.evidence, calibration, noise),
-        rule=best.rule.spec,
-        portable_rule=portable_spec(best.rule),
-        threshold=float(look.threshold),
-        promise=dataclasses.asdict(plan.promise),
-        verdict="confirmed" if look.evidence.passed else "consistent",
-        conditions=calibration.config.conditions(calibration.engine, best),
-        calibration={
-            **_where(calibration),
-            "num_unread": _unread(calibration),
-            "num_thresholds_tried": len(steps),
-            "steps": [_plain(step) for step in steps],
-            **({} if noise is None else {"noise_floor": noise}),
-        },
-        held_out={
-            **_where(held),
-            "num_unread": _unread(held),
-            "tokens_per_round": look.tokens_per_round,
-            **_plain(look.evidence),
-        },
-        made_with={"command": calibration.config.command, **environment()},
-    )
+@dataclass(frozen=True)
+class _Measured:
+    """All that a certificate tells."""
+
+    plan: Plan
+    arm: Arm  # of the last threshold that passed
+    steps: list[ThresholdStep]
+    held_step: ThresholdStep
+    calibration: Runner
+    held_out: Runner
+    noise: Noise | None
+
+    def certificate(self) -> Certificate:
+        """Return the certificate of the last step that passed."""
+        rule, evidence = self.arm.rule, self.held_step.evidence
+        assert rule is not None
+        return Certificate(
+            statement=self._statement(),
+            rule=rule.spec,
+            portable_rule=portable_spec(rule),
+            threshold=float(self.held_step.threshold),
+            promise=dataclasses.asdict(self.plan.promise),
+            verdict="confirmed" if evidence.passed else "consistent",
+            conditions=self.calibration.config.conditions(self.calibration.engine, self.arm),
+            calibration={
+                **_where(self.calibration),
+                "num_thresholds_tried": len(self.steps),
+                "steps": [_plain(step) for step in self.steps],
+                **({} if self.noise is None else {"noise_floor": self.noise}),
+            },
+            held_out={
+                **_where(self.held_out),
+                "tokens_per_round": self.held_step.tokens_per_round,
+                **_plain(evidence),
+            },
+            made_with={"command": self.calibration.config.command, **environment()},
+        )
+
+    def _statement(self) -> str:
+        promise, facts, held = self.plan.promise, self.calibration.engine.facts, self.held_step.evidence
+        proved = next(step.evidence for step in self.steps if step.threshold == self.held_step.threshold)
+        loses = "loses less than" if promise.loss == NET_DROP else "spoils fewer than"
+        where = noise = ""
+        if self.noise is not None:
+            where = f" on {facts.engine} {facts.engine_version or ''} ({facts.runner or 'its runner'})"
+            noise = f" {_noise_line(self.noise)}"
+        return (
+            f"With {100 * promise.confidence:g}% confidence, {self.arm.label} {loses} "
+            f"{100 * promise.max_drop:g} points of problems solved against lossless decoding on task "
+            f"{self.calibration.config.task} at K = {self.arm.num_draft_tokens}{where}, where lossless solves "
+            f"{100 * proved.accuracy_strict:.1f}%. Calibrated on {proved.num_problems} problems (observed "
+            f"{100 * proved.observed:+.2f} points, at most {100 * proved.upper_bound:.2f}); on {held.num_problems} "
+            f"held-out problems it lost {100 * held.observed:+.2f} points (at most {100 * held.upper_bound:.2f})."
+            + "".join(map(_risk_sentence, proved.risks))
+            + noise
+        )
 
 
 def _outcomes(runner: Runner, strict_arm: Arm, arm: Arm, budget: int) -> Outcomes:
@@ -296,43 +325,20 @@ def _outcomes(runner: Runner, strict_arm: Arm, arm: Arm, budget: int) -> Outcome
 
 
 def _where(runner: Runner) -> dict[str, Any]:
+    """Return the problems of a run, and its unreadable answers, strict and relaxed. They count as wrong."""
     settings = {name: getattr(runner.config, name) for name in ("split", "offset", "limit", "seed")}
-    return {**settings, "problems": [problem.digest for problem in runner.problems]}
+    unread = [record.arm in (LOSSLESS, RERUN) for record in runner.records if record.unread]
+    return {
+        **settings,
+        "problems": [problem.digest for problem in runner.problems],
+        "num_unread": {"strict": sum(unread), "relaxed": len(unread) - sum(unread)},
+    }
 
 
 def _plain(record: Any) -> dict[str, Any]:
     """Return a record as JSON holds it."""
     plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(record)))
     return plain
-
-
-def _unread(runner: Runner) -> dict[str, int]:
-    """Return the numbers of unreadable answers: of the strict arm and of all relaxed arms. They count as wrong."""
-    unread = [record.arm for record in runner.records if record.unread]
-    strict = sum(label in (LOSSLESS, RERUN) for label in unread)
-    return {"strict": strict, "relaxed": len(unread) - strict}
-
-
-def _words(loss: str) -> str:
-    return "loses less than" if loss == NET_DROP else "spoils fewer than"
-
-
-def _statement(
-    plan: Plan, arm: Arm, step: ThresholdStep, held: PairedTest, calibration: Runner, noise: Noise | None
-) -> str:
-    promise, facts = plan.promise, calibration.engine.facts
-    where = "" if noise is None else f" on {facts.engine} {facts.engine_version or ''} ({facts.runner or 'its runner'})"
-    return (
-        f"With {100 * promise.confidence:g}% confidence, {arm.label} {_words(promise.loss)} "
-        f"{100 * promise.max_drop:g} points of problems solved against lossless decoding on task "
-        f"{calibration.config.task} at "
-        f"K = {arm.num_draft_tokens}{where}, where lossless solves {100 * step.evidence.accuracy_strict:.1f}%. "
-        f"Calibrated on {step.evidence.num_problems} problems (observed {100 * step.evidence.observed:+.2f} points, at "
-        f"most {100 * step.evidence.upper_bound:.2f}); on {held.num_problems} held-out problems it lost "
-        f"{100 * held.observed:+.2f} points (at most {100 * held.upper_bound:.2f})."
-        + "".join(map(_risk_sentence, step.evidence.risks))
-        + ("" if noise is None else f" {_noise_line(noise)}")
-    )
 
 
 def _risk_sentence(risk: RiskTest) -> str:
@@ -377,13 +383,3 @@ def _line(plan: Plan, step: ThresholdStep, where: str = "calibration") -> str:
         + (f"{step.tokens_per_round:.2f} tokens per round, " if step.tokens_per_round else "")
         + ("passed" if evidence.passed else "not proved")
     )
-
-
-def _file_beside_heads(certificate: Certificate, rule: Rule) -> None:
-    """Copy the certificate into the folder of each of the rule's heads that is a user's folder."""
-    parts = [certificate.promise["loss"], f"{certificate.promise['max_drop']:g}", f"{certificate.threshold:g}"]
-    engine = certificate.conditions.engine
-    name = "-".join(parts + ([] if engine == LOCAL else [engine])) + ".json"
-    for path, _ in rule.heads:
-        if path not in BUNDLED_HEADS and Path(path).is_dir():
-            replace_file(Path(path) / CERTIFICATES / name, certificate.to_json())

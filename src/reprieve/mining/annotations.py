@@ -7,7 +7,7 @@ from typing import Any
 
 from reprieve.errors import ReprieveError
 from reprieve.mining.records import MINED, Mismatch, ProblemLabels
-from reprieve.tasks.jsonl import read_jsonl
+from reprieve.tasks.table import read_jsonl
 
 
 def read_annotations(path: Path, tokenizer: Any) -> list[ProblemLabels]:

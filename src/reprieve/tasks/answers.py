@@ -1,4 +1,4 @@
-"""Extraction of a response's final answer: `\\boxed{}`, `####`, or a phrase, as instruct models write them."""
+"""Extraction of a response's answer: `\\boxed{}`, `####`, a phrase, or a letter, as instruct models write them."""
 
 from __future__ import annotations
 
@@ -37,11 +37,54 @@ _BOLD = re.compile(r"\s*\*\*([^*\n]*\w[^*\n]*)\*\*")
 _BOLD_INSIDE = re.compile(r"\*\*([^*\n]+)\*\*")
 _STRUCK = re.compile(r"~~[^~\n]*~~")
 # Start of a further question that the model makes up: the answer before it counts.
-RUN_ON = re.compile(
+_RUN_ON = re.compile(
     r"^[\s#*_>]*(?:Question|Q|Problem|Human|User)\s*\d*\s*[*_]*(?::|[ \t]*$)|<\|im_start\|>|<\|start_header_id\|>",
     re.MULTILINE,
 )
 _QUOTES = "\"'“”‘’«»"
+
+# Letters of multiple-choice questions.
+_WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textit|mbox)\s*\{([^{}]*)\}")
+_MARKUP = re.compile(r"\*\*|__|`|\$")
+_BOXED_CHOICE = re.compile(r"\\(?:boxed|fbox)\s*\{([^{}]*)\}")
+_LETTER = r"[(\[]?\b[A-Z]\b[)\]]?(?!['’])"
+_MORE = rf"(?:\s*(?:,|/|and|or|nor)\s*{_LETTER})*"
+_REJECTED = (
+    re.compile(
+        r"(?:\b(?:not|never|neither|nor|cannot|rather than|instead of)|n['’]t)\s+(?:be\s+)?"
+        rf"(?:(?:option|choice|answer)\s+)?{_LETTER}{_MORE}(?:,?\s+but\b)?",
+        re.IGNORECASE,
+    ),
+    re.compile(rf"{_LETTER}{_MORE}\s+(?:is|are|was|were)\s+(?:wrong|incorrect|false|not\b[^.,;\n]*)"),
+)
+# "A" and "I" can be words, unless a reason follows; a lower-case letter is a choice only at the end of a line.
+_REASON = r"(?:because|since|as|for|which|due|and\s+not|not|and|or|is)\b"
+_NAMED = rf"(?:([B-HJ-Z])\b(?!['’])|([AI])\b(?!['’])(?!\s+(?!{_REASON})[a-z])|([a-z])\b(?=[\s*_).\"”`}}\]]*(?:\n|$)))"
+_OPENING = r"[\s*_:\"“\[(–-]*"
+_ASKED = r"(?:the\s+)?(?:correct\s+|right\s+|best\s+)?(?:(?:answer|option|choice)\s*(?:is\b)?\s*)?"
+_CHOSEN = (
+    re.compile(rf"\b(?i:answer|option|choice)[\s*_]*(?i:is|would\s+be|:)?(?:\s+(?i:option|choice))?{_OPENING}{_NAMED}"),
+    re.compile(rf"答案(?:是|为|：|:)?{_OPENING}([A-Za-z])(?![A-Za-z])"),
+    re.compile(
+        r"(?<![\w'’])[(\[]?([A-Z])[)\]]?\s+(?:is|must\s+be|would\s+be)\s+(?:the\s+)?(?:correct|right|best|answer)\b"
+    ),
+    re.compile(
+        r"\b(?i:(?:must|has\s+to|should|would|will|can\s+only)\s+be|choose|pick|select|go(?:ing)?\s+with)\s+(?i:option|choice|answer)?"
+        rf"{_OPENING}{_NAMED}"
+    ),
+    re.compile(
+        rf"\b(?i:so|therefore|hence|thus)\b,?\s*(?i:it['’]s|it\s+is|it\s+must\s+be)?\s*(?i:{_ASKED}){_OPENING}{_NAMED}"
+    ),
+    re.compile(r"^\W*([A-Z])(?:[).:,]|\s*$)"),
+    re.compile(r"^\W*([a-z])[).]\s+\S"),
+    re.compile(r"\(([A-Z])\)"),
+    re.compile(r"^\W*([A-Z])[).:]?\W*$", re.MULTILINE),
+    re.compile(r"^\W*([a-z])[).]?\W*$"),
+)
+_OTHER_BEHIND = re.compile(
+    rf"^[)\]\s]*(?:,|/|&|\bor\b|\band\b)\s*(?:or\s+|and\s+)?(?:option\s+|choice\s+)?{_LETTER}(?!\s+(?:is|are)\b)"
+)
+_OTHER_BEFORE = re.compile(rf"{_LETTER}\s*(?:,|/|&|\bor\b|\band\b)\s*[(\[]?$")
 
 
 @dataclass(frozen=True, order=True)
@@ -69,11 +112,22 @@ def final_answer(text: str) -> str | None:
     if said is None:
         return None
     mentions = _mentions(said)
-    if mentions and (run_on := RUN_ON.search(said, mentions[0].start)):
+    if mentions and (run_on := _RUN_ON.search(said, mentions[0].start)):
         mentions = _mentions(said[: run_on.start()])
     ranks = [(mention.final and mention.firm, mention.firm, mention.final) for mention in mentions]
     best = max(range(len(mentions)), key=lambda number: (ranks[number], number), default=None)
     return None if best is None else mentions[best].answer
+
+
+def chosen_letter(text: str) -> str | None:
+    """Return the letter that a response to a multiple-choice question chooses, in upper case; None if it has none.
+
+    It is in a box, after "answer is", after "choose", at the beginning, or alone; the last match of each kind counts.
+    Rejected letters ("A is wrong") are ignored. Two adjacent letters ("A or B") are not an answer.
+    """
+    run_on = _RUN_ON.search(text)
+    before = None if run_on is None else _chosen(text[: run_on.start()])
+    return before or _chosen(text)
 
 
 def _mentions(said: str) -> list[_Mention]:
@@ -145,3 +199,27 @@ def _cleaned(answer: str) -> str:
         bare = bare.rstrip("$").strip()
     without_commands = re.sub(r"\\(?:text|mathrm|mathbf|left|right|quad|,|!|;|boxed)\b", "", bare)
     return bare if any(character.isalnum() for character in without_commands) else ""
+
+
+def _chosen(text: str) -> str | None:
+    """Return the letter that a text chooses, in upper case; None where it chooses none, or several."""
+    plain = _MARKUP.sub("", _WRAPPED.sub(r"\1", text)).strip()
+    if boxed := _BOXED_CHOICE.findall(plain):
+        letters = re.findall(r"\b[A-Za-z]\b", _without_rejected(boxed[-1]))
+        return letters[0].upper() if letters and len(set(letters)) == 1 else None
+    plain = _without_rejected(plain)
+    for pattern in _CHOSEN:
+        if matches := list(pattern.finditer(plain)):
+            last = matches[-1]
+            start, end = last.span(last.lastindex or 0)
+            if _OTHER_BEHIND.match(plain[end:]) or _OTHER_BEFORE.search(plain[:start]):
+                return None
+            return str(last[last.lastindex or 0]).upper()
+    return None
+
+
+def _without_rejected(text: str) -> str:
+    """Return a text without the letters that it rules out."""
+    for pattern in _REJECTED:
+        text = pattern.sub(" ", text)
+    return text

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
-from reprieve.errors import SpecError, require_whole
 from reprieve.registry import Registry
 from reprieve.tasks.graders import Grader
 
@@ -84,33 +83,6 @@ class Task(Protocol):
     def same(self, problem: TaskProblem, answer: str | None, other: str | None) -> bool:
         """Return whether two answers to a problem are equally good, right or wrong; used by mining."""
         return self.equivalent(answer, other)
-
-
-@dataclass
-class FileTask(Task):
-    """Base of tasks from a file.
-
-    Args:
-        path: the JSONL file, plain or gzipped.
-        length: largest answer, in tokens.
-    """
-
-    path: str | None = None
-    length: int = 512
-
-    needs_path: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if not self.path and self.needs_path:
-            raise SpecError(f"task {self.name} needs path=FILE.jsonl")
-        require_whole("length", self.length, 1)
-
-    @property
-    def max_new_tokens(self) -> int:
-        return self.length
-
-    def wrap(self, question: str) -> str:
-        return question
 
 
 TASKS: Registry[Task] = Registry("task", "reprieve.tasks")

@@ -1,23 +1,29 @@
-"""Tasks that the papers use, from local JSONL or the hub: expressions, short answers, and choices by letter."""
+"""Tasks that the papers use, from local JSONL or the hub: expressions, short answers, choices, and open prompts."""
 
 from __future__ import annotations
 
 import random
-import re
 import string
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 from reprieve.errors import ReprieveError, require_choice
 from reprieve.tasks.answers import final_answer
 from reprieve.tasks.base import TaskProblem, register_task
-from reprieve.tasks.choices import ChoiceGrader
-from reprieve.tasks.graders import Grader, MathGrader, NumberGrader, register_grader
-from reprieve.tasks.table import TableTask, text_of
+from reprieve.tasks.graders import (
+    AliasGrader,
+    ChoiceGrader,
+    DottedGrader,
+    ExactGrader,
+    Grader,
+    MathGrader,
+    NumberGrader,
+)
+from reprieve.tasks.table import FileTask, TableTask, read_jsonl, text_of
 
 _BOXED = "{question}\n\nReason step by step, and put the final answer within \\boxed{{}}."
 _LETTER = "{question}\n\n{choices}\n\nAnswer with the letter of the right choice."
-_DOTTED = re.compile(r"(?<![\d.,])\d{1,3}(?:\.\d{3})+(?![.,]?\d)")
 _LANGUAGES = ("bn", "de", "en", "es", "fr", "ja", "ru", "sw", "te", "th", "zh")
 _LETTERS = string.ascii_uppercase
 
@@ -29,7 +35,6 @@ class MathTask(TableTask):
 
     hub: ClassVar[Any] = ("HuggingFaceH4/MATH-500", None, {"test": "test"})
     name: str = field(default="math", init=False)
-    stop: tuple[str, ...] = field(default=(), init=False)
     grader: Grader = field(default=MathGrader(), init=False, repr=False)
 
     def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
@@ -51,7 +56,6 @@ class AimeTask(TableTask):
 
     hub: ClassVar[Any] = ("math-ai/aime24", None, {"test": "test"})
     name: str = field(default="aime", init=False)
-    stop: tuple[str, ...] = field(default=(), init=False)
     grader: Grader = field(default=NumberGrader(), init=False, repr=False)
 
     def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
@@ -62,17 +66,6 @@ class AimeTask(TableTask):
         if reference is None:
             raise ReprieveError(f"task aime: {where}: answer must be a number, got {written!r}")
         return TaskProblem(self.named(question), _BOXED.format(question=question.strip()), reference, question=question)
-
-
-@register_grader
-@dataclass(frozen=True)
-class DottedGrader(NumberGrader):
-    """A number whose thousands are separated by dots."""
-
-    name: ClassVar[str] = "dotted_number"
-
-    def extract(self, text: str) -> str | None:
-        return super().extract(_DOTTED.sub(lambda number: number[0].replace(".", ""), text))
 
 
 @register_task
@@ -89,7 +82,6 @@ class MgsmTask(TableTask):
 
     hub: ClassVar[Any] = ("juletxara/mgsm", "{language}", {"test": "test", "train": "train"})
     name: str = field(default="mgsm", init=False)
-    stop: tuple[str, ...] = field(default=(), init=False)
     grader: Grader = field(default=NumberGrader(), init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -103,24 +95,6 @@ class MgsmTask(TableTask):
         if reference is None:
             raise ReprieveError(f"task mgsm: {where}: answer_number must be a number, got {row['answer_number']!r}")
         return TaskProblem(self.named(question), _BOXED.format(question=question.strip()), reference, question=question)
-
-
-@register_grader
-@dataclass(frozen=True)
-class AliasGrader(Grader):
-    """A short answer, compared with any of several names, as TriviaQA's own evaluation does: case, articles and
-    punctuation do not count."""
-
-    name: ClassVar[str] = "alias"
-
-    def extract(self, text: str) -> str | None:
-        first = text.strip().split("\n", 1)[0]
-        return first if _normal(first) else None
-
-    def equivalent(self, answer: str | None, other: str | None) -> bool:
-        if answer is None or other is None:
-            return False
-        return bool(_names(answer) & _names(other))
 
 
 @register_task
@@ -156,7 +130,6 @@ class ChoiceTask(TableTask):
 
     length: int = 256
 
-    stop: tuple[str, ...] = field(default=(), init=False)
     grader: Grader = field(default=ChoiceGrader(), init=False, repr=False)
 
     def _problem(self, question: str, choices: list[str], right: int | str, where: str) -> TaskProblem:
@@ -248,13 +221,86 @@ class CommonsenseQaTask(ChoiceTask):
         )
 
 
-def _names(answer: str) -> set[str]:
-    """Return the normalised names in an answer, or in a reference with one name per line."""
-    return {_normal(name) for name in answer.split("\n")} - {""}
+@register_task
+@dataclass
+class PromptsTask(FileTask):
+    """Prompts from a file: a `prompt` a line (or AlpacaEval's `instruction`), or `turns` (MT-Bench, Spec-Bench).
+
+    Benchmarks go through all turns; mining takes the first.
+    """
+
+    length: int = 256
+
+    name: str = field(default="prompts", init=False)
+    graded: bool = field(default=False, init=False)
+    splits: tuple[str, ...] = field(default=("all",), init=False)
+    grader: Grader = field(default=ExactGrader(), init=False, repr=False)  # mining uses a judge to compare meanings
+
+    def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
+        require_choice("split", split, self.splits)
+        problems = []
+        for line, row in read_jsonl(Path(str(self.path))):
+            turns = row.get("turns") or [row.get("prompt") or row.get("instruction")]
+            if not isinstance(turns, list) or not all(turn and isinstance(turn, str) for turn in turns):
+                raise ReprieveError(
+                    f"task prompts: line {line} of {self.path} must have prompt, instruction or turns, as texts"
+                )
+            first, *others = turns
+            name = f"prompts-{row.get('question_id', line)}"
+            problems.append(TaskProblem(name, first, "", tuple(others), category=str(row.get("category", ""))))
+        return problems[offset : offset + limit]
 
 
-def _normal(text: str) -> str:
-    words = "".join(" " if sign in string.punctuation + "‘’´`_“”" else sign for sign in text.lower()).split()
-    kept = " ".join(word for word in words if word not in ("a", "an", "the"))
-    # Some signs can distinguish names and are kept: C++, -5, 5%.
-    return kept if not re.search(r"[+#%$€£-]|\d\.\d", text) else " ".join(text.lower().split())
+@dataclass
+class _OpenTask(TableTask):
+    """Prompts from the hub's data sets."""
+
+    length: int = 256
+
+    graded: bool = field(default=False, init=False)
+    grader: Grader = field(default=ExactGrader(), init=False, repr=False)  # mining uses a judge to compare meanings
+
+
+@register_task
+@dataclass
+class AlpacaTask(_OpenTask):
+    """Taori et al., 2023 (Alpaca): `instruction`, and `input` if there is one."""
+
+    hub: ClassVar[Any] = ("tatsu-lab/alpaca", None, {"all": "train"})
+    name: str = field(default="alpaca", init=False)
+
+    def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
+        given = text_of(row, "input", where).strip() if row.get("input") else ""
+        prompt = text_of(row, "instruction", where).strip() + (f"\n\n{given}" if given else "")
+        return TaskProblem(self.named(prompt), prompt, "", question=prompt)
+
+
+@register_task
+@dataclass
+class Oasst1Task(_OpenTask):
+    """Köpf et al., 2023 (OASST1): the first messages of conversations, in one language.
+
+    Args:
+        language: such as en, de or zh.
+    """
+
+    language: str = "en"
+
+    hub: ClassVar[Any] = ("OpenAssistant/oasst1", None, {"train": "train", "validation": "validation"})
+    name: str = field(default="oasst1", init=False)
+
+    def _rows(self, split: str) -> list[tuple[dict[str, Any], str]]:
+        first = [
+            (row, where)
+            for row, where in super()._rows(split)
+            if text_of(row, "role", where) == "prompter" and row.get("parent_id") is None and not row.get("deleted")
+        ]
+        rows = [(row, where) for row, where in first if text_of(row, "lang", where) == self.language]
+        if first and not rows:
+            known = ", ".join(sorted({str(row["lang"]) for row, _ in first}))
+            raise ReprieveError(f"task oasst1: language must be one of {known}, got {self.language!r}")
+        return rows
+
+    def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
+        prompt = text_of(row, "text", where).strip()
+        return TaskProblem(self.named(prompt), prompt, "", question=prompt)

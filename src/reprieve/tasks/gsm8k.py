@@ -1,28 +1,25 @@
-"""GSM8K: grade-school word problems, from JSONL files or the hub; answers compared as expressions."""
+"""GSM8K: grade-school word problems, with worked examples or other questions before each of them."""
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from reprieve.errors import ReprieveError, SpecError, import_extra, require_choice
-from reprieve.tasks.base import Task, TaskProblem, problem_digest, register_task
+from reprieve.errors import ReprieveError, SpecError
+from reprieve.tasks.base import TaskProblem, register_task
 from reprieve.tasks.graders import Grader, NumberGrader
-from reprieve.tasks.jsonl import read_jsonl
+from reprieve.tasks.table import ALL, TableTask, text_of
 
-_SPLITS = ("train", "validation", "test")
-_VALIDATION = 20  # per cent of the training problems, by a hash of the question
 _ANNOTATION = re.compile(r"<<[^>]*>>")
 _INSTRUCTION = 'Solve the problem step by step. End with "The final answer is" and the answer.\n\n'
 
 
 @register_task
 @dataclass
-class Gsm8kTask(Task):
+class Gsm8kTask(TableTask):
     """Cobbe et al., 2021: 7,473 training and 1,319 test problems.
 
     The data has no validation split. A fifth of the training problems, chosen by a hash of the question, is the
@@ -31,112 +28,72 @@ class Gsm8kTask(Task):
     Args:
         path: a JSONL file with `question` and `answer`; `{split}` in it stands for train, test, or validation where
             there is such a file. None for the hub.
+        length: largest answer, in tokens.
         shots: worked training problems before each question, 0 to 64.
         context: unsolved training questions at the start of the prompt: AutoJudge's long-context benchmark has 250
             (appendix M.2). Drawn for each question separately; the same question always gets the same ones.
     """
 
-    path: str | None = None
+    length: int = 512
     shots: int = 0
     context: int = 0
 
+    hub: ClassVar[Any] = ("openai/gsm8k", "main", {"train": "train", "test": "test"})
     name: str = field(default="gsm8k", init=False)
-    graded: bool = field(default=True, init=False)
-    splits: tuple[str, ...] = field(default=_SPLITS, init=False)
-    max_new_tokens: int = field(default=512, init=False)
     stop: tuple[str, ...] = field(default=("\nProblem:",), init=False)
     grader: Grader = field(default=NumberGrader(), init=False, repr=False)
-    _loaded: dict[str, list[tuple[str, str]]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.shots <= 64:
             raise SpecError(f"shots must be in [0, 64], got {self.shots}")
         if not 0 <= self.context <= 5000:
             raise SpecError(f"context must be in [0, 5000], got {self.context}")
 
     def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
-        require_choice("split", split, _SPLITS)
-        rows = self._rows(split)[offset : offset + limit]
         return [
             TaskProblem(
-                f"gsm8k-{split}-{offset + number}", self.wrap(question), _reference(solution), question=question
+                f"gsm8k-{split}-{number}", self.wrap(row.question), _result(row.reference), question=row.question
             )
-            for number, (question, solution) in enumerate(rows)
+            for number, row in enumerate(super().problems(split, limit, offset=offset), start=offset)
         ]
 
-    def wrap(self, question: str) -> str:
-        shown = self._examples(question)
-        worked = "".join(f"Problem: {other}\nSolution: {_worked(solution)}\n\n" for other, solution in shown)
-        return f"{self._context(question)}{_INSTRUCTION}{worked}Problem: {question.strip()}\nSolution:"
+    def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
+        """The problem of a row, with the solution as its reference and no prompt yet: long ones would fill memory."""
+        question, solution = text_of(row, "question", where), text_of(row, "answer", where)
+        if "####" not in solution:
+            raise ReprieveError(f"task gsm8k: {where}: answer must end in #### and the result, got {solution[-40:]!r}")
+        return TaskProblem(self.named(question), question, solution, question=question)
 
-    def _examples(self, question: str) -> Sequence[tuple[str, str]]:
-        """Return the first training problems, without the question itself."""
-        if not self.shots:
-            return ()
-        others = [row for row in self._read("train")[: self.shots + 1] if row[0] != question]
-        return others[: self.shots]
+    def wrap(self, question: str) -> str:
+        worked = ""
+        if self.shots:
+            others = [row for row in self.of_own_split("train")[: self.shots + 1] if row.question != question]
+            for other in others[: self.shots]:
+                worked += f"Problem: {other.question}\nSolution: {_worked(other.reference)}\n\n"
+        return f"{self._context(question)}{_INSTRUCTION}{worked}Problem: {question.strip()}\nSolution:"
 
     def _context(self, question: str) -> str:
         """Return other questions as distracting context."""
         if not self.context:
             return ""
-        others = [row[0] for row in self._read("train") if row[0] != question]
+        others = [row.question for row in self.of_own_split("train") if row.question != question]
         if len(others) < self.context:
             raise SpecError(f"context must be at most the {len(others)} other training questions, got {self.context}")
         chosen = random.Random(question).sample(others, self.context)  # seeded by the text
         return "".join(f"Problem: {other.strip()}\n\n" for other in chosen)
 
-    def _rows(self, split: str) -> list[tuple[str, str]]:
-        if split == "test" or self._has_validation:
-            return self._read(split)
-        validation = split == "validation"
-        return [row for row in self._read("train") if _is_validation(row[0]) == validation]
-
-    @property
-    def _has_validation(self) -> bool:
-        """True if validation problems have a file of their own."""
+    def portions(self) -> dict[str, tuple[str, range]]:
         path = self.path or ""
-        return "{split}" in path and Path(path.replace("{split}", "validation")).is_file()
-
-    def _read(self, split: str) -> list[tuple[str, str]]:
-        if split not in self._loaded:
-            if self.path is None:
-                rows = list(enumerate(_from_hub(split), start=1))
-            else:
-                rows = read_jsonl(Path(self.path.replace("{split}", split)))
-            self._loaded[split] = [_checked(row, f"{self.path or 'openai/gsm8k'}, line {line}") for line, row in rows]
-        return self._loaded[split]
+        if "{split}" in path and Path(path.replace("{split}", "validation")).is_file():
+            return {split: (split, ALL) for split in ("train", "validation", "test")}
+        return {"train": ("train", range(20, 100)), "validation": ("train", range(20)), "test": ("test", ALL)}
 
 
-def _is_validation(question: str) -> bool:
-    return int(problem_digest(question), 16) % 100 < _VALIDATION
-
-
-def _from_hub(split: str) -> list[dict[str, Any]]:
-    datasets = import_extra("datasets", "tasks")
-    try:
-        return list(datasets.load_dataset("openai/gsm8k", "main", split=split))
-    except Exception as error:  # no network, or no such data set: the hub raises many kinds of errors
-        raise ReprieveError(
-            f"task gsm8k could not be loaded from the hub ({error}); give a file: gsm8k:path=gsm8k_{{split}}.jsonl"
-        ) from None
-
-
-def _checked(row: dict[str, Any], where: str) -> tuple[str, str]:
-    if missing := {"question", "answer"} - row.keys():
-        raise ReprieveError(
-            f"task gsm8k: {where} must have question and answer, {', '.join(sorted(missing))} is missing"
-        )
-    question, answer = str(row["question"]), str(row["answer"])
-    if "####" not in answer:
-        raise ReprieveError(f"task gsm8k: {where}: answer must end in #### and the result, got {answer[-40:]!r}")
-    return question, answer
-
-
-def _reference(solution: str) -> str:
+def _result(solution: str) -> str:
     return solution.rpartition("####")[2].strip().replace(",", "")
 
 
 def _worked(solution: str) -> str:
     steps = _ANNOTATION.sub("", solution.rpartition("####")[0]).strip()
-    return f"{steps}\nThe final answer is {_reference(solution)}."
+    return f"{steps}\nThe final answer is {_result(solution)}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import re
 from fractions import Fraction
 from typing import NamedTuple
@@ -147,18 +148,15 @@ def same_number(left: Number, right: Number) -> bool:
 
 def written(number: Number) -> str:
     """Return a number as text: 72, 1.5, 2/3 or 50%."""
-    value, percent = number.value, number.percent
-    sign = "%" if percent else ""
-    if value.denominator == 1:
-        return f"{value.numerator}{sign}"
-    bottom = value.denominator
-    while bottom % 2 == 0 or bottom % 5 == 0:
-        bottom //= 2 if bottom % 2 == 0 else 5
-    if bottom != 1:
-        return f"{value.numerator}/{value.denominator}{sign}"
-    decimals = next(decimals for decimals in range(1, 2000) if (value * 10**decimals).denominator == 1)
-    digits = str(abs(value.numerator * 10**decimals // value.denominator)).rjust(decimals + 1, "0")
-    return f"{'-' if value < 0 else ''}{digits[:-decimals]}.{digits[-decimals:]}{sign}"
+    top, bottom = number.value.as_integer_ratio()
+    with decimal.localcontext() as exact:
+        exact.prec = 3000  # digits; exponents have three
+        exact.traps[decimal.Inexact] = True
+        try:
+            text = f"{decimal.Decimal(top) / bottom:f}"
+        except decimal.Inexact:
+            text = f"{top}/{bottom}"
+    return f"{text}%" if number.percent else text
 
 
 def _plain(text: str) -> str:

@@ -1,28 +1,39 @@
-"""Programming tasks: HumanEval, and LiveCodeBench's format. Answers are programs, graded by running them sandboxed."""
+"""Programming tasks: HumanEval, and LiveCodeBench's format. Answers are programs, graded by running them sandboxed.
+
+The program of a response is in its fenced code blocks (CommonMark).
+"""
 
 from __future__ import annotations
 
+import ast
 import base64
 import builtins
+import functools
 import json
 import pickletools
 import re
-import threading
+import textwrap
 import zlib
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
+from markdown_it import MarkdownIt
+
 from reprieve.errors import ReprieveError, require_choice
 from reprieve.files import parse_json
 from reprieve.tasks.answers import after_thinking
-from reprieve.tasks.base import FileTask, TaskProblem, problem_digest, register_task
-from reprieve.tasks.code_blocks import BREAK, code_blocks, defined_names, future_first, is_fenced, program_of
-from reprieve.tasks.jsonl import read_jsonl
+from reprieve.tasks.base import TaskProblem, register_task
 from reprieve.tasks.sandbox import Limits, ProgramResult, Sandbox
+from reprieve.tasks.table import FileTask, read_jsonl
+
+BREAK = "\n\f\n"  # between the blocks of an extracted answer; a form feed is white space to Python
 
 _MOST_KNOWN = 4096  # programs whose verdicts are kept
+_MARKS = ("```", "~~~")
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _DEFINED = re.compile(r"^def (\w+)", re.MULTILINE)
 
@@ -46,14 +57,18 @@ class ProgramsTask(FileTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._known: dict[tuple[str, str], tuple[bool, ...]] = {}
-        self._lock = threading.Lock()
+        # Mining compares many programs with the target's own.
+        self.known_verdicts = functools.lru_cache(_MOST_KNOWN)(self.verdicts)
         self._sandbox = Sandbox(Limits(seconds=self.seconds, memory_mb=self.memory_mb), unsafe=self.unsafe)
 
     def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
         require_choice("split", split, self.splits)
-        rows = read_jsonl(Path(str(self.path)))[offset : offset + limit]
-        return [self._problem(row, f"{self.path}, line {line}") for line, row in rows]
+        rows = [(line, row) for line, row in read_jsonl(Path(str(self.path))) if self.takes(row)]
+        return [self._problem(row, f"{self.path}, line {line}") for line, row in rows[offset : offset + limit]]
+
+    def takes(self, row: dict[str, Any]) -> bool:
+        """Return whether a row of the file is one of the task's problems."""
+        return True
 
     def extract_answer(self, text: str) -> str | None:
         """Return the programs of a response's fenced blocks, or all of it; `program_of` chooses among them."""
@@ -73,19 +88,6 @@ class ProgramsTask(FileTask):
             return False
         verdicts, other_verdicts = (self.known_verdicts(program, problem.reference) for program in (answer, other))
         return answer == other or verdicts == other_verdicts
-
-    def known_verdicts(self, answer: str, reference: str) -> tuple[bool, ...]:
-        """Return cached `verdicts`, since mining compares many programs with the target's own. Thread-safe."""
-        key = (answer, problem_digest(reference))
-        with self._lock:
-            known = self._known.get(key)
-        if known is None:
-            known = tuple(self.verdicts(answer, reference))
-            with self._lock:
-                if len(self._known) >= _MOST_KNOWN:
-                    self._known.clear()
-                self._known[key] = known
-        return known
 
     def verdicts(self, answer: str, reference: str) -> list[bool]:
         """Return for each of the reference's tests whether a program passes it."""
@@ -167,14 +169,8 @@ class LiveCodeBenchTask(ProgramsTask):
     stop: tuple[str, ...] = field(default=(), init=False)
     length: int = 2048
 
-    def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
-        require_choice("split", split, self.splits)
-        rows = [
-            (line, row)
-            for line, row in read_jsonl(Path(str(self.path)))
-            if (self.since or "") <= str(row.get("contest_date", "9"))[:10] < (self.until or "~")
-        ]
-        return [self._problem(row, f"{self.path}, line {line}") for line, row in rows[offset : offset + limit]]
+    def takes(self, row: dict[str, Any]) -> bool:
+        return (self.since or "") <= str(row.get("contest_date", "9"))[:10] < (self.until or "~")
 
     def extract_answer(self, text: str) -> str | None:
         return super().extract_answer(text) if is_fenced(text) else None
@@ -286,3 +282,72 @@ def _text(row: dict[str, Any], key: str, where: str) -> str:
     if not isinstance(row.get(key), str):
         raise ReprieveError(f"{where} must have a text {key!r}, got {type(row.get(key)).__name__}")
     return str(row[key])
+
+
+def code_blocks(text: str) -> list[str]:
+    """Return the Python blocks of a response, in order; without any, other blocks or the bare response.
+
+    Blocks count if they are tagged as Python, or untagged and valid Python. This leaves out blocks that show output.
+    """
+    text = text.replace("\r\n", "\n")
+    fences = [(token.info.strip().lower(), _without_marks(token.content)) for token in _fences(textwrap.dedent(text))]
+    fences = [(info.split()[0] if info else "", content) for info, content in fences if content.strip()]
+    if tagged := [content for info, content in fences if info.startswith("py") or (not info and _tree(content))]:
+        return tagged
+    before = text.partition("```")[0]
+    if before.strip() and (_tree(textwrap.dedent(before)) or not fences):  # a bare completion and a stray fence
+        return [before.rstrip()]
+    return [content for _, content in fences] or [_without_marks(text)]
+
+
+def _without_marks(text: str) -> str:
+    """Return a text without lines that open or close a fence."""
+    return "\n".join(line for line in text.split("\n") if not line.strip().startswith(_MARKS)).rstrip()
+
+
+def is_fenced(text: str) -> bool:
+    """Return whether a response contains a block that is not empty."""
+    return any(token.content.strip() for token in _fences(textwrap.dedent(text)))
+
+
+def program_of(answer: str, names: Collection[str]) -> str:
+    """Return the program among an answer's blocks: the last one that defines one of these names, or the last whole one.
+
+    Earlier blocks that contain only imports and other definitions are prepended.
+    """
+    blocks = answer.split(BREAK)
+    defining = [number for number, block in enumerate(blocks) if defined_names(block) & set(names)]
+    whole = [number for number, block in enumerate(blocks) if _tree(block)]
+    last = (defining or whole or [len(blocks) - 1])[-1]
+    helpers = [block for block in blocks[:last] if _only_defines(block) and not defined_names(block) & set(names)]
+    return "\n\n".join([*helpers, blocks[last]])
+
+
+def defined_names(program: str) -> set[str]:
+    """Return the functions and classes that a program defines at its top level; none where it is not one."""
+    tree = _tree(program)
+    return set() if tree is None else {node.name for node in tree.body if isinstance(node, _DEFINITIONS)}
+
+
+def future_first(program: str) -> str:
+    """Return a program with its `__future__` imports first, where Python wants them."""
+    lines = program.split("\n")
+    future = [line for line in lines if line.startswith("from __future__ ")]
+    return "\n".join([*future, *(line for line in lines if not line.startswith("from __future__ "))])
+
+
+def _fences(text: str) -> Iterator[Any]:
+    return (token for token in MarkdownIt("commonmark").parse(text) if token.type == "fence")
+
+
+def _only_defines(block: str) -> bool:
+    tree = _tree(block)
+    wanted = (*_DEFINITIONS, ast.Import, ast.ImportFrom)
+    return tree is not None and bool(tree.body) and all(isinstance(node, wanted) for node in tree.body)
+
+
+def _tree(program: str) -> ast.Module | None:
+    try:
+        return ast.parse(program)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None

@@ -1,1 +1,0 @@
-"""Generator of the bundled tasks' word problems."""
