@@ -21,14 +21,13 @@ from reprieve.heads.settings import FeatureRecipe
 from reprieve.heads.state_arbiter import StateArbiter
 from reprieve.mining.records import MINED, Mismatch, ProblemLabels
 from reprieve.models.cached_model import CachedModel
-from reprieve.rules import Checked, accept, accepts, parse_rule
-from reprieve.rules.accept import RiskBudget
+from reprieve.rules import RiskBudget, accept, accepts, parse_rule
+from reprieve.rules.arbiter import StateArbiterRule
 from reprieve.rules.judge import JudgeRule
 from reprieve.rules.pivot import PivotRule
-from reprieve.rules.state_arbiter import StateArbiterRule
 from reprieve.training.features import collect
 from reprieve.types import Block, Evidence, Provenance
-from tests.kit.tiny import IDENTITY, NumberTokenizer, perturbed, random_head, tiny_model
+from tests.kit.tiny import IDENTITY, NumberTokenizer, checked_by, perturbed, random_head, tiny_model
 
 CPU = torch.device("cpu")
 PROMPT = list(range(3, 15))
@@ -276,7 +275,7 @@ def test_head_rules_judge_tree_nodes_by_the_states_of_the_nodes(pair, kind):
     for branch in ([0, 2], [1, 3]):
         alone, _ = risks(Block.chain(tree.token_ids[branch]))
         torch.testing.assert_close(whole[branch], alone, rtol=1e-4, atol=1e-5)
-    checked = Checked.of_flags(case.lossless_accepts)
+    checked = checked_by(case.lossless_accepts)
     outcome = accept(rule.with_parameter("threshold", 1.0), tree, case, checked, budget=RiskBudget())
     assert outcome.path[0] in (0, 1)
     assert set(outcome.provenance) == {Provenance.RESCUED}

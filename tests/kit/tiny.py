@@ -30,7 +30,7 @@ from reprieve.heads.state_arbiter import StateArbiter
 from reprieve.models.eagle3 import EagleConfig, EagleHead
 from reprieve.models.sampling import Sampler
 from reprieve.needs import Need
-from reprieve.rules import Rule
+from reprieve.rules import Checked, Rule
 from reprieve.rules.learned import HeadRule
 from reprieve.types import Block, Outcome, Prefill, Verification
 
@@ -101,6 +101,11 @@ class NumberTokenizer:
 
     def get_vocab(self) -> dict[str, int]:
         return {str(i): i for i in range(self.size)}
+
+
+def checked_by(accepts: torch.Tensor) -> Checked:
+    """The lossless check's decisions on a chain, from flags [N]; the tokens after them are 0."""
+    return Checked(accepts, accepts, torch.zeros(len(accepts) + 1, dtype=torch.long))
 
 
 class ScriptedDrafter:

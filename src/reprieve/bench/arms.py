@@ -17,7 +17,7 @@ from reprieve.heads.certificates import Certificate, Conditions, pathless_spec
 from reprieve.heads.folds import FoldedHead
 from reprieve.heads.loading import attach_heads, fitting_length
 from reprieve.rules import Rule, parse_rule
-from reprieve.rules.truncation import require_truncation
+from reprieve.rules.accept import require_truncation
 from reprieve.settings import AUTO, NumDraftTokens, named_length, read_draft_tokens, require_draft_tokens
 from reprieve.specs import parse_parameters, split
 

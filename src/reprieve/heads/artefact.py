@@ -17,7 +17,7 @@ from reprieve.errors import ReprieveError, SpecError
 from reprieve.heads.binding import PairIdentity
 from reprieve.heads.files import fingerprint_of, read_head, write_head
 from reprieve.heads.model_card import model_card
-from reprieve.registry import Registry
+from reprieve.specs import Registry
 
 _ORIGIN = frozenset({"prompt", "problems", "drafter"})  # optional: unknown where they are missing
 _TENSORS = "tensors"  # field with all weights by name; without it, each tensor is a separate field

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from reprieve.errors import SpecError, require_whole
-from reprieve.registry import Registry
+from reprieve.specs import Registry
 from reprieve.tasks.graders import Grader
 
 

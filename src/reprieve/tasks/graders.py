@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from reprieve.registry import Registry
+from reprieve.specs import Registry
 from reprieve.tasks.answers import final_answer
 from reprieve.tasks.expressions import same_expression
 from reprieve.tasks.numbers import number_in, same_number, written
