@@ -12,13 +12,11 @@ import torch
 from reprieve.drafters import DraftModelDrafter
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import PairError, ReprieveError, SpecError, UnsupportedModelError
+from reprieve.heads.classifiers import JudgeHead, PivotHead, StateArbiter, pivot_logits
 from reprieve.heads.features import TokenStates, assemble
 from reprieve.heads.files import signature
-from reprieve.heads.judge import JudgeHead, judge_probability
 from reprieve.heads.loading import attach_heads, load_head, require_heads_fit
-from reprieve.heads.pivot import PivotHead, pivot_logits
 from reprieve.heads.settings import FeatureRecipe
-from reprieve.heads.state_arbiter import StateArbiter
 from reprieve.mining.records import MINED, Mismatch, ProblemLabels
 from reprieve.models.cached_model import CachedModel
 from reprieve.rules import RiskBudget, accept, accepts, parse_rule
@@ -329,7 +327,8 @@ def test_formulas_take_any_leading_shape():
     features = torch.randn(2, 3, 8)
     head = random_head("pivot")
     assert pivot_logits(features, head.tensors).shape == (2, 3, 2)
-    assert judge_probability(features, torch.randn(8), torch.tensor(0.1)).shape == (2, 3)
+    judge = random_head("judge")
+    assert judge.probability(torch.randn(2, 3, judge.num_features)).shape == (2, 3)
 
 
 def test_bundled_heads_default_to_their_most_lenient_certified_threshold(tmp_path):
