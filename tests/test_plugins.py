@@ -14,8 +14,8 @@ import pytest
 
 from reprieve.cli.main import main
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.registry import Registry
 from reprieve.rules import RULES, Rule, parse_rule
+from reprieve.specs import Registry
 from tests.kit.plugin import install_plugin
 
 

@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 
 from reprieve.errors import SpecError
 from reprieve.rules import parse_rule
-from reprieve.rules.compose import AllOf, AnyOf
+from reprieve.rules.compose import AllOf, AnyOf, InsideSpan, StrictFirst
 from reprieve.rules.fuzzy import FuzzyRule
-from reprieve.rules.margin import FloorRule, MarginRule
-from reprieve.rules.spans import InsideSpan, StrictFirst
-from reprieve.rules.top_k import TopKRule
+from reprieve.rules.margin import FloorRule, MarginRule, TopKRule
 from reprieve.rules.typical import TypicalRule
 from reprieve.specs import construct, format_spec, parse_spec, split
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from reprieve.errors import SpecError
 
-_FILE = "bundle.json"
 _OURS = "reprieve/"  # names with this prefix are not looked up on the hub
 _OTHERS = "REPRIEVE_BUNDLES"  # folders with further bundles
 
@@ -50,18 +49,16 @@ class Bundle:
         return {folder: self.head(folder) for folder in self.heads}
 
 
-def _read(folder: Path) -> Bundle:
-    """Return the bundle that a folder's `bundle.json` describes."""
-    found = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-    heads, menu = tuple(found["heads"]), tuple(found["menu"])
-    return Bundle(found["name"], folder.name, found["task"], folder, heads, menu, found["certified"])
-
-
 def _bundles() -> dict[str, Bundle]:
     """Return the package's bundles and those under the folders that REPRIEVE_BUNDLES names, by name."""
     roots = [Path(__file__).parent / "bundled", *map(Path, filter(None, os.environ.get(_OTHERS, "").split(os.pathsep)))]
-    read = [_read(path.parent) for root in roots for path in sorted(root.glob(f"*/{_FILE}"))]
-    return {bundle.name: bundle for bundle in read}
+    bundles = {}
+    for path in (path for root in roots for path in sorted(root.glob("*/bundle.json"))):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        heads, menu = tuple(found["heads"]), tuple(found["menu"])
+        name, folder = found["name"], path.parent
+        bundles[name] = Bundle(name, folder.name, found["task"], folder, heads, menu, found["certified"])
+    return bundles
 
 
 BUNDLES = _bundles()

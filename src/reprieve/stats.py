@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-Z95 = 1.959963984540054
+Z95 = 1.959963984540054  # of 95% intervals
 
 
-def wilson_interval(num_successes: int, num_trials: int, *, z: float = Z95) -> tuple[float, float]:
-    """Wilson score interval of a share, 95% by default; (0, 1) without trials.
+def wilson_interval(num_successes: int, num_trials: int) -> tuple[float, float]:
+    """95% Wilson score interval of a share; (0, 1) without trials.
 
     Raises:
         ValueError: successes outside [0, trials].
@@ -22,19 +22,16 @@ def wilson_interval(num_successes: int, num_trials: int, *, z: float = Z95) -> t
     if num_trials == 0:
         return (0.0, 1.0)
     share = num_successes / num_trials
-    spread = z * math.sqrt(share * (1 - share) / num_trials + z * z / (4 * num_trials**2))
-    center = share + z * z / (2 * num_trials)
-    scale = 1 + z * z / num_trials
+    spread = Z95 * math.sqrt(share * (1 - share) / num_trials + Z95**2 / (4 * num_trials**2))
+    center = share + Z95**2 / (2 * num_trials)
+    scale = 1 + Z95**2 / num_trials
     low = 0.0 if num_successes == 0 else (center - spread) / scale
     high = 1.0 if num_successes == num_trials else (center + spread) / scale
     return (low, high)
 
 
 def paired_difference(
-    left: Sequence[float] | np.ndarray,
-    right: Sequence[float] | np.ndarray,
-    *,
-    z: float = Z95,
+    left: Sequence[float] | np.ndarray, right: Sequence[float] | np.ndarray
 ) -> tuple[float, float, float]:
     """Mean of left - right over the same problems, with its 95% interval: (difference, low, high).
 
@@ -59,9 +56,9 @@ def paired_difference(
     if np.isin(differences, (-1.0, 0.0, 1.0)).all():
         gained, lost = ((int((differences == sign).sum()) + 1) / (num + 2) for sign in (1, -1))
         center, variance = gained - lost, gained + lost - (gained - lost) ** 2
-        spread = z * math.sqrt(variance / (num + 2))
+        spread = Z95 * math.sqrt(variance / (num + 2))
         return (mean, max(-1.0, center - spread), min(1.0, center + spread))
-    spread = math.inf if num == 1 else z * float(differences.std(ddof=1)) / math.sqrt(num)
+    spread = math.inf if num == 1 else Z95 * float(differences.std(ddof=1)) / math.sqrt(num)
     return (mean, mean - spread, mean + spread)
 
 
@@ -131,26 +128,23 @@ class BranchChoices:
 
         Branches of equal utility count as both right if it is at least 0.5, else as both wrong.
         """
-        groups: dict[str, list[tuple[bool, float]]] = {
-            name: [] for name in ("all", "draft_better", "target_better", "both_right", "both_wrong")
+        accepted, draft = np.asarray(self.accepted, dtype=bool), np.asarray(self.draft_utilities)
+        gains = draft - np.asarray(self.target_utilities)
+        groups = {
+            "all": np.ones_like(accepted),
+            "draft_better": gains > 0,
+            "target_better": gains < 0,
+            "both_right": (gains == 0) & (draft >= 0.5),
+            "both_wrong": (gains == 0) & (draft < 0.5),
         }
-        for accepted, draft_utility, target_utility in zip(
-            self.accepted, self.draft_utilities, self.target_utilities, strict=True
-        ):
-            if draft_utility == target_utility:
-                name = "both_right" if draft_utility >= 0.5 else "both_wrong"
-            else:
-                name = "draft_better" if draft_utility > target_utility else "target_better"
-            for group in ("all", name):
-                groups[group].append((accepted, draft_utility - target_utility))
+        flags = {
+            "num": np.ones_like(accepted),
+            "num_draft_not_worse": gains >= 0,
+            "num_draft_chosen": accepted,
+            "num_agreed": np.where(accepted, gains >= 0, gains <= 0),
+        }
         return {
-            name: {
-                "num": len(members),
-                "num_draft_not_worse": sum(gain >= 0 for _, gain in members),
-                "num_draft_chosen": sum(accepted for accepted, _ in members),
-                "num_agreed": sum(gain >= 0 if accepted else gain <= 0 for accepted, gain in members),
-            }
-            for name, members in groups.items()
+            name: {key: int((members & flag).sum()) for key, flag in flags.items()} for name, members in groups.items()
         }
 
     def shares(self) -> dict[str, float]:

@@ -132,11 +132,6 @@ class Verification:
         return select_rows(self.hidden, block.parent_rows)
 
     @property
-    def node_logits(self) -> Tensor:
-        """The distribution after each node: [N, V]."""
-        return self.logits[1:]
-
-    @property
     def node_hidden(self) -> HiddenStates | None:
         """The hidden states that encode each node: [N, Dt] a layer."""
         return select_rows(self.hidden, slice(1, None))
@@ -150,8 +145,27 @@ class Context:
     lengths: Tensor  # [B], int64
 
 
+@dataclass(frozen=True, kw_only=True)
+class RuleInputs:
+    """Optional inputs of a rule; None where it does not read them. Shapes as in `Evidence`."""
+
+    draft_scores: Tensor | None = None  # [..., V]; None when the drafter has no distribution
+    draft_logits: Tensor | None = None  # [..., V], raw; None as above
+    proposal_probs: Tensor | None = None  # [...], of each token; None where the drafter did not sample
+    uniforms: Tensor | None = None  # [...], in [0, 1); the lossless check's draws; None when greedy
+    noise: Tensor | None = None  # [...], in [0, 1); independent draws for rules that are random themselves
+    node_hidden: HiddenStates | None = None  # [..., Dt] a layer, the target's, encoding the token
+    parent_hidden: HiddenStates | None = None  # [..., Dt] a layer, the target's, that predicted the token
+    draft_hidden: HiddenStates | None = None  # [..., Dd] a layer, the draft's, encoding the token
+    token_embeddings: Tensor | None = None  # [..., D], the target's input embedding of the token
+    top_embeddings: Tensor | None = None  # [..., D], that of the target's most likely token in its place
+    context: Context | None = None
+    answer_positions: Tensor | None = None  # [...], int64: how many tokens of the answer precede the token
+    num_draft_tokens: int | None = None  # the engine's K; a block can be shorter. None if K varies
+
+
 @dataclass(frozen=True)
-class Evidence:
+class Evidence(RuleInputs):
     """Inputs of a rule, for drafted tokens in any leading shape `...` ([N] here, [num_tokens] in vLLM).
 
     Scores are logits after temperature, top-k and top-p, so that their softmax is what tokens are sampled from; when
@@ -165,26 +179,10 @@ class Evidence:
     lossless_accepts: Tensor  # [...], bool: whether the lossless check alone would accept the token
     target_scores: Tensor | None = None  # [..., V]; None for the raw logits
     target_ids: Tensor | None = None  # [...], the target's own draw at each position (check `exact`)
-    draft_scores: Tensor | None = None  # [..., V]; None when the drafter has no distribution
-    draft_logits: Tensor | None = None  # [..., V], raw; None as above
-    proposal_probs: Tensor | None = None  # [...], of each token; None where the drafter did not sample
-    uniforms: Tensor | None = None  # [...], in [0, 1); the lossless check's draws; None when greedy
-    noise: Tensor | None = None  # [...], in [0, 1); independent draws for rules that are random themselves
-    node_logits: Tensor | None = None  # [..., V], the target's distribution after the token
-    node_hidden: HiddenStates | None = None  # [..., Dt] a layer, the target's, encoding the token
-    parent_hidden: HiddenStates | None = None  # [..., Dt] a layer, the target's, that predicted the token
-    draft_hidden: HiddenStates | None = None  # [..., Dd] a layer, the draft's, encoding the token
-    token_embeddings: Tensor | None = None  # [..., D], the target's input embedding of the token
-    top_embeddings: Tensor | None = None  # [..., D], that of the target's most likely token in its place
     advice: Tensor | None = None  # [...], what an advisor's extra forward returned
     parents: Sequence[int] | None = None  # [N], ROOT or an earlier node; None for a chain
     padding: Tensor | None = None  # [...], bool: True for padding; None without padding
-    context: Context | None = None
-    context_rows: Sequence[int] | None = (
-        None  # [N], the text of `context` that each token continues; None for the only one
-    )
-    answer_positions: Tensor | None = None  # [...], int64: how many tokens of the answer precede the token
-    num_draft_tokens: int | None = None  # the engine's K; a block can be shorter. None if K varies
+    context_rows: Sequence[int] | None = None  # [N], each token's text in `context`; None for the only one
 
     @cached_property
     def own_ids(self) -> Tensor:

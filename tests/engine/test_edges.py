@@ -17,10 +17,10 @@ from reprieve.heads.settings import ArbiterShape
 from reprieve.models import CachedModel
 from reprieve.models.arbiter import ArbiterModel
 from reprieve.needs import Need
-from reprieve.rules import RULES, Checked, RiskBudget, accept, accepts, parse_rule
-from reprieve.rules.checks import SampledCheck
+from reprieve.rules import RULES, RiskBudget, accept, accepts, parse_rule
+from reprieve.rules.lossless import SampledCheck
 from reprieve.types import ROOT, Block, Evidence, Provenance
-from tests.kit.tiny import NumberTokenizer, ScriptedDrafter, perturbed, random_head, tiny_model, with_heads
+from tests.kit.tiny import NumberTokenizer, ScriptedDrafter, checked_by, perturbed, random_head, tiny_model, with_heads
 
 CPU = torch.device("cpu")
 PROMPT = list(range(2, 22))
@@ -77,7 +77,7 @@ def test_no_rule_accepts_a_token_the_target_excludes(spec):
         parse_rule(spec),
         Block(torch.tensor([2]), (ROOT,), deterministic=True),
         case,
-        Checked.of_flags(case.lossless_accepts),
+        checked_by(case.lossless_accepts),
         budget=RiskBudget(),
     )
     assert outcome.path == []
@@ -130,7 +130,7 @@ def test_walk_and_mask_agree_when_a_threshold_switches_everything_off():
     case = Evidence(block.token_ids, rows[:-1], True, torch.tensor([False, False]), draft_scores=rows[:-1])
     for spec in ("typical:slack=-inf|floor:min_prob=0.1", "cascade:alpha=-inf"):
         rule = parse_rule(spec)
-        outcome = accept(rule, block, case, Checked.of_flags(case.lossless_accepts), budget=RiskBudget())
+        outcome = accept(rule, block, case, checked_by(case.lossless_accepts), budget=RiskBudget())
         assert outcome.path == []
         assert not accepts(rule, case).any()
 

@@ -12,23 +12,20 @@ import torch
 from reprieve.drafters import DraftModelDrafter
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import PairError, ReprieveError, SpecError, UnsupportedModelError
+from reprieve.heads.classifiers import JudgeHead, PivotHead, StateArbiter, pivot_logits
 from reprieve.heads.features import TokenStates, assemble
 from reprieve.heads.files import signature
-from reprieve.heads.judge import JudgeHead, judge_probability
 from reprieve.heads.loading import attach_heads, load_head, require_heads_fit
-from reprieve.heads.pivot import PivotHead, pivot_logits
 from reprieve.heads.settings import FeatureRecipe
-from reprieve.heads.state_arbiter import StateArbiter
 from reprieve.mining.records import MINED, Mismatch, ProblemLabels
 from reprieve.models.cached_model import CachedModel
-from reprieve.rules import Checked, accept, accepts, parse_rule
-from reprieve.rules.accept import RiskBudget
+from reprieve.rules import RiskBudget, accept, accepts, parse_rule
+from reprieve.rules.arbiter import StateArbiterRule
 from reprieve.rules.judge import JudgeRule
 from reprieve.rules.pivot import PivotRule
-from reprieve.rules.state_arbiter import StateArbiterRule
 from reprieve.training.features import collect
 from reprieve.types import Block, Evidence, Provenance
-from tests.kit.tiny import IDENTITY, NumberTokenizer, perturbed, random_head, tiny_model
+from tests.kit.tiny import IDENTITY, NumberTokenizer, checked_by, perturbed, random_head, tiny_model
 
 CPU = torch.device("cpu")
 PROMPT = list(range(3, 15))
@@ -276,7 +273,7 @@ def test_head_rules_judge_tree_nodes_by_the_states_of_the_nodes(pair, kind):
     for branch in ([0, 2], [1, 3]):
         alone, _ = risks(Block.chain(tree.token_ids[branch]))
         torch.testing.assert_close(whole[branch], alone, rtol=1e-4, atol=1e-5)
-    checked = Checked.of_flags(case.lossless_accepts)
+    checked = checked_by(case.lossless_accepts)
     outcome = accept(rule.with_parameter("threshold", 1.0), tree, case, checked, budget=RiskBudget())
     assert outcome.path[0] in (0, 1)
     assert set(outcome.provenance) == {Provenance.RESCUED}
@@ -330,7 +327,8 @@ def test_formulas_take_any_leading_shape():
     features = torch.randn(2, 3, 8)
     head = random_head("pivot")
     assert pivot_logits(features, head.tensors).shape == (2, 3, 2)
-    assert judge_probability(features, torch.randn(8), torch.tensor(0.1)).shape == (2, 3)
+    judge = random_head("judge")
+    assert judge.probability(torch.randn(2, 3, judge.num_features)).shape == (2, 3)
 
 
 def test_bundled_heads_default_to_their_most_lenient_certified_threshold(tmp_path):

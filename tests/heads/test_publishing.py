@@ -12,7 +12,7 @@ import reprieve
 from reprieve.bundles import BY_KEY
 from reprieve.cli.main import main
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.heads.publishing import repositories
+from reprieve.heads.publishing import Repository
 from tests.kit.pairs import ARITHMETIC
 
 JUDGE, PIVOT = (BY_KEY["miniature"].folder / name for name in ("judge", "pivot"))
@@ -33,7 +33,7 @@ def quickstart(tmp_path):
 
 
 def test_a_quickstart_folder_is_published_with_certificates_and_report(quickstart):
-    [made] = repositories([quickstart], "me/judge")
+    made = Repository.of(quickstart, "me/judge")
     certificates = {path.name for path in (JUDGE / "certificates").iterdir()}
     assert {
         path.removeprefix("certificates/") for path in made.files if path.startswith("certificates/")
@@ -44,14 +44,14 @@ def test_a_quickstart_folder_is_published_with_certificates_and_report(quickstar
 
 
 def test_the_first_line_of_the_card_is_the_certificate(quickstart):
-    [made] = repositories([quickstart], "me/judge")
+    made = Repository.of(quickstart, "me/judge")
     first = min((JUDGE / "certificates").iterdir())
     statement = json.loads(first.read_text())["statement"]
     assert text_below_the_header(made.files["README.md"].decode()).startswith(f"> **Certified.** {statement}")
 
 
 def test_a_published_head_loads_with_its_certificates(quickstart, tmp_path):
-    [made] = repositories([quickstart], "me/judge")
+    made = Repository.of(quickstart, "me/judge")
     head = reprieve.load_head(made.write(tmp_path / "out"))
     assert head.fingerprint == reprieve.load_head(JUDGE).fingerprint
     assert len(head.certificates) == 3
@@ -62,37 +62,27 @@ def test_a_certificate_of_another_head_is_refused(tmp_path):
     shutil.copytree(PIVOT, folder)
     shutil.copytree(JUDGE / "certificates", folder / "certificates")
     with pytest.raises(ReprieveError, match="must be about this head"):
-        repositories([folder], "me/pivot")
-
-
-def test_several_heads_get_a_page_that_lists_them():
-    *heads, page = repositories([JUDGE, PIVOT], "me/heads")
-    assert [made.name for made in (*heads, page)] == ["me/heads-judge", "me/heads-pivot", "me/heads"]
-    card = page.files["README.md"].decode()
-    assert text_below_the_header(card).startswith("> 1 of 2 heads have a certificate")
-    rows = [line for line in card.splitlines() if line.startswith("| [me/")]
-    assert ["With 95% confidence" in row for row in rows] == [True, False]
+        Repository.of(folder, "me/pivot")
 
 
 @pytest.mark.parametrize(
-    ("folders", "name", "message"),
+    ("folder", "name", "message"),
     [
-        ([JUDGE], "judge", "repo must be owner/name, got 'judge'"),
-        ([JUDGE, JUDGE], "me/heads", "folders must have different names"),
-        ([JUDGE.parent / "target"], "me/target", "names no kind"),
-        ([JUDGE.parent / "nothing"], "me/x", "there is no such folder"),
+        (JUDGE, "judge", "repo must be owner/name, got 'judge'"),
+        (JUDGE.parent / "target", "me/target", "names no kind"),
+        (JUDGE.parent / "nothing", "me/x", "there is no such folder"),
     ],
 )
-def test_invalid_folders_and_names_are_refused(folders, name, message):
+def test_invalid_folders_and_names_are_refused(folder, name, message):
     with pytest.raises((SpecError, ReprieveError), match=message):
-        repositories(folders, name)
+        Repository.of(folder, name)
 
 
 def test_other_folders_are_not_overwritten(tmp_path):
     mine = tmp_path / "me" / "judge" / "notes.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    [made] = repositories([JUDGE], "me/judge")
+    made = Repository.of(JUDGE, "me/judge")
     with pytest.raises(ReprieveError, match="holds something else"):
         made.write(tmp_path)
     assert mine.read_text() == "mine"
@@ -135,7 +125,7 @@ def test_a_failed_upload_names_the_reason_and_the_folder(tmp_path, monkeypatch, 
 def test_transformers_generates_from_a_published_folder(bundled_pair, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     judge = ARITHMETIC.folder / "judge"
-    folder = repositories([judge], "me/judge")[0].write(tmp_path)
+    folder = Repository.of(judge, "me/judge").write(tmp_path)
     tokenizer = bundled_pair.tokenizer
     prompt = tokenizer("Question: Ben has 4 coins. He finds 3. How many coins are there?\nAnswer:", return_tensors="pt")
     made = bundled_pair.target.generate(

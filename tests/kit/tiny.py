@@ -19,18 +19,15 @@ from transformers import (
 
 from reprieve.drafters.length import RoundLength
 from reprieve.heads.arbiter import Arbiter
-from reprieve.heads.base import Head
 from reprieve.heads.binding import PairIdentity
-from reprieve.heads.judge import JudgeHead
+from reprieve.heads.classifiers import Head, JudgeHead, PivotHead, StateArbiter
 from reprieve.heads.length import LengthHead
 from reprieve.heads.lts import LtsCalibration
-from reprieve.heads.pivot import PivotHead
 from reprieve.heads.settings import ArbiterShape, FeatureRecipe
-from reprieve.heads.state_arbiter import StateArbiter
 from reprieve.models.eagle3 import EagleConfig, EagleHead
 from reprieve.models.sampling import Sampler
 from reprieve.needs import Need
-from reprieve.rules import Rule
+from reprieve.rules import Checked, Rule
 from reprieve.rules.learned import HeadRule
 from reprieve.types import Block, Outcome, Prefill, Verification
 
@@ -101,6 +98,11 @@ class NumberTokenizer:
 
     def get_vocab(self) -> dict[str, int]:
         return {str(i): i for i in range(self.size)}
+
+
+def checked_by(accepts: torch.Tensor) -> Checked:
+    """The lossless check's decisions on a chain, from flags [N]; the tokens after them are 0."""
+    return Checked(accepts, accepts, torch.zeros(len(accepts) + 1, dtype=torch.long))
 
 
 class ScriptedDrafter:

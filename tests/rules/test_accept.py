@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from reprieve.rules import RiskBudget, Traits, accept, parse_rule
-from reprieve.rules.checks import GreedyCheck
-from reprieve.rules.lossless import block_verification
-from reprieve.rules.top_k import TopKRule
+from reprieve.rules.lossless import GreedyCheck, block_verification
+from reprieve.rules.margin import TopKRule
 from reprieve.types import ROOT, Block, Evidence, Provenance
 
 M, R = Provenance.MATCHED, Provenance.RESCUED
@@ -19,7 +18,7 @@ class InTurn(TopKRule):
     own_traits = Traits(rescues_in_turn=True)
 
 
-def walk(spec, probs, tokens, parents=None, **keywords):
+def walk(spec, probs, tokens, parents=None, budget=None):
     """Greedy acceptance over hand-made probabilities; row 0 judges what follows the last committed token."""
     block = Block(torch.tensor(tokens), tuple(range(-1, len(tokens) - 1)) if parents is None else parents)
     rows = torch.tensor(probs).log()
@@ -33,8 +32,7 @@ def walk(spec, probs, tokens, parents=None, **keywords):
         parents=block.parents,
     )
     rule = parse_rule(spec) if isinstance(spec, str) else spec
-    budget = keywords.pop("budget", RiskBudget.of(rule))
-    return accept(rule, block, evidence, check.settle(block), budget=budget, **keywords)
+    return accept(rule, block, evidence, check.settle(block), budget=budget or RiskBudget.of(rule))
 
 
 CHAIN = [[0.6, 0.3, 0.1], [0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.1, 0.2, 0.7]]
@@ -49,11 +47,6 @@ def test_exact_pattern_of_a_chain():
     assert outcome.next_token_id == 2, "the bonus token follows the last drafted one"
     assert outcome.risks == [1.0, 2.0, 1.0]
     assert walk("top_k:k=2", CHAIN, [0, 2, 1]).path == [0]
-
-
-def test_a_request_can_bring_its_own_threshold():
-    assert walk("top_k:k=2", CHAIN, [0, 2, 1], threshold=3.0).path == [0, 1, 2]
-    assert walk("top_k:k=3", CHAIN, [0, 1, 1], threshold=1.0).path == [0]
 
 
 def test_a_tree_prefers_a_match_to_a_rescue_and_the_least_risk_among_rescues():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from reprieve.errors import SpecError
-from reprieve.rules import RULES, accepts, all_of, parse_rule
+from reprieve.rules import RULES, AllOf, accepts, parse_rule
 from reprieve.rules.lossless import sampling_accepts
 from reprieve.rules.spans import SPANS
 from reprieve.types import Context, Evidence
@@ -344,7 +344,7 @@ def test_composition_needs_both_or_either():
     for other in ("margin:delta=inf", "ratio:ratio=0", "floor:min_prob=0"):
         assert not accepts(bound(f"top_k:k=1|{other}"), never).any()
         assert not accepts(bound(f"top_k:k=3&{other}"), never).any()
-    composed = all_of(parse_rule("top_k:k=2"), parse_rule("floor:min_prob=0.29"))
+    composed = AllOf((parse_rule("top_k:k=2"), parse_rule("floor:min_prob=0.29")))
     assert composed.spec == "top_k:k=2&floor:min_prob=0.29"
     assert parse_rule(composed.spec) == composed
 

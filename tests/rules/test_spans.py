@@ -13,8 +13,7 @@ from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.models import CachedModel
 from reprieve.rules import InsideSpan, StrictFirst, parse_rule
-from reprieve.rules.markers import span_is_open
-from reprieve.rules.spans import model_markers
+from reprieve.rules.spans import model_markers, span_is_open
 from reprieve.types import ROOT, Context, Provenance
 from tests.kit.chats import byte_tokenizer
 from tests.kit.tiny import NumberTokenizer, perturbed, tiny_model

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reprieve.rules import RiskBudget, Rule, Traits, accept
-from reprieve.rules.checks import BlockCheck, GreedyCheck, SampledCheck
+from reprieve.rules.lossless import BlockCheck, GreedyCheck, SampledCheck
 from reprieve.types import ROOT, Block, Evidence, Provenance
 
 VOCAB_SIZE = 4

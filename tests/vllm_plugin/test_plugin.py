@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from reprieve.errors import PairError, ReprieveError, SpecError
-from reprieve.rules import accepts, parse_rule
-from reprieve.rules.batch import Batch, Budget, Row, decide
+from reprieve.rules import RiskBudget, accepts, parse_rule
+from reprieve.rules.batch import Batch, Row, decide
 from reprieve.types import Context
 from reprieve.vllm_plugin import probing
 from reprieve.vllm_plugin.configuration import (
@@ -31,7 +31,7 @@ V = 12
 
 def row(rule, num_drafted, *, greedy=True, trusted=True):
     rule = parse_rule(rule) if isinstance(rule, str) else rule
-    return Row(rule.name, rule, num_drafted, greedy, trusted, Budget.of(rule))
+    return Row(rule.name, rule, num_drafted, greedy, trusted, RiskBudget.of(rule))
 
 
 class Letters:
@@ -106,7 +106,7 @@ def test_decisions_do_not_depend_on_other_requests(spec):
         alone = Batch(
             block_sizes=[item.num_drafted], context=text, **{name: getattr(whole, name)[span] for name in fields}
         )
-        again = dataclasses.replace(item, budget=Budget.of(item.rule))
+        again = dataclasses.replace(item, budget=RiskBudget.of(item.rule))
         own = decide([again], alone)
         assert own.accept.tolist() == made.accept[span].tolist()
         assert own.refuse.tolist() == made.refuse[span].tolist()

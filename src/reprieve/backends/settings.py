@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from reprieve.errors import SpecError, require_choice, require_range, require_whole
-from reprieve.registry import Registry
 from reprieve.settings import AUTO, NumDraftTokens
-from reprieve.specs import construct, parse_spec
+from reprieve.specs import Registry, construct, parse_spec
 
 LOCAL = "local"
 SERVED_DRAFT_TOKENS = 8  # K for `auto` on servers, which draft a fixed number of tokens per round

@@ -18,7 +18,7 @@ from reprieve.bench.results import lossless_for
 from reprieve.bench.settings import SpeedSettings
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.errors import ReprieveError
-from reprieve.json_lines import append_line, read_lines, record_from
+from reprieve.files import append_line, read_lines, record_from
 from reprieve.stats import bootstrap_interval
 from reprieve.tasks import Task, TaskProblem
 

@@ -15,9 +15,10 @@ from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, FoldedDecoder, Pair, Sampli
 from reprieve.errors import SpecError, require_choice
 from reprieve.heads.certificates import Certificate, Conditions, pathless_spec
 from reprieve.heads.folds import FoldedHead
-from reprieve.heads.loading import attach_heads, fitting_length
+from reprieve.heads.length import fitting_length
+from reprieve.heads.loading import attach_heads
 from reprieve.rules import Rule, parse_rule
-from reprieve.rules.truncation import require_truncation
+from reprieve.rules.accept import require_truncation
 from reprieve.settings import AUTO, NumDraftTokens, named_length, read_draft_tokens, require_draft_tokens
 from reprieve.specs import parse_parameters, split
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.errors import ReprieveError
-from reprieve.files import FolderLock, read_json, replace_file
-from reprieve.json_lines import append_line, read_lines, record_from
+from reprieve.files import FolderLock, append_line, read_json, read_lines, record_from, replace_file
 from reprieve.types import PARTS
 
 _ANSWERS = "problems.jsonl"

@@ -15,7 +15,7 @@ from reprieve.bench.engine import Engine, Job
 from reprieve.bench.environment import commit, machine, versions
 from reprieve.bench.records import ProblemRecord, RecordFile, claim_run
 from reprieve.errors import EngineError, ReprieveError, SpecError
-from reprieve.heads.origin import name_problems, seen_problems
+from reprieve.heads.loading import name_problems, seen_problems
 from reprieve.settings import MAX_PROBLEMS
 from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.prompting import PromptedTask

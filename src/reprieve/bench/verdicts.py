@@ -14,8 +14,7 @@ import numpy as np
 
 from reprieve.bench.records import ProblemRecord, read_answers
 from reprieve.errors import ReprieveError, SpecError, require_whole
-from reprieve.files import parse_json, replace_file, whole_lines
-from reprieve.json_lines import append_line
+from reprieve.files import append_line, parse_json, replace_file, whole_lines
 from reprieve.stats import bootstrap_interval, wilson_interval
 from reprieve.tasks import TaskProblem
 from reprieve.tasks.chat import FIRST_BETTER, SECOND_BETTER, Chat, ask_verdict

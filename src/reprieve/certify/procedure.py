@@ -33,8 +33,7 @@ from reprieve.errors import ReprieveError, SpecError
 from reprieve.files import replace_file
 from reprieve.heads.certificates import Certificate, portable_spec
 from reprieve.heads.files import CERTIFICATES
-from reprieve.heads.loading import attach_heads
-from reprieve.heads.origin import name_problems, seen_problems
+from reprieve.heads.loading import attach_heads, name_problems, seen_problems
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.learned import LearnedRule
 from reprieve.stats import paired_difference

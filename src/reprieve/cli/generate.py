@@ -85,7 +85,7 @@ class Generate(Command):
         text = sys.stdin.read() if self.prompt == "-" else self.prompt
         if not text.strip():
             raise SpecError(f"PROMPT must hold text, got {text!r}")
-        from reprieve.heads.loading import fitting_length
+        from reprieve.heads.length import fitting_length
         from reprieve.rules import parse_rule
 
         if self.rule not in ("target_only", "draft_only"):  # what is misspelt fails before a large model is read

@@ -1,4 +1,4 @@
-"""`reprieve publish`: heads, certificates and report as repositories of the Hugging Face Hub."""
+"""`reprieve publish`: a head, its certificates and report as a repository of the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from reprieve.cli.command import Command
 
 @dataclass(frozen=True)
 class Publish(Command):
-    """Upload heads with certificates and report to the Hugging Face Hub; several heads get a page that lists them.
+    """Upload a head with its certificates and report to the Hugging Face Hub.
 
     Args:
-        folders: Folders of heads, or of quickstart.
-        repo: Repository, owner/name. With several folders: of the page; a head's is owner/name-FOLDER.
+        folder: Folder of the head, or of quickstart.
+        repo: Repository, owner/name.
         report: HTML report to upload too. Default: the report.html of a quickstart folder.
-        private: Make new repositories private.
+        private: Make a new repository private.
         dry_run: Write the files to --out and upload nothing.
         out: Folder for the files that are uploaded.
     """
@@ -25,7 +25,7 @@ class Publish(Command):
     verb = "publish"
     example = "reprieve publish heads/mine --repo you/your-head --dry-run"
 
-    folders: tuple[Path, ...] = field(metadata={"positional": True})
+    folder: Path = field(metadata={"positional": True})
     repo: str
     report: Path | None = None
     private: bool = False
@@ -34,14 +34,14 @@ class Publish(Command):
 
     def run(self) -> int:
         screen.quiet_transformers()
-        from reprieve.heads.publishing import repositories, upload
+        from reprieve.heads.publishing import Repository
 
-        for repository in repositories(self.folders, self.repo, report=self.report):
-            folder = repository.write(self.out)
-            size = sum(map(len, repository.files.values())) / 1024
-            screen.say(f"{repository.name}: {len(repository.files)} files, {size:.0f} KiB, in {folder}")
-            if not self.dry_run:
-                screen.say(f"  {upload(repository, folder, private=self.private)}")
+        repository = Repository.of(self.folder, self.repo, report=self.report)
+        folder = repository.write(self.out)
+        size = sum(map(len, repository.files.values())) / 1024
+        screen.say(f"{repository.name}: {len(repository.files)} files, {size:.0f} KiB, in {folder}")
         if self.dry_run:
             screen.say("nothing was uploaded; run again without --dry-run")
+        else:
+            screen.say(f"  {repository.upload(folder, private=self.private)}")
         return 0

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from reprieve.cli import screen
 from reprieve.cli.command import Command
-from reprieve.errors import import_extra
+from reprieve.errors import import_extra, require_whole
 from reprieve.settings import PairSettings
 from reprieve.training.settings import JudgeTraining, PivotTraining, StateArbiterTraining
 
 if TYPE_CHECKING:
     from reprieve.engine import Pair
-    from reprieve.heads.base import Head
+    from reprieve.heads.classifiers import Head
     from reprieve.mining.records import ProblemLabels
 
 _WORK = "training"  # folder with the state of an interrupted training
@@ -48,7 +48,7 @@ class TrainHead(Command):
     def run(self) -> int:
         import_extra("sklearn", "labels")
         from reprieve.heads.files import claim_head
-        from reprieve.heads.folds import fold_folder, fold_of, require_folds, write_folds
+        from reprieve.heads.folds import MAX_FOLDS, MIN_FOLDS, fold_folder, fold_of, write_folds
         from reprieve.mining.store import LabelStore
 
         store = LabelStore(self.labels)
@@ -57,7 +57,7 @@ class TrainHead(Command):
         claim_head(self.out)
         problems = store.problems()
         if self.folds is not None:
-            require_folds(self.folds)
+            require_whole("folds", self.folds, MIN_FOLDS, MAX_FOLDS)
             for fold in range(self.folds):
                 kept = [problem for problem in problems if fold_of(problem.problem_id, self.folds) != fold]
                 self._fit_one(pair, kept, store.manifest, fold_folder(self.out, fold))
@@ -106,7 +106,7 @@ class TrainHead(Command):
 
     def report(self, head: Head) -> list[str]:
         """Lines on how good a head is."""
-        from reprieve.heads.base import auc_text
+        from reprieve.heads.classifiers import auc_text
 
         training = head.training
         return [
@@ -167,7 +167,7 @@ class TrainStateArbiter(TrainHead):
 
     def report(self, head: Head) -> list[str]:
         """Lines on how good a head is."""
-        from reprieve.heads.base import auc_text
+        from reprieve.heads.classifiers import auc_text
 
         training = head.training
         return [f"{training['num_tokens']} labels of {training['num_problems']} problems"] + [

@@ -10,8 +10,8 @@ from reprieve.drafters.length import DraftLength, RoundLength
 from reprieve.models.loading import ModelPair
 from reprieve.models.sampling import Sampler
 from reprieve.needs import Need
-from reprieve.registry import Registry
 from reprieve.rules import Rule
+from reprieve.specs import Registry
 from reprieve.types import Block, Outcome, Prefill, Verification
 
 

@@ -23,10 +23,9 @@ from reprieve.models.cached_model import eos_token_ids, require_positions
 from reprieve.models.row_model import RowModel, Unread, refuse_varying_positions
 from reprieve.models.sampling import Sampler
 from reprieve.needs import Need
-from reprieve.rules import LosslessRule, Rule
-from reprieve.rules.batch import Batch, Budget, Row, decide
-from reprieve.rules.checks import GreedyCheck, SampledCheck
-from reprieve.rules.lossless import residual_probs
+from reprieve.rules import LosslessRule, RiskBudget, Rule
+from reprieve.rules.batch import Batch, Row, decide
+from reprieve.rules.lossless import GreedyCheck, SampledCheck, residual_probs
 from reprieve.settings import SamplingParams
 from reprieve.transfers import spread, to_device, to_host
 from reprieve.types import Context, Generation, HiddenStates, Provenance, Token, gather_token
@@ -64,7 +63,7 @@ class _Slot:
     request: Request
     answer: Answer
     token_ids: list[int]  # prompt and answer; the target has read all but the last
-    budget: Budget
+    budget: RiskBudget
     started: float = field(default_factory=time.perf_counter)
 
 
@@ -231,7 +230,7 @@ class BatchedSpeculativeDecoder:
                 params=self.sampler.params.with_fields(max_new_tokens=request.max_new_tokens),
                 watch=Stopwatch(self.device, running=False),
             )
-            self._slots[row] = _Slot(request, answer, list(request.prompt_ids), Budget.of(request.rule))
+            self._slots[row] = _Slot(request, answer, list(request.prompt_ids), RiskBudget.of(request.rule))
 
     def _propose(self, slots: Sequence[_Slot | None]) -> _Block:
         """Draft K tokens for each row."""

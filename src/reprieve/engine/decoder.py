@@ -25,7 +25,7 @@ from reprieve.models.sampling import Sampler
 from reprieve.needs import Need
 from reprieve.rules import LosslessRule, Rule, accept
 from reprieve.rules.base import bounded_risk
-from reprieve.rules.checks import BlockCheck, Checked, ExactCheck, GreedyCheck, LosslessCheck, SampledCheck
+from reprieve.rules.lossless import BlockCheck, Checked, ExactCheck, GreedyCheck, LosslessCheck, SampledCheck
 from reprieve.settings import SamplingParams
 from reprieve.transfers import spread
 from reprieve.types import (
@@ -274,7 +274,6 @@ class SpeculativeDecoder:
             proposal_probs=proposal_probs,
             uniforms=uniforms,
             noise=sampler.uniforms(block.num_tokens) if Need.NOISE in needs else None,
-            node_logits=verification.node_logits,
             node_hidden=verification.node_hidden,
             parent_hidden=verification.parent_hidden(block),
             draft_hidden=block.draft_hidden,

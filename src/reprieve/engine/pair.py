@@ -15,8 +15,8 @@ from reprieve.engine.decoder import Advisor, SpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.heads.certificates import Conditions
 from reprieve.heads.folds import fold_of
-from reprieve.heads.length import LengthHead
-from reprieve.heads.loading import attach_heads, length_head, require_heads_fit, split_folds
+from reprieve.heads.length import LengthHead, length_head
+from reprieve.heads.loading import attach_heads, require_heads_fit, split_folds
 from reprieve.models.loading import ModelPair, load_models
 from reprieve.rules import LosslessRule, Rule, parse_rule
 from reprieve.settings import AUTO, BUNDLED_PAIR, NumDraftTokens, require_draft_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,16 +12,45 @@ from typing import Any, ClassVar, Self
 
 import torch
 from huggingface_hub import ModelHubMixin
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.heads.binding import PairIdentity
-from reprieve.heads.files import fingerprint_of, read_head, write_head
-from reprieve.heads.model_card import model_card
-from reprieve.registry import Registry
+from reprieve.files import read_file, read_json, replace_file
+from reprieve.heads.binding import PairIdentity, digest
+from reprieve.heads.files import CARD, CERTIFICATES, CONFIG, WEIGHTS, find_head, require_free, signature
+from reprieve.specs import Registry
 
+SCHEMA = 1
 _ORIGIN = frozenset({"prompt", "problems", "drafter"})  # optional: unknown where they are missing
 _TENSORS = "tensors"  # field with all weights by name; without it, each tensor is a separate field
+_MODEL_CARD = """---
+library_name: reprieve
+tags:
+- reprieve
+- speculative-decoding
+- {kind}
+{base_model}---
+
+{promises}
+
+# {title}
+
+{purpose}
+
+| | |
+| --- | --- |
+{facts}
+
+```
+pip install reprieve
+reprieve bench --target {target} --draft {draft_or_yours} --arm {use}
+```
+
+Reprieve refuses to use it with weights or a tokenizer other than those it was made for. On another task, measure the
+loss of accuracy first.
+"""
 
 
 @dataclass(frozen=True)
@@ -91,7 +121,16 @@ class Artefact(ModelHubMixin):
     @property
     def fingerprint(self) -> str:
         """Hash of its tensors, so that runs of a retrained head do not mix with those of the old one."""
-        return fingerprint_of(self.weights)
+        return digest(self._content)
+
+    @property
+    def _content(self) -> bytes:
+        """Its tensors in the format of safetensors, which refuses tensors that share memory: they are copied."""
+        copies = {
+            name: torch.clone(tensor.detach().cpu(), memory_format=torch.contiguous_format)
+            for name, tensor in self.weights.items()
+        }
+        return save(copies)
 
     def require_pair(self, pair: PairIdentity, name: str) -> None:
         """Refuse a pair other than its own.
@@ -110,10 +149,18 @@ class Artefact(ModelHubMixin):
         Raises:
             ReprieveError: the folder cannot be written, or holds something else.
         """
-        config = {name: _plain(getattr(self, name)) for name in _config_keys(type(self))}
-        config = {name: value for name, value in config.items() if value or name not in _ORIGIN or value == {}}
-        others = {"README.md": self.card(), **self.certificates}
-        write_head(Path(save_directory), self.kind, config, self.weights, others)
+        folder, content = Path(save_directory), self._content
+        texts = {CARD: self.card(), **self.certificates}
+        require_free(folder, self.kind)
+        config = {name: getattr(self, name) for name in _config_keys(type(self))}
+        known = {name: value for name, value in config.items() if value or name not in _ORIGIN or value == {}}
+        document = json.loads(json.dumps({"schema": SCHEMA, "kind": self.kind, **known}, default=dataclasses.asdict))
+        document["sha256"] = signature(document, content)
+        # A folder with a configuration counts as a head, so the weights come first.
+        replace_file(folder / WEIGHTS, content)
+        replace_file(folder / CONFIG, json.dumps(document, indent=2) + "\n")
+        for name, text in texts.items():
+            replace_file(folder / name, text)
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -123,9 +170,6 @@ class Artefact(ModelHubMixin):
         pair: PairIdentity | None = None,
         revision: str | None = None,
         token: str | bool | None = None,
-        cache_dir: str | Path | None = None,
-        force_download: bool = False,
-        local_files_only: bool = False,
     ) -> Self:
         """Load a head from a folder or a hub id.
 
@@ -134,42 +178,72 @@ class Artefact(ModelHubMixin):
             pair: the pair it will be used with; None skips the check.
             revision: branch, tag or commit on the hub.
             token: for private repositories; the saved login by default.
-            cache_dir: folder of the download cache; huggingface_hub's own by default.
-            force_download: download files even if they are cached.
-            local_files_only: never contact the hub.
 
         Raises:
             ReprieveError: not found, of another kind, or tampered with.
             PairError: made for another pair.
         """
-        download = {
-            "revision": revision,
-            "token": token,
-            "cache_dir": cache_dir,
-            "force_download": force_download,
-            "local_files_only": local_files_only,
-        }
-        config, tensors, certificates = read_head(source, cls.kind, _config_keys(cls), optional=_ORIGIN, **download)
+        folder, where = find_head(source, revision=revision, token=token), f"head {str(source)!r}"
+        config, tensors = cls._read(folder, where)
         try:
+            certificates = {
+                f"{CERTIFICATES}/{path.name}": path.read_text(encoding="utf-8")
+                for path in sorted((folder / CERTIFICATES).glob("*.json"))
+            }
             values = {name: _typed(hint, config[name]) for name, hint in _fields(cls).items() if name in config}
             parts = {_TENSORS: tensors} if _TENSORS in _fields(cls) else tensors
             head = cls(**values, **parts, certificates=certificates)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ReprieveError(f"{cls.kind} head {str(source)!r}: {error}") from None
+            raise ReprieveError(f"{cls.kind} {where}: {error}") from None
         if pair is not None:
             head.require_pair(pair, str(source))
         return head
 
+    @classmethod
+    def _read(cls, folder: Path, where: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the configuration and tensors in a folder, checked against each other.
+
+        Args:
+            where: names the head in messages.
+
+        Raises:
+            ReprieveError: unreadable, of another kind, or weights that do not match the digest.
+        """
+        config = read_json(folder / CONFIG, f"{where}: the file")
+        content = read_file(folder / WEIGHTS, f"{where}: the file")
+        if not isinstance(config, dict):
+            raise ReprieveError(f"{where}: {CONFIG} must be an object, got {type(config).__name__}")
+        if config.get("schema") != SCHEMA or config.get("kind") != cls.kind:
+            raise ReprieveError(f"{where} must be of kind {cls.kind} (schema {SCHEMA}), got {config.get('kind')!r}")
+        wanted = config.pop("sha256", None)
+        if signature(config, content) != wanted:
+            raise ReprieveError(f"{where}: {CONFIG} or {WEIGHTS} was changed after they were saved together")
+        del config["kind"], config["schema"]
+        keys = set(_config_keys(cls))
+        if not keys - _ORIGIN <= config.keys() <= keys:
+            odd = ", ".join(sorted(config.keys() ^ keys))
+            raise ReprieveError(f"{where}: {CONFIG} must hold {', '.join(sorted(keys))}; check {odd}")
+        try:
+            return config, load(content)
+        except (SafetensorError, ValueError) as error:
+            raise ReprieveError(f"{where}: {WEIGHTS} cannot be read: {error}") from None
+
     def card(self) -> str:
-        """Return its model card, Markdown."""
-        return model_card(
+        """Return its model card, Markdown, with the certified statements first."""
+        target, draft = self.pair.target, self.pair.draft if self.reads_draft else None
+        rows = {"target": target, **({"draft": draft} if draft else {}), "task": self.task, **self.facts()}
+        promises = [f"> **Certified.** {json.loads(text)['statement']}" for text in self.certificates.values()]
+        is_hub_id = target.count("/") == 1 and not target.startswith((".", "/"))
+        return _MODEL_CARD.format(
             kind=self.kind,
+            use=self.use or f"{self.kind}:path=THIS",
+            title=f"{self.kind} head for {target}",
             purpose=self.purpose,
-            target=self.pair.target,
-            draft=self.pair.draft if self.reads_draft else None,
-            facts={"task": self.task, **self.facts()},
-            certificates=list(self.certificates.values()),
-            use=self.use,
+            target=target,
+            draft_or_yours=draft or "DRAFT",
+            base_model=f"base_model: {target}\n" if is_hub_id else "",
+            promises="\n>\n".join(promises) or "> **Not certified.** `reprieve certify` bounds what it costs.",
+            facts="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
         )
 
 
@@ -183,19 +257,10 @@ def _fields(kind: type[Artefact]) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
 
 
-def _config_keys(kind: type[Artefact]) -> frozenset[str]:
+def _config_keys(kind: type[Artefact]) -> list[str]:
     """Return the fields that go to `config.json`."""
     fields = _fields(kind)
-    return frozenset(name for name in fields if name not in (_TENSORS, "certificates") and fields[name] is not Tensor)
-
-
-def _plain(value: Any) -> Any:
-    """Convert a value to types that JSON can hold."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {key: _plain(item) for key, item in dataclasses.asdict(value).items()}
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return list(value) if isinstance(value, tuple) else value
+    return [name for name in fields if name not in (_TENSORS, "certificates") and fields[name] is not Tensor]
 
 
 def _typed(hint: Any, value: Any) -> Any:

@@ -24,7 +24,6 @@ from reprieve.settings import NumDraftTokens, PromptSettings, describe_format
 
 SCHEMA = 1
 _KIND = "reprieve certificate"
-_ENGINE = ("engine", "engine_version", "runner", "engine_arguments")
 
 
 @dataclass(frozen=True)
@@ -53,25 +52,23 @@ class Conditions:
 
     def differences(self, other: Conditions) -> list[str]:
         """Return the differences from `other`, one short text each; compares weights by fingerprint, tasks by name."""
-        differing = []
-        for part in ("target_weights", "draft_weights", "tokenizer"):
-            if getattr(self.pair, part) != getattr(other.pair, part):
-                differing.append(f"{part} {getattr(other.pair, part)} (certified: {getattr(self.pair, part)})")
-        if self.task.partition(":")[0] != other.task.partition(":")[0]:
-            differing.append(f"task {other.task} (certified: {self.task})")
-        for name in ("num_draft_tokens", "drafter", "dtype", "max_new_tokens", *_ENGINE):
-            certified, actual = getattr(self, name), getattr(other, name)
-            if certified != actual:
-                if name == "max_new_tokens":  # None stands for the task's
-                    certified, actual = certified or "the task's", actual or "the task's"
-                differing.append(f"{name} {actual} (certified: {certified})")
-        if self.format != other.format:
-            differing.append(f"{describe_format(other.format)} (certified: {describe_format(self.format)})")
-        for name in sorted(self.sampling.keys() | other.sampling.keys()):
-            certified, actual = self.sampling.get(name), other.sampling.get(name)
-            if certified != actual:
-                differing.append(f"{name} {actual} (certified: {certified})")
-        return differing
+        certified, actual = self._compared(), other._compared()
+        return [
+            f"{name} {actual.get(name)} (certified: {certified.get(name)})"
+            for name in {**certified, **actual}
+            if certified.get(name) != actual.get(name)
+        ]
+
+    def _compared(self) -> dict[str, Any]:
+        return {
+            **{part: getattr(self.pair, part) for part in ("target_weights", "draft_weights", "tokenizer")},
+            "task": self.task.partition(":")[0],
+            **{name: getattr(self, name) for name in ("num_draft_tokens", "drafter", "dtype")},
+            "max_new_tokens": self.max_new_tokens or "the task's",
+            **{name: getattr(self, name) for name in ("engine", "engine_version", "runner", "engine_arguments")},
+            "prompt format:": describe_format(self.format),
+            **self.sampling,
+        }
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,7 @@ class Certificate:
             SpecError: names what differs.
         """
         rule, portable = parse_rule(self.rule), parse_rule(self.portable_rule)
-        if _renamed(rule, lambda _: "-") != _renamed(portable, lambda _: "-"):
+        if pathless_spec(rule) != pathless_spec(portable):
             raise SpecError(
                 f"rule and portable_rule must be the same but for paths, got {rule.spec} and {portable.spec}"
             )

@@ -1,4 +1,4 @@
-"""Head folders: `config.json` and `model.safetensors`, checked against each other, and certificates."""
+"""Head folders: where they are, which kind of head they hold, and the digest that binds their files together."""
 
 from __future__ import annotations
 
@@ -8,63 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
-from torch import Tensor
-
 from reprieve.bundles import BUNDLED_HEADS
 from reprieve.errors import ReprieveError
-from reprieve.files import read_file, read_json, replace_file
-from reprieve.heads.binding import digest
+from reprieve.files import read_json
 
-SCHEMA = 1
 CERTIFICATES = "certificates"  # folder inside a head's folder
-_CONFIG, _WEIGHTS, _CARD = "config.json", "model.safetensors", "README.md"
-
-
-def write_head(
-    folder: Path,
-    kind: str,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    others: Mapping[str, str],
-) -> None:
-    """Write a head's files under temporary names and rename them, the weights first.
-
-    Args:
-        others: texts by path inside the folder: model card and certificates.
-
-    Raises:
-        ReprieveError: the folder cannot be made, or holds something else.
-    """
-    folder = Path(folder)
-    require_free(folder, kind)
-    content = _bytes_of(tensors)
-    document = {"schema": SCHEMA, "kind": kind, **config}
-    document["sha256"] = signature(document, content)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / _WEIGHTS, content)
-        replace_file(folder / _CONFIG, json.dumps(document, indent=2) + "\n")
-        for name, text in others.items():
-            replace_file(folder / name, text)
-    except OSError as error:
-        raise ReprieveError(f"{str(folder)!r} cannot be written: {error.strerror}") from None
-
-
-def fingerprint_of(tensors: Mapping[str, Tensor]) -> str:
-    """Return a hash of weights, so that runs of a retrained head do not mix with those of the old one."""
-    return digest(_bytes_of(tensors))
-
-
-def _bytes_of(tensors: Mapping[str, Tensor]) -> bytes:
-    # Copies, because the format refuses tensors that share memory.
-    copies = {
-        name: torch.clone(tensor.detach().cpu(), memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-    }
-    return save(copies)
+CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 
 
 def require_free(folder: Path, kind: str) -> None:
@@ -73,7 +22,7 @@ def require_free(folder: Path, kind: str) -> None:
     Raises:
         ReprieveError: names it.
     """
-    config_path = Path(folder) / _CONFIG
+    config_path = Path(folder) / CONFIG
     if config_path.exists() and _kind(config_path) != kind:
         raise ReprieveError(f"{str(folder)!r} holds something else than a {kind} head; name another folder")
 
@@ -95,47 +44,10 @@ def claim_head(folder: Path, kind: str | None = None) -> None:
         raise ReprieveError(f"{str(folder)!r} cannot be made: {error.strerror}") from None
 
 
-def read_head(
-    source: str | Path, kind: str, keys: frozenset[str], *, optional: frozenset[str] = frozenset(), **download: Any
-) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, str]]:
-    """Return configuration, tensors and certificates of a head, from a folder or a hub id.
-
-    Args:
-        kind: required kind of head.
-        keys: keys of the configuration besides schema, kind and digest; missing or additional ones are an error.
-        optional: keys that may be missing.
-        download: arguments of `huggingface_hub.snapshot_download`.
-
-    Raises:
-        ReprieveError: not found, another kind, unreadable, or weights that do not match the digest.
-    """
-    folder = find_head(source, **download)
-    config = read_json(folder / _CONFIG, f"head {str(source)!r}: the file")
-    content = read_file(folder / _WEIGHTS, f"head {str(source)!r}: the file")
-    if not isinstance(config, dict):
-        raise ReprieveError(f"head {str(source)!r}: {_CONFIG} must be an object, got {type(config).__name__}")
-    if config.get("schema") != SCHEMA or config.get("kind") != kind:
-        raise ReprieveError(
-            f"head {str(source)!r} must be of kind {kind} (schema {SCHEMA}), got {config.get('kind')!r}"
-        )
-    wanted = config.pop("sha256", None)
-    if signature(config, content) != wanted:
-        raise ReprieveError(f"head {str(source)!r}: {_CONFIG} or {_WEIGHTS} was changed after they were saved together")
-    del config["kind"], config["schema"]
-    if not keys - optional <= config.keys() <= keys:
-        odd = ", ".join(sorted(config.keys() ^ keys))
-        raise ReprieveError(f"head {str(source)!r}: {_CONFIG} must hold {', '.join(sorted(keys))}; check {odd}")
-    try:
-        return config, load(content), _certificates(folder)
-    except (SafetensorError, ValueError) as error:
-        raise ReprieveError(f"head {str(source)!r}: {_WEIGHTS} cannot be read: {error}") from None
-
-
-def find_head(source: str | Path, *, also: tuple[str, ...] = (), **download: Any) -> Path:
+def find_head(source: str | Path, **download: Any) -> Path:
     """Return the folder for a name: a bundled head, a folder, or a local copy of a hub repository.
 
     Args:
-        also: patterns of further files to download.
         download: arguments of `huggingface_hub.snapshot_download`.
 
     Raises:
@@ -151,7 +63,7 @@ def find_head(source: str | Path, *, also: tuple[str, ...] = (), **download: Any
     from huggingface_hub import snapshot_download
 
     try:
-        files = [_CONFIG, _WEIGHTS, _CARD, f"{CERTIFICATES}/*.json", "training.json", *also]
+        files = [CONFIG, WEIGHTS, CARD, f"{CERTIFICATES}/*.json", "training.json"]
         return Path(snapshot_download(str(source), allow_patterns=files, **download))
     except Exception as error:  # the hub raises many types: no network, no repository, no access
         reason = " ".join(str(error).split())
@@ -164,16 +76,10 @@ def kind_of(source: str | Path) -> str:
     Raises:
         ReprieveError: not found, or no kind in its configuration.
     """
-    kind = _kind(find_head(source) / _CONFIG)
+    kind = _kind(find_head(source) / CONFIG)
     if not isinstance(kind, str):
-        raise ReprieveError(f"head {str(source)!r} cannot be read: its {_CONFIG} names no kind")
+        raise ReprieveError(f"head {str(source)!r} cannot be read: its {CONFIG} names no kind")
     return kind
-
-
-def _certificates(folder: Path) -> dict[str, str]:
-    """Return the texts of the certificates of a head, by path inside its folder."""
-    paths = sorted((folder / CERTIFICATES).glob("*.json"))
-    return {f"{CERTIFICATES}/{path.name}": path.read_text(encoding="utf-8") for path in paths}
 
 
 def _kind(path: Path) -> Any:

@@ -15,30 +15,20 @@ from typing import Any
 
 from torch import Tensor
 
-from reprieve.errors import ReprieveError, SpecError
+from reprieve.errors import ReprieveError, SpecError, require_whole
 from reprieve.files import read_json, replace_file
-from reprieve.heads.base import Head
 from reprieve.heads.binding import PairIdentity, digest
+from reprieve.heads.classifiers import Head
 from reprieve.heads.settings import FeatureRecipe
 from reprieve.types import Evidence
 
-MAX_FOLDS = 64
+MIN_FOLDS, MAX_FOLDS = 2, 64
 _FILE = "folds.json"
 
 
 def fold_of(problem_id: str, num_folds: int) -> int:
     """Return the fold of a problem, independent of the rest of the data set."""
     return int(digest(problem_id.encode()), 16) % num_folds
-
-
-def require_folds(num_folds: int) -> None:
-    """Refuse a number of folds outside [2, 64].
-
-    Raises:
-        SpecError: names the number.
-    """
-    if not 2 <= num_folds <= MAX_FOLDS:
-        raise SpecError(f"folds must be in [2, {MAX_FOLDS}], got {num_folds}")
 
 
 def fold_folder(folder: str | Path, fold: int) -> Path:
@@ -62,7 +52,7 @@ def read_folds(folder: str | Path) -> int | None:
         return None
     try:
         num_folds = int(read_json(path, "the folds")["num_folds"])
-        require_folds(num_folds)
+        require_whole("folds", num_folds, MIN_FOLDS, MAX_FOLDS)
     except (ValueError, KeyError, TypeError) as error:
         raise ReprieveError(f"{str(path)!r} cannot be read: {error}") from None
     return num_folds
@@ -82,6 +72,10 @@ class FoldedHead:
             ReprieveError: a fold cannot be loaded.
         """
         return cls([load(str(fold_folder(folder, fold))) for fold in range(read_folds(folder) or 0)])
+
+    def of(self, problem_id: str) -> Head:
+        """Return the head that was not trained on a problem."""
+        return self.heads[fold_of(problem_id, len(self.heads))]
 
     @property
     def threshold(self) -> float:

@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from reprieve.errors import SpecError, require_range, require_whole
+from reprieve.bundles import bundle_of
+from reprieve.errors import ReprieveError, SpecError, require_range, require_whole
 from reprieve.heads.artefact import Artefact, register_head
-from reprieve.heads.binding import digest
+from reprieve.heads.binding import PairIdentity, digest
 from reprieve.rules import Rule
-from reprieve.settings import AUTO, MAX_DRAFT_TOKENS
+from reprieve.settings import AUTO, MAX_DRAFT_TOKENS, NumDraftTokens, named_length, require_draft_tokens
 
 ANY_RULE = "lossless"
 SCALARS = ("bias", "log_prob", "place", "recent", "dial", "temperature")
@@ -110,3 +111,51 @@ class LengthHead(Artefact):
         """
         if not self.covers(rule):
             raise SpecError(f"length head {name!r} was trained for {self.facts()['rule']}, not for {rule.spec}")
+
+
+def length_head(num_draft_tokens: NumDraftTokens, rule: Rule, pair: PairIdentity) -> LengthHead | None:
+    """Return the draft length head: the named one or, for `auto`, the bundled pair's for this rule; None for no head.
+
+    A bundled head serves all thresholds; outside its training range it uses the nearest one. Rules without a bundled
+    length head use that of lossless decoding.
+
+    Raises:
+        SpecError: a specification that cannot be read, or a named head of another rule or other thresholds.
+        PairError: a named head of another pair.
+        ReprieveError: a head that cannot be loaded.
+    """
+    require_draft_tokens(num_draft_tokens)
+    if isinstance(num_draft_tokens, int):
+        return None
+    if named := named_length(num_draft_tokens):
+        head = _named_length(named)
+        head.require_pair(pair, named)
+        head.require_rule(rule, named)
+        return head
+    bundle = bundle_of(pair.target)
+    names = {} if bundle is None else bundle.head_names
+    source = names.get(f"length-{rule.name}") or names.get(f"length-{ANY_RULE}")
+    if source is None:
+        return None
+    head = LengthHead.from_pretrained(source)
+    return None if head.pair.differences(pair, reads_draft=True) else head
+
+
+def fitting_length(num_draft_tokens: NumDraftTokens, rule: Rule) -> NumDraftTokens:
+    """Return the draft length for one of several rules; a length head of another rule becomes `auto`.
+
+    Raises:
+        SpecError: a specification that cannot be read.
+        ReprieveError: a head that cannot be loaded.
+    """
+    require_draft_tokens(num_draft_tokens)
+    if named := named_length(num_draft_tokens):
+        return num_draft_tokens if _named_length(named).covers(rule) else AUTO
+    return num_draft_tokens
+
+
+def _named_length(name: str) -> LengthHead:
+    try:
+        return LengthHead.from_pretrained(name)
+    except ReprieveError as error:
+        raise ReprieveError(f"num_draft_tokens auto:path={name}: {error}") from None

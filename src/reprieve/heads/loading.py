@@ -1,25 +1,28 @@
-"""Attach heads to rules that name them: `judge:path=heads/j` becomes a rule that can score tokens."""
+"""Attach heads to rules that name them, and check that they fit: the pair, task, drafter and conditions of use.
+
+`judge:path=heads/j` becomes a rule that can score tokens.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from reprieve.bundles import BUNDLED_HEADS, bundle_of
-from reprieve.errors import ReprieveError, SpecError
+from reprieve.errors import SpecError
 from reprieve.heads.artefact import HEADS, Artefact
-from reprieve.heads.base import Head
 from reprieve.heads.binding import PairIdentity, warn_of_transfer
 from reprieve.heads.certificates import Conditions, read_certificates, warn_of_certificates
+from reprieve.heads.classifiers import Head
 from reprieve.heads.files import find_head, kind_of
 from reprieve.heads.folds import FoldedHead, fold_folder, read_folds
-from reprieve.heads.length import ANY_RULE, LengthHead
-from reprieve.heads.origin import warn_of_drafter, warn_of_format, warn_of_sampling
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.learned import HeadRule, LearnedRule
-from reprieve.settings import AUTO, NumDraftTokens, named_length, require_draft_tokens
+from reprieve.settings import describe_format
 
 
 def load_head(source: str | Path, *, kind: str | None = None) -> Artefact | FoldedHead:
@@ -72,54 +75,6 @@ def _certified_threshold(rule: LearnedRule, source: str | None) -> float | None:
     return max(certified, key=lambda value: rule.with_dial(value).looseness, default=None)
 
 
-def length_head(num_draft_tokens: NumDraftTokens, rule: Rule, pair: PairIdentity) -> LengthHead | None:
-    """Return the draft length head: the named one or, for `auto`, the bundled pair's for this rule; None for no head.
-
-    A bundled head serves all thresholds; outside its training range it uses the nearest one. Rules without a bundled
-    length head use that of lossless decoding.
-
-    Raises:
-        SpecError: a specification that cannot be read, or a named head of another rule or other thresholds.
-        PairError: a named head of another pair.
-        ReprieveError: a head that cannot be loaded.
-    """
-    require_draft_tokens(num_draft_tokens)
-    if isinstance(num_draft_tokens, int):
-        return None
-    if named := named_length(num_draft_tokens):
-        head = _named_length(named)
-        head.require_pair(pair, named)
-        head.require_rule(rule, named)
-        return head
-    bundle = bundle_of(pair.target)
-    names = {} if bundle is None else bundle.head_names
-    source = names.get(f"length-{rule.name}") or names.get(f"length-{ANY_RULE}")
-    if source is None:
-        return None
-    head = LengthHead.from_pretrained(source)
-    return None if head.pair.differences(pair, reads_draft=True) else head
-
-
-def fitting_length(num_draft_tokens: NumDraftTokens, rule: Rule) -> NumDraftTokens:
-    """Return the draft length for one of several rules; a length head of another rule becomes `auto`.
-
-    Raises:
-        SpecError: a specification that cannot be read.
-        ReprieveError: a head that cannot be loaded.
-    """
-    require_draft_tokens(num_draft_tokens)
-    if named := named_length(num_draft_tokens):
-        return num_draft_tokens if _named_length(named).covers(rule) else AUTO
-    return num_draft_tokens
-
-
-def _named_length(name: str) -> LengthHead:
-    try:
-        return LengthHead.from_pretrained(name)
-    except ReprieveError as error:
-        raise ReprieveError(f"num_draft_tokens auto:path={name}: {error}") from None
-
-
 def split_folds(rule: Rule) -> list[Rule]:
     """Return the rule once per fold, each with that fold's heads; only the rule itself if no head has folds.
 
@@ -162,10 +117,71 @@ def require_heads_fit(
         head.require_pair(pair, name)
         if task is not None:
             warn_of_transfer(f"head {name!r}", head.task, task)
+        first = head.heads[0] if isinstance(head, FoldedHead) else head
         if drafter is not None:
-            warn_of_drafter(name, head, drafter)
+            _warn_of_drafter(name, first, drafter)
         if here is not None:
-            warn_of_format(name, head, here.format)
-            warn_of_sampling(name, head, here.sampling)
+            _warn_of_conditions(name, first, here)
     if here is not None and rule.heads:
         warn_of_certificates(rule, head_folders(rule), here)
+
+
+def _warn_of_drafter(name: str, head: Artefact, drafter: str) -> None:
+    """Warn if a head judges the tokens of a drafter that it was not trained on.
+
+    Args:
+        drafter: its kind; for EAGLE-3, followed by a colon and the head's fingerprint, if known.
+    """
+    made_for, made_by = str(getattr(head, "drafter", drafter)).partition(":")[::2]
+    kind, weights = drafter.partition(":")[::2]
+    if made_for != kind or (made_by and weights and made_by != weights):
+        other = f"those of {kind}" if made_for != kind else "another head's"
+        advice = f": mine labels with --drafter {kind}" if head.kind == "judge" and kind in ("draft", "eagle3") else ""
+        warnings.warn(
+            f"head {name!r} was trained on tokens of drafter {made_for} and judges {other}; expect wrong answers, "
+            f"because judges do not transfer{advice}",
+            stacklevel=3,
+        )
+
+
+def _warn_of_conditions(name: str, head: Artefact, here: Conditions) -> None:
+    """Warn if a head was made with prompts of another format, or its constants with other sampling settings."""
+    if head.prompt is not None and dict(head.prompt) != here.format:
+        warnings.warn(
+            f"head {name!r} was made with {describe_format(head.prompt)} and is used with "
+            f"{describe_format(here.format)}; measure accuracy in this format before use",
+            stacklevel=3,
+        )
+    measured = getattr(head, "settings", {}).get("sampling") or {}
+    other = [
+        f"{key} {here.sampling[key]} (measured at {measured[key]})"
+        for key in sorted(measured)
+        if here.sampling.get(key, measured[key]) != measured[key]
+    ]
+    if other:
+        warnings.warn(f"{name!r} is used with {', '.join(other)}: calibrate with these settings", stacklevel=3)
+
+
+def seen_problems(rule: Rule, problems: Sequence[Any]) -> list[Any]:
+    """Return the problems that one of the rule's heads was made from, identified by their questions.
+
+    For out-of-fold heads, each problem is checked against the head that was not trained on it. Heads made before 1.0 do
+    not record their problems.
+
+    Args:
+        problems: of a task, with `problem_id` and `digest`.
+    """
+    heads = [head for _, head in rule.heads]
+
+    def is_seen(problem: Any) -> bool:
+        answering = [head.of(problem.problem_id) if isinstance(head, FoldedHead) else head for head in heads]
+        return any(isinstance(head, Artefact) and problem.digest in head.problems for head in answering)
+
+    return [problem for problem in problems if is_seen(problem)]
+
+
+def name_problems(problems: Sequence[Any]) -> str:
+    """Name the first 5 problems and count the rest."""
+    names = ", ".join(problem.problem_id for problem in problems[:5])
+    more = len(problems) - 5
+    return names + (f" and {more} more" if more > 0 else "")

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.errors import ReprieveError
-from reprieve.files import FolderLock, read_json, replace_file, sweep
+from reprieve.files import FolderLock, append_line, read_json, read_lines, record_from, replace_file, sweep
 from reprieve.heads.binding import PairIdentity, digest
-from reprieve.json_lines import append_line, read_lines, record_from
 from reprieve.mining.records import ProblemLabels
 from reprieve.tasks.answers import ANSWERS_VERSION
 

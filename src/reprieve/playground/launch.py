@@ -14,7 +14,7 @@ from reprieve.certify.monitor import MonitorCheck, MonitorStatus, QualityMonitor
 from reprieve.drafters import DRAFTERS
 from reprieve.engine import Pair, SpeculativeDecoder
 from reprieve.errors import SpecError
-from reprieve.heads.loading import fitting_length
+from reprieve.heads.length import fitting_length
 from reprieve.playground.app import create_app
 from reprieve.playground.connections import PatientProtocol
 from reprieve.playground.metrics import Metrics

@@ -2,11 +2,8 @@
 
 from reprieve.rules.accept import RiskBudget, accept
 from reprieve.rules.base import RULES, About, Dial, Rule, Traits, accepts, register_rule
-from reprieve.rules.checks import Checked
-from reprieve.rules.compose import AllOf, AnyOf, all_of, any_of
-from reprieve.rules.lossless import LosslessRule
-from reprieve.rules.spans import InsideSpan, StrictFirst
-from reprieve.rules.spec import parse_rule
+from reprieve.rules.compose import AllOf, AnyOf, InsideSpan, StrictFirst, parse_rule
+from reprieve.rules.lossless import Checked, LosslessRule
 
 __all__ = [
     "RULES",
@@ -23,8 +20,6 @@ __all__ = [
     "Traits",
     "accept",
     "accepts",
-    "all_of",
-    "any_of",
     "parse_rule",
     "register_rule",
 ]

@@ -1,6 +1,10 @@
 """Acceptance walk: turns risks into an outcome, for chains and trees, greedy and sampling, and any rule.
 
 No model, no cache, no random generator. The host waits for the device once, for one copy of all inputs.
+
+Also the set of tokens that a rule accepts at a position, if it reads only the target's distribution. The fair
+comparison for such a rule is the target sampling from that set ("Revisiting Lossy Verification", arXiv 2607.26627), not
+the plain target.
 """
 
 from __future__ import annotations
@@ -10,23 +14,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from reprieve.errors import SpecError
 from reprieve.rules.base import Rule, bounded_risk
-from reprieve.rules.checks import Checked
+from reprieve.rules.lossless import Checked
 from reprieve.transfers import to_host
 from reprieve.types import ROOT, Block, Evidence, Outcome, Provenance
+
+_CHUNK = 64  # tokens
 
 
 @dataclass
 class RiskBudget:
-    """Remaining risk budget of one answer."""
+    """Remaining risk budget of one answer; in a batch, it moves to the device on first use."""
 
-    left: float = math.inf
+    left: float | Tensor = math.inf
 
     @classmethod
     def of(cls, rule: Rule) -> RiskBudget:
         """Return the rule's budget for a whole answer."""
         return cls(math.inf if rule.traits.risk_budget is None else rule.traits.risk_budget)
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the remaining budget on the device: [], float64."""
+        if isinstance(self.left, Tensor):
+            return self.left
+        return torch.full((), self.left, dtype=torch.float64, device=device)
 
 
 def accept(
@@ -36,7 +50,6 @@ def accept(
     checked: Checked,
     *,
     budget: RiskBudget,
-    threshold: float | None = None,
 ) -> Outcome:
     """Walk from the last committed token down the accepted branch and choose the token that follows it.
 
@@ -48,9 +61,8 @@ def accept(
     Args:
         checked: decisions of the lossless check for the block.
         budget: reduced in place by the risk of each rescue.
-        threshold: overrides the rule's own, in the unit of its risk.
     """
-    walk = _Walk(rule, block, evidence, checked, rule.threshold if threshold is None else threshold, budget)
+    walk = _Walk(rule, block, evidence, checked, budget)
     path: list[int] = []
     provenance: list[Provenance] = []
     parent = ROOT
@@ -73,17 +85,15 @@ def accept(
 class _Walk:
     """Decisions at successive nodes of the tree, on the host."""
 
-    def __init__(
-        self, rule: Rule, block: Block, evidence: Evidence, checked: Checked, limit: float, budget: RiskBudget
-    ) -> None:
+    def __init__(self, rule: Rule, block: Block, evidence: Evidence, checked: Checked, budget: RiskBudget) -> None:
         self.replaces = rule.traits.replaces
         self.in_turn = rule.traits.rescues_in_turn
         self.relaxed = rule.traits.relaxes_target and not evidence.greedy
-        self.limit = limit
+        self.limit = rule.threshold
         self.budget = budget
         most = rule.traits.max_rescues_per_block
         self.rescues_left = math.inf if most is None else most
-        has_risk = block.num_tokens > 0 and limit > -math.inf
+        has_risk = block.num_tokens > 0 and self.limit > -math.inf
         risk = bounded_risk(rule, evidence) if has_risk else torch.empty(0, device=block.token_ids.device)
         fetched = to_host(block.token_ids, checked.accepts, checked.passes, checked.next_ids, risk)
         self.token_ids = [int(token_id) for token_id in fetched[0]]
@@ -111,7 +121,7 @@ class _Walk:
         if self.risks is None:
             return None
         risks = self.risks
-        best = min(children, key=lambda node: _nan_last(risks[node]))
+        best = min(children, key=lambda node: (math.isnan(risks[node]), risks[node]))
         return best if risks[best] <= self.limit and risks[best] < math.inf else None
 
     def _rescue(self, children: Sequence[int]) -> int | None:
@@ -124,5 +134,40 @@ class _Walk:
         return best
 
 
-def _nan_last(risk: float) -> float:
-    return math.inf if math.isnan(risk) else risk
+def require_truncation(rule: Rule) -> None:
+    """Refuse a rule that reads more than the target's distribution.
+
+    Raises:
+        SpecError: names the rule.
+    """
+    if not rule.traits.truncates:
+        raise SpecError(f"direct: takes a rule that judges by the target's distribution alone, got {rule.name}")
+
+
+def truncated_tokens(
+    rule: Rule,
+    logits: Tensor,  # [V], raw
+    scores: Tensor,  # [V], after temperature, top-k and top-p
+) -> Tensor:  # [V], bool
+    """Return the mask of tokens that a truncating rule would accept; it always includes the most likely one.
+
+    Such rules accept every token that is more likely than an accepted one. Tokens are therefore tried in order of
+    decreasing score, and the search ends with the first chunk that contains a refused one.
+    """
+    kept = torch.zeros_like(scores, dtype=torch.bool)
+    order = scores.argsort(descending=True)
+    kept[order[0]] = True
+    for token_ids in order.split(_CHUNK):
+        shape = (len(token_ids), len(scores))
+        evidence = Evidence(
+            token_ids=token_ids,
+            target_logits=logits.expand(shape),
+            greedy=False,
+            lossless_accepts=torch.zeros_like(token_ids, dtype=torch.bool),
+            target_scores=scores.expand(shape),
+        )
+        passed = bounded_risk(rule, evidence) <= rule.threshold
+        kept[token_ids[passed]] = True
+        if not bool(passed.all()):
+            break
+    return kept

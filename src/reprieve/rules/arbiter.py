@@ -1,15 +1,15 @@
-"""CoSpec's rule: a trained arbitrator chooses between the draft's and the target's token at every mismatch."""
+"""CoSpec's rule, a trained arbitrator between the draft's and the target's token, and its variant on hidden states."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from reprieve.errors import require_range
 from reprieve.needs import Need
 from reprieve.rules.base import About, Dial, Traits, register_rule
-from reprieve.rules.learned import HeadRule
+from reprieve.rules.learned import HeadRule, LearnedRule
 
 _ROUNDING = 2.0**-23  # of float32 at 1
 
@@ -64,3 +64,27 @@ class ArbiterRule(HeadRule):
         """Largest accepted 1 - pi(accept): 1 - lambda. At lambda 0, risks that round to 1 pass too."""
         assert self.lambda_ is not None, "attach the rule's arbiter first (reprieve.heads.loading.attach_heads)"
         return 1.0 - self.lambda_ if self.lambda_ > 0 else 1.0 + _ROUNDING
+
+
+@register_rule
+@dataclass(frozen=True)
+class StateArbiterRule(LearnedRule):
+    """Rescue a mismatch where two linear heads predict no harm from the draft's token, or more benefit than harm.
+
+    CoSpec's question (which side of a mismatch ends better?), answered from the states that verification computes, not
+    by a separate network. The risk is (1 + P(worse) - P(better)) / 2: at `threshold` 0.5 a token passes if it improves
+    the answer as often as it harms it.
+
+    Relaxed: no bound on the output distribution.
+    """
+
+    name = "state_arbiter"
+    own_dial: ClassVar[Dial | None] = Dial(
+        "threshold", strictest=0.0, stops=(0.0, 0.4, 0.45, 0.48, 0.49, 0.5, 0.51, 0.52, 0.55, 0.6, 0.7, 0.8)
+    )
+    own_traits = Traits(needs=frozenset({Need.DRAFT_HIDDEN}), beyond_truncation=True)
+    head_kind = "state_arbiter"
+    made_by = "reprieve train state-arbiter"
+    about = About(
+        "Reprieve; the question is CoSpec's", study=("state_arbiter:threshold=0.51", "state_arbiter:threshold=0.5")
+    )

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from reprieve.errors import require_range
-from reprieve.rules.base import About, Dial, Rule, Traits, register_rule, require_k
+from reprieve.errors import require_counts, require_range
+from reprieve.rules.base import About, Dial, Rule, Traits, register_rule
 from reprieve.rules.margin import margin_risk
 from reprieve.types import Evidence
 
@@ -38,7 +38,7 @@ class AsdRule(Rule):
     def __post_init__(self) -> None:
         require_range("regret", self.regret, 0.0, math.inf)
         require_range("budget", self.budget, 0.0, math.inf)
-        require_k("per_block", self.per_block)
+        require_counts(self, "per_block")
 
     @property
     def threshold(self) -> float:

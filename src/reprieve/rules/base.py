@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from reprieve.errors import SpecError
 from reprieve.needs import Need
-from reprieve.registry import Registry
-from reprieve.specs import format_spec, parameters_of
+from reprieve.specs import Registry, format_spec, parameters_of
 from reprieve.types import Evidence
 
 
@@ -99,24 +98,6 @@ class Traits:
         """True if the rule limits the number or the summed risk of its rescues."""
         return self.max_rescues_per_block is not None or self.risk_budget is not None
 
-    @classmethod
-    def merge(cls, parts: Sequence[Traits]) -> Traits:
-        """Return the traits of a composition of rescuing rules; only the first rule can have a budget."""
-        return cls(
-            needs=frozenset().union(*(part.needs for part in parts)),
-            target_layers=tuple(sorted({layer for part in parts for layer in part.target_layers})),
-            draft_layers=tuple(sorted({layer for part in parts for layer in part.draft_layers})),
-            check=next((part.check for part in parts if part.check != "token"), "token"),
-            relaxes_target=any(part.relaxes_target for part in parts),
-            reads_text=any(part.reads_text for part in parts),
-            beyond_truncation=all(part.beyond_truncation for part in parts),
-            rescues_in_turn=any(part.rescues_in_turn for part in parts),
-            max_rescues_per_block=min(
-                (part.max_rescues_per_block for part in parts if part.max_rescues_per_block is not None), default=None
-            ),
-            risk_budget=parts[0].risk_budget,
-        )
-
 
 @dataclass(frozen=True)
 class Rule(ABC):
@@ -145,9 +126,11 @@ class Rule(ABC):
         return self.own_dial
 
     @property
-    @abstractmethod
     def threshold(self) -> float:
-        """Largest accepted risk, in the unit of `risk`."""
+        """Largest accepted risk, in the unit of `risk`: by default the dial's value."""
+        assert self.dial is not None, "a rule without a dial has its own threshold"
+        value: float = getattr(self, self.dial.name)
+        return value
 
     @property
     def looseness(self) -> float:
@@ -245,12 +228,17 @@ class Rule(ABC):
     @property
     def spec(self) -> str:
         """Shortest specification, dial included, from which `parse_rule` makes this rule."""
-        return format_spec(self.name, self, always=(self.dial.name,) if self.dial else ())
+        return self.written()
 
     @property
     def spec_without_dial(self) -> str:
         """Specification without the dial, which all rules of one sweep share."""
-        return format_spec(self.name, self, without=(self.dial.name,) if self.dial else ())
+        return self.written(dial=False)
+
+    def written(self, *, dial: bool = True) -> str:
+        """Return the specification, always with the dial or always without it."""
+        name = self.dial.name if self.dial else None
+        return format_spec(self.name, self, always=name) if dial else format_spec(self.name, self, without=name)
 
 
 RULES: Registry[Rule] = Registry("rule", "reprieve.rules")
@@ -278,12 +266,6 @@ def passes(risk: Tensor, threshold: float | Tensor) -> Tensor:
     """Return the mask of risks within the threshold, [...], bool; infinite risks and a threshold of -inf never pass."""
     limit = torch.as_tensor(threshold, device=risk.device)
     return (risk <= limit) & (risk < math.inf) & (limit > -math.inf)
-
-
-def require_k(name: str, value: int | None) -> None:
-    """Refuse a rank cap below 1; None means no cap."""
-    if value is not None and (not float(value).is_integer() or value < 1):
-        raise SpecError(f"{name} must be a whole number of 1 or more, got {value!r}")
 
 
 def _json_number(value: Any) -> Any:

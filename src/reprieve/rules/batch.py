@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,29 +18,12 @@ from torch import Tensor
 
 from reprieve.rules import LosslessRule, RiskBudget, Rule
 from reprieve.rules.base import bounded_risk, passes
-from reprieve.rules.checks import GreedyCheck, LosslessCheck, SampledCheck
+from reprieve.rules.lossless import GreedyCheck, LosslessCheck, SampledCheck
 from reprieve.transfers import spread
-from reprieve.types import ROOT, Context, Evidence, HiddenStates
+from reprieve.types import ROOT, Evidence, RuleInputs
 
 EVERYTHING = slice(None)
-
-
-@dataclass
-class Budget:
-    """Remaining risk budget of an answer; it moves to the device on first use."""
-
-    left: float | Tensor = math.inf
-
-    @classmethod
-    def of(cls, rule: Rule) -> Budget:
-        """Return the rule's budget for a whole answer."""
-        return cls(RiskBudget.of(rule).left)
-
-    def on(self, device: torch.device) -> Tensor:
-        """Return the remaining budget on the device: [], float64."""
-        if isinstance(self.left, Tensor):
-            return self.left
-        return torch.full((), self.left, dtype=torch.float64, device=device)
+_INPUTS = tuple(field.name for field in fields(RuleInputs))
 
 
 @dataclass(frozen=True)
@@ -62,7 +45,7 @@ class Row:
     num_drafted: int
     greedy: bool
     trusted: bool
-    budget: Budget
+    budget: RiskBudget
 
     @property
     def strict(self) -> bool:
@@ -71,28 +54,14 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Tensors that the engine has for the drafted tokens of one round."""
+class Batch(RuleInputs):
+    """Tensors that the engine has for the drafted tokens of one round, [N, ...] each; the context has B texts."""
 
     token_ids: Tensor  # [N], int64; negative ones are padding, which ends a block
     block_sizes: Sequence[int]  # [B], drafted tokens by request, padding included; their sum is N
     scores: Tensor  # [N, V], the target's logits after penalties, masks, temperature, top-k and top-p
     logits: Tensor  # [N, V], the target's raw logits
     possible: Tensor  # [N], bool: not excluded by a grammar, a mask or a processor; top-k and top-p do not count
-    proposal_probs: Tensor | None = None  # [N], probability the drafter proposed each token with; None: it is certain
-    draft_scores: Tensor | None = None  # [N, V], the draft's, shaped as the target's
-    draft_logits: Tensor | None = None  # [N, V], the draft's, raw
-    uniforms: Tensor | None = None  # [N], the draws that speculative sampling will use
-    noise: Tensor | None = None  # [N]
-    node_logits: Tensor | None = None  # [N, V]
-    node_hidden: HiddenStates | None = None  # [N, D] a layer
-    parent_hidden: HiddenStates | None = None  # [N, D] a layer
-    draft_hidden: HiddenStates | None = None  # [N, D] a layer, the draft's
-    token_embeddings: Tensor | None = None  # [N, D], the target's
-    top_embeddings: Tensor | None = None  # [N, D], of the target's most likely token
-    answer_positions: Tensor | None = None  # [N], int64: how many tokens of the answer precede the token
-    context: Context | None = None  # of the B requests
-    num_draft_tokens: int | None = None  # the server's K
 
     @property
     def real(self) -> Tensor:
@@ -102,10 +71,12 @@ class Batch:
     def evidence(self, *, greedy: bool) -> Evidence:
         """Return evidence for a rule, treating all requests as greedy or all as sampled."""
         token_ids = self.token_ids.clamp_min(0)
-        uniforms = None if greedy else self.uniforms
-        proposal_probs = None if greedy else self.proposal_probs
+        inputs = {name: getattr(self, name) for name in _INPUTS}
+        if greedy:
+            inputs |= {"uniforms": None, "proposal_probs": None}
         check: LosslessCheck = GreedyCheck(self.scores, token_ids, EVERYTHING)
-        if uniforms is not None:
+        if (uniforms := inputs["uniforms"]) is not None:
+            proposal_probs = inputs["proposal_probs"]
             check = SampledCheck(self.scores, token_ids, EVERYTHING, uniforms=uniforms, proposal_probs=proposal_probs)
         layout = _layout(tuple(self.block_sizes))
         return Evidence(
@@ -114,23 +85,10 @@ class Batch:
             greedy=greedy,
             lossless_accepts=check.accepts,
             target_scores=self.scores,
-            draft_scores=self.draft_scores,
-            draft_logits=self.draft_logits,
-            proposal_probs=proposal_probs,
-            uniforms=uniforms,
-            noise=self.noise,
-            node_logits=self.node_logits,
-            node_hidden=self.node_hidden,
-            parent_hidden=self.parent_hidden,
-            draft_hidden=self.draft_hidden,
-            token_embeddings=self.token_embeddings,
-            top_embeddings=self.top_embeddings,
             parents=layout.parents,
             padding=self.token_ids < 0,
-            context=self.context,
             context_rows=layout.rows,
-            answer_positions=self.answer_positions,
-            num_draft_tokens=self.num_draft_tokens,
+            **inputs,
         )
 
 
@@ -188,7 +146,7 @@ def decide(rows: Sequence[Row], batch: Batch) -> Decisions:
 
 
 def decide_together(
-    rule: Rule, settings: TokenSettings, budgets: Sequence[Budget], batch: Batch, decisions: Decisions
+    rule: Rule, settings: TokenSettings, budgets: Sequence[RiskBudget], batch: Batch, decisions: Decisions
 ) -> None:
     """Decide for all requests that asked for a rule; its risk is the same at every setting of its dial."""
     real = batch.real
@@ -217,7 +175,7 @@ def decide_together(
 
 
 def _within_limits(
-    rule: Rule, rescued: Tensor, lossless: Tensor, risk: Tensor, budgets: Sequence[Budget], batch: Batch
+    rule: Rule, rescued: Tensor, lossless: Tensor, risk: Tensor, budgets: Sequence[RiskBudget], batch: Batch
 ) -> Tensor:
     """Return the rescues that the limits per block and per answer allow, [N], and charge their risk to the budgets.
 

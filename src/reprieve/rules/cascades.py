@@ -62,10 +62,6 @@ class CascadeRule(Rule):
     def traits(self) -> Traits:
         return Traits(needs=frozenset({Need.DRAFT_PROBS}), relaxes_target=self.kind == "tok")
 
-    @property
-    def threshold(self) -> float:
-        return self.alpha
-
     def risk(self, evidence: Evidence) -> Tensor:
         """Return the smallest alpha that accepts the token, [...]."""
         draft_probs = evidence.draft_probs

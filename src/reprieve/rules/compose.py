@@ -1,6 +1,12 @@
-"""Compositions of rules: all of them (`a&b`), or any of them (`a|b`).
+"""Compositions and restrictions of rules, and the parser of their specifications.
 
-The first rule provides the composition's dial, risk and threshold; the other rules decide by their own thresholds.
+Grammar: `name:parameter=value,...`; `a&b` rescues tokens that both rescue, `a|b` tokens that either one rescues (`&`
+binds tighter). With `start=` and `end=`, a rescuing rule applies only between these two markers in the text. `span=`
+chooses the markers instead: `thinking` and `tool_calls` use those of the model's tokenizer, the name of a model family
+uses that family's thinking markers. With `outside=true`, the rule applies everywhere else. With `strict_first=16`, the
+first 16 tokens of an answer are decoded losslessly.
+
+The first rule of a composition provides its dial, risk and threshold; the others decide by their own thresholds.
 """
 
 from __future__ import annotations
@@ -8,25 +14,23 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from reprieve.errors import SpecError
+from reprieve.errors import SpecError, require_choice, require_whole
 from reprieve.needs import Need
-from reprieve.rules.base import Dial, Rule, Traits, VocabularySource, accepts, passes
+from reprieve.rules.base import RULES, Dial, Rule, Traits, VocabularySource, accepts, passes
 from reprieve.rules.lossless import LosslessRule
+from reprieve.rules.spans import MODEL_SPANS, SPANS, model_markers, span_is_open
+from reprieve.specs import construct, format_value, parse_spec, split
 from reprieve.types import Evidence
 
 
 class Wrapper(Rule):
     """A rule made of parts; the first part provides its dial and threshold."""
-
-    @property
-    def traits(self) -> Traits:
-        return Traits.merge([rule.traits for rule in self.parts])
 
     @property
     def dial(self) -> Dial | None:
@@ -92,6 +96,22 @@ class _Composite(Wrapper):
                 raise SpecError(f"{rule.spec!r} has limits of its own: it can only be the first rule of an all_of")
 
     @property
+    def traits(self) -> Traits:
+        """All parts' inputs, with the limits of the first part: others have none."""
+        parts = [rule.traits for rule in self.rules]
+        return dataclasses.replace(
+            parts[0],
+            needs=frozenset().union(*(part.needs for part in parts)),
+            target_layers=tuple(sorted({layer for part in parts for layer in part.target_layers})),
+            draft_layers=tuple(sorted({layer for part in parts for layer in part.draft_layers})),
+            check=next((part.check for part in parts if part.check != "token"), "token"),
+            reads_text=any(part.reads_text for part in parts),
+            beyond_truncation=all(part.beyond_truncation for part in parts),
+            rescues_in_turn=any(part.rescues_in_turn for part in parts),
+            truncates=False,
+        )
+
+    @property
     def parts(self) -> tuple[Rule, ...]:
         return self.rules
 
@@ -102,13 +122,8 @@ class _Composite(Wrapper):
     def params(self) -> dict[str, Any]:
         return {rule.name: rule.params for rule in self.rules}
 
-    @property
-    def spec(self) -> str:
-        return self.symbol.join(rule.spec for rule in self.rules)
-
-    @property
-    def spec_without_dial(self) -> str:
-        return self.symbol.join([self.rules[0].spec_without_dial, *(rule.spec for rule in self.rules[1:])])
+    def written(self, *, dial: bool = True) -> str:
+        return self.symbol.join([self.rules[0].written(dial=dial), *(rule.spec for rule in self.rules[1:])])
 
 
 @dataclass(frozen=True)
@@ -149,11 +164,168 @@ class AnyOf(_Composite):
         return passed
 
 
-def all_of(*rules: Rule) -> AllOf:
-    """Rescue tokens that every rule would rescue: `all_of(top_k, floor)`."""
-    return AllOf(rules)
+@dataclass(frozen=True)
+class _Restricted(Wrapper):
+    """A rule that applies to part of the text; its specification is the inner rule's with extra parameters."""
+
+    rule: Rule
+
+    @property
+    def parts(self) -> tuple[Rule, ...]:
+        return (self.rule,)
+
+    def with_parts(self, parts: Sequence[Rule]) -> Self:
+        return dataclasses.replace(self, rule=parts[0])
+
+    @property
+    def restriction(self) -> dict[str, Any]:
+        """Parameters of the restriction, by their names in specifications."""
+        raise NotImplementedError
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return {**self.rule.params, **self.restriction}
+
+    def written(self, *, dial: bool = True) -> str:
+        spec = self.rule.written(dial=dial)
+        given = [f"{key}={format_value(value)}" for key, value in self.restriction.items() if value is not False]
+        return spec + ("," if ":" in spec else ":") + ",".join(given)
 
 
-def any_of(*rules: Rule) -> AnyOf:
-    """Rescue tokens that at least one rule would rescue."""
-    return AnyOf(rules)
+@dataclass(frozen=True)
+class InsideSpan(_Restricted):
+    """A rescuing rule that applies only between two markers, such as thinking tokens; strict elsewhere. Or the reverse.
+
+    Whether it applies to a token depends on the text before the token, including drafted tokens. The first token of the
+    marker that ends the relaxed part is never rescued, so that relaxation cannot move its end.
+    """
+
+    name = "inside_span"
+
+    start: str = ""
+    end: str = ""
+    outside: bool = False  # the reverse: strict between the markers
+    span: str | None = None  # a model family; or thinking or tool_calls, whose markers `bind` finds in the tokenizer
+    start_ids: tuple[int, ...] | None = field(default=None, compare=False)
+    end_ids: tuple[int, ...] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        require_rescuing(self.rule, "a span")
+        if self.span is None:
+            if not self.start or not self.end:
+                raise SpecError(f"a span needs both start and end, got start={self.start!r}, end={self.end!r}")
+            return
+        if self.start or self.end:
+            raise SpecError("give span, or start and end, not both")
+        require_choice("span", self.span, (*MODEL_SPANS, *SPANS))
+        if self.span in SPANS:
+            start, end = SPANS[self.span]
+            for name, value in (("start", start), ("end", end), ("span", None)):
+                object.__setattr__(self, name, value)
+
+    @property
+    def traits(self) -> Traits:
+        """Traits of the inner rule, which also needs the text before the block."""
+        inside = self.rule.traits
+        needs = inside.needs | {Need.CONTEXT}
+        return dataclasses.replace(inside, needs=needs, reads_text=True, truncates=False)
+
+    def bind(self, tokenizer: VocabularySource) -> Self:
+        """Encode the markers and bind the inner rule.
+
+        Raises:
+            SpecError: `span` is set and the tokenizer has no markers for it.
+        """
+        markers = (self.start, self.end) if self.span is None else model_markers(self.span, tokenizer)
+        start_ids, end_ids = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in markers)
+        return dataclasses.replace(super().bind(tokenizer), start_ids=start_ids, end_ids=end_ids)
+
+    @property
+    def restriction(self) -> dict[str, Any]:
+        where = {"start": self.start, "end": self.end} if self.span is None else {"span": self.span}
+        return {**where, "outside": self.outside}
+
+    def risk(self, evidence: Evidence) -> Tensor:
+        """The inner rule's risk; infinite where the rule does not apply."""
+        assert self.start_ids is not None and self.end_ids is not None, "bind the rule to a tokenizer first"
+        leaves_by = self.start_ids[0] if self.outside else self.end_ids[0]
+        holds = span_is_open(evidence, self.start_ids, self.end_ids) ^ self.outside
+        return torch.where(holds & (evidence.token_ids != leaves_by), self.rule.risk(evidence), math.inf)
+
+
+@dataclass(frozen=True)
+class StrictFirst(_Restricted):
+    """A rescuing rule that applies after the first tokens of an answer, which are decoded losslessly.
+
+    The first tokens of an answer decide its form, and whether the model refuses to answer. Tokens of the prompt and of
+    earlier turns of a conversation do not count.
+    """
+
+    name = "strict_first"
+
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        require_rescuing(self.rule, "strict_first")
+        require_whole("strict_first", self.num_tokens, 1)
+        if isinstance(self.rule, StrictFirst):
+            raise SpecError("strict_first is given twice")
+
+    @property
+    def traits(self) -> Traits:
+        """Traits of the inner rule, which also needs the positions in the answer."""
+        inside = self.rule.traits
+        return dataclasses.replace(inside, needs=inside.needs | {Need.ANSWER_POSITIONS}, truncates=False)
+
+    @property
+    def restriction(self) -> dict[str, Any]:
+        return {"strict_first": self.num_tokens}
+
+    def risk(self, evidence: Evidence) -> Tensor:
+        """The inner rule's risk; infinite among the answer's first tokens."""
+        assert evidence.answer_positions is not None, "the answer's length is needed: Need.ANSWER_POSITIONS"
+        return torch.where(evidence.answer_positions >= self.num_tokens, self.rule.risk(evidence), math.inf)
+
+
+def restricted(rule: Rule, restrict: Callable[[Rule], Rule]) -> Rule:
+    """Return the rule with each part of its compositions restricted, so that its specification can express it."""
+    if isinstance(rule, AllOf | AnyOf):
+        return rule.with_parts([restricted(part, restrict) for part in rule.parts])
+    return restrict(rule)
+
+
+def parse_rule(spec: str) -> Rule:
+    """Return the rule described by a specification.
+
+    Raises:
+        SpecError: unknown rule or parameter, or a value that cannot be read or is out of range; the message lists
+            what is known.
+    """
+    if not spec.strip():
+        raise SpecError(f"rule must be one of {', '.join(RULES.names())}, got an empty text")
+    if spec.count('"') % 2:
+        raise SpecError(f"rule {spec!r}: a double quote is not closed")
+    either = [_parse_all(part) for part in split(spec, "|")]
+    return either[0] if len(either) == 1 else AnyOf(tuple(either))
+
+
+def _parse_all(spec: str) -> Rule:
+    both = [_parse_one(part.strip()) for part in split(spec, "&")]
+    return both[0] if len(both) == 1 else AllOf(tuple(both))
+
+
+def _parse_one(spec: str) -> Rule:
+    name, given = parse_spec(spec, what="rule")
+    restrictions: dict[str, Any] = {key: given.pop(key) for key in ("start", "end", "span", "outside") if key in given}
+    num_strict = given.pop("strict_first", None)
+    rule: Rule = construct(RULES.get(name), given, where=f"rule {name}")
+    if restrictions:
+        outside = restrictions.pop("outside", "false")
+        if outside not in ("true", "false"):
+            raise SpecError(f"outside must be true or false, got {outside!r}")
+        rule = InsideSpan(rule, outside=outside == "true", **restrictions)
+    if num_strict is None:
+        return rule
+    if not num_strict.isdecimal():
+        raise SpecError(f"strict_first must be a whole number of tokens, 1 or more, got {num_strict!r}")
+    return StrictFirst(rule, int(num_strict))

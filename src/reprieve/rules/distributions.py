@@ -33,8 +33,3 @@ def total_variation(left: Tensor, right: Tensor) -> Tensor:
 def token_rank(values: Tensor, token_ids: Tensor) -> Tensor:
     """Return the rank of each token, 1 for the largest value; ties share the better rank: [..., V], [...] to [...]."""
     return (values > gather_token(values, token_ids).unsqueeze(-1)).sum(-1) + 1
-
-
-def normalised(weights: Tensor) -> Tensor:
-    """Scale to sum 1 along the last dimension."""
-    return weights / weights.sum(-1, keepdim=True)

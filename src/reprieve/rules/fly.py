@@ -10,8 +10,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from reprieve.errors import require_choice, require_range
-from reprieve.rules.base import About, Dial, Rule, register_rule, require_k
+from reprieve.errors import require_choice, require_counts, require_range
+from reprieve.rules.base import About, Dial, Rule, register_rule
 from reprieve.rules.distributions import entropy
 from reprieve.transfers import spread
 from reprieve.types import ROOT, Evidence
@@ -81,7 +81,7 @@ class FlyRule(Rule):
     def __post_init__(self) -> None:
         require_choice("variant", self.variant, ("amd", "vllm", "normalised"))
         require_range("theta", self.theta, 0.0, math.inf)
-        require_k("window", self.window)
+        require_counts(self, "window")
 
     @property
     def threshold(self) -> float:

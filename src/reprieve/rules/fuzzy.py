@@ -1,4 +1,4 @@
-"""Fuzzy speculative decoding (FSD): accept where draft and target distributions are close."""
+"""Fuzzy speculative decoding (FSD): accept where draft and target distributions are close, or at random (ablation)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reprieve.errors import SpecError, require_choice, require_range
+from reprieve.errors import SpecError, require_choice, require_counts, require_range
 from reprieve.needs import Need
-from reprieve.rules.base import About, Dial, Rule, Traits, register_rule, require_k
-from reprieve.rules.distributions import js_divergence, kl_divergence, normalised, total_variation
+from reprieve.rules.base import About, Dial, Rule, Traits, register_rule
+from reprieve.rules.distributions import js_divergence, kl_divergence, total_variation
 from reprieve.types import Evidence
 
 
@@ -21,7 +21,8 @@ def top_k_union(target_probs: Tensor, draft_probs: Tensor, k: int) -> tuple[Tens
     keep = torch.zeros(target_probs.shape, dtype=torch.bool, device=target_probs.device)
     for probs in (target_probs, draft_probs):
         keep = keep.scatter(-1, probs.topk(min(k, size), dim=-1).indices, True)
-    return normalised(target_probs * keep), normalised(draft_probs * keep)
+    target, draft = target_probs * keep, draft_probs * keep
+    return target / target.sum(-1, keepdim=True), draft / draft.sum(-1, keepdim=True)
 
 
 def fuzzy_divergence(
@@ -94,7 +95,7 @@ class FuzzyRule(Rule):
         require_range("threshold", self.threshold, 0.0, math.inf)
         if not self.log_base > 1:
             raise SpecError(f"log_base must be above 1, got {self.log_base!r}")
-        require_k("k", self.k)
+        require_counts(self, "k")
 
     @property
     def dial(self) -> Dial:
@@ -122,3 +123,30 @@ class FuzzyRule(Rule):
         """
         adds_up = self.divergence == "tv" or (self.divergence == "kl" and self.form == "released")
         return num_drafted * self.threshold if adds_up and self.k is None else None
+
+
+@register_rule
+@dataclass(frozen=True)
+class RandomRule(Rule):
+    """Accept each drafted token with probability `rate`, independent of the models (FSD, appendix D).
+
+    FSD's ablation: the control that an informed rule has to beat. It replaces the lossless check; after a refusal the
+    next token is sampled from the target's distribution.
+
+    Relaxed: no bound on the output distribution.
+    """
+
+    name = "random"
+    own_dial = Dial("rate", strictest=0.0, stops=(0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9))
+    own_traits = Traits(needs=frozenset({Need.NOISE}), replaces=True)
+    about = About("FSD's ablation, appendix D", study=("random:rate=0.8",))
+
+    rate: float = 0.5
+
+    def __post_init__(self) -> None:
+        require_range("rate", self.rate, 0.0, 1.0)
+
+    def risk(self, evidence: Evidence) -> Tensor:
+        """Return 1 - noise, in (0, 1], so that rate 0 accepts nothing and rate 1 everything."""
+        assert evidence.noise is not None, "the engine draws noise for rules that need it"
+        return 1.0 - evidence.noise

@@ -5,40 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
 from reprieve.errors import SpecError, require_range
-from reprieve.needs import Need
 from reprieve.rules.base import Dial, Rule, Traits
 from reprieve.types import Evidence
-
-
-class Recipe(Protocol):
-    """Inputs of a head."""
-
-    layers: tuple[int, ...]
-    draft_layers: tuple[int, ...]
-
-    @property
-    def needs(self) -> frozenset[Need]: ...
-    @property
-    def reads_target(self) -> bool: ...
-    @property
-    def reads_draft(self) -> bool: ...
-    def require_decodable(self) -> None: ...
-
-
-class RiskHead(Protocol):
-    """Interface of a trained classifier in `reprieve.heads`."""
-
-    threshold: float
-
-    @property
-    def recipe(self) -> Any: ...
-    def risk(self, evidence: Evidence) -> Tensor: ...
-    def to(self, device: Any) -> RiskHead: ...
 
 
 @dataclass(frozen=True)
@@ -113,13 +86,15 @@ class LearnedRule(HeadRule):
         "threshold", strictest=0.0, stops=(0.0, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.8)
     )
 
+    own_traits: ClassVar[Traits] = Traits(beyond_truncation=True)
+
     threshold: float | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.threshold is not None:
             require_range("threshold", self.threshold, 0.0, 1.0)
 
-    def holding(self, head: RiskHead) -> Self:
+    def holding(self, head: Any) -> Self:
         """Return the rule with a head in memory; the head's threshold is used if the rule has none.
 
         Raises:
@@ -133,11 +108,11 @@ class LearnedRule(HeadRule):
     def traits(self) -> Traits:
         """Traits from the head's recipe; its inputs are unknown until the head is loaded."""
         if self.head is None:
-            return Traits(beyond_truncation=True)
-        recipe: Recipe = self.head.recipe
-        return Traits(
+            return self.own_traits
+        recipe = self.head.recipe
+        return dataclasses.replace(
+            self.own_traits,
             needs=recipe.needs,
             target_layers=recipe.layers if recipe.reads_target else (),
             draft_layers=recipe.draft_layers if recipe.reads_draft else (),
-            beyond_truncation=True,
         )

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from reprieve.errors import require_choice
-from reprieve.rules.base import About, Dial, Rule, Traits, VocabularySource, register_rule, require_k
+from reprieve.errors import require_choice, require_counts
+from reprieve.rules.base import About, Dial, Rule, Traits, VocabularySource, register_rule
 from reprieve.rules.distributions import token_rank
 from reprieve.types import Evidence
 
@@ -49,7 +49,7 @@ class MathSymbolsRule(Rule):
     symbol_mask: Tensor | None = field(default=None, compare=False, metadata={"spec": False})  # [V], bool
 
     def __post_init__(self) -> None:
-        require_k("k", self.k)
+        require_counts(self, "k")
         require_choice("tokens", self.tokens, ("either", "draft"))
 
     @property

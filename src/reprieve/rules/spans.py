@@ -1,27 +1,21 @@
-"""Rules that apply to part of the text only: between two markers, or from a position in the answer onwards.
+"""Spans of a text, such as thinking: the models' markers for them, and whether one is open at a drafted token.
 
 Markers are given as two texts, by the name of a model family, or by `thinking` or `tool_calls`, whose markers are read
-from the model's tokenizer.
+from the model's tokenizer. Nothing here waits for the device.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from reprieve.errors import SpecError, require_choice, require_whole
-from reprieve.needs import Need
-from reprieve.rules.base import Rule, Traits, VocabularySource
-from reprieve.rules.compose import AllOf, AnyOf, Wrapper, require_rescuing
-from reprieve.rules.markers import span_is_open
-from reprieve.specs import quoted
-from reprieve.types import Evidence
+from reprieve.errors import SpecError
+from reprieve.rules.base import VocabularySource
+from reprieve.transfers import spread, to_device
+from reprieve.types import ROOT, Context, Evidence
 
 # Thinking by model family: the markers of the chat templates.
 SPANS = {
@@ -78,136 +72,65 @@ def is_token(text: str, tokenizer: VocabularySource) -> bool:
     return len(token_ids) == 1 and tokenizer.decode(list(token_ids)).strip() == text
 
 
-@dataclass(frozen=True)
-class _Restricted(Wrapper):
-    """A rule that applies to part of the text; its specification is the inner rule's with extra parameters."""
+def span_is_open(evidence: Evidence, start_ids: Sequence[int], end_ids: Sequence[int]) -> Tensor:
+    """Return whether the last marker before each drafted token is `start`: [N], bool.
 
-    rule: Rule
-
-    @property
-    def _parameters(self) -> str:
-        raise NotImplementedError
-
-    @property
-    def parts(self) -> tuple[Rule, ...]:
-        return (self.rule,)
-
-    def with_parts(self, parts: Sequence[Rule]) -> Self:
-        return dataclasses.replace(self, rule=parts[0])
-
-    @property
-    def spec(self) -> str:
-        return self._restricted(self.rule.spec)
-
-    @property
-    def spec_without_dial(self) -> str:
-        return self._restricted(self.rule.spec_without_dial)
-
-    def _restricted(self, spec: str) -> str:
-        return spec + ("," if ":" in spec else ":") + self._parameters
-
-
-@dataclass(frozen=True)
-class InsideSpan(_Restricted):
-    """A rescuing rule that applies only between two markers, such as thinking tokens; strict elsewhere. Or the reverse.
-
-    Whether it applies to a token depends on the text before the token, including drafted tokens. The first token of the
-    marker that ends the relaxed part is never rescued, so that relaxation cannot move its end.
+    The text before a token is its context and the drafted tokens that it follows.
     """
-
-    name = "inside_span"
-
-    start: str = ""
-    end: str = ""
-    outside: bool = False  # the reverse: strict between the markers
-    span: str | None = None  # thinking or tool_calls: the markers are the model's own, found by `bind`
-    start_ids: tuple[int, ...] | None = field(default=None, compare=False)
-    end_ids: tuple[int, ...] | None = field(default=None, compare=False)
-
-    def __post_init__(self) -> None:
-        require_rescuing(self.rule, "a span")
-        if self.span is not None:
-            require_choice("span", self.span, tuple(MODEL_SPANS))
-            if self.start or self.end:
-                raise SpecError("give span, or start and end, not both")
-        elif not self.start or not self.end:
-            raise SpecError(f"a span needs both start and end, got start={self.start!r}, end={self.end!r}")
-
-    @property
-    def traits(self) -> Traits:
-        """Traits of the inner rule, which also needs the text before the block."""
-        inside = self.rule.traits
-        needs = inside.needs | {Need.CONTEXT}
-        return dataclasses.replace(inside, needs=needs, reads_text=True, truncates=False)
-
-    def bind(self, tokenizer: VocabularySource) -> Self:
-        """Encode the markers and bind the inner rule.
-
-        Raises:
-            SpecError: `span` is set and the tokenizer has no markers for it.
-        """
-        markers = (self.start, self.end) if self.span is None else model_markers(self.span, tokenizer)
-        start_ids, end_ids = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in markers)
-        return dataclasses.replace(super().bind(tokenizer), start_ids=start_ids, end_ids=end_ids)
-
-    @property
-    def params(self) -> dict[str, Any]:
-        where = {"start": self.start, "end": self.end} if self.span is None else {"span": self.span}
-        return {**self.rule.params, **where, "outside": self.outside}
-
-    @property
-    def _parameters(self) -> str:
-        where = f"start={quoted(self.start)},end={quoted(self.end)}" if self.span is None else f"span={self.span}"
-        return where + (",outside=true" if self.outside else "")
-
-    def risk(self, evidence: Evidence) -> Tensor:
-        """The inner rule's risk; infinite where the rule does not apply."""
-        assert self.start_ids is not None and self.end_ids is not None, "bind the rule to a tokenizer first"
-        leaves_by = self.start_ids[0] if self.outside else self.end_ids[0]
-        holds = span_is_open(evidence, self.start_ids, self.end_ids) ^ self.outside
-        return torch.where(holds & (evidence.token_ids != leaves_by), self.rule.risk(evidence), math.inf)
+    context, token_ids = evidence.context, evidence.token_ids
+    assert context is not None, "a span needs the text before the block: Need.CONTEXT"
+    parents = range(-1, len(token_ids) - 1) if evidence.parents is None else evidence.parents
+    rows = [0] * len(parents) if evidence.context_rows is None else evidence.context_rows
+    open_before = last_occurrence(context, start_ids) > last_occurrence(context, end_ids)  # [B]
+    opens, closes = (_ends_with(evidence, marker, parents, rows) for marker in (start_ids, end_ids))
+    # +1 where the token completes `start`, -1 where it completes `end`; a last 0 stands for no token.
+    changes = torch.cat([(opens & ~closes).long() - closes.long(), token_ids.new_zeros(1)])
+    before = changes[to_device(_ancestors(tuple(parents)), token_ids.device)]  # [N, depth], the nearest first
+    nearest = (before != 0).long().argmax(-1, keepdim=True)
+    change = before.gather(-1, nearest).squeeze(-1)
+    return torch.where(change == 0, open_before[spread(list(rows), torch.long, token_ids.device)], change > 0)
 
 
-@dataclass(frozen=True)
-class StrictFirst(_Restricted):
-    """A rescuing rule that applies after the first tokens of an answer, which are decoded losslessly.
-
-    The first tokens of an answer decide its form, and whether the model refuses to answer. Tokens of the prompt and of
-    earlier turns of a conversation do not count.
-    """
-
-    name = "strict_first"
-
-    num_tokens: int
-
-    def __post_init__(self) -> None:
-        require_whole("strict_first", self.num_tokens, 1)
-        require_rescuing(self.rule, "strict_first")
-        if isinstance(self.rule, StrictFirst):
-            raise SpecError("strict_first is given twice")
-
-    @property
-    def traits(self) -> Traits:
-        """Traits of the inner rule, which also needs the positions in the answer."""
-        inside = self.rule.traits
-        return dataclasses.replace(inside, needs=inside.needs | {Need.ANSWER_POSITIONS}, truncates=False)
-
-    @property
-    def params(self) -> dict[str, Any]:
-        return {**self.rule.params, "strict_first": self.num_tokens}
-
-    @property
-    def _parameters(self) -> str:
-        return f"strict_first={self.num_tokens}"
-
-    def risk(self, evidence: Evidence) -> Tensor:
-        """The inner rule's risk; infinite among the answer's first tokens."""
-        assert evidence.answer_positions is not None, "the answer's length is needed: Need.ANSWER_POSITIONS"
-        return torch.where(evidence.answer_positions >= self.num_tokens, self.rule.risk(evidence), math.inf)
+def last_occurrence(context: Context, marker: Sequence[int]) -> Tensor:
+    """Index just past the marker's last occurrence in each text, -1 where there is none: [B]."""
+    size, length = len(marker), context.token_ids.shape[-1]
+    if length < size:
+        return torch.full_like(context.lengths, -1)
+    device = context.lengths.device
+    wanted = spread(list(marker), torch.long, device)
+    found = (context.token_ids.unfold(-1, size, 1) == wanted).all(-1)  # [B, T - size + 1]
+    ends = torch.arange(size, length + 1, device=device)
+    return torch.where(found & (ends <= context.lengths.unsqueeze(-1)), ends, -1).amax(-1)
 
 
-def restricted(rule: Rule, restrict: Callable[[Rule], Rule]) -> Rule:
-    """Return the rule with each part of its compositions restricted, so that its specification can express it."""
-    if isinstance(rule, AllOf | AnyOf):
-        return rule.with_parts([restricted(part, restrict) for part in rule.parts])
-    return restrict(rule)
+def _ends_with(evidence: Evidence, marker: Sequence[int], parents: Sequence[int], rows: Sequence[int]) -> Tensor:
+    """Return whether the text up to each drafted token ends with the marker: [N], bool."""
+    context, token_ids = evidence.context, evidence.token_ids
+    assert context is not None
+    size, device = len(marker), token_ids.device
+    positions = context.lengths.unsqueeze(-1) - torch.arange(size, 0, -1, device=device)  # [B, size]
+    tails = torch.where(positions >= 0, context.token_ids.gather(-1, positions.clamp_min(0)), -1)
+    known = torch.cat([tails.reshape(-1), token_ids])
+    windows = known[to_device(_windows(tuple(parents), tuple(rows), len(tails), size), device)]  # [N, size]
+    return (windows == spread(list(marker), torch.long, device)).all(-1)
+
+
+@lru_cache(maxsize=64)
+def _windows(parents: tuple[int, ...], rows: tuple[int, ...], num_texts: int, size: int) -> Tensor:
+    """Indices of the last `size` tokens up to each drafted token, in the texts' tails and then the block: [N, size]."""
+    first = num_texts * size  # of the drafted tokens
+    windows: list[list[int]] = []
+    for node, (parent, row) in enumerate(zip(parents, rows, strict=True)):
+        before = range(row * size, (row + 1) * size) if parent == ROOT else windows[parent]
+        windows.append([*before[1:], first + node])
+    return torch.tensor(windows, dtype=torch.long).reshape(-1, size)
+
+
+@lru_cache(maxsize=64)
+def _ancestors(parents: tuple[int, ...]) -> Tensor:
+    """The drafted tokens that each token follows, the nearest first; -1 where there are no more: [N, depth]."""
+    paths: list[list[int]] = []
+    for parent in parents:
+        paths.append([] if parent == ROOT else [parent, *paths[parent]])
+    depth = max((len(path) for path in paths), default=0) + 1
+    return torch.tensor([path + [-1] * (depth - len(path)) for path in paths], dtype=torch.long).reshape(-1, depth)

@@ -41,10 +41,6 @@ class TypicalRule(Rule):
             raise SpecError(f"delta must be above 0, got {self.delta!r}")
         require_range("slack", self.slack, -math.inf, math.inf)
 
-    @property
-    def threshold(self) -> float:
-        return self.slack
-
     def risk(self, evidence: Evidence) -> Tensor:
         """Return the nats by which the token's target probability is below the bar, [...]; negative above it."""
         delta = math.sqrt(self.epsilon) if self.delta is None else self.delta

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Protocol
 
-from reprieve.registry import Registry
+from reprieve.specs import Registry
 from reprieve.tasks.graders import Grader
 
 

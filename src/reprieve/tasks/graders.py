@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.registry import Registry
+from reprieve.specs import Registry
 from reprieve.tasks.answers import chosen_letter, final_answer
 from reprieve.tasks.expressions import same_expression
 from reprieve.tasks.numbers import number_in, same_number, written

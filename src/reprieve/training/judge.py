@@ -16,7 +16,7 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
 from reprieve.heads.binding import PairIdentity, digest
-from reprieve.heads.judge import JudgeHead
+from reprieve.heads.classifiers import JudgeHead
 from reprieve.training.features import LabelledTokens
 from reprieve.training.loop import Learner, Progress, train
 from reprieve.training.settings import JudgeTraining

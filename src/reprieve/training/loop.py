@@ -20,8 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from reprieve.errors import ReprieveError
-from reprieve.files import parse_json, replace_file, whole_lines
-from reprieve.json_lines import append_line
+from reprieve.files import append_line, parse_json, replace_file, whole_lines
 
 CHECKPOINT = "checkpoint.safetensors"
 CHECKPOINT_SECONDS = 120.0

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from reprieve.heads.binding import PairIdentity, digest
-from reprieve.heads.pivot import PivotHead, pivot_logits
+from reprieve.heads.classifiers import PivotHead, pivot_logits
 from reprieve.training.features import LabelledTokens
 from reprieve.training.loop import Learner, Progress, load_network, network_state, train
 from reprieve.training.settings import PivotTraining

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from reprieve.errors import SpecError
 from reprieve.heads.binding import PairIdentity, digest
-from reprieve.heads.state_arbiter import NEUTRAL, StateArbiter
+from reprieve.heads.classifiers import NEUTRAL, StateArbiter
 from reprieve.training.features import LabelledTokens
 from reprieve.training.judge import LinearFit, fit_linear
 from reprieve.training.loop import Learner, Progress, train

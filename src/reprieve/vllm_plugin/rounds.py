@@ -17,8 +17,8 @@ from torch import Tensor
 
 from reprieve.errors import ReprieveError
 from reprieve.needs import Need
-from reprieve.rules import Rule
-from reprieve.rules.batch import Batch, Budget, Decisions, Row, decide
+from reprieve.rules import RiskBudget, Rule
+from reprieve.rules.batch import Batch, Decisions, Row, decide
 from reprieve.transfers import spread, to_device
 from reprieve.vllm_plugin.menu import STRUCTURED_OUTPUTS, Choice, Menu
 from reprieve.vllm_plugin.policy import STRICT
@@ -37,7 +37,7 @@ class RequestRules:
     """Choice of one request, and its remaining risk budget."""
 
     choice: Choice
-    budget: Budget
+    budget: RiskBudget
 
     @property
     def strict(self) -> bool:
@@ -179,7 +179,7 @@ class WorkerRules:
             choice = Choice("", STRICT)
         before = self._known.get(request_id)
         if before is None or before.choice != choice:
-            self._known[request_id] = RequestRules(choice, Budget.of(choice.rule))
+            self._known[request_id] = RequestRules(choice, RiskBudget.of(choice.rule))
         return self._known[request_id]
 
     def rule_of(self, choice: Choice, num_running: int) -> Rule:

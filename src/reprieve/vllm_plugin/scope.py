@@ -8,8 +8,8 @@ from typing import Any
 
 from reprieve.errors import SpecError, require_choice, require_whole
 from reprieve.rules import InsideSpan, Rule, StrictFirst
-from reprieve.rules.compose import Wrapper
-from reprieve.rules.spans import MODEL_SPANS, SPANS, restricted
+from reprieve.rules.compose import Wrapper, restricted
+from reprieve.rules.spans import MODEL_SPANS, SPANS
 
 SPAN, STRICT_IN, STRICT_FIRST = "span", "strict_in", "strict_first"
 STRUCTURED = "strict_structured_outputs"

@@ -18,8 +18,8 @@ from torch import Tensor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
 
 from reprieve.needs import Need
-from reprieve.rules import LosslessRule, Rule
-from reprieve.rules.batch import Batch, Budget, Decisions, TokenSettings, decide_together
+from reprieve.rules import LosslessRule, RiskBudget, Rule
+from reprieve.rules.batch import Batch, Decisions, TokenSettings, decide_together
 from reprieve.transfers import spread
 from reprieve.types import Context, gather_token
 from reprieve.vllm_plugin.rounds import RequestRules, WorkerRules, request_settings
@@ -109,7 +109,8 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
         ]
         rules = {name: rule for name, rule in zip(names, in_force, strict=True) if rule is not None}
         budgets = [
-            Budget() if rule is None else self._slots[slot].budget for slot, rule in zip(slots, in_force, strict=True)
+            RiskBudget() if rule is None else self._slots[slot].budget
+            for slot, rule in zip(slots, in_force, strict=True)
         ]
         for name, rule in rules.items():
             mine = [slot for slot, other in zip(slots, names, strict=True) if other == name]
