@@ -19,7 +19,7 @@ from reprieve.heads.loading import attach_heads, load_head, require_heads_fit
 from reprieve.heads.pivot import PivotHead, pivot_logits
 from reprieve.heads.settings import FeatureRecipe
 from reprieve.heads.state_arbiter import StateArbiter
-from reprieve.mining.records import MINED, Mismatch, ProblemLabels
+from reprieve.mining.store import MINED, Mismatch, ProblemLabels
 from reprieve.models.cached_model import CachedModel
 from reprieve.rules import Checked, accept, accepts, parse_rule
 from reprieve.rules.accept import RiskBudget

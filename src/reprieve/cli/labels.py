@@ -11,7 +11,7 @@ from reprieve.cli.command import Command
 from reprieve.settings import BUNDLED_TASK, PairSettings
 
 if TYPE_CHECKING:
-    from reprieve.mining.records import ProblemLabels
+    from reprieve.mining.store import ProblemLabels
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class LabelStats(Command):
         from rich import box
         from rich.table import Table
 
-        from reprieve.mining.summary import frequent_important, shares_by_class, summarise
+        from reprieve.mining.show import frequent_important, shares_by_class, summarise
         from reprieve.stats import wilson_interval
 
         problems, tokenizer = _open(self.store)
@@ -113,8 +113,8 @@ class ImportLabels(Command):
     def run(self) -> int:
         pair = screen.load(self.pair)
         from reprieve.mining.annotations import read_annotations
+        from reprieve.mining.show import summarise
         from reprieve.mining.store import LabelStore
-        from reprieve.mining.summary import summarise
 
         problems = read_annotations(self.annotations, pair.tokenizer)
         store = LabelStore(self.out, {"miner": "annotations", **asdict(pair.identity), "task": self.task})

@@ -19,7 +19,7 @@ from reprieve.training.settings import JudgeTraining, PivotTraining, StateArbite
 if TYPE_CHECKING:
     from reprieve.engine import Pair
     from reprieve.heads.base import Head
-    from reprieve.mining.records import ProblemLabels
+    from reprieve.mining.store import ProblemLabels
 
 _WORK = "training"  # folder with the state of an interrupted training
 

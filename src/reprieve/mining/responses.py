@@ -56,26 +56,24 @@ class ResponseFormat:
             return False
         if response_ids[-1] in self.eos_ids or len(response_ids) >= self.max_new_tokens:
             return True
-        return bool(self.task.stop) and self.stops(response_ids)
+        return self.stops is not None and self.stops(response_ids)
 
     def length_of(self, response_ids: list[int], *, start: int = 0) -> int | None:
         """Return the smallest length above `start`, in tokens, at which a response ends; None if it does not end."""
         return next((n for n in range(start + 1, len(response_ids) + 1) if self.ended(response_ids[:n])), None)
 
-    def stops(self, response_ids: list[int]) -> bool:
-        """Return True if one of the task's stop texts ends in the last few tokens."""
-        longest = max(map(len, self.task.stop), default=0)
-        tail = str(self.tokenizer.decode(response_ids[-longest - 1 :]))
+    @property
+    def stops(self) -> Callable[[list[int]], bool] | None:
+        """Function that returns True if a stop text ends in a response's last few tokens; None without stop texts."""
+        return self._ends_in_stop if self.task.stop else None
+
+    def _ends_in_stop(self, response_ids: list[int]) -> bool:
+        tail = str(self.tokenizer.decode(response_ids[-max(map(len, self.task.stop)) - 1 :]))
         return any(stop in tail for stop in self.task.stop)
 
-
-def until_stop(stops: Callable[[list[int]], bool] | None, response_ids: list[int], new: list[int]) -> list[int]:
-    """Truncate a response's new tokens after its first stop text: a server's last block can contain more tokens.
-
-    Args:
-        stops: returns True if a stop text ends a response's tokens; None without stop texts.
-    """
-    if stops is None:
-        return new
-    sizes = range(1, len(new) + 1)
-    return new[: next((size for size in sizes if stops([*response_ids, *new[:size]])), len(new))]
+    def until_stop(self, response_ids: list[int], new: list[int]) -> list[int]:
+        """Truncate a response's new tokens after its first stop text: a server's last block can contain more tokens."""
+        if self.stops is None:
+            return new
+        stops, sizes = self.stops, range(1, len(new) + 1)
+        return new[: next((size for size in sizes if stops([*response_ids, *new[:size]])), len(new))]

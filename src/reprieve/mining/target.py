@@ -1,4 +1,4 @@
-"""Target interface of miners: continues many texts at once."""
+"""Targets that continue miners' texts: on this machine, or behind an OpenAI-compatible completions API."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
+from reprieve.errors import ReprieveError, SpecError, require_choice
+from reprieve.mining.responses import ResponseFormat
 from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest
 from reprieve.models.draws import Draw
 from reprieve.models.stepper import Stepper
+from reprieve.tasks import TaskProblem
 
 T = TypeVar("T")
+PROMPTS = ("text", "tokens")
+
+
+class TokenizationError(ReprieveError):
+    """A text that the target would read or write as other tokens than the draft."""
 
 
 class Target(Protocol):
@@ -18,14 +26,14 @@ class Target(Protocol):
 
     async def complete(
         self, session: Session, prompt_ids: list[int], response_ids: list[int], max_new_tokens: int, draw: Draw | None
-    ) -> list[int] | None:
+    ) -> list[int]:
         """Return at most `max_new_tokens` tokens after prompt and response, the end-of-text token included.
 
         Args:
             draw: random draws of the tokens; None for greedy decoding.
 
-        Returns:
-            The new tokens, or None if the target would tokenize the text differently (a text API).
+        Raises:
+            TokenizationError: the target would tokenize the text differently (a text API).
         """
         ...
 
@@ -36,17 +44,35 @@ class Target(Protocol):
         response_ids: list[int],
         max_new_tokens: int,
         draws: Sequence[Draw | None],
-    ) -> list[list[int]] | None:
-        """Return a completion for each draw, or None if one of them is None."""
-        completions = await gather_all(
+    ) -> list[list[int]]:
+        """Return a completion for each draw."""
+        return await gather_all(
             self.complete(session, prompt_ids, response_ids, max_new_tokens, draw) for draw in draws
         )
-        whole = [new for new in completions if new is not None]
-        return whole if len(whole) == len(completions) else None
 
     async def apart(self, work: Callable[[], T]) -> T:
         """Run synchronous code that reads the target and return its result; subclasses may use a thread."""
         return work()
+
+
+class Continuations:
+    """Whole responses to one problem that begin with given tokens."""
+
+    def __init__(self, target: Target, responses: ResponseFormat, problem: TaskProblem) -> None:
+        self.prompt_ids = responses.encode_prompt(problem)
+        self.num_generated = 0  # tokens
+        self._target = target
+        self._responses = responses
+        self._session = Session()
+
+    async def complete(self, response_ids: list[int], draws: Sequence[Draw | None]) -> list[list[int]]:
+        """Return a whole response for each draw; copies of the given one if it has ended."""
+        num_left = self._responses.num_left(response_ids)
+        if num_left < 1:
+            return [list(response_ids)] * len(draws)
+        completions = await self._target.complete_all(self._session, self.prompt_ids, response_ids, num_left, draws)
+        self.num_generated += sum(map(len, completions))
+        return [[*response_ids, *new] for new in completions]
 
 
 class LocalTarget(Target):
@@ -67,6 +93,89 @@ class LocalTarget(Target):
         return await self._stepper.result(
             lambda finish: TextRequest(session, text, max_new_tokens, draw, finish, response_start=len(prompt_ids))
         )
+
+
+class ApiTarget(Target):
+    """Continues texts by requests to a completions API (AutoJudge, appendix R); greedy only.
+
+    Most servers exchange text, and one text has many tokenizations. A swapped token can merge with its neighbours, so
+    the server may continue a different token sequence than the one being judged. Such swaps are not labelled.
+
+    Args:
+        client: an asynchronous `openai` client, or an object with `completions.create`.
+        model: the target's name on the server.
+        responses: with the draft's tokenizer, which the target must share. Stop texts are sent only to servers that
+            take token ids: other servers remove the stop text and do not report whether it or the end-of-text token
+            ended a completion.
+        prompts: format of the prompts sent: `text`, or `tokens`, which avoids the ambiguity but needs a server that
+            exchanges token ids, such as vLLM.
+
+    Raises:
+        SpecError: unknown `prompts`.
+    """
+
+    def __init__(self, client: Any, model: str, responses: ResponseFormat, *, prompts: str = "text") -> None:
+        require_choice("prompts", prompts, PROMPTS)
+        self.client = client
+        self.model = model
+        self.responses = responses
+        self.tokenizer = responses.tokenizer
+        self.prompts = prompts
+
+    async def complete(
+        self, session: Session, prompt_ids: list[int], response_ids: list[int], max_new_tokens: int, draw: Draw | None
+    ) -> list[int]:
+        """Return a completion. See `Target`.
+
+        Raises:
+            SpecError: sampling, which a server cannot reproduce.
+        """
+        if draw is not None:
+            raise SpecError("an API target is greedy: a server's sampling cannot be keyed by the prefix")
+        prefix = [*prompt_ids, *response_ids]
+        text = self._text(prefix)
+        if self.prompts == "text" and response_ids and list(self.tokenizer.encode(text)) != prefix:
+            raise TokenizationError("the target would tokenize the swapped text differently")
+        reply = await self.client.completions.create(
+            model=self.model,
+            prompt=prefix if self.prompts == "tokens" else text,
+            max_tokens=max_new_tokens,
+            temperature=0.0,
+            **self._asked_of_tokens(),
+        )
+        choice = reply.choices[0]
+        new = getattr(choice, "token_ids", None)  # the server's own, if provided
+        new = self._tokens(prefix, text, choice.text) if new is None else list(new)
+        stops, eos_id = self.responses.stops, self.tokenizer.eos_token_id
+        stopped = stops is not None and stops([*response_ids, *new])
+        if choice.finish_reason == "stop" and not stopped and new[-1:] != [eos_id]:
+            new.append(eos_id)
+        return self.responses.until_stop(response_ids, new[:max_new_tokens])
+
+    def _asked_of_tokens(self) -> dict[str, Any]:
+        """Return the additional request fields for token prompts, as vLLM names them."""
+        if self.prompts != "tokens":
+            return {}
+        more = {"return_token_ids": True, "include_stop_str_in_output": True}
+        stop = list(self.responses.task.stop)
+        return {"extra_body": more, **({"stop": stop} if stop else {})}
+
+    def _text(self, token_ids: list[int]) -> str:
+        """Return the text of tokens, with special tokens except leading ones that the tokenizer adds itself."""
+        added = list(self.tokenizer.encode(""))
+        if added and token_ids[: len(added)] == added:
+            token_ids = token_ids[len(added) :]
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def _tokens(self, prefix: list[int], prefix_text: str, new_text: str) -> list[int]:
+        """Return a completion's tokens after the prefix."""
+        whole = list(self.tokenizer.encode(prefix_text + new_text))
+        if whole[: len(prefix)] == prefix:
+            return whole[len(prefix) :]
+        alone = list(self.tokenizer.encode(new_text, add_special_tokens=False))
+        if self._text([*prefix, *alone]) != prefix_text + new_text:
+            raise TokenizationError("the target's response cannot be represented in the draft's tokens")
+        return alone
 
 
 async def gather_all(texts: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

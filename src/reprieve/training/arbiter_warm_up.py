@@ -18,8 +18,7 @@ from reprieve.engine import Pair
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.binding import PairIdentity, digest
-from reprieve.mining.records import ProblemLabels, TracedRound
-from reprieve.mining.store import LabelStore
+from reprieve.mining.store import LabelStore, ProblemLabels, TracedRound
 from reprieve.mining.traces import LABELS_VERSION, soft_label
 from reprieve.models.arbiter import ArbiterModel, ArbitrationRound
 from reprieve.stats import BranchChoices

@@ -17,7 +17,7 @@ from reprieve.engine import Pair
 from reprieve.errors import SpecError
 from reprieve.heads.features import TokenStates, assemble, distribution_scalars
 from reprieve.heads.settings import FeatureRecipe
-from reprieve.mining.records import Mismatch, ProblemLabels
+from reprieve.mining.store import Mismatch, ProblemLabels
 from reprieve.models.cached_model import CachedModel, HiddenLayers
 from reprieve.models.response_tree import ResponseTree
 from reprieve.types import HiddenStates
