@@ -6,9 +6,8 @@ import re
 from collections.abc import Callable
 
 from reprieve.mining.autojudge import AutoJudgeMiner
-from reprieve.mining.responses import ResponseFormat
 from reprieve.mining.settings import AutoJudgeMining
-from reprieve.mining.target import Target
+from reprieve.mining.target import ResponseFormat, Target
 from reprieve.tasks import Task, TaskProblem
 
 EOS = 0

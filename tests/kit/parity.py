@@ -9,9 +9,8 @@ from recipes.arbiter.rollouts import RolloutSettings
 from reprieve.drafters import DraftModelDrafter
 from reprieve.engine import SpeculativeDecoder
 from reprieve.heads.settings import ArbiterShape
-from reprieve.mining.responses import ResponseFormat
 from reprieve.mining.settings import TraceMining
-from reprieve.mining.target import LocalTarget
+from reprieve.mining.target import LocalTarget, ResponseFormat
 from reprieve.mining.traces import ArbitrationMiner
 from reprieve.models.batch_decoder import BatchDecoder
 from reprieve.rules import LosslessRule

@@ -12,9 +12,8 @@ import pytest
 
 from reprieve.errors import SpecError
 from reprieve.mining.recipes import build
-from reprieve.mining.responses import ResponseFormat
 from reprieve.mining.settings import AutoJudgeMining
-from reprieve.mining.target import ApiTarget, TokenizationError
+from reprieve.mining.target import ApiTarget, ResponseFormat, TokenizationError
 from reprieve.models.batch_decoder import Session
 from reprieve.settings import PairSettings, SamplingParams
 from tests.kit.mining import EOS, ScriptedTarget, miner, problem

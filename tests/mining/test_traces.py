@@ -12,9 +12,9 @@ from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.heads.settings import ArbiterShape
 from reprieve.mining.recipes import build
-from reprieve.mining.responses import ResponseFormat
 from reprieve.mining.settings import TraceMining
 from reprieve.mining.store import LabelStore
+from reprieve.mining.target import ResponseFormat
 from reprieve.mining.traces import LABELS_VERSION, soft_label
 from reprieve.models import CachedModel
 from reprieve.settings import PairSettings, SamplingSettings

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from reprieve.files import parse_json
-from reprieve.mining.responses import ResponseFormat
 from reprieve.mining.settings import PivotMining
 from reprieve.mining.store import MINED, Mismatch, ProblemLabels
-from reprieve.mining.target import Continuations, Target, gather_all
+from reprieve.mining.target import Continuations, ResponseFormat, Target, gather_all
 from reprieve.models.cached_model import CachedModel
 from reprieve.models.draws import Draw, UniformDraw
 from reprieve.models.sampling import Sampler

@@ -22,11 +22,10 @@ from reprieve.heads.binding import PairIdentity
 from reprieve.mining.autojudge import AutoJudgeMiner
 from reprieve.mining.draft import BatchedDraft, Draft, DraftReader, EagleModel
 from reprieve.mining.pivot import CandidateSource, PivotMiner, SoundnessJudge, equation_soundness, model_soundness
-from reprieve.mining.responses import ResponseFormat
 from reprieve.mining.served_target import Read, ServedModel, ServedTarget
 from reprieve.mining.settings import AutoJudgeMining, MiningSettings, PivotMining, TraceMining
 from reprieve.mining.store import API_WEIGHTS, ProblemLabels
-from reprieve.mining.target import ApiTarget, LocalTarget, Target
+from reprieve.mining.target import ApiTarget, LocalTarget, ResponseFormat, Target
 from reprieve.mining.traces import LABELS_VERSION, ArbitrationMiner
 from reprieve.models.batch_decoder import BatchDecoder
 from reprieve.models.cached_model import CachedModel, HiddenLayers, eos_token_ids

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 from reprieve.backends.client import Client
 from reprieve.errors import SpecError
-from reprieve.mining.responses import ResponseFormat
-from reprieve.mining.target import Target
+from reprieve.mining.target import ResponseFormat, Target
 from reprieve.models.batch_decoder import Session
 from reprieve.models.cached_model import CachedModel
 from reprieve.models.draws import Draw, UniformDraw

@@ -87,17 +87,8 @@ def token_class(text: str) -> str:
     return next((name for name, pattern in _CLASSES if pattern.fullmatch(text)), "other")
 
 
-@dataclass(frozen=True)
-class ClassShare:
-    """Labels of one class of target tokens."""
-
-    name: str
-    num_labelled: int
-    num_important: int
-
-
-def shares_by_class(problems: Sequence[ProblemLabels], tokenizer: Any) -> list[ClassShare]:
-    """Return labels by the class of the target's token, most frequent first."""
+def shares_by_class(problems: Sequence[ProblemLabels], tokenizer: Any) -> list[tuple[str, int, int]]:
+    """Return, by class of the target's token, the number of labelled and important ones; most frequent class first."""
     labelled: Counter[str] = Counter()
     important: Counter[str] = Counter()
     for problem in problems:
@@ -105,7 +96,7 @@ def shares_by_class(problems: Sequence[ProblemLabels], tokenizer: Any) -> list[C
             name = token_class(tokenizer.decode([mismatch.target_id]))
             labelled[name] += 1
             important[name] += bool(mismatch.important)
-    return [ClassShare(name, count, important[name]) for name, count in labelled.most_common()]
+    return [(name, count, important[name]) for name, count in labelled.most_common()]
 
 
 def frequent_important(problems: Sequence[ProblemLabels], tokenizer: Any, limit: int) -> list[tuple[str, str, int]]:

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 
 from reprieve.engine import SpeculativeDecoder
 from reprieve.mining.pivot import seeded_draw
-from reprieve.mining.responses import ResponseFormat
 from reprieve.mining.settings import TraceMining
 from reprieve.mining.store import MINED, Mismatch, ProblemLabels, TracedRound
-from reprieve.mining.target import Continuations, Target, gather_all
+from reprieve.mining.target import Continuations, ResponseFormat, Target, gather_all
 from reprieve.tasks import TaskProblem
 from reprieve.tasks.chat import Chat
 from reprieve.types import Generation
@@ -90,7 +89,7 @@ class ArbitrationMiner:
         prompt_ids = self.responses.encode_prompt(problem)
         generation = await self.target.apart(lambda: self._decoder().generate(prompt_ids, params, trace=True))
         branches = _Branches(self, problem, generation)
-        rounds = await gather_all(branches.label(start, traced) for start, traced in _rounds(generation))
+        rounds = await gather_all(branches.label(traced) for traced in _rounds(generation))
         return ProblemLabels(
             problem_id=problem.problem_id,
             status=MINED,
@@ -105,14 +104,14 @@ class ArbitrationMiner:
         )
 
 
-def _rounds(generation: Generation) -> Iterable[tuple[int, TracedRound]]:
-    """Yield the rounds with drafted tokens, each with its start in the response."""
+def _rounds(generation: Generation) -> Iterable[TracedRound]:
+    """Yield the rounds with drafted tokens, without labels."""
     start = 0
     assert generation.trace is not None
     for traced in generation.trace:
         if traced.drafted_ids:
             nothing = (None,) * len(traced.drafted_ids)
-            yield start, TracedRound(start, tuple(traced.drafted_ids), tuple(traced.target_ids), nothing)
+            yield TracedRound(start, tuple(traced.drafted_ids), tuple(traced.target_ids), nothing)
         start += len(traced.committed)
 
 
@@ -148,18 +147,18 @@ class _Branches:
         # Whole responses, and the position from which each is greedy; earlier tokens may be sampled or forced.
         self._known = [(0, self.response_ids)] if self.settings.sampling.greedy else []
 
-    async def label(self, start: int, traced: TracedRound) -> TracedRound:
+    async def label(self, traced: TracedRound) -> TracedRound:
         """Return the round with labels for its first few mismatches."""
         pairs = enumerate(zip(traced.draft_ids, traced.target_ids, strict=True))
         nodes = [node for node, (draft_id, target_id) in pairs if draft_id != target_id]
         nodes = nodes[: self.settings.max_mismatches]
-        end = self.responses.length_of(self._text(start, traced.draft_ids), start=start)
+        end = self.responses.length_of(self._text(traced, traced.draft_ids), start=traced.start)
         if end is not None:  # mismatches after the end of the response do not count
-            nodes = [node for node in nodes if start + node < end]
+            nodes = [node for node in nodes if traced.start + node < end]
         num = len(traced.draft_ids)
         labels: list[float | None] = [None] * num
         draft_utilities, target_utilities = list(labels), list(labels)
-        for node, utilities in zip(nodes, await self._score(start, traced, nodes), strict=True):
+        for node, utilities in zip(nodes, await self._score(traced, nodes), strict=True):
             if utilities is not None:
                 draft_utilities[node], target_utilities[node] = utilities
                 labels[node] = soft_label(*utilities, tie=self.settings.tie)
@@ -170,24 +169,25 @@ class _Branches:
             target_utilities=tuple(target_utilities),
         )
 
-    def _text(self, start: int, drafted: Iterable[int]) -> list[int]:
-        return [*self.response_ids[:start], *drafted]
+    def _text(self, traced: TracedRound, drafted: Iterable[int]) -> list[int]:
+        """Return the response before a round, followed by tokens of its block."""
+        return [*self.response_ids[: traced.start], *drafted]
 
-    async def _score(self, start: int, traced: TracedRound, nodes: list[int]) -> list[tuple[float, float] | None]:
+    async def _score(self, traced: TracedRound, nodes: list[int]) -> list[tuple[float, float] | None]:
         """Return utilities of the draft's and the target's side of each mismatch."""
         if (judge := self.miner.judge) is not None:
-            return await gather_all(self._ask(judge, start, traced, node) for node in nodes)
+            return await gather_all(self._ask(judge, traced, node) for node in nodes)
         # Draft branches first: a greedy draft branch is also the target's branch at the next mismatch.
         draft_utilities = await gather_all(
-            self._utility(self._text(start, traced.draft_ids[: p + 1]), p, 0) for p in nodes
+            self._utility(self._text(traced, traced.draft_ids[: p + 1]), p, 0) for p in nodes
         )
         target_utilities = await gather_all(
-            self._utility(self._text(start, (*traced.draft_ids[:p], traced.target_ids[p])), p, 1) for p in nodes
+            self._utility(self._text(traced, (*traced.draft_ids[:p], traced.target_ids[p])), p, 1) for p in nodes
         )
         return list(zip(draft_utilities, target_utilities, strict=True))
 
-    async def _ask(self, judge: Chat, start: int, traced: TracedRound, node: int) -> tuple[float, float] | None:
-        written = self.responses.text(self._text(start, traced.draft_ids[:node]))
+    async def _ask(self, judge: Chat, traced: TracedRound, node: int) -> tuple[float, float] | None:
+        written = self.responses.text(self._text(traced, traced.draft_ids[:node]))
         decode = self.responses.tokenizer.decode
         candidates = (decode([ids[node]]) for ids in (traced.draft_ids, traced.target_ids))
         return await score_branches(judge, self.problem.question_text, written, *candidates)
