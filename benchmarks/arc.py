@@ -22,8 +22,8 @@ from reprieve.bench.results import column, common_rows, summarise, write_results
 from reprieve.engine import DRAFT_ONLY, Pair, SamplingParams, load_pair
 from reprieve.models.sampling import Sampler
 from reprieve.stats import bootstrap_interval
-from reprieve.training.splits import auc_interval
-from reprieve.training.swaps import SwapMeter
+from reprieve.training.features import auc_interval
+from reprieve.training.lts import SwapMeter
 from tables import COLUMNS
 
 EAGLE, PRUNED = "eagle3", "eagle3:prune=entropy"

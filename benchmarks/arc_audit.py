@@ -35,8 +35,7 @@ from reprieve.settings import (
 from reprieve.stats import wilson_interval
 from reprieve.tasks.base import Task, TaskProblem
 from reprieve.tasks.prompting import prompt_of
-from reprieve.training.lts import bounds_of
-from reprieve.training.swaps import SwapMeter, Swaps
+from reprieve.training.lts import SwapMeter, Swaps, bounds_of
 from reprieve.types import Provenance
 
 _ROUNDING = 1e-5  # nats: two float32 forwards of one text differ by about this much

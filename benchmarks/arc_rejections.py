@@ -28,8 +28,7 @@ from reprieve.cli.command import Command
 from reprieve.cli.main import run_command
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.mining.responses import ResponseFormat
-from reprieve.mining.target import LocalTarget, gather_all
+from reprieve.mining.target import LocalTarget, ResponseFormat, gather_all
 from reprieve.models.batch_decoder import BatchDecoder, Session
 from reprieve.models.cached_model import eos_token_ids
 from reprieve.settings import (

@@ -27,7 +27,7 @@ from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import SpecError, require_whole
 from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.loading import attach_heads
-from reprieve.mining.responses import ResponseFormat
+from reprieve.mining.target import ResponseFormat
 from reprieve.models.cached_model import eos_token_ids
 from reprieve.rules import Rule, parse_rule
 from reprieve.settings import (

@@ -20,11 +20,10 @@ from sklearn.neural_network import MLPClassifier
 import reprieve
 from arms import labels_of, over, part, run, task_of, write_parts
 from reprieve.heads.settings import FeatureRecipe
-from reprieve.training.features import LabelledTokens, collect
-from reprieve.training.judge import fit_linear
+from reprieve.training.features import LabelledTokens, auc, auc_interval, collect, split_by_problem
+from reprieve.training.linear import fit_linear
 from reprieve.training.pivot import train_pivot
 from reprieve.training.settings import JudgeTraining, PivotTraining
-from reprieve.training.splits import auc, auc_interval, split_by_problem
 
 SEED = 0
 GRID = JudgeTraining().grid

@@ -22,8 +22,7 @@ from reprieve.bench.records import ProblemRecord, read_answers, read_run
 from reprieve.bench.results import common_rows
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.errors import SpecError
-from reprieve.mining.records import MINED, ProblemLabels
-from reprieve.mining.store import LabelStore
+from reprieve.mining.store import MINED, LabelStore, ProblemLabels
 from reprieve.stats import bootstrap_interval, share_interval
 
 CEILING = "the labels themselves"

@@ -19,11 +19,10 @@ import reprieve
 from arms import labels_of, over, part, run, task_of, whole, write_parts
 from reprieve.engine import Pair
 from reprieve.mining.recipes import build
-from reprieve.mining.records import ProblemLabels
 from reprieve.mining.runner import mine_problems
 from reprieve.mining.settings import AutoJudgeMining
-from reprieve.mining.store import LabelStore
-from reprieve.mining.summary import summarise
+from reprieve.mining.show import summarise
+from reprieve.mining.store import LabelStore, ProblemLabels
 from reprieve.settings import PairSettings
 from reprieve.stats import bootstrap_interval, wilson_interval
 from reprieve.tasks import Task, TaskProblem

@@ -31,12 +31,10 @@ from reprieve.engine import Pair
 from reprieve.errors import ReprieveError
 from reprieve.files import read_json, replace_file
 from reprieve.mining.recipes import build
-from reprieve.mining.records import ProblemLabels
-from reprieve.mining.responses import ResponseFormat
 from reprieve.mining.runner import mine_problems
 from reprieve.mining.settings import AutoJudgeMining
-from reprieve.mining.store import LabelStore
-from reprieve.mining.target import LocalTarget, gather_all
+from reprieve.mining.store import LabelStore, ProblemLabels
+from reprieve.mining.target import LocalTarget, ResponseFormat, gather_all
 from reprieve.models.batch_decoder import BatchDecoder, Session
 from reprieve.models.cached_model import eos_token_ids
 from reprieve.models.identity import model_folder

@@ -16,9 +16,8 @@ import reprieve
 from arms import labels_of, over, part, run, whole, write_parts
 from reprieve.engine import Pair
 from reprieve.heads.classifiers import JudgeHead
-from reprieve.mining.records import ProblemLabels
-from reprieve.training.features import collect
-from reprieve.training.splits import auc_interval, split_by_problem
+from reprieve.mining.store import ProblemLabels
+from reprieve.training.features import auc_interval, collect, split_by_problem
 
 
 @torch.inference_mode()

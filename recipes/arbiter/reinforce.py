@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,9 +28,8 @@ from reprieve.heads.files import claim_head
 from reprieve.heads.settings import ArbiterShape
 from reprieve.models.arbiter import ArbiterModel
 from reprieve.tasks import Task
-from reprieve.training.arbiter_warm_up import keep_best
-from reprieve.training.loop import Learner, Progress, load_network, network_state, train
-from reprieve.training.readings import RoundReader
+from reprieve.training.arbiter_warm_up import RoundReader, keep_best
+from reprieve.training.loop import NetworkLearner, Progress, train
 
 _REJECT_ALL = -3.0  # logit: pi(accept) is 5%, enough for exploration
 
@@ -100,7 +99,7 @@ def reinforce(
     return Arbiter.from_pretrained(folder / "arbiter")
 
 
-class _Learner(Learner):
+class _Learner(NetworkLearner):
     def __init__(
         self,
         pair: Pair,
@@ -151,12 +150,6 @@ class _Learner(Learner):
 
     def validates_after(self, update: int) -> bool:
         return update % self.settings.validate_every == 0 or update == self.settings.num_updates
-
-    def state(self) -> dict[str, Tensor]:
-        return network_state(self.model, self.optimizer)
-
-    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        load_network(self.model, self.optimizer, tensors)
 
     def one_update(self, update: int) -> dict[str, float]:
         """Decode rollouts, assign credit, and optimise for a few epochs."""

@@ -32,7 +32,7 @@ from recipes.pair.wordings import Teller
 from reprieve.bundles import BY_KEY
 from reprieve.tasks.families import FAMILIES
 from reprieve.tasks.word_problems import Contents, draw_problem
-from reprieve.training.loop import Learner, learning_rate_at, load_network, network_state, train
+from reprieve.training.loop import NetworkLearner, learning_rate_at, train
 
 _REPORT_SECONDS = 20.0
 
@@ -101,7 +101,7 @@ def grow(model: LlamaForCausalLM, num_layers: int) -> None:
     model.config.num_hidden_layers = num_layers
 
 
-class PairLearner(Learner):
+class PairLearner(NetworkLearner):
     """Trains one model of the pair.
 
     Args:
@@ -132,14 +132,11 @@ class PairLearner(Learner):
     def num_updates(self) -> int:
         return self.settings.num_updates
 
-    def state(self) -> dict[str, Tensor]:
-        return network_state(self.model, self.optimizer)
-
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         grown = self.settings.grown_layers
         if grown and f"model.model.layers.{grown - 1}.mlp.down_proj.weight" in tensors:
             self._grow(grown)
-        load_network(self.model, self.optimizer, tensors)
+        super().load_state(tensors)
 
     def _make_forward(self) -> Callable[..., Any]:
         return torch.compile(self.model.forward) if self.compiled else self.model.forward

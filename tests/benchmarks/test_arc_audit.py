@@ -8,8 +8,7 @@ from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.heads.loading import attach_heads
 from reprieve.rules import parse_rule
 from reprieve.tasks import load_task
-from reprieve.training.lts import bounds_of
-from reprieve.training.swaps import Swaps
+from reprieve.training.lts import Swaps, bounds_of
 from tests.kit.lts import calibration
 
 
@@ -41,5 +40,5 @@ def test_the_audit_counts_swapped_tokens_and_those_within_the_bound(bundled_pair
 def test_an_audit_without_accepted_tokens_reports_zero():
     from arc_audit import Audit
 
-    seen = Audit("x", 1, 0, Swaps.none(), np.empty(0, bool), np.empty(0, bool)).summary(calibration())
+    seen = Audit("x", 1, 0, Swaps.join([]), np.empty(0, bool), np.empty(0, bool)).summary(calibration())
     assert seen["accepted"] == {"num": 0}

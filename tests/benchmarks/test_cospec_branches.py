@@ -95,7 +95,7 @@ def test_branches_of_sampled_answers_continue_greedily(target, draft):
 def test_forcing_the_taken_branch_repeats_the_answer(target, draft):
     """Continuing from the text and the rest of the block repeats the answer exactly."""
     from cospec_branches import _Branches, _decisions
-    from reprieve.mining.responses import ResponseFormat
+    from reprieve.mining.target import ResponseFormat
 
     model = trained(draft)
     rule = ArbiterRule.of(arbiter_of(model), lambda_=0.5)

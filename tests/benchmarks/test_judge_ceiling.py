@@ -8,8 +8,7 @@ from judge_ceiling import CEILING, SEARCH, ceiling, num_rounds
 from reprieve.bench.arms import make_arms
 from reprieve.bench.records import read_answers, read_run
 from reprieve.errors import SpecError
-from reprieve.mining.records import MINED, Mismatch, ProblemLabels
-from reprieve.mining.store import LabelStore
+from reprieve.mining.store import MINED, LabelStore, Mismatch, ProblemLabels
 from tests.bench.toys import run
 from tests.mining.toys import MANIFEST
 

@@ -17,7 +17,7 @@ from reprieve.heads.features import TokenStates, assemble
 from reprieve.heads.files import signature
 from reprieve.heads.loading import attach_heads, load_head, require_heads_fit
 from reprieve.heads.settings import FeatureRecipe
-from reprieve.mining.records import MINED, Mismatch, ProblemLabels
+from reprieve.mining.store import MINED, Mismatch, ProblemLabels
 from reprieve.models.cached_model import CachedModel
 from reprieve.rules import RiskBudget, accept, accepts, parse_rule
 from reprieve.rules.arbiter import StateArbiterRule

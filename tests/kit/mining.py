@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 
 from reprieve.mining.autojudge import AutoJudgeMiner
-from reprieve.mining.equivalence import SameAnswer
-from reprieve.mining.responses import ResponseFormat
+from reprieve.mining.settings import AutoJudgeMining
+from reprieve.mining.target import ResponseFormat, Target
 from reprieve.tasks import Task, TaskProblem
 
 EOS = 0
@@ -53,7 +53,7 @@ def problem(problem_id: str = "p", reference: str = "5") -> TaskProblem:
     return TaskProblem(problem_id, PROMPT, reference)
 
 
-class ScriptedTarget:
+class ScriptedTarget(Target):
     """Continue a response token by token with a function of the text so far."""
 
     def __init__(self, next_token: Callable[[list[int]], int]) -> None:
@@ -85,12 +85,11 @@ def responses(task=None, max_new_tokens=12) -> ResponseFormat:
     return ResponseFormat(WordTokenizer(), task or LastWordTask(), frozenset({EOS}), max_new_tokens)
 
 
-def miner(target, draft, *, variant="search", equivalence=None, max_new_tokens=12, task=None) -> AutoJudgeMiner:
-    task = task or LastWordTask()
+def miner(target, draft, *, variant="search", judge=None, max_new_tokens=12, task=None) -> AutoJudgeMiner:
     return AutoJudgeMiner(
-        target=ScriptedTarget(target) if callable(target) else target,
+        AutoJudgeMining(variant=variant),
+        ScriptedTarget(target) if callable(target) else target,
         make_draft=lambda noise: ScriptedDraft(draft),
         responses=responses(task, max_new_tokens),
-        equivalence=equivalence or SameAnswer(task),
-        variant=variant,
+        judge=judge,
     )

@@ -7,14 +7,14 @@ import torch
 from recipes.arbiter.reinforce import Reinforcement, reinforce, untrained
 from recipes.arbiter.rollouts import RolloutSettings
 from reprieve.drafters import DraftModelDrafter
-from reprieve.engine import SamplingParams, SpeculativeDecoder
+from reprieve.engine import SpeculativeDecoder
 from reprieve.heads.settings import ArbiterShape
-from reprieve.mining.responses import ResponseFormat
-from reprieve.mining.target import LocalTarget
+from reprieve.mining.settings import TraceMining
+from reprieve.mining.target import LocalTarget, ResponseFormat
 from reprieve.mining.traces import ArbitrationMiner
 from reprieve.models.batch_decoder import BatchDecoder
 from reprieve.rules import LosslessRule
-from reprieve.settings import PairSettings
+from reprieve.settings import PairSettings, SamplingSettings
 from reprieve.tasks import TaskProblem
 from tests.kit.mining import LastWordTask
 
@@ -37,26 +37,19 @@ class ParityTask(LastWordTask):
         return "odd" if sum(map(int, text.split())) % 2 else "even"
 
 
-def miner_of(pair, *, temperature=0.0, scorer=None, **settings):
-    params = SamplingParams(temperature=temperature)
+def miner_of(pair, *, temperature=0.0, judge=None, num_rollouts=1, **settings):
+    settings = TraceMining(
+        num_draft_tokens=4, num_rollouts=num_rollouts, sampling=SamplingSettings(temperature), seed=5, **settings
+    )
     responses = ResponseFormat(pair.tokenizer, ParityTask(), frozenset(), 24)
-    target = LocalTarget(BatchDecoder(pair.target, num_rows=8, params=params, eos_ids=frozenset()))
+    target = LocalTarget(BatchDecoder(pair.target, num_rows=8, params=settings.params, eos_ids=frozenset()))
 
-    def make_decoder(k):
+    def make_decoder():
         drafter = DraftModelDrafter(pair.cached_draft(), CPU)
         rule = LosslessRule(verification="exact")
-        return SpeculativeDecoder(pair.cached_target(), drafter, pair.tokenizer, rule=rule, num_draft_tokens=k)
+        return SpeculativeDecoder(pair.cached_target(), drafter, pair.tokenizer, rule=rule, num_draft_tokens=4)
 
-    return ArbitrationMiner(
-        target,
-        responses,
-        params,
-        make_decoder,
-        make_seed=lambda problem: 5,
-        num_draft_tokens=4,
-        scorer=scorer,
-        **settings,
-    )
+    return ArbitrationMiner(settings, target, make_decoder, responses, judge)
 
 
 def mine(pair, count=6, **settings):

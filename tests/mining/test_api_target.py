@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from reprieve.errors import SpecError
-from reprieve.mining.api_target import ApiTarget
 from reprieve.mining.recipes import build
 from reprieve.mining.settings import AutoJudgeMining
+from reprieve.mining.target import ApiTarget, ResponseFormat, TokenizationError
 from reprieve.models.batch_decoder import Session
 from reprieve.settings import PairSettings, SamplingParams
 from tests.kit.mining import EOS, ScriptedTarget, miner, problem
@@ -91,7 +91,7 @@ class MergingTokenizer:
         return "".join(self.vocabulary[i] for i in token_ids if not (skip_special_tokens and i == 0))
 
 
-def api(reply, *, finish="stop", **options):
+def api(reply, *, finish="stop", stop=(), **options):
     seen = []
 
     async def create(**asked):
@@ -99,7 +99,8 @@ def api(reply, *, finish="stop", **options):
         return SimpleNamespace(choices=[SimpleNamespace(text=reply, finish_reason=finish)])
 
     client = SimpleNamespace(completions=SimpleNamespace(create=create))
-    return ApiTarget(client, "m", MergingTokenizer(), eos_id=0, **options), seen
+    responses = ResponseFormat(MergingTokenizer(), SimpleNamespace(stop=stop), frozenset({EOS}), 99)
+    return ApiTarget(client, "m", responses, **options), seen
 
 
 def complete(target, prompt, response, size=9):
@@ -111,7 +112,8 @@ A, B, C, AB, BC, SPACE = range(1, 7)
 
 def test_a_swap_that_the_server_would_tokenize_differently_is_skipped():
     target, seen = api("c")
-    assert complete(target, [C], [A, B]) is None  # the server would tokenize "cab" as c, ab
+    with pytest.raises(TokenizationError, match="would tokenize the swapped text differently"):
+        complete(target, [C], [A, B])  # the server would tokenize "cab" as c, ab
     assert not seen
     assert complete(target, [C], [AB]) == [C, EOS]
 
@@ -142,13 +144,12 @@ def test_api_completions_respect_the_budget_and_the_finish_reason():
 
 def test_stop_texts_are_cut_locally_and_add_no_end_of_text():
     """Stop texts are not sent to the server, so the reason for the end is known."""
-    stops = lambda ids: MergingTokenizer().decode(ids).endswith("cc")  # noqa: E731
-    target, seen = api("acca", stops=stops)
+    target, seen = api("acca", stop=("cc",))
     assert complete(target, [C], []) == [A, C, C]
     assert "stop" not in seen[0]
-    target, _ = api("ca", stops=stops)
+    target, _ = api("ca", stop=("cc",))
     assert complete(target, [A], [C]) == [C], "a stop text can begin in what was given"
-    target, _ = api("a", stops=stops)
+    target, _ = api("a", stop=("cc",))
     assert complete(target, [A], [C]) == [A, EOS]
 
 
@@ -156,7 +157,7 @@ def test_unlabelled_swaps_keep_the_targets_token():
     class Refusing(ScriptedTarget):
         async def complete(self, session, prompt_ids, response_ids, max_new_tokens, draw):
             if response_ids and response_ids[-1] == 2:
-                return None
+                raise TokenizationError("merges with its neighbour")
             return await super().complete(session, prompt_ids, response_ids, max_new_tokens, draw)
 
     script = [1, 3, 9, 5, EOS]

@@ -15,9 +15,8 @@ from reprieve.engine import load_pair
 from reprieve.errors import SpecError
 from reprieve.mining.draft import BatchedDraft, DraftReader, EagleModel
 from reprieve.mining.recipes import build
-from reprieve.mining.records import MINED, NO_ANSWER
 from reprieve.mining.settings import AutoJudgeMining, PivotMining
-from reprieve.mining.store import LabelStore
+from reprieve.mining.store import MINED, NO_ANSWER, LabelStore
 from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest
 from reprieve.models.cached_model import CachedModel
 from reprieve.models.draws import GumbelNoise, UniformDraw, choose, gumbel_choice
@@ -114,11 +113,6 @@ def test_the_token_budget_covers_the_whole_response_exactly():
     assert last.target.asked == [([], 3)], "nothing is left to generate after the last token of the budget"
 
 
-def test_unknown_variants_are_refused():
-    with pytest.raises(SpecError, match="variant must be one of search, naive, got 'greedy'"):
-        miner(script([]), script([]), variant="greedy")
-
-
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_batched_decoding_equals_single_decoding_and_reads_prefixes_once(kind):
     model = tiny_model(kind, seed=2)
@@ -211,7 +205,7 @@ def test_an_eagle_reader_predicts_the_first_drafted_token_of_every_round():
     prompt = pair.tokenizer.encode(load_task("arithmetic").problems("test", 1)[0].prompt)
     decoder = pair.decoder("lossless", drafter="eagle3:top_k=1,depth=2,total_tokens=2", num_draft_tokens=2)
     made = decoder.generate(prompt, SamplingParams(max_new_tokens=40), trace=True)
-    model = EagleModel(pair.cached_target(head.layers_read), head, pair.vocab_size)
+    model = EagleModel(pair.target, head, vocab_size=pair.vocab_size)
     reader = DraftReader(model, Sampler(SamplingParams(), pair.device))
     reader.predict(prompt, [*made.token_ids[:9], 7, 8, 9])  # reads another response first, whose end is rolled back
     read, place, num_wrong = reader.predict(prompt, made.token_ids), 0, 0

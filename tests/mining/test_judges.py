@@ -7,17 +7,10 @@ import asyncio
 import pytest
 
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.mining.equivalence import NotWorse
+from reprieve.mining.autojudge import judged_worse
+from reprieve.mining.pivot import NO_VERDICT, SOUND, UNSOUND, equation_soundness, model_soundness, parse_verdict
 from reprieve.mining.recipes import make_chat, make_soundness
-from reprieve.mining.soundness import (
-    NO_VERDICT,
-    SOUND,
-    UNSOUND,
-    EquationSoundness,
-    ModelSoundness,
-    parse_verdict,
-)
-from tests.kit.mining import EOS, miner, problem, responses
+from tests.kit.mining import EOS, miner, problem
 from tests.mining.toys import FakeChat
 
 A, B, C, AB, BC, SPACE = range(1, 7)
@@ -35,9 +28,7 @@ A, B, C, AB, BC, SPACE = range(1, 7)
 )
 def test_pairwise_votes_by_majority(replies, important, votes):
     chat = FakeChat(*replies)
-    judge = NotWorse(chat)
-    verdict = asyncio.run(judge.compare(problem(), responses(), [1], [2, 2], [3, 3]))
-    assert (verdict.important, verdict.votes) == (important, votes)
+    assert asyncio.run(judged_worse(chat, "40 41", "2 2", "3 3")) == (important, votes)
     assert "assistant A:\n2 2" in chat.prompts[0]
     assert "assistant B:\n3 3" in chat.prompts[0]
 
@@ -46,9 +37,7 @@ def test_open_ended_mining_compares_with_the_running_response():
     """After an accepted swap, response A contains it."""
     chat = FakeChat(*["[[A=B]]"] * 3, *["[[A>B]]"] * 3)
     script = lambda text: lambda before: text[len(before)] if len(before) < len(text) else EOS  # noqa: E731
-    found = asyncio.run(
-        miner(script([1, 3, EOS]), script([2, 4, EOS]), equivalence=NotWorse(chat), task=Open()).mine(problem())
-    )
+    found = asyncio.run(miner(script([1, 3, EOS]), script([2, 4, EOS]), judge=chat, task=Open()).mine(problem()))
     assert [m.important for m in found.mismatches] == [False, True]
     assert "assistant A:\n1 3\n" in chat.prompts[0]
     assert "assistant A:\n2 3\n" in chat.prompts[3]
@@ -86,8 +75,8 @@ def test_soundness_verdicts_are_strict_json(reply, flawed):
 
 def test_malformed_soundness_verdicts_are_retried_and_then_count_as_none():
     good = '{"analysis": "", "flawed": true}'
-    assert asyncio.run(ModelSoundness(FakeChat("?", "{", good)).judge("q", "5", "r")) == UNSOUND
-    assert asyncio.run(ModelSoundness(FakeChat("?", "?", "?", good)).judge("q", "5", "r")) == NO_VERDICT
+    assert asyncio.run(model_soundness(FakeChat("?", "{", good), "q", "5", "r")) == UNSOUND
+    assert asyncio.run(model_soundness(FakeChat("?", "?", "?", good), "q", "5", "r")) == NO_VERDICT
 
 
 @pytest.mark.parametrize(
@@ -101,7 +90,7 @@ def test_malformed_soundness_verdicts_are_retried_and_then_count_as_none():
     ],
 )
 def test_equations_are_checked(text, verdict):
-    assert asyncio.run(EquationSoundness().judge("q", "5", text)) == verdict
+    assert asyncio.run(equation_soundness("q", "5", text)) == verdict
 
 
 def test_judges_are_created_from_specifications(monkeypatch):

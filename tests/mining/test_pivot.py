@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
 
 from reprieve.errors import SpecError
-from reprieve.mining.pivot import Candidate, CandidateSource, PivotMiner, median_length
-from reprieve.mining.recipes import build
-from reprieve.mining.settings import PivotMining
-from reprieve.mining.soundness import (
+from reprieve.mining.pivot import (
     NO_VERDICT,
     UNSOUND,
-    ModelSoundness,
+    Candidate,
+    CandidateSource,
+    PivotMiner,
+    median_length,
+    model_soundness,
 )
+from reprieve.mining.recipes import build
+from reprieve.mining.settings import PivotMining
 from reprieve.mining.target import Target
 from reprieve.models.cached_model import CachedModel
 from reprieve.settings import PromptSettings, SamplingParams
@@ -52,14 +56,13 @@ class RolloutTarget(Target):
         return [*([3] * number), 9, 5 if good else 6, EOS]
 
 
-def pivots(source, shares, **options):
+def pivots(source, shares, *, alpha=0.8, soundness=None):
     made = PivotMiner(
-        target=RolloutTarget(shares),
-        make_source=lambda seed: source,
-        responses=responses(max_new_tokens=30),
-        make_seed=lambda item: 1,
-        num_rollouts=4,
-        **options,
+        PivotMining(num_rollouts=4, alpha=alpha),
+        RolloutTarget(shares),
+        lambda seed: source,
+        responses(max_new_tokens=30),
+        soundness,
     )
     return asyncio.run(made.mine(problem()))
 
@@ -90,18 +93,18 @@ def test_a_base_that_is_never_right_gives_no_pivots():
 def test_soundness_flips_non_pivots_only_and_reads_the_median_rollout():
     chat = FakeChat('{"analysis": "", "flawed": true}')
     shares = {(): 4, (7,): 4}
-    found = pivots(ListedSource(([], 7, 8), ([EOS], None, None)), shares, soundness=ModelSoundness(chat))
+    found = pivots(ListedSource(([], 7, 8), ([EOS], None, None)), shares, soundness=partial(model_soundness, chat))
     assert found.mismatches[0].important
     assert found.mismatches[0].verdict == UNSOUND
     assert found.response_ids == (8, EOS), "a flipped token falls back like any pivot"
     assert "7 3 3 3 9 5\n" in chat.prompts[0]
     never_asked = FakeChat()
     found = pivots(
-        ListedSource(([], 7, 8), ([EOS], None, None)), {(): 4, (7,): 1}, soundness=ModelSoundness(never_asked)
+        ListedSource(([], 7, 8), ([EOS], None, None)), {(): 4, (7,): 1}, soundness=partial(model_soundness, never_asked)
     )
     assert found.mismatches[0].important
     lost = FakeChat("?", "?", "?")
-    found = pivots(ListedSource(([], 7, 8), ([EOS], None, None)), shares, soundness=ModelSoundness(lost))
+    found = pivots(ListedSource(([], 7, 8), ([EOS], None, None)), shares, soundness=partial(model_soundness, lost))
     assert (found.mismatches[0].important, found.mismatches[0].verdict) == (False, NO_VERDICT)
 
 

@@ -14,8 +14,7 @@ import time
 import pytest
 
 from reprieve.errors import PairError, ReprieveError
-from reprieve.mining.records import TracedRound
-from reprieve.mining.store import LabelStore
+from reprieve.mining.store import LabelStore, TracedRound
 from tests.kit.tiny import IDENTITY
 from tests.mining.toys import MANIFEST, labels
 

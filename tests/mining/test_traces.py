@@ -12,10 +12,10 @@ from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.heads.settings import ArbiterShape
 from reprieve.mining.recipes import build
-from reprieve.mining.responses import ResponseFormat
 from reprieve.mining.settings import TraceMining
 from reprieve.mining.store import LabelStore
-from reprieve.mining.traces import LABELS_VERSION, PairScorer, soft_label
+from reprieve.mining.target import ResponseFormat
+from reprieve.mining.traces import LABELS_VERSION, soft_label
 from reprieve.models import CachedModel
 from reprieve.settings import PairSettings, SamplingSettings
 from reprieve.tasks import load_task
@@ -145,11 +145,11 @@ class Scripted:
 
 def test_a_language_model_can_score_both_candidates(pair):
     chat = Scripted("no idea", "close call [[A: 4, B: 9]]")
-    found = mine(pair, 1, scorer=PairScorer(chat))[0]
+    found = mine(pair, 1, judge=chat)[0]
     labels = [label for traced in found.rounds for label in traced.labels if label is not None]
     assert labels and labels == pytest.approx([0.4] * len(labels)), "tie + (0.4 - 0.9) * tie"
     assert "Solution so far:" in chat.prompts[0] and "0 7 3" in chat.prompts[0]
-    mute = mine(pair, 1, scorer=PairScorer(Scripted("[[A: 11, B: 2]]")))[0]
+    mute = mine(pair, 1, judge=Scripted("[[A: 11, B: 2]]"))[0]
     assert all(label is None for traced in mute.rounds for label in traced.labels), "scores out of range are none"
 
 
@@ -165,8 +165,7 @@ def test_labels_stop_where_the_answer_does(pair):
     responses = ResponseFormat(pair.tokenizer, task, frozenset({9}), 24)
     assert responses.length_of([1, 2, 9, 4, 5]) == 3 and responses.length_of([1, 2]) is None
     assert responses.length_of([9, 2, 9, 4], start=1) == 3, "what stood before is taken as it is"
-    miner = miner_of(pair)
-    miner.responses = responses
+    miner = dataclasses.replace(miner_of(pair), responses=responses)
     found = [asyncio.run(miner.mine(problem)) for problem in task.problems("train", 8)]
     for item in found:
         for traced in item.rounds:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from reprieve.mining.records import MINED, Mismatch, ProblemLabels
+from reprieve.mining.store import MINED, Mismatch, ProblemLabels
 from tests.kit.tiny import IDENTITY
 
 MANIFEST = {"miner": "autojudge", "task": "words", **dataclasses.asdict(IDENTITY)}

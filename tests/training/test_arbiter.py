@@ -19,8 +19,7 @@ from reprieve.needs import Need
 from reprieve.rules.arbiter import ArbiterRule
 from reprieve.settings import PairSettings
 from reprieve.tasks import load_task
-from reprieve.training.arbiter_warm_up import WarmUp, warm_up
-from reprieve.training.readings import RoundReader
+from reprieve.training.arbiter_warm_up import RoundReader, WarmUp, warm_up
 from tests.kit.pairs import SMALL
 from tests.kit.parity import CLIMB, ParityTask, climb, mine
 from tests.kit.tiny import NumberTokenizer, perturbed, tiny_model

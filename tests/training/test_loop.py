@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from reprieve.errors import ReprieveError
-from reprieve.training.loop import CHECKPOINT, Learner, learning_rate_at, load_network, network_state, train
+from reprieve.training.loop import CHECKPOINT, NetworkLearner, learning_rate_at, train
 
 
-class Line(Learner):
+class Line(NetworkLearner):
     """Fit a line, with random inputs that depend only on the number of the update."""
 
     def __init__(self, *, num_updates=12, recipe="line", stop_after=None):
@@ -33,12 +33,6 @@ class Line(Learner):
     @property
     def recipe(self):
         return self.name
-
-    def state(self):
-        return network_state(self.model, self.optimizer)
-
-    def load_state(self, tensors):
-        load_network(self.model, self.optimizer, tensors)
 
     def one_update(self, update):
         inputs = torch.randn(8, 2, generator=torch.Generator().manual_seed(update))

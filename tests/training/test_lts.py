@@ -14,9 +14,16 @@ from reprieve.errors import SpecError
 from reprieve.models import CachedModel
 from reprieve.models.sampling import Sampler
 from reprieve.rules.lts import LtsRule
-from reprieve.training.lts import bounds_of, collect_swaps, fit, upper_quantile
+from reprieve.training.lts import (
+    SwapMeter,
+    bounds_of,
+    collect_swaps,
+    fit,
+    next_step_divergence,
+    upper_quantile,
+    whitening,
+)
 from reprieve.training.settings import LtsRecipe
-from reprieve.training.swaps import SwapMeter, next_step_divergence, whitening
 from tests.kit.lts import CPU, PROMPT, calibration
 from tests.kit.tiny import NumberTokenizer, perturbed, random_eagle, tiny_model
 

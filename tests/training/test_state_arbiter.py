@@ -8,11 +8,10 @@ import torch
 
 from reprieve.errors import SpecError
 from reprieve.heads.features import TokenStates
-from reprieve.training import state_arbiter
-from reprieve.training.features import LabelledTokens
+from reprieve.training import linear
+from reprieve.training.features import LabelledTokens, folds_by_problem
+from reprieve.training.linear import train_state_arbiter
 from reprieve.training.settings import StateArbiterTraining
-from reprieve.training.splits import folds_by_problem
-from reprieve.training.state_arbiter import train_state_arbiter
 from tests.kit.tiny import IDENTITY
 
 SIZE, NUM = 3, 600
@@ -74,8 +73,8 @@ def test_interrupted_training_resumes(tmp_path, monkeypatch):
 
     with pytest.raises(KeyboardInterrupt):
         train_state_arbiter(tokens(), IDENTITY, "t", settings=settings, folder=tmp_path, progress=cut_off)
-    tried, fit = [], state_arbiter.fit_linear
-    monkeypatch.setattr(state_arbiter, "fit_linear", lambda *given: tried.append(given[2]) or fit(*given))
+    tried, fit = [], linear.fit_linear
+    monkeypatch.setattr(linear, "fit_linear", lambda *given: tried.append(given[2]) or fit(*given))
     made = train_state_arbiter(tokens(), IDENTITY, "t", settings=settings, folder=tmp_path)
     assert set(tried) == {1e-2, 1e-4}, "the first C is not fitted again"
     assert made.training == whole.training and torch.equal(made.tensors["weight"], whole.tensors["weight"])

@@ -11,7 +11,7 @@ from reprieve.cli.command import Command
 from reprieve.settings import BUNDLED_TASK, PairSettings
 
 if TYPE_CHECKING:
-    from reprieve.mining.records import ProblemLabels
+    from reprieve.mining.store import ProblemLabels
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class LabelStats(Command):
         from rich import box
         from rich.table import Table
 
-        from reprieve.mining.summary import frequent_important, shares_by_class, summarise
+        from reprieve.mining.show import frequent_important, shares_by_class, summarise
         from reprieve.stats import wilson_interval
 
         problems, tokenizer = _open(self.store)
@@ -80,10 +80,10 @@ class LabelStats(Command):
         if summary.num_problems:
             screen.say(f"{summary.num_generated / summary.num_problems:.0f} tokens generated per problem")
         table = Table("class of the target's token", "labelled", "important", "share [95%]", box=box.SIMPLE_HEAD)
-        for row in shares_by_class(problems, tokenizer):
-            low, high = wilson_interval(row.num_important, row.num_labelled)
-            share = f"{100 * row.num_important / row.num_labelled:.1f}% [{100 * low:.1f}, {100 * high:.1f}]"
-            table.add_row(row.name, str(row.num_labelled), str(row.num_important), share)
+        for name, num_labelled, num_important in shares_by_class(problems, tokenizer):
+            low, high = wilson_interval(num_important, num_labelled)
+            share = f"{100 * num_important / num_labelled:.1f}% [{100 * low:.1f}, {100 * high:.1f}]"
+            table.add_row(name, str(num_labelled), str(num_important), share)
         screen.console().print(table)
         swaps = Table("important: target", "draft", "times", box=box.SIMPLE_HEAD)
         for target_text, draft_text, count in frequent_important(problems, tokenizer, self.top):
@@ -113,8 +113,8 @@ class ImportLabels(Command):
     def run(self) -> int:
         pair = screen.load(self.pair)
         from reprieve.mining.annotations import read_annotations
+        from reprieve.mining.show import summarise
         from reprieve.mining.store import LabelStore
-        from reprieve.mining.summary import summarise
 
         problems = read_annotations(self.annotations, pair.tokenizer)
         store = LabelStore(self.out, {"miner": "annotations", **asdict(pair.identity), "task": self.task})

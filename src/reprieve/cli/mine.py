@@ -31,11 +31,10 @@ class Mine(Command):
                 f"workers must be 1 on servers, got {self.num_workers}; --in-flight sets how many problems run at once"
             )
         screen.quiet_transformers()
-        from reprieve.mining.processes import mine_in_processes
         from reprieve.mining.recipes import build
-        from reprieve.mining.runner import mine_problems
+        from reprieve.mining.runner import mine_in_processes, mine_problems
+        from reprieve.mining.show import summarise
         from reprieve.mining.store import LabelStore
-        from reprieve.mining.summary import summarise
 
         with screen.progress_bar("mining") as bar:
             progress = screen.reporter(bar, "problems")

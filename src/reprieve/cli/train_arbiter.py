@@ -46,7 +46,8 @@ class TrainArbiter(Command):
 
         traces = read_traces(self.labels)
         pair = screen.load(self.pair)
-        traces.require_pair(pair.identity)
+        for store in traces.stores:
+            store.require_pair(pair.identity)
         pair.cached_draft()  # refuses a pair without a draft
         claim_head(self.out / "arbiter", "arbiter")
         self.keep_config(self.out)

@@ -19,7 +19,7 @@ from reprieve.training.settings import JudgeTraining, PivotTraining, StateArbite
 if TYPE_CHECKING:
     from reprieve.engine import Pair
     from reprieve.heads.classifiers import Head
-    from reprieve.mining.records import ProblemLabels
+    from reprieve.mining.store import ProblemLabels
 
 _WORK = "training"  # folder with the state of an interrupted training
 
@@ -127,7 +127,7 @@ class TrainJudge(TrainHead):
     settings: JudgeTraining = field(default_factory=JudgeTraining)
 
     def trainer(self) -> Callable[..., Head]:
-        from reprieve.training.judge import train_judge
+        from reprieve.training.linear import train_judge
 
         return train_judge
 
@@ -161,7 +161,7 @@ class TrainStateArbiter(TrainHead):
     out: Path = Path("heads/state-arbiter")
 
     def trainer(self) -> Callable[..., Head]:
-        from reprieve.training.state_arbiter import train_state_arbiter
+        from reprieve.training.linear import train_state_arbiter
 
         return train_state_arbiter
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.errors import ReprieveError
-from reprieve.mining.records import MINED, Mismatch, ProblemLabels
+from reprieve.mining.store import MINED, Mismatch, ProblemLabels
 from reprieve.tasks.table import read_jsonl
 
 

@@ -2,109 +2,67 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from reprieve.errors import ReprieveError, require_choice
 from reprieve.mining.draft import Draft
-from reprieve.mining.equivalence import Equivalence
-from reprieve.mining.records import MINED, NO_ANSWER, Mismatch, ProblemLabels
-from reprieve.mining.responses import ResponseFormat
-from reprieve.mining.target import Target, gather_all
-from reprieve.models.batch_decoder import Session
-from reprieve.models.draws import Draw, GumbelNoise
+from reprieve.mining.settings import AutoJudgeMining
+from reprieve.mining.store import MINED, NO_ANSWER, Mismatch, ProblemLabels
+from reprieve.mining.target import Continuations, ResponseFormat, Target, TokenizationError, gather_all
+from reprieve.models.draws import GumbelNoise
 from reprieve.tasks import TaskProblem
+from reprieve.tasks.chat import FIRST_BETTER, SECOND_BETTER, Chat, ask_verdict
 
-VARIANTS = ("search", "naive")
+_NUM_VOTES = 3
 
 
-@dataclass
+@dataclass(frozen=True)
 class AutoJudgeMiner:
     """Finds the mismatches that change the answer.
 
-    `variant="search"` is Algorithm 1: swaps that leave the answer equivalent are kept, and the search continues from
+    The variant `search` is Algorithm 1: swaps that leave the answer equivalent are kept, and the search continues from
     the new response, so tokens are judged jointly. If the draft's own answer differs from the target's, it finds at
-    least one important token. `variant="naive"` (appendix A) tries each mismatch of the target's response in isolation
-    and misses tokens that are harmful only in combination.
+    least one important token. The variant `naive` (appendix A) tries each mismatch of the target's response in
+    isolation and misses tokens that are harmful only in combination.
+
+    Answers are compared with the target's own, right or wrong (line 12). A changed response without an answer is not
+    equivalent.
 
     Args:
         target: continues texts.
-        make_draft: makes a draft reader for one problem.
-        responses: format of responses.
-        equivalence: compares responses.
-        noise: returns a problem's repeatable noise for sampling, shared by both models; None when greedy.
+        make_draft: makes a draft reader for one problem from its repeatable noise for sampling, which both models
+            share; None when greedy.
+        judge: language model that compares open-ended responses instead (`judged_worse`).
     """
 
+    settings: AutoJudgeMining
     target: Target
     make_draft: Callable[[GumbelNoise | None], Draft]
     responses: ResponseFormat
-    equivalence: Equivalence
-    noise: Callable[[TaskProblem], GumbelNoise] | None = None
-    variant: str = "search"
-
-    def __post_init__(self) -> None:
-        require_choice("variant", self.variant, VARIANTS)
+    judge: Chat | None = None
 
     async def mine(self, problem: TaskProblem) -> ProblemLabels:
         """Label one problem's mismatches."""
         search = _Search(self, problem)
-        started = time.perf_counter()
         original = await search.complete([])
-        if original is None:
-            name = problem.problem_id
-            raise ReprieveError(f"the target's response to {name} cannot be represented in the draft's tokens")
         reference = self.responses.answer(original)
-        usable = self.equivalence.usable(reference)
         running = original
         mismatches: list[Mismatch] = []
-        if usable and self.variant == "search":
-            running, mismatches = await self._search(search, original)
-        elif usable:
-            mismatches = await self._try_each(search, original)
+        if reference and self.settings.variant == "search":
+            running, mismatches = await search.jointly(original, reference)
+        elif reference:
+            mismatches = await search.each_alone(original, reference)
         return ProblemLabels(
             problem_id=problem.problem_id,
-            status=MINED if usable else NO_ANSWER,
-            prompt_ids=tuple(search.prompt_ids),
+            status=MINED if reference else NO_ANSWER,
+            prompt_ids=tuple(search.texts.prompt_ids),
             target_ids=tuple(original),
             response_ids=tuple(running),
             target_answer=reference,
             mismatches=tuple(mismatches),
-            seconds=time.perf_counter() - started,
-            num_generated=search.num_generated,
-            source=f"autojudge-{self.variant}",
+            num_generated=search.texts.num_generated,
+            source=f"autojudge-{self.settings.variant}",
         )
-
-    async def _search(self, search: _Search, original: list[int]) -> tuple[list[int], list[Mismatch]]:
-        """Run Algorithm 1, lines 6 to 20; return the response after all harmless swaps, and the mismatches."""
-        running = original
-        mismatches: list[Mismatch] = []
-        start: int | None = 0
-        while start is not None:
-            running, start = await self._next_swap(search, running, start, original, mismatches)
-        return running, mismatches
-
-    async def _next_swap(
-        self, search: _Search, running: list[int], start: int, original: list[int], mismatches: list[Mismatch]
-    ) -> tuple[list[int], int | None]:
-        """Try mismatches up to the first harmless one.
-
-        Returns:
-            The response after that swap and the position to resume from; the position is None if no swap was harmless.
-        """
-        async for position, draft_id in search.draft.mismatches(search.prompt_ids, running, start):
-            mismatch, response = await search.attempt(running, draft_id, position, original)
-            mismatches.append(mismatch)
-            if mismatch.important is False:
-                assert response is not None
-                return response, position + 1
-        return running, None
-
-    async def _try_each(self, search: _Search, original: list[int]) -> list[Mismatch]:
-        """Try every mismatch of the target's response, each alone."""
-        found = [mismatch async for mismatch in search.draft.mismatches(search.prompt_ids, original)]
-        attempts = [search.attempt(original, draft_id, position, original) for position, draft_id in found]
-        return [mismatch for mismatch, _ in await gather_all(attempts)]
 
 
 class _Search:
@@ -113,42 +71,78 @@ class _Search:
     def __init__(self, miner: AutoJudgeMiner, problem: TaskProblem) -> None:
         self.miner = miner
         self.problem = problem
-        self.prompt_ids = miner.responses.encode_prompt(problem)
-        noise = miner.noise(problem) if miner.noise else None
-        self.draw: Draw | None = noise
-        self.draft = miner.make_draft(noise)
-        self.session = Session()
-        self.num_generated = 0
+        settings = miner.settings
+        self.noise = None if settings.sampling.greedy else GumbelNoise(settings.problem_seed(problem.problem_id))
+        self.draft = miner.make_draft(self.noise)
+        self.texts = Continuations(miner.target, miner.responses, problem)
 
-    async def complete(self, response_ids: list[int]) -> list[int] | None:
-        """Return the completed response, unchanged if it has ended; None if the target cannot continue it."""
-        num_left = self.miner.responses.num_left(response_ids)
-        if num_left < 1:
-            return response_ids
-        new = await self.miner.target.complete(self.session, self.prompt_ids, response_ids, num_left, self.draw)
-        if new is None:
-            return None
-        self.num_generated += len(new)
-        return [*response_ids, *new]
+    async def complete(self, response_ids: list[int]) -> list[int]:
+        """Return the completed response, unchanged if it has ended."""
+        return (await self.texts.complete(response_ids, [self.noise]))[0]
+
+    async def jointly(self, original: list[int], reference: str) -> tuple[list[int], list[Mismatch]]:
+        """Run Algorithm 1, lines 6 to 20; return the response after all harmless swaps, and the mismatches."""
+        running, start = original, 0
+        tried: list[Mismatch] = []
+        while True:
+            async for position, draft_id in self.draft.mismatches(self.texts.prompt_ids, running, start):
+                mismatch, response = await self.attempt(running, draft_id, position, reference)
+                tried.append(mismatch)
+                if mismatch.important is False:
+                    running, start = response, position + 1
+                    break
+            else:  # no swap was harmless
+                return running, tried
+
+    async def each_alone(self, original: list[int], reference: str) -> list[Mismatch]:
+        """Try every mismatch of the target's response, each alone."""
+        found = [mismatch async for mismatch in self.draft.mismatches(self.texts.prompt_ids, original)]
+        attempts = [self.attempt(original, draft_id, position, reference) for position, draft_id in found]
+        return [mismatch for mismatch, _ in await gather_all(attempts)]
 
     async def attempt(
-        self, running: list[int], draft_id: int, position: int, original: list[int]
-    ) -> tuple[Mismatch, list[int] | None]:
+        self, running: list[int], draft_id: int, position: int, reference: str
+    ) -> tuple[Mismatch, list[int]]:
         """Swap in the draft's token at a position, let the target continue, and compare."""
-        response = await self.complete([*running[:position], draft_id])
-        if response is None:
-            reason = "the target would tokenize the swapped text differently"
-            return Mismatch(position, running[position], draft_id, None, reason), None
-        equivalence, answers = self.miner.equivalence, self.miner.responses
-        verdict = await equivalence.compare(self.problem, answers, original, running, response)
+        try:
+            response = await self.complete([*running[:position], draft_id])
+        except TokenizationError as error:
+            return Mismatch(position, running[position], draft_id, None, reason=str(error)), running
+        responses = self.miner.responses
+        answer, reason, votes = responses.answer(response), "", ""
+        important: bool | None
+        if self.miner.judge is None:
+            important = not await responses.grade(responses.task.same, self.problem, answer, reference)
+        else:
+            # The running response, with the swaps accepted so far, is the one to compare with.
+            texts = responses.text(running), responses.text(response)
+            important, votes = await judged_worse(self.miner.judge, self.problem.question_text, *texts)
+            reason = "the judge gave no verdict" if important is None else ""
         mismatch = Mismatch(
             position,
             running[position],
             draft_id,
-            verdict.important,
-            reason=verdict.reason,
+            important,
+            reason=reason,
             continuation_ids=tuple(response[position + 1 :]),
-            answer=answers.answer(response),
-            verdict=verdict.votes,
+            answer=answer,
+            verdict=votes,
         )
         return mismatch, response
+
+
+async def judged_worse(chat: Chat, question: str, running: str, changed: str) -> tuple[bool | None, str]:
+    """Return whether a language model finds the changed response worse than the running one (appendix L).
+
+    Ties do not count: it is worse if more of three votes find it worse than better.
+
+    Returns:
+        None if no vote could be parsed; and the votes.
+    """
+    votes = [await ask_verdict(chat, question, running, changed, number=number) for number in range(_NUM_VOTES)]
+    votes_cast = ",".join(vote or "none" for vote in votes)
+    if not any(votes):
+        return None, votes_cast
+    worse = sum(vote in FIRST_BETTER for vote in votes)
+    better = sum(vote in SECOND_BETTER for vote in votes)
+    return worse > better, votes_cast

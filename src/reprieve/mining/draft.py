@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from reprieve.models.draws import GumbelNoise, gumbel_choice
 from reprieve.models.eagle3 import EagleHead
 from reprieve.models.sampling import Sampler
 from reprieve.transfers import spread
+from reprieve.types import Block, HiddenStates
 
 _AHEAD = 32  # tokens read at once
 _MOST_LOGITS = 2**28  # logits per forward: a GiB in float32
@@ -32,54 +34,41 @@ class Draft(Protocol):
         ...
 
 
-class TextModel(Protocol):
-    """The part of `CachedModel` that a `DraftReader` needs."""
+class EagleModel(CachedModel):
+    """EAGLE-3 head and its target as one model, which predicts the first drafted token.
 
-    cached_ids: list[int]
-
-    def keep(self, length: int) -> None: ...
-    def forward(self, token_ids: list[int], *, num_rows: int | None = None) -> tuple[Tensor, Any]: ...
-
-
-class EagleModel(TextModel):
-    """EAGLE-3 head and its target as one `TextModel`, which predicts the first drafted token.
+    Logits are the head's; all -inf after a text's first token.
 
     Args:
-        target: has its own cache and returns the hidden states of the head's layers.
         head: on the target's device.
         vocab_size: columns of the logits.
     """
 
-    def __init__(self, target: CachedModel, head: EagleHead, vocab_size: int) -> None:
-        self.target = target
+    def __init__(self, target: PreTrainedModel, head: EagleHead, *, vocab_size: int) -> None:
+        super().__init__(target, hidden_layers=head.layers_read)
         self.head = head
-        self.vocab_size = vocab_size
-        self.cached_ids = target.cached_ids
-        self._cache = RollbackCache()
-        self._states = torch.empty(0, head.fc.out_features, dtype=head.fc.weight.dtype, device=target.device)
+        self._num_columns = vocab_size
+        self._head_cache = RollbackCache()
+        self._states = torch.empty(0, head.fc.out_features, dtype=head.fc.weight.dtype, device=self.device)
 
     def keep(self, length: int) -> None:
         """Roll back to the first `length` tokens."""
-        self.target.keep(length)
-        self._cache.keep(max(0, length - 1))
+        super().keep(length)
+        self._head_cache.keep(max(0, length - 1))
         self._states = self._states[:length]
 
-    def forward(self, token_ids: list[int], *, num_rows: int | None = None) -> tuple[Tensor, None]:
-        """Append tokens; return the head's logits [n, V] after each; all -inf after a text's first token.
-
-        Args:
-            num_rows: return the last rows only; None for all.
-        """
-        before = len(self.cached_ids)
-        prefill = self.target.start([*self.cached_ids, *token_ids], reuse_prefix=True)
-        assert prefill.hidden is not None
-        self._states = torch.cat([self._states, self.head.fuse(prefill.hidden)])
-        first = max(1, before)  # the head reads a token with the state of the one before
-        num_rows = len(token_ids) if num_rows is None else num_rows
-        logits = torch.full((num_rows, self.vocab_size), -torch.inf, device=self.target.device)
-        if unread := token_ids[first - before :]:
-            tokens = spread(unread, torch.long, self.target.device)
-            read, _ = self.head.read(tokens, self._states[first - 1 : -1], cache=self._cache, num_cached=first - 1)
+    def _run(
+        self, token_ids: Sequence[int] | Tensor, *, num_logits: int | None, tree: Block | None = None
+    ) -> tuple[Tensor, HiddenStates | None]:
+        first = max(1, self.length)  # the head reads a token with the state of the one before
+        _, hidden = super()._run(token_ids, num_logits=1)
+        assert hidden is not None and tree is None
+        self._states = torch.cat([self._states, self.head.fuse(hidden)])
+        num_rows = len(token_ids) if num_logits is None else num_logits
+        logits = torch.full((num_rows, self._num_columns), -torch.inf, device=self.device)
+        if unread := self.cached_ids[first:]:
+            tokens = spread(unread, torch.long, self.device)
+            read, _ = self.head.read(tokens, self._states[first - 1 : -1], cache=self._head_cache, num_cached=first - 1)
             known = read[-num_rows:]
             logits[num_rows - len(known) :, self.head.target_ids] = known
         return logits, None
@@ -91,12 +80,12 @@ class DraftReader(Draft):
     A swap changes the rest of the response, so tokens far beyond the next mismatch are not read in advance.
 
     Args:
-        model: the draft, or an `EagleModel`, with its own cache.
+        model: the draft, or an `EagleModel`.
         sampler: temperature, top-k and top-p.
         noise: makes sampling repeatable; None when greedy.
     """
 
-    def __init__(self, model: TextModel, sampler: Sampler, noise: GumbelNoise | None = None) -> None:
+    def __init__(self, model: CachedModel, sampler: Sampler, noise: GumbelNoise | None = None) -> None:
         self.model = model
         self.sampler = sampler
         self.noise = noise
@@ -118,7 +107,7 @@ class DraftReader(Draft):
         first = len(prompt_ids) - 1
         shared = min(shared_length(text[:-1], self.model.cached_ids), first + len(self._predicted))
         if shared <= first:
-            self._read_prompt(prompt_ids[:-1])
+            self.model.start(prompt_ids[:-1], reuse_prefix=True)
             shared, self._predicted = first, []
         self.model.keep(shared)
         del self._predicted[shared - first :]
@@ -127,13 +116,7 @@ class DraftReader(Draft):
             self._predicted += self._choose(logits, text, shared)
         return self._predicted[: len(response_ids)]
 
-    def _read_prompt(self, token_ids: list[int]) -> None:
-        shared = shared_length(token_ids, self.model.cached_ids)
-        self.model.keep(shared)
-        if shared < len(token_ids):
-            self.model.forward(token_ids[shared:], num_rows=1)
-
-    def _choose(self, logits: torch.Tensor, text: list[int], shared: int) -> list[int]:
+    def _choose(self, logits: Tensor, text: list[int], shared: int) -> list[int]:
         scores = self.sampler.target_scores(logits)
         if self.noise is None:
             return scores.argmax(-1).tolist()
@@ -141,17 +124,17 @@ class DraftReader(Draft):
 
 
 @dataclass(eq=False)
-class _Read:
-    text: list[int]
+class _Text:
+    token_ids: list[int]
     first: int  # first position whose next token is needed
-    done: asyncio.Future[list[int]]
+    predicted: list[int] | None = None
 
 
 class BatchedDraft(Draft):
     """Draft that batches the responses of all problems in flight; greedy only. For accelerators, with a served target.
 
     Whole texts are read without a cache: on an accelerator, one forward over many texts costs less than many
-    forwards over their suffixes.
+    forwards over their suffixes. One thread runs the forwards, so that servers are heard meanwhile.
 
     Args:
         model: the draft.
@@ -162,8 +145,8 @@ class BatchedDraft(Draft):
         self.model = model
         self.vocab_size = vocab_size
         self.num_forwards = 0
-        self._waiting: list[_Read] = []
-        self._serving: asyncio.Task[None] | None = None
+        self._waiting: list[_Text] = []
+        self._thread = ThreadPoolExecutor(1, "draft")
 
     async def mismatches(
         self, prompt_ids: list[int], response_ids: list[int], start: int = 0
@@ -176,54 +159,45 @@ class BatchedDraft(Draft):
         """Return the draft's own token at every position of the response, given the response before it."""
         if not response_ids:
             return []
-        done: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Read([*prompt_ids, *response_ids[:-1]], len(prompt_ids) - 1, done))
-        if self._serving is None or self._serving.done():
-            self._serving = asyncio.create_task(self._serve())
-        return await done
+        text = _Text([*prompt_ids, *response_ids[:-1]], len(prompt_ids) - 1)
+        self._waiting.append(text)
+        await asyncio.sleep(0)  # let all ready problems enqueue their texts
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._read_up_to, text)
 
-    async def _serve(self) -> None:
-        while self._waiting:
-            await asyncio.sleep(0)  # let all ready problems enqueue their texts
+    def _read_up_to(self, text: _Text) -> list[int]:
+        """Read waiting texts, the oldest first, until this one is read, and return its tokens."""
+        while text.predicted is None:
             batch = self._next_batch()
             try:
-                predicted = await asyncio.to_thread(self._read, batch)
-            except Exception as error:  # a failed forward fails its texts
-                for read in batch:
-                    _settle(read.done, error)
-                continue
-            for read, tokens in zip(batch, predicted, strict=True):
-                _settle(read.done, tokens)
+                predicted = self._read(batch)
+            except Exception:
+                self._waiting.remove(text)
+                raise
+            for one, tokens in zip(batch, predicted, strict=True):
+                one.predicted = tokens
+            del self._waiting[: len(batch)]
+        return text.predicted
 
-    def _next_batch(self) -> list[_Read]:
-        """Return the longest-waiting texts that fit into one forward, at least one."""
-        batch: list[_Read] = []
+    def _next_batch(self) -> list[_Text]:
+        """Return the oldest texts that fit into one forward, at least one."""
+        batch: list[_Text] = []
         longest = 0
-        while self._waiting:
-            longest = max(longest, len(self._waiting[0].text))
+        for text in list(self._waiting):
+            longest = max(longest, len(text.token_ids))
             if batch and longest * (len(batch) + 1) * self.vocab_size > _MOST_LOGITS:
                 break
-            batch.append(self._waiting.pop(0))
+            batch.append(text)
         return batch
 
     @torch.inference_mode()
-    def _read(self, batch: list[_Read]) -> list[list[int]]:
-        size = max(len(read.text) for read in batch)
-        rows = [read.text + [0] * (size - len(read.text)) for read in batch]  # causal attention hides the padding
+    def _read(self, batch: list[_Text]) -> list[list[int]]:
+        size = max(len(text.token_ids) for text in batch)
+        rows = [text.token_ids + [0] * (size - len(text.token_ids)) for text in batch]  # attention hides the padding
         logits = self.model(input_ids=torch.tensor(rows, device=execution_device(self.model)), use_cache=False).logits
         best = logits[..., : self.vocab_size].argmax(-1).tolist()
         self.num_forwards += 1
-        return [row[read.first : len(read.text)] for row, read in zip(best, batch, strict=True)]
+        return [row[text.first : len(text.token_ids)] for row, text in zip(best, batch, strict=True)]
 
 
 def _differing(response: list[int], predicted: list[int], start: int) -> list[tuple[int, int]]:
     return [(at, predicted[at]) for at in range(start, len(response)) if response[at] != predicted[at]]
-
-
-def _settle(done: asyncio.Future[list[int]], result: list[int] | Exception) -> None:
-    if done.done():  # its problem was cancelled
-        return
-    if isinstance(result, Exception):
-        done.set_exception(result)
-    else:
-        done.set_result(result)

@@ -1,27 +1,33 @@
-"""PAD's label collection (its Algorithm 1): rollouts on both sides of every token that speculative sampling rejects."""
+"""PAD's label collection (its Algorithm 1): rollouts on both sides of every token that speculative sampling rejects.
+
+A language model can judge the reasoning of a correct rollout (section 3.3); for arithmetic, so can its equations.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import time
-from collections.abc import Callable
+import re
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import torch
 
-from reprieve.errors import SpecError, require_range, require_whole
-from reprieve.mining.records import MINED, Mismatch, ProblemLabels
-from reprieve.mining.responses import ResponseFormat
-from reprieve.mining.soundness import NOT_ASKED, UNSOUND, SoundnessJudge
-from reprieve.mining.target import Target, gather_all
-from reprieve.models.batch_decoder import Session
+from reprieve.files import parse_json
+from reprieve.mining.settings import PivotMining
+from reprieve.mining.store import MINED, Mismatch, ProblemLabels
+from reprieve.mining.target import Continuations, ResponseFormat, Target, gather_all
 from reprieve.models.cached_model import CachedModel
 from reprieve.models.draws import Draw, UniformDraw
 from reprieve.models.sampling import Sampler
 from reprieve.rules.lossless import residual_probs, sampling_accepts
 from reprieve.settings import SamplingParams
 from reprieve.tasks import TaskProblem
+from reprieve.tasks.chat import Chat
+
+SOUND, UNSOUND, NO_VERDICT, NOT_ASKED = "sound", "unsound", "no_verdict", ""
+SoundnessJudge = Callable[[str, str, str], Awaitable[str]]  # question, reference, correct response; to a verdict
+_NUM_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ class CandidateSource:
         return drafted, torch.stack(rows)
 
 
-@dataclass
+@dataclass(frozen=True)
 class PivotMiner:
     """Labels a rejected token as a pivot if fewer rollouts that include it reach the right answer.
 
@@ -83,51 +89,40 @@ class PivotMiner:
         target: continues texts, for rollouts.
         make_source: makes a problem's `CandidateSource` from its seed.
         responses: format of responses.
-        make_seed: returns a problem's own seed.
-        num_rollouts: N, on each side, 1 or more.
-        alpha: a token is a pivot if its utility is below alpha times the base utility, 0 to 1. Larger values find more
-            pivots.
         soundness: judges the median-length correct rollout of a non-pivot and can turn it into a pivot.
     """
 
+    settings: PivotMining
     target: Target
     make_source: Callable[[int], CandidateSource]
     responses: ResponseFormat
-    make_seed: Callable[[TaskProblem], int]
-    num_rollouts: int = 8
-    alpha: float = 0.8
     soundness: SoundnessJudge | None = None
-
-    def __post_init__(self) -> None:
-        require_whole("num_rollouts", self.num_rollouts, 1)
-        require_range("alpha", self.alpha, 0.0, 1.0)
 
     async def mine(self, problem: TaskProblem) -> ProblemLabels:
         """Walk through one response, labelling every rejected token."""
-        started = time.perf_counter()
         walk = _Walk(self, problem)
-        while (num_left := self.responses.num_left(walk.response_ids)) > 0:
-            go_on = functools.partial(walk.source.next, walk.prompt_ids, walk.response_ids, num_left)
+        response_ids, mismatches = walk.response_ids, []
+        while (num_left := self.responses.num_left(response_ids)) > 0:
+            go_on = functools.partial(walk.source.next, walk.texts.prompt_ids, response_ids, num_left)
             accepted, candidate = await self.target.apart(go_on)
             for token_id in accepted:
-                walk.response_ids.append(token_id)
-                if self.responses.ended(walk.response_ids):
+                response_ids.append(token_id)
+                if self.responses.ended(response_ids):
                     candidate = None
                     break
             if candidate is not None:
                 mismatch = await walk.label(candidate)
-                walk.mismatches.append(mismatch)
-                walk.response_ids.append(candidate.fallback_id if mismatch.important else candidate.draft_id)
+                mismatches.append(mismatch)
+                response_ids.append(candidate.fallback_id if mismatch.important else candidate.draft_id)
         return ProblemLabels(
             problem_id=problem.problem_id,
             status=MINED,
-            prompt_ids=tuple(walk.prompt_ids),
+            prompt_ids=tuple(walk.texts.prompt_ids),
             target_ids=(),
-            response_ids=tuple(walk.response_ids),
-            target_answer=self.responses.answer(walk.response_ids),
-            mismatches=tuple(walk.mismatches),
-            seconds=time.perf_counter() - started,
-            num_generated=walk.num_generated,
+            response_ids=tuple(response_ids),
+            target_answer=self.responses.answer(response_ids),
+            mismatches=tuple(mismatches),
+            num_generated=walk.texts.num_generated,
             source="pivot",
         )
 
@@ -138,28 +133,30 @@ class _Walk:
     def __init__(self, miner: PivotMiner, problem: TaskProblem) -> None:
         self.miner = miner
         self.problem = problem
-        self.seed = miner.make_seed(problem)
+        self.seed = miner.settings.problem_seed(problem.problem_id)
         self.source = miner.make_source(self.seed)
-        self.prompt_ids = miner.responses.encode_prompt(problem)
+        self.texts = Continuations(miner.target, miner.responses, problem)
         self.response_ids: list[int] = []
-        self.mismatches: list[Mismatch] = []
-        self.session = Session()
-        self.num_generated = 0
 
     async def label(self, candidate: Candidate) -> Mismatch:
         """Compute utilities on both sides, compare them, and check soundness."""
+        settings, responses = self.miner.settings, self.miner.responses
         with_candidate = [*self.response_ids, candidate.draft_id]
         base, tried = await gather_all([self._rollouts(self.response_ids, 0), self._rollouts(with_candidate, 1)])
-        right = [await gather_all([self._correct(response) for response in rollouts]) for rollouts in (base, tried)]
-        base_utility, candidate_utility = (sum(verdicts) / len(verdicts) for verdicts in right)
-        important = candidate_utility < self.miner.alpha * base_utility
+        reference = self.problem.reference
+        base_right, tried_right = [
+            await gather_all(responses.correct(response, reference) for response in rollouts)
+            for rollouts in (base, tried)
+        ]
+        base_utility, candidate_utility = (sum(right) / len(right) for right in (base_right, tried_right))
+        important = candidate_utility < settings.alpha * base_utility
         reason, verdict = "", NOT_ASKED
-        if not important and self.miner.soundness is not None:
-            correct = [response for response, is_right in zip(tried, right[1], strict=True) if is_right]
-            if correct:
-                verdict = await self._ask(median_length(correct))
-                if verdict == UNSOUND:
-                    important, reason = True, "the judge found its correct rollout unsound"
+        correct = [response for response, right in zip(tried, tried_right, strict=True) if right]
+        if not important and self.miner.soundness is not None and correct:
+            text = responses.text(median_length(correct))
+            verdict = await self.miner.soundness(self.problem.question_text, reference, text)
+            if verdict == UNSOUND:
+                important, reason = True, "the judge found its correct rollout unsound"
         return Mismatch(
             position=len(self.response_ids),
             target_id=candidate.fallback_id,
@@ -167,34 +164,18 @@ class _Walk:
             important=important,
             reason=reason,
             continuation_ids=tuple(tried[0][len(with_candidate) :]),
-            answer=self.miner.responses.answer(tried[0]),
+            answer=responses.answer(tried[0]),
             base_utility=base_utility,
             candidate_utility=candidate_utility,
-            num_rollouts=self.miner.num_rollouts,
+            num_rollouts=settings.num_rollouts,
             verdict=verdict,
         )
 
     async def _rollouts(self, response_ids: list[int], side: int) -> list[list[int]]:
-        """Sample N continuations from the target, as whole responses; return N copies if the response has ended."""
-        num_left = self.miner.responses.num_left(response_ids)
-        if num_left < 1:
-            return [list(response_ids)] * self.miner.num_rollouts
-        draws = [seeded_draw(self.seed, len(response_ids), side, number) for number in range(self.miner.num_rollouts)]
-        continuations = await self.miner.target.complete_all(
-            self.session, self.prompt_ids, response_ids, num_left, draws
-        )
-        if continuations is None:
-            raise SpecError("rollouts need a target that takes token ids; a text API may tokenize differently")
-        self.num_generated += sum(map(len, continuations))
-        return [[*response_ids, *new] for new in continuations]
-
-    async def _correct(self, response_ids: list[int]) -> bool:
-        return await self.miner.responses.correct(response_ids, self.problem.reference)
-
-    async def _ask(self, response_ids: list[int]) -> str:
-        assert self.miner.soundness is not None
-        text = self.miner.responses.text(response_ids)
-        return await self.miner.soundness.judge(self.problem.question_text, self.problem.reference, text)
+        """Sample N continuations from the target, as whole responses."""
+        numbers = range(self.miner.settings.num_rollouts)
+        draws = [seeded_draw(self.seed, len(response_ids), side, number) for number in numbers]
+        return await self.texts.complete(response_ids, draws)
 
 
 def median_length(responses: list[list[int]]) -> list[int]:
@@ -208,3 +189,67 @@ def seeded_draw(*key: int) -> Draw:
     seed = int.from_bytes(digest, "little")
     generator = torch.Generator().manual_seed(seed)
     return UniformDraw(lambda: float(torch.rand((), generator=generator, dtype=torch.float64)), seed)
+
+
+_PROMPT = """\
+You check the reasoning of a solution, not its final answer, which is known to be right.
+
+Call the reasoning flawed if any of this holds:
+- a step is wrong, even if a later one makes up for it: a false calculation, or one that does not follow;
+- the solution jumps to a result without grounds, so that it is right by luck;
+- it states something, takes it back, and starts again;
+- it has steps that the result does not need.
+
+Problem:
+{question}
+
+Reference answer: {reference}
+
+Solution to check:
+{response}
+
+Reply with one JSON object and nothing else, with exactly these keys:
+{{"analysis": "one or two sentences", "flawed": true or false}}"""
+
+
+async def model_soundness(chat: Chat, question: str, reference: str, response: str) -> str:
+    """Ask a language model for a JSON verdict, a few times until one can be parsed.
+
+    Returns:
+        `sound`, `unsound` or `no_verdict`.
+    """
+    prompt = _PROMPT.format(question=question, reference=reference, response=response)
+    for attempt in range(_NUM_TRIES):
+        flawed = parse_verdict(await chat.ask(prompt, attempt=attempt))
+        if flawed is not None:
+            return UNSOUND if flawed else SOUND
+    return NO_VERDICT
+
+
+def parse_verdict(reply: str) -> bool | None:
+    """Return `flawed` of the JSON object in a reply, fenced or not; None if no valid object is found."""
+    braces = re.search(r"\{.*\}", reply, flags=re.DOTALL)
+    if not braces:
+        return None
+    try:
+        verdict = parse_json(braces[0])
+    except ValueError:
+        return None
+    if not isinstance(verdict, dict) or verdict.keys() != {"analysis", "flawed"}:
+        return None
+    return verdict["flawed"] if isinstance(verdict["flawed"], bool) else None
+
+
+_EQUATION = re.compile(r"(-?\d+)\s*([+\-*/x])\s*(-?\d+)\s*=\s*(-?\d+)(?!\s*[+\-*/x\d])")
+
+
+async def equation_soundness(question: str, reference: str, response: str) -> str:
+    """Return `unsound` if an equation between whole numbers in the response is false. Ours; for arithmetic tasks."""
+    return SOUND if all(map(_holds, _EQUATION.findall(response))) else UNSOUND
+
+
+def _holds(equation: tuple[str, str, str, str]) -> bool:
+    left, right, result = int(equation[0]), int(equation[2]), int(equation[3])
+    if equation[1] == "/":
+        return right != 0 and left == right * result
+    return {"+": left + right, "-": left - right}.get(equation[1], left * right) == result

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from reprieve.backends.deploying import TARGET, Deployer, Slot, client_of, fields_of
 from reprieve.backends.making import make_deployer
@@ -18,20 +19,14 @@ from reprieve.engine import Pair
 from reprieve.engine.threads import load_configured
 from reprieve.errors import SpecError
 from reprieve.heads.binding import PairIdentity
-from reprieve.mining.api_target import ApiTarget
 from reprieve.mining.autojudge import AutoJudgeMiner
 from reprieve.mining.draft import BatchedDraft, Draft, DraftReader, EagleModel
-from reprieve.mining.equivalence import NotWorse, SameAnswer
-from reprieve.mining.pivot import CandidateSource, PivotMiner
-from reprieve.mining.responses import ResponseFormat
-from reprieve.mining.runner import Miner
-from reprieve.mining.served_model import Read, ServedModel
-from reprieve.mining.served_target import ServedTarget
+from reprieve.mining.pivot import CandidateSource, PivotMiner, SoundnessJudge, equation_soundness, model_soundness
+from reprieve.mining.served_target import Read, ServedModel, ServedTarget
 from reprieve.mining.settings import AutoJudgeMining, MiningSettings, PivotMining, TraceMining
-from reprieve.mining.soundness import EquationSoundness, ModelSoundness, SoundnessJudge
-from reprieve.mining.store import API_WEIGHTS
-from reprieve.mining.target import LocalTarget, Target
-from reprieve.mining.traces import LABELS_VERSION, ArbitrationMiner, PairScorer
+from reprieve.mining.store import API_WEIGHTS, ProblemLabels
+from reprieve.mining.target import ApiTarget, LocalTarget, ResponseFormat, Target
+from reprieve.mining.traces import LABELS_VERSION, ArbitrationMiner
 from reprieve.models.batch_decoder import BatchDecoder
 from reprieve.models.cached_model import CachedModel, HiddenLayers, eos_token_ids
 from reprieve.models.draws import DRAWS_VERSION, GumbelNoise
@@ -40,10 +35,16 @@ from reprieve.models.identity import stored_generation, stored_identity
 from reprieve.models.sampling import Sampler
 from reprieve.rules import LosslessRule
 from reprieve.specs import parse_spec
-from reprieve.tasks import Task, TaskProblem, load_task
+from reprieve.tasks import TaskProblem, load_task
 from reprieve.tasks.answers import ANSWERS_VERSION
 from reprieve.tasks.chat import Chat, OpenAIChat, openai_client
 from reprieve.tasks.prompting import with_prompts
+
+
+class Miner(Protocol):
+    """Labels one problem; several calls can be in flight."""
+
+    async def mine(self, problem: TaskProblem) -> ProblemLabels: ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Workbench:
     miner: Miner
     problems: list[TaskProblem]
     manifest: dict[str, Any]  # of its label store
-    close: Callable[[], None] = lambda: None  # stops the server that was started for it
+    close: Callable[[], None]  # stops the server that was started for it
 
 
 def build(settings: MiningSettings, *, announce: Callable[[str], None] = lambda line: None) -> Workbench:
@@ -67,37 +68,29 @@ def build(settings: MiningSettings, *, announce: Callable[[str], None] = lambda 
         ReprieveError: a model or task that cannot be loaded.
     """
     plain = load_task(settings.task)
-    if not plain.graded and not settings.asks_a_judge:
+    if not plain.graded and settings.judge is None:
         raise SpecError(f"task {plain.name} has no answers to compare; mine autojudge or arbitration with --judge")
-    served = None if settings.answering.local else TargetServers.of(settings, announce)
-    try:
-        return _build(settings, plain, served)
-    except BaseException:
-        if served is not None:
-            served.running.close()
-        raise
-
-
-def _build(settings: MiningSettings, plain: Task, served: TargetServers | None) -> Workbench:
-    pair = _load(settings, served)
-    task = with_prompts(plain, pair.tokenizer, settings.prompt)
-    problems = task.problems(settings.split, settings.limit, offset=settings.offset)
-    if not problems:
-        raise SpecError(no_problems(task, settings.split, settings.offset))
-    if pair.num_positions is not None:
-        task.fit(problems, pair.num_positions)
-    responses = ResponseFormat(
-        tokenizer=pair.tokenizer,
-        task=task,
-        eos_ids=eos_token_ids(pair.target, pair.tokenizer),
-        max_new_tokens=task.max_new_tokens,
-    )
-    return Workbench(
-        miner=_miner(settings, pair, responses, served),
-        problems=problems,
-        manifest=_manifest(settings, pair, responses, served),
-        close=(lambda: None) if served is None else served.running.close,
-    )
+    with ExitStack() as started:
+        served = None
+        if not settings.answering.local:
+            served = TargetServers.of(settings, announce)
+            started.callback(served.running.close)
+        pair = _load(settings, served)
+        task = with_prompts(plain, pair.tokenizer, settings.prompt)
+        problems = task.problems(settings.split, settings.limit, offset=settings.offset)
+        if not problems:
+            raise SpecError(no_problems(task, settings.split, settings.offset))
+        if pair.num_positions is not None:
+            task.fit(problems, pair.num_positions)
+        responses = ResponseFormat(
+            tokenizer=pair.tokenizer,
+            task=task,
+            eos_ids=eos_token_ids(pair.target, pair.tokenizer),
+            max_new_tokens=task.max_new_tokens,
+        )
+        miner = _miner(settings, pair, responses, served)
+        manifest = _manifest(settings, pair, responses, served)
+        return Workbench(miner, problems, manifest, close=started.pop_all().close)
 
 
 @dataclass(frozen=True)
@@ -116,21 +109,10 @@ class TargetServers:
         deployer = make_deployer(settings.answering.servers, settings.pair, dtype)
         return cls(deployer.start(Slot(TARGET), announce), deployer, identity, tokenizer)
 
-    def target(self, settings: MiningSettings, responses: ResponseFormat) -> ServedTarget:
-        """Return the target for miners."""
-        return ServedTarget(
-            lambda: client_of(self.running, self.deployer.settings),
-            settings.params,
-            eos_ids=sorted(responses.eos_ids),
-            stop=responses.task.stop,
-            stops=responses.stops if responses.task.stop else None,
-            extra=fields_of(LosslessRule(), self.running.facts.rules),
-        )
-
 
 @dataclass(frozen=True)
 class ServedPair(Pair):
-    """Pair whose target is on servers: locally, the draft stands in for it, and `read` queries the servers."""
+    """Pair whose target is elsewhere: locally, the draft stands in for it, and `read` queries the servers."""
 
     read: Read | None = None
     num_candidates: int = 1
@@ -141,15 +123,6 @@ class ServedPair(Pair):
         return ServedModel(self.read, self.target, vocab_size=self.vocab_size, num_candidates=self.num_candidates)
 
 
-def _miner(settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: TargetServers | None) -> Miner:
-    if isinstance(settings, AutoJudgeMining):
-        return _autojudge(settings, pair, responses, served)
-    if isinstance(settings, PivotMining):
-        return _pivot(settings, pair, responses, served)
-    assert isinstance(settings, TraceMining)
-    return _traces(settings, pair, responses, served)
-
-
 def _load(settings: MiningSettings, served: TargetServers | None) -> Pair:
     """Load the pair; for a target on servers or behind an API, load only the draft, which fills both roles.
 
@@ -157,54 +130,83 @@ def _load(settings: MiningSettings, served: TargetServers | None) -> Pair:
     API, they are the draft's.
     """
     names = settings.pair
-    by_api = isinstance(settings, AutoJudgeMining) and settings.api_url is not None
-    if by_api or served is not None:
-        draft_name = names.whole_draft
-        if draft_name is None:
-            raise SpecError("mining needs a draft by name (--draft)")
-        alone = load_configured(dataclasses.replace(names, target=draft_name, draft=None, device_map=None))
-        draft = alone.target if alone.draft is None else alone.draft  # the bundled pair has its own draft
-        tokenizer = alone.tokenizer
-        if served is not None:
-            tokenizer, draft.generation_config = served.tokenizer, stored_generation(names.target)
-        return dataclasses.replace(
-            alone, target=draft, draft=draft, tokenizer=tokenizer, target_name=names.target, draft_name=draft_name
-        )
-    pair = load_configured(names)
-    if settings.by_draft:
-        pair.cached_draft()  # raises an error without a draft
-    return pair
+    if served is None and _api_url(settings) is None:
+        pair = load_configured(names)
+        if settings.by_draft:
+            pair.cached_draft()  # raises an error without a draft
+        return pair
+    draft_name = names.whole_draft
+    if draft_name is None:
+        raise SpecError("mining needs a draft by name (--draft)")
+    alone = load_configured(dataclasses.replace(names, target=draft_name, draft=None, device_map=None))
+    draft = alone.target if alone.draft is None else alone.draft  # the bundled pair has its own draft
+    tokenizer = alone.tokenizer
+    if served is not None:
+        tokenizer, draft.generation_config = served.tokenizer, stored_generation(names.target)
+    return ServedPair(draft, draft, tokenizer, names.target, draft_name)
 
 
-def _autojudge(
-    settings: AutoJudgeMining, pair: Pair, responses: ResponseFormat, served: TargetServers | None
-) -> AutoJudgeMiner:
-    params = settings.params
-    return AutoJudgeMiner(
-        target=_target(settings, pair, responses, served),
-        make_draft=_make_draft(settings, pair, served),
-        responses=responses,
-        equivalence=NotWorse(make_chat(settings.judge)) if settings.judge else SameAnswer(responses.task),
-        noise=None if params.greedy else (lambda problem: GumbelNoise(problem_seed(settings.seed, problem))),
-        variant=settings.variant,
+def _api_url(settings: MiningSettings) -> str | None:
+    return settings.api_url if isinstance(settings, AutoJudgeMining) else None
+
+
+def _miner(settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: TargetServers | None) -> Miner:
+    target = _target(settings, pair, responses, served)
+    if isinstance(target, ServedTarget) and isinstance(pair, ServedPair):
+        pair = dataclasses.replace(pair, read=target.read, num_candidates=settings.num_candidates)
+    judge = make_chat(settings.judge) if settings.judge else None
+    if isinstance(settings, AutoJudgeMining):
+        make_draft = _make_draft(settings, pair, together=served is not None and pair.device.type != "cpu")
+        return AutoJudgeMiner(settings, target, make_draft, responses, judge)
+    if isinstance(settings, PivotMining):
+
+        def make_source(seed: int) -> CandidateSource:
+            params = dataclasses.replace(settings.params, seed=seed)
+            return CandidateSource(pair.cached_target(), pair.cached_draft(), params)
+
+        return PivotMiner(settings, target, make_source, responses, make_soundness(settings.soundness))
+    assert isinstance(settings, TraceMining)
+    make_decoder = functools.partial(
+        pair.decoder, "lossless:verification=exact", num_draft_tokens=settings.num_draft_tokens
     )
+    return ArbitrationMiner(settings, target, make_decoder, responses, judge)
 
 
-def _make_draft(
-    settings: AutoJudgeMining, pair: Pair, served: TargetServers | None
-) -> Callable[[GumbelNoise | None], Draft]:
+def _target(settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: TargetServers | None) -> Target:
+    if served is not None:
+        return ServedTarget(
+            lambda: client_of(served.running, served.deployer.settings),
+            settings.params,
+            responses,
+            extra=fields_of(LosslessRule(), served.running.facts.rules),
+        )
+    if isinstance(settings, AutoJudgeMining) and settings.api_url is not None:
+        client = openai_client(settings.api_url)
+        return ApiTarget(client, settings.pair.target, responses, prompts=settings.api_prompts)
+    decoder = BatchDecoder(
+        pair.target,
+        num_rows=settings.in_flight * settings.rows_per_problem,
+        params=settings.params,
+        eos_ids=responses.eos_ids,
+        stops=responses.stops,
+    )
+    return LocalTarget(decoder)
+
+
+def _make_draft(settings: AutoJudgeMining, pair: Pair, *, together: bool) -> Callable[[GumbelNoise | None], Draft]:
+    """Return the function that makes a problem's draft reader.
+
+    Args:
+        together: read the texts of all problems in one batch.
+    """
     sampler = Sampler(settings.params, pair.device)
     if not settings.by_draft:
         head = _eagle_head(settings, pair)
-
-        def make_model() -> EagleModel:
-            return EagleModel(pair.cached_target(head.layers_read), head, pair.vocab_size)
-
-        return lambda noise: DraftReader(make_model(), sampler)
-    if served is not None and pair.device.type != "cpu":
+        return lambda noise: DraftReader(EagleModel(pair.target, head, vocab_size=pair.vocab_size), sampler)
+    if together:
         assert pair.draft is not None
-        together = BatchedDraft(pair.draft, pair.vocab_size)
-        return lambda noise: together
+        batched = BatchedDraft(pair.draft, pair.vocab_size)
+        return lambda noise: batched
     return lambda noise: DraftReader(pair.cached_draft(), sampler, noise)
 
 
@@ -212,58 +214,6 @@ def _eagle_head(settings: AutoJudgeMining, pair: Pair) -> EagleHead:
     drafter = DRAFTERS.make(settings.drafter)
     assert isinstance(drafter, EagleSettings)
     return pair.eagle_head(drafter.source(pair.target_name))
-
-
-def _pivot(settings: PivotMining, pair: Pair, responses: ResponseFormat, served: TargetServers | None) -> PivotMiner:
-    # A label requests 2N rollouts; N rows per problem keep the batch full.
-    pair, target = _walked(settings, pair, responses, served, rows=settings.num_rollouts)
-
-    def make_source(seed: int) -> CandidateSource:
-        params = dataclasses.replace(settings.params, seed=seed)
-        return CandidateSource(pair.cached_target(), pair.cached_draft(), params)
-
-    return PivotMiner(
-        target=target,
-        make_source=make_source,
-        responses=responses,
-        make_seed=lambda problem: problem_seed(settings.seed, problem),
-        soundness=make_soundness(settings.soundness),
-        num_rollouts=settings.num_rollouts,
-        alpha=settings.alpha,
-    )
-
-
-def _traces(
-    settings: TraceMining, pair: Pair, responses: ResponseFormat, served: TargetServers | None
-) -> ArbitrationMiner:
-    # Two rows, for the concurrent branches of a problem.
-    pair, target = _walked(settings, pair, responses, served, rows=2)
-    return ArbitrationMiner(
-        target=target,
-        responses=responses,
-        params=settings.params,
-        make_decoder=lambda num_draft_tokens: pair.decoder(
-            "lossless:verification=exact", num_draft_tokens=num_draft_tokens
-        ),
-        make_seed=lambda problem: problem_seed(settings.seed, problem),
-        scorer=PairScorer(make_chat(settings.judge)) if settings.judge else None,
-        num_draft_tokens=settings.num_draft_tokens,
-        max_mismatches=settings.max_mismatches,
-        num_rollouts=settings.num_rollouts,
-        greedy_branches=settings.greedy_branches,
-        tie=settings.tie,
-    )
-
-
-def _walked(
-    settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: TargetServers | None, *, rows: int
-) -> tuple[Pair, Target]:
-    """Return the pair that generates responses and the target that continues them, with `rows` per problem if local."""
-    if served is None:
-        return pair, _local_target(settings, pair, responses, rows=rows)
-    target = served.target(settings, responses)
-    models = {field.name: getattr(pair, field.name) for field in dataclasses.fields(Pair)}
-    return ServedPair(**models, read=target.read, num_candidates=settings.num_candidates), target
 
 
 def make_soundness(spec: str | None) -> SoundnessJudge | None:
@@ -274,9 +224,7 @@ def make_soundness(spec: str | None) -> SoundnessJudge | None:
     """
     if not spec:
         return None
-    if spec == "equations":
-        return EquationSoundness()
-    return ModelSoundness(make_chat(spec))
+    return equation_soundness if spec == "equations" else functools.partial(model_soundness, make_chat(spec))
 
 
 def make_chat(spec: str) -> Chat:
@@ -296,33 +244,6 @@ def make_chat(spec: str) -> Chat:
     return OpenAIChat(given["model"], url=given.get("url"), temperature=temperature)
 
 
-def _target(settings: AutoJudgeMining, pair: Pair, responses: ResponseFormat, served: TargetServers | None) -> Target:
-    if served is not None:
-        return served.target(settings, responses)
-    if settings.api_url is None:
-        return _local_target(settings, pair, responses)
-    return ApiTarget(
-        openai_client(settings.api_url),
-        settings.pair.target,
-        pair.tokenizer,
-        eos_id=pair.tokenizer.eos_token_id,
-        stops=responses.stops if responses.task.stop else None,
-        stop=responses.task.stop,
-        prompts=settings.api_prompts,
-    )
-
-
-def _local_target(settings: MiningSettings, pair: Pair, responses: ResponseFormat, *, rows: int = 1) -> LocalTarget:
-    decoder = BatchDecoder(
-        pair.target,
-        num_rows=settings.in_flight * rows,
-        params=settings.params,
-        eos_ids=responses.eos_ids,
-        stops=responses.stops if responses.task.stop else None,
-    )
-    return LocalTarget(decoder)
-
-
 def _manifest(
     settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: TargetServers | None
 ) -> dict[str, Any]:
@@ -331,15 +252,18 @@ def _manifest(
     if served is not None:
         facts = served.running.facts
         identity["engine"] = f"vllm {facts.version}" if facts.version else "openai"
-    if isinstance(settings, AutoJudgeMining) and settings.api_url is not None:
-        identity["target_weights"] = f"{API_WEIGHTS}{settings.pair.target}"
-        identity["api_prompts"] = settings.api_prompts
-    if isinstance(settings, AutoJudgeMining) and not settings.by_draft:
-        identity["drafter_weights"] = _eagle_head(settings, pair).fingerprint
+    if isinstance(settings, AutoJudgeMining):
+        if settings.api_url is not None:
+            identity["target_weights"] = f"{API_WEIGHTS}{settings.pair.target}"
+            identity["api_prompts"] = settings.api_prompts
+        if not settings.by_draft:
+            identity |= {"drafter": "eagle3", "drafter_weights": _eagle_head(settings, pair).fingerprint}
+        if not settings.sampling.greedy:
+            identity["draws"] = DRAWS_VERSION
     return {
         "miner": settings.miner,
         "labels_version": LABELS_VERSION if isinstance(settings, TraceMining) else None,
-        **{name: value for name, value in settings.options.items() if value is not None},
+        **settings.options,
         **identity,
         "dtype": pair.dtype if served is None else served.deployer.dtype,
         "task": settings.task,
@@ -347,12 +271,6 @@ def _manifest(
         **dataclasses.asdict(settings.sampling),
         "seed": settings.seed,
         "prompt": settings.prompt.format,
-        **({"draws": DRAWS_VERSION} if isinstance(settings, AutoJudgeMining) and not settings.sampling.greedy else {}),
         "answers": ANSWERS_VERSION,
         "max_new_tokens": responses.max_new_tokens,
     }
-
-
-def problem_seed(seed: int, problem: TaskProblem) -> int:
-    """Return a random seed for a problem, the same in every run and on every worker."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{problem.problem_id}".encode(), digest_size=7).digest(), "little")

@@ -1,33 +1,26 @@
-"""Mine many problems, several in flight, into a store."""
+"""Mine many problems into a store, several in flight, in this process or in several."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import multiprocessing
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
 
 from reprieve.errors import EngineError, ReprieveError, require_whole
-from reprieve.mining.records import ProblemLabels
+from reprieve.mining.recipes import Miner, build
+from reprieve.mining.settings import MiningSettings
+from reprieve.mining.store import LabelStore, ProblemLabels
+from reprieve.models.worker_process import start_worker
 from reprieve.tasks import TaskProblem
 
 Progress = Callable[[int, int], None]  # finished problems and their total
-
-
-class Miner(Protocol):
-    """Labels one problem; several calls can be in flight."""
-
-    async def mine(self, problem: TaskProblem) -> ProblemLabels: ...
-
-
-class Store(Protocol):
-    """Destination of labels: a `LabelStore`, or a worker's connection to the process that has one."""
-
-    def done(self) -> set[str]: ...
-
-    def append(self, labels: ProblemLabels) -> None: ...
 
 
 @dataclass
@@ -53,7 +46,7 @@ class MiningReport:
 def mine_problems(
     miner: Miner,
     problems: Iterable[TaskProblem],
-    store: Store,
+    store: LabelStore | _ParentStore,
     *,
     num_in_flight: int = 16,
     progress: Progress = lambda done, total: None,
@@ -69,23 +62,7 @@ def mine_problems(
     """
     require_whole("num_in_flight", num_in_flight, 1)
     report = MiningReport()
-    try:
-        asyncio.run(_mine_all(miner, list(problems), store, num_in_flight, progress, report))
-    except KeyboardInterrupt:
-        report.interrupted = True
-    except EngineError as error:
-        raise EngineError(f"{error}; {len(store.done())} labelled problems are kept, run again to go on") from None
-    return report
-
-
-async def _mine_all(
-    miner: Miner,
-    problems: list[TaskProblem],
-    store: Store,
-    num_in_flight: int,
-    progress: Progress,
-    report: MiningReport,
-) -> None:
+    problems = list(problems)
     waiting = [problem for problem in problems if problem.problem_id not in store.done()]
     report.num_skipped = len(problems) - len(waiting)
     shared = iter(waiting)
@@ -95,10 +72,20 @@ async def _mine_all(
             await _mine_one(miner, problem, store, report)
             progress(report.num_mined + report.num_skipped + len(report.errors), len(problems))
 
-    await asyncio.gather(*(work() for _ in range(min(num_in_flight, len(waiting)))))
+    async def mine_all() -> None:
+        await asyncio.gather(*(work() for _ in range(min(num_in_flight, len(waiting)))))
+
+    try:
+        asyncio.run(mine_all())
+    except KeyboardInterrupt:
+        report.interrupted = True
+    except EngineError as error:
+        raise EngineError(f"{error}; {len(store.done())} labelled problems are kept, run again to go on") from None
+    return report
 
 
-async def _mine_one(miner: Miner, problem: TaskProblem, store: Store, report: MiningReport) -> None:
+async def _mine_one(miner: Miner, problem: TaskProblem, store: LabelStore | _ParentStore, report: MiningReport) -> None:
+    started = time.perf_counter()
     try:
         labels = await miner.mine(problem)
     except EngineError:  # the target is gone, so no problem can be mined
@@ -107,5 +94,89 @@ async def _mine_one(miner: Miner, problem: TaskProblem, store: Store, report: Mi
         report.errors[problem.problem_id] = f"{type(error).__name__}: {error}"
         print(f"{problem.problem_id}: {report.errors[problem.problem_id]}", file=sys.stderr)
         return
-    store.append(dataclasses.replace(labels, digest=problem.digest))
+    store.append(dataclasses.replace(labels, digest=problem.digest, seconds=time.perf_counter() - started))
     report.num_mined += 1
+
+
+def mine_in_processes(
+    settings: MiningSettings,
+    folder: Path,
+    *,
+    num_workers: int,
+    progress: Progress = lambda done, total: None,
+) -> MiningReport:
+    """Mine in several local processes, each with its own copy of the pair and one CPU thread.
+
+    Raises:
+        ReprieveError: a worker process died; labels written so far are kept.
+    """
+    context = multiprocessing.get_context("spawn")
+    connections, workers, total = [], [], MiningReport()
+    for number in range(num_workers):
+        own_end, worker_end = context.Pipe()
+        workers.append(context.Process(target=_run, args=(worker_end, settings, number, num_workers), daemon=True))
+        workers[-1].start()
+        worker_end.close()  # so that the pipe closes when the worker exits
+        connections.append(own_end)
+    try:
+        for connection in connections:
+            store = LabelStore(folder, _receive(connection))
+            connection.send(store.done())
+        num_before, open_connections = len(store.done()), set(connections)
+        while open_connections:
+            ready = wait(list(open_connections))
+            for connection in [one for one in open_connections if one in ready]:
+                message = _receive(connection)
+                if isinstance(message, ProblemLabels):
+                    store.append(message)
+                    progress(len(store.done()), settings.limit)
+                else:
+                    open_connections.discard(connection)
+                    total.errors.update(message.errors)
+        total.num_mined = len(store.done()) - num_before
+    except EOFError:
+        raise ReprieveError("a worker process died; labels mined so far are kept, run again to go on") from None
+    except KeyboardInterrupt:
+        total.interrupted = True
+    finally:
+        for worker in workers:
+            worker.terminate()
+    total.num_skipped = max(0, settings.limit - total.num_mined - len(total.errors))
+    return total
+
+
+def _receive(connection: Connection) -> Any:
+    """Return a worker's next message: its manifest, then labels, then its report; raise the error that ended it."""
+    message = connection.recv()
+    if isinstance(message, Exception):
+        raise message
+    return message
+
+
+class _ParentStore:
+    """Stands for the parent's store in a worker."""
+
+    def __init__(self, connection: Connection, done: set[str]) -> None:
+        self._connection = connection
+        self._done = done
+
+    def done(self) -> set[str]:
+        return self._done
+
+    def append(self, labels: ProblemLabels) -> None:
+        self._connection.send(labels)
+        self._done.add(labels.problem_id)
+
+
+def _run(connection: Connection, settings: MiningSettings, number: int, num_workers: int) -> None:
+    """In a worker process: mine every `num_workers`th problem."""
+    start_worker()
+    try:
+        bench = build(settings)
+        connection.send(bench.manifest)
+        store = _ParentStore(connection, connection.recv())
+        problems = bench.problems[number::num_workers]
+        connection.send(mine_problems(bench.miner, problems, store, num_in_flight=settings.in_flight))
+    except Exception as error:
+        known = isinstance(error, ReprieveError)
+        connection.send(error if known else ReprieveError(f"{type(error).__name__}: {error}"))

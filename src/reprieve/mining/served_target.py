@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
 from reprieve.backends.client import Client
 from reprieve.errors import SpecError
-from reprieve.mining.responses import until_stop
-from reprieve.mining.target import Target
+from reprieve.mining.target import ResponseFormat, Target
 from reprieve.models.batch_decoder import Session
+from reprieve.models.cached_model import CachedModel
 from reprieve.models.draws import Draw, UniformDraw
 from reprieve.settings import SamplingParams
+from reprieve.types import Block, HiddenStates, Prefill
 
 T = TypeVar("T")
+Read = Callable[[Sequence[int], int, int], list[Mapping[int, float]]]
 _MOST_WALKS = 16  # concurrent walks: enough to overlap drafting with the server's answers
 _POLL_S = 0.5
 
@@ -28,9 +35,7 @@ class ServedTarget(Target):
     Args:
         make_client: makes a client, once, in the event loop that uses it.
         params: sampling of the rollouts.
-        eos_ids: tokens that end a response.
-        stop: stop texts.
-        stops: returns True if one of them ends a response's tokens.
+        responses: their end conditions.
         extra: additional fields of every request, which disable the server's rules.
     """
 
@@ -38,17 +43,15 @@ class ServedTarget(Target):
         self,
         make_client: Callable[[], Client],
         params: SamplingParams,
+        responses: ResponseFormat,
         *,
-        eos_ids: Sequence[int],
-        stop: Sequence[str],
-        stops: Callable[[list[int]], bool] | None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         self._make_client = make_client
-        self._params = params
-        self._eos_ids = tuple(eos_ids)
-        self._stop = tuple(stop)
-        self._stops = stops
+        self._params = dataclasses.replace(
+            params, stop=tuple(responses.task.stop), eos_token_ids=tuple(sorted(responses.eos_ids))
+        )
+        self._responses = responses
         self._extra = extra
         self._client: tuple[asyncio.AbstractEventLoop, Client] | None = None
         self._threads = ThreadPoolExecutor(_MOST_WALKS, "walk")
@@ -58,12 +61,7 @@ class ServedTarget(Target):
     async def complete(
         self, session: Session, prompt_ids: list[int], response_ids: list[int], max_new_tokens: int, draw: Draw | None
     ) -> list[int]:
-        """Return a completion. See `Target`.
-
-        Raises:
-            SpecError: draws keyed by the prefix, which a server cannot make.
-            EngineError: no server answers.
-        """
+        """Return a completion. See `complete_all`."""
         return (await self.complete_all(session, prompt_ids, response_ids, max_new_tokens, [draw]))[0]
 
     async def complete_all(
@@ -74,11 +72,14 @@ class ServedTarget(Target):
         max_new_tokens: int,
         draws: Sequence[Draw | None],
     ) -> list[list[int]]:
-        """Return completions with several draws, in one request. See `Target`."""
+        """Return completions with several draws, in one request. See `Target`.
+
+        Raises:
+            SpecError: draws keyed by the prefix, which a server cannot make.
+            EngineError: no server answers.
+        """
         first = draws[0]
-        params = dataclasses.replace(
-            self._params, max_new_tokens=max_new_tokens, stop=self._stop, eos_token_ids=self._eos_ids
-        )
+        params = dataclasses.replace(self._params, max_new_tokens=max_new_tokens)
         if first is None:
             params = dataclasses.replace(params, temperature=0.0, top_p=1.0, top_k=0)
         elif isinstance(first, UniformDraw):
@@ -89,7 +90,7 @@ class ServedTarget(Target):
         completions = await self._in_this_loop().complete(
             text, params, extra=self._extra, num=len(draws), keep_stop=True
         )
-        return [until_stop(self._stops, response_ids, one.token_ids) for one in completions]
+        return [self._responses.until_stop(response_ids, one.token_ids) for one in completions]
 
     async def apart(self, work: Callable[[], T]) -> T:
         """Run code in its own thread; one thread computes at a time while others wait for servers. See `Target`."""
@@ -140,3 +141,43 @@ def _require_wanted(dropped: threading.Event) -> None:
     """Raise `CancelledError` if the walk was cancelled."""
     if dropped.is_set():
         raise CancelledError
+
+
+class ServedModel(CachedModel):
+    """Returns the log-probabilities of the most likely next tokens as logits, -inf for all others; enough for sampling.
+
+    Nothing is cached, because vLLM itself rereads the whole text to return log-probabilities of its tokens.
+
+    Args:
+        read: requests the candidates after each of the last tokens of a text; takes the text, the number of tokens, and
+            the number of candidates for each.
+        stand_in: a model with the same tokenizer; only its positions and device matter.
+        num_candidates: per position, 1 to 20.
+    """
+
+    def __init__(self, read: Read, stand_in: PreTrainedModel, *, vocab_size: int, num_candidates: int) -> None:
+        super().__init__(stand_in, vocab_size=vocab_size, direct=False)
+        self._read = read
+        self._num_candidates = num_candidates
+        self._num_columns = vocab_size
+
+    def start(self, token_ids: Sequence[int], *, reuse_prefix: bool = False) -> Prefill:
+        """Start a text as `CachedModel` does; requests nothing yet."""
+        self.cached_ids = list(token_ids)
+        return Prefill()
+
+    def _run(
+        self, token_ids: Sequence[int] | Tensor, *, num_logits: int | None, tree: Block | None = None
+    ) -> tuple[Tensor, HiddenStates | None]:
+        if tree is not None:
+            raise SpecError("a target on servers can verify chains only, but the drafter drafts trees")
+        new = token_ids.tolist() if isinstance(token_ids, Tensor) else list(token_ids)
+        num_rows = len(new) if num_logits is None else num_logits
+        logprobs = self._read([*self.cached_ids, *new], num_rows, self._num_candidates)
+        logits = torch.full((num_rows, self._num_columns), -math.inf)
+        for row, candidates in enumerate(logprobs):
+            # Columns beyond the draft's are padding of the target's vocabulary.
+            known = {token_id: value for token_id, value in candidates.items() if token_id < self._num_columns}
+            logits[row, list(known)] = torch.tensor(list(known.values()))
+        self.cached_ids += new
+        return logits.to(self.device), None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from reprieve.backends.settings import EngineSettings
-from reprieve.errors import SpecError, require_choice, require_range, require_whole
+from reprieve.errors import SpecError, require_choice, require_counts, require_range, require_whole
 from reprieve.settings import MAX_SEED, PairSettings, ProblemSettings, SamplingParams, SamplingSettings
 from reprieve.specs import parse_spec
 
@@ -25,6 +26,7 @@ class MiningSettings(ProblemSettings):
     miner: ClassVar[str]
     usual_in_flight: ClassVar[int] = 16
     usual_on_servers: ClassVar[int] = 256
+    own: ClassVar[tuple[str, ...]]  # the miner's settings that labels in one store must share
 
     split: str = "train"
     limit: int = 100
@@ -78,14 +80,23 @@ class MiningSettings(ProblemSettings):
         return True
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The miner's own settings, which labels in one store must share; None for unused ones."""
-        return {}
+    def rows_per_problem(self) -> int:
+        """Number of a problem's texts that are continued at once."""
+        return 1
 
     @property
-    def asks_a_judge(self) -> bool:
-        """True if a language model compares responses, so that the task needs no right answers."""
-        return False
+    def options(self) -> dict[str, Any]:
+        """The miner's own settings for the label store's manifest, without unused ones."""
+        return {name: value for name in self.own if (value := getattr(self, name)) is not None}
+
+    @property
+    def judge(self) -> str | None:
+        """Language model that compares responses, so that the task needs no right answers."""
+        return None
+
+    def problem_seed(self, problem_id: str) -> int:
+        """Return a random seed for a problem, the same in every run and on every worker."""
+        return int.from_bytes(hashlib.blake2b(f"{self.seed}:{problem_id}".encode(), digest_size=7).digest(), "little")
 
 
 @dataclass(frozen=True)
@@ -102,6 +113,7 @@ class AutoJudgeMining(MiningSettings):
     """
 
     miner: ClassVar[str] = "autojudge"
+    own: ClassVar[tuple[str, ...]] = ("variant", "judge")
 
     variant: str = "search"
     drafter: str = "draft"
@@ -133,16 +145,8 @@ class AutoJudgeMining(MiningSettings):
             )
 
     @property
-    def options(self) -> dict[str, Any]:
-        return {"variant": self.variant, "judge": self.judge, "drafter": None if self.by_draft else "eagle3"}
-
-    @property
     def by_draft(self) -> bool:
         return self.drafter == "draft"
-
-    @property
-    def asks_a_judge(self) -> bool:
-        return self.judge is not None
 
 
 @dataclass(frozen=True)
@@ -156,6 +160,7 @@ class PivotMining(MiningSettings):
     """
 
     miner: ClassVar[str] = "pivot"
+    own: ClassVar[tuple[str, ...]] = ("num_rollouts", "alpha", "soundness")
     usual_in_flight: ClassVar[int] = 4
     usual_on_servers: ClassVar[int] = 64  # each keeps a draft cache and requests N rollouts at a time
 
@@ -173,8 +178,8 @@ class PivotMining(MiningSettings):
         self._require_walk()
 
     @property
-    def options(self) -> dict[str, Any]:
-        return {"num_rollouts": self.num_rollouts, "alpha": self.alpha, "soundness": self.soundness}
+    def rows_per_problem(self) -> int:
+        return self.num_rollouts  # a label requests 2N rollouts; N rows keep the batch full
 
 
 @dataclass(frozen=True)
@@ -191,6 +196,9 @@ class TraceMining(MiningSettings):
     """
 
     miner: ClassVar[str] = "arbitration"
+    own: ClassVar[tuple[str, ...]] = (
+        "num_draft_tokens", "max_mismatches", "num_rollouts", "greedy_branches", "tie", "judge",
+    )  # fmt: skip
 
     num_draft_tokens: int = 16
     max_mismatches: int = 4
@@ -201,13 +209,15 @@ class TraceMining(MiningSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_counts(self, "max_mismatches", "num_rollouts")
+        require_range("tie", self.tie, 0.0, 1.0)
         self._require_walk()
 
     @property
-    def options(self) -> dict[str, Any]:
-        names = ("num_draft_tokens", "max_mismatches", "num_rollouts", "greedy_branches", "tie", "judge")
-        return {name: getattr(self, name) for name in names}
+    def continues_greedily(self) -> bool:
+        """True if all rollouts of a branch are equal, so that one is enough."""
+        return self.greedy_branches or self.sampling.greedy
 
     @property
-    def asks_a_judge(self) -> bool:
-        return self.judge is not None
+    def rows_per_problem(self) -> int:
+        return 2  # concurrent branches of a problem

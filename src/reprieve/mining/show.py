@@ -1,81 +1,155 @@
-"""Readable labelled problems: in the terminal and as HTML, after AutoJudge's Figure 2."""
+"""Labels for people: counts, and problems token by token in the terminal or as HTML, after AutoJudge's Figure 2."""
 
 from __future__ import annotations
 
 import html
+import io
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Console
 from rich.text import Text
 
-from reprieve.mining.records import Mismatch, ProblemLabels
+from reprieve.mining.store import NO_ANSWER, Mismatch, ProblemLabels
+from reprieve.stats import wilson_interval
 
 _STYLES = {True: "bold red", False: "green", None: "yellow"}
-_CLASSES = {True: "important", False: "harmless", None: "unlabelled"}
 _CONTINUATION = 60  # maximum number of characters shown
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
+body {{ max-width: 52rem; margin: 2rem auto; padding: 0 1rem; }}
+pre {{ white-space: pre-wrap; line-height: 1.5; }}
+</style></head><body>
+<p>Tokens where draft and target differ: red if important, green if not, yellow if undecided; the other model's token
+in [brackets]. After the response, the continuation after each swap and its outcome.</p>
+{body}</body></html>
+"""
 
 
 @dataclass(frozen=True)
-class LabelPiece:
-    """One token of the final response and, at a mismatch, the other model's token and its outcome."""
+class LabelSummary:
+    """Counts over a store's problems."""
 
-    text: str
-    mismatch: Mismatch | None = None
-    alternative: str = ""
-    continuation: str = ""
+    num_problems: int
+    num_without_answer: int
+    num_labelled: int
+    num_important: int
+    num_unlabelled: int
+    num_generated: int
+    num_cut_off: int = 0  # responses of the largest length
+
+    def sentence(self) -> str:
+        """Return a one-line summary for a terminal."""
+        if not self.num_labelled:
+            return f"{self.num_problems} problems, {self.num_without_answer} without an answer; no labelled mismatches"
+        low, high = wilson_interval(self.num_important, self.num_labelled)
+        return (
+            f"{self.num_problems} problems ({self.num_without_answer} without an answer), {self.num_labelled} labelled "
+            f"mismatches, {self.num_important} important: {100 * self.num_important / self.num_labelled:.1f}% "
+            f"[{100 * low:.1f}, {100 * high:.1f}]; {self.num_unlabelled} could not be labelled"
+        )
 
 
-def pieces_of(problem: ProblemLabels, tokenizer: Any) -> list[LabelPiece]:
-    """Return the response token by token."""
+def summarise(problems: Sequence[ProblemLabels], max_new_tokens: int | None = None) -> LabelSummary:
+    """Count problems and labels.
+
+    Args:
+        max_new_tokens: maximum length of a response, to count truncated ones; None if unknown.
+    """
+    lengths = [len(problem.target_ids or problem.response_ids) for problem in problems]
+    labels = Counter(mismatch.important for problem in problems for mismatch in problem.mismatches)
+    return LabelSummary(
+        num_problems=len(problems),
+        num_without_answer=sum(problem.status == NO_ANSWER for problem in problems),
+        num_labelled=labels[True] + labels[False],
+        num_important=labels[True],
+        num_unlabelled=labels[None],
+        num_generated=sum(problem.num_generated for problem in problems),
+        num_cut_off=sum(length >= max_new_tokens for length in lengths) if max_new_tokens else 0,
+    )
+
+
+_CLASSES = (
+    ("end of text", re.compile(r"<[|/]?\w+[|]?>")),
+    ("number", re.compile(r"\s*[-+]?\d[\d.,]*\s*")),
+    ("operator", re.compile(r"\s*[+\-*/=<>^%×÷]+\s*")),
+    ("punctuation", re.compile(r"\s*[^\w\s]+\s*")),
+    ("space", re.compile(r"\s*")),
+    ("word", re.compile(r"\s*[^\W\d_]+\s*")),
+)
+
+
+def token_class(text: str) -> str:
+    """Return the class of a token's text: number, operator, word, punctuation, space, end of text, or other."""
+    return next((name for name, pattern in _CLASSES if pattern.fullmatch(text)), "other")
+
+
+def shares_by_class(problems: Sequence[ProblemLabels], tokenizer: Any) -> list[tuple[str, int, int]]:
+    """Return, by class of the target's token, the number of labelled and important ones; most frequent class first."""
+    labelled: Counter[str] = Counter()
+    important: Counter[str] = Counter()
+    for problem in problems:
+        for mismatch in problem.labelled():
+            name = token_class(tokenizer.decode([mismatch.target_id]))
+            labelled[name] += 1
+            important[name] += bool(mismatch.important)
+    return [(name, count, important[name]) for name, count in labelled.most_common()]
+
+
+def frequent_important(problems: Sequence[ProblemLabels], tokenizer: Any, limit: int) -> list[tuple[str, str, int]]:
+    """Return the most frequent important swaps: target's token, draft's token, count."""
+    swaps = Counter(
+        (mismatch.target_id, mismatch.draft_id)
+        for problem in problems
+        for mismatch in problem.labelled()
+        if mismatch.important
+    )
+    return [
+        (tokenizer.decode([target_id]), tokenizer.decode([draft_id]), count)
+        for (target_id, draft_id), count in swaps.most_common(limit)
+    ]
+
+
+def terminal_text(problem: ProblemLabels, tokenizer: Any) -> Text:
+    """Return text with important tokens red, unimportant ones green, the other token in brackets, then all outcomes."""
+    shown, swaps = Text(), Text()
+    shown.append(f"{problem.problem_id} ({problem.status})\n", style="bold")
+    shown.append(tokenizer.decode(list(problem.prompt_ids)), style="dim")
     by_position = {mismatch.position: mismatch for mismatch in problem.mismatches}
-    pieces, before = [], ""
+    before = ""
     for position, token_id in enumerate(problem.response_ids):
         upto = tokenizer.decode(problem.response_ids[: position + 1])  # a character can span several tokens
         text, before = upto[len(before) :], upto
         mismatch = by_position.get(position)
         if mismatch is None:
-            pieces.append(LabelPiece(text))
+            shown.append(text)
             continue
-        other = mismatch.target_id if token_id == mismatch.draft_id else mismatch.draft_id
-        continuation = tokenizer.decode(list(mismatch.continuation_ids), skip_special_tokens=True)
-        pieces.append(LabelPiece(text, mismatch, tokenizer.decode([other]), continuation))
-    return pieces
-
-
-def terminal_text(problem: ProblemLabels, tokenizer: Any) -> Text:
-    """Return text with important tokens red, unimportant ones green, the other token in brackets, then all outcomes."""
-    shown = Text()
-    shown.append(f"{problem.problem_id} ({problem.status})\n", style="bold")
-    shown.append(tokenizer.decode(list(problem.prompt_ids)), style="dim")
-    swaps = Text()
-    for piece in pieces_of(problem, tokenizer):
-        if piece.mismatch is None:
-            shown.append(piece.text)
-            continue
-        style = _STYLES[piece.mismatch.important]
-        shown.append(piece.text, style=style)
-        shown.append(f"[{piece.alternative.strip() or repr(piece.alternative)}]", style="dim")
-        swaps.append(f"\n{piece.mismatch.position:>4} ", style="dim")
-        swaps.append_text(_swap_line(piece, tokenizer, style))
+        other = tokenizer.decode([mismatch.target_id if token_id == mismatch.draft_id else mismatch.draft_id])
+        shown.append(text, style=_STYLES[mismatch.important])
+        shown.append(f"[{other.strip() or repr(other)}]", style="dim")
+        swaps.append(f"\n{position:>4} ", style="dim")
+        swaps.append_text(_swap_line(mismatch, tokenizer))
     return shown + Text("\n") + swaps
 
 
-def _swap_line(piece: LabelPiece, tokenizer: Any, style: str) -> Text:
-    """Return a line with the draft's token, the target's token and the target's continuation."""
-    mismatch = piece.mismatch
-    assert mismatch is not None
-    line = Text()
+def _swap_line(mismatch: Mismatch, tokenizer: Any) -> Text:
+    """Return a line with the target's token, the draft's token, the target's continuation and the outcome."""
     target_text, draft_text = (
         tokenizer.decode([token_id]).strip() for token_id in (mismatch.target_id, mismatch.draft_id)
     )
-    line.append(f"{target_text!r} -> {draft_text!r} ", style=style)
-    line.append(f"...{_shortened(piece.continuation)} ", style="dim")
-    line.append(outcome(mismatch), style=style)
-    return line
+    continuation = " ".join(tokenizer.decode(list(mismatch.continuation_ids), skip_special_tokens=True).split())
+    if len(continuation) > _CONTINUATION:
+        continuation = continuation[: _CONTINUATION // 2] + " ... " + continuation[-_CONTINUATION // 2 :]
+    style = _STYLES[mismatch.important]
+    return Text.assemble(
+        (f"{target_text!r} -> {draft_text!r} ", style), (f"...{continuation} ", "dim"), (_outcome(mismatch), style)
+    )
 
 
-def outcome(mismatch: Mismatch) -> str:
+def _outcome(mismatch: Mismatch) -> str:
     """Return the outcome of trying the token, in a word or two."""
     mark = {True: "✗", False: "✓", None: "?"}[mismatch.important]
     if mismatch.base_utility is not None:
@@ -85,45 +159,12 @@ def outcome(mismatch: Mismatch) -> str:
     return f"{mark} ({mismatch.reason})" if mismatch.reason else mark
 
 
-def _shortened(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _CONTINUATION else line[: _CONTINUATION // 2] + " ... " + line[-_CONTINUATION // 2 :]
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
-body {{ font: 15px/1.6 system-ui, sans-serif; max-width: 52rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
-.response {{ white-space: pre-wrap; }}
-.prompt, .other {{ color: #777; }}
-.important {{ background: #fbd5d5; }} .harmless {{ background: #d4f0d8; }} .unlabelled {{ background: #faeec2; }}
-summary {{ cursor: pointer; }}
-</style></head><body>
-<p>Tokens where draft and target differ: <span class="important">important</span>,
-<span class="harmless">unimportant</span>, <span class="unlabelled">undecided</span>; the other model's token
-in [brackets]. Hover over one to see the continuation after the swap.</p>
-{body}</body></html>
-"""
-
-
 def html_page(problems: Sequence[ProblemLabels], tokenizer: Any, *, title: str) -> str:
-    """Return one page with every problem."""
-    return _PAGE.format(title=html.escape(title), body="\n".join(_section(p, tokenizer) for p in problems))
-
-
-def _section(problem: ProblemLabels, tokenizer: Any) -> str:
-    prompt = html.escape(tokenizer.decode(list(problem.prompt_ids)))
-    body = "".join(map(_span, pieces_of(problem, tokenizer)))
-    return (
-        f"<h2>{html.escape(problem.problem_id)}</h2>\n"
-        f'<div class="response"><span class="prompt">{prompt}</span>{body}</div>\n'
-    )
-
-
-def _span(piece: LabelPiece) -> str:
-    if piece.mismatch is None:
-        return html.escape(piece.text)
-    note = html.escape(f"...{_shortened(piece.continuation)} {outcome(piece.mismatch)}", quote=True)
-    return (
-        f'<span class="{_CLASSES[piece.mismatch.important]}" title="{note}">{html.escape(piece.text)}</span>'
-        f'<span class="other">[{html.escape(piece.alternative.strip())}]</span>'
-    )
+    """Return one page with the `terminal_text` of every problem."""
+    console = Console(record=True, file=io.StringIO(), color_system="truecolor")
+    body = ""
+    for problem in problems:
+        console.print(terminal_text(problem, tokenizer), soft_wrap=True)
+        shown = console.export_html(inline_styles=True, code_format="{code}")
+        body += f"<h2>{html.escape(problem.problem_id)}</h2>\n<pre>{shown}</pre>\n"
+    return _PAGE.format(title=html.escape(title), body=body)

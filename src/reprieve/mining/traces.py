@@ -9,23 +9,21 @@ from __future__ import annotations
 import dataclasses
 import re
 import threading
-import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from reprieve.engine import SamplingParams, SpeculativeDecoder
-from reprieve.errors import SpecError, require_range, require_whole
+from reprieve.engine import SpeculativeDecoder
 from reprieve.mining.pivot import seeded_draw
-from reprieve.mining.records import MINED, Mismatch, ProblemLabels, TracedRound
-from reprieve.mining.responses import ResponseFormat
-from reprieve.mining.target import Target, gather_all
-from reprieve.models.batch_decoder import Session
+from reprieve.mining.settings import TraceMining
+from reprieve.mining.store import MINED, Mismatch, ProblemLabels, TracedRound
+from reprieve.mining.target import Continuations, ResponseFormat, Target, gather_all
 from reprieve.tasks import TaskProblem
 from reprieve.tasks.chat import Chat
 from reprieve.types import Generation
 
 _SCORES = re.compile(r"\[\[\s*A\s*:\s*(\d+(?:\.\d+)?)\s*,\s*B\s*:\s*(\d+(?:\.\d+)?)\s*\]\]")
 _HIGHEST = 10.0
+_NUM_TRIES = 3
 LABELS_VERSION = 2  # version 1 graded some sampled mismatches by other texts; versions do not mix
 _PROMPT = """\
 A solution to the request below is being written. It can go on in one of two ways. Say for each how likely it is to
@@ -54,29 +52,6 @@ def soft_label(draft_utility: float, target_utility: float, *, tie: float) -> fl
 
 
 @dataclass(frozen=True)
-class PairScorer:
-    """Language model that scores both candidates of a mismatch in their context.
-
-    Args:
-        chat: the model.
-        num_tries: maximum number of requests until a reply has scores.
-    """
-
-    chat: Chat
-    num_tries: int = 3
-
-    async def score(self, question: str, written: str, draft: str, target: str) -> tuple[float, float] | None:
-        """Return utilities of the draft's and the target's candidate, 0 to 1; None if no reply holds scores."""
-        prompt = _PROMPT.format(question=question, written=written, draft=draft, target=target)
-        for attempt in range(self.num_tries):
-            scores = _SCORES.findall(await self.chat.ask(prompt, attempt=attempt))
-            if scores and all(float(score) <= _HIGHEST for score in scores[-1]):
-                draft_score, target_score = map(float, scores[-1])
-                return draft_score / _HIGHEST, target_score / _HIGHEST
-        return None
-
-
-@dataclass
 class ArbitrationMiner:
     """Traces one problem's rounds under plain speculative decoding and labels their mismatches.
 
@@ -85,63 +60,36 @@ class ArbitrationMiner:
 
     Args:
         target: continues texts.
-        make_decoder: makes a plain speculative decoder (`lossless:verification=exact`) with a given K.
-        num_draft_tokens: K.
-        max_mismatches: labelled in a round, from the first; later ones are only reached by accepting these.
-        num_rollouts: on each side; reduced to 1 for greedy rollouts, which are all equal.
-        greedy_branches: continue both sides greedily although the rounds were sampled; one continuation then replaces
-            an estimate from several samples.
-        tie: soft label if both branches have the same value.
-        scorer: language model that scores both candidates; None compares rollouts instead.
-
-    Raises:
-        SpecError: a number out of range.
+        make_decoder: makes a plain speculative decoder (`lossless:verification=exact`) with the settings' K.
+        judge: language model that scores both candidates (`score_branches`); None compares rollouts instead.
     """
 
+    settings: TraceMining
     target: Target
+    make_decoder: Callable[[], SpeculativeDecoder]
     responses: ResponseFormat
-    params: SamplingParams
-    make_decoder: Callable[[int], SpeculativeDecoder]
-    make_seed: Callable[[TaskProblem], int]
-    num_draft_tokens: int = 16
-    max_mismatches: int = 4
-    num_rollouts: int = 1
-    greedy_branches: bool = False
-    tie: float = 0.8
-    scorer: PairScorer | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("max_mismatches", "num_rollouts"):
-            require_whole(name, getattr(self, name), 1)
-        require_range("tie", self.tie, 0.0, 1.0)
-        if self.continues_greedily:
-            self.num_rollouts = 1  # greedy rollouts are all equal
-        self._decoders = threading.local()
+    judge: Chat | None = None
+    _decoders: threading.local = field(default_factory=threading.local, repr=False)
 
     def _decoder(self) -> SpeculativeDecoder:
         """Return this thread's own decoder, because decoders have caches."""
         if not hasattr(self._decoders, "decoder"):
-            self._decoders.decoder = self.make_decoder(self.num_draft_tokens)
+            self._decoders.decoder = self.make_decoder()
         decoder: SpeculativeDecoder = self._decoders.decoder
         return decoder
 
-    @property
-    def continues_greedily(self) -> bool:
-        return self.greedy_branches or self.params.greedy
-
     async def mine(self, problem: TaskProblem) -> ProblemLabels:
         """Trace and label one problem."""
-        started = time.perf_counter()
         params = dataclasses.replace(
-            self.params,
+            self.settings.params,
             max_new_tokens=self.responses.max_new_tokens,
-            seed=self.make_seed(problem),
+            seed=self.settings.problem_seed(problem.problem_id),
             stop=tuple(self.responses.task.stop),
         )
         prompt_ids = self.responses.encode_prompt(problem)
         generation = await self.target.apart(lambda: self._decoder().generate(prompt_ids, params, trace=True))
-        branches = _Branches(self, problem, prompt_ids, generation)
-        rounds = await gather_all(branches.label(start, traced) for start, traced in _rounds(generation))
+        branches = _Branches(self, problem, generation)
+        rounds = await gather_all(branches.label(traced) for traced in _rounds(generation))
         return ProblemLabels(
             problem_id=problem.problem_id,
             status=MINED,
@@ -150,21 +98,20 @@ class ArbitrationMiner:
             response_ids=tuple(generation.token_ids),
             target_answer=self.responses.answer(generation.token_ids),
             mismatches=tuple(_reached(rounds)),
-            seconds=time.perf_counter() - started,
-            num_generated=branches.num_generated + len(generation.tokens),
+            num_generated=branches.texts.num_generated + len(generation.tokens),
             source="arbitration",
             rounds=tuple(rounds),
         )
 
 
-def _rounds(generation: Generation) -> Iterable[tuple[int, TracedRound]]:
-    """Yield the rounds with drafted tokens, each with its start in the response."""
+def _rounds(generation: Generation) -> Iterable[TracedRound]:
+    """Yield the rounds with drafted tokens, without labels."""
     start = 0
     assert generation.trace is not None
     for traced in generation.trace:
         if traced.drafted_ids:
             nothing = (None,) * len(traced.drafted_ids)
-            yield start, TracedRound(start, tuple(traced.drafted_ids), tuple(traced.target_ids), nothing)
+            yield TracedRound(start, tuple(traced.drafted_ids), tuple(traced.target_ids), nothing)
         start += len(traced.committed)
 
 
@@ -189,33 +136,32 @@ def _reached(rounds: Iterable[TracedRound]) -> Iterable[Mismatch]:
 class _Branches:
     """Branches of one problem and their utilities; known continuations are reused."""
 
-    def __init__(
-        self, miner: ArbitrationMiner, problem: TaskProblem, prompt_ids: list[int], generation: Generation
-    ) -> None:
+    def __init__(self, miner: ArbitrationMiner, problem: TaskProblem, generation: Generation) -> None:
         self.miner = miner
+        self.settings = miner.settings
+        self.responses = miner.responses
         self.problem = problem
-        self.prompt_ids = prompt_ids
         self.response_ids = generation.token_ids
-        self.seed = miner.make_seed(problem)
-        self.session = Session()
-        self.num_generated = 0
+        self.seed = self.settings.problem_seed(problem.problem_id)
+        self.texts = Continuations(miner.target, miner.responses, problem)
         # Whole responses, and the position from which each is greedy; earlier tokens may be sampled or forced.
-        self._known = [(0, self.response_ids)] if miner.params.greedy else []
+        self._known = [(0, self.response_ids)] if self.settings.sampling.greedy else []
 
-    async def label(self, start: int, traced: TracedRound) -> TracedRound:
+    async def label(self, traced: TracedRound) -> TracedRound:
         """Return the round with labels for its first few mismatches."""
         pairs = enumerate(zip(traced.draft_ids, traced.target_ids, strict=True))
-        nodes = [node for node, (draft_id, target_id) in pairs if draft_id != target_id][: self.miner.max_mismatches]
-        end = self.miner.responses.length_of(self._text(start, traced.draft_ids), start=start)
+        nodes = [node for node, (draft_id, target_id) in pairs if draft_id != target_id]
+        nodes = nodes[: self.settings.max_mismatches]
+        end = self.responses.length_of(self._text(traced, traced.draft_ids), start=traced.start)
         if end is not None:  # mismatches after the end of the response do not count
-            nodes = [node for node in nodes if start + node < end]
+            nodes = [node for node in nodes if traced.start + node < end]
         num = len(traced.draft_ids)
         labels: list[float | None] = [None] * num
         draft_utilities, target_utilities = list(labels), list(labels)
-        for node, utilities in zip(nodes, await self._score(start, traced, nodes), strict=True):
+        for node, utilities in zip(nodes, await self._score(traced, nodes), strict=True):
             if utilities is not None:
                 draft_utilities[node], target_utilities[node] = utilities
-                labels[node] = soft_label(*utilities, tie=self.miner.tie)
+                labels[node] = soft_label(*utilities, tie=self.settings.tie)
         return dataclasses.replace(
             traced,
             labels=tuple(labels),
@@ -223,51 +169,62 @@ class _Branches:
             target_utilities=tuple(target_utilities),
         )
 
-    def _text(self, start: int, drafted: Iterable[int]) -> list[int]:
-        return [*self.response_ids[:start], *drafted]
+    def _text(self, traced: TracedRound, drafted: Iterable[int]) -> list[int]:
+        """Return the response before a round, followed by tokens of its block."""
+        return [*self.response_ids[: traced.start], *drafted]
 
-    async def _score(self, start: int, traced: TracedRound, nodes: list[int]) -> list[tuple[float, float] | None]:
+    async def _score(self, traced: TracedRound, nodes: list[int]) -> list[tuple[float, float] | None]:
         """Return utilities of the draft's and the target's side of each mismatch."""
-        if self.miner.scorer is not None:
-            return await gather_all(self._ask(start, traced, node) for node in nodes)
+        if (judge := self.miner.judge) is not None:
+            return await gather_all(self._ask(judge, traced, node) for node in nodes)
         # Draft branches first: a greedy draft branch is also the target's branch at the next mismatch.
         draft_utilities = await gather_all(
-            self._utility(self._text(start, traced.draft_ids[: p + 1]), p, 0) for p in nodes
+            self._utility(self._text(traced, traced.draft_ids[: p + 1]), p, 0) for p in nodes
         )
         target_utilities = await gather_all(
-            self._utility(self._text(start, (*traced.draft_ids[:p], traced.target_ids[p])), p, 1) for p in nodes
+            self._utility(self._text(traced, (*traced.draft_ids[:p], traced.target_ids[p])), p, 1) for p in nodes
         )
         return list(zip(draft_utilities, target_utilities, strict=True))
 
-    async def _ask(self, start: int, traced: TracedRound, node: int) -> tuple[float, float] | None:
-        assert self.miner.scorer is not None
-        written = self.miner.responses.text(self._text(start, traced.draft_ids[:node]))
-        decode = self.miner.responses.tokenizer.decode
+    async def _ask(self, judge: Chat, traced: TracedRound, node: int) -> tuple[float, float] | None:
+        written = self.responses.text(self._text(traced, traced.draft_ids[:node]))
+        decode = self.responses.tokenizer.decode
         candidates = (decode([ids[node]]) for ids in (traced.draft_ids, traced.target_ids))
-        return await self.miner.scorer.score(self.problem.question_text, written, *candidates)
+        return await score_branches(judge, self.problem.question_text, written, *candidates)
 
     async def _utility(self, text: list[int], node: int, side: int) -> float:
         """Return the share of right answers among the continuations of a text."""
-        responses = await self._continued(text, node, side)
         reference = self.problem.reference
-        right = await gather_all(self.miner.responses.correct(response, reference) for response in responses)
+        rollouts = await self._rollouts(text, node, side)
+        right = await gather_all(self.responses.correct(response, reference) for response in rollouts)
         return sum(right) / len(right)
 
-    async def _continued(self, text: list[int], node: int, side: int) -> list[list[int]]:
-        """Return all rollouts from a text."""
-        num, greedy = self.miner.num_rollouts, self.miner.continues_greedily
-        if greedy:
-            for greedy_from, known in self._known:
-                if greedy_from <= len(text) and known[: len(text)] == text:
-                    return [known] * num
-        if (num_left := self.miner.responses.num_left(text)) < 1:
-            return [text] * num
-        draws = [None if greedy else seeded_draw(self.seed, len(text), node, side, number) for number in range(num)]
-        continuations = await self.miner.target.complete_all(self.session, self.prompt_ids, text, num_left, draws)
-        if continuations is None:
-            raise SpecError("rollouts need a target that takes token ids; a text API may tokenize differently")
-        self.num_generated += sum(map(len, continuations))
-        whole = [[*text, *new] for new in continuations]
-        if greedy:
-            self._known.append((len(text), whole[0]))
+    async def _rollouts(self, text: list[int], node: int, side: int) -> list[list[int]]:
+        """Return continuations of a text as whole responses; only one if they are greedy, and so all equal."""
+        if not self.settings.continues_greedily:
+            numbers = range(self.settings.num_rollouts)
+            draws = [seeded_draw(self.seed, len(text), node, side, number) for number in numbers]
+            return await self.texts.complete(text, draws)
+        for greedy_from, known in self._known:
+            if greedy_from <= len(text) and known[: len(text)] == text:
+                return [known]
+        whole = await self.texts.complete(text, [None])
+        self._known.append((len(text), whole[0]))
         return whole
+
+
+async def score_branches(
+    chat: Chat, question: str, written: str, draft: str, target: str
+) -> tuple[float, float] | None:
+    """Ask a language model to score both candidates of a mismatch in their context, a few times until a reply does.
+
+    Returns:
+        Utilities of the draft's and the target's candidate, 0 to 1; None if no reply holds scores.
+    """
+    prompt = _PROMPT.format(question=question, written=written, draft=draft, target=target)
+    for attempt in range(_NUM_TRIES):
+        scores = _SCORES.findall(await chat.ask(prompt, attempt=attempt))
+        if scores and all(float(score) <= _HIGHEST for score in scores[-1]):
+            draft_score, target_score = map(float, scores[-1])
+            return draft_score / _HIGHEST, target_score / _HIGHEST
+    return None

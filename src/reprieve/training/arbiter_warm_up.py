@@ -1,11 +1,13 @@
-"""CoSpec's warm-up: train an arbiter on soft labels at the mismatches of plain speculative rounds (appendix C.1)."""
+"""CoSpec's warm-up: train an arbiter on soft labels at the mismatches of plain speculative rounds (appendix C.1).
+
+An arbiter with readings (ours) also reads values from verification for each drafted token.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,40 +18,46 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from reprieve.engine import Pair
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.heads.arbiter import Arbiter
-from reprieve.heads.binding import PairIdentity, digest
-from reprieve.mining.records import ProblemLabels, TracedRound
-from reprieve.mining.store import LabelStore
+from reprieve.heads.arbiter import READINGS, Arbiter
+from reprieve.heads.binding import digest
+from reprieve.heads.features import TokenStates, assemble, distribution_scalars
+from reprieve.mining.store import LabelStore, ProblemLabels
 from reprieve.mining.traces import LABELS_VERSION, soft_label
 from reprieve.models.arbiter import ArbiterModel, ArbitrationRound
+from reprieve.models.cached_model import CachedModel
 from reprieve.stats import BranchChoices
-from reprieve.training.loop import Learner, Progress, load_network, network_state, train
-from reprieve.training.readings import RoundReader, num_readings
+from reprieve.training.loop import NetworkLearner, Progress, train
 from reprieve.training.settings import WarmUp
+from reprieve.types import HiddenStates, select_rows
+
+_VALUES = ("labels", "draft_utilities", "target_utilities")
 
 
-@dataclass(frozen=True)
+@dataclass
 class LabelledAnswer:
     """Rounds of one answer with soft labels at their mismatches."""
 
     problem_id: str
     context_ids: tuple[int, ...]
-    rounds: tuple[ArbitrationRound, ...]
-    traced: tuple[TracedRound, ...]
+    rounds: Sequence[ArbitrationRound]
+    nodes: list[tuple[int, int]]  # of the labelled mismatches: round, and drafted token in it
+    values: list[tuple[float, ...]]  # of each: soft label, and utilities of the draft's and of the target's side
 
     @classmethod
     def of(cls, problem: ProblemLabels) -> LabelledAnswer | None:
         """Return the labelled rounds of a problem, or None if it has no labels."""
-        traced = tuple(r for r in problem.rounds if any(label is not None for label in r.labels))
-        if not traced:
-            return None
         start = len(problem.prompt_ids)
-        rounds = tuple(ArbitrationRound(start + r.start, r.draft_ids, r.target_ids) for r in traced)
-        return cls(problem.problem_id, problem.prompt_ids + problem.response_ids, rounds, traced)
-
-    @cached_property
-    def num_labels(self) -> int:
-        return sum(label is not None for traced in self.traced for label in traced.labels)
+        answer = cls(problem.problem_id, problem.prompt_ids + problem.response_ids, rounds=[], nodes=[], values=[])
+        rounds: list[ArbitrationRound] = []
+        for traced in problem.rounds:
+            nodes = [node for node, label in enumerate(traced.labels) if label is not None]
+            for node in nodes:
+                answer.nodes.append((len(rounds), node))
+                answer.values.append(tuple(getattr(traced, name)[node] for name in _VALUES))
+            if nodes:
+                rounds.append(ArbitrationRound(start + traced.start, traced.draft_ids, traced.target_ids))
+        answer.rounds = rounds
+        return answer if rounds else None
 
 
 @dataclass(frozen=True)
@@ -59,16 +67,7 @@ class Traces:
     problems: list[ProblemLabels]
     task: str
     num_draft_tokens: int
-    stores: tuple[LabelStore, ...]
-
-    def require_pair(self, pair: PairIdentity) -> None:
-        """Refuse a pair other than the traces' own.
-
-        Raises:
-            PairError: names both.
-        """
-        for store in self.stores:
-            store.require_pair(pair)
+    stores: list[LabelStore]
 
 
 def read_traces(folders: Sequence[Path]) -> Traces:
@@ -78,13 +77,14 @@ def read_traces(folders: Sequence[Path]) -> Traces:
         SpecError: labels of another miner or version, or of more than one task or K.
         ReprieveError: fewer than two problems with labelled rounds, or a store that cannot be read.
     """
-    stores = tuple(LabelStore(folder) for folder in folders)
-    for folder, store in zip(folders, stores, strict=True):
+    stores = [LabelStore(folder) for folder in folders]
+    for store in stores:
+        name, version = str(store.folder), store.manifest.get("labels_version")
         if store.manifest.get("miner") != "arbitration":
-            raise SpecError(f"--labels must hold traces of `reprieve mine arbitration`, {str(folder)!r} does not")
-        if (version := store.manifest.get("labels_version")) != LABELS_VERSION:
+            raise SpecError(f"--labels must hold traces of `reprieve mine arbitration`, {name!r} does not")
+        if version != LABELS_VERSION:
             raise SpecError(
-                f"--labels must hold labels of version {LABELS_VERSION}, {str(folder)!r} has {version}: mine again"
+                f"--labels must hold labels of version {LABELS_VERSION}, {name!r} has {version}: mine again"
             )
     problems = [problem for store in stores for problem in store.problems()]
     require_traces(problems)
@@ -138,7 +138,7 @@ def warm_up(
     return Arbiter.from_pretrained(folder / "arbiter")
 
 
-class _Learner(Learner):
+class _Learner(NetworkLearner):
     def __init__(
         self,
         pair: Pair,
@@ -160,9 +160,16 @@ class _Learner(Learner):
         held = set(ids[:num_held])
         self.held = [answer for answer in answers if answer.problem_id in held]
         self.answers = [answer for answer in answers if answer.problem_id not in held]
+        self.batches: list[list[LabelledAnswer]] = []  # of all epochs; a resumed run continues with the next
+        self.ends: set[int] = set()  # updates that complete an epoch
+        rng = random.Random(settings.seed + 1)
+        for _ in range(settings.num_epochs):
+            order = list(self.answers)
+            rng.shuffle(order)
+            self.batches += self._batches(order)
+            self.ends.add(len(self.batches))
         self.shape = settings.shape
         self._reader: RoundReader | None = None
-        self._read: dict[int, list[ArbitrationRound]] = {}  # by id() of the answer
         if settings.readings:
             self.shape = dataclasses.replace(settings.shape, num_readings=num_readings(pair))
             self._reader = RoundReader(pair)
@@ -174,22 +181,11 @@ class _Learner(Learner):
             weight_decay=settings.weight_decay,
         )
 
-    @cached_property
-    def epochs(self) -> list[list[list[LabelledAnswer]]]:
-        """Batches of every epoch, determined by the seed, so that a resumed run continues with the next batch."""
-        rng = random.Random(self.settings.seed + 1)
-        epochs = []
-        for _ in range(self.settings.num_epochs):
-            order = list(self.answers)
-            rng.shuffle(order)
-            epochs.append(list(self._batches(order)))
-        return epochs
-
     def _batches(self, order: Sequence[LabelledAnswer]) -> Iterable[list[LabelledAnswer]]:
         batch: list[LabelledAnswer] = []
         for answer in order:
             batch.append(answer)
-            if sum(item.num_labels for item in batch) >= self.settings.decisions_per_update:
+            if sum(len(item.nodes) for item in batch) >= self.settings.decisions_per_update:
                 yield batch
                 batch = []
         if batch:
@@ -200,34 +196,19 @@ class _Learner(Learner):
         labels = digest(repr([self.answers, self.held]).encode())
         return repr((self.settings, self.pair.identity.draft_weights, labels))
 
-    @cached_property
-    def _ends(self) -> list[int]:
-        """Cumulative number of updates at the end of each epoch."""
-        return list(itertools.accumulate(len(batches) for batches in self.epochs))
-
     @property
     def num_updates(self) -> int:
-        return self._ends[-1]
+        return len(self.batches)
 
     def validates_after(self, update: int) -> bool:
-        return update in self._ends
-
-    def state(self) -> dict[str, Tensor]:
-        return network_state(self.model, self.optimizer)
-
-    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        load_network(self.model, self.optimizer, tensors)
-
-    @cached_property
-    def _batches_in_order(self) -> list[list[LabelledAnswer]]:
-        return [batch for epoch in self.epochs for batch in epoch]
+        return update in self.ends
 
     def one_update(self, update: int) -> dict[str, float]:
-        batch = self._batches_in_order[update]
+        batch = self.batches[update]
         self.model.train()
         torch.manual_seed(self.settings.seed * 1_000_003 + update)  # for dropout, so that a resumed run repeats it
         self.optimizer.zero_grad()
-        num = sum(answer.num_labels for answer in batch)
+        num = sum(len(answer.nodes) for answer in batch)
         total = 0.0
         for answer in batch:
             logits, labels, *_ = self._at_mismatches(answer)
@@ -238,32 +219,17 @@ class _Learner(Learner):
         self.optimizer.step()
         return {"loss": total}
 
-    def _at_mismatches(self, answer: LabelledAnswer) -> tuple[torch.Tensor, ...]:
+    def _at_mismatches(self, answer: LabelledAnswer) -> tuple[Tensor, ...]:
         """Return logits, labels and both utilities at an answer's labelled mismatches, [n] each."""
-        judged = self.model.judge(answer.context_ids, self._rounds(answer))
-        mismatches = [
-            (number, node)
-            for number, traced in enumerate(answer.traced)
-            for node, label in enumerate(traced.labels)
-            if label is not None
-        ]
-        logits = torch.stack([judged[number][node] for number, node in mismatches])
-        labels, draft, target = (
-            [getattr(answer.traced[number], name)[node] for number, node in mismatches]
-            for name in ("labels", "draft_utilities", "target_utilities")
-        )
+        if self._reader is not None and answer.rounds[0].readings is None:  # kept for further epochs
+            answer.rounds = self._reader.read(answer.context_ids, answer.rounds)
+        judged = self.model.judge(answer.context_ids, answer.rounds)
+        logits = torch.stack([judged[number][node] for number, node in answer.nodes])
+        labels, draft, target = zip(*answer.values, strict=True)
         if (tie := self.settings.tie) is not None:
-            labels = [soft_label(*utilities, tie=tie) for utilities in zip(draft, target, strict=True)]
+            labels = tuple(soft_label(*utilities, tie=tie) for utilities in zip(draft, target, strict=True))
         columns = (labels, draft, target)
         return logits, *(torch.tensor(column, device=logits.device, dtype=torch.float32) for column in columns)
-
-    def _rounds(self, answer: LabelledAnswer) -> Sequence[ArbitrationRound]:
-        """Return an answer's rounds, with readings for an arbiter that reads them; cached for further epochs."""
-        if self._reader is None:
-            return answer.rounds
-        if id(answer) not in self._read:
-            self._read[id(answer)] = self._reader.read(answer.context_ids, answer.rounds)
-        return self._read[id(answer)]
 
     @torch.no_grad()
     def validate(self, update: int, seconds: float) -> dict[str, float]:
@@ -286,7 +252,7 @@ class _Learner(Learner):
                 "recipe": digest(self.recipe.encode()),
                 "settings": asdict(self.settings),
                 "num_answers": len(self.answers),
-                "num_labels": sum(answer.num_labels for answer in self.answers),
+                "num_labels": sum(len(answer.nodes) for answer in self.answers),
                 "num_held_out": len(self.held),
                 "update": update,
                 "seconds": round(seconds),
@@ -320,3 +286,58 @@ def warm_up_loss(
 ) -> Tensor:  # [], the sum
     """Return the cross-entropy to soft labels at mismatches (Eq. 29)."""
     return binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+
+
+class RoundReader:
+    """Runs both models over recorded rounds to recompute the readings that a decoder would provide."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._target = pair.cached_target(READINGS.layers)
+        self._draft = pair.cached_draft(READINGS.draft_layers)
+        self._dtype = pair.target.dtype
+
+    def read(self, context_ids: Sequence[int], rounds: Sequence[ArbitrationRound]) -> list[ArbitrationRound]:
+        """Return the rounds with their readings. Each text is read once if rounds are ordered by context length.
+
+        Args:
+            context_ids: prompt and committed tokens, up to the last round's context.
+        """
+        return [
+            dataclasses.replace(
+                arbitration, readings=self._one(context_ids[: arbitration.context_length], arbitration.draft_ids)
+            )
+            for arbitration in rounds
+        ]
+
+    def _one(self, context_ids: Sequence[int], draft_ids: Sequence[int]) -> Tensor:  # [K, F]
+        with torch.inference_mode():
+            target_read, draft_read = (_read(model, context_ids, draft_ids) for model in (self._target, self._draft))
+            states = TokenStates({"draft": target_read[0]}, {"draft": draft_read[0]}, *target_read[1:], *draft_read[1:])
+            readings = assemble(READINGS, states)  # on the host: the models can be on different devices
+        # Cloned outside of inference mode, because autograd needs it. In the target's precision, because readings
+        # are cached for all epochs, which takes gigabytes for a large target.
+        return readings.clone().to(self._dtype)
+
+
+def _read(
+    model: CachedModel, context_ids: Sequence[int], draft_ids: Sequence[int]
+) -> tuple[HiddenStates, Tensor, Tensor]:
+    """Return states that encode the drafted tokens, entropies of the judging distributions, and token probabilities.
+
+    All on the host.
+    """
+    model.start(list(context_ids[:-1]), reuse_prefix=True)
+    logits, hidden = model.forward([context_ids[-1], *draft_ids], num_rows=len(draft_ids) + 1)
+    model.keep(len(context_ids))
+    states = select_rows(hidden, slice(1, None))
+    assert states is not None
+    token_ids = torch.tensor(list(draft_ids), device=logits.device)
+    entropy, probability = distribution_scalars(logits[:-1], token_ids)
+    return {layer: of.cpu() for layer, of in states.items()}, entropy.cpu(), probability.cpu()
+
+
+def num_readings(pair: Pair) -> int:
+    """Return the number of readings per token."""
+    assert pair.draft is not None
+    sizes = [int(model.config.get_text_config().hidden_size) for model in (pair.target, pair.draft)]
+    return sum(sizes) + READINGS.num_scalars

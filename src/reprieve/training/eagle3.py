@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,43 +26,28 @@ from reprieve.errors import ReprieveError, import_extra
 from reprieve.files import replace_file
 from reprieve.heads.binding import digest
 from reprieve.models.int8 import output_weights
-from reprieve.training.loop import Learner, Progress, learning_rate_at, load_network, network_state, train
+from reprieve.training.loop import NetworkLearner, Progress, learning_rate_at, train
 from reprieve.training.own_text import OwnText
 from reprieve.training.settings import EagleTraining
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Batches of a whole training run, determined by texts and seed, so that a resumed run continues with the next."""
-
-    settings: EagleTraining
-    texts: Sequence[OwnText]
-
-    @cached_property
-    def batches(self) -> list[list[int]]:
-        rng = random.Random(self.settings.seed)
-        batches = []
-        for _ in range(self.settings.num_passes):
-            order = list(range(len(self.texts)))
-            rng.shuffle(order)
-            batches += self._pack(order)
-        return batches
-
-    def _pack(self, order: list[int]) -> list[list[int]]:
-        batches: list[list[int]] = [[]]
-        room = self.settings.tokens_per_update
-        for index in order:
-            size = len(self.texts[index].prompt_ids) + len(self.texts[index].answer_ids)
+def batches_of(texts: Sequence[OwnText], settings: EagleTraining) -> list[list[OwnText]]:
+    """Return the batches of a whole training run, so that a resumed run continues with the next."""
+    rng = random.Random(settings.seed)
+    batches: list[list[OwnText]] = []
+    for _ in range(settings.num_passes):
+        order = list(texts)
+        rng.shuffle(order)
+        batches.append([])
+        room = settings.tokens_per_update
+        for text in order:
+            size = len(text.prompt_ids) + len(text.answer_ids)
             if batches[-1] and size > room:
                 batches.append([])
-                room = self.settings.tokens_per_update
-            batches[-1].append(index)
+                room = settings.tokens_per_update
+            batches[-1].append(text)
             room -= size
-        return batches
-
-    @property
-    def num_updates(self) -> int:
-        return len(self.batches)
+    return batches
 
 
 def choose_vocabulary(texts: Sequence[OwnText], *, size: int, vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -107,8 +92,7 @@ def train_eagle3(
         raise ReprieveError(f"training needs 2 texts or more, got {len(texts)}")
     num_held = max(1, round(len(texts) * settings.held_out))
     training, held = texts[num_held:], texts[:num_held]
-    plan = _Plan(settings, training)
-    learner = _Learner(pair, plan)
+    learner = _Learner(pair, training, settings)
     seconds = train(learner, folder, progress=progress)
     reached = {
         "accuracy": learner.accuracy(held),
@@ -123,16 +107,17 @@ def train_eagle3(
     return reached
 
 
-class _Learner(Learner):
-    def __init__(self, pair: Pair, plan: _Plan) -> None:
+class _Learner(NetworkLearner):
+    def __init__(self, pair: Pair, texts: Sequence[OwnText], settings: EagleTraining) -> None:
         self.pair = pair
-        self.plan = plan
-        self.settings = plan.settings
+        self.texts = texts
+        self.settings = settings
+        self.batches = batches_of(texts, settings)
         config = pair.target.config.get_text_config()
         self.layers = self.settings.layers_of(config.num_hidden_layers)
         size = min(self.settings.draft_vocab_size, pair.vocab_size)
-        self.t2d, self.d2t = choose_vocabulary(plan.texts, size=size, vocab_size=pair.vocab_size)
-        self.model: Any = self._build(config)
+        self.t2d, self.d2t = choose_vocabulary(texts, size=size, vocab_size=pair.vocab_size)
+        self.model = self._build(config)
         self.optimizer = torch.optim.AdamW(
             [parameter for parameter in self.model.parameters() if parameter.requires_grad],
             lr=self.settings.learning_rate,
@@ -201,25 +186,19 @@ class _Learner(Learner):
 
     @property
     def num_updates(self) -> int:
-        return self.plan.num_updates
+        return len(self.batches)
 
     @cached_property
     def recipe(self) -> str:
-        texts = digest(repr(self.plan.texts).encode())
+        texts = digest(repr(self.texts).encode())
         return repr((self.settings, self.pair.identity.target_weights, texts))
-
-    def state(self) -> dict[str, Tensor]:
-        return network_state(self.model, self.optimizer)
-
-    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        load_network(self.model, self.optimizer, tensors)
 
     def one_update(self, update: int) -> dict[str, float]:
         self.model.train()
         peak, num_warmup = self.settings.learning_rate, self.settings.warmup_updates
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate_at(update, peak=peak, num_warmup=num_warmup, num_updates=self.num_updates)
-        batch = self._batch([self.plan.texts[index] for index in self.plan.batches[update]])
+        batch = self._batch(self.batches[update])
         _, loss, _ = self.model(
             **batch,
             ttt_steps=self.settings.num_steps,
@@ -234,6 +213,7 @@ class _Learner(Learner):
 
     @torch.no_grad()
     def accuracy(self, texts: Sequence[OwnText]) -> list[float]:
+        """Return, per step, the share of tokens that head and target both rank first (see `train_eagle3`)."""
         self.model.eval()
         measured = []
         for first in range(0, len(texts), 8):
@@ -241,14 +221,12 @@ class _Learner(Learner):
                 **self._batch(texts[first : first + 8]), ttt_steps=self.settings.num_steps, loss_config=self.loss_config
             )
             measured.append(metrics)
-        return [round(share, 4) for share in self._shares(measured)]
 
-    def _shares(self, metrics: list[dict[str, Tensor]]) -> list[float]:
         def total(name: str) -> float:
-            return sum(float(step[name]) for step in metrics)
+            return sum(float(step[name]) for step in measured)
 
         return [
-            total(f"cond_acc_{step}_sum") / max(1.0, total(f"cond_acc_{step}_total"))
+            round(total(f"cond_acc_{step}_sum") / max(1.0, total(f"cond_acc_{step}_total")), 4)
             for step in range(self.settings.num_steps)
         ]
 
@@ -264,7 +242,7 @@ class _Learner(Learner):
         output = self.pair.target(input_ids=padded, output_hidden_states=True, use_cache=False)
         states = torch.cat([output.hidden_states[layer] for layer in self.layers], dim=-1).float()
         logits = output.logits[..., self.t2d.to(device)].float()
-        parts: dict[str, list[Tensor]] = {}
+        pieces = []
         for row, text in enumerate(texts):
             end = len(text.prompt_ids) + len(text.answer_ids)
             positions = torch.arange(1, end, device=device)
@@ -276,15 +254,16 @@ class _Learner(Learner):
                 "document_ids": torch.full_like(positions, row),
                 "position_ids": positions,
             }
-            for name, values in piece.items():
-                parts.setdefault(name, []).append(values)
-        return {name: torch.cat(values)[None] for name, values in parts.items()}
+            pieces.append(piece)
+        return {name: torch.cat([piece[name] for piece in pieces])[None] for name in pieces[0]}
 
     def save(self, folder: Path) -> None:
         """Save the finished head, in the speculators format and half precision."""
         config = json.loads(self.model.config.to_json_string())
         config.pop("auto_map", None)  # names code files that are not saved
-        state = self.model.state_dict().items()
-        tensors = {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in state}
-        replace_file(folder / "model.safetensors", save({name: t.cpu().contiguous() for name, t in tensors.items()}))
+        tensors = {
+            name: (tensor.half() if tensor.is_floating_point() else tensor).cpu().contiguous()
+            for name, tensor in self.model.state_dict().items()
+        }
+        replace_file(folder / "model.safetensors", save(tensors))
         replace_file(folder / "config.json", json.dumps(config, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Features of labelled tokens, from one parallel forward per problem and model.
+"""Labelled tokens: features from one parallel forward per problem and model, splits by problem, and metrics.
 
 Verification computes states in parallel, so heads are trained on parallel states (AutoJudge, appendix C). The final
 response is a chain; tokens that were tried but not kept are leaves of a tree.
@@ -8,20 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 from reprieve.engine import Pair
-from reprieve.errors import SpecError
+from reprieve.errors import SpecError, require_range
 from reprieve.heads.features import TokenStates, assemble, distribution_scalars
 from reprieve.heads.settings import FeatureRecipe
-from reprieve.mining.records import Mismatch, ProblemLabels
+from reprieve.mining.store import Mismatch, ProblemLabels
 from reprieve.models.cached_model import CachedModel, HiddenLayers
 from reprieve.models.response_tree import ResponseTree
+from reprieve.stats import bootstrap_interval
 from reprieve.types import HiddenStates
 
+RECALL = 0.9  # minimum share of important tokens that AutoJudge's thresholds catch
 Progress = Callable[[int, int], None]  # finished and all problems
 
 
@@ -42,12 +46,24 @@ class LabelledTokens:
 
 
 @dataclass(frozen=True)
-class _Forward:
-    """States and logits of one model around the mismatches of one problem."""
+class _Reading:
+    """States and distributions of one model around n mismatches."""
 
     hidden: Mapping[str, HiddenStates]  # by encoding
     entropy: Tensor  # [n], of its distribution
     probability: Tensor  # [n], of the drafted token
+
+    @classmethod
+    def join(cls, parts: Sequence[_Reading]) -> _Reading:
+        first = parts[0].hidden
+        hidden = {
+            encoding: {layer: torch.cat([part.hidden[encoding][layer] for part in parts]) for layer in states}
+            for encoding, states in first.items()
+        }
+        entropy, probability = (
+            torch.cat([getattr(part, name) for part in parts]) for name in ("entropy", "probability")
+        )
+        return cls(hidden, entropy, probability)
 
 
 def collect(
@@ -70,35 +86,34 @@ def collect(
     """
     target = pair.cached_target(layers)
     draft = pair.cached_draft(draft_layers) if draft_layers else None
-    parts: list[tuple[_Forward, _Forward | None]] = []
-    kept: list[tuple[str, Mismatch]] = []
+    target_parts: list[_Reading] = []
+    draft_parts: list[_Reading] = []
     for number, problem in enumerate(problems):
-        mismatches = problem.labelled()
-        if mismatches:
-            parts.append((_read(target, problem, encodings), _read(draft, problem, encodings) if draft else None))
-            kept += [(problem.problem_id, mismatch) for mismatch in mismatches]
+        if problem.labelled():
+            target_parts.append(_read(target, problem, encodings))
+            if draft is not None:
+                draft_parts.append(_read(draft, problem, encodings))
         progress(number + 1, len(problems))
-    if not kept:
+    labelled = [(problem.problem_id, mismatch) for problem in problems for mismatch in problem.labelled()]
+    if not labelled:
         raise SpecError("labels must hold at least one labelled mismatch, got none")
-    probability = torch.cat([target_side.probability for target_side, _ in parts])
-    read = [draft_side for _, draft_side in parts if draft_side]
-    draft_entropy = torch.cat([draft_side.entropy for draft_side in read]) if read else None
-    draft_probability = torch.cat([draft_side.probability for draft_side in read]) if read else None
+    by_target = _Reading.join(target_parts)
+    by_draft = _Reading.join(draft_parts) if draft_parts else None
     states = TokenStates(
-        target=_join([target_side.hidden for target_side, _ in parts]),
-        draft=_join([draft_side.hidden for draft_side in read]),
-        entropy=torch.cat([target_side.entropy for target_side, _ in parts]),
-        probability=probability,
-        draft_entropy=draft_entropy,
-        draft_probability=draft_probability,
+        target=by_target.hidden,
+        draft=by_draft.hidden if by_draft else {},
+        entropy=by_target.entropy,
+        probability=by_target.probability,
+        draft_entropy=by_draft.entropy if by_draft else None,
+        draft_probability=by_draft.probability if by_draft else None,
     )
     return LabelledTokens(
         states=states,
-        important=np.array([bool(mismatch.important) for _, mismatch in kept]),
-        problem_ids=np.array([problem_id for problem_id, _ in kept]),
-        target_log_probs=probability.clamp_min(1e-45).log().numpy(),
-        draft_probs=np.full(len(kept), np.nan) if draft_probability is None else draft_probability.numpy(),
-        gains=np.array([_gain(mismatch) for _, mismatch in kept]),
+        important=np.array([bool(mismatch.important) for _, mismatch in labelled]),
+        problem_ids=np.array([problem_id for problem_id, _ in labelled]),
+        target_log_probs=by_target.probability.clamp_min(1e-45).log().numpy(),
+        draft_probs=by_draft.probability.numpy() if by_draft else np.full(len(labelled), np.nan),
+        gains=np.array([_gain(mismatch) for _, mismatch in labelled]),
     )
 
 
@@ -109,35 +124,131 @@ def _gain(mismatch: Mismatch) -> float:
 
 
 @torch.inference_mode()
-def _read(model: CachedModel, problem: ProblemLabels, encodings: Sequence[str]) -> _Forward:
+def _read(model: CachedModel, problem: ProblemLabels, encodings: Sequence[str]) -> _Reading:
     """Run one forward over the response and the tried tokens."""
     mismatches = problem.labelled()
-    tree = ResponseTree(problem.response_ids)
-    for mismatch in mismatches:
-        if "draft" in encodings:
-            tree.add(mismatch.position, mismatch.draft_id)
-        if "target" in encodings:
-            tree.add(mismatch.position, mismatch.target_id)
-    logits, hidden = tree.read(model, problem.prompt_ids)
-    previous = [mismatch.position for mismatch in mismatches]  # row 0 is the prompt's last token
-    rows = {
-        "draft": lambda: [tree.row(mismatch.position, mismatch.draft_id) for mismatch in mismatches],
-        "target": lambda: [tree.row(mismatch.position, mismatch.target_id) for mismatch in mismatches],
-        "previous": lambda: previous,
+    positions = [mismatch.position for mismatch in mismatches]  # row 0 is the prompt's last token
+    tried = {
+        "draft": [mismatch.draft_id for mismatch in mismatches],
+        "target": [mismatch.target_id for mismatch in mismatches],
     }
+    nodes = {name: list(zip(positions, ids, strict=True)) for name, ids in tried.items() if name in encodings}
+    tree = ResponseTree(problem.response_ids)
+    for of_mismatch in zip(*nodes.values(), strict=True):
+        for node in of_mismatch:
+            tree.add(*node)
+    logits, hidden = tree.read(model, problem.prompt_ids)
+    rows = {"previous": positions, **{name: [tree.row(*node) for node in of] for name, of in nodes.items()}}
     states = {
-        encoding: {layer: values[rows[encoding]()].float().cpu() for layer, values in (hidden or {}).items()}
+        encoding: {layer: values[rows[encoding]].float().cpu() for layer, values in (hidden or {}).items()}
         for encoding in encodings
     }
-    token_ids = torch.tensor([mismatch.draft_id for mismatch in mismatches], device=logits.device)
-    entropy, probability = distribution_scalars(logits[previous], token_ids)
-    return _Forward(states, entropy.cpu(), probability.cpu())
+    token_ids = torch.tensor(tried["draft"], device=logits.device)
+    entropy, probability = distribution_scalars(logits[positions], token_ids)
+    return _Reading(states, entropy.cpu(), probability.cpu())
 
 
-def _join(parts: Sequence[Mapping[str, HiddenStates]]) -> dict[str, HiddenStates]:
-    if not parts:
-        return {}
-    return {
-        encoding: {layer: torch.cat([part[encoding][layer] for part in parts]) for layer in parts[0][encoding]}
-        for encoding in parts[0]
+def split_by_problem(
+    problem_ids: np.ndarray,  # [n], of each token
+    important: np.ndarray,  # [n], bool
+    *,
+    held_out: float,
+    seed: int,
+) -> np.ndarray:  # [n], bool: held out
+    """Hold out whole problems, because the tokens of one text are too similar to be split.
+
+    Raises:
+        SpecError: a share outside (0, 0.9], fewer than two problems, or a side with labels of one kind only.
+    """
+    require_range("held_out", held_out, 0.0, 0.9, low_open=True)
+    problems = np.unique(problem_ids)
+    if len(problems) < 2:
+        raise SpecError(f"labels must come from at least 2 problems to hold some out, got {len(problems)}")
+    order = np.random.default_rng(seed).permutation(len(problems))
+    num_held = min(max(1, round(held_out * len(problems))), len(problems) - 1)
+    held = np.isin(problem_ids, problems[order[:num_held]])
+    for side, name in ((~held, "training"), (held, "held-out")):
+        if len(np.unique(important[side])) < 2:
+            raise SpecError(
+                f"the {name} problems must hold important and unimportant tokens, got {int(important[side].sum())} "
+                f"important of {int(side.sum())}; mine more problems"
+            )
+    return held
+
+
+def folds_by_problem(
+    problem_ids: np.ndarray,  # [n], of each token
+    labels: np.ndarray,  # [n], bool
+    *,
+    num_folds: int,
+    seed: int,
+) -> np.ndarray:  # [n], the fold of each token, from 0
+    """Assign whole problems to folds, spreading those with labelled tokens evenly; no more folds than such problems.
+
+    Raises:
+        SpecError: fewer than two problems with labelled tokens, or with other tokens, or all other tokens in one fold.
+    """
+    labelled = np.unique(problem_ids[labels])
+    for side, name in ((labelled, "labelled"), (np.unique(problem_ids[~labels]), "other")):
+        if len(side) < 2:
+            raise SpecError(f"at least 2 problems must hold {name} tokens, got {len(side)}; mine more problems")
+    others = np.setdiff1d(problem_ids, labelled)
+    rng = np.random.default_rng(seed)
+    order = np.concatenate([rng.permutation(labelled), rng.permutation(others)])
+    fold_of = {problem: index % min(num_folds, len(labelled)) for index, problem in enumerate(order)}
+    folds = np.array([fold_of[problem_id] for problem_id in problem_ids])
+    if len(np.unique(folds[~labels])) < 2:
+        num = len(np.unique(problem_ids[~labels]))
+        raise SpecError(f"all other tokens, of {num} problems, fell into one fold; mine more, or change --seed")
+    return folds
+
+
+def auc(important: np.ndarray, scores: np.ndarray) -> float:
+    """Return the ROC AUC; NaN if only one label occurs."""
+    return float(roc_auc_score(important, scores)) if 0 < important.sum() < len(important) else float("nan")
+
+
+def auc_interval(important: np.ndarray, scores: np.ndarray, problem_ids: np.ndarray, *, seed: int = 0) -> list[float]:
+    """Return the AUC with a 95% bootstrap interval over problems: [auc, low, high]."""
+    problems = np.unique(problem_ids)
+    rows = [np.flatnonzero(problem_ids == problem) for problem in problems]
+
+    def resampled(index: np.ndarray) -> float:
+        chosen = np.concatenate([rows[i] for i in index])
+        return auc(important[chosen], scores[chosen])
+
+    low, high = bootstrap_interval(resampled, len(problems), seed=seed, num_resamples=1000)
+    known = np.isfinite(low) and np.isfinite(high)  # with few problems, most resamples have only one kind of label
+    return [auc(important, scores), low if known else 0.0, high if known else 1.0]
+
+
+def threshold_at_recall(important: np.ndarray, scores: np.ndarray, recall: float) -> float:
+    """Return the largest threshold that still refuses `recall` of the important tokens (risk above it is refused)."""
+    risks = np.sort(scores[important])
+    num_missed = len(risks) - int(np.ceil(recall * len(risks) - 1e-9))
+    below = float(risks[num_missed])
+    rounded = float(f"{below:.3g}")  # easy to type
+    return rounded if rounded < below else float(f"{below * 0.995:.3g}")
+
+
+def summarise_held_out(
+    tokens: LabelledTokens,
+    held: np.ndarray,  # [n], bool
+    scores: np.ndarray,  # [number held out], of the held-out tokens
+    *,
+    held_out: float,
+    seed: int,
+) -> tuple[float, dict[str, Any]]:
+    """Return the recommended threshold, which refuses 90% of the held-out important tokens, and the card's facts."""
+    important = tokens.important[held]
+    threshold = threshold_at_recall(important, scores, RECALL)
+    return threshold, {
+        "num_problems": len(np.unique(tokens.problem_ids)),
+        "num_tokens": len(tokens.important),
+        "num_important": int(tokens.important.sum()),
+        "held_out": held_out,
+        "seed": seed,
+        "auc_held_out": auc_interval(important, scores, tokens.problem_ids[held]),
+        "recall_at_threshold": RECALL,
+        "acceptance_at_threshold": float((scores[~important] <= threshold).mean()),
     }

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from reprieve.drafters.length import Recent, TreeLength, position_feature, token_log_prob
-from reprieve.engine import Pair, SpeculativeDecoder
+from reprieve.engine import Pair
 from reprieve.errors import SpecError
 from reprieve.heads.binding import digest
 from reprieve.heads.length import SCALARS, LengthHead
-from reprieve.models.cached_model import CachedModel, eos_token_ids
+from reprieve.models.cached_model import eos_token_ids
 from reprieve.models.timing import forward_seconds
 from reprieve.rules import Rule
 from reprieve.settings import SamplingParams
 from reprieve.tasks.base import TaskProblem
 from reprieve.tasks.prompting import prompt_ids_of
-from reprieve.training.judge import LinearFit, fit_linear
+from reprieve.training.features import auc
+from reprieve.training.linear import LinearFit, fit_linear
 from reprieve.training.loop import Learner, Progress, train
 from reprieve.training.settings import LengthTraining
-from reprieve.training.splits import auc
 
 _PRICES = tuple(round(0.02 * step, 2) for step in range(1, 48))
 
@@ -134,10 +134,6 @@ class _Costs:
         committed = sum(num_accepted + 1 for _, num_accepted in rounds)
         return committed / (drafted * (self.token + self.more) + len(rounds) * self.round)
 
-    def as_config(self) -> dict[str, float]:
-        """Return the values for the head's `training`."""
-        return {"draft_ms": self.token, "verify_more_ms": self.more, "round_ms": self.round}
-
 
 class _Learner(Learner):
     """Learner that decodes one problem per update; `head` fits the records."""
@@ -155,9 +151,11 @@ class _Learner(Learner):
             raise SpecError(f"limit must be at least 2, to hold a problem out, got {len(problems)}")
         self.pair, self.rule, self.task, self.problems = pair, rule, task, problems
         self.max_new_tokens, self.settings = max_new_tokens, settings
-        assert pair.draft is not None, "cached_draft refuses pairs without"
-        self.width = int(pair.draft.config.get_text_config().hidden_size)
         self.recorder = Recorder(settings.num_draft_tokens, eos_token_ids(pair.target, pair.tokenizer))
+        self.decoder = pair.decoder(rule, num_draft_tokens=self.recorder)
+        # For separately timed forwards, one of each kind per problem, because the load can change.
+        self.timed_target, self.timed_draft = pair.cached_target(), pair.cached_draft()
+        self.width = int(self.timed_draft.model.config.get_text_config().hidden_size)
         self.parts: dict[str, list[Tensor]] = {"hidden": [], "rows": [], "rounds": [], "seconds": []}
         self.dials = settings.thresholds or (() if rule.dial_value is None else (float(rule.dial_value),))
         self.cases: list[tuple[float | None, float]] = [
@@ -173,20 +171,6 @@ class _Learner(Learner):
         problems = digest(" ".join(problem.digest for problem in self.problems).encode())
         return repr((self.settings, self.rule.spec, self.task, problems, self.pair.identity, self.max_new_tokens))
 
-    @cached_property
-    def target(self) -> CachedModel:
-        """Target for separately timed forwards, one of each kind per problem, because the load can change."""
-        return self.pair.cached_target()
-
-    @cached_property
-    def draft(self) -> CachedModel:
-        """Draft for separately timed forwards."""
-        return self.pair.cached_draft()
-
-    @cached_property
-    def decoder(self) -> SpeculativeDecoder:
-        return self.pair.decoder(self.rule, num_draft_tokens=self.recorder)
-
     def one_update(self, update: int) -> dict[str, float]:
         dial, temperature = self.cases[update % len(self.cases)]
         problem = self.problems[update]
@@ -201,8 +185,8 @@ class _Learner(Learner):
         self.parts["rows"].append(torch.tensor([[*row, *about] for row in seen.rows]).reshape(-1, width))
         self.parts["rounds"].append(torch.tensor([[update, *each] for each in seen.rounds]).reshape(-1, 3))
         beside = sum(spent[part] for part in ("rule", "advise", "commit")) / generation.num_rounds
-        drafting = forward_seconds(self.draft, 1)
-        one, block = (forward_seconds(self.target, size) for size in (1, self.recorder.most + 1))
+        drafting = forward_seconds(self.timed_draft, 1)
+        one, block = (forward_seconds(self.timed_target, size) for size in (1, self.recorder.most + 1))
         self.parts["seconds"].append(torch.tensor([[drafting, beside, one, block]]))
         return {"rounds": len(seen.rounds), "tokens_per_round": generation.tokens_per_round}
 
@@ -227,10 +211,10 @@ class _Learner(Learner):
         constant = {k: costs.rate(seen.cut(k)) for k in range(1, settings.num_draft_tokens + 1)}
         best_k = max(constant, key=constant.__getitem__)
         drafted, accepted = (sum(counts) for counts in zip(*seen.stopped(this, after, price), strict=True))
-        folded = [fit.folded() for fit in fits]
+        tensors = [fit.tensors() for fit in fits]
         return LengthHead(
-            hidden_weight=torch.stack([weight[: self.width] for weight, _ in folded]),
-            scalar_weight=torch.stack([torch.cat([bias[None], weight[self.width :]]) for weight, bias in folded]),
+            hidden_weight=torch.stack([weight[: self.width] for weight, _ in tensors]),
+            scalar_weight=torch.stack([torch.cat([bias[None], weight[self.width :]]) for weight, bias in tensors]),
             rule=self.rule.name,
             lowest=min(self.dials, default=0.0),
             highest=max(self.dials, default=0.0),
@@ -252,7 +236,9 @@ class _Learner(Learner):
                 "accepted_share": float(accepted / drafted),
                 "best_constant": best_k,
                 "expected_over_best_constant": rates[price] / constant[best_k],
-                **costs.as_config(),
+                "draft_ms": costs.token,
+                "verify_more_ms": costs.more,
+                "round_ms": costs.round,
             },
         )
 
@@ -297,12 +283,8 @@ class _Seen:
         held = np.isin(problems, order[: max(1, round(settings.held_out * len(order)))])
         self.held = np.repeat(held, sizes)
         self.num_held = len(np.unique(problems[held]))
-        firsts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-        self._rounds = [
-            (int(first), int(size), int(num))
-            for first, size, num, kept in zip(firsts, sizes, accepted, held, strict=True)
-            if kept
-        ]
+        firsts = np.cumsum(sizes) - sizes
+        self._rounds: list[list[int]] = np.stack([firsts, sizes, accepted], axis=1)[held].tolist()
 
     def cut(self, k: int) -> list[tuple[int, int]]:
         """Return drafted and accepted tokens of the held-out rounds at a constant K."""

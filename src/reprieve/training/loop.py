@@ -69,6 +69,37 @@ class Learner(ABC):
         return False
 
 
+class NetworkLearner(Learner):
+    """Learner whose state is that of a network's trained weights and of AdamW."""
+
+    model: Any  # a module
+    optimizer: torch.optim.AdamW
+
+    def state(self) -> dict[str, Tensor]:
+        """Return trained weights and the optimiser's state, by name."""
+        tensors = {}
+        for name, parameter in self._trained():
+            tensors[f"model.{name}"] = parameter.detach().contiguous()
+            for key, value in self.optimizer.state[parameter].items():
+                tensors[f"{key}.{name}"] = value.detach().clone().contiguous()
+        return tensors
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore a saved state."""
+        for name, parameter in self._trained():
+            device = parameter.device
+            parameter.copy_(tensors[f"model.{name}"])
+            self.optimizer.state[parameter] = {
+                "step": tensors[f"step.{name}"],
+                "exp_avg": tensors[f"exp_avg.{name}"].to(device),
+                "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(device),
+            }
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, tensor) for name, tensor in self.model.named_parameters() if tensor.requires_grad)
+
+
 def train(
     learner: Learner,
     folder: Path | None,
@@ -127,30 +158,6 @@ def train(
     finally:
         log.close()
     return seconds
-
-
-def network_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return trained weights and the optimiser's state, by name."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    tensors = {f"model.{name}": parameter.detach().contiguous() for name, parameter in named}
-    for name, parameter in named:
-        for key, value in optimizer.state[parameter].items():
-            tensors[f"{key}.{name}"] = value.detach().clone().contiguous()
-    return tensors
-
-
-@torch.no_grad()
-def load_network(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Load the tensors that `network_state` returned; AdamW only."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            device = parameter.device
-            parameter.copy_(tensors[f"model.{name}"])
-            optimizer.state[parameter] = {
-                "step": tensors[f"step.{name}"],
-                "exp_avg": tensors[f"exp_avg.{name}"].to(device),
-                "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(device),
-            }
 
 
 def learning_rate_at(update: int, *, peak: float, num_warmup: int, num_updates: int) -> float:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO
 
 from reprieve.engine import Pair
 from reprieve.errors import ReprieveError
-from reprieve.files import parse_json, whole_lines
+from reprieve.files import append_line, parse_json, whole_lines
 from reprieve.heads.binding import digest
 from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest
 from reprieve.models.cached_model import eos_token_ids
@@ -19,6 +18,8 @@ from reprieve.models.draws import UniformDraw
 from reprieve.settings import ProblemSettings, SamplingParams
 from reprieve.tasks.base import TaskProblem
 from reprieve.tasks.prompting import prompt_ids_of
+
+_NUM_ROWS = 96  # texts in one forward
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,6 @@ def write_own_texts(
     *,
     params: SamplingParams,
     mixed: bool = False,
-    num_rows: int = 96,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[OwnText]:
     """Answer every problem that is not yet in the file, one line each, and return all the texts.
@@ -58,56 +58,31 @@ def write_own_texts(
     prompts = {problem.problem_id: prompt_ids_of(problem, pair.tokenizer) for problem in problems}
     read = _read(path, pair.vocab_size)
     texts = {name: text for name, text in read.items() if prompts.get(name) == text.prompt_ids}  # not of an edited task
+    eos_ids = eos_token_ids(pair.target, pair.tokenizer)
+    decoder = BatchDecoder(pair.target, num_rows=_NUM_ROWS, params=params, eos_ids=eos_ids)
+
+    def keep(problem_id: str, token_ids: list[int]) -> None:
+        texts[problem_id] = OwnText(prompts[problem_id], token_ids)
+        append_line(path, {"problem_id": problem_id, **asdict(texts[problem_id])})
+        progress(len(texts), len(prompts))
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        _answer(file, texts, pair, prompts, params, mixed, num_rows, progress)
-    return [texts[problem.problem_id] for problem in problems]
-
-
-def _answer(
-    file: IO[str],
-    texts: dict[str, OwnText],
-    pair: Pair,
-    prompts: dict[str, list[int]],
-    params: SamplingParams,
-    mixed: bool,
-    num_rows: int,
-    progress: Callable[[int, int], None],
-) -> None:
-    decoder = BatchDecoder(
-        pair.target,
-        num_rows=num_rows,
-        params=params,
-        eos_ids=eos_token_ids(pair.target, pair.tokenizer),
-    )
-
-    left = prompts.keys() - texts.keys()
-
-    def take(problem_id: str) -> Callable[[list[int]], None]:
-        def done(token_ids: list[int]) -> None:
-            texts[problem_id] = OwnText(prompts[problem_id], token_ids)
-            file.write(json.dumps({"problem_id": problem_id, **asdict(texts[problem_id])}) + "\n")
-            file.flush()
-            progress(len(texts), len(prompts))
-
-        return done
-
     for index, (problem_id, prompt_ids) in enumerate(prompts.items()):
-        if problem_id not in left:
-            continue
-        uniforms = random.Random(f"{params.seed} {problem_id}").random
-        decoder.submit(
-            TextRequest(
+        if problem_id not in texts:
+            greedy = params.greedy or (mixed and index % 2 == 0)
+            uniforms = random.Random(f"{params.seed} {problem_id}").random
+            request = TextRequest(
                 session=Session(),
                 prefix_ids=prompt_ids,
                 max_new_tokens=params.max_new_tokens,
-                draw=None if params.greedy or (mixed and index % 2 == 0) else UniformDraw(uniforms),
-                on_done=take(problem_id),
+                draw=None if greedy else UniformDraw(uniforms),
+                on_done=partial(keep, problem_id),
                 response_start=len(prompt_ids),
             )
-        )
+            decoder.submit(request)
     while not decoder.idle:
         decoder.step()
+    return [texts[problem.problem_id] for problem in problems]
 
 
 def _read(path: Path, vocab_size: int) -> dict[str, OwnText]:

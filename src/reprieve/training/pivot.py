@@ -14,10 +14,9 @@ from torch.nn.functional import cross_entropy
 
 from reprieve.heads.binding import PairIdentity, digest
 from reprieve.heads.classifiers import PivotHead, pivot_logits
-from reprieve.training.features import LabelledTokens
-from reprieve.training.loop import Learner, Progress, load_network, network_state, train
+from reprieve.training.features import LabelledTokens, split_by_problem, summarise_held_out
+from reprieve.training.loop import NetworkLearner, Progress, train
 from reprieve.training.settings import PivotTraining
-from reprieve.training.splits import split_by_problem, summarise_held_out
 
 
 def train_pivot(
@@ -51,7 +50,7 @@ def train_pivot(
     return dataclasses.replace(head, threshold=threshold, training=training)
 
 
-class _Learner(Learner):
+class _Learner(NetworkLearner):
     """Learner whose updates are epochs."""
 
     def __init__(self, tokens: LabelledTokens, settings: PivotTraining) -> None:
@@ -67,9 +66,9 @@ class _Learner(Learner):
         self.class_weights = counts.sum() / (2 * counts.clamp_min(1))
         with torch.random.fork_rng():
             torch.manual_seed(settings.seed)
-            self.layers = self._build()
+            self.model = self._build()
         self.optimizer = torch.optim.AdamW(
-            self.layers.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
+            self.model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
         )
         self.best = self._weights()
         self.losses: list[list[float]] = []  # [training, validation] of every epoch
@@ -85,7 +84,7 @@ class _Learner(Learner):
         return nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})
 
     def _weights(self) -> dict[str, Tensor]:
-        return {name: tensor.detach().clone() for name, tensor in self.layers.named_parameters()}
+        return {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
 
     @property
     def num_updates(self) -> int:
@@ -117,7 +116,7 @@ class _Learner(Learner):
         return {"loss": self.losses[-1][0], "held_out_loss": held_loss}
 
     def _loss(self, inputs: Tensor, rows: Tensor) -> Tensor:
-        named = dict(self.layers.named_parameters())
+        named = dict(self.model.named_parameters())
         return cross_entropy(
             pivot_logits(inputs, {**named, **self.standard}), self.labels[rows], weight=self.class_weights
         )
@@ -129,9 +128,9 @@ class _Learner(Learner):
     def state(self) -> dict[str, Tensor]:
         best = {f"best.{name}": tensor for name, tensor in self.best.items()}
         losses = torch.tensor(self.losses, dtype=torch.float64)
-        return {**network_state(self.layers, self.optimizer), **best, "losses": losses}
+        return {**super().state(), **best, "losses": losses}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        load_network(self.layers, self.optimizer, tensors)
+        super().load_state(tensors)
         self.losses = tensors["losses"].tolist()
         self.best = {name: tensors[f"best.{name}"] for name in self.best}
