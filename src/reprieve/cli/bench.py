@@ -1,16 +1,29 @@
-"""`reprieve bench`: arms side by side."""
+"""`reprieve bench`: arms side by side. The demo measures and reports as it does."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from reprieve.backends.settings import EngineSettings
 from reprieve.bench.settings import RunSettings, SpeedSettings, VerdictSettings
+from reprieve.cli import screen
 from reprieve.cli.command import Command
-from reprieve.cli.comparing import measure, report, show_verdicts
-from reprieve.errors import require_choice
+from reprieve.cli.tables import show_results, show_throughput
+from reprieve.errors import SpecError, install_command, require_choice
 from reprieve.settings import AUTO, NumDraftTokens, PairSettings
+
+if TYPE_CHECKING:
+    from reprieve.bench.arms import Arm
+    from reprieve.bench.engine import Engine
+    from reprieve.bench.runner import Run
+    from reprieve.tasks import Task
+    from reprieve.tasks.chat import Chat
+
+_FEW = 100  # problems; with fewer, the fastest K may be due to chance
 
 
 @dataclass(frozen=True)
@@ -62,3 +75,144 @@ class Bench(Command):
         if chat is not None and run.complete:
             show_verdicts(run, chat, self.verdicts, self.out)
         return status
+
+
+def report(run: Run, document: dict[str, Any], engine: EngineSettings, out: Path, *, num_workers: int = 1) -> int:
+    """Write and show what was measured; returns the exit status."""
+    from reprieve.bench.figures import draw_frontier
+    from reprieve.bench.results import best_ks, write_results
+
+    fastest = best_ks(document)
+    if document["arms"]:
+        document["fastest"] = [asdict(best) for best in fastest]
+    write_results(document, out)
+    if not document["arms"]:
+        screen.warn(f"interrupted before every arm had answered a problem; records kept in {out}")
+        return 130
+    show_results(document)
+    if unread := next((record for record in run.records if record.unread and document["graded"]), None):
+        screen.say(f"an answer that was not read ({unread.arm}, {unread.problem_id}) ends: {unread.text[-200:]!r}")
+    show_throughput(document)
+    for best in fastest:
+        if len(best.by_k) > 1:
+            speeds = ", ".join(f"{k}: {speed:.0f}" for k, speed in best.by_k.items())
+            screen.say(f"fastest: --arm {best.arm}   (tokens/s by K: {speeds})")
+    if document["num_problems"] < _FEW and any(len(best.by_k) > 1 for best in fastest):
+        n = document["num_problems"]
+        problems = f"{n} problem{'s' * (n > 1)}"
+        screen.say(f"{problems} cannot tell such speeds apart; measure again with --limit {_FEW} or more")
+    screen.say(f"results: {out / 'results.json'}")
+    if not engine.local and "throughput" not in document:
+        how = "--engine local" if engine.batched else "--concurrency"
+        screen.warn(f"no speeds, because answers shared batches: `reprieve bench {how}` measures them")
+    if num_workers > 1:
+        screen.warn(f"{num_workers} processes shared this machine: measure speeds with --workers 1")
+    if not document["graded"]:
+        screen.say("This task has no right answers: --judge openai:model=NAME,url=ADDRESS compares the texts.")
+    elif find_spec("matplotlib"):
+        screen.say(f"figure: {draw_frontier(document, out)[0]}")
+    else:
+        screen.say(f"matplotlib is not installed; skipping the figure: {install_command('evidence')}")
+    if not run.complete:
+        screen.warn("interrupted: the table holds what was finished; run again to resume")
+        return 130
+    return 1 if any(arm["num_failed"] for arm in document["arms"]) else 0
+
+
+def measure(
+    command: Command,
+    arms: Sequence[Arm],
+    settings: RunSettings,
+    engine: EngineSettings,
+    pair: PairSettings,
+    out: Path,
+    *,
+    num_workers: int = 1,
+    speed: SpeedSettings | None = None,
+) -> tuple[Run, dict[str, Any]]:
+    """Run arms; returns the run and its results document, with speed under load if that is requested.
+
+    Args:
+        command: its flags are kept in the run's folder.
+        num_workers: number of parallel processes.
+        speed: settings for speed under load, on servers only; None measures none.
+
+    Raises:
+        SpecError: speed under load is requested from an engine that is not a server.
+    """
+    from reprieve.bench.config import RunConfig
+    from reprieve.bench.engine import without_missing
+    from reprieve.bench.results import summarise
+    from reprieve.bench.runner import run_arms
+
+    levels = speed.concurrency if speed is not None else ()
+    if levels and (engine.local or engine.batched):
+        raise SpecError(f"--concurrency requires a server engine (--engine vllm), got --engine {engine.engine}")
+    with screen.engine_and_task(engine, pair, settings.task, settings.prompt, num_workers=num_workers) as (
+        running_engine,
+        task,
+    ):
+        arms = without_missing(arms, running_engine, settings.drafter)
+        config = RunConfig.of(running_engine, arms, settings, command=screen.command_line())
+        with screen.progress(f"{len(arms)} arms", "answers") as progress:
+            run = run_arms(
+                config,
+                arms,
+                running_engine,
+                task,
+                out,
+                begun=lambda: command.keep_config(out),
+                progress=progress,
+            )
+        document = summarise(run)
+        if speed is not None and levels and run.complete:
+            document["throughput"] = _under_load(running_engine, run, task, speed, out)
+    return run, document
+
+
+def show_verdicts(run: Run, chat: Chat, settings: VerdictSettings, out: Path) -> None:
+    """Have a language model compare a run's answers, and print its verdict on each arm; resumes.
+
+    Raises:
+        SpecError: no such baseline.
+        ReprieveError: the judge does not answer.
+    """
+    from reprieve.bench.verdicts import judge_run
+
+    with screen.progress("verdicts") as progress:
+        document = judge_run(
+            out,
+            run.problems,
+            chat,
+            baseline=settings.baseline,
+            num_votes=settings.num_votes,
+            grade=settings.grade,
+            num_in_flight=settings.num_in_flight,
+            progress=progress,
+        )
+    for arm in document["arms"]:
+        screen.say(f"{arm['arm']}: {_verdict_words(arm)}")
+    screen.say(f"verdicts: {out / 'verdicts.jsonl'}")
+
+
+def _verdict_words(arm: dict[str, Any]) -> str:
+    if not arm["num_judged"]:
+        return "the judge gave no verdict"
+    if "mean_grade" in arm:
+        low, high = arm["mean_grade_ci95"]
+        return f"mean grade {arm['mean_grade']:.2f} [{low:.2f}, {high:.2f}], n = {arm['num_judged']}"
+    low, high = arm["equal_or_better_ci95"]
+    return (
+        f"equal or better in {100 * arm['equal_or_better']:.1f}% [{100 * low:.1f}, {100 * high:.1f}] "
+        f"(won {arm['num_wins']}, tied {arm['num_ties']}, lost {arm['num_losses']})"
+    )
+
+
+def _under_load(engine: Engine, run: Run, task: Task, speed: SpeedSettings, out: Path) -> list[dict[str, Any]]:
+    """Tokens per second of a run's arms at each concurrency."""
+    from reprieve.backends.served import ServedEngine
+    from reprieve.backends.throughput import measure_throughput
+
+    assert isinstance(engine, ServedEngine)
+    with screen.progress("turns") as progress:
+        return measure_throughput(engine, run.config, task, run.arms, speed, out, progress=progress)

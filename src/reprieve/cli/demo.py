@@ -8,8 +8,8 @@ from pathlib import Path
 from reprieve.backends.settings import EngineSettings
 from reprieve.bench.settings import RunSettings
 from reprieve.cli import screen
+from reprieve.cli.bench import measure, report
 from reprieve.cli.command import Command
-from reprieve.cli.comparing import measure, report
 from reprieve.cli.generate import Generate
 from reprieve.display import LEGEND
 from reprieve.settings import AUTO, NumDraftTokens, PairSettings

@@ -18,10 +18,10 @@ from reprieve.cli import screen
 from reprieve.cli.bench import Bench
 from reprieve.cli.certify import Certify
 from reprieve.cli.command import Command
-from reprieve.cli.mine import MineAutoJudge
-from reprieve.cli.report import Report
+from reprieve.cli.labels import MineAutoJudge
+from reprieve.cli.publish import Report
 from reprieve.cli.stages import Pipeline
-from reprieve.cli.train_head import TrainJudge
+from reprieve.cli.train import TrainJudge
 from reprieve.cli.trial import Trial, about_pair, try_answers
 from reprieve.errors import (
     EngineError,

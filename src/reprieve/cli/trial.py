@@ -73,8 +73,7 @@ def try_answers(
     problems = task.problems("train", _NUM_TRIED)
     jobs = [Job(arm.label, number, 0) for number in range(len(problems))]
     answers = []
-    with screen.progress_bar("trial answers") as bar:
-        report = screen.reporter(bar, "trial answers")
+    with screen.progress("trial answers") as report:
         for answer in engine.answer(config, task, [arm], problems, jobs):
             answers.append(answer)
             report(len(answers), len(jobs))
