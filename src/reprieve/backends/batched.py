@@ -29,8 +29,6 @@ from reprieve.types import Generation
 class BatchedEngine:
     """See `Engine`. All arms with one K share a batch; each model alone has its own."""
 
-    meter: str | None = None
-
     def __init__(self, pair: Pair, settings: BatchedSettings) -> None:
         self.pair = pair
         self.tokenizer = pair.tokenizer

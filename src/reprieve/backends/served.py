@@ -38,8 +38,6 @@ class ServedEngine:
         announce: called with a line when one is started.
     """
 
-    meter: str | None = None
-
     def __init__(
         self, deployer: Deployer, tokenizer: Any, identity: PairIdentity, *, announce: Callable[[str], None]
     ) -> None:

@@ -94,9 +94,7 @@ class Answerer:
         return generations
 
 
-def reply_of(
-    arm: Arm, generation: Generation, tokenizer: Decodes, stop: tuple[str, ...], *, energy_j: float | None = None
-) -> Reply:
+def reply_of(arm: Arm, generation: Generation, tokenizer: Decodes, stop: tuple[str, ...]) -> Reply:
     """Convert the local engine's output to the `Reply` that all engines return."""
     return Reply(
         text=generation.text,
@@ -111,7 +109,6 @@ def reply_of(
         round_lengths=generation.round_lengths,
         spans=[list(span) for span in provenance_spans(generation.tokens, tokenizer, stop)],
         seconds_by_part=generation.seconds_by_part,
-        energy_j=energy_j,
     )
 
 

@@ -28,7 +28,6 @@ class Engine(Described, Protocol):
 
     tokenizer: Any
     num_parallel: int  # answers in progress at once; above 1, the time of a single answer means little
-    meter: str | None  # what measures energy
     num_positions: int | None  # tokens of a text that it can read, as far as is known
 
     def answer(

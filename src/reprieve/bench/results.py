@@ -27,7 +27,7 @@ _LARGEST = 1e9
 # Fields without a value for tasks without right answers.
 _QUALITY = (
     "accuracy", "accuracy_ci95", "accuracy_vs_target", "accuracy_vs_lossless", "accuracy_vs_lossless_p", "net_drop",
-    "regression_rate", "regression_rate_ci95", "improvement_rate", "seconds_per_solved", "joules_per_solved",
+    "regression_rate", "regression_rate_ci95", "improvement_rate", "seconds_per_solved",
 )  # fmt: skip
 # Fields without a value when answers share a server's batches; see `throughput` for speed.
 _SPEED = (
@@ -135,7 +135,7 @@ def _summarise_arm(arm: Arm, rows: Rows, run: Run) -> dict[str, Any]:
     num_correct = int(correct.sum())
     total = totals(records)
     tokens, rounds, drafted, pruned, accepted, rescued = (total[name] for name in COUNTS)
-    seconds, joules = total["seconds"], total["energy_j"]
+    seconds = total["seconds"]
     return {
         "rule": arm.rule_name,
         "name": arm.name,
@@ -165,7 +165,6 @@ def _summarise_arm(arm: Arm, rows: Rows, run: Run) -> dict[str, Any]:
         "num_unread": sum(record.unread for record in records),
         "answers_per_second": _finished_rate(_answer_totals(problems)),
         "seconds_per_solved": seconds / num_correct if num_correct else None,
-        "joules_per_solved": joules / num_correct if num_correct and joules is not None else None,
         "seconds_by_part": total["seconds_by_part"],
     }
 

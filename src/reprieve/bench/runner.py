@@ -154,7 +154,7 @@ def run_arms(
     runner = Runner(config, arms, engine, task, folder)
     begun()
     complete = runner.measure(progress=progress)
-    about = {**environment(), "energy": engine.meter, "num_workers": engine.num_parallel}
+    about = {**environment(), "num_workers": engine.num_parallel}
     graded = getattr(task, "graded", True)
     return Run(config, list(arms), runner.records, about, complete, graded=graded, problems=runner.problems)
 
