@@ -9,17 +9,19 @@ from typing import Any, TypeAlias
 
 from reprieve.bench.arms import Arm
 from reprieve.bench.config import RunConfig
-from reprieve.bench.provenance import provenance_spans
 from reprieve.bench.records import ProblemRecord, Reply, totals
 from reprieve.engine import DRAFT_ONLY, SamplingParams
-from reprieve.engine.text_stream import Decodes
+from reprieve.engine.text_stream import Decodes, TextStream
 from reprieve.errors import EngineError, PairError
 from reprieve.settings import PromptSettings
 from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.prompting import Conversation, PromptFormat, prompt_of
-from reprieve.types import Generation
+from reprieve.types import Generation, Provenance, Token
 
 WARM_UP_TOKENS = 24
+# As records hold it: t, the target's own; m, drafted and matched; r, drafted and rescued.
+CODES = {Provenance.TARGET: "t", Provenance.MATCHED: "m", Provenance.RESCUED: "r"}
+Span = tuple[int, str]  # number of characters, code
 
 
 class Answerer:
@@ -110,6 +112,26 @@ def reply_of(arm: Arm, generation: Generation, tokenizer: Decodes, stop: tuple[s
         spans=[list(span) for span in provenance_spans(generation.tokens, tokenizer, stop)],
         seconds_by_part=generation.seconds_by_part,
     )
+
+
+def provenance_spans(tokens: Sequence[Token], tokenizer: Decodes, stop: tuple[str, ...] = ()) -> list[Span]:
+    """Return the answer's text as spans of equal provenance; the lengths add up to the text's length.
+
+    A character made of several tokens belongs to the last of them.
+    """
+    stream = TextStream(tokenizer, stop)
+    spans: list[Span] = []
+    for number, token in enumerate(tokens):
+        before = len(stream.text)
+        stream.push(token.token_id)
+        if number == len(tokens) - 1:
+            stream.finish()
+        code, grown = CODES[token.provenance], len(stream.text) - before
+        if spans and (spans[-1][1] == code or grown < 0):
+            spans[-1] = (spans[-1][0] + grown, spans[-1][1])
+        elif grown:
+            spans.append((grown, code))
+    return [span for span in spans if span[0] > 0]
 
 
 def record_of(arm: Arm, problem_id: str, turns: Sequence[Reply]) -> ProblemRecord:

@@ -56,9 +56,19 @@ class ProblemRecord(Reply):
     turns: list[str] = field(default_factory=list)  # the answers of a conversation of several turns
 
     @property
+    def cut_off(self) -> bool:
+        """True if the answer reached its largest length."""
+        return self.finish_reason == "length"
+
+    @property
+    def finished(self) -> bool:
+        """True if the answer ended by itself."""
+        return self.error is None and not self.cut_off
+
+    @property
     def unread(self) -> bool:
         """True if the answer ended by itself but holds no final answer: counted as wrong, and reported separately."""
-        return self.answer is None and self.error is None and self.finish_reason != "length"
+        return self.answer is None and self.finished
 
 
 class RecordFile:

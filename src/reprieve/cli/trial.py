@@ -89,7 +89,7 @@ def try_answers(
         seconds=sum(answer.seconds for answer in answers) / num,
         num_read=sum(answer.answer is not None for answer in answers),
         num_right=sum(answer.correct for answer in answers),
-        num_cut_off=sum(answer.finish_reason == "length" for answer in answers),
+        num_cut_off=sum(answer.cut_off for answer in answers),
         example=(
             f"The right answer to the first problem is {reference!r}, the one read {first.answer!r}; the response "
             f"ends:\n{first.text.strip()[-300:]}"
