@@ -13,18 +13,11 @@ import torch
 
 import reprieve
 
-PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
-
 
 def versions() -> dict[str, str]:
     """Versions of what a result can depend on."""
-    versions = {"python": platform.python_version(), "reprieve": reprieve.__version__}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
+    packages = {name: metadata.version(name) for name in ("torch", "transformers", "tokenizers", "numpy")}
+    return {"python": platform.python_version(), "reprieve": reprieve.__version__, **packages}
 
 
 def machine() -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Bench(Command):
 
             require_choice("baseline", self.verdicts.baseline, tuple(arm.label for arm in arms))
             chat = make_chat(self.verdicts.judge)
-        run, document = measure(
+        status, run = compare(
             self,
             arms,
             self.settings,
@@ -71,13 +71,63 @@ class Bench(Command):
             num_workers=self.num_workers,
             speed=self.speed,
         )
-        status = report(run, document, self.answering, self.out, num_workers=self.num_workers)
         if chat is not None and run.complete:
-            show_verdicts(run, chat, self.verdicts, self.out)
+            _show_verdicts(run, chat, self.verdicts, self.out)
         return status
 
 
-def report(run: Run, document: dict[str, Any], engine: EngineSettings, out: Path, *, num_workers: int = 1) -> int:
+def compare(
+    command: Command,
+    arms: Sequence[Arm],
+    settings: RunSettings,
+    engine: EngineSettings,
+    pair: PairSettings,
+    out: Path,
+    *,
+    num_workers: int = 1,
+    speed: SpeedSettings | None = None,
+) -> tuple[int, Run]:
+    """Run arms, write and show the results; returns the exit status and the run.
+
+    Args:
+        command: its flags are kept in the run's folder.
+        num_workers: number of parallel processes.
+        speed: settings for speed under load, on servers only; None measures none.
+
+    Raises:
+        SpecError: speed under load is requested from an engine that is not a server.
+    """
+    from reprieve.bench.config import RunConfig
+    from reprieve.bench.engine import without_missing
+    from reprieve.bench.results import summarise
+    from reprieve.bench.runner import run_arms
+
+    levels = speed.concurrency if speed is not None else ()
+    if levels and (engine.local or engine.batched):
+        raise SpecError(f"--concurrency requires a server engine (--engine vllm), got --engine {engine.engine}")
+    with screen.engine_and_task(engine, pair, settings.task, settings.prompt, num_workers=num_workers) as (
+        running_engine,
+        task,
+    ):
+        arms = without_missing(arms, running_engine, settings.drafter)
+        config = RunConfig.of(running_engine, arms, settings, command=screen.command_line())
+        with screen.progress(f"{len(arms)} arms", "answers") as progress:
+            run = run_arms(
+                config,
+                arms,
+                running_engine,
+                task,
+                out,
+                begun=lambda: command.keep_config(out),
+                progress=progress,
+            )
+        document = summarise(run)
+        if speed is not None and levels and run.complete:
+            document["throughput"] = _under_load(running_engine, run, task, speed, out)
+    return _report(run, document, engine, out, num_workers=num_workers), run
+
+
+def _report(run: Run, document: dict[str, Any], engine: EngineSettings, out: Path, *, num_workers: int) -> int:
     """Write and show what was measured; returns the exit status."""
     from reprieve.bench.figures import draw_frontier
     from reprieve.bench.results import best_ks, write_results
@@ -119,58 +169,7 @@ def report(run: Run, document: dict[str, Any], engine: EngineSettings, out: Path
     return 1 if any(arm["num_failed"] for arm in document["arms"]) else 0
 
 
-def measure(
-    command: Command,
-    arms: Sequence[Arm],
-    settings: RunSettings,
-    engine: EngineSettings,
-    pair: PairSettings,
-    out: Path,
-    *,
-    num_workers: int = 1,
-    speed: SpeedSettings | None = None,
-) -> tuple[Run, dict[str, Any]]:
-    """Run arms; returns the run and its results document, with speed under load if that is requested.
-
-    Args:
-        command: its flags are kept in the run's folder.
-        num_workers: number of parallel processes.
-        speed: settings for speed under load, on servers only; None measures none.
-
-    Raises:
-        SpecError: speed under load is requested from an engine that is not a server.
-    """
-    from reprieve.bench.config import RunConfig
-    from reprieve.bench.engine import without_missing
-    from reprieve.bench.results import summarise
-    from reprieve.bench.runner import run_arms
-
-    levels = speed.concurrency if speed is not None else ()
-    if levels and (engine.local or engine.batched):
-        raise SpecError(f"--concurrency requires a server engine (--engine vllm), got --engine {engine.engine}")
-    with screen.engine_and_task(engine, pair, settings.task, settings.prompt, num_workers=num_workers) as (
-        running_engine,
-        task,
-    ):
-        arms = without_missing(arms, running_engine, settings.drafter)
-        config = RunConfig.of(running_engine, arms, settings, command=screen.command_line())
-        with screen.progress(f"{len(arms)} arms", "answers") as progress:
-            run = run_arms(
-                config,
-                arms,
-                running_engine,
-                task,
-                out,
-                begun=lambda: command.keep_config(out),
-                progress=progress,
-            )
-        document = summarise(run)
-        if speed is not None and levels and run.complete:
-            document["throughput"] = _under_load(running_engine, run, task, speed, out)
-    return run, document
-
-
-def show_verdicts(run: Run, chat: Chat, settings: VerdictSettings, out: Path) -> None:
+def _show_verdicts(run: Run, chat: Chat, settings: VerdictSettings, out: Path) -> None:
     """Have a language model compare a run's answers, and print its verdict on each arm; resumes.
 
     Raises:
@@ -180,16 +179,7 @@ def show_verdicts(run: Run, chat: Chat, settings: VerdictSettings, out: Path) ->
     from reprieve.bench.verdicts import judge_run
 
     with screen.progress("verdicts") as progress:
-        document = judge_run(
-            out,
-            run.problems,
-            chat,
-            baseline=settings.baseline,
-            num_votes=settings.num_votes,
-            grade=settings.grade,
-            num_in_flight=settings.num_in_flight,
-            progress=progress,
-        )
+        document = judge_run(out, run.problems, chat, settings, progress=progress)
     for arm in document["arms"]:
         screen.say(f"{arm['arm']}: {_verdict_words(arm)}")
     screen.say(f"verdicts: {out / 'verdicts.jsonl'}")

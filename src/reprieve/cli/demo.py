@@ -8,7 +8,7 @@ from pathlib import Path
 from reprieve.backends.settings import EngineSettings
 from reprieve.bench.settings import RunSettings
 from reprieve.cli import screen
-from reprieve.cli.bench import measure, report
+from reprieve.cli.bench import compare
 from reprieve.cli.command import Command
 from reprieve.cli.generate import Generate
 from reprieve.display import LEGEND
@@ -56,8 +56,7 @@ class Demo(Command):
         from reprieve.bench.arms import make_arms
 
         arms = make_arms(ARMS, [self.num_draft_tokens], target=self.pair.target)
-        run, document = measure(self, arms, self.settings, EngineSettings(), self.pair, self.out)
-        status = report(run, document, EngineSettings(), self.out)
+        status, _ = compare(self, arms, self.settings, EngineSettings(), self.pair, self.out)
         if self.settings.limit < _FEW:
             screen.say(
                 f"{self.settings.limit} problems give wide intervals: reprieve demo --limit 500 --out runs/demo-500"
