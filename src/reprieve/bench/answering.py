@@ -57,12 +57,11 @@ class Answerer:
     async def _answer(self, arm: Arm, problem: TaskProblem, params: SamplingParams, trial: int) -> ProblemRecord:
         """One arm on one problem. An error is recorded as an error, never as an answer."""
         try:
-            generations = await self._converse(arm, problem, arm.params(params))
-            answer, correct = await self._grade(generations[-1].text, problem)
+            turns = await self._converse(arm, problem, arm.params(params))
+            answer, correct = await self._grade(turns[-1].text, problem)
         except (EngineError, PairError):  # there is nothing to answer with
             raise
         except Exception as error:  # whatever it is, the other problems are still worth measuring
-            failure = f"{type(error).__name__}: {error}"
             return ProblemRecord(
                 arm=arm.label,
                 problem_id=problem.problem_id,
@@ -71,11 +70,22 @@ class Answerer:
                 answer=None,
                 text="",
                 finish_reason="error",
-                error=failure,
+                error=f"{type(error).__name__}: {error}",
                 **totals(()),
             )
-        return dataclasses.replace(
-            record_of(arm, problem.problem_id, generations), correct=correct, answer=answer, trial=trial
+        last = turns[-1]
+        return ProblemRecord(
+            arm=arm.label,
+            problem_id=problem.problem_id,
+            trial=trial,
+            correct=correct,
+            answer=answer,
+            text=last.text,
+            finish_reason=last.finish_reason,
+            spans=last.spans,
+            round_lengths=[length for turn in turns for length in turn.round_lengths],
+            turns=[turn.text for turn in turns] if len(turns) > 1 else [],
+            **totals(turns),
         )
 
     async def _grade(self, text: str, problem: TaskProblem) -> tuple[str | None, bool]:
@@ -132,20 +142,3 @@ def provenance_spans(tokens: Sequence[Token], tokenizer: Decodes, stop: tuple[st
         elif grown:
             spans.append((grown, code))
     return [span for span in spans if span[0] > 0]
-
-
-def record_of(arm: Arm, problem_id: str, turns: Sequence[Reply]) -> ProblemRecord:
-    """Return the record of an answer of one turn or several, not graded yet."""
-    last = turns[-1]
-    return ProblemRecord(
-        arm=arm.label,
-        problem_id=problem_id,
-        correct=False,
-        answer=None,
-        text=last.text,
-        finish_reason=last.finish_reason,
-        spans=last.spans,
-        round_lengths=[length for turn in turns for length in turn.round_lengths],
-        turns=[turn.text for turn in turns] if len(turns) > 1 else [],
-        **totals(turns),
-    )

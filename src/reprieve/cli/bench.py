@@ -1,4 +1,4 @@
-"""`reprieve bench`: arms side by side. The demo measures and reports as it does."""
+"""`reprieve bench`: arms side by side; and `reprieve demo`: some of them on the bundled pair."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from reprieve.backends.settings import EngineSettings
 from reprieve.bench.settings import RunSettings, SpeedSettings, VerdictSettings
 from reprieve.cli import screen
 from reprieve.cli.command import Command
+from reprieve.cli.generate import Generate
 from reprieve.cli.tables import show_results, show_throughput
+from reprieve.display import LEGEND
 from reprieve.errors import SpecError, install_command, require_choice
 from reprieve.settings import AUTO, NumDraftTokens, PairSettings
 
@@ -23,6 +25,14 @@ if TYPE_CHECKING:
     from reprieve.tasks import Task
     from reprieve.tasks.chat import Chat
 
+_DEMO_ARMS = ("judge:threshold=0.1", "margin:delta=2", "typical", "fuzzy:threshold=1,divergence=kl,form=released")
+_DEMO_QUESTION = (
+    "Noah works 6 hours a day for 4 days and earns 3 dollars per hour. He spends 48 dollars on food. How many dollars "
+    "does Noah have now?"
+)
+_DEMO_K = 16  # of the two answers that are shown; `auto` has to see some answers first
+_DEMO_SECONDS = 3  # of a problem, all arms, on two CPU cores: 40 problems took two minutes
+_DEMO_FEW = 200  # problems: fewer give wide intervals
 _FEW = 100  # problems; with fewer, the fastest K may be due to chance
 
 
@@ -73,6 +83,50 @@ class Bench(Command):
         )
         if chat is not None and run.complete:
             _show_verdicts(run, chat, self.verdicts, self.out)
+        return status
+
+
+@dataclass(frozen=True)
+class Demo(Command):
+    """Compare a trained head and three training-free rules with lossless and target-only on generated word problems.
+
+    Args:
+        num_draft_tokens: K, drafted tokens per round; auto (adaptive), or auto:path=HEAD.
+        out: Folder for results; run again with it to resume.
+    """
+
+    verb = "demo"
+    example = "reprieve demo --limit 10"
+
+    num_draft_tokens: NumDraftTokens = AUTO
+    settings: RunSettings = field(default_factory=lambda: RunSettings(limit=40))
+    pair: PairSettings = field(default_factory=lambda: PairSettings(dtype="float32"))
+    out: Path = Path("runs/demo")
+
+    def run(self) -> int:
+        minutes = max(1, round(self.settings.limit * _DEMO_SECONDS / 60))
+        screen.say(
+            f"Answers one question losslessly and with a trained rule, then compares {len(_DEMO_ARMS)} rules with "
+            f"lossless decoding on {self.settings.limit} problems.\n"
+            f"Takes about {minutes} minute{'s' * (minutes > 1)} on two "
+            "CPU cores; the models are bundled, nothing is downloaded. Ctrl-C keeps what is done."
+        )
+        k = _DEMO_K if self.num_draft_tokens == AUTO else self.num_draft_tokens
+        for rule in ("lossless", _DEMO_ARMS[0]):
+            screen.console().print(f"\n[bold]{rule}[/bold]  {_DEMO_QUESTION}", soft_wrap=True)
+            Generate(_DEMO_QUESTION, rule=rule, num_draft_tokens=k, pair=self.pair).run()
+            screen.say(f"{LEGEND}\n")
+        from reprieve.bench.arms import make_arms
+
+        arms = make_arms(_DEMO_ARMS, [self.num_draft_tokens], target=self.pair.target)
+        status, _ = compare(self, arms, self.settings, EngineSettings(), self.pair, self.out)
+        if self.settings.limit < _DEMO_FEW:
+            screen.say(
+                f"{self.settings.limit} problems give wide intervals: reprieve demo --limit 500 --out runs/demo-500"
+            )
+        if (picture := self.out / "frontier.png").exists():
+            screen.say(f"Picture: {picture}")
+        screen.say("Next: reprieve serve   opens a page that shows the source of each token")
         return status
 
 

@@ -33,6 +33,7 @@ class Certify(Command):
     out: Path = Path("runs/certify")
 
     def run(self) -> int:
+        from reprieve.certify.fixed_sequence import num_needed
         from reprieve.certify.procedure import Plan, certify
 
         [k] = self.answering.draft_tokens(self.settings.num_draft_tokens)
@@ -42,7 +43,13 @@ class Certify(Command):
             self.answering, self.pair, run_settings.task, run_settings.prompt, num_workers=self.num_workers
         )
         with opened as (engine, task), screen.progress("answers") as progress:
-            self._warn_of_few(len(task.problems(run_settings.split, run_settings.limit, offset=run_settings.offset)))
+            num_problems = len(task.problems(run_settings.split, run_settings.limit, offset=run_settings.offset))
+            promise = self.settings.promise
+            if num_problems < (needed := num_needed(promise)):
+                screen.warn(
+                    f"{num_problems} calibration problems cannot prove a loss below {100 * promise.max_drop:g} points: "
+                    f"{needed} or more are needed (--limit, --max-drop)"
+                )
             outcome = certify(
                 plan,
                 engine,
@@ -63,16 +70,6 @@ class Certify(Command):
         screen.say(f"{outcome.certificate.verdict}; certificate: {outcome.path}")
         screen.say(f"use it: reprieve bench --arm certified:{outcome.path}")
         return 0
-
-    def _warn_of_few(self, num_problems: int) -> None:
-        """Warn before any answer if the promise needs more problems than there are."""
-        from reprieve.certify.fixed_sequence import num_needed
-
-        if num_problems < (needed := num_needed(self.settings.promise)):
-            screen.warn(
-                f"{num_problems} calibration problems cannot prove a loss below "
-                f"{100 * self.settings.promise.max_drop:g} points: {needed} or more are needed (--limit, --max-drop)"
-            )
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def flags_of(kind: type, *, default: Any = dataclasses.MISSING, group: str = "")
     for field in dataclasses.fields(kind):
         if not field.init or field.metadata.get("flag") is False:
             continue
-        value = _default_of(field) if default is dataclasses.MISSING else getattr(default, field.name)
+        value = _default_of(field, default)
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint):
             inner = group if field.name == "settings" else field.name.replace("_", " ")
@@ -258,7 +258,7 @@ def build(kind: type[T], values: Mapping[str, Any], *, default: Any = dataclasse
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         if not field.init:
             continue
-        fallback = _default_of(field) if default is dataclasses.MISSING else getattr(default, field.name)
+        fallback = _default_of(field, default)
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint):
             arguments[field.name] = build(hint, values, default=fallback)  # type: ignore[arg-type]
@@ -353,5 +353,8 @@ def _read_config(path: Path) -> dict[Any, Any]:
     return written
 
 
-def _default_of(field: dataclasses.Field[Any]) -> Any:
+def _default_of(field: dataclasses.Field[Any], holder: Any) -> Any:
+    """Return the value of a record that holds the field; the field's own default where there is no record."""
+    if holder is not dataclasses.MISSING:
+        return getattr(holder, field.name)
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

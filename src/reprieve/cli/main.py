@@ -17,7 +17,7 @@ from reprieve.errors import ReprieveError
 
 # Every verb, its class, and what it is for: help is printed without importing any of them.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("demo:Demo", "compare a trained rule and three others with lossless decoding, on the bundled pair"),
+    "demo": ("bench:Demo", "compare a trained rule and three others with lossless decoding, on the bundled pair"),
     "generate": ("generate:Generate", "answer one prompt, each token coloured by where it comes from"),
     "serve": ("serve:Serve", "serve an OpenAI-compatible API with rules per request, and a playground"),
     "bench": ("bench:Bench", "compare rules on a task: accuracy, speed, answer length"),
@@ -39,7 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train length": ("train:TrainLength", "train a head that decides how many tokens to draft"),
     "train eagle": ("train:TrainEagle", "train an EAGLE-3 drafting head on the target's own answers"),
     "publish": ("publish:Publish", "upload heads, certificates and report to the Hugging Face Hub"),
-    "rules": ("rules:Rules", "list rules with their parameters and sources"),
+    "rules": ("generate:Rules", "list rules with their parameters and sources"),
 }
 _GROUPS = {  # sections of `reprieve --help`, and their verbs
     "Decode": ("demo", "generate", "serve"),
