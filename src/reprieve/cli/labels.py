@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,16 +45,13 @@ class Mine(Command):
 
         with screen.progress("mining", "problems") as progress:
             if self.num_workers == 1:
-                bench = build(self.settings, announce=screen.warn)
-                try:
+                with contextlib.closing(build(self.settings, announce=screen.warn)) as bench:
                     store = LabelStore(self.out, bench.manifest)
                     self.keep_config(self.out)
                     in_flight = self.settings.in_flight
                     report = mine_problems(
                         bench.miner, bench.problems, store, num_in_flight=in_flight, progress=progress
                     )
-                finally:
-                    bench.close()
             else:
                 report = mine_in_processes(self.settings, self.out, num_workers=self.num_workers, progress=progress)
                 store = LabelStore(self.out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -257,8 +258,7 @@ class Quickstart(Command):
             raise SpecError(f"task {plain.name} has no right answers: nothing can be certified on it")
         num_mined, num_certified = self._sizes(plain)
         screen.quiet_transformers()
-        engine = make_engine(self.answering, self.pair, announce=screen.warn)
-        try:
+        with contextlib.closing(make_engine(self.answering, self.pair, announce=screen.warn)) as engine:
             has_template = bool(getattr(engine.tokenizer, "chat_template", None))
             prompt = PromptSettings(
                 chat_template=self.template == "chat" or (self.template == "auto" and has_template),
@@ -276,8 +276,6 @@ class Quickstart(Command):
             pair = f"{facts.identity.target} and {facts.identity.draft}, {facts.dtype} on {where}"
             screen.say(f"pair: {pair}; prompts: {describe_format(prompt.format)}")
             trial = try_answers(engine, task, self.task_spec, self._num_draft_tokens, seed=self.seed)
-        finally:
-            engine.close()
         del engine
         gc.collect()
         trial.tell(task.max_new_tokens)

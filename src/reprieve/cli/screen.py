@@ -171,11 +171,8 @@ def engine_and_task(
     quiet_transformers()
     from reprieve.backends.making import make_engine
 
-    started = make_engine(engine, pair, num_workers=num_workers, announce=warn)
-    try:
+    with contextlib.closing(make_engine(engine, pair, num_workers=num_workers, announce=warn)) as started:
         yield started, with_prompts(plain, started.tokenizer, prompt)
-    finally:
-        started.close()
 
 
 def load(pair: PairSettings, *, decodes: bool = True) -> Pair:

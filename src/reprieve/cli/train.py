@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -49,16 +48,12 @@ class TrainHead(Command):
         out: Folder for the head.
     """
 
-    settings: JudgeTraining | PivotTraining = field(metadata={"flag": False})
+    settings: JudgeTraining | PivotTraining | StateArbiterTraining = field(metadata={"flag": False})
     labels: Path = Path("runs/labels")
     folds: int | None = None
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("heads/judge")
     offers_length: bool = field(default=True, metadata={"flag": False})  # False where a certificate follows
-
-    @abstractmethod
-    def trainer(self) -> Callable[..., Head]:
-        """Return the function that fits its kind of head, such as `train_judge`."""
 
     def run(self) -> int:
         import_extra("sklearn", "labels")
@@ -90,7 +85,15 @@ class TrainHead(Command):
         """Recompute the features of some labels, fit a head, save it and say how good it is."""
         from reprieve.heads.files import claim_head
         from reprieve.training.features import collect
+        from reprieve.training.judge import train_judge
+        from reprieve.training.pivot import train_pivot
+        from reprieve.training.state_arbiter import train_state_arbiter
 
+        trainers: dict[type, Callable[..., Head]] = {
+            JudgeTraining: train_judge,
+            PivotTraining: train_pivot,
+            StateArbiterTraining: train_state_arbiter,
+        }
         claim_head(out)
         recipe = self.settings.recipe
         with screen.progress("features", "problems") as progress:
@@ -103,7 +106,7 @@ class TrainHead(Command):
                 progress=progress,
             )
         with screen.progress("fitting", "steps") as progress:
-            head = self.trainer()(
+            head = trainers[type(self.settings)](
                 tokens,
                 pair.identity,
                 manifest["task"],
@@ -140,11 +143,6 @@ class TrainJudge(TrainHead):
 
     settings: JudgeTraining = field(default_factory=JudgeTraining)
 
-    def trainer(self) -> Callable[..., Head]:
-        from reprieve.training.judge import train_judge
-
-        return train_judge
-
 
 @dataclass(frozen=True)
 class TrainPivot(TrainHead):
@@ -157,11 +155,6 @@ class TrainPivot(TrainHead):
     labels: Path = Path("runs/pivots")
     out: Path = Path("heads/pivot")
 
-    def trainer(self) -> Callable[..., Head]:
-        from reprieve.training.pivot import train_pivot
-
-        return train_pivot
-
 
 @dataclass(frozen=True)
 class TrainStateArbiter(TrainHead):
@@ -173,11 +166,6 @@ class TrainStateArbiter(TrainHead):
     settings: StateArbiterTraining = field(default_factory=StateArbiterTraining)
     labels: Path = Path("runs/traces")
     out: Path = Path("heads/state-arbiter")
-
-    def trainer(self) -> Callable[..., Head]:
-        from reprieve.training.state_arbiter import train_state_arbiter
-
-        return train_state_arbiter
 
     def report(self, head: Head) -> list[str]:
         """Lines on how good a head is."""
