@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from reprieve.bench.arms import Arm
 from reprieve.bench.records import ProblemRecord
-from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.heads.binding import PairIdentity
 from reprieve.settings import NumDraftTokens
 from reprieve.tasks import Task, TaskProblem
@@ -88,8 +87,3 @@ class Engine(Protocol):
     def close(self) -> None:
         """End what it started."""
         ...
-
-
-def without_missing(arms: Sequence[Arm], engine: Engine, drafter: str) -> list[Arm]:
-    """Return the arms, except target or draft alone if the engine cannot run it: a comparison can omit these."""
-    return [arm for arm in arms if arm.label not in (TARGET_ONLY, DRAFT_ONLY) or not engine.refusal(arm, drafter)]

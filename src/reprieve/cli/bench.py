@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,7 +120,7 @@ class Demo(Command):
         from reprieve.bench.arms import make_arms
 
         arms = make_arms(_DEMO_ARMS, [self.num_draft_tokens], target=self.pair.target)
-        status, _ = compare(self, arms, self.settings, EngineSettings(), self.pair, self.out)
+        status, _ = compare(self, arms, self.settings, EngineSettings(), self.pair, self.out, speed=SpeedSettings())
         if self.settings.limit < _DEMO_FEW:
             screen.say(
                 f"{self.settings.limit} problems give wide intervals: reprieve demo --limit 500 --out runs/demo-500"
@@ -138,46 +139,37 @@ def compare(
     pair: PairSettings,
     out: Path,
     *,
+    speed: SpeedSettings,
     num_workers: int = 1,
-    speed: SpeedSettings | None = None,
 ) -> tuple[int, Run]:
     """Run arms, write and show the results; returns the exit status and the run.
 
     Args:
         command: its flags are kept in the run's folder.
+        speed: settings for speed under load, on servers only.
         num_workers: number of parallel processes.
-        speed: settings for speed under load, on servers only; None measures none.
 
     Raises:
         SpecError: speed under load is requested from an engine that is not a server.
     """
     from reprieve.bench.config import RunConfig
-    from reprieve.bench.engine import without_missing
     from reprieve.bench.results import summarise
     from reprieve.bench.runner import run_arms
+    from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 
-    levels = speed.concurrency if speed is not None else ()
-    if levels and (engine.local or engine.batched):
+    if speed.concurrency and (engine.local or engine.batched):
         raise SpecError(f"--concurrency requires a server engine (--engine vllm), got --engine {engine.engine}")
-    with screen.engine_and_task(engine, pair, settings.task, settings.prompt, num_workers=num_workers) as (
-        running_engine,
-        task,
-    ):
-        arms = without_missing(arms, running_engine, settings.drafter)
-        config = RunConfig.of(running_engine, arms, settings, command=screen.command_line())
+    opened = screen.engine_and_task(engine, pair, settings.task, settings.prompt, num_workers=num_workers)
+    with opened as (running, task):
+        alone = (TARGET_ONLY, DRAFT_ONLY)  # left out where the engine cannot run them
+        arms = [arm for arm in arms if arm.label not in alone or not running.refusal(arm, settings.drafter)]
+        config = RunConfig.of(running, arms, settings, command=screen.command_line())
+        keep = partial(command.keep_config, out)
         with screen.progress(f"{len(arms)} arms", "answers") as progress:
-            run = run_arms(
-                config,
-                arms,
-                running_engine,
-                task,
-                out,
-                begun=lambda: command.keep_config(out),
-                progress=progress,
-            )
+            run = run_arms(config, arms, running, task, out, begun=keep, progress=progress)
         document = summarise(run)
-        if speed is not None and levels and run.complete:
-            document["throughput"] = _under_load(running_engine, run, task, speed, out)
+        if speed.concurrency and run.complete:
+            document["throughput"] = _under_load(running, run, task, speed, out)
     return _report(run, document, engine, out, num_workers=num_workers), run
 
 

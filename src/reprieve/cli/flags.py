@@ -354,7 +354,7 @@ def _read_config(path: Path) -> dict[Any, Any]:
 
 
 def _default_of(field: dataclasses.Field[Any], holder: Any) -> Any:
-    """Return the value of a record that holds the field; the field's own default where there is no record."""
-    if holder is not dataclasses.MISSING:
+    """Return the value in the record that holds the field; the field's own default where there is no record."""
+    if dataclasses.is_dataclass(holder):
         return getattr(holder, field.name)
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
