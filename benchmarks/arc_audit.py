@@ -166,8 +166,7 @@ class AuditCommand(Command):
         DRAFTERS.make(self.drafter)
         arms = rule_arms(self.rules, self.num_draft_tokens, target=self.pair.target)
         calibration = None if self.calibration is None else LtsCalibration.from_pretrained(self.calibration)
-        pair, task = screen.load_for(self.pair, self.problems)
-        problems = screen.problems_for(pair, task, self.problems)
+        pair, task, problems = screen.load_problems(self.pair, self.problems)
         params = answer_params(self.sampling, task, self.seed)
         summaries = []
         for arm in arms:
@@ -175,8 +174,7 @@ class AuditCommand(Command):
             if bounds is not None:
                 bounds.require_pair(pair.identity, self.calibration or arm.label)
             decoder = arm.decoder(pair, drafter=self.drafter, task=self.problems.task)
-            with screen.progress_bar(arm.label) as bar:
-                progress = screen.reporter(bar)
+            with screen.progress(arm.label, "answers") as progress:
                 calibrated = {} if bounds is None else bounds.settings
                 top_k = self.active or int(calibrated.get("active", _ACTIVE))
                 audited = audit(arm.label, decoder, pair, task, problems, params, top_k=top_k, progress=progress)

@@ -337,7 +337,7 @@ class Rejections(Command):
 
     def run(self) -> int:
         screen.require_file(self.out)
-        pair, task = screen.load_for(self.pair, self.problems)
+        pair, task, problems = screen.load_problems(self.pair, self.problems)
         measures: list[Agreement] = [SameAnswer(task)] if task.graded else []
         if self.embedding is not None:
             measures.append(SimilarText(self.embedding, pair.target.device))
@@ -348,10 +348,8 @@ class Rejections(Command):
         decoder = pair.decoder(
             "lossless", num_draft_tokens=self.num_draft_tokens, drafter=self.drafter, task=self.problems.task
         )
-        problems = screen.problems_for(pair, task, self.problems)
         params = answer_params(self.sampling, task, self.seed)
-        with screen.progress_bar("problems") as bar:
-            progress = screen.reporter(bar, "problems")
+        with screen.progress("problems") as progress:
             summary = examine(decoder, pair, task, problems, params, measures, progress=progress).summary()
         if self.out is not None:
             write_json(self.out, {**flags_in_force(self), "rejections": summary})

@@ -225,16 +225,14 @@ class Branches(Command):
         screen.require_file(self.out)
         rule = attach_heads(parse_rule(self.rule), self.pair.target)
         require_branches(rule, sampled=self.sampling.temperature > 0)
-        pair, task = screen.load_for(self.pair, self.problems)
+        pair, task, problems = screen.load_problems(self.pair, self.problems)
         if not task.graded:
             raise SpecError(f"task {self.problems.task} has no right answers: branches cannot be compared on it")
         trained_at = [head.num_draft_tokens for _, head in rule.heads if isinstance(head, Arbiter)]
         k = next(iter(trained_at), _BLOCK) if self.num_draft_tokens is None else self.num_draft_tokens
         decoder = pair.decoder(rule, num_draft_tokens=k, task=self.problems.task)
-        problems = screen.problems_for(pair, task, self.problems)
         params = answer_params(self.sampling, task, self.seed)
-        with screen.progress_bar("problems") as bar:
-            progress = screen.reporter(bar, "problems")
+        with screen.progress("problems") as progress:
             summary = diagnose(decoder, pair, task, problems, params, progress=progress).summary()
         if self.out is not None:
             heads = {name: head.fingerprint for name, head in rule.heads}

@@ -211,8 +211,8 @@ class Thresholds(Command):
         settings = self.settings.run
         with screen.engine_and_task(EngineSettings(), self.pair, settings.task, settings.prompt) as (engine, task):
             self.keep_config(self.out)
-            with screen.progress_bar("answers") as bar:
-                document = protocol.run(engine, task, self.out, announce=screen.say, progress=screen.reporter(bar))
+            with screen.progress("answers") as progress:
+                document = protocol.run(engine, task, self.out, announce=screen.say, progress=progress)
         if document is None:
             screen.warn("interrupted: run again to resume")
             return 130

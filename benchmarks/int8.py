@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from arms import part, run, whole, write_parts
-from reprieve.bench.environment import machine
+from reprieve.bench.runner import machine
 from reprieve.models.cached_model import CachedModel
 from reprieve.models.loading import ModelPair, load_models
 

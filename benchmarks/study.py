@@ -13,10 +13,9 @@ from reprieve.bench.settings import RunSettings
 from reprieve.certify.settings import CertifySettings, Promise
 from reprieve.cli.bench import Bench
 from reprieve.cli.certify import Certify
-from reprieve.cli.command import Command
+from reprieve.cli.command import Command, Pipeline
 from reprieve.cli.main import run_command
-from reprieve.cli.report import Report
-from reprieve.cli.stages import Pipeline
+from reprieve.cli.publish import Report
 from reprieve.files import read_json
 from reprieve.heads.loading import attach_heads
 from reprieve.rules import parse_rule

@@ -19,7 +19,7 @@ from recipes.arbiter.settings import Reinforcement, RolloutSettings
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.cli.main import run_command
-from reprieve.cli.train_arbiter import report_arbiter
+from reprieve.cli.train import report_arbiter
 from reprieve.engine import Pair
 from reprieve.errors import SpecError, import_extra
 from reprieve.heads.arbiter import Arbiter
@@ -368,7 +368,7 @@ class Reinforce(Command):
         warn_of_transfer(f"arbiter {self.start!r}", first.task, rollouts.task)
         claim_head(self.out / "arbiter", "arbiter")
         self.keep_config(self.out)
-        with screen.progress_bar("updates") as bar:
+        with screen.progress("updates") as progress:
             arbiter = reinforce(
                 pair,
                 task,
@@ -377,7 +377,7 @@ class Reinforce(Command):
                 self.out,
                 settings=self.settings,
                 num_workers=self.num_workers,
-                progress=screen.reporter(bar, "updates"),
+                progress=progress,
             )
         report_arbiter(arbiter, self.out / "arbiter")
         return 0

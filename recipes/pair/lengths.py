@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from reprieve.cli.train_length import TrainLength
+from reprieve.cli.train import TrainLength
 from reprieve.settings import PairSettings, ProblemSettings
 from reprieve.training.settings import LengthTraining
 

@@ -1,14 +1,13 @@
-"""Conversations, energy, provenance."""
+"""Conversations and provenance."""
 
 from __future__ import annotations
 
 import pytest
 
 from reprieve.backends.local import LocalEngine
+from reprieve.bench.answering import provenance_spans
 from reprieve.bench.arms import make_arms
 from reprieve.bench.config import RunConfig
-from reprieve.bench.energy import EnergyMeter
-from reprieve.bench.provenance import provenance_spans
 from reprieve.bench.results import summarise
 from reprieve.bench.runner import run_arms
 from reprieve.errors import SpecError
@@ -56,19 +55,6 @@ def test_later_turns_see_earlier_answers_and_are_counted(pair, tmp_path):
     assert second.text == record.turns[1]
     row = summarise(whole)["arms"][2]
     assert row["accuracy"] is None and row["tokens_per_answer"] == 24
-
-
-def test_energy_is_read_from_a_counter_or_reported_as_unavailable(tmp_path):
-    nothing = EnergyMeter("cpu", rapl=tmp_path / "none")
-    assert nothing.joules() is None and nothing.source.startswith("unavailable")
-    domain = tmp_path / "intel-rapl:0"
-    domain.mkdir()
-    (domain / "energy_uj").write_text("9000000")
-    (domain / "max_energy_range_uj").write_text("10000000")
-    meter = EnergyMeter("cpu", rapl=tmp_path)
-    first = meter.joules()
-    (domain / "energy_uj").write_text("500000")  # the counter wraps around at 10 J
-    assert meter.joules() - first == pytest.approx(1.5) and meter.source == "RAPL"
 
 
 def test_spans_cover_the_text_and_merge_neighbours():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from reprieve.backends.local import LocalEngine
 from reprieve.bench.arms import make_arms
 from reprieve.bench.config import RunConfig
 from reprieve.bench.runner import run_arms
+from reprieve.bench.settings import VerdictSettings
 from reprieve.bench.verdicts import judge_run
 from reprieve.errors import ReprieveError, SpecError
 from tests.bench.toys import TwoTurns, settings
@@ -35,17 +38,18 @@ def test_a_judges_position_bias_cancels_out(pair, tmp_path):
     run_arms(RunConfig.of(LocalEngine(pair), arms, settings(limit=4)), arms, LocalEngine(pair), TwoTurns(), tmp_path)
     problems = TwoTurns().problems("test", 4)
     chat = FirstIsBetter()
-    document = judge_run(tmp_path, problems, chat)
+    judging = VerdictSettings(judge="openai:model=m,url=u")
+    document = judge_run(tmp_path, problems, chat, judging)
     rows = {row["arm"]: row for row in document["arms"]}
     assert set(rows) == {"target_only", "draft_only", "random:rate=0.9"}
     same = rows["target_only"]
     assert (same["num_ties"], same["num_judged"], same["equal_or_better"]) == (4, 4, 1.0), "equal texts are ties"
     assert rows["random:rate=0.9"]["num_judged"] == 4 and "chat" in rows["random:rate=0.9"]["categories"]
     asked = chat.num_asked
-    assert judge_run(tmp_path, problems, chat) == document and chat.num_asked == asked, "verdicts are kept"
-    graded = judge_run(tmp_path, problems, chat, grade=True)
+    assert judge_run(tmp_path, problems, chat, judging) == document and chat.num_asked == asked, "verdicts are kept"
+    graded = judge_run(tmp_path, problems, chat, replace(judging, grade=True))
     assert all(row["mean_grade"] == 8.0 for row in graded["arms"])
     with pytest.raises(SpecError, match="baseline"):
-        judge_run(tmp_path, problems, chat, baseline="nothing")
+        judge_run(tmp_path, problems, chat, replace(judging, baseline="nothing"))
     with pytest.raises(ReprieveError, match=r"no answers in problems\.jsonl"):
-        judge_run(tmp_path / "none", problems, chat)
+        judge_run(tmp_path / "none", problems, chat, judging)

@@ -102,10 +102,12 @@ def test_flags_override_the_file_and_the_file_overrides_defaults(tmp_path):
     [
         ("command: bench\nname: a\n", "belongs to `reprieve bench`, not to `reprieve toy`"),
         ("name: a\nstep: 9\n", "has no 'step'; did you mean steps?"),
-        ("name: 3\n", "name must be a text, got 3"),
-        ("name: a\nsteps: 1.5\n", "steps must be a whole number, got 1.5"),
-        ("name: a\nsteps: true\n", "steps must be a whole number, got True"),
-        ("name: a\nsizes: 3\n", "sizes must be a list, got 3"),
+        ("name: [a]\n", "name must be a text, got ['a']"),
+        ("name: null\n", "name must be a text, got None"),
+        ("name: a\nflag: 1\n", "flag must be true or false, got '1'"),
+        ("name: a\nsteps: 1.5\n", "steps must be a whole number, got '1.5'"),
+        ("name: a\nsteps: true\n", "steps must be a whole number, got 'true'"),
+        ("name: a\nsizes: 3\n", "sizes must be a list, got '3'"),
         ("name: a\nrate: -1\n", "rate must be 0 or more, got -1"),
         ("- name\n", "must hold flags by name, got list"),
         ("name: [\n", "cannot be read"),
@@ -219,6 +221,12 @@ def test_ambiguous_and_empty_configuration_values_are_refused(written, told, tmp
     path.write_text(written)
     assert main(["bench", "--config", str(path)]) in (1, 2)
     assert re.search(told, capsys.readouterr().err)
+
+
+def test_configurations_hold_what_the_flags_take(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("command: toy\nname: on\nitems: [1:30, no]\nlimit: null\nflag: True\nsizes: [010]\n")
+    assert toy("--config", str(path)) == Toy("on", items=("1:30", "no"), flag=True, sizes=(10,))
 
 
 def test_numbers_in_configurations_are_read_as_decimals(tmp_path):

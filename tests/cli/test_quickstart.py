@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from reprieve.cli import screen
+from reprieve.cli.command import Pipeline
 from reprieve.cli.main import main
-from reprieve.cli.stages import Pipeline
 from reprieve.errors import ReprieveError
 from reprieve.tasks import load_task
 from tests.kit.pairs import SMALL

@@ -13,8 +13,7 @@ def clock(monkeypatch):
 
 
 def test_a_line_of_progress_is_printed_once_a_minute_and_at_the_end(clock, capsys):
-    with screen.progress_bar("bench") as bar:
-        report = screen.reporter(bar)
+    with screen.progress("bench", "answers") as report:
         for done, seconds in ((1, 30), (2, 61), (3, 90), (4, 122), (5, 123)):
             clock[0] = seconds
             report(done, 5)

@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from reprieve.cli.command import Command
-from reprieve.cli.stages import Pipeline
+from reprieve.cli.command import Command, Pipeline
 from reprieve.errors import ReprieveError
 
 

@@ -10,8 +10,7 @@ from reprieve.backends.settings import SERVED_DRAFT_TOKENS, BatchedSettings
 from reprieve.bench.answering import Answerer, reply_of
 from reprieve.bench.arms import Arm
 from reprieve.bench.config import RunConfig
-from reprieve.bench.engine import Job
-from reprieve.bench.engine_facts import EngineFacts
+from reprieve.bench.engine import EngineFacts, Job
 from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.drafters import DRAFTERS
 from reprieve.engine import DRAFT_ONLY, Pair, SamplingParams
@@ -28,8 +27,6 @@ from reprieve.types import Generation
 
 class BatchedEngine:
     """See `Engine`. All arms with one K share a batch; each model alone has its own."""
-
-    meter: str | None = None
 
     def __init__(self, pair: Pair, settings: BatchedSettings) -> None:
         self.pair = pair

@@ -9,9 +9,7 @@ from reprieve.backends.workers import WorkerPool
 from reprieve.bench.answering import Answerer, reply_of
 from reprieve.bench.arms import Arm
 from reprieve.bench.config import RunConfig
-from reprieve.bench.energy import EnergyMeter
-from reprieve.bench.engine import Job
-from reprieve.bench.engine_facts import EngineFacts
+from reprieve.bench.engine import EngineFacts, Job
 from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.drafters import DRAFTERS
 from reprieve.engine import DRAFT_ONLY, FoldedDecoder, Pair, SamplingParams, load_pair
@@ -39,8 +37,6 @@ class LocalEngine:
         self.tokenizer = pair.tokenizer
         self.num_parallel = num_workers
         self.facts = EngineFacts(pair.identity, pair.dtype, str(pair.device))
-        self._meter = EnergyMeter(str(pair.device))
-        self.meter: str | None = self._meter.source
         self.num_positions = pair.num_positions
         self._decoders: dict[str, FoldedDecoder] = {}
         self._config: RunConfig | None = None
@@ -113,11 +109,8 @@ class LocalEngine:
 
     async def _decode(self, arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:
         decoder = self._decoders[arm.label].outside(problem.problem_id)
-        before = self._meter.joules()
         generation = decoder.generate(prompt, params, timed=True)
-        after = self._meter.joules()
-        energy = None if before is None or after is None else after - before
-        return reply_of(arm, generation, self.tokenizer, params.stop, energy_j=energy)
+        return reply_of(arm, generation, self.tokenizer, params.stop)
 
 
 class _Worker:

@@ -16,8 +16,7 @@ from reprieve.backends.settings import SERVED_DRAFT_TOKENS
 from reprieve.bench.answering import Answerer
 from reprieve.bench.arms import Arm
 from reprieve.bench.config import RunConfig
-from reprieve.bench.engine import Job
-from reprieve.bench.engine_facts import EngineFacts
+from reprieve.bench.engine import EngineFacts, Job
 from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, SamplingParams
 from reprieve.errors import EngineError, SpecError
@@ -37,8 +36,6 @@ class ServedEngine:
         deployer: starts servers, or knows running ones.
         announce: called with a line when one is started.
     """
-
-    meter: str | None = None
 
     def __init__(
         self, deployer: Deployer, tokenizer: Any, identity: PairIdentity, *, announce: Callable[[str], None]

@@ -9,17 +9,19 @@ from typing import Any, TypeAlias
 
 from reprieve.bench.arms import Arm
 from reprieve.bench.config import RunConfig
-from reprieve.bench.provenance import provenance_spans
 from reprieve.bench.records import ProblemRecord, Reply, totals
 from reprieve.engine import DRAFT_ONLY, SamplingParams
-from reprieve.engine.text_stream import Decodes
+from reprieve.engine.text_stream import Decodes, TextStream
 from reprieve.errors import EngineError, PairError
 from reprieve.settings import PromptSettings
 from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.prompting import Conversation, PromptFormat, prompt_of
-from reprieve.types import Generation
+from reprieve.types import Generation, Provenance, Token
 
 WARM_UP_TOKENS = 24
+# As records hold it: t, the target's own; m, drafted and matched; r, drafted and rescued.
+CODES = {Provenance.TARGET: "t", Provenance.MATCHED: "m", Provenance.RESCUED: "r"}
+Span = tuple[int, str]  # number of characters, code
 
 
 class Answerer:
@@ -55,12 +57,11 @@ class Answerer:
     async def _answer(self, arm: Arm, problem: TaskProblem, params: SamplingParams, trial: int) -> ProblemRecord:
         """One arm on one problem. An error is recorded as an error, never as an answer."""
         try:
-            generations = await self._converse(arm, problem, arm.params(params))
-            answer, correct = await self._grade(generations[-1].text, problem)
+            turns = await self._converse(arm, problem, arm.params(params))
+            answer, correct = await self._grade(turns[-1].text, problem)
         except (EngineError, PairError):  # there is nothing to answer with
             raise
         except Exception as error:  # whatever it is, the other problems are still worth measuring
-            failure = f"{type(error).__name__}: {error}"
             return ProblemRecord(
                 arm=arm.label,
                 problem_id=problem.problem_id,
@@ -69,11 +70,22 @@ class Answerer:
                 answer=None,
                 text="",
                 finish_reason="error",
-                error=failure,
+                error=f"{type(error).__name__}: {error}",
                 **totals(()),
             )
-        return dataclasses.replace(
-            record_of(arm, problem.problem_id, generations), correct=correct, answer=answer, trial=trial
+        last = turns[-1]
+        return ProblemRecord(
+            arm=arm.label,
+            problem_id=problem.problem_id,
+            trial=trial,
+            correct=correct,
+            answer=answer,
+            text=last.text,
+            finish_reason=last.finish_reason,
+            spans=last.spans,
+            round_lengths=[length for turn in turns for length in turn.round_lengths],
+            turns=[turn.text for turn in turns] if len(turns) > 1 else [],
+            **totals(turns),
         )
 
     async def _grade(self, text: str, problem: TaskProblem) -> tuple[str | None, bool]:
@@ -94,9 +106,7 @@ class Answerer:
         return generations
 
 
-def reply_of(
-    arm: Arm, generation: Generation, tokenizer: Decodes, stop: tuple[str, ...], *, energy_j: float | None = None
-) -> Reply:
+def reply_of(arm: Arm, generation: Generation, tokenizer: Decodes, stop: tuple[str, ...]) -> Reply:
     """Convert the local engine's output to the `Reply` that all engines return."""
     return Reply(
         text=generation.text,
@@ -111,22 +121,24 @@ def reply_of(
         round_lengths=generation.round_lengths,
         spans=[list(span) for span in provenance_spans(generation.tokens, tokenizer, stop)],
         seconds_by_part=generation.seconds_by_part,
-        energy_j=energy_j,
     )
 
 
-def record_of(arm: Arm, problem_id: str, turns: Sequence[Reply]) -> ProblemRecord:
-    """Return the record of an answer of one turn or several, not graded yet."""
-    last = turns[-1]
-    return ProblemRecord(
-        arm=arm.label,
-        problem_id=problem_id,
-        correct=False,
-        answer=None,
-        text=last.text,
-        finish_reason=last.finish_reason,
-        spans=last.spans,
-        round_lengths=[length for turn in turns for length in turn.round_lengths],
-        turns=[turn.text for turn in turns] if len(turns) > 1 else [],
-        **totals(turns),
-    )
+def provenance_spans(tokens: Sequence[Token], tokenizer: Decodes, stop: tuple[str, ...] = ()) -> list[Span]:
+    """Return the answer's text as spans of equal provenance; the lengths add up to the text's length.
+
+    A character made of several tokens belongs to the last of them.
+    """
+    stream = TextStream(tokenizer, stop)
+    spans: list[Span] = []
+    for number, token in enumerate(tokens):
+        before = len(stream.text)
+        stream.push(token.token_id)
+        if number == len(tokens) - 1:
+            stream.finish()
+        code, grown = CODES[token.provenance], len(stream.text) - before
+        if spans and (spans[-1][1] == code or grown < 0):
+            spans[-1] = (spans[-1][0] + grown, spans[-1][1])
+        elif grown:
+            spans.append((grown, code))
+    return [span for span in spans if span[0] > 0]

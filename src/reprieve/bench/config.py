@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from reprieve.bench.arms import Arm
-from reprieve.bench.engine_facts import Described
+from reprieve.bench.engine import Engine
 from reprieve.bench.settings import RunSettings
 from reprieve.errors import SpecError
 from reprieve.heads.certificates import Conditions
@@ -42,7 +42,7 @@ class RunConfig:
     engine_arguments: str = ""
 
     @classmethod
-    def of(cls, engine: Described, arms: Sequence[Arm], settings: RunSettings, *, command: str = "") -> RunConfig:
+    def of(cls, engine: Engine, arms: Sequence[Arm], settings: RunSettings, *, command: str = "") -> RunConfig:
         """The configuration of a run of these arms on this engine.
 
         Raises:
@@ -52,26 +52,21 @@ class RunConfig:
             if reason := engine.refusal(arm, settings.drafter):
                 raise SpecError(f"arm {arm.label} cannot be measured here: {reason}")
         engine.expect(arms, settings.drafter)
-        facts = engine.facts
-        ks = list(dict.fromkeys(arm.num_draft_tokens for arm in arms if arm.rule is not None))
+        facts = dict(vars(engine.facts))
+        pair = facts.pop("identity")
         return cls(
             command=command,
-            target=facts.identity.target,
-            draft=facts.identity.draft,
-            weights=f"{facts.identity.target_weights}+{facts.identity.draft_weights}",
-            dtype=facts.dtype,
-            device=facts.device,
-            engine=facts.engine,
-            engine_version=facts.engine_version,
-            runner=facts.runner,
-            engine_arguments=facts.engine_arguments,
-            num_draft_tokens=ks,
+            target=pair.target,
+            draft=pair.draft,
+            weights=f"{pair.target_weights}+{pair.draft_weights}",
+            num_draft_tokens=list(dict.fromkeys(arm.num_draft_tokens for arm in arms if arm.rule is not None)),
             arms=[arm.label for arm in arms],
             heads=_fingerprints(engine, arms, settings.drafter),
-            **{**vars(settings), "sampling": asdict(settings.sampling), "prompt": asdict(settings.prompt)},
+            **facts,
+            **asdict(settings),
         )
 
-    def conditions(self, engine: Described, arm: Arm) -> Conditions:
+    def conditions(self, engine: Engine, arm: Arm) -> Conditions:
         """Return the conditions under which a certificate of this arm is valid."""
         return Conditions(
             pair=engine.facts.identity,
@@ -88,7 +83,7 @@ class RunConfig:
         )
 
 
-def _fingerprints(engine: Described, arms: Sequence[Arm], drafter: str) -> dict[str, str]:
+def _fingerprints(engine: Engine, arms: Sequence[Arm], drafter: str) -> dict[str, str]:
     """Of every trained part that is not the pair's own, by name."""
     by_head: dict[str, str] = {}
     for arm in arms:

@@ -55,9 +55,12 @@ def frontier(document: dict[str, Any]) -> Any:
     for axes, (x, label) in zip(drawn, panels.items(), strict=False):
         _panel(axes, lines, x, label)
         if target and target[x]:
-            _reference(axes, target, x)
-        if x == "speedup_vs_target" and document.get("random_allocation"):
-            _allocation(axes, document["random_allocation"])
+            solved = 100 * target["accuracy"]
+            axes.axhline(solved, color="0.3", linewidth=0.8, linestyle=":")
+            axes.plot([target[x]], [solved], marker="s", color="0.3", linestyle="none", label="target only")
+        if x == "speedup_vs_target" and (mixed := document.get("random_allocation")):
+            speeds, accuracies = [point[x] for point in mixed], [100 * point["accuracy"] for point in mixed]
+            axes.plot(speeds, accuracies, color="0.6", linestyle="--", zorder=0, label="random allocation to the draft")
     drawn[0].set_ylabel("problems solved, %")
     handles, labels = drawn[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", fontsize=8, frameon=False)
@@ -185,13 +188,3 @@ def _panel(axes: Any, lines: dict[str, list[dict[str, Any]]], x: str, label: str
         axes.errorbar([arm[x] for arm in points], accuracy, yerr=[low, high], label=name, **(_style(index) | strict))
     axes.set_xlabel(label)
     axes.grid(alpha=0.25)
-
-
-def _reference(axes: Any, target: dict[str, Any], x: str) -> None:
-    axes.axhline(100 * target["accuracy"], color="0.3", linewidth=0.8, linestyle=":")
-    axes.plot([target[x]], [100 * target["accuracy"]], marker="s", color="0.3", linestyle="none", label="target only")
-
-
-def _allocation(axes: Any, line: Sequence[dict[str, float]]) -> None:
-    speeds, solved = [point["speedup_vs_target"] for point in line], [100 * point["accuracy"] for point in line]
-    axes.plot(speeds, solved, color="0.6", linestyle="--", zorder=0, label="random allocation to the draft")

@@ -32,16 +32,13 @@ class Reply:
     seconds_by_part: dict[str, float] = field(default_factory=dict)  # of each of PARTS
     round_lengths: list[int] = field(default_factory=list)  # committed tokens of each round
     spans: list[list[Any]] = field(default_factory=list)  # [characters, t, m or r]: who proposed `text`
-    energy_j: float | None = None
 
 
 def totals(replies: Sequence[Reply]) -> dict[str, Any]:
-    """Return the sum of every count of these replies, by name; energy is None where one did not measure it."""
-    joules = [reply.energy_j for reply in replies if reply.energy_j is not None]
+    """Return the sum of every count and of all seconds of these replies, by name."""
     return {
         **{name: sum(getattr(reply, name) for reply in replies) for name in (*COUNTS, "seconds")},
         "seconds_by_part": {part: sum(reply.seconds_by_part.get(part, 0.0) for reply in replies) for part in PARTS},
-        "energy_j": sum(joules) if len(joules) == len(replies) else None,
     }
 
 
@@ -58,9 +55,19 @@ class ProblemRecord(Reply):
     turns: list[str] = field(default_factory=list)  # the answers of a conversation of several turns
 
     @property
+    def cut_off(self) -> bool:
+        """True if the answer reached its largest length."""
+        return self.finish_reason == "length"
+
+    @property
+    def finished(self) -> bool:
+        """True if the answer ended by itself."""
+        return self.error is None and not self.cut_off
+
+    @property
     def unread(self) -> bool:
         """True if the answer ended by itself but holds no final answer: counted as wrong, and reported separately."""
-        return self.answer is None and self.error is None and self.finish_reason != "length"
+        return self.answer is None and self.finished
 
 
 class RecordFile:

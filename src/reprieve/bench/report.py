@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,59 +23,55 @@ from reprieve.types import PARTS
 _LONGEST_ROUND = 40
 
 
-@dataclass
-class Sources:
-    """Runs, certificates and judgements found in the named folders."""
-
-    runs: list[tuple[dict[str, Any], list[ProblemRecord]]] = field(default_factory=list)
-    certificates: list[Certificate] = field(default_factory=list)
-    judged: list[dict[str, Any]] = field(default_factory=list)
-
-
-def read_sources(folders: Sequence[Path]) -> Sources:
-    """Runs and certificates in these folders.
-
-    Raises:
-        ReprieveError: a folder that is neither a run nor one of certificates, or a file that cannot be read.
-    """
-    gathered = Sources()
-    for folder in folders:
-        before = len(gathered.runs) + len(gathered.certificates)
-        if (folder / "results.json").is_file():
-            document = read_json(folder / "results.json", "the file")
-            if not isinstance(document, dict) or document.get("schema") != 1 or not document.get("arms"):
-                raise ReprieveError(f"{str(folder)!r}: results.json has no arms, or is of another schema")
-            gathered.runs.append((document, read_answers(folder)))
-        for path in sorted(folder.glob("*.json")):
-            values = read_json(path, "the file")
-            if isinstance(values, dict) and str(values.get("kind", "")).endswith("certificate"):
-                gathered.certificates.append(Certificate.load(path))
-        gathered.judged += [read_json(path, "the file") for path in sorted(folder.glob("judged-*.json"))]
-        if len(gathered.runs) + len(gathered.certificates) == before:
-            raise ReprieveError(f"{str(folder)!r} holds neither a run (results.json) nor a certificate")
-    if not gathered.runs and not gathered.certificates:
-        raise ReprieveError("a report needs at least one folder of a run or of certificates")
-    return gathered
-
-
 def write_report(folders: Sequence[Path], path: Path, *, title: str = "", num_examples: int = 4) -> Path:
     """Write the page; returns its path.
 
     Raises:
-        ReprieveError: a folder that holds nothing to report.
+        ReprieveError: a folder that holds neither a run nor certificates, or a file that cannot be read.
     """
-    sources = read_sources(folders)
+    runs: list[dict[str, Any]] = []
+    certificates: list[Certificate] = []
+    judged: list[dict[str, Any]] = []
+    for folder in folders:
+        found = _run_in(folder)
+        runs += [_run_view(document, read_answers(folder), num_examples) for document in found]
+        its_certificates = _certificates_in(folder)
+        certificates += its_certificates
+        judged += [read_json(judgement, "the file") for judgement in sorted(folder.glob("judged-*.json"))]
+        if not found and not its_certificates:
+            raise ReprieveError(f"{str(folder)!r} holds neither a run (results.json) nor a certificate")
+    if not folders:
+        raise ReprieveError("a report needs at least one folder of a run or of certificates")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters.update(percent=_percent, signed=_signed, number=_number, interval=_interval)
     template = environment.from_string((resources.files("reprieve.bench") / "report.html.j2").read_text())
     page = template.render(
         title=title or "Relaxed verification, measured",
-        runs=[_run_view(document, records, num_examples) for document, records in sources.runs],
-        certificates=[_certificate_view(certificate) for certificate in sources.certificates],
-        judged=sources.judged,
+        runs=runs,
+        certificates=[(pathless_spec(parse_rule(certificate.rule)), certificate) for certificate in certificates],
+        judged=judged,
     )
     replace_file(path, page)
     return path
+
+
+def _run_in(folder: Path) -> list[dict[str, Any]]:
+    """Return the results of the run in a folder, [] if it holds none."""
+    if not (folder / "results.json").is_file():
+        return []
+    document = read_json(folder / "results.json", "the file")
+    if not isinstance(document, dict) or document.get("schema") != 1 or not document.get("arms"):
+        raise ReprieveError(f"{str(folder)!r}: results.json has no arms, or is of another schema")
+    return [document]
+
+
+def _certificates_in(folder: Path) -> list[Certificate]:
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        values = read_json(path, "the file")
+        if isinstance(values, dict) and str(values.get("kind", "")).endswith("certificate"):
+            found.append(Certificate.load(path))
+    return found
 
 
 def _run_view(document: dict[str, Any], records: list[ProblemRecord], num_examples: int) -> dict[str, Any]:
@@ -84,8 +79,16 @@ def _run_view(document: dict[str, Any], records: list[ProblemRecord], num_exampl
     rows = common_rows([arm["spec"] for arm in arms], records, document.get("num_trials", 1))
     strict = next((arm["spec"] for arm in arms if arm["rule"] == "lossless"), None)
     load, names = document.get("throughput", []), _names(arms)
-    lengths, growth = _round_lengths(arms, rows, names), _answer_growth(arms, names)
-    times = _times(arms, document["num_problems"] * document.get("num_trials", 1), names)
+    lengths = _round_lengths(arms, rows, names)
+    longest = min(_LONGEST_ROUND, max((max(found) for found in lengths.values()), default=0))
+    num_answers = max(1, document["num_problems"] * document.get("num_trials", 1))
+    times = {
+        names[arm["spec"]]: [1000 * arm["seconds_by_part"][part] / num_answers for part in PARTS]
+        for arm in arms
+        if arm["spec"] != DRAFT_ONLY and not arm["rule"].startswith("direct:")
+    }
+    lenient = [arm for arm in arms if arm["rule"] != "lossless" and arm.get("tokens_vs_lossless") is not None]
+    growth = {names[arm["spec"]]: arm["tokens_vs_lossless"] for arm in lenient}
     return {
         "document": document,
         "arms": arms,
@@ -93,7 +96,7 @@ def _run_view(document: dict[str, Any], records: list[ProblemRecord], num_exampl
         "frontier": _drawn(figures.frontier(document)) if graded else None,
         "throughput": load,
         "load": _drawn(figures.throughput(load, names)) if load else None,
-        "lengths": _drawn(figures.round_lengths(lengths, _longest(lengths))) if lengths else None,
+        "lengths": _drawn(figures.round_lengths(lengths, longest)) if lengths else None,
         "times": _drawn(figures.times(times, PARTS)),
         "growth": _drawn(figures.answer_growth(growth)) if growth else None,
         "examples": _examples(arms, rows, strict, num_examples) if strict else [],
@@ -120,23 +123,6 @@ def _round_lengths(arms: list[dict[str, Any]], rows: Any, names: dict[str, str])
         if lengths:
             found[names[arm["spec"]]] = lengths
     return found
-
-
-def _longest(lengths: dict[str, list[int]]) -> int:
-    return min(_LONGEST_ROUND, max(max(found) for found in lengths.values()))
-
-
-def _times(arms: list[dict[str, Any]], num_answers: int, names: dict[str, str]) -> dict[str, list[float]]:
-    return {
-        names[arm["spec"]]: [1000 * arm["seconds_by_part"][part] / max(1, num_answers) for part in PARTS]
-        for arm in arms
-        if arm["spec"] != DRAFT_ONLY and not arm["rule"].startswith("direct:")
-    }
-
-
-def _answer_growth(arms: list[dict[str, Any]], names: dict[str, str]) -> dict[str, list[float]]:
-    lenient = [arm for arm in arms if arm["rule"] != "lossless" and arm.get("tokens_vs_lossless") is not None]
-    return {names[arm["spec"]]: arm["tokens_vs_lossless"] for arm in lenient}
 
 
 def _examples(arms: list[dict[str, Any]], rows: Any, strict: str, num: int) -> list[dict[str, Any]]:
@@ -180,14 +166,6 @@ def _pieces(record: ProblemRecord) -> list[tuple[str, str]]:
     if at < len(record.text):
         pieces.append((record.text[at:], "t"))
     return pieces
-
-
-def _certificate_view(certificate: Certificate) -> dict[str, Any]:
-    return {
-        "certificate": certificate,
-        "name": pathless_spec(parse_rule(certificate.rule)),
-        "steps": certificate.calibration["steps"],
-    }
 
 
 def _percent(value: float | None, digits: int = 1) -> str:

@@ -27,7 +27,7 @@ _LARGEST = 1e9
 # Fields without a value for tasks without right answers.
 _QUALITY = (
     "accuracy", "accuracy_ci95", "accuracy_vs_target", "accuracy_vs_lossless", "accuracy_vs_lossless_p", "net_drop",
-    "regression_rate", "regression_rate_ci95", "improvement_rate", "seconds_per_solved", "joules_per_solved",
+    "regression_rate", "regression_rate_ci95", "improvement_rate", "seconds_per_solved",
 )  # fmt: skip
 # Fields without a value when answers share a server's batches; see `throughput` for speed.
 _SPEED = (
@@ -107,7 +107,9 @@ def best_ks(document: dict[str, Any]) -> list[BestK]:
     return fastest
 
 
-Rows = dict[str, list[list[ProblemRecord]]]  # by arm: one list of trials per problem, same problems for all arms
+Problems = list[list[ProblemRecord]]  # of one arm: a list of trials per problem
+Rows = dict[str, Problems]  # by arm, the same problems for all
+Value = Callable[[ProblemRecord], float | bool]
 
 
 def common_rows(labels: Sequence[str], records: Sequence[ProblemRecord], num_trials: int = 1) -> Rows:
@@ -123,7 +125,7 @@ def common_rows(labels: Sequence[str], records: Sequence[ProblemRecord], num_tri
     }
 
 
-def column(problems: list[list[ProblemRecord]], value: Callable[[ProblemRecord], float | bool]) -> np.ndarray:
+def column(problems: Problems, value: Value) -> np.ndarray:
     """One number of every record, [n, trials]."""
     return np.array([[value(record) for record in trials] for trials in problems], dtype=float)
 
@@ -135,7 +137,8 @@ def _summarise_arm(arm: Arm, rows: Rows, run: Run) -> dict[str, Any]:
     num_correct = int(correct.sum())
     total = totals(records)
     tokens, rounds, drafted, pruned, accepted, rescued = (total[name] for name in COUNTS)
-    seconds, joules = total["seconds"], total["energy_j"]
+    seconds, num_finished = total["seconds"], sum(record.finished for record in records)
+    forwards = rounds and arm.name != DRAFT_ONLY  # of the target
     return {
         "rule": arm.rule_name,
         "name": arm.name,
@@ -152,7 +155,7 @@ def _summarise_arm(arm: Arm, rows: Rows, run: Run) -> dict[str, Any]:
         "accuracy_ci95": list(share_interval(correct)),
         **_against_target(problems, rows.get(TARGET_ONLY)),
         **_against_lossless(problems, lossless),
-        "tokens_per_round": tokens / rounds if rounds and arm.name != DRAFT_ONLY else None,
+        "tokens_per_round": tokens / rounds if forwards else None,
         "acceptance_rate": accepted / drafted if drafted else None,
         "draft_share": accepted / tokens if drafted and tokens else None,
         "sequence_bound": _sequence_bound(arm, accepted / len(records), run.config),
@@ -160,25 +163,14 @@ def _summarise_arm(arm: Arm, rows: Rows, run: Run) -> dict[str, Any]:
         "pruned_share": pruned / (drafted + pruned) if pruned else 0.0,
         "tokens_per_second": tokens / seconds if seconds else None,
         "tokens_per_answer": tokens / len(records),
-        **_rounds(problems, lossless, drafts_alone=arm.name == DRAFT_ONLY),
-        "num_truncated": sum(_cut_off(record) for record in records),
+        "rounds_per_answer": rounds / len(records) if forwards else None,
+        "rounds_vs_lossless": _difference(problems, lossless, lambda r: r.num_rounds) if forwards else None,
+        "num_truncated": sum(record.cut_off for record in records),
         "num_unread": sum(record.unread for record in records),
-        "answers_per_second": _finished_rate(_answer_totals(problems)),
+        "answers_per_second": num_finished / seconds if seconds else None,
         "seconds_per_solved": seconds / num_correct if num_correct else None,
-        "joules_per_solved": joules / num_correct if num_correct and joules is not None else None,
         "seconds_by_part": total["seconds_by_part"],
     }
-
-
-def _rounds(
-    problems: list[list[ProblemRecord]], lossless: list[list[ProblemRecord]], *, drafts_alone: bool
-) -> dict[str, Any]:
-    """Target forwards per answer: what an answer costs where drafting is cheap, whatever the machine."""
-    rounds, lossless_rounds = (column(arm, lambda record: record.num_rounds) for arm in (problems, lossless))
-    if drafts_alone or not rounds.any():
-        return {"rounds_per_answer": None, "rounds_vs_lossless": None}
-    difference = _difference(problems, lossless, rounds, lossless_rounds)
-    return {"rounds_per_answer": float(rounds.mean()), "rounds_vs_lossless": difference}
 
 
 def _sequence_bound(arm: Arm, num_drafted: float, config: RunConfig) -> float | None:
@@ -192,77 +184,82 @@ def _sequence_bound(arm: Arm, num_drafted: float, config: RunConfig) -> float | 
     return arm.rule.sequence_bound(num_drafted) if arm.rule is not None and sampled else None
 
 
-def _against_target(problems: list[list[ProblemRecord]], target: list[list[ProblemRecord]] | None) -> dict[str, Any]:
+def _against_target(problems: Problems, target: Problems | None) -> dict[str, Any]:
     if target is None:
         return {"accuracy_vs_target": None, "speedup_vs_target": None, "speedup_vs_target_ci95": None}
-    solved = [column(arm, lambda record: record.correct) for arm in (problems, target)]
     return {
-        "accuracy_vs_target": _difference(problems, target, *solved),
-        "speedup_vs_target": _speedup(problems, target),
-        "speedup_vs_target_ci95": _speedup_interval(problems, target),
+        "accuracy_vs_target": _difference(problems, target, lambda record: record.correct),
+        **_speedup("speedup_vs_target", _tokens(problems), _tokens(target)),
     }
 
 
-def _against_lossless(problems: list[list[ProblemRecord]], lossless: list[list[ProblemRecord]]) -> dict[str, Any]:
+def _against_lossless(problems: Problems, lossless: Problems) -> dict[str, Any]:
     """Compare quality, length and speed with the lossless answers to the same problems."""
     correct, lossless_correct = (column(arm, lambda record: record.correct) for arm in (problems, lossless))
-    tokens = [column(arm, lambda record: record.num_tokens) for arm in (problems, lossless)]
-    cut = [column(arm, lambda record: record.finish_reason == "length") for arm in (problems, lossless)]
     regressed, improved = lossless_correct * (1 - correct), correct * (1 - lossless_correct)
-    difference = _difference(problems, lossless, correct, lossless_correct)
+    difference, low, high = _difference(problems, lossless, lambda record: record.correct)
     return {
-        "accuracy_vs_lossless": difference,
-        "accuracy_vs_lossless_p": paired_pvalue(correct - lossless_correct),
-        "net_drop": [-difference[0], -difference[2], -difference[1]],
+        **_tested("accuracy_vs_lossless", problems, lossless, lambda record: record.correct),
+        "net_drop": [-difference, -high, -low],
         "regression_rate": float(regressed.mean()),
         "regression_rate_ci95": list(share_interval(regressed)),
         "improvement_rate": float(improved.mean()),
-        "tokens_vs_lossless": _difference(problems, lossless, *tokens),
-        "tokens_vs_lossless_p": paired_pvalue(tokens[0] - tokens[1]),
-        "truncated_vs_lossless": _difference(problems, lossless, *cut),
-        "truncated_vs_lossless_p": paired_pvalue(cut[0] - cut[1]),
-        "speedup_vs_lossless": _speedup(problems, lossless),
-        "speedup_vs_lossless_ci95": _speedup_interval(problems, lossless),
-        **_answers_against(problems, lossless),
+        **_tested("tokens_vs_lossless", problems, lossless, lambda record: record.num_tokens),
+        **_tested("truncated_vs_lossless", problems, lossless, lambda record: record.cut_off),
+        **_speedup("speedup_vs_lossless", _tokens(problems), _tokens(lossless)),
+        # Longer answers lower this ratio, unlike that of tokens.
+        **_speedup("answers_vs_lossless", _finished(problems), _finished(lossless)),
     }
 
 
-def _cut_off(record: ProblemRecord) -> bool:
-    return record.finish_reason == "length"
+def _tested(name: str, problems: Problems, baseline: Problems, value: Value) -> dict[str, Any]:
+    """Return a paired difference under this name, and its p-value."""
+    difference = column(problems, value) - column(baseline, value)
+    return {name: _difference(problems, baseline, value), f"{name}_p": paired_pvalue(difference)}
 
 
-def _answer_totals(problems: list[list[ProblemRecord]]) -> np.ndarray:
+def _difference(problems: Problems, baseline: Problems, value: Value) -> list[float]:
+    """Return [difference, low, high]; zeros for an arm against itself."""
+    if problems is baseline:
+        return [0.0, 0.0, 0.0]
+    return _bounded(paired_difference(column(problems, value), column(baseline, value)))
+
+
+def _bounded(values: Sequence[float]) -> list[float]:
+    """Replace infinities by +-1e9, for JSON."""
+    return [max(-_LARGEST, min(_LARGEST, value)) for value in values]
+
+
+def _tokens(problems: Problems) -> np.ndarray:
+    """[n, 2]: tokens and seconds of each problem, all trials together."""
+    return np.stack([column(problems, lambda r: r.num_tokens).sum(1), column(problems, lambda r: r.seconds).sum(1)], 1)
+
+
+def _finished(problems: Problems) -> np.ndarray:
     """[n, 2]: finished answers and seconds of each problem, all trials together."""
-    finished = column(problems, lambda record: not _cut_off(record) and record.error is None)
-    return np.stack([finished.sum(1), column(problems, lambda record: record.seconds).sum(1)], 1)
+    return np.stack([column(problems, lambda r: r.finished).sum(1), column(problems, lambda r: r.seconds).sum(1)], 1)
 
 
-def _finished_rate(totals: np.ndarray) -> float | None:
-    """Return finished answers per second; None if no time was recorded."""
-    finished, seconds = totals.sum(0)
-    return float(finished / seconds) if seconds else None
+def _speedup(name: str, amounts: np.ndarray, baseline: np.ndarray) -> dict[str, Any]:
+    """Return the ratio of two rates over the same problems under this name, and its bootstrap interval.
 
+    The ratio is None if it is undefined, the interval also for a single problem, whose bootstrap has no width.
 
-def _answers_against(problems: list[list[ProblemRecord]], lossless: list[list[ProblemRecord]]) -> dict[str, Any]:
-    """Return the ratio of finished answers per second to lossless; longer answers lower it, unlike token speedup."""
-    totals, lossless_totals = _answer_totals(problems), _answer_totals(lossless)
-    nothing = {"answers_vs_lossless": None, "answers_vs_lossless_ci95": None}
-    if not totals[:, 1].all() or not lossless_totals[:, 1].all() or not lossless_totals[:, 0].any():
-        return nothing
+    Args:
+        amounts, baseline: amounts and seconds of each problem: [n, 2].
+    """
 
     def ratio(index: Any) -> float:
-        one, other = _finished_rate(totals[index]), _finished_rate(lossless_totals[index])
-        return float("nan") if one is None or not other else one / other
+        (amount, seconds), (base_amount, base_seconds) = amounts[index].sum(0), baseline[index].sum(0)
+        if not seconds or not base_amount or not base_seconds:
+            return math.nan
+        return float((amount / seconds) / (base_amount / base_seconds))
 
-    interval = list(bootstrap_interval(ratio, len(totals), num_resamples=1000)) if len(totals) > 1 else None
-    return {"answers_vs_lossless": ratio(np.arange(len(totals))), "answers_vs_lossless_ci95": interval}
-
-
-def _difference(arm: Any, baseline: Any, left: np.ndarray, right: np.ndarray) -> list[float]:
-    """Return [difference, low, high]; zeros for an arm against itself; infinities become +-1e9, for JSON."""
-    if arm is baseline:
-        return [0.0, 0.0, 0.0]
-    return [max(-_LARGEST, min(_LARGEST, value)) for value in paired_difference(left, right)]
+    whole = ratio(slice(None))
+    if math.isnan(whole):
+        return {name: None, f"{name}_ci95": None}
+    interval = list(bootstrap_interval(ratio, len(amounts), num_resamples=1000)) if len(amounts) > 1 else None
+    return {name: whole, f"{name}_ci95": interval}
 
 
 def lossless_for(arm: Arm, arms: Sequence[Arm]) -> str:
@@ -274,34 +271,9 @@ def lossless_for(arm: Arm, arms: Sequence[Arm]) -> str:
     return (same_k or [other.label for other in strict])[0]
 
 
-def _totals(problems: list[list[ProblemRecord]]) -> np.ndarray:
-    """[n, 2]: tokens and seconds of each problem, all trials together."""
-    return np.stack([column(problems, lambda r: r.num_tokens).sum(1), column(problems, lambda r: r.seconds).sum(1)], 1)
-
-
-def _ratio(arm: np.ndarray, baseline: np.ndarray) -> float:
-    (tokens, seconds), (base_tokens, base_seconds) = arm.sum(0), baseline.sum(0)
-    if not seconds or not base_tokens or not base_seconds:
-        return float("nan")
-    return float((tokens / seconds) / (base_tokens / base_seconds))
-
-
-def _speedup(problems: list[list[ProblemRecord]], baseline: list[list[ProblemRecord]]) -> float | None:
-    """Return the ratio of tokens per second over the same problems; None if it is undefined."""
-    ratio = _ratio(_totals(problems), _totals(baseline))
-    return None if math.isnan(ratio) else ratio
-
-
-def _speedup_interval(problems: list[list[ProblemRecord]], baseline: list[list[ProblemRecord]]) -> list[float] | None:
-    if _speedup(problems, baseline) is None or len(problems) < 2:  # a bootstrap over one problem has no width
-        return None
-    arm, base = _totals(problems), _totals(baseline)
-    return list(bootstrap_interval(lambda index: _ratio(arm[index], base[index]), len(arm), num_resamples=1000))
-
-
 def _against_allocation(label: str, rows: Rows) -> list[float]:
     """Return [difference, low, high] in accuracy from random allocation between target and draft at the same speed."""
-    arm, target, draft = (_totals(rows[name]).sum(0) for name in (label, TARGET_ONLY, DRAFT_ONLY))
+    arm, target, draft = (_tokens(rows[name]).sum(0) for name in (label, TARGET_ONLY, DRAFT_ONLY))
     if arm[1]:
         # Each model's tokens minus the arm's in the same time: at equal speed, the mixture's surplus is zero.
         above, below = (model[0] - arm[0] / arm[1] * model[1] for model in (draft, target))
@@ -309,12 +281,12 @@ def _against_allocation(label: str, rows: Rows) -> list[float]:
     else:
         share = 0.0
     correct, strong, weak = (column(rows[name], lambda r: r.correct) for name in (label, TARGET_ONLY, DRAFT_ONLY))
-    return _difference(rows[label], None, correct, (1 - share) * strong + share * weak)
+    return _bounded(paired_difference(correct, (1 - share) * strong + share * weak))
 
 
 def _random_allocation(rows: Rows) -> list[dict[str, float]]:
     """Points for sending a share of the problems to the draft alone: the baseline that every rule must beat."""
-    target, draft = _totals(rows[TARGET_ONLY]).sum(0), _totals(rows[DRAFT_ONLY]).sum(0)
+    target, draft = _tokens(rows[TARGET_ONLY]).sum(0), _tokens(rows[DRAFT_ONLY]).sum(0)
     accuracies = [column(rows[label], lambda r: r.correct).mean() for label in (TARGET_ONLY, DRAFT_ONLY)]
     line = []
     for share in np.linspace(0, 1, _NUM_SHARES):

@@ -75,6 +75,8 @@ class VerdictSettings:
     num_in_flight: int = 8
 
     def __post_init__(self) -> None:
+        require_whole("votes", self.num_votes, 1)
+        require_whole("in_flight", self.num_in_flight, 1)
         for name in ("baseline", "num_votes", "grade", "num_in_flight"):
             if self.judge is None and getattr(self, name) != getattr(type(self), name):
                 flag = name.removeprefix("num_").replace("_", "-")

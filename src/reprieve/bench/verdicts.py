@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from reprieve.bench.records import ProblemRecord, read_answers
-from reprieve.errors import ReprieveError, SpecError, require_whole
+from reprieve.bench.settings import VerdictSettings
+from reprieve.errors import ReprieveError, SpecError
 from reprieve.files import append_line, parse_json, replace_file, whole_lines
 from reprieve.stats import bootstrap_interval, wilson_interval
 from reprieve.tasks import TaskProblem
@@ -86,21 +87,18 @@ def judge_run(
     folder: Path,
     problems: Sequence[TaskProblem],
     chat: Chat,
+    settings: VerdictSettings,
     *,
-    baseline: str = "lossless",
-    num_votes: int = 1,
-    grade: bool = False,
-    num_in_flight: int = 8,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Judge every answer of a run that is not judged yet; verdicts are kept as they come, in `verdicts.jsonl`.
 
     Raises:
-        SpecError: no such baseline among the arms, or no votes.
+        SpecError: no such baseline among the arms.
         ReprieveError: the folder holds no run, or the judge cannot be asked.
     """
-    require_whole("votes", num_votes, 1)
-    kind = "grade" if grade else "compare"
+    baseline, num_votes = settings.baseline, settings.num_votes
+    kind = "grade" if settings.grade else "compare"
     path = folder / "verdicts.jsonl"
     records, strict = _answers(folder, baseline)
     by_id = {problem.problem_id: problem for problem in problems}
@@ -112,12 +110,12 @@ def judge_run(
         for record in records
         if (record.arm, record.problem_id, record.trial) not in done
         and record.problem_id in by_id
-        and (grade or (record.arm != baseline and (record.problem_id, record.trial) in strict))
+        and (settings.grade or (record.arm != baseline and (record.problem_id, record.trial) in strict))
     ]
 
     async def judge(record: ProblemRecord) -> Verdict:
         problem = by_id[record.problem_id]
-        if grade:
+        if settings.grade:
             return await grade_answer(chat, problem, record, num_votes=num_votes)
         return await judge_answer(chat, problem, record, strict[record.problem_id, record.trial], num_votes=num_votes)
 
@@ -130,7 +128,7 @@ def judge_run(
 
     async def work_all() -> None:
         shared = iter(todo)
-        await asyncio.gather(*(work(shared) for _ in range(min(num_in_flight, len(todo)))))
+        await asyncio.gather(*(work(shared) for _ in range(min(settings.num_in_flight, len(todo)))))
 
     try:
         asyncio.run(work_all())

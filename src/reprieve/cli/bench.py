@@ -1,16 +1,40 @@
-"""`reprieve bench`: arms side by side."""
+"""`reprieve bench`: arms side by side; and `reprieve demo`: some of them on the bundled pair."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from reprieve.backends.settings import EngineSettings
 from reprieve.bench.settings import RunSettings, SpeedSettings, VerdictSettings
+from reprieve.cli import screen
 from reprieve.cli.command import Command
-from reprieve.cli.comparing import measure, report, show_verdicts
-from reprieve.errors import require_choice
+from reprieve.cli.generate import Generate
+from reprieve.cli.tables import show_results, show_throughput
+from reprieve.display import LEGEND
+from reprieve.errors import SpecError, install_command, require_choice
 from reprieve.settings import AUTO, NumDraftTokens, PairSettings
+
+if TYPE_CHECKING:
+    from reprieve.bench.arms import Arm
+    from reprieve.bench.engine import Engine
+    from reprieve.bench.runner import Run
+    from reprieve.tasks import Task
+    from reprieve.tasks.chat import Chat
+
+_DEMO_ARMS = ("judge:threshold=0.1", "margin:delta=2", "typical", "fuzzy:threshold=1,divergence=kl,form=released")
+_DEMO_QUESTION = (
+    "Noah works 6 hours a day for 4 days and earns 3 dollars per hour. He spends 48 dollars on food. How many dollars "
+    "does Noah have now?"
+)
+_DEMO_K = 16  # of the two answers that are shown; `auto` has to see some answers first
+_DEMO_SECONDS = 3  # of a problem, all arms, on two CPU cores: 40 problems took two minutes
+_DEMO_FEW = 200  # problems: fewer give wide intervals
+_FEW = 100  # problems; with fewer, the fastest K may be due to chance
 
 
 @dataclass(frozen=True)
@@ -48,7 +72,7 @@ class Bench(Command):
 
             require_choice("baseline", self.verdicts.baseline, tuple(arm.label for arm in arms))
             chat = make_chat(self.verdicts.judge)
-        run, document = measure(
+        status, run = compare(
             self,
             arms,
             self.settings,
@@ -58,7 +82,173 @@ class Bench(Command):
             num_workers=self.num_workers,
             speed=self.speed,
         )
-        status = report(run, document, self.answering, self.out, num_workers=self.num_workers)
         if chat is not None and run.complete:
-            show_verdicts(run, chat, self.verdicts, self.out)
+            _show_verdicts(run, chat, self.verdicts, self.out)
         return status
+
+
+@dataclass(frozen=True)
+class Demo(Command):
+    """Compare a trained head and three training-free rules with lossless and target-only on generated word problems.
+
+    Args:
+        num_draft_tokens: K, drafted tokens per round; auto (adaptive), or auto:path=HEAD.
+        out: Folder for results; run again with it to resume.
+    """
+
+    verb = "demo"
+    example = "reprieve demo --limit 10"
+
+    num_draft_tokens: NumDraftTokens = AUTO
+    settings: RunSettings = field(default_factory=lambda: RunSettings(limit=40))
+    pair: PairSettings = field(default_factory=lambda: PairSettings(dtype="float32"))
+    out: Path = Path("runs/demo")
+
+    def run(self) -> int:
+        minutes = max(1, round(self.settings.limit * _DEMO_SECONDS / 60))
+        screen.say(
+            f"Answers one question losslessly and with a trained rule, then compares {len(_DEMO_ARMS)} rules with "
+            f"lossless decoding on {self.settings.limit} problems.\n"
+            f"Takes about {minutes} minute{'s' * (minutes > 1)} on two "
+            "CPU cores; the models are bundled, nothing is downloaded. Ctrl-C keeps what is done."
+        )
+        k = _DEMO_K if self.num_draft_tokens == AUTO else self.num_draft_tokens
+        for rule in ("lossless", _DEMO_ARMS[0]):
+            screen.console().print(f"\n[bold]{rule}[/bold]  {_DEMO_QUESTION}", soft_wrap=True)
+            Generate(_DEMO_QUESTION, rule=rule, num_draft_tokens=k, pair=self.pair).run()
+            screen.say(f"{LEGEND}\n")
+        from reprieve.bench.arms import make_arms
+
+        arms = make_arms(_DEMO_ARMS, [self.num_draft_tokens], target=self.pair.target)
+        status, _ = compare(self, arms, self.settings, EngineSettings(), self.pair, self.out, speed=SpeedSettings())
+        if self.settings.limit < _DEMO_FEW:
+            screen.say(
+                f"{self.settings.limit} problems give wide intervals: reprieve demo --limit 500 --out runs/demo-500"
+            )
+        if (picture := self.out / "frontier.png").exists():
+            screen.say(f"Picture: {picture}")
+        screen.say("Next: reprieve serve   opens a page that shows the source of each token")
+        return status
+
+
+def compare(
+    command: Command,
+    arms: Sequence[Arm],
+    settings: RunSettings,
+    engine: EngineSettings,
+    pair: PairSettings,
+    out: Path,
+    *,
+    speed: SpeedSettings,
+    num_workers: int = 1,
+) -> tuple[int, Run]:
+    """Run arms, write and show the results; returns the exit status and the run.
+
+    Args:
+        command: its flags are kept in the run's folder.
+        speed: settings for speed under load, on servers only.
+        num_workers: number of parallel processes.
+
+    Raises:
+        SpecError: speed under load is requested from an engine that is not a server.
+    """
+    from reprieve.bench.config import RunConfig
+    from reprieve.bench.results import summarise
+    from reprieve.bench.runner import run_arms
+    from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
+
+    if speed.concurrency and (engine.local or engine.batched):
+        raise SpecError(f"--concurrency requires a server engine (--engine vllm), got --engine {engine.engine}")
+    opened = screen.engine_and_task(engine, pair, settings.task, settings.prompt, num_workers=num_workers)
+    with opened as (running, task):
+        alone = (TARGET_ONLY, DRAFT_ONLY)  # left out where the engine cannot run them
+        arms = [arm for arm in arms if arm.label not in alone or not running.refusal(arm, settings.drafter)]
+        config = RunConfig.of(running, arms, settings, command=screen.command_line())
+        keep = partial(command.keep_config, out)
+        with screen.progress(f"{len(arms)} arms", "answers") as progress:
+            run = run_arms(config, arms, running, task, out, begun=keep, progress=progress)
+        document = summarise(run)
+        if speed.concurrency and run.complete:
+            document["throughput"] = _under_load(running, run, task, speed, out)
+    return _report(run, document, engine, out, num_workers=num_workers), run
+
+
+def _report(run: Run, document: dict[str, Any], engine: EngineSettings, out: Path, *, num_workers: int) -> int:
+    """Write and show what was measured; returns the exit status."""
+    from reprieve.bench.figures import draw_frontier
+    from reprieve.bench.results import best_ks, write_results
+
+    fastest = best_ks(document)
+    if document["arms"]:
+        document["fastest"] = [asdict(best) for best in fastest]
+    write_results(document, out)
+    if not document["arms"]:
+        screen.warn(f"interrupted before every arm had answered a problem; records kept in {out}")
+        return 130
+    show_results(document)
+    if unread := next((record for record in run.records if record.unread and document["graded"]), None):
+        screen.say(f"an answer that was not read ({unread.arm}, {unread.problem_id}) ends: {unread.text[-200:]!r}")
+    show_throughput(document)
+    for best in fastest:
+        if len(best.by_k) > 1:
+            speeds = ", ".join(f"{k}: {speed:.0f}" for k, speed in best.by_k.items())
+            screen.say(f"fastest: --arm {best.arm}   (tokens/s by K: {speeds})")
+    if document["num_problems"] < _FEW and any(len(best.by_k) > 1 for best in fastest):
+        n = document["num_problems"]
+        problems = f"{n} problem{'s' * (n > 1)}"
+        screen.say(f"{problems} cannot tell such speeds apart; measure again with --limit {_FEW} or more")
+    screen.say(f"results: {out / 'results.json'}")
+    if not engine.local and "throughput" not in document:
+        how = "--engine local" if engine.batched else "--concurrency"
+        screen.warn(f"no speeds, because answers shared batches: `reprieve bench {how}` measures them")
+    if num_workers > 1:
+        screen.warn(f"{num_workers} processes shared this machine: measure speeds with --workers 1")
+    if not document["graded"]:
+        screen.say("This task has no right answers: --judge openai:model=NAME,url=ADDRESS compares the texts.")
+    elif find_spec("matplotlib"):
+        screen.say(f"figure: {draw_frontier(document, out)[0]}")
+    else:
+        screen.say(f"matplotlib is not installed; skipping the figure: {install_command('evidence')}")
+    if not run.complete:
+        screen.warn("interrupted: the table holds what was finished; run again to resume")
+        return 130
+    return 1 if any(arm["num_failed"] for arm in document["arms"]) else 0
+
+
+def _show_verdicts(run: Run, chat: Chat, settings: VerdictSettings, out: Path) -> None:
+    """Have a language model compare a run's answers, and print its verdict on each arm; resumes.
+
+    Raises:
+        SpecError: no such baseline.
+        ReprieveError: the judge does not answer.
+    """
+    from reprieve.bench.verdicts import judge_run
+
+    with screen.progress("verdicts") as progress:
+        document = judge_run(out, run.problems, chat, settings, progress=progress)
+    for arm in document["arms"]:
+        screen.say(f"{arm['arm']}: {_verdict_words(arm)}")
+    screen.say(f"verdicts: {out / 'verdicts.jsonl'}")
+
+
+def _verdict_words(arm: dict[str, Any]) -> str:
+    if not arm["num_judged"]:
+        return "the judge gave no verdict"
+    if "mean_grade" in arm:
+        low, high = arm["mean_grade_ci95"]
+        return f"mean grade {arm['mean_grade']:.2f} [{low:.2f}, {high:.2f}], n = {arm['num_judged']}"
+    low, high = arm["equal_or_better_ci95"]
+    return (
+        f"equal or better in {100 * arm['equal_or_better']:.1f}% [{100 * low:.1f}, {100 * high:.1f}] "
+        f"(won {arm['num_wins']}, tied {arm['num_ties']}, lost {arm['num_losses']})"
+    )
+
+
+def _under_load(engine: Engine, run: Run, task: Task, speed: SpeedSettings, out: Path) -> list[dict[str, Any]]:
+    """Tokens per second of a run's arms at each concurrency."""
+    from reprieve.backends.served import ServedEngine
+    from reprieve.backends.throughput import measure_throughput
+
+    assert isinstance(engine, ServedEngine)
+    with screen.progress("turns") as progress:
+        return measure_throughput(engine, run.config, task, run.arms, speed, out, progress=progress)

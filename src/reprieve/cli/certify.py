@@ -1,15 +1,17 @@
-"""`reprieve certify`: the most lenient threshold whose loss is provably below a bound."""
+"""`reprieve certify` and `reprieve monitor`: prove that a rule loses little, and check it while it answers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from reprieve.backends.settings import EngineSettings
-from reprieve.certify.settings import CertifySettings
+from reprieve.bench.settings import RunSettings
+from reprieve.certify.settings import CertifySettings, MonitorSettings
 from reprieve.cli import screen
 from reprieve.cli.command import Command
-from reprieve.settings import PairSettings
+from reprieve.errors import SpecError
+from reprieve.settings import AUTO, NumDraftTokens, PairSettings
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Certify(Command):
     out: Path = Path("runs/certify")
 
     def run(self) -> int:
+        from reprieve.certify.fixed_sequence import num_needed
         from reprieve.certify.procedure import Plan, certify
 
         [k] = self.answering.draft_tokens(self.settings.num_draft_tokens)
@@ -39,8 +42,14 @@ class Certify(Command):
         opened = screen.engine_and_task(
             self.answering, self.pair, run_settings.task, run_settings.prompt, num_workers=self.num_workers
         )
-        with opened as (engine, task), screen.progress_bar("answers") as bar:
-            self._warn_of_few(len(task.problems(run_settings.split, run_settings.limit, offset=run_settings.offset)))
+        with opened as (engine, task), screen.progress("answers") as progress:
+            num_problems = len(task.problems(run_settings.split, run_settings.limit, offset=run_settings.offset))
+            promise = self.settings.promise
+            if num_problems < (needed := num_needed(promise)):
+                screen.warn(
+                    f"{num_problems} calibration problems cannot prove a loss below {100 * promise.max_drop:g} points: "
+                    f"{needed} or more are needed (--limit, --max-drop)"
+                )
             outcome = certify(
                 plan,
                 engine,
@@ -48,7 +57,7 @@ class Certify(Command):
                 self.out,
                 command=screen.command_line(),
                 announce=screen.say,
-                progress=screen.reporter(bar),
+                progress=progress,
             )
         if outcome is None:
             screen.warn("interrupted: answers are kept; run again to go on")
@@ -62,12 +71,60 @@ class Certify(Command):
         screen.say(f"use it: reprieve bench --arm certified:{outcome.path}")
         return 0
 
-    def _warn_of_few(self, num_problems: int) -> None:
-        """Warn before any answer if the promise needs more problems than there are."""
-        from reprieve.certify.fixed_sequence import num_needed
 
-        if num_problems < (needed := num_needed(self.settings.promise)):
-            screen.warn(
-                f"{num_problems} calibration problems cannot prove a loss below "
-                f"{100 * self.settings.promise.max_drop:g} points: {needed} or more are needed (--limit, --max-drop)"
+@dataclass(frozen=True)
+class Monitor(Command):
+    """Monitor quality while answering; the exit status is 1 if the alarm was raised.
+
+    Args:
+        rule: The rule, such as judge:path=heads/j,threshold=0.03.
+        num_draft_tokens: K, drafted tokens per round; auto (adaptive), or auto:path=HEAD.
+    """
+
+    verb = "monitor"
+    example = "reprieve monitor --rule judge --limit 100 --share 0.5"
+
+    rule: str
+    settings: MonitorSettings = field(default_factory=MonitorSettings)
+    num_draft_tokens: NumDraftTokens = AUTO
+    problems: RunSettings = field(default_factory=RunSettings)
+    answering: EngineSettings = field(default_factory=EngineSettings)
+    pair: PairSettings = field(default_factory=PairSettings)
+
+    def run(self) -> int:
+        from reprieve.bench.arms import LOSSLESS, make_arm
+        from reprieve.bench.config import RunConfig
+        from reprieve.certify.monitor import MonitorStatus, watch
+
+        [k] = self.answering.draft_tokens(self.num_draft_tokens)
+        strict, relaxed = (make_arm(rule, k, target=self.pair.target) for rule in (LOSSLESS, self.rule))
+        if relaxed.rule is None or relaxed.rule.dial is None:
+            raise SpecError(f"--rule must be a relaxed rule: there is nothing to watch in {self.rule!r}")
+        problems = self.problems
+        with screen.engine_and_task(self.answering, self.pair, problems.task, problems.prompt) as (engine, task):
+            config = RunConfig.of(engine, [strict, relaxed], problems, command=screen.command_line())
+            if relaxed.certificate is not None:
+                relaxed.certificate.check(config.conditions(engine, relaxed), where=f"of {relaxed.label}")
+            num_problems = len(task.problems(problems.split, problems.limit, offset=problems.offset))
+            num_told = -1
+
+            def on_answer(status: MonitorStatus) -> None:
+                nonlocal num_told
+                tenth = status.num_seen * 10 // num_problems > (status.num_seen - 1) * 10 // num_problems
+                if tenth and status.num_checked != num_told:
+                    num_told = status.num_checked
+                    screen.say(status.sentence())
+
+            final = watch(
+                engine,
+                config,
+                task,
+                relaxed,
+                strict,
+                **asdict(self.settings),
+                seed=problems.seed,
+                on_alarm=lambda status: screen.say(f"alarm: {status.sentence()}"),
+                on_answer=on_answer,
             )
+        screen.say(f"final: {final.sentence()}")
+        return 1 if final.alarm else 0

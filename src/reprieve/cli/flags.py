@@ -14,8 +14,9 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -52,29 +53,66 @@ class Flag:
         return self.name if self.name in _KNOWN_COUNTS else self.name.removeprefix("num_").rstrip("_")
 
     @property
+    def many(self) -> bool:
+        """True for tuples: texts and paths are given by repeating the flag, numbers are separated by commas."""
+        return typing.get_origin(self.hint) is tuple
+
+    @property
+    def optional(self) -> bool:
+        """True where None is a value too."""
+        return types.NoneType in typing.get_args(self.hint)
+
+    @property
     def kind(self) -> Any:
-        """Its type, None left out."""
-        options = _options(self.hint)
-        return read_draft_tokens if set(options) == {int, str} else options[0]
+        """Type of its value, or of each of its values, None left out; a function for `num_draft_tokens`."""
+        hint = typing.get_args(self.hint)[0] if self.many else self.hint
+        options = [option for option in typing.get_args(hint) or (hint,) if option is not types.NoneType]
+        return read_draft_tokens if len(options) > 1 else options[0]
 
-    @property
-    def items(self) -> Any:
-        """The type of its items, where it is a tuple; else None."""
-        if typing.get_origin(self.kind) is not tuple:
-            return None
-        item = typing.get_args(self.kind)[0]
-        return read_draft_tokens if set(_options(item)) == {int, str} else item
+    def read(self, text: object) -> Any:
+        """Convert one value, as it is typed or as a configuration file holds it.
 
-    @property
-    def repeated(self) -> bool:
-        """True where it may be given several times: tuples of texts; numbers are separated by commas."""
-        return self.items in (str, Path)
+        Raises:
+            ArgumentTypeError: another type, or a text that no file or model can take.
+        """
+        wanted = f"must be {_KINDS[self.kind][0]}, got {text!r}"
+        if not isinstance(text, str):  # a list in a configuration file, for instance
+            raise argparse.ArgumentTypeError(wanted)
+        try:
+            value = _boolean(text) if self.kind is bool else self.kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(wanted) from None
+        if self.kind is Path and not text:
+            raise argparse.ArgumentTypeError("must name a path, got ''")
+        if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+            raise argparse.ArgumentTypeError(f"must be text without NUL and lone surrogates, got {text!r}")
+        return value
+
+    def read_list(self, text: str) -> tuple[Any, ...]:
+        """Convert several values, separated by commas.
+
+        Raises:
+            ArgumentTypeError: none, or one of another type.
+        """
+        values = tuple(self.read(part.strip()) for part in text.split(",") if part.strip())
+        if not values:
+            raise argparse.ArgumentTypeError(f"must be numbers separated by commas, got {text!r}")
+        return values
 
 
-def _options(hint: Any) -> list[Any]:
-    """The types that a hint allows, None left out."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    return [option for option in options if option is not type(None)]
+_KINDS: dict[Any, tuple[str, str]] = {  # words in errors, and the value's name in help
+    read_draft_tokens: ("a whole number, or a text", "N"),
+    int: ("a whole number", "N"),
+    float: ("a number", "X"),
+    str: ("a text", "TEXT"),
+    bool: ("true or false", ""),
+    Path: ("a path", "PATH"),
+}
+
+
+def _boolean(text: str) -> bool:
+    """Return the meaning of `true` or `false` in a configuration file."""
+    return ("false", "true").index(text.lower()) == 1
 
 
 def flags_of(kind: type, *, default: Any = dataclasses.MISSING, group: str = "") -> Iterator[Flag]:
@@ -88,7 +126,7 @@ def flags_of(kind: type, *, default: Any = dataclasses.MISSING, group: str = "")
     for field in dataclasses.fields(kind):
         if not field.init or field.metadata.get("flag") is False:
             continue
-        value = _default_of(field) if default is dataclasses.MISSING else getattr(default, field.name)
+        value = _default_of(field, default)
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint):
             inner = group if field.name == "settings" else field.name.replace("_", " ")
@@ -111,26 +149,71 @@ def argument_helps(kind: type) -> dict[str, str]:
 
 def parser_of(kind: type, *, prog: str) -> argparse.ArgumentParser:
     """Return a parser of a record's flags. Flags that are not given are absent from its result."""
+    flags = list(flags_of(kind))
+    assert len({flag.name for flag in flags}) == len(flags), f"{prog}: a flag is declared twice"
+    positional = [flag.key.upper() + (" ..." if flag.many else "") for flag in flags if flag.positional]
     example = str(getattr(kind, "example", ""))
     parser = _Parser(
         prog=prog,
-        usage=" ".join([prog, *(_usage(flag) for flag in flags_of(kind) if flag.positional), "[FLAGS]"])
-        + (example and f"\nexample: {example}"),
+        usage=" ".join([prog, *positional, "[FLAGS]"]) + (example and f"\nexample: {example}"),
         description=inspect.cleandoc(kind.__doc__ or "").partition("\nArgs:")[0].strip(),
-        formatter_class=_Help,
+        formatter_class=partial(argparse.HelpFormatter, max_help_position=30, width=110),
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
     groups: dict[str, Any] = {"": parser}
-    known: set[str] = set()
-    for flag in flags_of(kind):
-        assert flag.name not in known, f"{prog}: {flag.option} is declared twice"
-        known.add(flag.name)
+    for flag in flags:
         if flag.group not in groups:
             groups[flag.group] = parser.add_argument_group(flag.group)
         _add(groups[flag.group], flag)
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with values for these flags; flags win.")
     return parser
+
+
+def _add(group: Any, flag: Flag) -> None:
+    ending = "" if "Default:" in flag.help else _default_text(flag.default)
+    options: dict[str, Any] = {"help": (flag.help + ending).replace("%", "%%")}
+    if flag.positional:
+        many = {"nargs": "+"} if flag.many else {}
+        group.add_argument(flag.name, type=flag.read, metavar=flag.key.upper(), **many, **options)
+        return
+    metavar = _KINDS[flag.kind][1]
+    if flag.kind is bool:
+        options |= {"action": argparse.BooleanOptionalAction}
+    elif not flag.many:
+        options |= {"type": flag.read, "metavar": metavar}
+    elif flag.kind in (str, Path):
+        options |= {"type": flag.read, "metavar": metavar, "action": "append"}
+    else:
+        options |= {"type": flag.read_list, "metavar": f"{metavar},{metavar}"}
+    group.add_argument(flag.option, dest=flag.name, **options)
+
+
+def _default_text(default: Any) -> str:
+    """Return the default as the end of a help text; empty if the text itself has to state it."""
+    if default is dataclasses.MISSING or default in (None, (), "") or isinstance(default, bool):
+        return ""
+    values = default if isinstance(default, tuple) else (default,)
+    return f" Default: {','.join(f'{value:g}' if isinstance(value, float) else str(value) for value in values)}."
+
+
+class _Parser(argparse.ArgumentParser):
+    """Names the flag that a misspelt one may have meant."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        if unknown:
+            known = [name for name in self._option_string_actions if name.startswith("--")]
+            message = f"unknown flag {unknown[1]}{did_you_mean(unknown[1], known)}"
+        elif message.endswith("expected one argument"):
+            message += "; a value that begins with - is written --flag=-1"
+        self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` lists the flags.\n")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error message that suggests a similar name; empty if there is none."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def program_name(command: str) -> str:
@@ -147,20 +230,19 @@ def parse(kind: type[T], arguments: Sequence[str], *, command: str) -> T:
     """
     parser = parser_of(kind, prog=program_name(command))
     given = vars(parser.parse_args(list(arguments)))
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     path = given.pop("config", None)
     flags = {flag.name: flag for flag in flags_of(kind)}
     values = {**(_from_file(path, flags, command) if path is not None else {}), **given}
-    if presets := getattr(kind, "presets", None):
-        values = {**_preset(presets, values.get("preset", flags["preset"].default)), **values}
+    if presets := getattr(kind, "presets", None):  # they replace defaults; flags and configuration files win
+        preset = values.get("preset", flags["preset"].default)
+        require_choice("--preset", preset, tuple(presets))
+        values = {**presets[preset], **values}
     bundle = bundle_of(values.get("target"))
     if bundle is not None and "task" in flags and flags["task"].default == BUNDLED_TASK:
         values.setdefault("task", bundle.task)
-    missing = [
-        flag.option if not flag.positional else flag.key
-        for flag in flags.values()
-        if flag.default is dataclasses.MISSING and flag.name not in values
-    ]
-    if missing:
+    required = [flag for flag in flags.values() if flag.default is dataclasses.MISSING]
+    if missing := [flag.option for flag in required if flag.name not in values]:
         parser.error(f"the following arguments are required: {', '.join(missing)}")
     return build(kind, values)
 
@@ -176,7 +258,7 @@ def build(kind: type[T], values: Mapping[str, Any], *, default: Any = dataclasse
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         if not field.init:
             continue
-        fallback = _default_of(field) if default is dataclasses.MISSING else getattr(default, field.name)
+        fallback = _default_of(field, default)
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint):
             arguments[field.name] = build(hint, values, default=fallback)  # type: ignore[arg-type]
@@ -191,16 +273,24 @@ def to_yaml(record: Any, command: str) -> str:
     """All values of a record by flag, the command first: what `--config` reads."""
     import yaml
 
-    values: dict[str, Any] = {_COMMAND: command}
-    for flag, value in _values(record):
-        values[flag.key] = [_plain(item) for item in value] if isinstance(value, tuple) else _plain(value)
-    text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+    values = {flag.key: _plain(flag.default) for flag in flags_of(type(record), default=record)}
+    text: str = yaml.safe_dump({_COMMAND: command, **values}, sort_keys=False, allow_unicode=True, width=120)
     return text
 
 
-def _values(record: Any) -> Iterator[tuple[Flag, Any]]:
-    for flag in flags_of(type(record), default=record):
-        yield flag, flag.default
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def command_in(path: Path) -> str | None:
+    """Return the command that a configuration belongs to; None where it does not say, or cannot be read."""
+    try:
+        command: str | None = _read_config(path).get(_COMMAND)
+    except ReprieveError:
+        return None
+    return command
 
 
 def _from_file(path: Path, flags: Mapping[str, Flag], command: str) -> dict[str, Any]:
@@ -210,45 +300,41 @@ def _from_file(path: Path, flags: Mapping[str, Flag], command: str) -> dict[str,
         ReprieveError: it cannot be read.
         SpecError: another command's, an unknown key, or a value of another type.
     """
-    import yaml
-
-    try:
-        written = _read_yaml(read_file(path, "--config"))
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ReprieveError(f"--config {str(path)!r} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(written, dict):
-        raise SpecError(f"--config {str(path)!r} must hold flags by name, got {type(written).__name__}")
+    where = f"--config {str(path)!r}"
+    written = _read_config(path)
     if (other := written.pop(_COMMAND, command)) != command:
-        raise SpecError(f"--config {str(path)!r} belongs to `reprieve {other}`, not to `reprieve {command}`")
+        raise SpecError(f"{where} belongs to `reprieve {other}`, not to `reprieve {command}`")
     by_key = {flag.key: flag for flag in flags.values()}
-    values = {}
+    values: dict[str, Any] = {}
     for key, value in written.items():
         if key not in by_key:
-            near = difflib.get_close_matches(str(key), by_key, n=1)
-            raise SpecError(
-                f"--config {str(path)!r}: `reprieve {command}` has no {key!r}"
-                + (f"; did you mean {near[0]}?" if near else "")
-            )
+            raise SpecError(f"{where}: `reprieve {command}` has no {key!r}{did_you_mean(str(key), by_key)}")
         flag = by_key[key]
-        values[flag.name] = _checked(flag, value, f"--config {str(path)!r}: {key}")
+        if flag.many and not isinstance(value, list):
+            raise SpecError(f"{where}: {key} must be a list, got {value!r}")
+        try:
+            if value is None and flag.optional:
+                values[flag.name] = None
+            else:
+                values[flag.name] = tuple(map(flag.read, value)) if flag.many else flag.read(value)
+        except argparse.ArgumentTypeError as error:
+            raise SpecError(f"{where}: {key} {error}") from None
     return values
 
 
-def _read_yaml(content: bytes) -> Any:
-    """Return what a configuration file says.
+def _read_config(path: Path) -> dict[Any, Any]:
+    """Return what a configuration file says: texts, or None for null; the flags themselves read numbers.
 
     Raises:
-        ValueError: not UTF-8, or a duplicate key.
-        yaml.YAMLError: not YAML.
+        ReprieveError: no YAML in UTF-8, a duplicate key, or no mapping.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """YAML without base-60 numbers (1:30) and octal numbers (010); duplicate keys are refused."""
+        """YAML without numbers and booleans, so that a value means what it means as a flag: 010 is ten."""
 
-        # Without YAML 1.1's numbers to the base of 60.
         yaml_implicit_resolvers: ClassVar[Any] = {
-            first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBER_TAGS]
+            first: [(tag, pattern) for tag, pattern in resolvers if tag == "tag:yaml.org,2002:null"]
             for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
         }
 
@@ -258,188 +344,17 @@ def _read_yaml(content: bytes) -> Any:
                 raise ValueError(f"the key {twice[0]!r} stands twice")
             return super().construct_mapping(node, deep)
 
-    Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))  # 010 is ten
-    for tag, pattern in _NUMBER_TAGS.items():
-        Loader.add_implicit_resolver(tag, pattern, list("-+.0123456789"))
-    return yaml.load(content.decode("utf-8"), Loader)  # a SafeLoader
-
-
-def _preset(presets: Mapping[str, Mapping[str, Any]], name: str) -> Mapping[str, Any]:
-    """Return the values of a preset, which replace defaults; flags and configuration files win."""
-    require_choice("--preset", name, tuple(presets))
-    return presets[name]
-
-
-def _checked(flag: Flag, value: Any, where: str) -> Any:
-    if value is None and flag.kind != flag.hint:
-        return None
-    if flag.items is not None:
-        if not isinstance(value, list):
-            raise SpecError(f"{where} must be a list, got {value!r}")
-        return tuple(_scalar(flag.items, item, where) for item in value)
-    return _scalar(flag.kind, value, where)
-
-
-def _scalar(kind: Any, value: Any, where: str) -> Any:
-    allowed = {float: (int, float), Path: (str,), read_draft_tokens: (int, str)}.get(kind, (kind,))
-    if kind is float and isinstance(value, str):  # YAML 1.1 takes 1e-3 for a text
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
-        raise SpecError(f"{where} must be {_WANTED[kind]}, got {value!r}")
-    if isinstance(value, str):
-        _require_text(kind, value, where)
-    return kind(value)
-
-
-def _require_text(kind: Any, value: str, where: str) -> None:
-    """Refuse texts that no file or model can take: an empty path, a NUL, half of a surrogate pair.
-
-    Raises:
-        SpecError: names the value.
-    """
-    if kind is Path and not value:
-        raise SpecError(f"{where} must name a path, got ''")
-    if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
-        raise SpecError(f"{where} must be text without NUL and lone surrogates, got {value!r}")
-
-
-_NUMBER_TAGS = {
-    "tag:yaml.org,2002:int": re.compile(r"^[-+]?\d+$"),
-    "tag:yaml.org,2002:float": re.compile(
-        r"^[-+]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][-+]?\d+)?$|^[-+]?\.inf$|^\.nan$"
-    ),
-}
-_WANTED = {
-    read_draft_tokens: "a whole number, or a text",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    bool: "true or false",
-    Path: "a path",
-}
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
-
-
-def _default_of(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-
-
-def _add(group: Any, flag: Flag) -> None:
-    if flag.positional:
-        many = flag.items is not None
-        optional = flag.default is not dataclasses.MISSING
-        nargs = {(True, False): "+", (True, True): "*", (False, True): "?"}.get((many, optional))
-        kind = _converter(flag.items or flag.kind)
-        action = _Tuple if many else "store"
-        group.add_argument(
-            flag.name, type=kind, nargs=nargs, metavar=flag.key.upper(), action=action, help=_escaped(flag.help)
-        )
-        return
-    ending = "" if "Default:" in flag.help else _default_text(flag.default)
-    options: dict[str, Any] = {"dest": flag.name, "help": _escaped(flag.help + ending)}
-    if flag.kind is bool:
-        options |= {"action": argparse.BooleanOptionalAction}
-    elif flag.repeated:
-        options |= {"action": _Append, "type": _converter(flag.items), "metavar": _METAVARS[flag.items]}
-    elif flag.items is not None:
-        metavar = _METAVARS[flag.items]
-        options |= {"type": _commas(_converter(flag.items)), "metavar": f"{metavar},{metavar}"}
-    else:
-        options |= {"type": _converter(flag.kind), "metavar": _METAVARS[flag.kind]}
-    group.add_argument(flag.option, **options)
-
-
-_METAVARS = {read_draft_tokens: "N", int: "N", float: "X", str: "TEXT", Path: "PATH"}
-
-
-def _usage(flag: Flag) -> str:
-    name = flag.key.upper() + (" ..." if flag.items is not None else "")
-    return name if flag.default is dataclasses.MISSING else f"[{name}]"
-
-
-def command_in(path: Path) -> str | None:
-    """Return the command that a configuration belongs to; None where it does not say, or cannot be read."""
-    import yaml
-
     try:
-        written = _read_yaml(read_file(path, "--config"))
-    except (ReprieveError, ValueError, RecursionError, yaml.YAMLError):
-        return None
-    return written.get(_COMMAND) if isinstance(written, dict) else None
+        written = yaml.load(read_file(path, "--config").decode("utf-8"), Loader)  # a SafeLoader
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ReprieveError(f"--config {str(path)!r} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(written, dict):
+        raise SpecError(f"--config {str(path)!r} must hold flags by name, got {type(written).__name__}")
+    return written
 
 
-def _default_text(default: Any) -> str:
-    """Return the default as the end of a help text; empty if the text itself has to state it."""
-    if default is dataclasses.MISSING or default in (None, (), "") or isinstance(default, bool):
-        return ""
-    if isinstance(default, tuple):
-        return f" Default: {','.join(f'{item:g}' if isinstance(item, float) else str(item) for item in default)}."
-    return f" Default: {default:g}." if isinstance(default, float) else f" Default: {default}."
-
-
-def _escaped(text: str) -> str:
-    return text.replace("%", "%%")
-
-
-def _converter(kind: Any) -> Callable[[str], Any]:
-    def convert(text: str) -> Any:
-        if kind is Path and not text:
-            raise argparse.ArgumentTypeError("must name a path, got ''")
-        try:
-            return kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"must be {_WANTED[kind]}, got {text!r}") from None
-
-    return convert
-
-
-def _commas(convert: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    def split(text: str) -> tuple[Any, ...]:
-        items = tuple(convert(part.strip()) for part in text.split(",") if part.strip())
-        if not items:
-            raise argparse.ArgumentTypeError(f"must be numbers separated by commas, got {text!r}")
-        return items
-
-    return split
-
-
-class _Append(argparse.Action):
-    """Adds a value to a tuple that begins empty, whatever the default is."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), values))
-
-
-class _Tuple(argparse.Action):
-    """Several values by position, as a tuple; none of them leaves the default."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        if values:
-            setattr(namespace, self.dest, tuple(values))
-
-
-class _Help(argparse.HelpFormatter):
-    """Wide enough for sentences."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30, width=110)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says which flag a misspelt one may have meant."""
-
-    def error(self, message: str) -> NoReturn:
-        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
-        if unknown:
-            known = [name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")]
-            near = difflib.get_close_matches(unknown[1].removeprefix("--"), known, n=1)
-            message = f"unknown flag {unknown[1]}" + (f"; did you mean --{near[0]}?" if near else "")
-        elif message.endswith("expected one argument"):
-            message += "; a value that begins with - is written --flag=-1"
-        self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` lists the flags.\n")
+def _default_of(field: dataclasses.Field[Any], holder: Any) -> Any:
+    """Return the value in the record that holds the field; the field's own default where there is no record."""
+    if dataclasses.is_dataclass(holder):
+        return getattr(holder, field.name)
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

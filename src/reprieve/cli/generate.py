@@ -1,9 +1,10 @@
-"""`reprieve generate`: one answer, streamed, each token coloured by where it comes from."""
+"""`reprieve generate` and `reprieve rules`: one answer, each token coloured by where it comes from, and the rules."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,7 +141,7 @@ class Generate(Command):
 
 
 def _as_json(generation: Generation, spec: str, tokenizer: Any) -> dict[str, Any]:
-    document: dict[str, Any] = {
+    document = {
         "rule": spec,
         "text": generation.text,
         "finish_reason": generation.finish_reason,
@@ -156,20 +157,47 @@ def _as_json(generation: Generation, spec: str, tokenizer: Any) -> dict[str, Any
                 "token_id": token.token_id,
                 "text": tokenizer.decode([token.token_id]),
                 "provenance": token.provenance.value,
-                "risk": token.risk if token.risk is not None and abs(token.risk) != float("inf") else None,
+                "risk": token.risk,
             }
             for token in generation.tokens
         ],
     }
     if generation.trace is not None:
-        document["rounds"] = [_finite(dataclasses.asdict(entry)) for entry in generation.trace]
-    return document
+        document["rounds"] = [dataclasses.asdict(entry) for entry in generation.trace]
+    finite: dict[str, Any] = _finite(document)
+    return finite
 
 
 def _finite(value: Any) -> Any:
     """JSON has no infinity: an infinite risk becomes null."""
     if isinstance(value, float):
-        return value if abs(value) != float("inf") and value == value else None
+        return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class Rules(Command):
+    """List the rules with their sources, parameters, defaults and dials."""
+
+    verb = "rules"
+    example = "reprieve rules"
+
+    def run(self) -> int:
+        from reprieve.rules import RULES
+        from reprieve.specs import parameters_of
+
+        out = screen.console()
+        for kind in RULES:
+            summary = (kind.__doc__ or "").strip().splitlines()[0]
+            out.print(f"[bold]{kind.name}[/bold]  {summary}", soft_wrap=True)
+            if kind.about.origin:
+                out.print(f"    from {kind.about.origin}", soft_wrap=True, markup=False)
+            for name, parameter in parameters_of(kind).items():
+                dial = "  (dial)" if kind.own_dial is not None and name == kind.own_dial.name else ""
+                out.print(f"    {name}={parameter.default}{dial}", soft_wrap=True, markup=False)
+        out.print(
+            "\nWrite name:parameter=value,...; a&b needs both, a|b either; start= and end= restrict a rule to a span."
+        )
+        return 0

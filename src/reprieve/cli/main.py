@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import signal
@@ -13,32 +12,34 @@ from typing import NoReturn
 
 import reprieve
 from reprieve.cli.command import Command
+from reprieve.cli.flags import did_you_mean, parse, program_name
+from reprieve.errors import ReprieveError
 
 # Every verb, its class, and what it is for: help is printed without importing any of them.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("demo:Demo", "compare a trained rule and three others with lossless decoding, on the bundled pair"),
+    "demo": ("bench:Demo", "compare a trained rule and three others with lossless decoding, on the bundled pair"),
     "generate": ("generate:Generate", "answer one prompt, each token coloured by where it comes from"),
     "serve": ("serve:Serve", "serve an OpenAI-compatible API with rules per request, and a playground"),
     "bench": ("bench:Bench", "compare rules on a task: accuracy, speed, answer length"),
-    "report": ("report:Report", "write one HTML page from runs and certificates"),
-    "monitor": ("monitor:Monitor", "check a share of answers against lossless decoding while serving"),
+    "report": ("publish:Report", "write one HTML page from runs and certificates"),
+    "monitor": ("certify:Monitor", "check a share of answers against lossless decoding while serving"),
     "quickstart": ("quickstart:Quickstart", "your pair and your data: mine, train, certify, report"),
     "certify": ("certify:Certify", "find the most lenient threshold whose loss is provably below a bound"),
-    "mine autojudge": ("mine:MineAutoJudge", "label mismatches that change the answer (AutoJudge)"),
-    "mine pivot": ("mine:MinePivot", "label tokens that sampling rejects, by rollouts (PAD)"),
-    "mine arbitration": ("mine:MineArbitration", "label which side of a mismatch ends better (CoSpec)"),
+    "mine autojudge": ("labels:MineAutoJudge", "label mismatches that change the answer (AutoJudge)"),
+    "mine pivot": ("labels:MinePivot", "label tokens that sampling rejects, by rollouts (PAD)"),
+    "mine arbitration": ("labels:MineArbitration", "label which side of a mismatch ends better (CoSpec)"),
     "labels show": ("labels:ShowLabels", "show labelled problems, token by token"),
     "labels stats": ("labels:LabelStats", "count labels by class of token"),
     "labels import": ("labels:ImportLabels", "add labels made by hand to a store"),
-    "train judge": ("train_head:TrainJudge", "fit a linear head to labels (AutoJudge)"),
-    "train pivot": ("train_head:TrainPivot", "fit an MLP to labels (PAD)"),
-    "train state-arbiter": ("train_head:TrainStateArbiter", "fit two linear heads to traces: which side ends better"),
-    "train arbiter": ("train_arbiter:TrainArbiter", "train an arbiter on traces (CoSpec)"),
-    "train lts": ("train_lts:TrainLts", "measure the constants of a target's bound (ARC-Decode)"),
-    "train length": ("train_length:TrainLength", "train a head that decides how many tokens to draft"),
-    "train eagle": ("train_eagle:TrainEagle", "train an EAGLE-3 drafting head on the target's own answers"),
+    "train judge": ("train:TrainJudge", "fit a linear head to labels (AutoJudge)"),
+    "train pivot": ("train:TrainPivot", "fit an MLP to labels (PAD)"),
+    "train state-arbiter": ("train:TrainStateArbiter", "fit two linear heads to traces: which side ends better"),
+    "train arbiter": ("train:TrainArbiter", "train an arbiter on traces (CoSpec)"),
+    "train lts": ("train:TrainLts", "measure the constants of a target's bound (ARC-Decode)"),
+    "train length": ("train:TrainLength", "train a head that decides how many tokens to draft"),
+    "train eagle": ("train:TrainEagle", "train an EAGLE-3 drafting head on the target's own answers"),
     "publish": ("publish:Publish", "upload heads, certificates and report to the Hugging Face Hub"),
-    "rules": ("rules:Rules", "list rules with their parameters and sources"),
+    "rules": ("generate:Rules", "list rules with their parameters and sources"),
 }
 _GROUPS = {  # sections of `reprieve --help`, and their verbs
     "Decode": ("demo", "generate", "serve"),
@@ -50,22 +51,17 @@ _GROUPS = {  # sections of `reprieve --help`, and their verbs
 
 def usage(verb: str = "") -> str:
     """Return what `reprieve --help` prints, or the help of a verb with several commands."""
+    command = f"reprieve {verb} COMMAND" if verb else "reprieve COMMAND"
+    lines = [f"usage: {command} [FLAGS]", ""]
+    if not verb:
+        lines += ["Relaxed verification for speculative decoding.", ""]
     width = max(map(len, COMMANDS))
-
-    def lines_of(*verbs: str) -> list[str]:
-        return [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items() if name.split()[0] in verbs]
-
-    if verb:
-        return "\n".join(
-            [f"usage: reprieve {verb} COMMAND [FLAGS]", "", *lines_of(verb), "", _hint(f"reprieve {verb} COMMAND")]
-        )
-    groups = [line for name, verbs in _GROUPS.items() for line in (f"{name}:", *lines_of(*verbs), "")]
-    head = ["usage: reprieve COMMAND [FLAGS]", "", "Relaxed verification for speculative decoding.", ""]
-    return "\n".join([*head, *groups, _hint("reprieve COMMAND")])
-
-
-def _hint(command: str) -> str:
-    return f"`{command} --help` lists a command's flags."
+    for title, verbs in ({"": (verb,)} if verb else _GROUPS).items():
+        if title:
+            lines.append(f"{title}:")
+        lines += [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items() if name.split()[0] in verbs]
+        lines.append("")
+    return "\n".join([*lines, f"`{command} --help` lists a command's flags."])
 
 
 def command_of(name: str) -> type[Command]:
@@ -95,37 +91,25 @@ def main(arguments: Sequence[str]) -> int:
         return run_command(command_of(f"{verb} {rest[0]}"), rest[1:])
     if verb in COMMANDS:
         return run_command(command_of(verb), rest)
-    if any(name.startswith(f"{verb} ") for name in COMMANDS):
-        if rest and rest[0] in ("-h", "--help"):
-            print(usage(verb))
-            return 0
-        if rest:
-            known = [name.partition(" ")[2] for name in COMMANDS if name.startswith(f"{verb} ")]
-            said = f"unknown command {f'{verb} {rest[0]}'!r}; {verb} takes {', '.join(known)}{_near(rest[0], known)}"
-            print(f"reprieve: {said}\n\n", end="", file=sys.stderr)
+    below = [name.partition(" ")[2] for name in COMMANDS if name.startswith(f"{verb} ")]
+    if below and rest[:1] in (["-h"], ["--help"]):
+        print(usage(verb))
+        return 0
+    if below and rest:
+        near = did_you_mean(rest[0], below)
+        said = f"unknown command {f'{verb} {rest[0]}'!r}; {verb} takes {', '.join(below)}{near}"
+        print(f"reprieve: {said}\n", file=sys.stderr)
+    if below:
         print(usage(verb), file=sys.stderr)
         return 2
-    known = _verbs()
-    said = f"unknown command {verb!r}; it must be one of {', '.join(known)}{_near(verb, known)}"
+    known = list(dict.fromkeys(name.partition(" ")[0] for name in COMMANDS))
+    said = f"unknown command {verb!r}; it must be one of {', '.join(known)}{did_you_mean(verb, known)}"
     print(f"reprieve: {said}", file=sys.stderr)
     return 2
 
 
-def _near(name: str, known: Sequence[str]) -> str:
-    """Return a suggestion of a similar name; empty if there is none."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
-def _verbs() -> list[str]:
-    return list(dict.fromkeys(name.partition(" ")[0] for name in COMMANDS))
-
-
 def run_command(kind: type[Command], arguments: Sequence[str]) -> int:
     """Run a verb, or a script of `benchmarks/` that is written as one; returns the exit status."""
-    from reprieve.cli.flags import parse, program_name
-    from reprieve.errors import ReprieveError
-
     name, command = program_name(kind.verb), None
     try:
         command = parse(kind, arguments, command=kind.verb)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -9,7 +10,7 @@ import os
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reprieve.backends.settings import EngineSettings
 from reprieve.bench.settings import RunSettings
@@ -17,12 +18,11 @@ from reprieve.certify.settings import CertifySettings, Promise
 from reprieve.cli import screen
 from reprieve.cli.bench import Bench
 from reprieve.cli.certify import Certify
-from reprieve.cli.command import Command
-from reprieve.cli.mine import MineAutoJudge
-from reprieve.cli.report import Report
-from reprieve.cli.stages import Pipeline
-from reprieve.cli.train_head import TrainJudge
-from reprieve.cli.trial import Trial, about_pair, try_answers
+from reprieve.cli.command import Command, Pipeline
+from reprieve.cli.labels import MineAutoJudge
+from reprieve.cli.publish import Report
+from reprieve.cli.train import TrainJudge
+from reprieve.cli.trial import Trial, try_answers
 from reprieve.errors import (
     EngineError,
     ReprieveError,
@@ -41,10 +41,10 @@ from reprieve.specs import quoted
 if TYPE_CHECKING:
     from reprieve.heads.certificates import Certificate
     from reprieve.tasks import Task
-    from reprieve.tasks.prompting import PromptedTask
 
 _COMPARED = 40  # problems of the last comparison
 _MOST = 10_000  # problems counted of a split
+_SPLITS = ("train", "validation", "test")
 _FREE = ("out", "look", "unread", "num_workers")  # settings that may change from run to run
 _THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.4)  # coarser than usual: each is measured in full
 _SHARED = 16  # assumed number of answers that a server produces in the time of one; low for a GPU
@@ -126,6 +126,8 @@ class Quickstart(Command):
     def run(self) -> int:
         for module, extra in (("sklearn", "labels"), ("scipy", "evidence")):
             import_extra(module, extra)  # before hours of mining
+        from reprieve.heads.certificates import Certificate
+
         prompt, num_mined, num_certified, provable = self._look()
         if self.look:
             return 0
@@ -140,7 +142,7 @@ class Quickstart(Command):
             arm = f"judge:path={self.out / 'head'}"
             if provable:
                 status = stages.run("certify", self._certification(prompt, arm, num_certified), results=(0, 1))
-                certificate = self._certificate() if status == 0 else None
+                certificate = Certificate.load(self._certificate_path) if status == 0 else None
         except EngineError:
             raise
         except ReprieveError as error:
@@ -152,7 +154,9 @@ class Quickstart(Command):
         unfinished = "-untrained" if arm == _UNTRAINED else "-uncertified"
         folder = self.out / f"bench{unfinished if failure else ''}"
         stages.run("bench", self._comparison(prompt, arm, num_certified, folder))
-        stages.run("report", self._report(folder, certificate))
+        folders = (folder, *([] if certificate is None else [self.out / "certificates"]))
+        title = f"{self.pair.target} on {self.data or self.task}"
+        stages.run("report", Report(folders=folders, title=title, out=self.out / "report.html"))
         self._say_how_to_serve(certificate)
         return 1 if failure else 0
 
@@ -197,11 +201,6 @@ class Quickstart(Command):
             pair=self.pair,
             out=folder,
         )
-
-    def _report(self, bench: Path, certificate: Certificate | None) -> Report:
-        folders = (bench, *([] if certificate is None else [self.out / "certificates"]))
-        title = f"{self.pair.target} on {self.data or self.task}"
-        return Report(folders=folders, title=title, out=self.out / "report.html")
 
     @property
     def _promise(self) -> Promise:
@@ -250,6 +249,7 @@ class Quickstart(Command):
             the prompt settings, how many problems to mine and to certify on, and whether those can prove the promise.
         """
         from reprieve.backends.making import make_engine
+        from reprieve.models.identity import stored_positions
         from reprieve.tasks import load_task
         from reprieve.tasks.prompting import with_prompts
 
@@ -258,16 +258,24 @@ class Quickstart(Command):
             raise SpecError(f"task {plain.name} has no right answers: nothing can be certified on it")
         num_mined, num_certified = self._sizes(plain)
         screen.quiet_transformers()
-        engine = make_engine(self.answering, self.pair, announce=screen.warn)
-        try:
-            prompt = self._prompt(engine.tokenizer)
+        with contextlib.closing(make_engine(self.answering, self.pair, announce=screen.warn)) as engine:
+            has_template = bool(getattr(engine.tokenizer, "chat_template", None))
+            prompt = PromptSettings(
+                chat_template=self.template == "chat" or (self.template == "auto" and has_template),
+                system_prompt=self.system_prompt,
+                thinking=self.thinking,
+                max_new_tokens=self.max_new_tokens,
+            )
             task = with_prompts(plain, engine.tokenizer, prompt)
-            self._fit(task, max(num_mined, num_certified))
+            stages = [task.problems(split, max(num_mined, num_certified)) for split in _SPLITS]
+            task.fit([problem for problems in stages for problem in problems], stored_positions(self.pair))
             prompt = dataclasses.replace(prompt, max_new_tokens=task.max_new_tokens)
-            screen.say(f"pair: {about_pair(engine)}; prompts: {describe_format(prompt.format)}")
+            facts = engine.facts
+            server = " ".join(filter(None, (facts.engine_version, facts.runner)))
+            where = facts.device if self.answering.local else f"{facts.engine} {server}"
+            pair = f"{facts.identity.target} and {facts.identity.draft}, {facts.dtype} on {where}"
+            screen.say(f"pair: {pair}; prompts: {describe_format(prompt.format)}")
             trial = try_answers(engine, task, self.task_spec, self._num_draft_tokens, seed=self.seed)
-        finally:
-            engine.close()
         del engine
         gc.collect()
         trial.tell(task.max_new_tokens)
@@ -285,7 +293,7 @@ class Quickstart(Command):
         Raises:
             SpecError: a split with fewer than two.
         """
-        sizes = {split: len(task.problems(split, _MOST)) for split in ("train", "validation", "test")}
+        sizes = {split: len(task.problems(split, _MOST)) for split in _SPLITS}
         words = (f"{size}{' or more' if size == _MOST else ''} {split}" for split, size in sizes.items())
         screen.say(f"data: {self.data or self.task}: {', '.join(words)}")
         num_mined = min(self.mine_limit, sizes["train"])
@@ -293,13 +301,6 @@ class Quickstart(Command):
         if num_mined < 2 or num_certified < 2:
             raise SpecError("quickstart needs two problems or more in each split: give it more data")
         return num_mined, num_certified
-
-    def _fit(self, task: PromptedTask, limit: int) -> None:
-        """Reduce the answer length to what fits into the models' context after the longest prompt of any stage."""
-        from reprieve.models.identity import stored_positions
-
-        splits = ("train", "validation", "test")
-        task.fit([item for split in splits for item in task.problems(split, limit)], stored_positions(self.pair))
 
     def _tell_provable(self, trial: Trial, num_certified: int, budget: int) -> bool:
         """Print how many problems the promise needs; returns whether there are enough."""
@@ -347,15 +348,6 @@ class Quickstart(Command):
     def _num_draft_tokens(self) -> NumDraftTokens:
         return self.answering.draft_tokens(self.num_draft_tokens)[0]
 
-    def _prompt(self, tokenizer: Any) -> PromptSettings:
-        has = bool(getattr(tokenizer, "chat_template", None))
-        return PromptSettings(
-            chat_template=self.template == "chat" or (self.template == "auto" and has),
-            system_prompt=self.system_prompt,
-            thinking=self.thinking,
-            max_new_tokens=self.max_new_tokens,
-        )
-
     def _workers(self) -> int:
         if self.num_workers is not None or not self.answering.local:
             return self.num_workers or 1
@@ -364,11 +356,7 @@ class Quickstart(Command):
         on_gpu = torch.cuda.is_available() if self.pair.device is None else self.pair.device != "cpu"
         return 1 if on_gpu else min(os.cpu_count() or 1, 4)
 
-    def _certificate(self) -> Certificate:
-        from reprieve.heads.certificates import Certificate
-
-        return Certificate.load(self._certificate_path())
-
+    @property
     def _certificate_path(self) -> Path:
         return self.out / "certificates" / f"judge-net_drop-{self.max_drop:g}.json"
 
@@ -383,7 +371,7 @@ class Quickstart(Command):
         if certificate is None:
             about["default"] = "strict"
         else:
-            about |= {"certificate": str(self._certificate_path().resolve()), "default": "certified"}
+            about |= {"certificate": str(self._certificate_path.resolve()), "default": "certified"}
         replace_file(self._policy_path, json.dumps(about, indent=2) + "\n")
 
     def _say_how_to_serve(self, certificate: Certificate | None) -> None:

@@ -16,7 +16,6 @@ from reprieve.settings import PairSettings, ProblemSettings, PromptSettings
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
 
     from reprieve.backends.settings import EngineSettings
     from reprieve.bench.engine import Engine
@@ -29,7 +28,7 @@ MOST_CUT_OFF = 0.05  # of the answers; more is said loudly
 _REPORT_SECONDS = 60  # between lines of progress where there is no terminal
 
 
-def console(*, stderr: bool = False, color: bool | None = None, width: int | None = None) -> Console:
+def console(*, stderr: bool = False, color: bool | None = None) -> Console:
     """A console, coloured as `color` says; by default where the terminal has colours and NO_COLOR is not set."""
     from rich.console import Console
 
@@ -39,7 +38,6 @@ def console(*, stderr: bool = False, color: bool | None = None, width: int | Non
         force_terminal=color or None,
         color_system="standard" if color else "auto",
         highlight=False,
-        width=width,
     )
 
 
@@ -72,12 +70,6 @@ def say(text: str) -> None:
     console().print(text, soft_wrap=True, markup=False)
 
 
-def offer_length(rule: str, folder: Path) -> None:
-    """Print the command that trains a draft length head for a rule whose head was trained into this folder."""
-    command = f"reprieve train length --rule {rule} --out {folder}-length"
-    say(f"to train its draft length, with the same pair and task: {command}")
-
-
 def warn(text: str) -> None:
     """Print a line to standard error, neither wrapped nor styled."""
     console(stderr=True).print(text, soft_wrap=True, markup=False)
@@ -90,8 +82,15 @@ def confirm(question: str) -> bool:
     return console(stderr=True).input(f"{question} \\[y/N] ").strip().lower() in ("y", "yes")
 
 
-def progress_bar(what: str) -> Progress:
-    """A bar with an estimate of the time left, on stderr; drawn only on a terminal."""
+@contextlib.contextmanager
+def progress(title: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
+    """Yield a callback, given how many are done of how many, that moves a bar on stderr.
+
+    Where there is no terminal, it prints a line at most once a minute instead.
+
+    Args:
+        unit: what is counted, if not the title.
+    """
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -101,35 +100,26 @@ def progress_bar(what: str) -> Progress:
         TimeRemainingColumn,
     )
 
-    return Progress(
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console(stderr=True),
-        disable=not console(stderr=True).is_terminal,
+    terminal = console(stderr=True)
+    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    bar = Progress(
+        TextColumn(title), BarColumn(), MofNCompleteColumn(), *times, console=terminal, disable=not terminal.is_terminal
     )
-
-
-def reporter(bar: Progress, what: str = "answers") -> Callable[[int, int], None]:
-    """Return a callback that moves the bar; where there is no terminal, it prints a line at most once a minute."""
     task = bar.add_task("", total=None)
     printed = time.monotonic()
 
     def report(done: int, total: int) -> None:
         nonlocal printed
         bar.update(task, completed=done, total=total)
-        if bar.console.is_terminal:
+        if terminal.is_terminal:
             return
-        due = time.monotonic() - printed >= _REPORT_SECONDS
-        if due or done == total:
+        if done == total or time.monotonic() - printed >= _REPORT_SECONDS:
             printed = time.monotonic()
             left = bar.tasks[0].time_remaining
-            bar.console.print(f"{done} of {total} {what}" + (f", about {left:.0f} s left" if left else ""))
+            terminal.print(f"{done} of {total} {unit or title}" + (f", about {left:.0f} s left" if left else ""))
 
-    return report
+    with bar:
+        yield report
 
 
 def load_pair_and_task(
@@ -150,25 +140,23 @@ def load_pair_and_task(
     return loaded, with_prompts(plain, loaded.tokenizer, prompt)
 
 
-def load_for(pair: PairSettings, chosen: ProblemSettings, *, decodes: bool = True) -> tuple[Pair, PromptedTask]:
-    """Load the pair and the task that some problems come from; see `load_pair_and_task`."""
-    return load_pair_and_task(pair, chosen.task, chosen.prompt, split=chosen.split, decodes=decodes)
-
-
-def problems_for(pair: Pair, task: PromptedTask, chosen: ProblemSettings) -> list[TaskProblem]:
-    """Return the chosen problems of a task, and reduce its answer length to what fits into the pair's context.
+def load_problems(
+    pair: PairSettings, chosen: ProblemSettings, *, decodes: bool = True
+) -> tuple[Pair, PromptedTask, list[TaskProblem]]:
+    """Load the pair, the task and some of its problems; its answers are shortened to what fits into the pair's context.
 
     Raises:
-        SpecError: there are none.
+        SpecError: a split that the task lacks, or no problems.
     """
     from reprieve.bench.runner import no_problems
 
+    loaded, task = load_pair_and_task(pair, chosen.task, chosen.prompt, split=chosen.split, decodes=decodes)
     problems = task.problems(chosen.split, chosen.limit, offset=chosen.offset)
     if not problems:
         raise SpecError(no_problems(task, chosen.split, chosen.offset))
-    if pair.num_positions is not None:
-        task.fit(problems, pair.num_positions)
-    return problems
+    if loaded.num_positions is not None:
+        task.fit(problems, loaded.num_positions)
+    return loaded, task, problems
 
 
 @contextlib.contextmanager
@@ -183,11 +171,8 @@ def engine_and_task(
     quiet_transformers()
     from reprieve.backends.making import make_engine
 
-    started = make_engine(engine, pair, num_workers=num_workers, announce=warn)
-    try:
+    with contextlib.closing(make_engine(engine, pair, num_workers=num_workers, announce=warn)) as started:
         yield started, with_prompts(plain, started.tokenizer, prompt)
-    finally:
-        started.close()
 
 
 def load(pair: PairSettings, *, decodes: bool = True) -> Pair:

@@ -73,11 +73,10 @@ def try_answers(
     problems = task.problems("train", _NUM_TRIED)
     jobs = [Job(arm.label, number, 0) for number in range(len(problems))]
     answers = []
-    with screen.progress_bar("trial answers") as bar:
-        report = screen.reporter(bar, "trial answers")
+    with screen.progress("trial answers") as progress:
         for answer in engine.answer(config, task, [arm], problems, jobs):
             answers.append(answer)
-            report(len(answers), len(jobs))
+            progress(len(answers), len(jobs))
     if failed := next((answer.error for answer in answers if answer.error), None):
         raise ReprieveError(f"the pair cannot answer: {failed}")
     num, first = len(answers), answers[0]
@@ -90,29 +89,9 @@ def try_answers(
         seconds=sum(answer.seconds for answer in answers) / num,
         num_read=sum(answer.answer is not None for answer in answers),
         num_right=sum(answer.correct for answer in answers),
-        num_cut_off=sum(answer.finish_reason == "length" for answer in answers),
+        num_cut_off=sum(answer.cut_off for answer in answers),
         example=(
             f"The right answer to the first problem is {reference!r}, the one read {first.answer!r}; the response "
             f"ends:\n{first.text.strip()[-300:]}"
         ),
-    )
-
-
-def about_pair(engine: Engine) -> str:
-    """Describe both models in a few words, with the memory that they take where they are loaded here."""
-    from reprieve.backends.local import LocalEngine
-
-    identity = engine.facts.identity
-    if not isinstance(engine, LocalEngine):
-        facts = engine.facts
-        version = " ".join(filter(None, (facts.engine, facts.engine_version, facts.runner)))
-        return f"{identity.target} and {identity.draft}, {facts.dtype} on {version}"
-    pair = engine.pair
-    models = [model for model in (pair.target, pair.draft) if model is not None]
-    sizes = [sum(part.numel() for part in model.parameters()) for model in models]
-    memory = sum(part.numel() * part.element_size() for model in models for part in model.parameters())
-    words = [f"{size / 1e9:.2f} B" if size > 1e8 else f"{size / 1e6:.1f} M" for size in sizes]
-    return (
-        f"{identity.target} and {identity.draft} ({' and '.join(words)} parameters), {engine.facts.dtype} on "
-        f"{pair.device}, {memory / 2**30:.2f} GiB of weights, one tokenizer of {len(pair.tokenizer)} tokens"
     )
