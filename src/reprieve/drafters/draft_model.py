@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reprieve.drafters.base import DrafterSettings, register_drafter
+from reprieve.drafters.base import Drafter, DrafterSettings, register_drafter
 from reprieve.drafters.length import DraftLength, RoundLength
 from reprieve.models.cached_model import CachedModel, HiddenLayers
 from reprieve.models.int8 import num_weights
@@ -44,7 +44,7 @@ class DraftModelSettings(DrafterSettings):
         return max(layers[0] / layers[1], weights[0] / weights[1])
 
 
-class DraftModelDrafter:
+class DraftModelDrafter(Drafter):
     """Chains from a draft model that shares the target's tokenizer.
 
     Args:
@@ -55,8 +55,6 @@ class DraftModelDrafter:
     """
 
     name = "draft"
-    target_layers: tuple[int, ...] = ()
-    drafts_trees = False
 
     def __init__(
         self,
@@ -103,7 +101,7 @@ class DraftModelDrafter:
                 hidden_rows.append(hidden)
             feed = self.sampler.draft_token(logits).to(logits.device)
             token_ids.append(feed)
-            state = hidden[LAST] if hidden is not None and length.reads_states else None
+            state = None if hidden is None else hidden.get(LAST)
             if len(token_ids) < max_depth and not length.goes_on(state, logits, feed):
                 break
         self._unread = []

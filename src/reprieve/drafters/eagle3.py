@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from reprieve.bundles import bundle_of
-from reprieve.drafters.base import DrafterSettings, register_drafter
+from reprieve.drafters.base import Drafter, DrafterSettings, register_drafter
 from reprieve.drafters.length import DraftLength, RoundLength, TreeLength
 from reprieve.drafters.pruning import PARAMETERS, Pruning
 from reprieve.errors import SpecError, require_choice
@@ -127,7 +127,7 @@ class _Tree:
         return sum(map(len, self.token_ids))
 
 
-class EagleDrafter:
+class EagleDrafter(Drafter):
     """Proposes a tree, or a chain, from the states of the token before the last committed one.
 
     The children of a node are the head's most likely tokens, not draws. The block is therefore deterministic, and the
@@ -172,6 +172,7 @@ class EagleDrafter:
         depth = min(max_depth, self.shape.depth)
         if depth < 1 or not self._states:
             return Block.empty(self.device)
+        policy = length if isinstance(length, TreeLength) else None
         logits, states = self._read_committed()
         tree = _Tree([], [], [], [], [])
         root = torch.full((1,), ROOT, device=self.device)
@@ -180,7 +181,7 @@ class EagleDrafter:
         parent_states = states[None]
         for level in range(1, depth):
             frontier, parent = self._frontier(tree, len(parent_states))
-            if length.trees and not length.trees.level_pays(float(tree.log_probs[-1][frontier].exp().sum())):
+            if policy and not policy.level_pays(float(tree.log_probs[-1][frontier].exp().sum())):
                 break
             own = torch.eye(len(frontier), dtype=torch.bool, device=self.device)
             ancestors = torch.cat([ancestors[parent], own], dim=1)
@@ -194,7 +195,7 @@ class EagleDrafter:
             nodes = frontier + tree.num_nodes - len(tree.token_ids[-1])
             self._expand(tree, nodes, tree.log_probs[-1][frontier], predicted)
         self._cache.keep(self._length)
-        return self._block(tree, length.trees)
+        return self._block(tree, policy)
 
     def commit(self, block: Block, outcome: Outcome, verification: Verification) -> None:
         rows = spread([0, *(node + 1 for node in outcome.path)], torch.long, self.device)
@@ -231,7 +232,7 @@ class EagleDrafter:
         frontier = best.sort().values
         return frontier, frontier // (len(log_probs) // num_parents)
 
-    def _block(self, tree: _Tree, weighed: TreeLength | None) -> Block:
+    def _block(self, tree: _Tree, policy: TreeLength | None) -> Block:
         """Return the candidates of largest joint probability, pruned, with the logits that proposed each."""
         log_probs, all_parents = torch.cat(tree.log_probs), torch.cat(tree.parents)
         # A child is never more likely than its parent and comes later, so a stable sort keeps parents first.
@@ -243,16 +244,16 @@ class EagleDrafter:
         fetched = to_host(renumbered, log_probs[chosen], self._root_entropy)
         parents = [int(parent) for parent in fetched[0]]
         kept = list(range(len(parents)))
-        if weighed is not None:
-            least = math.log(weighed.least())
+        if policy is not None:
+            least = math.log(policy.least())
             kept = [node for node in kept if fetched[1][node] >= least] or [0]
         num_pruned = 0
         if self.pruning is not None:
             wanted = set(self.pruning.kept(parents, fetched[1], fetched[2][0]))
             num_pruned = len(parents) - len(wanted)
             kept = [node for node in kept if node in wanted] or [0]
-        if weighed is not None:
-            weighed.expect(sum(math.exp(fetched[1][node]) for node in kept))
+        if policy is not None:
+            policy.expect(sum(math.exp(fetched[1][node]) for node in kept))
         if len(kept) < len(parents):
             parents = _renumbered(parents, kept)
             chosen = chosen[spread(kept, torch.long, self.device)]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reprieve.drafters.length import Recent, TreeLength, position_feature, token_log_prob
+from reprieve.drafters.length import Recent, position_feature, token_log_prob
 from reprieve.engine import Pair, SpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.heads.binding import digest
@@ -87,7 +87,6 @@ class Recorder:
     """
 
     reads_states = True
-    trees: TreeLength | None = None
 
     def __init__(self, most: int, eos_ids: frozenset[int]) -> None:
         self.most = most
