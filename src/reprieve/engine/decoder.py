@@ -8,10 +8,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from reprieve.drafters import Drafter, NoDrafter
 from reprieve.drafters.length import DraftLength, FixedLength
@@ -20,6 +19,7 @@ from reprieve.engine.prompt import Tokenizer, chat_prompt, token_ids_of
 from reprieve.engine.stopwatch import Stopwatch
 from reprieve.errors import SpecError, UnsupportedModelError
 from reprieve.heads.loading import attach_heads
+from reprieve.models.arbiter import ArbiterAdvisor
 from reprieve.models.cached_model import CachedModel, eos_token_ids
 from reprieve.models.sampling import Sampler
 from reprieve.needs import Need
@@ -40,27 +40,6 @@ from reprieve.types import (
     Verification,
     gather_token,
 )
-
-
-class Advisor(Protocol):
-    """Extra forward per round, for rules with a model of their own (CoSpec's arbiter)."""
-
-    def start(self, prompt_ids: Sequence[int], *, max_length: int, num_draft_tokens: int) -> None:
-        """Start a prompt whose text may grow to `max_length` tokens in rounds of K."""
-        ...
-
-    def advise(self, block: Block, evidence: Evidence, settled: Tensor) -> Tensor:
-        """Return a number per drafted token, [N], which becomes `Evidence.advice`.
-
-        Args:
-            evidence: the other inputs of the rule; `own_ids` are the target's own tokens.
-            settled: tokens that pass regardless of advice, matches included, [N], bool.
-        """
-        ...
-
-    def commit(self, token_ids: list[int]) -> None:
-        """Record the tokens that the round committed."""
-        ...
 
 
 class SpeculativeDecoder:
@@ -88,7 +67,7 @@ class SpeculativeDecoder:
         *,
         rule: Rule | None = None,
         num_draft_tokens: int | DraftLength = 16,
-        advisor: Advisor | None = None,
+        advisor: ArbiterAdvisor | None = None,
         num_token_ids: int | None = None,
     ) -> None:
         self.target = target

@@ -10,13 +10,13 @@ from pathlib import Path
 from reprieve.bundles import bundle_of
 from reprieve.drafters import DRAFTERS, DrafterSettings
 from reprieve.drafters.length import AcceptanceLength, DraftLength, FixedLength, LearnedLength
-from reprieve.engine.advisors import make_advisor
-from reprieve.engine.decoder import Advisor, SpeculativeDecoder
+from reprieve.engine.decoder import SpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.heads.certificates import Conditions
 from reprieve.heads.folds import fold_of
 from reprieve.heads.length import LengthHead
 from reprieve.heads.loading import attach_heads, length_head, require_heads_fit, split_folds
+from reprieve.models.arbiter import ArbiterAdvisor, make_advisor
 from reprieve.models.loading import ModelPair, load_models
 from reprieve.rules import LosslessRule, Rule, parse_rule
 from reprieve.settings import AUTO, BUNDLED_PAIR, NumDraftTokens, require_draft_tokens
@@ -41,7 +41,7 @@ class Pair(ModelPair):
         drafter: str | DrafterSettings = "draft",
         task: str | None = None,
         conditions: Conditions | None = None,
-        advisor: Advisor | None = None,
+        advisor: ArbiterAdvisor | None = None,
     ) -> SpeculativeDecoder:
         """Return a decoder with its own caches; the models are shared.
 
