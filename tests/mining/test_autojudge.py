@@ -20,8 +20,7 @@ from reprieve.mining.settings import AutoJudgeMining, PivotMining
 from reprieve.mining.store import LabelStore
 from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest
 from reprieve.models.cached_model import CachedModel
-from reprieve.models.draws import GumbelNoise, UniformDraw, choose, gumbel_choice
-from reprieve.models.sampling import Sampler
+from reprieve.models.sampling import GumbelNoise, Sampler, UniformDraw, choose, gumbel_choice
 from reprieve.settings import PairSettings, SamplingParams, SamplingSettings
 from reprieve.tasks import load_task
 from tests.kit.mining import EOS, miner, problem

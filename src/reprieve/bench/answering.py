@@ -12,7 +12,7 @@ from reprieve.bench.config import RunConfig
 from reprieve.bench.provenance import provenance_spans
 from reprieve.bench.records import ProblemRecord, Reply, totals
 from reprieve.engine import DRAFT_ONLY, SamplingParams
-from reprieve.engine.text_stream import Decodes
+from reprieve.engine.text import Decodes
 from reprieve.errors import EngineError, PairError
 from reprieve.settings import PromptSettings
 from reprieve.tasks import Task, TaskProblem

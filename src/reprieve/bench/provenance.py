@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reprieve.engine.text_stream import Decodes, TextStream
+from reprieve.engine.text import Decodes, TextStream
 from reprieve.types import Provenance, Token
 
 # As records hold it: t, the target's own; m, drafted and matched; r, drafted and rescued.

@@ -6,19 +6,17 @@ The rounds are those of `SpeculativeDecoder`; the rules decide for the whole bat
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from reprieve.drafters.length import FixedLength
 from reprieve.engine.answer import Answer
 from reprieve.engine.pair import Pair
-from reprieve.engine.prompt import token_ids_of
-from reprieve.engine.stopwatch import Stopwatch
+from reprieve.engine.text import token_ids_of
 from reprieve.errors import SpecError, require_whole
+from reprieve.models.batch_decoder import TextBatch, TextRow
 from reprieve.models.cached_model import eos_token_ids, require_positions
 from reprieve.models.row_model import RowModel, Unread, refuse_varying_positions
 from reprieve.models.sampling import Sampler
@@ -58,12 +56,8 @@ class Request:
 
 
 @dataclass(eq=False)
-class _Slot:
-    """An answer in progress, in a row of the caches."""
-
-    request: Request
+class _Slot(TextRow[Request]):
     answer: Answer
-    token_ids: list[int]  # prompt and answer; the target has read all but the last
     budget: Budget
     started: float = field(default_factory=time.perf_counter)
 
@@ -97,8 +91,8 @@ class _Round:
         return self.block.token_ids.shape[1] - 1
 
 
-class BatchedSpeculativeDecoder:
-    """Answers up to `num_rows` prompts at once; call `submit`, then `step` until `idle`.
+class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
+    """Answers up to `num_rows` prompts at once.
 
     Args:
         pair: the models; the target alone answers if `num_draft_tokens` is 0.
@@ -124,7 +118,7 @@ class BatchedSpeculativeDecoder:
         rules: Sequence[Rule] = (),
         draft_alone: bool = False,
     ) -> None:
-        require_whole("num_rows", num_rows, 1)
+        super().__init__(num_rows)
         require_whole("num_draft_tokens", num_draft_tokens, 0, 512)
         for rule in rules:
             if reason := refusal(rule):
@@ -151,16 +145,10 @@ class BatchedSpeculativeDecoder:
         self._sampled = not (self.sampler.greedy or self.sampler.draft_greedy)
         self._keeps_logits = self._sampled or any(Need.DRAFT_PROBS in rule.traits.needs for rule in rules)
         self._eos_ids = eos_token_ids(model, pair.tokenizer)
-        self._slots: list[_Slot | None] = [None] * num_rows
-        self._waiting: deque[Request] = deque()
 
     @property
     def device(self) -> torch.device:
         return self._target.device
-
-    @property
-    def idle(self) -> bool:
-        return not self._waiting and not any(self._slots)
 
     def submit(self, request: Request) -> None:
         """Queue an answer.
@@ -178,27 +166,15 @@ class BatchedSpeculativeDecoder:
             require_positions(one.model, num, what=f"prompt and {request.max_new_tokens} new tokens")
         self._waiting.append(request)
 
-    def drop(self, request: Request) -> None:
-        """Cancel an answer."""
-        self._waiting = deque(other for other in self._waiting if other is not request)
-        self._slots = [None if slot and slot.request is request else slot for slot in self._slots]
-
-    def clear(self) -> None:
-        """Cancel every answer, after a failed forward."""
-        self._waiting.clear()
-        self._slots = [None] * len(self._slots)
-
     @torch.inference_mode()
     def step(self) -> None:
-        """Decode one round of every answer in progress; waiting answers take free rows first."""
+        """Decode one round of every answer in progress; waiting ones take free rows first."""
         self._admit()
-        rows = [row for row, slot in enumerate(self._slots) if slot]
+        rows, slots, read_rows = self._in_progress(self.device)
         if not rows:
             return
-        slots = [slot for slot in self._slots if slot]
         sizes = [min(self.num_draft_tokens, slot.answer.num_left - 1) for slot in slots]
-        # Forwards over all rows run as CUDA graphs; elsewhere, the free rows after the last answer are left out.
-        block = self._propose(self._slots if self.device.type == "cuda" else self._slots[: rows[-1] + 1])
+        block = self._propose(read_rows)
         positions = block.lengths[:, None] - 1 + torch.arange(self.num_draft_tokens + 1, device=self.device)
         read, hidden = self._target.forward(block.token_ids, positions, longest=block.longest)
         logits = self._same_vocabulary(read.flatten(0, 1))
@@ -208,8 +184,8 @@ class BatchedSpeculativeDecoder:
 
     def _admit(self) -> None:
         """Give waiting answers the free rows, and read their prompts except the last token."""
-        free = [row for row, slot in enumerate(self._slots) if slot is None]
-        if len(free) < len(self._slots) and len(free) * _SHARE_FREE < len(self._slots):
+        free = [row for row, slot in enumerate(self._rows) if slot is None]
+        if len(free) < len(self._rows) and len(free) * _SHARE_FREE < len(self._rows):
             return
         admitted = [(row, self._waiting.popleft()) for row in free[: len(self._waiting)]]
         if not admitted:
@@ -221,17 +197,9 @@ class BatchedSpeculativeDecoder:
         for one in self._models:
             one.reserve(longest + self.num_draft_tokens)
         for row, request in admitted:
-            answer = Answer.begin(
-                self.tokenizer,
-                request.prompt_ids,
-                request.rule,
-                self.sampler,
-                FixedLength(max(1, self.num_draft_tokens)),
-                self._eos_ids,
-                params=self.sampler.params.with_fields(max_new_tokens=request.max_new_tokens),
-                watch=Stopwatch(self.device, running=False),
-            )
-            self._slots[row] = _Slot(request, answer, list(request.prompt_ids), Budget.of(request.rule))
+            params = self.sampler.params.with_fields(max_new_tokens=request.max_new_tokens)
+            answer = Answer(self.tokenizer, request.prompt_ids, params, self._eos_ids)
+            self._rows[row] = _Slot(request, list(request.prompt_ids), answer, Budget.of(request.rule))
 
     def _propose(self, slots: Sequence[_Slot | None]) -> _Block:
         """Draft K tokens for each row."""
@@ -405,8 +373,8 @@ class BatchedSpeculativeDecoder:
             committed.append(Token(int(nexts[number]), Provenance.TARGET))
             slot.token_ids += [token.token_id for token in committed]
             if not slot.answer.take_round(committed, current.sizes[number]):
-                self._slots[row] = None
+                self._rows[row] = None
                 finished.append(slot)
         for slot in finished:
             seconds = time.perf_counter() - slot.started
-            slot.request.on_done(slot.answer.generation(self.tokenizer, seconds))
+            slot.request.on_done(slot.answer.generation(seconds))

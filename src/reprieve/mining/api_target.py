@@ -13,7 +13,7 @@ from reprieve.errors import SpecError, require_choice
 from reprieve.mining.responses import until_stop
 from reprieve.mining.target import Target
 from reprieve.models.batch_decoder import Session
-from reprieve.models.draws import Draw
+from reprieve.models.sampling import Draw
 
 PROMPTS = ("text", "tokens")
 

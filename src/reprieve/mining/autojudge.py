@@ -13,7 +13,7 @@ from reprieve.mining.records import MINED, NO_ANSWER, Mismatch, ProblemLabels
 from reprieve.mining.responses import ResponseFormat
 from reprieve.mining.target import Target, gather_all
 from reprieve.models.batch_decoder import Session
-from reprieve.models.draws import Draw, GumbelNoise
+from reprieve.models.sampling import Draw, GumbelNoise
 from reprieve.tasks import TaskProblem
 
 VARIANTS = ("search", "naive")

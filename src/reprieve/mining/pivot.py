@@ -17,8 +17,7 @@ from reprieve.mining.soundness import NOT_ASKED, UNSOUND, SoundnessJudge
 from reprieve.mining.target import Target, gather_all
 from reprieve.models.batch_decoder import Session
 from reprieve.models.cached_model import CachedModel
-from reprieve.models.draws import Draw, UniformDraw
-from reprieve.models.sampling import Sampler
+from reprieve.models.sampling import Draw, Sampler, UniformDraw
 from reprieve.rules.lossless import residual_probs, sampling_accepts
 from reprieve.settings import SamplingParams
 from reprieve.tasks import TaskProblem

@@ -8,13 +8,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from reprieve.engine.pair import start_worker
 from reprieve.errors import ReprieveError
 from reprieve.mining.recipes import build
 from reprieve.mining.records import ProblemLabels
 from reprieve.mining.runner import MiningReport, mine_problems
 from reprieve.mining.settings import MiningSettings
 from reprieve.mining.store import LabelStore
-from reprieve.models.worker_process import start_worker
 
 
 def mine_in_processes(

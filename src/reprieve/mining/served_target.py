@@ -14,7 +14,7 @@ from reprieve.errors import SpecError
 from reprieve.mining.responses import until_stop
 from reprieve.mining.target import Target
 from reprieve.models.batch_decoder import Session
-from reprieve.models.draws import Draw, UniformDraw
+from reprieve.models.sampling import Draw, UniformDraw
 from reprieve.settings import SamplingParams
 
 T = TypeVar("T")

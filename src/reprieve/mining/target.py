@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest
-from reprieve.models.draws import Draw
-from reprieve.models.stepper import Stepper
+from reprieve.models.batch_decoder import BatchDecoder, Session, Stepper, TextRequest
+from reprieve.models.sampling import Draw
 
 T = TypeVar("T")
 

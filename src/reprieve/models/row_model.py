@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
 from reprieve.errors import UnsupportedModelError
-from reprieve.models.batch_cache import RowCache
+from reprieve.models.cache import RowCache
 from reprieve.models.cached_model import execution_device, max_positions, refuse_recurrent
 from reprieve.models.direct import FAMILIES
 from reprieve.models.tree_attention import layer_windows, masks_by_layer

@@ -18,8 +18,7 @@ from reprieve.errors import SpecError
 from reprieve.heads.features import TokenStates, assemble, distribution_scalars
 from reprieve.heads.settings import FeatureRecipe
 from reprieve.mining.records import Mismatch, ProblemLabels
-from reprieve.models.cached_model import CachedModel, HiddenLayers
-from reprieve.models.response_tree import ResponseTree
+from reprieve.models.cached_model import CachedModel, HiddenLayers, ResponseTree
 from reprieve.types import HiddenStates
 
 Progress = Callable[[int, int], None]  # finished and all problems

@@ -16,8 +16,7 @@ from reprieve.engine import Pair, SpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.heads.binding import digest
 from reprieve.heads.length import SCALARS, LengthHead
-from reprieve.models.cached_model import CachedModel, eos_token_ids
-from reprieve.models.timing import forward_seconds
+from reprieve.models.cached_model import CachedModel, eos_token_ids, forward_seconds
 from reprieve.rules import Rule
 from reprieve.settings import SamplingParams
 from reprieve.tasks.base import TaskProblem

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reprieve.models.cached_model import CachedModel
-from reprieve.models.response_tree import ResponseTree
+from reprieve.models.cached_model import CachedModel, ResponseTree
 from reprieve.models.sampling import Sampler
 from reprieve.rules.distributions import entropy, js_divergence
 from reprieve.rules.fuzzy import top_k_union
