@@ -10,7 +10,7 @@ from torch import Tensor
 
 from reprieve.drafters.base import Drafter, DrafterSettings, register_drafter
 from reprieve.drafters.length import DraftLength, RoundLength
-from reprieve.models.cached_model import CachedModel, HiddenLayers
+from reprieve.models.cached_model import CachedModel, HiddenLayers, require_positions
 from reprieve.models.int8 import num_weights
 from reprieve.models.loading import ModelPair
 from reprieve.models.sampling import Sampler
@@ -74,9 +74,8 @@ class DraftModelDrafter(Drafter):
 
     def start(self, prompt_ids: Sequence[int], sampler: Sampler, prefill: Prefill) -> None:
         self.sampler = sampler
-        self.model.require_room(
-            len(prompt_ids) + sampler.params.max_new_tokens, what="prompt and new tokens, read by the draft,"
-        )
+        num_positions = len(prompt_ids) + sampler.params.max_new_tokens
+        require_positions(self.model.model, num_positions, what="prompt and new tokens, read by the draft,")
         self.model.keep(0)
         self._unread = list(prompt_ids)
 

@@ -21,7 +21,7 @@ from reprieve.engine.text import Tokenizer, chat_prompt, token_ids_of
 from reprieve.errors import SpecError, UnsupportedModelError
 from reprieve.heads.loading import attach_heads
 from reprieve.models.arbiter import ArbiterAdvisor
-from reprieve.models.cached_model import CachedModel, eos_token_ids
+from reprieve.models.cached_model import CachedModel, eos_token_ids, require_positions
 from reprieve.models.sampling import Sampler
 from reprieve.needs import Need
 from reprieve.rules import LosslessRule, RiskBudget, Rule, accept
@@ -219,7 +219,8 @@ class SpeculativeDecoder:
         """Reset the caches; read the prompt if the drafter needs the target's states of it."""
         prompt_ids, num_new = answer.prompt_ids, answer.params.max_new_tokens
         num_positions = len(prompt_ids) + num_new
-        self.target.require_room(num_positions, what=f"{len(prompt_ids)} prompt + {num_new} new tokens")
+        what = f"{len(prompt_ids)} prompt + {num_new} new tokens"
+        require_positions(self.target.model, num_positions, what=what)
         with answer.watch.part("prefill"):
             if self.drafter.target_layers:
                 prefill, answer.unread = self.target.start(prompt_ids[:-1]), prompt_ids[-1:]

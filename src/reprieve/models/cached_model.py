@@ -71,14 +71,6 @@ class CachedModel:
         """Number of cached tokens."""
         return len(self.cached_ids)
 
-    def require_room(self, num_tokens: int, *, what: str) -> None:
-        """Refuse sequences longer than the model's positions.
-
-        Raises:
-            ContextOverflowError: names the model, its limit and the requested length.
-        """
-        require_positions(self.model, num_tokens, what=what)
-
     def start(self, token_ids: Sequence[int], *, reuse_prefix: bool = False) -> Prefill:
         """Prefill: cache exactly these tokens.
 

@@ -15,14 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from transformers.utils import logging
 
 from reprieve.bundles import BUNDLES, source_of
-from reprieve.errors import (
-    PairError,
-    ReprieveError,
-    SpecError,
-    UnsupportedModelError,
-    import_extra,
-    require_choice,
-)
+from reprieve.errors import PairError, ReprieveError, SpecError, UnsupportedModelError, import_extra, require_choice
 from reprieve.heads.binding import PairIdentity, digest, tokenizer_fingerprint
 from reprieve.models.cached_model import CachedModel, HiddenLayers, execution_device, max_positions
 from reprieve.models.eagle3 import EagleHead, load_eagle3
@@ -119,26 +112,19 @@ class ModelPair:
     @cached_property
     def identity(self) -> PairIdentity:
         """Names and fingerprints, so that runs, labels and heads of other weights or tokenizers do not mix."""
-        return identify(self.target, self.draft, self.tokenizer, self.target_name, self.draft_name)
+        return PairIdentity(
+            target=self.target_name,
+            draft=self.draft_name,
+            target_weights=weights_fingerprint(self.target),
+            draft_weights=None if self.draft is None else weights_fingerprint(self.draft),
+            tokenizer=tokenizer_fingerprint(self.tokenizer.get_vocab()),
+        )
 
 
 # Parameters that compressed-tensors adds to a linear layer.
 _QUANTISER = frozenset(
     f"{of}_{what}" for of in ("weight", "input", "output") for what in ("scale", "zero_point", "g_idx", "global_scale")
 )
-
-
-def identify(
-    target: PreTrainedModel, draft: PreTrainedModel | None, tokenizer: Any, target_name: str, draft_name: str | None
-) -> PairIdentity:
-    """Return names and fingerprints of two loaded models and their tokenizer."""
-    return PairIdentity(
-        target=target_name,
-        draft=draft_name,
-        target_weights=weights_fingerprint(target),
-        draft_weights=None if draft is None else weights_fingerprint(draft),
-        tokenizer=tokenizer_fingerprint(tokenizer.get_vocab()),
-    )
 
 
 def weights_fingerprint(model: PreTrainedModel) -> str:

@@ -110,10 +110,6 @@ class GumbelNoise:
             keys.append(_key(state))
         return keys
 
-    def after(self, prefix_ids: Sequence[int], vocab_size: int) -> Tensor:
-        """Return noise for the token that follows a prefix, [V], float32."""
-        return _gumbel(torch.tensor(self.keys(prefix_ids)), torch.arange(vocab_size).unsqueeze(0))[0]
-
 
 Draw = UniformDraw | GumbelNoise
 
