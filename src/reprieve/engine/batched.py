@@ -17,7 +17,7 @@ from reprieve.engine.pair import Pair
 from reprieve.engine.text import token_ids_of
 from reprieve.errors import SpecError, require_whole
 from reprieve.models.batch_decoder import TextBatch, TextRow
-from reprieve.models.cached_model import eos_token_ids, require_positions
+from reprieve.models.cached_model import eos_token_ids, require_positions, same_vocabulary
 from reprieve.models.row_model import RowModel, Unread, refuse_varying_positions
 from reprieve.models.sampling import Sampler
 from reprieve.needs import Need
@@ -177,7 +177,7 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
         block = self._propose(read_rows)
         positions = block.lengths[:, None] - 1 + torch.arange(self.num_draft_tokens + 1, device=self.device)
         read, hidden = self._target.forward(block.token_ids, positions, longest=block.longest)
-        logits = self._same_vocabulary(read.flatten(0, 1))
+        logits = same_vocabulary(read.flatten(0, 1).to(torch.float32, copy=True), self._vocab_size)
         flat = {layer: states.flatten(0, 1) for layer, states in hidden.items()}
         current = _Round(rows, slots, sizes, block, logits, self.sampler.target_scores(logits), flat)
         self._commit(current, *self._decide(current))
@@ -195,7 +195,7 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
             one.prefill(unread)
         longest = max(len(request.prompt_ids) + request.max_new_tokens for _, request in admitted)
         for one in self._models:
-            one.reserve(longest + self.num_draft_tokens)
+            one.cache.reserve(longest + self.num_draft_tokens)
         for row, request in admitted:
             params = self.sampler.params.with_fields(max_new_tokens=request.max_new_tokens)
             answer = Answer(self.tokenizer, request.prompt_ids, params, self._eos_ids)
@@ -221,7 +221,8 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
         feed, positions = recent, (lengths[:, None] + torch.arange(-2, 0, device=self.device)).clamp_min(0)
         for step in range(self.num_draft_tokens):
             read, hidden = self._draft.forward(feed, positions, longest=longest)
-            logits = self._same_vocabulary(read[:, -1])
+            # A copy, because the next forward overwrites the original.
+            logits = same_vocabulary(read[:, -1].to(torch.float32, copy=True), self._vocab_size)
             if step:
                 keep_states(hidden)
             if self._keeps_logits:
@@ -233,12 +234,6 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
             keep_states(self._draft.forward(feed, positions, longest=longest)[1])
         hidden = {layer: torch.cat(parts, 1) for layer, parts in states.items()}
         return _Block(torch.cat(chain, 1), lengths, longest, torch.stack(kept, 1) if kept else None, hidden)
-
-    def _same_vocabulary(self, logits: Tensor) -> Tensor:
-        """Return a copy of logits, [..., any] to [..., V], in float32; the next forward overwrites the original."""
-        logits = logits.to(torch.float32, copy=True)
-        missing = self._vocab_size - logits.shape[-1]
-        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
     def _decide(self, current: _Round) -> tuple[Tensor, Tensor, Tensor]:
         """Decide on the drafted tokens.

@@ -204,7 +204,6 @@ class BatchDecoder(TextBatch[TextRequest, TextRow[TextRequest]]):
         self.stops = stops
         self.sampler = Sampler(params, model.device)
         self.num_read = 0  # tokens read by forwards, without padding
-        self.num_generated = 0
         self._model = RowModel(model, num_rows)
 
     def submit(self, request: TextRequest) -> None:
@@ -277,7 +276,6 @@ class BatchDecoder(TextBatch[TextRequest, TextRow[TextRequest]]):
     def _take(self, number: int, row: TextRow[TextRequest], token_id: int) -> None:
         request, cached = row.request, list(row.token_ids)
         row.token_ids.append(token_id)
-        self.num_generated += 1
         stopped = self.stops is not None and self.stops(row.token_ids[request.response_start :])
         new_ids = row.token_ids[len(request.prefix_ids) :]
         if stopped or token_id in self.eos_ids or len(new_ids) == request.max_new_tokens:

@@ -5,6 +5,7 @@ Buffers are written in place, and dropping tokens only changes a length.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,14 @@ def capacity_for(num_tokens: int) -> int:
     while capacity < num_tokens:
         capacity *= 2
     return capacity
+
+
+def _grown(old: Tensor | None, num_tokens: int, outer: Sequence[int], states: Tensor) -> Tensor:
+    """Return a buffer [*outer, capacity, head_dim] for states [..., n, head_dim]; begun with an old one."""
+    buffer = states.new_zeros(*outer, capacity_for(num_tokens), states.shape[-1])
+    if old is not None:
+        buffer[..., : old.shape[-2], :] = old
+    return buffer
 
 
 class RollbackLayer(DynamicLayer):
@@ -40,9 +49,11 @@ class RollbackLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Append new states and return all of them."""
         end = self.length + key_states.shape[-2]
-        if self._key_buffer is None or end > self._key_buffer.shape[-2]:
-            self._grow(key_states, value_states, end)
-        assert self._key_buffer is not None and self._value_buffer is not None
+        if self._key_buffer is None or self._value_buffer is None or end > self._key_buffer.shape[-2]:
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            self._key_buffer = _grown(self._key_buffer, end, key_states.shape[:-2], key_states)
+            self._value_buffer = _grown(self._value_buffer, end, value_states.shape[:-2], value_states)
         self._key_buffer[..., self.length : end, :] = key_states
         self._value_buffer[..., self.length : end, :] = value_states
         self._set_length(end)
@@ -66,19 +77,6 @@ class RollbackLayer(DynamicLayer):
 
     def reset(self) -> None:
         self._set_length(0)
-
-    def _grow(self, key_states: Tensor, value_states: Tensor, needed: int) -> None:
-        capacity = capacity_for(needed)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        buffers = []
-        for old, states in ((self._key_buffer, key_states), (self._value_buffer, value_states)):
-            shape = (*states.shape[:-2], capacity, states.shape[-1])
-            buffer = torch.zeros(shape, dtype=states.dtype, device=states.device)
-            if old is not None:
-                buffer[..., : self.length, :] = old[..., : self.length, :]
-            buffers.append(buffer)
-        self._key_buffer, self._value_buffer = buffers
 
     def _set_length(self, length: int) -> None:
         self.length = length
@@ -158,20 +156,13 @@ class RowLayer(DynamicLayer):
 
     def reserve(self, length: int, key_states: Tensor, value_states: Tensor) -> None:
         """Make room for texts of `length` tokens; dtype and shape follow the states, [..., heads, any, head_dim]."""
-        capacity = self.capacity
-        if capacity >= length:
+        if self.capacity >= length:
             return
-        grown = capacity_for(length)
+        keys, values = (self.keys, self.values) if self.is_initialized else (None, None)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        buffers = []
-        for old, states in ((self.keys, key_states), (self.values, value_states)):
-            buffer = states.new_zeros(self.num_rows, states.shape[-3], grown, states.shape[-1])
-            if capacity:
-                assert old is not None
-                buffer[:, :, :capacity] = old
-            buffers.append(buffer)
-        self.keys, self.values = buffers
+        self.keys = _grown(keys, length, (self.num_rows, key_states.shape[-3]), key_states)
+        self.values = _grown(values, length, (self.num_rows, value_states.shape[-3]), value_states)
 
     def get_seq_length(self) -> int:
         return 0  # rows have different lengths; positions and masks are arguments

@@ -102,10 +102,7 @@ class CachedModel:
         if num_rows is not None:
             hidden = select_rows(hidden, slice(len(token_ids) - num_rows, None))
         logits = logits.float()  # probabilities in half precision do not sum to 1
-        missing = 0 if self.vocab_size is None else self.vocab_size - logits.shape[-1]
-        if missing:
-            logits = torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
-        return logits, hidden
+        return logits if self.vocab_size is None else same_vocabulary(logits, self.vocab_size), hidden
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the input embedding of each token, [...] to [..., D], tied to the output or not."""
@@ -210,6 +207,12 @@ def forward_seconds(model: CachedModel, num_tokens: int, *, num_cached: int = 64
     seconds = time.perf_counter() - started
     model.keep(num_cached)
     return seconds
+
+
+def same_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
+    """Return logits [..., any] cut or padded with -inf to [..., V]: families pad their vocabularies differently."""
+    missing = vocab_size - logits.shape[-1]
+    return torch.nn.functional.pad(logits, (0, missing), value=-math.inf) if missing else logits
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
