@@ -5,7 +5,6 @@ Additional threads cost small models more in synchronisation than they gain.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import statistics
@@ -30,7 +29,7 @@ from reprieve.heads.loading import attach_heads, length_head, require_heads_fit,
 from reprieve.models.arbiter import ArbiterAdvisor, make_advisor
 from reprieve.models.cached_model import forward_seconds
 from reprieve.models.int8 import num_weights
-from reprieve.models.loading import ModelPair, load_models
+from reprieve.models.loading import ModelPair
 from reprieve.rules import LosslessRule, Rule, parse_rule
 from reprieve.settings import AUTO, BUNDLED_PAIR, NumDraftTokens, PairSettings, require_draft_tokens
 
@@ -183,8 +182,7 @@ def load_pair(
         ReprieveError: a model that cannot be found or loaded.
         PairError: the two do not share a tokenizer.
     """
-    loaded = load_models(target, draft, dtype=dtype, device=device, device_map=device_map)
-    return Pair(**{field.name: getattr(loaded, field.name) for field in dataclasses.fields(ModelPair)})
+    return Pair.load(target, draft, dtype=dtype, device=device, device_map=device_map)
 
 
 def load_configured(

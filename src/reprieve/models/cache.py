@@ -24,7 +24,7 @@ def capacity_for(num_tokens: int) -> int:
 
 
 def _grown(old: Tensor | None, num_tokens: int, outer: Sequence[int], states: Tensor) -> Tensor:
-    """Return a buffer [*outer, capacity, head_dim] for states [..., n, head_dim]; begun with an old one."""
+    """Return a buffer [*outer, capacity, head_dim] for states [..., n, head_dim]; it starts as an old one."""
     buffer = states.new_zeros(*outer, capacity_for(num_tokens), states.shape[-1])
     if old is not None:
         buffer[..., : old.shape[-2], :] = old

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig, PreTrainedModel
@@ -49,6 +49,38 @@ class ModelPair:
     target_name: str
     draft_name: str | None
     _eagle_heads: dict[str, EagleHead] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def load(
+        cls,
+        target: str | Path = BUNDLED_PAIR,
+        draft: str | Path | None = None,
+        *,
+        dtype: str = "auto",
+        device: str | None = None,
+        device_map: str | None = None,
+    ) -> Self:
+        """Load the models of `reprieve.load_pair`, with its parameters and errors."""
+        require_choice("dtype", dtype, tuple(DTYPES))
+        require_device(device)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if dtype == INT8:
+            require_int8(device)
+            if device_map is not None:
+                raise SpecError(f"dtype int8 requires one device, got device_map {device_map!r}")
+        if str(target) in BUNDLES and draft is None:
+            draft = target
+        target_model, tokenizer = _load(target, "target", dtype, device, device_map)
+        draft_model = None
+        if draft is not None:
+            draft_model, draft_tokenizer = _load(draft, "draft", dtype, device)
+            require_same_tokenizer(tokenizer, draft_tokenizer, str(target), str(draft))
+            num_rows = draft_model.config.get_text_config().vocab_size
+            if num_rows < len(tokenizer):
+                raise PairError(
+                    f"draft {str(draft)!r} has {num_rows} token embeddings, its tokenizer {len(tokenizer)} tokens"
+                )
+        return cls(target_model, draft_model, tokenizer, str(target), None if draft is None else str(draft))
 
     def __post_init__(self) -> None:
         if any(getattr(model.config, "quantization_config", None) for model in self._models):
@@ -158,37 +190,6 @@ def fingerprint_of(tensors: Iterable[torch.Tensor]) -> str:
     for values in tensors:
         content += values[:NUM_VALUES].to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes()
     return digest(bytes(content))
-
-
-def load_models(
-    target: str | Path = BUNDLED_PAIR,
-    draft: str | Path | None = None,
-    *,
-    dtype: str = "auto",
-    device: str | None = None,
-    device_map: str | None = None,
-) -> ModelPair:
-    """Load the models of `reprieve.load_pair`, with its parameters and errors."""
-    require_choice("dtype", dtype, tuple(DTYPES))
-    require_device(device)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if dtype == INT8:
-        require_int8(device)
-        if device_map is not None:
-            raise SpecError(f"dtype int8 requires one device, got device_map {device_map!r}")
-    if str(target) in BUNDLES and draft is None:
-        draft = target
-    target_model, tokenizer = _load(target, "target", dtype, device, device_map)
-    draft_model = None
-    if draft is not None:
-        draft_model, draft_tokenizer = _load(draft, "draft", dtype, device)
-        require_same_tokenizer(tokenizer, draft_tokenizer, str(target), str(draft))
-        num_rows = draft_model.config.get_text_config().vocab_size
-        if num_rows < len(tokenizer):
-            raise PairError(
-                f"draft {str(draft)!r} has {num_rows} token embeddings, its tokenizer {len(tokenizer)} tokens"
-            )
-    return ModelPair(target_model, draft_model, tokenizer, str(target), None if draft is None else str(draft))
 
 
 def require_device(name: str | None) -> None:
