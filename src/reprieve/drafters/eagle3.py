@@ -113,13 +113,12 @@ class EagleSettings(DrafterSettings):
 class _Tree:
     """Candidates so far, on the device: one tensor per level, joined at the end.
 
-    `rows` holds the row of `logits` that proposed each candidate; `parents` are indices of candidates, or ROOT.
+    `parents` are indices of candidates, or ROOT. Every expanded node has the same number of children, in order.
     """
 
     token_ids: list[Tensor]
     parents: list[Tensor]
     log_probs: list[Tensor]  # of the path from the root
-    rows: list[Tensor]
     logits: list[Tensor]  # [n, draft_vocab_size], of the expanded nodes
 
     @property
@@ -155,6 +154,7 @@ class EagleDrafter(Drafter):
         self.target_layers = head.layers_read
         self.drafts_trees = self.shape.drafts_trees
         self._target_ids = head.target_ids
+        self._num_children = min(self.shape.top_k, len(self._target_ids))
         self._cache = RollbackCache()
         self._length = 0  # cached tokens, without drafted ones
         self._unread: list[int] = []  # committed tokens the head has not read
@@ -174,13 +174,13 @@ class EagleDrafter(Drafter):
             return Block.empty(self.device)
         policy = length if isinstance(length, TreeLength) else None
         logits, states = self._read_committed()
-        tree = _Tree([], [], [], [], [])
+        tree = _Tree([], [], [], [])
         root = torch.full((1,), ROOT, device=self.device)
         self._expand(tree, root, torch.zeros(1, device=self.device), logits[None])
         ancestors = torch.empty(1, 0, dtype=torch.bool, device=self.device)  # of the last frontier: expanded nodes
         parent_states = states[None]
         for level in range(1, depth):
-            frontier, parent = self._frontier(tree, len(parent_states))
+            frontier, parent = self._frontier(tree)
             if policy and not policy.level_pays(float(tree.log_probs[-1][frontier].exp().sum())):
                 break
             own = torch.eye(len(frontier), dtype=torch.bool, device=self.device)
@@ -215,22 +215,17 @@ class EagleDrafter(Drafter):
 
     def _expand(self, tree: _Tree, nodes: Tensor, log_probs: Tensor, logits: Tensor) -> None:
         """Add the most likely children of n nodes as a level; `logits` [n, draft_vocab_size] follow the nodes."""
-        size = min(self.shape.top_k, logits.shape[-1])
-        best = logits.log_softmax(-1).clamp_max(0).topk(size, dim=-1)
-        first = sum(map(len, tree.logits))
-        rows = torch.arange(first, first + len(nodes), device=self.device)
+        best = logits.log_softmax(-1).clamp_max(0).topk(self._num_children, dim=-1)
         tree.logits.append(logits)
         tree.token_ids.append(self._target_ids[best.indices].flatten())
-        tree.parents.append(nodes.repeat_interleave(size))
+        tree.parents.append(nodes.repeat_interleave(self._num_children))
         tree.log_probs.append((log_probs[:, None] + best.values).flatten())
-        tree.rows.append(rows.repeat_interleave(size))
 
-    def _frontier(self, tree: _Tree, num_parents: int) -> tuple[Tensor, Tensor]:
+    def _frontier(self, tree: _Tree) -> tuple[Tensor, Tensor]:
         """Return the last level's nodes to expand, in drafting order, and the parent index of each."""
-        log_probs = tree.log_probs[-1]
-        best = log_probs.sort(descending=True, stable=True).indices[: self.shape.top_k]
+        best = tree.log_probs[-1].sort(descending=True, stable=True).indices[: self.shape.top_k]
         frontier = best.sort().values
-        return frontier, frontier // (len(log_probs) // num_parents)
+        return frontier, frontier // self._num_children
 
     def _block(self, tree: _Tree, policy: TreeLength | None) -> Block:
         """Return the candidates of largest joint probability, pruned, with the logits that proposed each."""
@@ -260,7 +255,7 @@ class EagleDrafter(Drafter):
         logits = None
         if self.keep_logits:
             logits = torch.full((len(parents), self.vocab_size), -math.inf, device=self.device)
-            logits[:, self._target_ids] = torch.cat(tree.logits)[torch.cat(tree.rows)[chosen]]
+            logits[:, self._target_ids] = torch.cat(tree.logits)[chosen // self._num_children]
         return Block(
             torch.cat(tree.token_ids)[chosen],
             tuple(parents),
