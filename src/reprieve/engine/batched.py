@@ -85,11 +85,6 @@ class _Round:
     scores: Tensor  # [R * (K + 1), V], what its tokens are drawn from
     hidden: HiddenStates  # [R * (K + 1), D] a layer, the target's
 
-    @property
-    def width(self) -> int:
-        """K."""
-        return self.block.token_ids.shape[1] - 1
-
 
 class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
     """Answers up to `num_rows` prompts at once.
@@ -242,7 +237,7 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
             Which are accepted and which the lossless check alone accepts, both [B, K], bool; and the scores that they
             were verified against, [R * (K + 1), V].
         """
-        accepts = torch.zeros(len(current.rows), current.width, dtype=torch.bool, device=self.device)
+        accepts = torch.zeros(len(current.rows), self.num_draft_tokens, dtype=torch.bool, device=self.device)
         matches = torch.zeros_like(accepts)
         scores = current.scores
         by_rule: dict[str, list[int]] = {}
@@ -253,7 +248,7 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
             cells = [(number, column) for number in members for column in range(current.sizes[number])]
             columns = spread([column for _, column in cells], torch.long, self.device)
             rows = spread([current.rows[number] for number, _ in cells], torch.long, self.device)
-            judges = rows * (current.width + 1) + columns
+            judges = rows * (self.num_draft_tokens + 1) + columns
             batch = self._batch(current, members, rows, columns, judges)
             requests = [
                 Row(name, slot.request.rule, current.sizes[number], self.sampler.greedy, True, slot.budget)
@@ -335,12 +330,12 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
             rows: [B], of the caches.
             scores: see `_decide`.
         """
-        last = scores[rows * (current.width + 1) + num_accepted]
+        last = scores[rows * (self.num_draft_tokens + 1) + num_accepted]
         if self.sampler.greedy:
             return last.argmax(-1)
         probs = last.softmax(-1)
-        if current.width:
-            column = num_accepted.clamp_max(current.width - 1)
+        if self.num_draft_tokens:
+            column = num_accepted.clamp_max(self.num_draft_tokens - 1)
             proposal = None
             if current.block.logits is not None and self._sampled:
                 proposal = self.sampler.draft_scores(current.block.logits[rows, column]).softmax(-1)
@@ -360,7 +355,7 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
         counts, nexts, token_ids, matched = to_host(num_accepted, following, drafted, matches)
         finished: list[_Slot] = []
         for number, (row, slot) in enumerate(zip(current.rows, current.slots, strict=True)):
-            cells = slice(number * current.width, number * current.width + int(counts[number]))
+            cells = slice(number * self.num_draft_tokens, number * self.num_draft_tokens + int(counts[number]))
             committed = [
                 Token(int(token_id), Provenance.MATCHED if match else Provenance.RESCUED)
                 for token_id, match in zip(token_ids[cells], matched[cells], strict=True)

@@ -103,17 +103,15 @@ class Pair(ModelPair):
         self, num_draft_tokens: NumDraftTokens | LengthHead | DraftLength, rule: Rule, drafter: DrafterSettings
     ) -> DraftLength:
         """Return the draft length of a rule and a drafter; raises the errors of `length_head`."""
-        if isinstance(num_draft_tokens, LengthHead):
-            num_draft_tokens.require_pair(self.identity, "num_draft_tokens")
-            num_draft_tokens.require_rule(rule, "num_draft_tokens")
-        elif isinstance(num_draft_tokens, DraftLength):
+        if isinstance(num_draft_tokens, DraftLength):
             return num_draft_tokens
-        elif not isinstance(num_draft_tokens, str):
-            return FixedLength(num_draft_tokens)
         head = self.length_head(num_draft_tokens, rule, drafter)
-        if head is None:
+        if head is not None:
+            return LearnedLength(head.to(self.device if self.draft is None else self.draft.device))
+        if isinstance(num_draft_tokens, str):
             return AcceptanceLength(drafter.cost(self), drafter.drafts_trees, exact=isinstance(rule, LosslessRule))
-        return LearnedLength(head.to(self.device if self.draft is None else self.draft.device))
+        assert not isinstance(num_draft_tokens, LengthHead), "length_head returns it"
+        return FixedLength(num_draft_tokens)
 
     def length_head(
         self, num_draft_tokens: NumDraftTokens | LengthHead, rule: Rule, drafter: DrafterSettings
@@ -121,15 +119,18 @@ class Pair(ModelPair):
         """Return the head that decides the block length; None if there is none.
 
         Raises:
-            SpecError: K out of range, a named head of another rule, or a drafter whose states the head does not read.
-            PairError: a named head of another pair.
+            SpecError: K out of range, a head of another rule, or a drafter whose states the head does not read.
+            PairError: a head of another pair.
             ReprieveError: a head that cannot be loaded.
         """
         head = num_draft_tokens
-        if not isinstance(head, LengthHead):
+        if isinstance(head, LengthHead):
+            head.require_pair(self.identity, "num_draft_tokens")
+            head.require_rule(rule, "num_draft_tokens")
+        else:
             require_draft_tokens(head)
             unnamed = head == AUTO and (drafter.name != "draft" or bundle_of(self.target_name) is None)
-            if isinstance(head, int) or unnamed:
+            if not isinstance(head, str) or unnamed:
                 return None
         if drafter.name != "draft":
             raise SpecError(f"a length head reads a draft model's states; the drafter is {drafter.name}")

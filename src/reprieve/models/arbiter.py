@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -64,8 +64,7 @@ class ArbitrationRound:
         return 2 * len(self.draft_ids) + 3
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Positions and visibility of the tokens of a forward: [n] tensors, int64.
 
     Args:
@@ -87,15 +86,14 @@ class Layout:
     @classmethod
     def region(cls, number: int, arbitration: ArbitrationRound) -> Layout:
         """Return the layout of a round's tokens, which follow its context."""
-        positions = torch.arange(arbitration.region_size) + arbitration.context_length
-        return cls(
-            positions, torch.full_like(positions, number), torch.full_like(positions, arbitration.context_length)
-        )
+        first = arbitration.context_length
+        positions = torch.arange(first, first + arbitration.region_size)
+        return cls(positions, torch.full_like(positions, number), torch.full_like(positions, first))
 
     @classmethod
     def join(cls, parts: Sequence[Layout]) -> Layout:
         """Concatenate layouts."""
-        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in ("positions", "regions", "limits")))
+        return cls(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def hybrid_mask(
