@@ -44,8 +44,8 @@ _WITHOUT_EFFECT = (
     *("assistant_confidence_threshold", "assistant_early_exit", "num_assistant_tokens", "max_matching_ngram_size"),
     *("num_assistant_tokens_schedule", "prompt_lookup_num_tokens"),
 )
-# All other settings would change the answer and are refused, unless they have a neutral value: 1 for these, 0, False or
-# None for the rest.
+# All other settings would change the answer and are refused, unless they are unset or have their neutral value: 1 for
+# these, 0 or False for the rest.
 _NEUTRAL_AT_ONE = (
     *("num_beams", "num_beam_groups", "num_return_sequences", "repetition_penalty", "encoder_repetition_penalty"),
     *("typical_p", "guidance_scale"),
@@ -122,8 +122,8 @@ def _refuse_unsupported(input_ids: Tensor, config: GenerationConfig, extra: dict
     others = [name for name in GenerationConfig().to_dict() if name not in (*_TAKEN, *_WITHOUT_EFFECT)]
     for name in others:
         value = getattr(config, name, None)
-        if value and not (value == 1 and name in _NEUTRAL_AT_ONE):
-            neutral = "1" if name in _NEUTRAL_AT_ONE else "unset"
+        neutral = type(value)(name in _NEUTRAL_AT_ONE) if isinstance(value, int | float) else None
+        if value not in (None, neutral):
             raise SpecError(f"generation setting {name} must be {neutral} with custom_generate, got {value!r}")
     if input_ids.shape[0] != 1:
         raise SpecError(f"batch size must be 1, got {input_ids.shape[0]}")
