@@ -28,10 +28,10 @@ from reprieve.bench.results import summarise, write_results
 from reprieve.cli.main import main as reprieve
 from reprieve.cli.main import run_command
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, Pair, SamplingParams, SpeculativeDecoder, load_pair
-from reprieve.engine.advisors import ArbiterAdvisor, build_arbiter
 from reprieve.errors import ReprieveError
 from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.loading import attach_heads
+from reprieve.models.arbiter import ArbiterAdvisor, ArbiterModel
 from reprieve.rules import Rule
 from reprieve.rules.arbiter import ArbiterRule
 from reprieve.stats import bootstrap_interval, paired_difference
@@ -187,7 +187,7 @@ class Forgetful(ArbiterAdvisor):
     """Advisor without a cache: reads the whole context in every round."""
 
     def advise(self, block: Block, evidence: Evidence, settled: torch.Tensor) -> torch.Tensor:
-        self.arbiter.forget()
+        self.forget()
         return super().advise(block, evidence, settled)
 
 
@@ -196,7 +196,7 @@ def overhead(pair: Pair, options: argparse.Namespace) -> None:
     rule, start = _start(options)
     arm = Arm(rule.spec, rule, options.num_draft_tokens)
     assert pair.draft is not None
-    model = build_arbiter(start, pair.draft)
+    model = ArbiterModel.of(start, pair.draft)
     decoders: dict[str, SpeculativeDecoder] = {}
     advisors: dict[str, ArbiterAdvisor] = {}
     for name, kind in (("cached", ArbiterAdvisor), ("read again every round", Forgetful)):
@@ -207,13 +207,13 @@ def overhead(pair: Pair, options: argparse.Namespace) -> None:
     task = task_of(pair)
     for number, problem in enumerate(task.problems("test", options.limit, offset=options.offset)):
         for name in sorted(decoders, reverse=bool(number % 2)):
-            read = advisors[name].arbiter.num_read
+            read = advisors[name].num_read
             started = time.perf_counter()
             params = SamplingParams(max_new_tokens=task.max_new_tokens)
             generation = decoders[name].generate(problem.prompt, params, timed=True)
             parts: dict[str, float] = dict(generation.seconds_by_part)
             parts |= {"seconds": time.perf_counter() - started, "num_rounds": generation.num_rounds}
-            parts["num_read"] = advisors[name].arbiter.num_read - read
+            parts["num_read"] = advisors[name].num_read - read
             timings[name].append(parts)
     rows = []
     for name, answers in timings.items():

@@ -24,7 +24,7 @@ import reprieve
 from arms import over, part, run, task_of, whole, write_parts
 from reprieve.engine import Pair
 from reprieve.models import CachedModel
-from reprieve.models.timing import forward_seconds
+from reprieve.models.cached_model import forward_seconds
 from reprieve.stats import bootstrap_interval
 from reprieve.types import PARTS
 

@@ -18,7 +18,7 @@ import torch
 from arms import part, run, whole, write_parts
 from reprieve.bench.runner import machine
 from reprieve.models.cached_model import CachedModel
-from reprieve.models.loading import ModelPair, load_models
+from reprieve.models.loading import ModelPair
 
 ROWS = (1, 3, 5, 9, 17, 33)
 _CACHED, _REPEATS = 200, 9
@@ -54,7 +54,7 @@ def measure(name: str, texts: list[str]) -> tuple[list[str], list[list[str]]]:
     found: dict[str, torch.Tensor] = {}
     speeds = []
     for dtype in ("float32", "int8"):
-        model = load_models(name, dtype=dtype, device="cpu")
+        model = ModelPair.load(name, dtype=dtype, device="cpu")
         found[dtype] = log_probs(model, texts)
         cached = model.cached_target()
         speeds.append([name, dtype, *(f"{milliseconds(cached, rows):.0f}" for rows in ROWS)])

@@ -36,9 +36,8 @@ from reprieve.mining.settings import AutoJudgeMining
 from reprieve.mining.store import LabelStore, ProblemLabels
 from reprieve.mining.target import LocalTarget, ResponseFormat, gather_all
 from reprieve.models.batch_decoder import BatchDecoder, Session
-from reprieve.models.cached_model import eos_token_ids
+from reprieve.models.cached_model import eos_token_ids, forward_seconds
 from reprieve.models.identity import model_folder
-from reprieve.models.timing import forward_seconds
 from reprieve.settings import PairSettings
 from reprieve.stats import wilson_interval
 from reprieve.tasks import Task, TaskProblem, load_task

@@ -128,10 +128,10 @@ def join_parts(model: Model, path: Path) -> None:
 
 def convert(gguf: Path, folder: Path) -> None:
     """Write a GGUF model as a transformers folder, in bfloat16."""
-    from reprieve.models.loading import load_models
+    from reprieve.models.loading import ModelPair
 
     print(f"converting {gguf.name}", flush=True)
-    loaded = load_models(gguf, dtype="bfloat16", device="cpu")
+    loaded = ModelPair.load(gguf, dtype="bfloat16", device="cpu")
     loaded.target.save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)
 

@@ -19,12 +19,11 @@ from torch import Tensor
 from recipes.arbiter.rewards import Decision, Rollout, RolloutRound
 from recipes.arbiter.settings import RolloutSettings
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder, load_pair
-from reprieve.engine.advisors import ArbiterAdvisor
+from reprieve.engine.pair import start_worker
 from reprieve.errors import ReprieveError, SpecError, require_whole
 from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.settings import ArbiterShape
-from reprieve.models.arbiter import ArbiterModel, ArbitrationRound
-from reprieve.models.worker_process import start_worker
+from reprieve.models.arbiter import ArbiterAdvisor, ArbiterModel, ArbitrationRound
 from reprieve.needs import Need
 from reprieve.rules import Rule, Traits
 from reprieve.rules.arbiter import ArbiterRule

@@ -6,7 +6,7 @@ import pytest
 
 from cospec_branches import diagnose
 from reprieve.engine import Pair, SamplingParams
-from reprieve.engine.advisors import ArbiterAdvisor
+from reprieve.models.arbiter import ArbiterAdvisor
 from reprieve.rules.arbiter import ArbiterRule
 from reprieve.stats import BranchChoices
 from tests.kit.arbiters import PROMPT, arbiter_of, decoder_with, trained

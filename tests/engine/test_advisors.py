@@ -7,12 +7,11 @@ import torch
 
 from reprieve.drafters import NgramDrafter
 from reprieve.engine import SamplingParams, SpeculativeDecoder
-from reprieve.engine.advisors import ArbiterAdvisor, make_advisor
 from reprieve.errors import SpecError
 from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.settings import ArbiterShape
 from reprieve.models import CachedModel
-from reprieve.models.arbiter import ArbitrationRound
+from reprieve.models.arbiter import ArbiterAdvisor, ArbitrationRound, make_advisor
 from reprieve.rules import accepts, parse_rule
 from reprieve.rules.arbiter import ArbiterRule
 from reprieve.types import Evidence, Provenance
@@ -95,12 +94,12 @@ def test_rounds_without_a_mismatch_skip_the_arbiter(target):
     made = decoder_with(target, target, ArbiterRule.of(arbiter_of(model)), advisor).generate(
         PROMPT, SamplingParams(max_new_tokens=40)
     )
-    assert made.num_rescued == 0 and advisor.arbiter.num_read == 0
+    assert made.num_rescued == 0 and advisor.num_read == 0
 
 
 class Forgetful(ArbiterAdvisor):
     def advise(self, *args):
-        self.arbiter.forget()
+        self.forget()
         return super().advise(*args)
 
 
@@ -113,7 +112,7 @@ def test_the_cache_reads_fewer_tokens_and_changes_no_answer(target, draft):
         for advisor in advisors
     ]
     assert texts[0] == texts[1]
-    assert advisors[0].arbiter.num_read < 0.6 * advisors[1].arbiter.num_read
+    assert advisors[0].num_read < 0.6 * advisors[1].num_read
 
 
 def test_lambda_may_be_a_positional_argument():
@@ -135,7 +134,7 @@ def test_mismatches_settled_by_another_rule_skip_the_arbiter(target, draft, temp
     advisors = [ArbiterAdvisor(model), AskedAlways(model)]
     made = [decoder_with(target, draft, rule, advisor).generate(PROMPT, params) for advisor in advisors]
     assert made[0].token_ids == made[1].token_ids and made[0].num_rescued
-    assert 0 < advisors[0].arbiter.num_read < advisors[1].arbiter.num_read
+    assert 0 < advisors[0].num_read < advisors[1].num_read
 
 
 def test_missing_inputs_of_arbitration_are_refused(target, draft):

@@ -5,7 +5,7 @@ import torch
 from transformers import GenerationConfig
 
 from reprieve import custom_generate, load_pair
-from reprieve.engine.custom_generate import _TAKEN, _UNSUPPORTED, _WITHOUT_EFFECT
+from reprieve.engine.custom_generate import _TAKEN, _WITHOUT_EFFECT
 from reprieve.errors import SpecError
 from tests.kit.chats import save_chat_pair
 
@@ -37,11 +37,17 @@ def prompt(pair):
 
 
 def test_every_field_of_the_generation_configuration_is_accounted_for():
-    known = {*_TAKEN, *_WITHOUT_EFFECT, *_UNSUPPORTED}
-    assert set(GenerationConfig().to_dict()) <= known
+    assert set(GenerationConfig().to_dict()) <= {*_TAKEN, *_WITHOUT_EFFECT, *CHANGED}
 
 
-@pytest.mark.parametrize("name", [name for name in _UNSUPPORTED if hasattr(GenerationConfig(), name)])
+def test_neutral_values_are_accepted(pair, prompt):
+    neutral = {"num_beams": 1, "repetition_penalty": 1.0, "typical_p": 1.0, "min_length": 0, "min_p": 0.0}
+    config = GenerationConfig(max_new_tokens=2, output_scores=False, bad_words_ids=None, **neutral)
+    made = custom_generate(pair.target, prompt, draft_model=pair.draft, generation_config=config)
+    assert made.shape[1] == prompt.shape[1] + 2
+
+
+@pytest.mark.parametrize("name", [name for name in CHANGED if hasattr(GenerationConfig(), name)])
 def test_unsupported_settings_are_refused_by_name(pair, prompt, name):
     config = GenerationConfig(max_new_tokens=4)
     setattr(config, name, CHANGED[name])

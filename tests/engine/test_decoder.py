@@ -281,7 +281,7 @@ def test_transformers_generate_uses_the_engine(target, draft, text):
 
 
 def test_half_a_character_waits_for_the_rest():
-    from reprieve.engine.text_stream import TextStream
+    from reprieve.engine.text import TextStream
 
     class Bytes:
         def decode(self, ids, *, skip_special_tokens=False):

@@ -11,11 +11,10 @@ import torch
 from reprieve import custom_generate
 from reprieve.drafters import DraftModelDrafter, NgramDrafter
 from reprieve.engine import SamplingParams, SpeculativeDecoder
-from reprieve.engine.advisors import ArbiterAdvisor
 from reprieve.errors import SpecError
 from reprieve.heads.settings import ArbiterShape
 from reprieve.models import CachedModel
-from reprieve.models.arbiter import ArbiterModel
+from reprieve.models.arbiter import ArbiterAdvisor, ArbiterModel
 from reprieve.needs import Need
 from reprieve.rules import RULES, RiskBudget, accept, accepts, parse_rule
 from reprieve.rules.lossless import SampledCheck

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprieve.engine.text_stream import TextStream
+from reprieve.engine.text import TextStream
 from reprieve.errors import SpecError
 from reprieve.settings import MAX_STOP_LENGTH, SamplingParams
 

@@ -19,8 +19,7 @@ from reprieve.mining.settings import AutoJudgeMining, PivotMining
 from reprieve.mining.store import MINED, NO_ANSWER, LabelStore
 from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest
 from reprieve.models.cached_model import CachedModel
-from reprieve.models.draws import GumbelNoise, UniformDraw, choose, gumbel_choice
-from reprieve.models.sampling import Sampler
+from reprieve.models.sampling import GumbelNoise, Sampler, UniformDraw, _gumbel, choose, gumbel_choice
 from reprieve.settings import PairSettings, SamplingParams, SamplingSettings
 from reprieve.tasks import load_task
 from tests.kit.mining import EOS, miner, problem
@@ -269,13 +268,17 @@ def test_a_failed_forward_fails_its_texts_and_not_the_next(monkeypatch):
     assert len(asyncio.run(draft.predict([3], [1, 2]))) == 2
 
 
+def noise_after(seed, prefix_ids, vocab_size):
+    return _gumbel(torch.tensor(GumbelNoise(seed).keys(prefix_ids)), torch.arange(vocab_size).unsqueeze(0))[0]
+
+
 def test_gumbel_noise_is_keyed_by_seed_and_prefix():
     noise = GumbelNoise(7)
-    row = noise.after([1, 2, 3], 50)
-    assert torch.equal(row, GumbelNoise(7).after([1, 2, 3], 50))
+    row = noise_after(7, [1, 2, 3], 50)
+    assert torch.equal(row, noise_after(7, [1, 2, 3], 50))
     assert noise.keys([1, 2, 3, 4], 2) == [noise.keys([1, 2, 3, 4][:length])[0] for length in (2, 3, 4)]
-    assert not torch.equal(row, noise.after([1, 2, 4], 50))
-    assert not torch.equal(row, GumbelNoise(8).after([1, 2, 3], 50))
+    assert not torch.equal(row, noise_after(7, [1, 2, 4], 50))
+    assert not torch.equal(row, noise_after(8, [1, 2, 3], 50))
 
 
 def test_gumbel_and_inverse_cdf_draws_follow_the_distribution():
@@ -297,7 +300,7 @@ def test_noise_restricted_to_likely_tokens_is_the_same_noise():
     scores = torch.randn(6, 400, generator=torch.Generator().manual_seed(0))
     few = scores.masked_fill(scores < scores.topk(9).values[:, -1:], -torch.inf)
     keys = [GumbelNoise(3).keys([row])[0] for row in range(6)]
-    noise = torch.stack([GumbelNoise(3).after([row], 400) for row in range(6)])
+    noise = torch.stack([noise_after(3, [row], 400) for row in range(6)])
     assert gumbel_choice(few, keys).tolist() == (few + noise).argmax(-1).tolist()
     assert gumbel_choice(scores, keys).tolist() == (scores + noise).argmax(-1).tolist()
     mixed = choose(few, [None, GumbelNoise(3), *[None] * 4], [[row] for row in range(6)])
@@ -307,7 +310,7 @@ def test_noise_restricted_to_likely_tokens_is_the_same_noise():
 def test_gumbel_noise_follows_the_gumbel_distribution():
     from scipy.stats import kstest
 
-    noise = GumbelNoise(11).after([5], 20000)
+    noise = noise_after(11, [5], 20000)
     assert kstest(noise.numpy(), "gumbel_r").pvalue > 1e-3
 
 

@@ -11,7 +11,7 @@ from reprieve.mining.runner import mine_problems
 from reprieve.mining.store import LabelStore
 from reprieve.mining.target import LocalTarget, gather_all
 from reprieve.models.batch_decoder import BatchDecoder, Session
-from reprieve.models.draws import UniformDraw
+from reprieve.models.sampling import UniformDraw
 from reprieve.settings import SamplingParams
 from tests.kit.mining import problem
 from tests.kit.tiny import tiny_model

@@ -6,12 +6,11 @@ import json
 import pytest
 import torch
 
-from reprieve.engine.advisors import build_arbiter
 from reprieve.errors import PairError, ReprieveError, SpecError
 from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.loading import attach_heads, require_heads_fit
 from reprieve.heads.settings import ArbiterShape
-from reprieve.models.arbiter import ArbiterModel, ArbitrationRound, CachedArbiter, Layout, hybrid_mask
+from reprieve.models.arbiter import ArbiterAdvisor, ArbiterModel, ArbitrationRound, Layout, hybrid_mask
 from reprieve.rules import parse_rule
 from tests.kit.arbiters import PROMPT, arbiter_of, trained
 from tests.kit.tiny import ARCHITECTURES, IDENTITY, tiny_model
@@ -48,8 +47,8 @@ def test_rounds_get_the_same_logits_together_alone_and_from_the_cache(kind):
 
     context = draw(30)
     rounds = [ArbitrationRound(length, draw(k), draw(k)) for length, k in ((12, 4), (17, 4), (18, 2), (30, 4))]
-    cached = CachedArbiter(model)
-    cached.start(context[:12], num_positions=41)
+    cached = ArbiterAdvisor(model)
+    cached.start(context[:12], max_length=30, num_draft_tokens=4)
     before, num_read = 12, 0
     with torch.no_grad():
         together = model.judge(context, rounds)
@@ -129,7 +128,7 @@ def test_an_arbiter_is_saved_bound_to_its_pair(tmp_path, draft):
 def test_a_pair_builds_the_same_network_from_a_saved_arbiter(tmp_path, draft):
     model = trained(draft)
     arbiter_of(model).save_pretrained(tmp_path / "a")
-    again = build_arbiter(Arbiter.from_pretrained(tmp_path / "a"), draft)
+    again = ArbiterModel.of(Arbiter.from_pretrained(tmp_path / "a"), draft)
     asked = [ArbitrationRound(8, [1, 2, 3], [1, 5, 3])]
     with torch.no_grad():
         assert torch.equal(model.judge(PROMPT, asked)[0], again.judge(PROMPT, asked)[0])

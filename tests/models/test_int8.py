@@ -9,7 +9,7 @@ from reprieve.errors import SpecError, UnsupportedModelError
 from reprieve.models.cached_model import CachedModel
 from reprieve.models.identity import stored_identity
 from reprieve.models.int8 import Int8Linear, dtype_name, output_weights, quantise, require_int8
-from reprieve.models.loading import load_models, weights_fingerprint
+from reprieve.models.loading import ModelPair, weights_fingerprint
 from reprieve.settings import PairSettings, SamplingParams
 from tests.kit.chats import save_chat_pair
 from tests.kit.tiny import ARCHITECTURES, VOCAB_SIZE, tiny_model
@@ -76,10 +76,10 @@ def test_lossless_decoding_gives_the_targets_own_tokens(folder):
 
 
 def test_int8_has_its_own_fingerprint(folder):
-    exact, rounded = (load_models(folder / "target", dtype=dtype) for dtype in ("float32", "int8"))
+    exact, rounded = (ModelPair.load(folder / "target", dtype=dtype) for dtype in ("float32", "int8"))
     assert weights_fingerprint(exact.target) != weights_fingerprint(rounded.target)
     assert weights_fingerprint(rounded.target) == weights_fingerprint(
-        load_models(folder / "target", dtype="int8").target
+        ModelPair.load(folder / "target", dtype="int8").target
     )
     assert rounded.vocab_size == exact.vocab_size
     head = exact.target.get_output_embeddings().weight.detach()
@@ -103,7 +103,7 @@ def test_other_devices_are_refused(folder):
     with pytest.raises(UnsupportedModelError, match="requires the CPU, got device 'cuda:0'"):
         require_int8("cuda:0")
     with pytest.raises(SpecError, match="requires one device"):
-        load_models(folder / "target", dtype="int8", device_map="auto")
+        ModelPair.load(folder / "target", dtype="int8", device_map="auto")
 
 
 def test_servers_refuse_what_only_the_local_engine_reads(folder):

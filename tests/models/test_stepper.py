@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from reprieve.models.stepper import Stepper
+from reprieve.models.batch_decoder import Stepper
 
 
 class Rows:

@@ -10,11 +10,10 @@ from recipes.arbiter.reinforce import Reinforcement, reinforce, untrained
 from recipes.arbiter.rewards import Rewards
 from recipes.arbiter.rollouts import RolloutJob, RolloutPool, RolloutSettings
 from reprieve.engine import Pair, SamplingParams
-from reprieve.engine.advisors import build_arbiter
 from reprieve.errors import PairError, ReprieveError, SpecError
 from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.settings import ArbiterShape
-from reprieve.models.arbiter import ArbitrationRound
+from reprieve.models.arbiter import ArbiterModel, ArbitrationRound
 from reprieve.needs import Need
 from reprieve.rules.arbiter import ArbiterRule
 from reprieve.settings import PairSettings
@@ -106,7 +105,7 @@ def test_an_arbiter_with_readings_sees_the_same_inputs_in_training_and_decoding(
             rounds.append(ArbitrationRound(start, traced.drafted_ids, traced.target_ids))
             advised.append(traced)
         start += len(traced.committed)
-    model = build_arbiter(rule.head, pair.draft)
+    model = ArbiterModel.of(rule.head, pair.draft)
     context = [3, 1, 4, 1, 5, *answer.token_ids]
     with pytest.raises(SpecError, match="reads what verification knows of each drafted token, and got nothing"):
         model.judge(context, rounds)

@@ -5,7 +5,7 @@ import torch
 
 from recipes.arbiter.rollouts import SampledArbiterRule, rollout_of
 from reprieve.engine import SamplingParams
-from reprieve.engine.advisors import ArbiterAdvisor
+from reprieve.models.arbiter import ArbiterAdvisor
 from reprieve.rules import accepts
 from reprieve.types import Evidence
 from tests.kit.arbiters import PROMPT, decoder_with, trained

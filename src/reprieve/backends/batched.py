@@ -15,10 +15,10 @@ from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.drafters import DRAFTERS
 from reprieve.engine import DRAFT_ONLY, Pair, SamplingParams
 from reprieve.engine.batched import BatchedSpeculativeDecoder, Request, refusal
-from reprieve.engine.prompt import token_ids_of
+from reprieve.engine.text import token_ids_of
 from reprieve.errors import SpecError
 from reprieve.heads.loading import require_heads_fit
-from reprieve.models.stepper import Stepper
+from reprieve.models.batch_decoder import Stepper
 from reprieve.rules import LosslessRule
 from reprieve.settings import NumDraftTokens
 from reprieve.tasks import Task, TaskProblem

@@ -13,8 +13,8 @@ from reprieve.bench.engine import EngineFacts, Job
 from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.drafters import DRAFTERS
 from reprieve.engine import DRAFT_ONLY, FoldedDecoder, Pair, SamplingParams, load_pair
+from reprieve.engine.pair import start_worker
 from reprieve.errors import require_whole
-from reprieve.models.worker_process import start_worker
 from reprieve.settings import NumDraftTokens, PromptSettings
 from reprieve.tasks import Task, TaskProblem, load_task
 from reprieve.tasks.prompting import with_prompts

@@ -33,14 +33,14 @@ def make_engine(
     """
     if settings.local:
         from reprieve.backends.local import LocalEngine
-        from reprieve.engine.threads import load_configured
+        from reprieve.engine.pair import load_configured
 
         return LocalEngine(load_configured(pair, announce), num_workers=num_workers)
     if num_workers > 1:
         raise SpecError("--workers applies to --engine local only; set parallel= in --engine instead")
     if batched := settings.batched:
         from reprieve.backends.batched import BatchedEngine
-        from reprieve.engine.threads import load_configured
+        from reprieve.engine.pair import load_configured
 
         return BatchedEngine(load_configured(pair, announce, decodes=False), batched)
     from reprieve.backends.served import ServedEngine

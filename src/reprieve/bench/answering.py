@@ -11,7 +11,7 @@ from reprieve.bench.arms import Arm
 from reprieve.bench.config import RunConfig
 from reprieve.bench.records import ProblemRecord, Reply, totals
 from reprieve.engine import DRAFT_ONLY, SamplingParams
-from reprieve.engine.text_stream import Decodes, TextStream
+from reprieve.engine.text import Decodes, TextStream
 from reprieve.errors import EngineError, PairError
 from reprieve.settings import PromptSettings
 from reprieve.tasks import Task, TaskProblem

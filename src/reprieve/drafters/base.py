@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
+import torch
+
 from reprieve.drafters.length import DraftLength, RoundLength
 from reprieve.models.loading import ModelPair
 from reprieve.models.sampling import Sampler
@@ -20,16 +22,17 @@ class Drafter(Protocol):
 
     The engine calls `start` first, then alternates `propose` and `commit`. It calls `commit` for every round, with the
     committed tokens; no model has read the last one yet.
+
+    Attributes:
+        target_layers: layers of the target whose hidden states it reads, in the prefill and in every verification.
+        drafts_trees: True if its blocks may branch.
+        provides: subset of `Need.DRAFT_PROBS` and `Need.DRAFT_HIDDEN` that its blocks carry.
     """
 
     name: str
-    drafts_trees: bool  # True if its blocks may branch
-    provides: frozenset[Need]  # the subset of `Need.DRAFT_PROBS` and `Need.DRAFT_HIDDEN` that its blocks carry
-
-    @property
-    def target_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose hidden states it reads, in the prefill and in every verification."""
-        ...
+    target_layers: tuple[int, ...] = ()
+    drafts_trees: bool = False
+    provides: frozenset[Need] = frozenset()
 
     def start(self, prompt_ids: Sequence[int], sampler: Sampler, prefill: Prefill) -> None:
         """Reset and start a prompt. With `target_layers`, the target has already read all of it but the last token."""
@@ -46,6 +49,23 @@ class Drafter(Protocol):
     def commit(self, block: Block, outcome: Outcome, verification: Verification) -> None:
         """Keep the accepted path, drop the rest, and add the fallback or bonus token."""
         ...
+
+
+class NoDrafter(Drafter):
+    """Proposes nothing: every round is one plain target step, so target-only decoding uses the same loop."""
+
+    name = "none"
+    provides = frozenset({Need.DRAFT_PROBS, Need.DRAFT_HIDDEN})  # no tokens, so no rule lacks an input
+
+    def __init__(self, device: torch.device) -> None:
+        self._empty = Block.empty(device)
+
+    def start(self, prompt_ids: Sequence[int], sampler: Sampler, prefill: Prefill) -> None: ...
+
+    def propose(self, max_depth: int, length: RoundLength) -> Block:
+        return self._empty
+
+    def commit(self, block: Block, outcome: Outcome, verification: Verification) -> None: ...
 
 
 class DrafterSettings(ABC):

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reprieve.drafters.base import DrafterSettings, register_drafter
+from reprieve.drafters.base import Drafter, DrafterSettings, register_drafter
 from reprieve.drafters.length import DraftLength, RoundLength
-from reprieve.models.cached_model import CachedModel, HiddenLayers
+from reprieve.models.cached_model import CachedModel, HiddenLayers, require_positions
 from reprieve.models.int8 import num_weights
 from reprieve.models.loading import ModelPair
 from reprieve.models.sampling import Sampler
@@ -44,7 +44,7 @@ class DraftModelSettings(DrafterSettings):
         return max(layers[0] / layers[1], weights[0] / weights[1])
 
 
-class DraftModelDrafter:
+class DraftModelDrafter(Drafter):
     """Chains from a draft model that shares the target's tokenizer.
 
     Args:
@@ -55,8 +55,6 @@ class DraftModelDrafter:
     """
 
     name = "draft"
-    target_layers: tuple[int, ...] = ()
-    drafts_trees = False
 
     def __init__(
         self,
@@ -76,9 +74,8 @@ class DraftModelDrafter:
 
     def start(self, prompt_ids: Sequence[int], sampler: Sampler, prefill: Prefill) -> None:
         self.sampler = sampler
-        self.model.require_room(
-            len(prompt_ids) + sampler.params.max_new_tokens, what="prompt and new tokens, read by the draft,"
-        )
+        num_positions = len(prompt_ids) + sampler.params.max_new_tokens
+        require_positions(self.model.model, num_positions, what="prompt and new tokens, read by the draft,")
         self.model.keep(0)
         self._unread = list(prompt_ids)
 
@@ -103,7 +100,7 @@ class DraftModelDrafter:
                 hidden_rows.append(hidden)
             feed = self.sampler.draft_token(logits).to(logits.device)
             token_ids.append(feed)
-            state = hidden[LAST] if hidden is not None and length.reads_states else None
+            state = None if hidden is None else hidden.get(LAST)
             if len(token_ids) < max_depth and not length.goes_on(state, logits, feed):
                 break
         self._unread = []

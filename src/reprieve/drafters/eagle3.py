@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from reprieve.bundles import bundle_of
-from reprieve.drafters.base import DrafterSettings, register_drafter
+from reprieve.drafters.base import Drafter, DrafterSettings, register_drafter
 from reprieve.drafters.length import DraftLength, RoundLength, TreeLength
 from reprieve.drafters.pruning import PARAMETERS, Pruning
 from reprieve.errors import SpecError, require_choice
@@ -113,13 +113,12 @@ class EagleSettings(DrafterSettings):
 class _Tree:
     """Candidates so far, on the device: one tensor per level, joined at the end.
 
-    `rows` holds the row of `logits` that proposed each candidate; `parents` are indices of candidates, or ROOT.
+    `parents` are indices of candidates, or ROOT. Every expanded node has the same number of children, in order.
     """
 
     token_ids: list[Tensor]
     parents: list[Tensor]
     log_probs: list[Tensor]  # of the path from the root
-    rows: list[Tensor]
     logits: list[Tensor]  # [n, draft_vocab_size], of the expanded nodes
 
     @property
@@ -127,7 +126,7 @@ class _Tree:
         return sum(map(len, self.token_ids))
 
 
-class EagleDrafter:
+class EagleDrafter(Drafter):
     """Proposes a tree, or a chain, from the states of the token before the last committed one.
 
     The children of a node are the head's most likely tokens, not draws. The block is therefore deterministic, and the
@@ -155,6 +154,7 @@ class EagleDrafter:
         self.target_layers = head.layers_read
         self.drafts_trees = self.shape.drafts_trees
         self._target_ids = head.target_ids
+        self._num_children = min(self.shape.top_k, len(self._target_ids))
         self._cache = RollbackCache()
         self._length = 0  # cached tokens, without drafted ones
         self._unread: list[int] = []  # committed tokens the head has not read
@@ -172,15 +172,16 @@ class EagleDrafter:
         depth = min(max_depth, self.shape.depth)
         if depth < 1 or not self._states:
             return Block.empty(self.device)
+        policy = length if isinstance(length, TreeLength) else None
         logits, states = self._read_committed()
-        tree = _Tree([], [], [], [], [])
+        tree = _Tree([], [], [], [])
         root = torch.full((1,), ROOT, device=self.device)
         self._expand(tree, root, torch.zeros(1, device=self.device), logits[None])
         ancestors = torch.empty(1, 0, dtype=torch.bool, device=self.device)  # of the last frontier: expanded nodes
         parent_states = states[None]
         for level in range(1, depth):
-            frontier, parent = self._frontier(tree, len(parent_states))
-            if length.trees and not length.trees.level_pays(float(tree.log_probs[-1][frontier].exp().sum())):
+            frontier, parent = self._frontier(tree)
+            if policy and not policy.level_pays(float(tree.log_probs[-1][frontier].exp().sum())):
                 break
             own = torch.eye(len(frontier), dtype=torch.bool, device=self.device)
             ancestors = torch.cat([ancestors[parent], own], dim=1)
@@ -194,7 +195,7 @@ class EagleDrafter:
             nodes = frontier + tree.num_nodes - len(tree.token_ids[-1])
             self._expand(tree, nodes, tree.log_probs[-1][frontier], predicted)
         self._cache.keep(self._length)
-        return self._block(tree, length.trees)
+        return self._block(tree, policy)
 
     def commit(self, block: Block, outcome: Outcome, verification: Verification) -> None:
         rows = spread([0, *(node + 1 for node in outcome.path)], torch.long, self.device)
@@ -214,24 +215,19 @@ class EagleDrafter:
 
     def _expand(self, tree: _Tree, nodes: Tensor, log_probs: Tensor, logits: Tensor) -> None:
         """Add the most likely children of n nodes as a level; `logits` [n, draft_vocab_size] follow the nodes."""
-        size = min(self.shape.top_k, logits.shape[-1])
-        best = logits.log_softmax(-1).clamp_max(0).topk(size, dim=-1)
-        first = sum(map(len, tree.logits))
-        rows = torch.arange(first, first + len(nodes), device=self.device)
+        best = logits.log_softmax(-1).clamp_max(0).topk(self._num_children, dim=-1)
         tree.logits.append(logits)
         tree.token_ids.append(self._target_ids[best.indices].flatten())
-        tree.parents.append(nodes.repeat_interleave(size))
+        tree.parents.append(nodes.repeat_interleave(self._num_children))
         tree.log_probs.append((log_probs[:, None] + best.values).flatten())
-        tree.rows.append(rows.repeat_interleave(size))
 
-    def _frontier(self, tree: _Tree, num_parents: int) -> tuple[Tensor, Tensor]:
+    def _frontier(self, tree: _Tree) -> tuple[Tensor, Tensor]:
         """Return the last level's nodes to expand, in drafting order, and the parent index of each."""
-        log_probs = tree.log_probs[-1]
-        best = log_probs.sort(descending=True, stable=True).indices[: self.shape.top_k]
+        best = tree.log_probs[-1].sort(descending=True, stable=True).indices[: self.shape.top_k]
         frontier = best.sort().values
-        return frontier, frontier // (len(log_probs) // num_parents)
+        return frontier, frontier // self._num_children
 
-    def _block(self, tree: _Tree, weighed: TreeLength | None) -> Block:
+    def _block(self, tree: _Tree, policy: TreeLength | None) -> Block:
         """Return the candidates of largest joint probability, pruned, with the logits that proposed each."""
         log_probs, all_parents = torch.cat(tree.log_probs), torch.cat(tree.parents)
         # A child is never more likely than its parent and comes later, so a stable sort keeps parents first.
@@ -243,23 +239,23 @@ class EagleDrafter:
         fetched = to_host(renumbered, log_probs[chosen], self._root_entropy)
         parents = [int(parent) for parent in fetched[0]]
         kept = list(range(len(parents)))
-        if weighed is not None:
-            least = math.log(weighed.least())
+        if policy is not None:
+            least = math.log(policy.least())
             kept = [node for node in kept if fetched[1][node] >= least] or [0]
         num_pruned = 0
         if self.pruning is not None:
             wanted = set(self.pruning.kept(parents, fetched[1], fetched[2][0]))
             num_pruned = len(parents) - len(wanted)
             kept = [node for node in kept if node in wanted] or [0]
-        if weighed is not None:
-            weighed.expect(sum(math.exp(fetched[1][node]) for node in kept))
+        if policy is not None:
+            policy.expect(sum(math.exp(fetched[1][node]) for node in kept))
         if len(kept) < len(parents):
             parents = _renumbered(parents, kept)
             chosen = chosen[spread(kept, torch.long, self.device)]
         logits = None
         if self.keep_logits:
             logits = torch.full((len(parents), self.vocab_size), -math.inf, device=self.device)
-            logits[:, self._target_ids] = torch.cat(tree.logits)[torch.cat(tree.rows)[chosen]]
+            logits[:, self._target_ids] = torch.cat(tree.logits)[chosen // self._num_children]
         return Block(
             torch.cat(tree.token_ids)[chosen],
             tuple(parents),

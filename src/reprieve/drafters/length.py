@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -30,9 +29,6 @@ _BLOCK_MEMORY = 0.97
 class RoundLength(Protocol):
     """Draft length decisions for the rounds of one answer."""
 
-    reads_states: bool  # True if `goes_on` reads the draft's last hidden states
-    trees: TreeLength | None  # tree policy; None keeps the tree's shape
-
     def begin(self) -> int:
         """Start a round; return its maximum depth."""
         ...
@@ -41,18 +37,18 @@ class RoundLength(Protocol):
         """Return True if another token should be drafted after this one.
 
         Args:
-            hidden: the draft's state that predicted it, [1, D]; None if `reads_states` is false.
+            hidden: the draft's last hidden state that predicted it, [1, D]; given if the policy `reads_states`.
             logits: the draft's logits that it came from, [1, V].
             token_id: [1].
         """
-        ...
+        return True
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
         """Record the outcome of a round's block, which may be empty."""
         ...
 
 
-class TreeLength:
+class TreeLength(RoundLength):
     """Selects the levels and nodes of a tree, from the drafter's probabilities and their recent accuracy.
 
     A level is drafted if its probability of being reached is at least its cost in target forwards times the committed
@@ -67,6 +63,9 @@ class TreeLength:
         self._tokens, self._time = 3.0, 2.0  # prior of one average round
         self._expected, self._accepted = 2.0, 2.0
         self._levels, self._hoped = 1, 0.0
+
+    def begin(self) -> int:
+        return _MOST_TREE
 
     def level_pays(self, reached: float) -> bool:
         """Return True if a level with this probability of being reached is worth drafting."""
@@ -104,27 +103,20 @@ class TreeLength:
 class DraftLength(Protocol):
     """Factory of a `RoundLength` for every answer."""
 
-    reads_states: bool
-
-    @property
-    def most(self) -> int:
-        """Largest depth of any round."""
-        ...
+    reads_states: bool = False  # True if its rounds read the draft's last hidden states
+    most: int  # largest depth of any round
 
     def start(self, dial: float | None, temperature: float) -> RoundLength:
         """Return the policy for an answer with this dial value and target temperature."""
         ...
 
 
-class FixedLength:
+class FixedLength(DraftLength, RoundLength):
     """Constant length K.
 
     Raises:
         SpecError: K is out of range.
     """
-
-    reads_states = False
-    trees: TreeLength | None = None
 
     def __init__(self, num_draft_tokens: int) -> None:
         require_draft_tokens(num_draft_tokens)
@@ -135,9 +127,6 @@ class FixedLength:
 
     def begin(self) -> int:
         return self.most
-
-    def goes_on(self, hidden: Tensor | None, logits: Tensor, token_id: Tensor) -> bool:
-        return True
 
     def learn(self, num_drafted: int, num_accepted: int) -> None: ...
 
@@ -197,7 +186,7 @@ def best_length(rates: Sequence[float], cost: float) -> int:
     return length
 
 
-class AcceptanceLength:
+class AcceptanceLength(DraftLength):
     """Draft length policy that maximises the expected speed, given the acceptance observed so far.
 
     Args:
@@ -207,8 +196,6 @@ class AcceptanceLength:
             answers. Otherwise K depends on the current answer alone, so that a repeated request gives the same answer.
     """
 
-    reads_states = False
-
     def __init__(self, cost: float, drafts_trees: bool = False, *, exact: bool = False) -> None:
         self.cost = cost
         self.drafts_trees = drafts_trees
@@ -217,31 +204,11 @@ class AcceptanceLength:
 
     def start(self, dial: float | None, temperature: float) -> RoundLength:
         if self.drafts_trees:
-            return _TreeAcceptance(TreeLength(self.cost), self.most)
-        return _ChainAcceptance(self.cost + _VERIFIED, self.most, None if temperature else self._answers)
+            return TreeLength(self.cost)
+        return _ChainLength(self.cost + _VERIFIED, self.most, None if temperature else self._answers)
 
 
-class _Acceptance:
-    reads_states = False
-    trees: TreeLength | None = None
-
-    def goes_on(self, hidden: Tensor | None, logits: Tensor, token_id: Tensor) -> bool:
-        return True
-
-
-class _TreeAcceptance(_Acceptance):
-    def __init__(self, trees: TreeLength, most: int) -> None:
-        self.trees = self._tree = trees
-        self.most = most
-
-    def begin(self) -> int:
-        return self.most
-
-    def learn(self, num_drafted: int, num_accepted: int) -> None:
-        self._tree.learn(num_drafted, num_accepted)
-
-
-class _ChainAcceptance(_Acceptance):
+class _ChainLength(RoundLength):
     def __init__(self, cost: float, most: int, answers: AcceptanceRates | None) -> None:
         self.cost = cost
         self._answers, self._answer = answers, AcceptanceRates(most, _BLOCK_MEMORY)
@@ -255,30 +222,25 @@ class _ChainAcceptance(_Acceptance):
             self._answers.learn(num_drafted, num_accepted)
 
 
-@dataclass(frozen=True)
-class LearnedLength:
+class LearnedLength(DraftLength):
     """Ends a block when the probability that all of it and one more token are accepted falls below the head's price.
 
     Below the price, another token gains less than the same time gains on average: the price is the overall tokens per
     second times the seconds needed to draft and verify one more token.
     """
 
-    head: LengthHead
     reads_states = True
 
-    @property
-    def most(self) -> int:
-        return self.head.most
+    def __init__(self, head: LengthHead) -> None:
+        self.head = head
+        self.most = head.most
 
     def start(self, dial: float | None, temperature: float) -> RoundLength:
         dial = 0.0 if dial is None else min(max(dial, self.head.lowest), self.head.highest)
-        return _Learned(self.head, dial, temperature)
+        return _LearnedRounds(self.head, dial, temperature)
 
 
-class _Learned:
-    reads_states = True
-    trees: TreeLength | None = None
-
+class _LearnedRounds(RoundLength):
     def __init__(self, head: LengthHead, dial: float, temperature: float) -> None:
         self._head = head
         self._weight = head.hidden_weight

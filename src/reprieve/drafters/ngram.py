@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from reprieve.drafters.base import DrafterSettings, register_drafter
+from reprieve.drafters.base import Drafter, DrafterSettings, register_drafter
 from reprieve.drafters.length import DraftLength, RoundLength
 from reprieve.errors import SpecError
 from reprieve.models.loading import ModelPair
 from reprieve.models.sampling import Sampler
-from reprieve.needs import Need
 from reprieve.rules import Rule
 from reprieve.transfers import spread
 from reprieve.types import Block, Outcome, Prefill, Verification
@@ -41,7 +40,7 @@ class NgramSettings(DrafterSettings):
         return NgramDrafter(pair.device, self)
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Proposes the continuation of the most recent occurrence of the longest matching n-gram.
 
     Args:
@@ -49,9 +48,6 @@ class NgramDrafter:
     """
 
     name = "ngram"
-    target_layers: tuple[int, ...] = ()
-    drafts_trees = False
-    provides: frozenset[Need] = frozenset()
 
     def __init__(self, device: torch.device, settings: NgramSettings | None = None) -> None:
         self.device = device

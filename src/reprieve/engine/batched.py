@@ -6,20 +6,18 @@ The rounds are those of `SpeculativeDecoder`; the rules decide for the whole bat
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from reprieve.drafters.length import FixedLength
 from reprieve.engine.answer import Answer
 from reprieve.engine.pair import Pair
-from reprieve.engine.prompt import token_ids_of
-from reprieve.engine.stopwatch import Stopwatch
+from reprieve.engine.text import token_ids_of
 from reprieve.errors import SpecError, require_whole
-from reprieve.models.cached_model import eos_token_ids, require_positions
+from reprieve.models.batch_decoder import TextBatch, TextRow
+from reprieve.models.cached_model import eos_token_ids, require_positions, same_vocabulary
 from reprieve.models.row_model import RowModel, Unread, refuse_varying_positions
 from reprieve.models.sampling import Sampler
 from reprieve.needs import Need
@@ -57,12 +55,8 @@ class Request:
 
 
 @dataclass(eq=False)
-class _Slot:
-    """An answer in progress, in a row of the caches."""
-
-    request: Request
+class _Slot(TextRow[Request]):
     answer: Answer
-    token_ids: list[int]  # prompt and answer; the target has read all but the last
     budget: RiskBudget
     started: float = field(default_factory=time.perf_counter)
 
@@ -90,14 +84,9 @@ class _Round:
     scores: Tensor  # [R * (K + 1), V], what its tokens are drawn from
     hidden: HiddenStates  # [R * (K + 1), D] a layer, the target's
 
-    @property
-    def width(self) -> int:
-        """K."""
-        return self.block.token_ids.shape[1] - 1
 
-
-class BatchedSpeculativeDecoder:
-    """Answers up to `num_rows` prompts at once; call `submit`, then `step` until `idle`.
+class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
+    """Answers up to `num_rows` prompts at once.
 
     Args:
         pair: the models; the target alone answers if `num_draft_tokens` is 0.
@@ -123,7 +112,7 @@ class BatchedSpeculativeDecoder:
         rules: Sequence[Rule] = (),
         draft_alone: bool = False,
     ) -> None:
-        require_whole("num_rows", num_rows, 1)
+        super().__init__(num_rows)
         require_whole("num_draft_tokens", num_draft_tokens, 0, 512)
         for rule in rules:
             if reason := refusal(rule):
@@ -150,16 +139,10 @@ class BatchedSpeculativeDecoder:
         self._sampled = not (self.sampler.greedy or self.sampler.draft_greedy)
         self._keeps_logits = self._sampled or any(Need.DRAFT_PROBS in rule.traits.needs for rule in rules)
         self._eos_ids = eos_token_ids(model, pair.tokenizer)
-        self._slots: list[_Slot | None] = [None] * num_rows
-        self._waiting: deque[Request] = deque()
 
     @property
     def device(self) -> torch.device:
         return self._target.device
-
-    @property
-    def idle(self) -> bool:
-        return not self._waiting and not any(self._slots)
 
     def submit(self, request: Request) -> None:
         """Queue an answer.
@@ -177,38 +160,26 @@ class BatchedSpeculativeDecoder:
             require_positions(one.model, num, what=f"prompt and {request.max_new_tokens} new tokens")
         self._waiting.append(request)
 
-    def drop(self, request: Request) -> None:
-        """Cancel an answer."""
-        self._waiting = deque(other for other in self._waiting if other is not request)
-        self._slots = [None if slot and slot.request is request else slot for slot in self._slots]
-
-    def clear(self) -> None:
-        """Cancel every answer, after a failed forward."""
-        self._waiting.clear()
-        self._slots = [None] * len(self._slots)
-
     @torch.inference_mode()
     def step(self) -> None:
-        """Decode one round of every answer in progress; waiting answers take free rows first."""
+        """Decode one round of every answer in progress; waiting ones take free rows first."""
         self._admit()
-        rows = [row for row, slot in enumerate(self._slots) if slot]
+        rows, slots, read_rows = self._in_progress(self.device)
         if not rows:
             return
-        slots = [slot for slot in self._slots if slot]
         sizes = [min(self.num_draft_tokens, slot.answer.num_left - 1) for slot in slots]
-        # Forwards over all rows run as CUDA graphs; elsewhere, the free rows after the last answer are left out.
-        block = self._propose(self._slots if self.device.type == "cuda" else self._slots[: rows[-1] + 1])
+        block = self._propose(read_rows)
         positions = block.lengths[:, None] - 1 + torch.arange(self.num_draft_tokens + 1, device=self.device)
         read, hidden = self._target.forward(block.token_ids, positions, longest=block.longest)
-        logits = self._same_vocabulary(read.flatten(0, 1))
+        logits = same_vocabulary(read.flatten(0, 1).to(torch.float32, copy=True), self._vocab_size)
         flat = {layer: states.flatten(0, 1) for layer, states in hidden.items()}
         current = _Round(rows, slots, sizes, block, logits, self.sampler.target_scores(logits), flat)
         self._commit(current, *self._decide(current))
 
     def _admit(self) -> None:
         """Give waiting answers the free rows, and read their prompts except the last token."""
-        free = [row for row, slot in enumerate(self._slots) if slot is None]
-        if len(free) < len(self._slots) and len(free) * _SHARE_FREE < len(self._slots):
+        free = [row for row, slot in enumerate(self._rows) if slot is None]
+        if len(free) < len(self._rows) and len(free) * _SHARE_FREE < len(self._rows):
             return
         admitted = [(row, self._waiting.popleft()) for row in free[: len(self._waiting)]]
         if not admitted:
@@ -218,19 +189,11 @@ class BatchedSpeculativeDecoder:
             one.prefill(unread)
         longest = max(len(request.prompt_ids) + request.max_new_tokens for _, request in admitted)
         for one in self._models:
-            one.reserve(longest + self.num_draft_tokens)
+            one.cache.reserve(longest + self.num_draft_tokens)
         for row, request in admitted:
-            answer = Answer.begin(
-                self.tokenizer,
-                request.prompt_ids,
-                request.rule,
-                self.sampler,
-                FixedLength(max(1, self.num_draft_tokens)),
-                self._eos_ids,
-                params=self.sampler.params.with_fields(max_new_tokens=request.max_new_tokens),
-                watch=Stopwatch(self.device, running=False),
-            )
-            self._slots[row] = _Slot(request, answer, list(request.prompt_ids), RiskBudget.of(request.rule))
+            params = self.sampler.params.with_fields(max_new_tokens=request.max_new_tokens)
+            answer = Answer(self.tokenizer, request.prompt_ids, params, self._eos_ids)
+            self._rows[row] = _Slot(request, list(request.prompt_ids), answer, RiskBudget.of(request.rule))
 
     def _propose(self, slots: Sequence[_Slot | None]) -> _Block:
         """Draft K tokens for each row."""
@@ -252,7 +215,8 @@ class BatchedSpeculativeDecoder:
         feed, positions = recent, (lengths[:, None] + torch.arange(-2, 0, device=self.device)).clamp_min(0)
         for step in range(self.num_draft_tokens):
             read, hidden = self._draft.forward(feed, positions, longest=longest)
-            logits = self._same_vocabulary(read[:, -1])
+            # A copy, because the next forward overwrites the original.
+            logits = same_vocabulary(read[:, -1].to(torch.float32, copy=True), self._vocab_size)
             if step:
                 keep_states(hidden)
             if self._keeps_logits:
@@ -265,12 +229,6 @@ class BatchedSpeculativeDecoder:
         hidden = {layer: torch.cat(parts, 1) for layer, parts in states.items()}
         return _Block(torch.cat(chain, 1), lengths, longest, torch.stack(kept, 1) if kept else None, hidden)
 
-    def _same_vocabulary(self, logits: Tensor) -> Tensor:
-        """Return a copy of logits, [..., any] to [..., V], in float32; the next forward overwrites the original."""
-        logits = logits.to(torch.float32, copy=True)
-        missing = self._vocab_size - logits.shape[-1]
-        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
-
     def _decide(self, current: _Round) -> tuple[Tensor, Tensor, Tensor]:
         """Decide on the drafted tokens.
 
@@ -278,7 +236,7 @@ class BatchedSpeculativeDecoder:
             Which are accepted and which the lossless check alone accepts, both [B, K], bool; and the scores that they
             were verified against, [R * (K + 1), V].
         """
-        accepts = torch.zeros(len(current.rows), current.width, dtype=torch.bool, device=self.device)
+        accepts = torch.zeros(len(current.rows), self.num_draft_tokens, dtype=torch.bool, device=self.device)
         matches = torch.zeros_like(accepts)
         scores = current.scores
         by_rule: dict[str, list[int]] = {}
@@ -289,7 +247,7 @@ class BatchedSpeculativeDecoder:
             cells = [(number, column) for number in members for column in range(current.sizes[number])]
             columns = spread([column for _, column in cells], torch.long, self.device)
             rows = spread([current.rows[number] for number, _ in cells], torch.long, self.device)
-            judges = rows * (current.width + 1) + columns
+            judges = rows * (self.num_draft_tokens + 1) + columns
             batch = self._batch(current, members, rows, columns, judges)
             requests = [
                 Row(name, slot.request.rule, current.sizes[number], self.sampler.greedy, True, slot.budget)
@@ -371,12 +329,12 @@ class BatchedSpeculativeDecoder:
             rows: [B], of the caches.
             scores: see `_decide`.
         """
-        last = scores[rows * (current.width + 1) + num_accepted]
+        last = scores[rows * (self.num_draft_tokens + 1) + num_accepted]
         if self.sampler.greedy:
             return last.argmax(-1)
         probs = last.softmax(-1)
-        if current.width:
-            column = num_accepted.clamp_max(current.width - 1)
+        if self.num_draft_tokens:
+            column = num_accepted.clamp_max(self.num_draft_tokens - 1)
             proposal = None
             if current.block.logits is not None and self._sampled:
                 proposal = self.sampler.draft_scores(current.block.logits[rows, column]).softmax(-1)
@@ -396,7 +354,7 @@ class BatchedSpeculativeDecoder:
         counts, nexts, token_ids, matched = to_host(num_accepted, following, drafted, matches)
         finished: list[_Slot] = []
         for number, (row, slot) in enumerate(zip(current.rows, current.slots, strict=True)):
-            cells = slice(number * current.width, number * current.width + int(counts[number]))
+            cells = slice(number * self.num_draft_tokens, number * self.num_draft_tokens + int(counts[number]))
             committed = [
                 Token(int(token_id), Provenance.MATCHED if match else Provenance.RESCUED)
                 for token_id, match in zip(token_ids[cells], matched[cells], strict=True)
@@ -404,8 +362,8 @@ class BatchedSpeculativeDecoder:
             committed.append(Token(int(nexts[number]), Provenance.TARGET))
             slot.token_ids += [token.token_id for token in committed]
             if not slot.answer.take_round(committed, current.sizes[number]):
-                self._slots[row] = None
+                self._rows[row] = None
                 finished.append(slot)
         for slot in finished:
             seconds = time.perf_counter() - slot.started
-            slot.request.on_done(slot.answer.generation(self.tokenizer, seconds))
+            slot.request.on_done(slot.answer.generation(seconds))

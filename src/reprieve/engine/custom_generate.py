@@ -34,47 +34,6 @@ class _IdsOnly:
         raise SpecError("this rule reads tokens' text: pass text_tokenizer= to generate")
 
 
-# Unsupported generation settings that would change the answer, with their neutral values.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "num_beams": (None, 1),
-    "num_return_sequences": (None, 1),
-    "repetition_penalty": (None, 1.0),
-    "encoder_repetition_penalty": (None, 1.0),
-    "no_repeat_ngram_size": (None, 0),
-    "min_new_tokens": (None, 0),
-    "min_length": (None, 0),
-    "min_p": (None, 0.0),
-    "typical_p": (None, 1.0),
-    "epsilon_cutoff": (None, 0.0),
-    "eta_cutoff": (None, 0.0),
-    "bad_words_ids": (None,),
-    "sequence_bias": (None,),
-    "suppress_tokens": (None,),
-    "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
-    "guidance_scale": (None, 1.0),
-    "max_time": (None,),
-    "return_dict_in_generate": (None, False),
-    "begin_suppress_tokens": (None,),
-    "watermarking_config": (None,),
-    "top_h": (None,),
-    "penalty_alpha": (None, 0.0),
-    "dola_layers": (None,),
-    "exponential_decay_length_penalty": (None,),
-    "encoder_no_repeat_ngram_size": (None, 0),
-    "num_beam_groups": (None, 1),
-    "diversity_penalty": (None, 0.0),
-    "constraints": (None,),
-    "force_words_ids": (None,),
-    "token_healing": (None, False),
-    "renormalize_logits": (None, False),
-    "assistant_ensemble_weight": (None,),
-    "use_mtp": (None, False),
-    "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
-    "output_logits": (None, False),
-    "output_scores": (None, False),
-}
 # Supported settings, and settings that do not change the generated tokens here.
 _TAKEN = ("do_sample", "temperature", "top_p", "top_k", "max_length", "max_new_tokens", "eos_token_id", "stop_strings")
 _WITHOUT_EFFECT = (
@@ -84,6 +43,12 @@ _WITHOUT_EFFECT = (
     *("length_penalty", "remove_invalid_values", "speculation_type", "target_lookbehind", "assistant_lookbehind"),
     *("assistant_confidence_threshold", "assistant_early_exit", "num_assistant_tokens", "max_matching_ngram_size"),
     *("num_assistant_tokens_schedule", "prompt_lookup_num_tokens"),
+)
+# All other settings would change the answer and are refused, unless they are unset or have their neutral value: 1 for
+# these, 0 or False for the rest.
+_NEUTRAL_AT_ONE = (
+    *("num_beams", "num_beam_groups", "num_return_sequences", "repetition_penalty", "encoder_repetition_penalty"),
+    *("typical_p", "guidance_scale"),
 )
 
 
@@ -154,9 +119,12 @@ def custom_generate(
 
 
 def _refuse_unsupported(input_ids: Tensor, config: GenerationConfig, extra: dict[str, Any]) -> None:
-    for name, neutral in _UNSUPPORTED.items():
-        if (value := getattr(config, name, None)) not in neutral:
-            raise SpecError(f"generation setting {name} must be {neutral[-1]} with custom_generate, got {value!r}")
+    others = [name for name in GenerationConfig().to_dict() if name not in (*_TAKEN, *_WITHOUT_EFFECT)]
+    for name in others:
+        value = getattr(config, name, None)
+        neutral = type(value)(name in _NEUTRAL_AT_ONE) if isinstance(value, int | float) else None
+        if value not in (None, neutral):
+            raise SpecError(f"generation setting {name} must be {neutral} with custom_generate, got {value!r}")
     if input_ids.shape[0] != 1:
         raise SpecError(f"batch size must be 1, got {input_ids.shape[0]}")
     mask = extra.get("attention_mask")

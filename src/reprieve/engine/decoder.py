@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,20 +17,22 @@ from torch import Tensor
 from reprieve.drafters import Drafter, NoDrafter
 from reprieve.drafters.length import DraftLength, FixedLength
 from reprieve.engine.answer import Answer, OnToken, with_logprobs
-from reprieve.engine.prompt import Tokenizer, chat_prompt, token_ids_of
-from reprieve.engine.stopwatch import Stopwatch
+from reprieve.engine.text import Tokenizer, chat_prompt, token_ids_of
 from reprieve.errors import SpecError, UnsupportedModelError
 from reprieve.heads.loading import attach_heads
-from reprieve.models.cached_model import CachedModel, eos_token_ids
+from reprieve.models.arbiter import ArbiterAdvisor
+from reprieve.models.cached_model import CachedModel, eos_token_ids, require_positions
 from reprieve.models.sampling import Sampler
 from reprieve.needs import Need
-from reprieve.rules import LosslessRule, Rule, accept
+from reprieve.rules import LosslessRule, RiskBudget, Rule, accept
 from reprieve.rules.base import bounded_risk
 from reprieve.rules.lossless import BlockCheck, Checked, ExactCheck, GreedyCheck, LosslessCheck, SampledCheck
 from reprieve.settings import SamplingParams
 from reprieve.transfers import spread
 from reprieve.types import (
+    PARTS,
     Block,
+    Context,
     Evidence,
     Generation,
     Outcome,
@@ -42,25 +45,69 @@ from reprieve.types import (
 )
 
 
-class Advisor(Protocol):
-    """Extra forward per round, for rules with a model of their own (CoSpec's arbiter)."""
+class _Stopwatch:
+    """Sum of seconds by part of an answer (`PARTS`). Parts can repeat but not nest.
 
-    def start(self, prompt_ids: Sequence[int], *, max_length: int, num_draft_tokens: int) -> None:
-        """Start a prompt whose text may grow to `max_length` tokens in rounds of K."""
-        ...
+    Off by default, because timing synchronises the GPU.
 
-    def advise(self, block: Block, evidence: Evidence, settled: Tensor) -> Tensor:
-        """Return a number per drafted token, [N], which becomes `Evidence.advice`.
+    Args:
+        device: synchronised at both ends of a part.
+        running: False disables all measurements.
+    """
 
-        Args:
-            evidence: the other inputs of the rule; `own_ids` are the target's own tokens.
-            settled: tokens that pass regardless of advice, matches included, [N], bool.
-        """
-        ...
+    def __init__(self, device: torch.device, *, running: bool) -> None:
+        self.device = device
+        self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0) if running else {}
 
-    def commit(self, token_ids: list[int]) -> None:
-        """Record the tokens that the round committed."""
-        ...
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time the enclosed code."""
+        if not self.seconds:
+            yield
+            return
+        started = self._now()
+        yield
+        self.seconds[name] += self._now() - started
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+class _Answer(Answer):
+    """Answer in progress, with what its rounds need."""
+
+    def __init__(
+        self,
+        decoder: SpeculativeDecoder,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        on_token: OnToken | None,
+        *,
+        dial: float | None,
+        trace: bool,
+        timed: bool,
+    ) -> None:
+        target, tokenizer = decoder.target, decoder.tokenizer
+        super().__init__(tokenizer, prompt_ids, params, eos_token_ids(target.model, tokenizer), on_token)
+        self.sampler = Sampler(params, target.device)
+        self.rule = decoder.rule if dial is None else decoder.rule.with_dial(dial)
+        self.budget = RiskBudget.of(self.rule)
+        self.length = decoder.length.start(self.rule.dial_value, params.temperature)
+        self.watch = _Stopwatch(target.device, running=timed)
+        self.trace: list[RoundTrace] | None = [] if trace else None
+        self.unread = prompt_ids  # prompt or committed tokens that the target has not read
+
+    def positions(self, block: Block) -> Tensor:
+        """Return the positions of a block's tokens in the answer, from 0: [N], int64."""
+        first = len(self.tokens) - 1
+        return spread([first + depth for depth in block.depths], torch.long, block.token_ids.device)
+
+    def context(self, device: torch.device) -> Context:
+        """Return the prompt and committed tokens as one text."""
+        token_ids = spread([*self.prompt_ids, *(token.token_id for token in self.tokens)], torch.long, device)
+        return Context(token_ids.unsqueeze(0), spread([len(token_ids)], torch.long, device))
 
 
 class SpeculativeDecoder:
@@ -88,7 +135,7 @@ class SpeculativeDecoder:
         *,
         rule: Rule | None = None,
         num_draft_tokens: int | DraftLength = 16,
-        advisor: Advisor | None = None,
+        advisor: ArbiterAdvisor | None = None,
         num_token_ids: int | None = None,
     ) -> None:
         self.target = target
@@ -152,7 +199,6 @@ class SpeculativeDecoder:
             SpecError: an empty prompt, a chat that the tokenizer has no template for, or a dial out of range.
         """
         started = time.perf_counter()
-        watch = Stopwatch(self.target.device, running=timed)
         if not isinstance(params, SamplingParams | None):
             raise SpecError(f"params must be SamplingParams, got {params!r}")
         params = (params or SamplingParams()).with_fields(**sampling)
@@ -162,48 +208,30 @@ class SpeculativeDecoder:
             assert messages is not None
             prompt = chat_prompt(self.tokenizer, messages)
         prompt_ids = token_ids_of(self.tokenizer, prompt, self._num_token_ids)
-        answer = self._start(prompt_ids, params, dial, on_token, trace, watch)
+        answer = _Answer(self, prompt_ids, params, on_token, dial=dial, trace=trace, timed=timed)
+        self._start(answer)
         while answer.finish_reason is None:
             self._round(answer)
-        return answer.generation(self.tokenizer, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        return answer.generation(seconds, seconds_by_part=answer.watch.seconds, trace=answer.trace)
 
-    def _start(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        dial: float | None,
-        on_token: OnToken | None,
-        trace: bool,
-        watch: Stopwatch,
-    ) -> Answer:
-        num_positions = len(prompt_ids) + params.max_new_tokens
-        self.target.require_room(num_positions, what=f"{len(prompt_ids)} prompt + {params.max_new_tokens} new tokens")
-        rule = self.rule if dial is None else self.rule.with_dial(dial)
-        sampler = Sampler(params, self.target.device)
-        with watch.part("prefill"):
+    def _start(self, answer: _Answer) -> None:
+        """Reset the caches; read the prompt if the drafter needs the target's states of it."""
+        prompt_ids, num_new = answer.prompt_ids, answer.params.max_new_tokens
+        num_positions = len(prompt_ids) + num_new
+        what = f"{len(prompt_ids)} prompt + {num_new} new tokens"
+        require_positions(self.target.model, num_positions, what=what)
+        with answer.watch.part("prefill"):
             if self.drafter.target_layers:
-                prefill, unread = self.target.start(prompt_ids[:-1]), prompt_ids[-1:]
+                prefill, answer.unread = self.target.start(prompt_ids[:-1]), prompt_ids[-1:]
             else:  # the first verification reads the prompt too, which saves a forward
                 self.target.keep(0)
-                prefill, unread = Prefill(), prompt_ids
-            self.drafter.start(prompt_ids, sampler, prefill)
+                prefill = Prefill()
+            self.drafter.start(prompt_ids, answer.sampler, prefill)
             if self.advisor is not None:
                 self.advisor.start(prompt_ids, max_length=num_positions, num_draft_tokens=self.length.most)
-        answer = Answer.begin(
-            self.tokenizer,
-            prompt_ids,
-            rule,
-            sampler,
-            self.length,
-            eos_token_ids(self.target.model, self.tokenizer),
-            watch=watch,
-            on_token=on_token,
-            trace=trace,
-        )
-        answer.unread = unread
-        return answer
 
-    def _round(self, answer: Answer) -> None:
+    def _round(self, answer: _Answer) -> None:
         """Draft, verify, accept, commit."""
         watch, rule = answer.watch, answer.rule
         with watch.part("draft"):
@@ -233,7 +261,7 @@ class SpeculativeDecoder:
         if answer.trace is not None:
             answer.trace.append(_trace(answer, block, outcome, evidence, checked))
 
-    def _evidence(self, answer: Answer, block: Block, verification: Verification) -> tuple[LosslessCheck, Evidence]:
+    def _evidence(self, answer: _Answer, block: Block, verification: Verification) -> tuple[LosslessCheck, Evidence]:
         """Run the lossless check and collect the rule's inputs."""
         sampler, needs = answer.sampler, answer.rule.traits.needs
         scores = sampler.target_scores(verification.logits)
@@ -288,7 +316,7 @@ class SpeculativeDecoder:
 
     def _commit(
         self,
-        answer: Answer,
+        answer: _Answer,
         block: Block,
         verification: Verification,
         outcome: Outcome,
@@ -313,7 +341,7 @@ class SpeculativeDecoder:
         answer.take_round(committed, block.num_tokens, block.num_pruned)
 
 
-def _trace(answer: Answer, block: Block, outcome: Outcome, evidence: Evidence, checked: Checked) -> RoundTrace:
+def _trace(answer: _Answer, block: Block, outcome: Outcome, evidence: Evidence, checked: Checked) -> RoundTrace:
     has_risk = block.num_tokens and not isinstance(answer.rule, LosslessRule)
     has_bonus = block.is_chain and (answer.sampler.greedy or answer.rule.traits.check == "exact")
     return RoundTrace(

@@ -55,7 +55,7 @@ class Arbiter(Artefact):
 
     def risk(self, evidence: Evidence) -> Tensor:
         """Return 1 - pi(accept) of each drafted token, [...], from the advisor's forward."""
-        assert evidence.advice is not None, "an arbiter needs an advisor: reprieve.engine.advisors.make_advisor"
+        assert evidence.advice is not None, "an arbiter needs an advisor: reprieve.models.arbiter.make_advisor"
         risk = 1.0 - evidence.advice
         return risk.nextafter(torch.full_like(risk, 2.0)).clamp_min(_SMALLEST)  # pi = lambda is refused (Eq. 17)
 

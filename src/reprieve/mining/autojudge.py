@@ -9,7 +9,7 @@ from reprieve.mining.draft import Draft
 from reprieve.mining.settings import AutoJudgeMining
 from reprieve.mining.store import MINED, NO_ANSWER, Mismatch, ProblemLabels
 from reprieve.mining.target import Continuations, ResponseFormat, Target, TokenizationError, gather_all
-from reprieve.models.draws import GumbelNoise
+from reprieve.models.sampling import GumbelNoise
 from reprieve.tasks import TaskProblem
 from reprieve.tasks.chat import FIRST_BETTER, SECOND_BETTER, Chat, ask_verdict
 

@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 
 from reprieve.models.cache import RollbackCache
 from reprieve.models.cached_model import CachedModel, execution_device, shared_length
-from reprieve.models.draws import GumbelNoise, gumbel_choice
 from reprieve.models.eagle3 import EagleHead
-from reprieve.models.sampling import Sampler
+from reprieve.models.sampling import GumbelNoise, Sampler, gumbel_choice
 from reprieve.transfers import spread
 from reprieve.types import Block, HiddenStates
 

@@ -18,8 +18,7 @@ from reprieve.mining.settings import PivotMining
 from reprieve.mining.store import MINED, Mismatch, ProblemLabels
 from reprieve.mining.target import Continuations, ResponseFormat, Target, gather_all
 from reprieve.models.cached_model import CachedModel
-from reprieve.models.draws import Draw, UniformDraw
-from reprieve.models.sampling import Sampler
+from reprieve.models.sampling import Draw, Sampler, UniformDraw
 from reprieve.rules.lossless import residual_probs, sampling_accepts
 from reprieve.settings import SamplingParams
 from reprieve.tasks import TaskProblem

@@ -16,7 +16,7 @@ from reprieve.bench.runner import no_problems
 from reprieve.drafters import DRAFTERS
 from reprieve.drafters.eagle3 import EagleSettings
 from reprieve.engine import Pair
-from reprieve.engine.threads import load_configured
+from reprieve.engine.pair import load_configured
 from reprieve.errors import SpecError
 from reprieve.heads.binding import PairIdentity
 from reprieve.mining.autojudge import AutoJudgeMiner
@@ -29,10 +29,9 @@ from reprieve.mining.target import ApiTarget, LocalTarget, ResponseFormat, Targe
 from reprieve.mining.traces import LABELS_VERSION, ArbitrationMiner
 from reprieve.models.batch_decoder import BatchDecoder
 from reprieve.models.cached_model import CachedModel, HiddenLayers, eos_token_ids
-from reprieve.models.draws import DRAWS_VERSION, GumbelNoise
 from reprieve.models.eagle3 import EagleHead
 from reprieve.models.identity import stored_generation, stored_identity
-from reprieve.models.sampling import Sampler
+from reprieve.models.sampling import DRAWS_VERSION, GumbelNoise, Sampler
 from reprieve.rules import LosslessRule
 from reprieve.specs import parse_spec
 from reprieve.tasks import TaskProblem, load_task

@@ -13,11 +13,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from reprieve.engine.pair import start_worker
 from reprieve.errors import EngineError, ReprieveError, require_whole
 from reprieve.mining.recipes import Miner, build
 from reprieve.mining.settings import MiningSettings
 from reprieve.mining.store import LabelStore, ProblemLabels
-from reprieve.models.worker_process import start_worker
 from reprieve.tasks import TaskProblem
 
 Progress = Callable[[int, int], None]  # finished problems and their total

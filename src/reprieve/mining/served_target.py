@@ -19,7 +19,7 @@ from reprieve.errors import SpecError
 from reprieve.mining.target import ResponseFormat, Target
 from reprieve.models.batch_decoder import Session
 from reprieve.models.cached_model import CachedModel
-from reprieve.models.draws import Draw, UniformDraw
+from reprieve.models.sampling import Draw, UniformDraw
 from reprieve.settings import SamplingParams
 from reprieve.types import Block, HiddenStates, Prefill
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from reprieve.errors import ReprieveError, SpecError, require_choice
-from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest
-from reprieve.models.draws import Draw
-from reprieve.models.stepper import Stepper
+from reprieve.models.batch_decoder import BatchDecoder, Session, Stepper, TextRequest
+from reprieve.models.sampling import Draw
 from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.prompting import prompt_ids_of
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from reprieve.errors import SpecError, import_extra
+from reprieve.heads.arbiter import READINGS, Arbiter
+from reprieve.heads.features import TokenStates, assemble
 from reprieve.heads.settings import ArbiterShape
 from reprieve.models.cache import RollbackCache
-from reprieve.models.cached_model import (
-    execution_device,
-    refuse_recurrent,
-    require_positions,
-)
+from reprieve.models.cached_model import execution_device, refuse_recurrent, require_positions
 from reprieve.models.tree_attention import layer_windows, masks_by_layer
-from reprieve.transfers import spread, to_device
+from reprieve.needs import Need
+from reprieve.rules import Rule
+from reprieve.transfers import spread, to_device, to_host
+from reprieve.types import Block, Evidence
 
 _CONTEXT = -1  # region number of context tokens
 _ADAPTER = "arbiter"
@@ -63,8 +64,7 @@ class ArbitrationRound:
         return 2 * len(self.draft_ids) + 3
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Positions and visibility of the tokens of a forward: [n] tensors, int64.
 
     Args:
@@ -86,15 +86,14 @@ class Layout:
     @classmethod
     def region(cls, number: int, arbitration: ArbitrationRound) -> Layout:
         """Return the layout of a round's tokens, which follow its context."""
-        positions = torch.arange(arbitration.region_size) + arbitration.context_length
-        return cls(
-            positions, torch.full_like(positions, number), torch.full_like(positions, arbitration.context_length)
-        )
+        first = arbitration.context_length
+        positions = torch.arange(first, first + arbitration.region_size)
+        return cls(positions, torch.full_like(positions, number), torch.full_like(positions, first))
 
     @classmethod
     def join(cls, parts: Sequence[Layout]) -> Layout:
         """Concatenate layouts."""
-        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in ("positions", "regions", "limits")))
+        return cls(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def hybrid_mask(
@@ -145,7 +144,8 @@ class ArbiterModel(nn.Module):
             torch.manual_seed(shape.seed)
             self.backbone: Any = peft.inject_adapter_in_model(settings, backbone, adapter_name=_ADAPTER)
             size = draft.config.get_text_config().hidden_size
-            self.separator = nn.Parameter(torch.randn(size, device=self.device) * self._embedding_scale())
+            scale = self.backbone.get_input_embeddings().weight.detach().float().std().item()
+            self.separator = nn.Parameter(torch.randn(size, device=self.device) * scale)
             self.head = nn.Linear(size, 1, device=self.device)
             nn.init.zeros_(self.head.weight)
             nn.init.zeros_(self.head.bias)
@@ -158,9 +158,16 @@ class ArbiterModel(nn.Module):
             parameter.data = parameter.data.float()
         self.eval()
 
-    def _embedding_scale(self) -> float:
-        weight: Tensor = self.backbone.get_input_embeddings().weight
-        return float(weight.detach().float().std())
+    @classmethod
+    def of(cls, arbiter: Arbiter, draft: PreTrainedModel) -> Self:
+        """Return a trained arbiter's network over the draft's weights.
+
+        Raises:
+            SpecError: it was trained on a draft of another shape.
+        """
+        model = cls(draft, arbiter.shape)
+        model.load_own(arbiter.tensors)
+        return model
 
     @property
     def own_tensors(self) -> dict[str, Tensor]:
@@ -263,11 +270,12 @@ class ArbiterModel(nn.Module):
         return hidden
 
 
-class CachedArbiter:
-    """Arbiter for one answer; the context's keys and values are kept across rounds.
+class ArbiterAdvisor:
+    """Arbiter in the decoding loop: one forward on every round that has a mismatch (CoSpec, appendix F).
 
-    A round reads the tokens committed since the last one and its own region, 2K + 3 positions, in one forward. The
-    region is dropped afterwards.
+    A round without a mismatch, or whose mismatches another rule accepts (`arbiter|ratio`), needs no advice. The next
+    round that does reads the tokens committed since and its own region, 2K + 3 positions, in one forward. The context's
+    keys and values stay in the cache; the region's are dropped.
     """
 
     def __init__(self, model: ArbiterModel) -> None:
@@ -276,26 +284,39 @@ class CachedArbiter:
         self._cache = RollbackCache()
         self._context_ids: list[int] = []
 
-    def start(self, prompt_ids: Sequence[int], *, num_positions: int) -> None:
-        """Begin an answer; the first round reads the prompt.
-
-        Args:
-            num_positions: largest length of context and region.
+    def start(self, prompt_ids: Sequence[int], *, max_length: int, num_draft_tokens: int) -> None:
+        """Begin an answer whose text may grow to `max_length` tokens in rounds of K; the first round reads the prompt.
 
         Raises:
-            ContextOverflowError: more positions than the draft has.
+            ContextOverflowError: the region of a last round could exceed the draft's positions.
         """
+        # A context of max_length - left tokens is followed by 2 min(K, left - 1) + 3 more.
+        num_positions = max_length + num_draft_tokens + 2
         require_positions(self.model.backbone, num_positions, what="context and a round's tokens, read by the arbiter,")
         self._context_ids = list(prompt_ids)
         self._cache.keep(0)
 
-    def commit(self, token_ids: Sequence[int]) -> None:
-        """Add the tokens that a round committed."""
-        self._context_ids += token_ids
+    def advise(self, block: Block, evidence: Evidence, settled: Tensor) -> Tensor:
+        """Return pi(accept) of each drafted token, [N], which becomes `Evidence.advice`.
 
-    def forget(self) -> None:
-        """Drop the cache: the next round reads the whole context again."""
-        self._cache.keep(0)
+        It is 1 for the target's own tokens (Eq. 13 and 14), and for all tokens if all are settled.
+
+        Args:
+            evidence: the other inputs of the rule; `own_ids` are the target's own tokens.
+            settled: tokens that pass regardless of advice, matches included, [N], bool.
+
+        Raises:
+            SpecError: a tree.
+        """
+        if not block.is_chain:
+            raise SpecError("the arbiter needs chains, got a tree")
+        drafted, own, passed = to_host(block.token_ids, evidence.own_ids, settled)
+        if all(passed):
+            return torch.ones(block.num_tokens, device=block.token_ids.device)
+        readings = assemble(READINGS, TokenStates.of(evidence, READINGS)) if self.model.shape.num_readings else None
+        logits = self.judge([int(token_id) for token_id in drafted], [int(token_id) for token_id in own], readings)
+        matched = block.token_ids == evidence.own_ids
+        return logits.sigmoid().to(matched.device).masked_fill(matched, 1.0)
 
     @torch.inference_mode()
     def judge(self, draft_ids: Sequence[int], target_ids: Sequence[int], readings: Tensor | None = None) -> Tensor:
@@ -312,6 +333,30 @@ class CachedArbiter:
         self.num_read += len(embeddings)
         self._cache.keep(end)
         return self.model._score(hidden, end - first, arbitration)
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """Add the tokens that a round committed."""
+        self._context_ids += token_ids
+
+    def forget(self) -> None:
+        """Drop the cache: the next round reads the whole context again."""
+        self._cache.keep(0)
+
+
+def make_advisor(rule: Rule, draft: PreTrainedModel | None) -> ArbiterAdvisor | None:
+    """Return the advisor that a rule needs, over the draft's weights; None for rules that need none.
+
+    Raises:
+        SpecError: a rule with two arbiters, no draft, or an arbiter that was trained on a draft of another shape.
+    """
+    if Need.ADVICE not in rule.traits.needs:
+        return None
+    arbiters = [head for _, head in rule.heads if isinstance(head, Arbiter)]
+    if len(arbiters) != 1:
+        raise SpecError(f"rule {rule.spec} must name one arbiter, got {len(arbiters)}")
+    if draft is None:
+        raise SpecError(f"rule {rule.spec} needs the draft its arbiter was trained on; name it with --draft")
+    return ArbiterAdvisor(ArbiterModel.of(arbiters[0], draft))
 
 
 def share_weights(model: nn.Module) -> nn.Module:

@@ -1,29 +1,134 @@
-"""Batched generation with one model and shared prefixes, for the suffixes that miners regenerate.
+"""Batches: texts that are generated together with one model, and coroutines that wait for them.
 
-It does not draft: with many texts in flight, a forward's fixed cost no longer dominates, and batching alone gains more
-than speculation.
+`BatchDecoder` continues the suffixes that miners regenerate, with shared prefixes. It does not draft: with many texts
+in flight, a forward's fixed cost no longer dominates, and batching alone gains more than speculation.
 """
 
 from __future__ import annotations
 
+import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from reprieve.errors import require_whole
-from reprieve.models.batch_cache import Snapshot
+from reprieve.models.cache import Snapshot
 from reprieve.models.cached_model import require_positions, shared_length
-from reprieve.models.draws import Draw, choose
 from reprieve.models.row_model import RowModel, Unread
-from reprieve.models.sampling import Sampler
+from reprieve.models.sampling import Draw, Sampler, choose
 from reprieve.settings import SamplingParams
 from reprieve.transfers import spread, to_device
 
+RequestT = TypeVar("RequestT")
+RowT = TypeVar("RowT", bound="TextRow[Any]")
+ResultT = TypeVar("ResultT")
+
 _SNAPSHOTS = 2  # per session: the running text and the last attempt
+
+
+@dataclass(eq=False)
+class TextRow(Generic[RequestT]):
+    """A text in progress, in a row of the caches."""
+
+    request: RequestT
+    token_ids: list[int]  # given and new ones; all but the last are cached
+
+
+class TextBatch(ABC, Generic[RequestT, RowT]):
+    """Texts that are generated together: call `submit`, then `step` until `idle`.
+
+    Args:
+        num_rows: texts in one forward, 1 or more; the others wait.
+
+    Raises:
+        SpecError: fewer than 1 row.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        require_whole("num_rows", num_rows, 1)
+        self._rows: list[RowT | None] = [None] * num_rows
+        self._waiting: deque[RequestT] = deque()
+
+    @property
+    def idle(self) -> bool:
+        """True if no text is waiting or in progress."""
+        return not self._waiting and not any(self._rows)
+
+    @abstractmethod
+    def submit(self, request: RequestT) -> None:
+        """Queue a text."""
+
+    def drop(self, request: RequestT) -> None:
+        """Cancel a text."""
+        self._waiting = deque(other for other in self._waiting if other is not request)
+        self._rows = [None if row and row.request is request else row for row in self._rows]
+
+    def clear(self) -> None:
+        """Cancel every text, after a failed forward."""
+        self._waiting.clear()
+        self._rows = [None] * len(self._rows)
+
+    @abstractmethod
+    def step(self) -> None:
+        """Advance every text in progress; waiting ones take free rows first."""
+
+    def _in_progress(self, device: torch.device) -> tuple[list[int], list[RowT], list[RowT | None]]:
+        """Return the numbers of the rows with a text, these rows, and all rows that a forward reads.
+
+        Forwards over all rows run as CUDA graphs; elsewhere, the free rows after the last text are left out.
+        """
+        numbers = [number for number, row in enumerate(self._rows) if row]
+        read = self._rows if device.type == "cuda" else self._rows[: max(numbers, default=-1) + 1]
+        return numbers, [row for row in self._rows if row], read
+
+
+class Stepper(Generic[RequestT, ResultT]):
+    """Steps a batch until it is idle, for coroutines that wait for its texts."""
+
+    def __init__(self, batch: TextBatch[RequestT, Any]) -> None:
+        self.batch = batch
+        self._waiting: set[asyncio.Future[ResultT]] = set()
+        self._stepping: asyncio.Task[None] | None = None
+
+    async def result(self, make_request: Callable[[Callable[[ResultT], None]], RequestT]) -> ResultT:
+        """Submit a request and return its result. A failed forward fails every waiting text.
+
+        Args:
+            make_request: makes the request, given the function to call with the result.
+        """
+        done: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
+
+        def finish(result: ResultT) -> None:
+            if not done.done():  # done if it was cancelled
+                done.set_result(result)
+
+        request = make_request(finish)
+        self.batch.submit(request)
+        self._waiting.add(done)
+        done.add_done_callback(self._waiting.discard)
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._step())
+        try:
+            return await done
+        except asyncio.CancelledError:
+            self.batch.drop(request)
+            raise
+
+    async def _step(self) -> None:
+        while not self.batch.idle:
+            await asyncio.sleep(0)  # texts that start now join the step, and other batches have their turn
+            try:
+                self.batch.step()
+            except Exception as error:
+                self.batch.clear()  # so that the failure does not affect later texts
+                for done in [one for one in self._waiting if not one.done()]:
+                    done.set_exception(error)
 
 
 @dataclass
@@ -69,18 +174,8 @@ class TextRequest:
     response_start: int = 0
 
 
-@dataclass
-class _Row:
-    request: TextRequest
-    token_ids: list[int]  # prefix and new tokens; all but the last are cached
-
-    @property
-    def num_new(self) -> int:
-        return len(self.token_ids) - len(self.request.prefix_ids)
-
-
-class BatchDecoder:
-    """Generates up to `num_rows` texts at once; call `submit`, then `step` until `idle`.
+class BatchDecoder(TextBatch[TextRequest, TextRow[TextRequest]]):
+    """Continues up to `num_rows` texts at once.
 
     Args:
         model: any `transformers` causal language model with a key-value cache.
@@ -103,20 +198,13 @@ class BatchDecoder:
         eos_ids: frozenset[int],
         stops: Callable[[list[int]], bool] | None = None,
     ) -> None:
-        require_whole("num_rows", num_rows, 1)
+        super().__init__(num_rows)
         self.model = model
         self.eos_ids = eos_ids
         self.stops = stops
         self.sampler = Sampler(params, model.device)
         self.num_read = 0  # tokens read by forwards, without padding
-        self.num_generated = 0
         self._model = RowModel(model, num_rows)
-        self._rows: list[_Row | None] = [None] * num_rows
-        self._waiting: deque[TextRequest] = deque()
-
-    @property
-    def idle(self) -> bool:
-        return not self._waiting and not any(self._rows)
 
     def submit(self, request: TextRequest) -> None:
         """Queue a text; it finishes immediately if `max_new_tokens` is below 1.
@@ -131,40 +219,30 @@ class BatchDecoder:
         require_positions(self.model, num_positions, what=f"prefix and {request.max_new_tokens} new tokens")
         self._waiting.append(request)
 
-    def drop(self, request: TextRequest) -> None:
-        """Cancel a text."""
-        self._waiting = deque(other for other in self._waiting if other is not request)
-        self._rows = [None if row and row.request is request else row for row in self._rows]
-
-    def clear(self) -> None:
-        """Cancel every text, after a failed forward."""
-        self._waiting.clear()
-        self._rows = [None] * len(self._rows)
-
     @torch.inference_mode()
     def step(self) -> None:
-        """Generate one token for every text in flight; waiting texts take free rows first."""
+        """Generate one token for every text in progress; waiting ones take free rows first."""
         self._admit()
-        active = [index for index, row in enumerate(self._rows) if row]
+        device = self.model.device
+        numbers, active, read = self._in_progress(device)
         if not active:
             return
-        rows = self._rows if self.model.device.type == "cuda" else self._rows[: active[-1] + 1]  # CUDA graphs need all
-        logits = self._forward([row.token_ids[-1:] if row else [0] for row in rows], self._lengths(rows))
+        last = torch.tensor([row.token_ids[-1:] if row else [0] for row in read])
+        lengths = [len(row.token_ids) - 1 if row else 0 for row in read]
+        positions = spread(lengths, torch.long, device)[:, None]
+        logits, _ = self._model.forward(to_device(last, device), positions, longest=max(lengths) + 1)
         self.num_read += len(active)
-        for index, token_id in zip(active, self._choose(logits[active, -1], active), strict=True):
-            self._take(index, token_id)
-
-    @staticmethod
-    def _lengths(rows: Sequence[_Row | None]) -> list[int]:
-        return [len(row.token_ids) - 1 if row else 0 for row in rows]
+        chosen = self._choose(logits[numbers, -1].float(), active)
+        for number, row, token_id in zip(numbers, active, chosen, strict=True):
+            self._take(number, row, token_id)
 
     def _admit(self) -> None:
         """Assign free rows to waiting texts, restore their sessions' caches, and read the rest but the last tokens."""
-        admitted: list[tuple[int, _Row]] = []
+        admitted: list[tuple[int, TextRow[TextRequest]]] = []
         for index, row in enumerate(self._rows):
             if row is None and self._waiting:
                 request = self._waiting.popleft()
-                admitted.append((index, _Row(request, list(request.prefix_ids))))
+                admitted.append((index, TextRow(request, list(request.prefix_ids))))
                 self._rows[index] = admitted[-1][1]
         while admitted:  # one text of each session at a time: the next can start from what it has read
             first = {id(row.request.session): (index, row) for index, row in reversed(admitted)}
@@ -172,7 +250,7 @@ class BatchDecoder:
             started = {index for index, _ in first.values()}
             admitted = [(index, row) for index, row in admitted if index not in started]
 
-    def _read(self, admitted: Sequence[tuple[int, _Row]]) -> None:
+    def _read(self, admitted: Sequence[tuple[int, TextRow[TextRequest]]]) -> None:
         """Restore each text's longest cached prefix and read the rest but the last token, for texts of its session."""
         unread: dict[int, Unread] = {}
         for index, row in admitted:
@@ -188,31 +266,19 @@ class BatchDecoder:
                 read = row.token_ids[:-1]
                 row.request.session.keep(self._model.cache.snapshot(index, read), read)
 
-    def _choose(self, logits: Tensor, active: list[int]) -> list[int]:
+    def _choose(self, logits: Tensor, active: list[TextRow[TextRequest]]) -> list[int]:
         """Return the next token of each text, from logits [len(active), V]."""
-        rows = [row for index in active if (row := self._rows[index]) is not None]
-        draws = [row.request.draw for row in rows]
+        draws = [row.request.draw for row in active]
         if self.sampler.greedy or not any(draws):
             return [int(token_id) for token_id in logits.argmax(-1).tolist()]
-        scores = self.sampler.target_scores(logits)
-        return choose(scores, draws, [row.token_ids for row in rows])
+        return choose(self.sampler.target_scores(logits), draws, [row.token_ids for row in active])
 
-    def _take(self, index: int, token_id: int) -> None:
-        row = self._rows[index]
-        assert row is not None
-        cached = list(row.token_ids)
+    def _take(self, number: int, row: TextRow[TextRequest], token_id: int) -> None:
+        request, cached = row.request, list(row.token_ids)
         row.token_ids.append(token_id)
-        self.num_generated += 1
-        request = row.request
         stopped = self.stops is not None and self.stops(row.token_ids[request.response_start :])
-        if stopped or token_id in self.eos_ids or row.num_new == request.max_new_tokens:
-            request.session.keep(self._model.cache.snapshot(index, cached), request.prefix_ids)
-            self._rows[index] = None
-            request.on_done(row.token_ids[len(request.prefix_ids) :])
-
-    def _forward(self, token_ids: list[list[int]], lengths: list[int]) -> Tensor:
-        """Append a token to each of the first rows, which hold `lengths` tokens; return logits [R, 1, V]."""
-        device = self.model.device
-        positions = spread(lengths, torch.long, device)[:, None]
-        read, _ = self._model.forward(to_device(torch.tensor(token_ids), device), positions, longest=max(lengths) + 1)
-        return read.float()
+        new_ids = row.token_ids[len(request.prefix_ids) :]
+        if stopped or token_id in self.eos_ids or len(new_ids) == request.max_new_tokens:
+            request.session.keep(self._model.cache.snapshot(number, cached), request.prefix_ids)
+            self._rows[number] = None
+            request.on_done(new_ids)

@@ -1,6 +1,12 @@
-"""KV cache with exact rollback: buffers are written in place, and dropping tokens only changes a length."""
+"""KV caches: of one sequence, with exact rollback, and of several independent sequences of different lengths.
+
+Buffers are written in place, and dropping tokens only changes a length.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +21,14 @@ def capacity_for(num_tokens: int) -> int:
     while capacity < num_tokens:
         capacity *= 2
     return capacity
+
+
+def _grown(old: Tensor | None, num_tokens: int, outer: Sequence[int], states: Tensor) -> Tensor:
+    """Return a buffer [*outer, capacity, head_dim] for states [..., n, head_dim]; it starts as an old one."""
+    buffer = states.new_zeros(*outer, capacity_for(num_tokens), states.shape[-1])
+    if old is not None:
+        buffer[..., : old.shape[-2], :] = old
+    return buffer
 
 
 class RollbackLayer(DynamicLayer):
@@ -35,9 +49,11 @@ class RollbackLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Append new states and return all of them."""
         end = self.length + key_states.shape[-2]
-        if self._key_buffer is None or end > self._key_buffer.shape[-2]:
-            self._grow(key_states, value_states, end)
-        assert self._key_buffer is not None and self._value_buffer is not None
+        if self._key_buffer is None or self._value_buffer is None or end > self._key_buffer.shape[-2]:
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            self._key_buffer = _grown(self._key_buffer, end, key_states.shape[:-2], key_states)
+            self._value_buffer = _grown(self._value_buffer, end, value_states.shape[:-2], value_states)
         self._key_buffer[..., self.length : end, :] = key_states
         self._value_buffer[..., self.length : end, :] = value_states
         self._set_length(end)
@@ -61,19 +77,6 @@ class RollbackLayer(DynamicLayer):
 
     def reset(self) -> None:
         self._set_length(0)
-
-    def _grow(self, key_states: Tensor, value_states: Tensor, needed: int) -> None:
-        capacity = capacity_for(needed)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        buffers = []
-        for old, states in ((self._key_buffer, key_states), (self._value_buffer, value_states)):
-            shape = (*states.shape[:-2], capacity, states.shape[-1])
-            buffer = torch.zeros(shape, dtype=states.dtype, device=states.device)
-            if old is not None:
-                buffer[..., : self.length, :] = old[..., : self.length, :]
-            buffers.append(buffer)
-        self._key_buffer, self._value_buffer = buffers
 
     def _set_length(self, length: int) -> None:
         self.length = length
@@ -99,3 +102,114 @@ class RollbackCache(Cache):
         for layer in self.layers:
             assert isinstance(layer, RollbackLayer) and layer.keys is not None
             layer.keep_path(start, rows.to(layer.keys.device))
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Cached states of one text, for texts with the same prefix."""
+
+    token_ids: list[int]
+    states: list[tuple[Tensor, Tensor]]  # per layer: keys and values, [heads, length, head_dim]
+
+
+class _Placement:
+    """Write positions of the next forward: token j of its row i at `positions[i, j]`."""
+
+    rows: Tensor | int  # [R], or the first of R consecutive ones
+    positions: Tensor  # [R, n], int64
+    end: int  # number of columns the forward attends to
+
+
+class RowLayer(DynamicLayer):
+    """Keys and values of one layer for all rows, [rows, heads, capacity, head_dim]."""
+
+    def __init__(self, num_rows: int, placement: _Placement) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_rows = num_rows
+        self.placement = placement
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write each row's new states at its own positions; return the rows' states so far, padded to one length."""
+        placement = self.placement
+        num = len(placement.positions)
+        self.reserve(placement.end, key_states, value_states)
+        read: Tensor | slice
+        if isinstance(placement.rows, Tensor):
+            rows = read = placement.rows.to(key_states.device)
+        else:
+            read = slice(placement.rows, placement.rows + num)
+            rows = torch.arange(placement.rows, placement.rows + num, device=key_states.device)
+        positions = placement.positions.to(key_states.device)  # layers can be on several devices
+        results = []
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            assert buffer is not None
+            buffer[rows[:, None], :, positions] = states.transpose(1, 2)
+            results.append(buffer[read, :, : placement.end])
+        return results[0], results[1]
+
+    @property
+    def capacity(self) -> int:
+        """Number of tokens that a row has room for."""
+        return 0 if self.keys is None or not self.is_initialized else self.keys.shape[-2]
+
+    def reserve(self, length: int, key_states: Tensor, value_states: Tensor) -> None:
+        """Make room for texts of `length` tokens; dtype and shape follow the states, [..., heads, any, head_dim]."""
+        if self.capacity >= length:
+            return
+        keys, values = (self.keys, self.values) if self.is_initialized else (None, None)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = _grown(keys, length, (self.num_rows, key_states.shape[-3]), key_states)
+        self.values = _grown(values, length, (self.num_rows, value_states.shape[-3]), value_states)
+
+    def get_seq_length(self) -> int:
+        return 0  # rows have different lengths; positions and masks are arguments
+
+
+class RowCache(Cache):
+    """One `RowLayer` per layer; call `place` before each forward."""
+
+    def __init__(self, num_rows: int, num_layers: int) -> None:
+        self.placement = _Placement()
+        super().__init__(layers=[RowLayer(num_rows, self.placement) for _ in range(num_layers)])
+
+    @property
+    def capacity(self) -> int:
+        """Number of tokens that a row has room for; 0 before the first forward."""
+        return min(layer.capacity for layer in self.layers if isinstance(layer, RowLayer))
+
+    def reserve(self, length: int) -> None:
+        """Make room for texts of `length` tokens, which moves the buffers. No effect before a forward."""
+        if not 0 < self.capacity < length:
+            return
+        for layer in self.layers:
+            assert isinstance(layer, RowLayer) and layer.keys is not None and layer.values is not None
+            layer.reserve(length, layer.keys, layer.values)
+
+    def place(self, rows: Tensor | int, positions: Tensor, end: int) -> None:
+        """Set the next forward: its rows, at `positions` [R, n], attending to `end` columns.
+
+        Args:
+            rows: indices [R], or the first of R consecutive rows.
+        """
+        self.placement.rows, self.placement.positions, self.placement.end = rows, positions, end
+
+    def snapshot(self, row: int, token_ids: list[int]) -> Snapshot:
+        """Return a copy of a row's first `len(token_ids)` tokens."""
+        size = len(token_ids)
+        states = []
+        for layer in self.layers:
+            assert isinstance(layer, RowLayer) and layer.keys is not None and layer.values is not None
+            states.append((layer.keys[row, :, :size].clone(), layer.values[row, :, :size].clone()))
+        return Snapshot(token_ids, states)
+
+    def restore(self, row: int, snapshot: Snapshot, length: int) -> None:
+        """Copy a snapshot's first `length` tokens into a row."""
+        for layer, (keys, values) in zip(self.layers, snapshot.states, strict=True):
+            assert isinstance(layer, RowLayer)
+            layer.reserve(length, keys, values)
+            assert layer.keys is not None and layer.values is not None
+            layer.keys[row, :, :length] = keys[:, :length]
+            layer.values[row, :, :length] = values[:, :length]

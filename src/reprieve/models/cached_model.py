@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from reprieve.models.cache import RollbackCache
 from reprieve.models.direct import DirectCache, DirectModel, supports
 from reprieve.models.tree_attention import layer_windows, masks_by_layer, tree_mask
 from reprieve.transfers import spread, to_device
-from reprieve.types import Block, HiddenStates, Prefill, select_rows
+from reprieve.types import ROOT, Block, HiddenStates, Prefill, select_rows
 
 _UNKNOWN = -1  # cached token whose id the host does not know
 HiddenLayers = tuple[int, ...]  # indices into transformers' `hidden_states`; -1 is the last, after the final norm
@@ -70,14 +71,6 @@ class CachedModel:
         """Number of cached tokens."""
         return len(self.cached_ids)
 
-    def require_room(self, num_tokens: int, *, what: str) -> None:
-        """Refuse sequences longer than the model's positions.
-
-        Raises:
-            ContextOverflowError: names the model, its limit and the requested length.
-        """
-        require_positions(self.model, num_tokens, what=what)
-
     def start(self, token_ids: Sequence[int], *, reuse_prefix: bool = False) -> Prefill:
         """Prefill: cache exactly these tokens.
 
@@ -109,10 +102,7 @@ class CachedModel:
         if num_rows is not None:
             hidden = select_rows(hidden, slice(len(token_ids) - num_rows, None))
         logits = logits.float()  # probabilities in half precision do not sum to 1
-        missing = 0 if self.vocab_size is None else self.vocab_size - logits.shape[-1]
-        if missing:
-            logits = torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
-        return logits, hidden
+        return logits if self.vocab_size is None else same_vocabulary(logits, self.vocab_size), hidden
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the input embedding of each token, [...] to [..., D], tied to the output or not."""
@@ -179,6 +169,50 @@ class CachedModel:
             )
 
         return positions, masks_by_layer(mask, windows)
+
+
+class ResponseTree:
+    """Response as a chain of nodes, with a leaf for every token that was tried at a position but not kept."""
+
+    def __init__(self, response_ids: Sequence[int]) -> None:
+        self.token_ids = list(response_ids)
+        self.parents = list(range(ROOT, len(self.token_ids) - 1))
+        self._rows = {(position, token_id): position + 1 for position, token_id in enumerate(self.token_ids)}
+
+    def add(self, position: int, token_id: int) -> None:
+        """Add a token at the response's position `position`, unless present."""
+        if (position, token_id) not in self._rows:
+            self.token_ids.append(token_id)
+            self.parents.append(position - 1 if position else ROOT)
+            self._rows[position, token_id] = len(self.token_ids)
+
+    def row(self, position: int, token_id: int) -> int:
+        """Return the row of the forward that encodes a token at a position of the response."""
+        return self._rows[position, token_id]
+
+    def read(self, model: CachedModel, prompt_ids: Sequence[int]) -> tuple[Tensor, HiddenStates | None]:
+        """Return logits and hidden states after the prompt's last token (row 0) and after every node: [N + 1, ...]."""
+        model.start(list(prompt_ids[:-1]), reuse_prefix=True)
+        block = Block(torch.tensor(self.token_ids, device=model.device), self.parents)
+        return model.forward([prompt_ids[-1], *self.token_ids], block)
+
+
+@torch.inference_mode()
+def forward_seconds(model: CachedModel, num_tokens: int, *, num_cached: int = 64) -> float:
+    """Return the seconds of a forward over some tokens; the tokens before them stay cached for the next call."""
+    model.start([0] * num_cached, reuse_prefix=True)
+    started = time.perf_counter()
+    logits, _ = model.forward([0] * num_tokens)
+    float(logits[-1, 0])  # on a GPU, wait for it
+    seconds = time.perf_counter() - started
+    model.keep(num_cached)
+    return seconds
+
+
+def same_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
+    """Return logits [..., any] cut or padded with -inf to [..., V]: families pad their vocabularies differently."""
+    missing = vocab_size - logits.shape[-1]
+    return torch.nn.functional.pad(logits, (0, missing), value=-math.inf) if missing else logits
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

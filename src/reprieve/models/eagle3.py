@@ -17,7 +17,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
-from reprieve.errors import PairError, ReprieveError
+from reprieve.errors import PairError, ReprieveError, require_whole
 from reprieve.files import read_json
 from reprieve.heads.binding import PairIdentity, digest
 from reprieve.heads.files import find_head
@@ -68,19 +68,14 @@ class EagleConfig:
         kind = layer.pop("model_type", "llama")
         if kind not in _PARTS:
             raise ReprieveError(f"model_type of its layers must be one of {', '.join(_PARTS)}, got {kind!r}")
+        require_whole("draft_vocab_size", config["draft_vocab_size"], 1)
         flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
         return cls(
             layer=_PARTS[kind][0](**layer),
             layers=tuple(int(layer) for layer in config.get("eagle_aux_hidden_state_layer_ids") or ()),
-            draft_vocab_size=_positive("draft_vocab_size", config["draft_vocab_size"]),
+            draft_vocab_size=config["draft_vocab_size"],
             **{flag: bool(config.get(flag, False)) for flag in flags},
         )
-
-
-def _positive(name: str, value: Any) -> int:
-    if not isinstance(value, int) or value < 1:
-        raise ReprieveError(f"{name} must be 1 or more, got {value!r}")
-    return value
 
 
 class EagleHead(nn.Module):

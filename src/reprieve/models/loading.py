@@ -8,21 +8,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from reprieve.bundles import BUNDLES, source_of
-from reprieve.errors import (
-    PairError,
-    ReprieveError,
-    SpecError,
-    UnsupportedModelError,
-    import_extra,
-    require_choice,
-)
+from reprieve.errors import PairError, ReprieveError, SpecError, UnsupportedModelError, import_extra, require_choice
 from reprieve.heads.binding import PairIdentity, digest, tokenizer_fingerprint
 from reprieve.models.cached_model import CachedModel, HiddenLayers, execution_device, max_positions
 from reprieve.models.eagle3 import EagleHead, load_eagle3
@@ -56,6 +49,38 @@ class ModelPair:
     target_name: str
     draft_name: str | None
     _eagle_heads: dict[str, EagleHead] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def load(
+        cls,
+        target: str | Path = BUNDLED_PAIR,
+        draft: str | Path | None = None,
+        *,
+        dtype: str = "auto",
+        device: str | None = None,
+        device_map: str | None = None,
+    ) -> Self:
+        """Load the models of `reprieve.load_pair`, with its parameters and errors."""
+        require_choice("dtype", dtype, tuple(DTYPES))
+        require_device(device)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if dtype == INT8:
+            require_int8(device)
+            if device_map is not None:
+                raise SpecError(f"dtype int8 requires one device, got device_map {device_map!r}")
+        if str(target) in BUNDLES and draft is None:
+            draft = target
+        target_model, tokenizer = _load(target, "target", dtype, device, device_map)
+        draft_model = None
+        if draft is not None:
+            draft_model, draft_tokenizer = _load(draft, "draft", dtype, device)
+            require_same_tokenizer(tokenizer, draft_tokenizer, str(target), str(draft))
+            num_rows = draft_model.config.get_text_config().vocab_size
+            if num_rows < len(tokenizer):
+                raise PairError(
+                    f"draft {str(draft)!r} has {num_rows} token embeddings, its tokenizer {len(tokenizer)} tokens"
+                )
+        return cls(target_model, draft_model, tokenizer, str(target), None if draft is None else str(draft))
 
     def __post_init__(self) -> None:
         if any(getattr(model.config, "quantization_config", None) for model in self._models):
@@ -119,26 +144,19 @@ class ModelPair:
     @cached_property
     def identity(self) -> PairIdentity:
         """Names and fingerprints, so that runs, labels and heads of other weights or tokenizers do not mix."""
-        return identify(self.target, self.draft, self.tokenizer, self.target_name, self.draft_name)
+        return PairIdentity(
+            target=self.target_name,
+            draft=self.draft_name,
+            target_weights=weights_fingerprint(self.target),
+            draft_weights=None if self.draft is None else weights_fingerprint(self.draft),
+            tokenizer=tokenizer_fingerprint(self.tokenizer.get_vocab()),
+        )
 
 
 # Parameters that compressed-tensors adds to a linear layer.
 _QUANTISER = frozenset(
     f"{of}_{what}" for of in ("weight", "input", "output") for what in ("scale", "zero_point", "g_idx", "global_scale")
 )
-
-
-def identify(
-    target: PreTrainedModel, draft: PreTrainedModel | None, tokenizer: Any, target_name: str, draft_name: str | None
-) -> PairIdentity:
-    """Return names and fingerprints of two loaded models and their tokenizer."""
-    return PairIdentity(
-        target=target_name,
-        draft=draft_name,
-        target_weights=weights_fingerprint(target),
-        draft_weights=None if draft is None else weights_fingerprint(draft),
-        tokenizer=tokenizer_fingerprint(tokenizer.get_vocab()),
-    )
 
 
 def weights_fingerprint(model: PreTrainedModel) -> str:
@@ -172,37 +190,6 @@ def fingerprint_of(tensors: Iterable[torch.Tensor]) -> str:
     for values in tensors:
         content += values[:NUM_VALUES].to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes()
     return digest(bytes(content))
-
-
-def load_models(
-    target: str | Path = BUNDLED_PAIR,
-    draft: str | Path | None = None,
-    *,
-    dtype: str = "auto",
-    device: str | None = None,
-    device_map: str | None = None,
-) -> ModelPair:
-    """Load the models of `reprieve.load_pair`, with its parameters and errors."""
-    require_choice("dtype", dtype, tuple(DTYPES))
-    require_device(device)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if dtype == INT8:
-        require_int8(device)
-        if device_map is not None:
-            raise SpecError(f"dtype int8 requires one device, got device_map {device_map!r}")
-    if str(target) in BUNDLES and draft is None:
-        draft = target
-    target_model, tokenizer = _load(target, "target", dtype, device, device_map)
-    draft_model = None
-    if draft is not None:
-        draft_model, draft_tokenizer = _load(draft, "draft", dtype, device)
-        require_same_tokenizer(tokenizer, draft_tokenizer, str(target), str(draft))
-        num_rows = draft_model.config.get_text_config().vocab_size
-        if num_rows < len(tokenizer):
-            raise PairError(
-                f"draft {str(draft)!r} has {num_rows} token embeddings, its tokenizer {len(tokenizer)} tokens"
-            )
-    return ModelPair(target_model, draft_model, tokenizer, str(target), None if draft is None else str(draft))
 
 
 def require_device(name: str | None) -> None:

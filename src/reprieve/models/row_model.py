@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
 from reprieve.errors import UnsupportedModelError
-from reprieve.models.batch_cache import RowCache
+from reprieve.models.cache import RowCache
 from reprieve.models.cached_model import execution_device, max_positions, refuse_recurrent
 from reprieve.models.direct import FAMILIES
 from reprieve.models.tree_attention import layer_windows, masks_by_layer
@@ -87,7 +87,7 @@ class RowModel:
         if not token_ids.is_cuda:
             return self._run(token_ids, positions, longest, rows)
         longest = -(-longest // _COLUMNS) * _COLUMNS
-        self.reserve(longest)
+        self.cache.reserve(longest)
         whole = not isinstance(rows, Tensor) and len(token_ids) == self.num_rows
         if not (self._captures and whole and self.cache.capacity):
             return self._run(token_ids, positions, longest, rows)
@@ -127,10 +127,6 @@ class RowModel:
                 spread([text.row for text in group], torch.long, self.device),
                 num_logits=1,
             )
-
-    def reserve(self, length: int) -> None:
-        """Make room for sequences of `length` tokens."""
-        self.cache.reserve(length)
 
     def _run(
         self, token_ids: Tensor, positions: Tensor, longest: int, rows: Tensor | int, num_logits: int | None = None

@@ -1,8 +1,17 @@
-"""Sampling: temperature, top-k and top-p by transformers' processors, and a seeded generator."""
+"""Sampling: temperature, top-k and top-p by transformers' processors, and the random draws.
+
+A `Sampler` draws for one answer from a seeded generator. The texts of a batch have a `Draw` each: independent random
+numbers per text, on the device.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +20,11 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 from reprieve.rules.accept import truncated_tokens
 from reprieve.settings import SamplingParams
+
+DRAWS_VERSION = 2  # label stores sampled with another version cannot be resumed
+_GOLDEN = -0x61C88647  # 2^32 over the golden ratio, as int32
+_MIX = ((16, -0x7A143595), (13, -0x3D4D51CB))  # MurmurHash3's, as int32
+_SPARSE = 4  # if fewer than 1 in this many tokens is possible, noise is computed for those only
 
 
 class Sampler:
@@ -63,3 +77,129 @@ def _processors(params: SamplingParams, temperature: float) -> LogitsProcessorLi
     if params.top_p < 1.0:
         processors.append(TopPLogitsWarper(params.top_p))
     return processors
+
+
+@dataclass(frozen=True)
+class UniformDraw:
+    """Sampling by one uniform number per token: the first token whose cumulative probability exceeds it."""
+
+    uniform: Callable[[], float]  # in [0, 1)
+    seed: int = 0  # for servers, which draw their own numbers
+
+
+class GumbelNoise:
+    """Gumbel noise keyed by (seed, prefix): random, but reproducible for equal prefixes.
+
+    The argmax of log-probabilities plus this noise is a sample from the distribution (the Gumbel-max trick). A suffix
+    regenerated after the same prefix is therefore the same, so a changed answer is caused by the changed token
+    (AutoJudge, appendix A). The noise is a hash of the prefix's key and the token's id, so it can be computed on any
+    device, for any subset of tokens.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = hashlib.blake2b(seed.to_bytes(16, "little", signed=True), digest_size=8)
+
+    def keys(self, token_ids: Sequence[int], start: int | None = None) -> list[int]:
+        """Return a key for each prefix of length `start` to `len(token_ids)`; by default only for the whole."""
+        state = self._seed.copy()
+        first = len(token_ids) if start is None else start
+        state.update(array("q", token_ids[:first]).tobytes())
+        keys = [_key(state)]
+        for token_id in token_ids[first:]:
+            state.update(array("q", [token_id]).tobytes())
+            keys.append(_key(state))
+        return keys
+
+
+Draw = UniformDraw | GumbelNoise
+
+
+def choose(scores: Tensor, draws: Sequence[Draw | None], texts: Sequence[Sequence[int]]) -> list[int]:
+    """Choose the next token of each text.
+
+    Args:
+        scores: [n, V]: logits after temperature, top-k and top-p.
+        draws: draw of each text; None for its most likely token.
+        texts: tokens of each text so far.
+    """
+    chosen: list[Tensor | None] = [None] * len(draws)
+    for kind, pick in ((UniformDraw, _by_uniforms), (GumbelNoise, _by_noise), (type(None), _likeliest)):
+        rows = [row for row, draw in enumerate(draws) if isinstance(draw, kind)]
+        if rows:
+            part = scores if len(rows) == len(draws) else scores[rows]
+            picked = pick(part, [draws[row] for row in rows], [texts[row] for row in rows])
+            for row, token in zip(rows, picked, strict=True):
+                chosen[row] = token
+    return [int(token_id) for token_id in torch.stack([token for token in chosen if token is not None]).tolist()]
+
+
+def gumbel_choice(scores: Tensor, keys: Sequence[int]) -> Tensor:
+    """Return the highest-scoring token of each row [n, V] after adding the noise of its key, [n]."""
+    return _by_rows(scores, torch.tensor(list(keys)), _under_noise)
+
+
+def _by_noise(scores: Tensor, draws: Sequence[Any], texts: Sequence[Sequence[int]]) -> Tensor:
+    return gumbel_choice(scores, [draw.keys(text)[0] for draw, text in zip(draws, texts, strict=True)])
+
+
+def _by_uniforms(scores: Tensor, draws: Sequence[Any], texts: Sequence[Sequence[int]]) -> Tensor:
+    uniforms = torch.tensor([draw.uniform() for draw in draws], dtype=torch.float64)
+    return _by_rows(scores, uniforms, _at_uniform)
+
+
+def _likeliest(scores: Tensor, draws: Sequence[Any], texts: Sequence[Sequence[int]]) -> Tensor:
+    return scores.argmax(-1)
+
+
+def _by_rows(scores: Tensor, values: Tensor, pick: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    """Pick one possible token per row, [n]; on a CPU row by row, because its caches hold one row.
+
+    Args:
+        values: random value or key of each row, [n].
+        pick: maps scores and tokens in increasing order, [n, m] each, and values to the index of the chosen one, [n].
+    """
+    if scores.device.type in ("cpu", "mps"):  # MPS has no float64
+        chosen = []
+        for row, value in zip(scores.cpu(), values, strict=True):
+            likely = row > -math.inf
+            columns = torch.arange(len(row)) if bool(likely.all()) else likely.nonzero().squeeze(-1)
+            kept = row if len(columns) == len(row) else row[columns]
+            chosen.append(columns[pick(kept.unsqueeze(0), columns.unsqueeze(0), value.unsqueeze(0))])
+        return torch.cat(chosen)
+    num_likely = int((scores > -math.inf).sum(-1).amax())
+    columns = torch.arange(scores.shape[-1], device=scores.device).expand_as(scores)
+    if num_likely * _SPARSE < scores.shape[-1]:
+        columns = scores.topk(num_likely).indices.sort(-1).values
+        scores = scores.gather(-1, columns)
+    return columns.gather(-1, pick(scores, columns, values.to(scores.device)).unsqueeze(-1)).squeeze(-1)
+
+
+def _under_noise(scores: Tensor, columns: Tensor, keys: Tensor) -> Tensor:
+    return (scores + _gumbel(keys, columns)).argmax(-1)
+
+
+def _at_uniform(scores: Tensor, columns: Tensor, uniforms: Tensor) -> Tensor:
+    cumulative = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
+    drawn = torch.searchsorted(cumulative, uniforms.unsqueeze(-1) * cumulative[:, -1:], right=True).squeeze(-1)
+    columns_in_order = torch.arange(scores.shape[-1], device=scores.device)
+    return torch.minimum(drawn, torch.where(scores > -math.inf, columns_in_order, -1).amax(-1))
+
+
+def _gumbel(keys: Tensor, columns: Tensor) -> Tensor:
+    """Return noise [n, m], float32, from keys [n], int64, and tokens [n, m]."""
+    low, high = (part.to(torch.int32).unsqueeze(-1) for part in (keys & 0x7FFFFFFF, keys >> 31))
+    state = _mix(_mix(columns.to(torch.int32) * _GOLDEN + low) ^ high)
+    # Computed from 1 - u: float32 is precise near 0, where the noise is large.
+    rest = (state & 0x7FFFFFFF).float().mul_(2.0**-31).clamp_min_(2.0**-32)
+    return -torch.log(-torch.log1p(-rest))
+
+
+def _mix(state: Tensor) -> Tensor:
+    """Apply MurmurHash3's finaliser, with logical shifts; int32 arithmetic wraps around."""
+    for bits, factor in _MIX:
+        state = (state ^ ((state >> bits) & ((1 << (32 - bits)) - 1))) * factor
+    return state ^ ((state >> 16) & 0xFFFF)
+
+
+def _key(state: hashlib.blake2b) -> int:
+    return int.from_bytes(state.digest(), "little") >> 1

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from reprieve.engine.text_stream import REPLACEMENT
+from reprieve.engine.text import REPLACEMENT
 from reprieve.errors import SpecError
 from reprieve.playground.bodies import Context
 from reprieve.settings import NumDraftTokens, PromptSettings

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from reprieve.engine.text_stream import LONGEST_CHARACTER, REPLACEMENT
+from reprieve.engine.text import LONGEST_CHARACTER, REPLACEMENT
 from reprieve.types import Generation, Token
 
 _FINISH = {"eos": "stop", "stop": "stop", "length": "length"}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from reprieve.engine.prompt import encode_chat, render_chat
+from reprieve.engine.text import encode_chat, render_chat
 from reprieve.errors import SpecError
 from reprieve.settings import PromptSettings
 from reprieve.tasks.answers import THINKING_BEGINS, THINKING_ENDS, after_thinking

@@ -20,8 +20,7 @@ from reprieve.errors import SpecError, require_range
 from reprieve.heads.features import TokenStates, assemble, distribution_scalars
 from reprieve.heads.settings import FeatureRecipe
 from reprieve.mining.store import Mismatch, ProblemLabels
-from reprieve.models.cached_model import CachedModel, HiddenLayers
-from reprieve.models.response_tree import ResponseTree
+from reprieve.models.cached_model import CachedModel, HiddenLayers, ResponseTree
 from reprieve.stats import bootstrap_interval
 from reprieve.types import HiddenStates
 

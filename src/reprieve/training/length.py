@@ -11,13 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reprieve.drafters.length import Recent, TreeLength, position_feature, token_log_prob
+from reprieve.drafters.length import Recent, position_feature, token_log_prob
 from reprieve.engine import Pair
 from reprieve.errors import SpecError
 from reprieve.heads.binding import digest
 from reprieve.heads.length import SCALARS, LengthHead
-from reprieve.models.cached_model import eos_token_ids
-from reprieve.models.timing import forward_seconds
+from reprieve.models.cached_model import eos_token_ids, forward_seconds
 from reprieve.rules import Rule
 from reprieve.settings import SamplingParams
 from reprieve.tasks.base import TaskProblem
@@ -87,7 +86,6 @@ class Recorder:
     """
 
     reads_states = True
-    trees: TreeLength | None = None
 
     def __init__(self, most: int, eos_ids: frozenset[int]) -> None:
         self.most = most

@@ -18,8 +18,7 @@ from torch import Tensor
 from reprieve.engine import Pair
 from reprieve.errors import SpecError, import_extra
 from reprieve.heads.lts import LtsCalibration
-from reprieve.models.cached_model import CachedModel
-from reprieve.models.response_tree import ResponseTree
+from reprieve.models.cached_model import CachedModel, ResponseTree
 from reprieve.models.sampling import Sampler
 from reprieve.rules.distributions import entropy, js_divergence
 from reprieve.rules.fuzzy import top_k_union

@@ -14,7 +14,7 @@ from reprieve.files import append_line, parse_json, whole_lines
 from reprieve.heads.binding import digest
 from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest
 from reprieve.models.cached_model import eos_token_ids
-from reprieve.models.draws import UniformDraw
+from reprieve.models.sampling import UniformDraw
 from reprieve.settings import ProblemSettings, SamplingParams
 from reprieve.tasks.base import TaskProblem
 from reprieve.tasks.prompting import prompt_ids_of
