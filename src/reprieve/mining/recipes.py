@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from reprieve.backends.deploying import TARGET, Deployer, Slot, client_of, fields_of
+from reprieve.backends.client import Client
+from reprieve.backends.deploying import TARGET, Deployer, Slot, fields_of
 from reprieve.backends.making import make_deployer
 from reprieve.backends.running import Running
 from reprieve.bench.runner import no_problems
@@ -119,7 +120,7 @@ class TargetServers:
     def target(self, settings: MiningSettings, responses: ResponseFormat) -> ServedTarget:
         """Return the target for miners."""
         return ServedTarget(
-            lambda: client_of(self.running, self.deployer.settings),
+            lambda: Client(self.running, self.deployer.settings),
             settings.params,
             eos_ids=sorted(responses.eos_ids),
             stop=responses.task.stop,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from reprieve.backends.request_fields import LEVEL, SWITCH, THRESHOLD
+from reprieve.backends.running import LEVEL, SWITCH, THRESHOLD
 from reprieve.files import parse_json
 from reprieve.settings import MAX_STOP_LENGTH, SamplingParams
 from reprieve.vllm_plugin.policy import RequestError

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from reprieve.backends.request_fields import require_handed_out
+from reprieve.backends.running import require_handed_out
 from reprieve.errors import PairError, ReprieveError, SpecError, require_choice
 from reprieve.heads.binding import tokenizer_fingerprint
 from reprieve.needs import Need

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from reprieve.backends.request_fields import CHOICES, REQUIRE, SWITCH
+from reprieve.backends.running import CHOICES, REQUIRE, SWITCH
 from reprieve.errors import SpecError
 from reprieve.needs import Need
 from reprieve.rules import LosslessRule, Rule

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from reprieve.backends.request_fields import CHOICES, FIELDS, LEVEL, PREFIX, SWITCH, THRESHOLD
+from reprieve.backends.running import CHOICES, FIELDS, LEVEL, PREFIX, SWITCH, THRESHOLD
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.files import read_json
 from reprieve.heads.certificates import Certificate, portable_spec, read_certificates

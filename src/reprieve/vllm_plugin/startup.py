@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from reprieve.backends.request_fields import LEVEL, PREFIX
+from reprieve.backends.running import LEVEL, PREFIX
 from reprieve.errors import ReprieveError
 from reprieve.heads.certificates import portable_spec
 from reprieve.rules.spans import THINKING
