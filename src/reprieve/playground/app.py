@@ -26,16 +26,7 @@ from reprieve.playground.metrics import Metrics
 from reprieve.playground.prompts import Prompts
 from reprieve.playground.protocol import Replies, error_body
 from reprieve.playground.settings import PlaygroundSettings
-from reprieve.playground.worker import (
-    Event,
-    Failed,
-    Finished,
-    Piece,
-    QueuedRequest,
-    QueueFullError,
-    StoppedError,
-    Worker,
-)
+from reprieve.playground.worker import Finished, Piece, QueuedRequest, QueueFullError, StoppedError, Worker
 from reprieve.settings import NumDraftTokens
 from reprieve.types import Generation
 from reprieve.vllm_plugin.menu import Menu
@@ -222,7 +213,7 @@ class Service:
         generations = [event.generation async for event in events if isinstance(event, Finished)]
         return JSONResponse(replies.whole(generations))
 
-    async def _events(self, job: QueuedRequest, request: Request) -> AsyncIterator[Event]:
+    async def _events(self, job: QueuedRequest, request: Request) -> AsyncIterator[Piece | Finished]:
         """Yield the job's events until all choices are finished; cancel the job if the consumer stops earlier."""
         begun = time.monotonic()
         left, first = len(job.prompts), True
@@ -235,10 +226,10 @@ class Service:
                 except TimeoutError:
                     self.metrics.ended.labels("timeout").inc()
                     raise TimedOut(f"the request took longer than {self.settings.timeout:g} s") from None
-                if isinstance(event, Failed):
-                    if isinstance(event.error, Disconnected):
+                if isinstance(event, Exception):
+                    if isinstance(event, Disconnected):
                         self.metrics.ended.labels("disconnected").inc()
-                    raise event.error
+                    raise event
                 if first:
                     self.metrics.first_token.observe(time.monotonic() - begun)
                     first = False
@@ -251,15 +242,14 @@ class Service:
 
 
 async def _lines(
-    first: Event, events: AsyncIterator[Event], replies: Replies, include_usage: bool
+    first: Piece | Finished, events: AsyncIterator[Piece | Finished], replies: Replies, include_usage: bool
 ) -> AsyncIterator[str]:
     """Yield server-sent events; a later error is sent as an event and ends the stream without [DONE]."""
     generations: list[Generation] = []
     opened: set[int] = set()
     try:
-        event: Event | None = first
+        event: Piece | Finished | None = first
         while event is not None:
-            assert not isinstance(event, Failed)
             if event.index not in opened:
                 opened.add(event.index)
                 yield _line(replies.opening(event.index))
@@ -283,7 +273,7 @@ async def _watch(job: QueuedRequest, request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     job.cancel()
-    job.events.put_nowait(Failed(Disconnected("the client went away")))
+    job.events.put_nowait(Disconnected("the client went away"))
 
 
 def _line(chunk: dict[str, Any] | None) -> str:

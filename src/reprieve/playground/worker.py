@@ -42,14 +42,7 @@ class Finished:
     generation: Generation
 
 
-@dataclass(frozen=True)
-class Failed:
-    """The job ended without an answer."""
-
-    error: Exception
-
-
-Event = Piece | Finished | Failed
+Event = Piece | Finished | Exception  # an exception ends the request without an answer
 
 
 class _Cancelled(Exception):
@@ -87,7 +80,7 @@ class QueuedRequest:
     def fail(self, error: Exception) -> None:
         """End the request with an error."""
         self.cancel()
-        self.send(Failed(error))
+        self.send(error)
 
     def send(self, event: Event) -> None:
         """Pass an event to the event loop of the request; called from the worker's thread."""
@@ -166,10 +159,10 @@ class Worker:
         except _Cancelled:
             pass  # whoever cancelled it has told the client, or there is none
         except ReprieveError as error:
-            job.send(Failed(error))
+            job.send(error)
         except Exception:
             logger.exception("a request failed")
-            job.send(Failed(ReprieveError("the engine failed")))
+            job.send(ReprieveError("the engine failed"))
 
     def _answer(self, job: QueuedRequest) -> None:
         decoder = self._decoders[None if job.choice.strict else job.choice.name]
