@@ -38,7 +38,7 @@ from reprieve.files import parse_json, read_json
 from reprieve.heads.certificates import Certificate
 from reprieve.heads.files import find_head
 from reprieve.mining.store import LabelStore
-from reprieve.playground.bodies import ChatBody, CompletionBody, Context, read_body
+from reprieve.playground.bodies import ChatBody, CompletionBody, read_body
 from reprieve.rules import RULES, parse_rule
 from reprieve.tasks.graders import GRADERS
 from reprieve.tasks.programs import BREAK, code_blocks, program_of
@@ -72,7 +72,7 @@ VALUES = st.recursive(
 
 def read_specs(text: str) -> None:
     """Parse a text as a rule, a drafter and an engine."""
-    for read in (parse_rule, DRAFTERS.make, lambda given: EngineSettings(given).servers):
+    for read in (parse_rule, DRAFTERS.make, EngineSettings):
         with contextlib.suppress(ReprieveError):
             read(text)
 
@@ -132,7 +132,7 @@ def read_bodies(draw: Callable[[Any], Any]) -> None:
     """Read a damaged body, and request fields as vLLM passes them on."""
     kind, valid = draw(st.sampled_from([(CompletionBody, COMPLETION), (ChatBody, CHAT)]))
     with contextlib.suppress(ReprieveError):
-        body = read_body(kind, changed(valid, draw).encode(errors="surrogatepass"), Context(512, 10_000))
+        body = read_body(kind, changed(valid, draw).encode(errors="surrogatepass"))
         MENU.choose(body.leniency)
     with contextlib.suppress(ReprieveError):
         MENU.choose(draw(st.dictionaries(KEYS, VALUES, max_size=3)), num_running=draw(st.integers(0, 10**6)))

@@ -28,9 +28,9 @@ def machine_facts(options: argparse.Namespace) -> dict[str, Any]:
     from reprieve.vllm_plugin import configuration, probing
 
     fits = {}
-    for kind in probing.runners():
+    for kind, parts in probing.PARTS.items():
         try:
-            probing.require_parts(kind, probing.live)
+            probing.require_parts(parts, probing.live)
             fits[kind] = "fits"
         except ReprieveError as error:
             fits[kind] = str(error)

@@ -24,9 +24,9 @@ def main() -> int:
         sys.exit(__doc__)
     folder = Path(sys.argv[1])
     problems = list(missing_names(folder))
-    for kind in probing.runners():
+    for kind, parts in probing.PARTS.items():
         try:
-            probing.require_parts(kind, in_source(folder))
+            probing.require_parts(parts, in_source(folder))
             print(f"{folder}: {kind} fits")
         except ReprieveError as error:
             problems.append(f"{kind}: {error}")
@@ -99,7 +99,7 @@ def defined(folder: Path, module: str) -> set[str]:
 
 def differences(new: Path, old: Path) -> Iterator[str]:
     """Yield the wrapped functions that changed: their parameters, or their body."""
-    for part in dict.fromkeys(part for kind in probing.runners() for part in probing.parts(kind)):
+    for part in dict.fromkeys(part for parts in probing.PARTS.values() for part in parts):
         then, now = (node_in(folder, part) for folder in (old, new))
         if then is None or now is None or ast.dump(then) == ast.dump(now):
             continue

@@ -69,7 +69,7 @@ def _behind_the_plugin():
         assert rules.failures == 0, "the plugin failed"
         counted = rules.take_counts()
         assert len(counted) == len(counts) and all(
-            counts_of_request.num_rescued == 0 for counts_of_request in counted.values()
+            not counts_of_request.rescued for counts_of_request in counted.values()
         )
         return output
 

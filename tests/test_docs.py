@@ -23,7 +23,7 @@ from reprieve.heads.certificates import Certificate
 from reprieve.rules import parse_rule
 from reprieve.tasks import load_task
 from reprieve.vllm_plugin.menu import Menu
-from reprieve.vllm_plugin.probing import WRAPPED, parts
+from reprieve.vllm_plugin.probing import PARTS, WRAPPED
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -180,6 +180,6 @@ def test_the_docs_list_the_vllm_functions_that_the_plugin_wraps(runner):
     text = (ROOT / "docs" / "guides" / "vllm_operations.md").read_text()
     rows = dict(re.findall(r"^\| (V2 and V1|V1|V2) \|(.*)$", text.partition("| runner | wrapped |")[2], re.M))
     listed = re.findall(r"`([\w.]+)`", rows["V2 and V1"] + rows[runner.upper()])
-    wrapped = [part.name for part in parts(runner) if part.use == WRAPPED]
+    wrapped = [part.name for part in PARTS[runner] if part.use == WRAPPED]
     assert sorted(listed) == sorted(wrapped)
     assert f"{len(wrapped)} on {runner.upper()}" in text

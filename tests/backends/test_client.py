@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from reprieve.backends.client import Client
+from reprieve.backends.running import Running, ServerFacts
+from reprieve.backends.settings import ServerSettings
 from reprieve.errors import EngineError
 from tests.kit.servers import PairServer
 
@@ -14,7 +16,7 @@ TEXT = "Question: Anna has 3 stamps."
 
 def read(server, *asked):
     async def ask():
-        client = Client([server.url], "the-model", timeout=30, parallel=2)
+        client = Client(Running((server.url,), "the-model", ServerFacts()), ServerSettings(timeout=30, parallel=2))
         try:
             return await client.read(*asked)
         finally:

@@ -11,21 +11,21 @@ import uvicorn
 
 from reprieve.cli.main import main
 from reprieve.errors import SpecError
-from reprieve.playground import connections, launch
+from reprieve.playground import launch, limits
 from reprieve.playground.settings import PlaygroundSettings
 
 
 @pytest.fixture
 def port(monkeypatch):
     """A server that answers `yes` and waits two seconds for headers; uvicorn alone would wait forever."""
-    monkeypatch.setattr(connections, "HEADERS_S", 2.0)
+    monkeypatch.setattr(limits, "HEADERS_S", 2.0)
 
     async def app(scope, receive, send):
         if scope["type"] == "http":
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"3")]})
             await send({"type": "http.response.body", "body": b"yes"})
 
-    config = uvicorn.Config(app, port=0, log_level="error", lifespan="off", http=connections.PatientProtocol)
+    config = uvicorn.Config(app, port=0, log_level="error", lifespan="off", http=limits.PatientProtocol)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -24,15 +24,19 @@ class Words:
 
 @pytest.fixture(scope="module")
 def prompts():
-    return Prompts(byte_tokenizer(), max_positions=100, vocab_size=500, wrap=None, num_draft_tokens=4)
+    return Prompts(byte_tokenizer(), max_positions=100, vocab_size=500, wrap=None)
 
 
 def token(token_id, alternatives=()):
     return Token(token_id, Provenance.TARGET, logprob=-0.5, alternatives=tuple(alternatives))
 
 
-def completion(texts, tokens, num=5):
-    return Replies("completion", "id", "m", texts, "lossless", provenance=False)._logprobs(0, tokens, num)
+def replies(texts, *, chat, num_logprobs):
+    return Replies(chat, "m", texts, "lossless", num_prompt_tokens=1, num_logprobs=num_logprobs, provenance=False)
+
+
+def completion(texts, tokens):
+    return replies(texts, chat=False, num_logprobs=5)._logprobs(0, tokens)
 
 
 def test_words_keep_their_leading_space_and_offsets_count_it():
@@ -54,6 +58,6 @@ def test_offsets_behind_an_emoji_count_characters(prompts):
 
 def test_half_a_character_has_its_own_bytes(prompts):
     ids = prompts.plain("😀")
-    replies = Replies("chat", "id", "m", prompts, "lossless", provenance=False)
-    content = replies._logprobs(0, [token(token_id) for token_id in ids], 0)["content"]
+    chat = replies(prompts, chat=True, num_logprobs=0)
+    content = chat._logprobs(0, [token(token_id) for token_id in ids])["content"]
     assert b"".join(bytes(entry["bytes"]) for entry in content) == "😀".encode()

@@ -20,9 +20,7 @@ def tokenizer(tmp_path_factory):
 
 def prompts(tokenizer, **settings):
     asked = PlaygroundSettings(**settings).prompt_settings
-    return Prompts(
-        tokenizer, max_positions=4096, vocab_size=len(tokenizer), wrap=None, num_draft_tokens=4, settings=asked
-    )
+    return Prompts(tokenizer, max_positions=4096, vocab_size=len(tokenizer), wrap=None, settings=asked)
 
 
 def read(tokenizer, messages, thinking=None, **settings):

@@ -22,7 +22,8 @@ def test_the_listed_parts_are_exactly_the_touched_ones():
     )
     assert made.returncode == 0, made.stderr[-2000:]
     found = set(json.loads(made.stdout.splitlines()[-1]))
-    listed = {part.path for part in probing.touched("v2" if V2 else "v1")} - PER_OUTPUT
+    parts = probing.PARTS["v2" if V2 else "v1"]
+    listed = {part.path for part in parts if part.use != probing.USED} - PER_OUTPUT
     assert found == listed
 
 
@@ -32,8 +33,8 @@ def test_the_installed_vllm_fits_live_and_as_source(kind):
 
     import vllm
 
-    probing.require_parts(kind, probing.live)
-    probing.require_parts(kind, in_source(Path(vllm.__file__).parents[1]))
+    probing.require_parts(probing.PARTS[kind], probing.live)
+    probing.require_parts(probing.PARTS[kind], in_source(Path(vllm.__file__).parents[1]))
 
 
 SOURCE = """
@@ -46,20 +47,19 @@ def rejection_sample({}):
 """
 GOOD = ("self, logits, other=None, *, more=1", "target, drafts, *rest, fly_window=3, **kwargs")
 PARTS = (
-    probing.Part("some.module", "Sampler.apply_sampling_params", ("self", "logits"), called=True),
-    probing.Part("some.module", "rejection_sample", ("target", "drafts")),
+    probing.Part("some.module", "Sampler.apply_sampling_params", "self logits", called=True),
+    probing.Part("some.module", "rejection_sample", "target drafts"),
 )
 
 
-def probe(tmp_path, monkeypatch, *parameters):
+def probe(tmp_path, *parameters):
     (tmp_path / "some").mkdir(exist_ok=True)
     (tmp_path / "some" / "module.py").write_text(SOURCE.format(*parameters))
-    monkeypatch.setattr(probing, "parts", lambda kind: PARTS)
-    probing.require_parts("v2", in_source(tmp_path))
+    probing.require_parts(PARTS, in_source(tmp_path))
 
 
-def test_unknown_optional_parameters_are_accepted(tmp_path, monkeypatch):
-    probe(tmp_path, monkeypatch, *GOOD)
+def test_unknown_optional_parameters_are_accepted(tmp_path):
+    probe(tmp_path, *GOOD)
 
 
 @pytest.mark.parametrize(
@@ -70,17 +70,17 @@ def test_unknown_optional_parameters_are_accepted(tmp_path, monkeypatch):
         ((GOOD[0], "drafts, target"), "rejection_sample takes (drafts, target)"),
     ],
 )
-def test_incompatible_signatures_are_named(tmp_path, monkeypatch, parameters, said):
+def test_incompatible_signatures_are_named(tmp_path, parameters, said):
     with pytest.raises(ReprieveError, match=re.escape(said)):
-        probe(tmp_path, monkeypatch, *parameters)
+        probe(tmp_path, *parameters)
 
 
-def test_missing_parts_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(probing, "parts", lambda kind: (probing.Part("some.module", "gone", ()),))
+def test_missing_parts_are_named(tmp_path):
+    gone = [probing.Part("some.module", "gone")]
     with pytest.raises(ReprieveError, match=r"some\.module\.gone is not there"):
-        probing.require_parts("v2", in_source(tmp_path))
+        probing.require_parts(gone, in_source(tmp_path))
     with pytest.raises(ReprieveError, match="is not there"):
-        probing.require_parts("v2", probing.live)
+        probing.require_parts(gone, probing.live)
 
 
 def test_another_runner_is_refused():

@@ -193,8 +193,8 @@ def test_the_self_test_fails_where_a_hook_is_broken(llm, broken, monkeypatch):
     from reprieve.errors import ReprieveError
     from reprieve.vllm_plugin.selftest import require_works
     from reprieve.vllm_plugin.v2 import processor as v2_processor
-    from reprieve.vllm_plugin.v2 import selftest as v2_selftest
-    from reprieve.vllm_plugin.v2.uniforms import uniforms_of
+    from reprieve.vllm_plugin.v2 import runner as v2_runner
+    from reprieve.vllm_plugin.v2.round import uniforms_of
 
     hooks = worker_of(llm).model_runner.reprieve
     require_works(hooks)
@@ -204,7 +204,7 @@ def test_the_self_test_fails_where_a_hook_is_broken(llm, broken, monkeypatch):
     elif broken == "the edit is lost":
         monkeypatch.setattr(v2_processor, "_raise", lambda *args: None)
     elif broken == "other draws":
-        monkeypatch.setattr(v2_selftest, "uniforms_of", lambda *rows: 1 - uniforms_of(*rows))
+        monkeypatch.setattr(v2_runner, "uniforms_of", lambda *rows: 1 - uniforms_of(*rows))
     else:
         two = torch.tensor([2])
         monkeypatch.setattr(type(hooks.processor), "apply", lambda self, logits, ctx: logits.index_fill_(1, two, 9.0))

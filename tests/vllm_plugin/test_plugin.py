@@ -1,11 +1,11 @@
 """The plugin without vLLM: decisions over a batch, state and refusals. `make test-vllm` runs the rest."""
 
 import dataclasses
-import importlib.util
 import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ from reprieve.rules.batch import Batch, Row, decide
 from reprieve.types import Context
 from reprieve.vllm_plugin import probing
 from reprieve.vllm_plugin.configuration import (
-    Setup,
     load_menu,
+    require_supported,
     require_tokenizer,
     source_of,
     version_warning,
@@ -196,55 +196,67 @@ def test_only_kept_rescued_tokens_are_counted():
     output = torch.tensor([[4, 5, 6, -1], [7, -1, -1, -1], [8, -1, -1, -1]])
     rules.count(requests, rows, made, output)
     counts = rules.take_counts()
-    assert {key: item.num_rescued for key, item in counts.items()} == {("a", "margin@9"): 1, ("b", "margin@9"): 0}
+    assert {key: item.rescued.total() for key, item in counts.items()} == {("a", "margin@9"): 1, ("b", "margin@9"): 0}
     assert rules.num_rescued == 1 and rules.take_counts() == {}
 
 
-GOOD = dict(
-    method="draft_model",
-    rejection_sample_method="standard",
-    has_draft_logits=True,
-    heterogeneous_vocab=False,
-    runner="v1",
-    batch_sharded=False,
-    processed_logprobs=False,
-    adaptive_verification=False,
-    sampling_mask=False,
-    async_scheduling=False,
-    hidden_size=256,
-)
+def vllm_config(*, v2=False, spec=None, model=None, parallel=None, async_scheduling=False):
+    """A configuration like vLLM's that serves every rule; the dictionaries change parts of it."""
+    speculative = {
+        "method": "draft_model",
+        "rejection_sample_method": "standard",
+        "draft_sample_method": "probabilistic",
+        "use_heterogeneous_vocab": False,
+    }
+    size = {"get_hidden_size": lambda: 256, "logprobs_mode": "raw_logprobs"}
+    return SimpleNamespace(
+        use_v2_model_runner=v2,
+        speculative_config=SimpleNamespace(**{**speculative, **(spec or {})}),
+        model_config=SimpleNamespace(**{**size, **(model or {})}),
+        parallel_config=SimpleNamespace(**(parallel or {})),
+        scheduler_config=SimpleNamespace(async_scheduling=async_scheduling),
+    )
+
+
 SPAN = 'margin:delta=2,start="<think>",end="</think>"'
+JUDGE = "judge:path=reprieve/arithmetic-judge"
 
 
 @pytest.mark.parametrize(
-    ("spec", "change", "told"),
+    ("rule", "change", "told"),
     [
-        ("margin", {"runner": "v2", "processed_logprobs": True}, "--logprobs-mode raw_logprobs"),
-        ("fuzzy", {"runner": "v2", "has_draft_logits": False}, '"draft_sample_method": "probabilistic"'),
-        ("margin", {"batch_sharded": True}, "--no-enable-batch-sharded-sampling"),
-        ("margin", {"adaptive_verification": True}, '"enable_adaptive_verification": false'),
-        ("margin", {"sampling_mask": True}, "return_sampling_mask"),
-        ("margin", {"method": None}, "speculative-config"),
-        ("margin", {"rejection_sample_method": "block"}, "rejection_sample_method must be one of standard"),
-        ("fuzzy", {"method": "ngram", "has_draft_logits": False}, "draft probabilities, which method 'ngram'"),
-        ("cascade", {"heterogeneous_vocab": True}, "use_heterogeneous_vocab"),
+        ("margin", {"v2": True, "model": {"logprobs_mode": "processed_logits"}}, "--logprobs-mode raw_logprobs"),
+        ("fuzzy", {"v2": True, "spec": {"draft_sample_method": "greedy"}}, '"draft_sample_method": "probabilistic"'),
+        ("margin", {"parallel": {"enable_batch_sharded_sampling": True}}, "--no-enable-batch-sharded-sampling"),
+        ("margin", {"spec": {"enable_adaptive_verification": True}}, '"enable_adaptive_verification": false'),
+        ("margin", {"model": {"return_sampling_mask": True}}, "return_sampling_mask"),
+        ("margin", {"spec": {"rejection_sample_method": "block"}}, "rejection_sample_method must be one of standard"),
+        ("fuzzy", {"spec": {"method": "ngram"}}, "draft probabilities, which method 'ngram'"),
+        ("fuzzy", {"v2": True, "spec": {"method": "ngram_gpu"}}, "draft probabilities, which method 'ngram_gpu'"),
+        ("cascade", {"spec": {"use_heterogeneous_vocab": True}}, "use_heterogeneous_vocab"),
         (SPAN, {"async_scheduling": True}, "--no-async-scheduling"),
         ("lossless:verification=exact", {}, "cannot be offered"),
-        ("judge:path=reprieve/arithmetic-judge", {"hidden_size": 4096}, "reads .* features, this target gives"),
+        (JUDGE, {"model": {"get_hidden_size": lambda: 4096}}, "reads .* features, this target gives"),
     ],
 )
-def test_unsupported_setups_are_refused_with_a_remedy(spec, change, told):
-    Setup(**GOOD)
+def test_unsupported_setups_are_refused_with_a_remedy(rule, change, told):
     with pytest.raises(ReprieveError, match=told):
-        Setup(**{**GOOD, **change}).require(Menu.load(spec))
+        require_supported(vllm_config(**change), Menu.load(rule))
+
+
+def test_rules_without_speculative_decoding_are_refused():
+    config = vllm_config()
+    config.speculative_config = None
+    with pytest.raises(ReprieveError, match="speculative-config"):
+        require_supported(config, Menu.load("margin"))
 
 
 def test_supported_setups_are_accepted():
-    setup = Setup(**{**GOOD, "hidden_size": Policy.load("judge:path=reprieve/arithmetic-judge").rule.head.num_features})
-    for spec in ("lossless", "margin", "fuzzy", SPAN, "judge:path=reprieve/arithmetic-judge", "fly", "cascade"):
-        setup.require(Menu.load(spec))
-    Setup(**{**GOOD, "method": "ngram", "has_draft_logits": False}).require(Menu.load("margin"))
-    Setup(**{**GOOD, "runner": "v2", "async_scheduling": True}).require(Menu.load(SPAN))
+    size = Policy.load(JUDGE).rule.head.num_features
+    for rule in ("lossless", "margin", "fuzzy", SPAN, JUDGE, "fly", "cascade"):
+        require_supported(vllm_config(model={"get_hidden_size": lambda: size}), Menu.load(rule))
+    require_supported(vllm_config(spec={"method": "ngram"}), Menu.load("margin"))
+    require_supported(vllm_config(v2=True, async_scheduling=True), Menu.load(SPAN))
 
 
 def test_an_untested_version_gets_a_warning():
@@ -259,7 +271,7 @@ def test_a_head_for_another_tokenizer_is_refused():
             return {"a": 0}
 
     with pytest.raises(PairError, match="whose tokenizer is another one"):
-        require_tokenizer(Policy.load("judge:path=reprieve/arithmetic-judge").rule, Other())
+        require_tokenizer(Policy.load(JUDGE).rule, Other())
 
 
 def test_the_configuration_comes_from_vllm_or_the_environment(monkeypatch):
@@ -313,11 +325,11 @@ def test_risk_does_not_depend_on_the_dial():
 
 
 def test_a_head_that_reads_another_layer_is_refused():
-    rule = Policy.load("judge:path=reprieve/arithmetic-judge").rule
+    rule = Policy.load(JUDGE).rule
     recipe = dataclasses.replace(rule.head.recipe, layers=(-2,))
     moved = dataclasses.replace(rule, head=dataclasses.replace(rule.head, recipe=recipe))
     with pytest.raises(SpecError, match="reads layer -2"):
-        Setup(**GOOD).require(Menu([Policy(moved)]))
+        require_supported(vllm_config(), Menu([Policy(moved)]))
 
 
 def test_rules_see_processed_scores_and_heads_the_models_own():
@@ -337,14 +349,13 @@ def test_the_v1_folder_can_be_deleted():
             assert "vllm_plugin.v1" not in path.read_text(encoding="utf-8"), path
 
 
-def test_without_the_v1_folder_the_plugin_supports_v2_only(monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.endswith(".v1") else found(name))
-    assert probing.runners() == ["v2"]
+def test_without_v1_the_plugin_supports_v2_only(monkeypatch):
+    monkeypatch.delitem(probing.RUNNERS, "v1")
     with pytest.raises(ReprieveError, match="knows vLLM's V2 model runners, this is object"):
         probing.runner_kind(object())
 
 
 def test_the_number_of_touched_parts_is_known():
     """`tests/vllm/test_probing.py` finds these parts in a running vLLM; fewer is better."""
-    assert {kind: len(probing.touched(kind)) for kind in probing.runners()} == {"v2": 18, "v1": 20}
+    touched = {kind: sum(part.use != probing.USED for part in parts) for kind, parts in probing.PARTS.items()}
+    assert touched == {"v2": 18, "v1": 20}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 
-from reprieve.backends.asynchronous import iterate, results_of
+from reprieve.backends.concurrency import iterate, require_arm_fits, results_of
 from reprieve.backends.settings import SERVED_DRAFT_TOKENS, BatchedSettings
 from reprieve.bench.answering import Answerer, reply_of
 from reprieve.bench.arms import Arm
@@ -17,7 +17,6 @@ from reprieve.engine import DRAFT_ONLY, Pair, SamplingParams
 from reprieve.engine.batched import BatchedSpeculativeDecoder, Request, refusal
 from reprieve.engine.text import token_ids_of
 from reprieve.errors import SpecError
-from reprieve.heads.loading import require_heads_fit
 from reprieve.models.batch_decoder import Stepper
 from reprieve.rules import LosslessRule
 from reprieve.settings import NumDraftTokens
@@ -69,9 +68,7 @@ class BatchedEngine:
         for arm in arms:
             if reason := self.refusal(arm, config.drafter):
                 raise SpecError(f"{arm.label}: {reason}")
-            if arm.rule is not None and arm.rule.heads:
-                here = arm.unchecked(config.conditions(self, arm))
-                require_heads_fit(arm.rule, self.pair.identity, config.task, drafter="draft", here=here)
+            require_arm_fits(self, arm, config)
         batches: dict[tuple[bool, int], _Batch] = {}
 
         async def decode(arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:

@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from reprieve.backends.running import answers
+from reprieve.backends.running import Running, answers
+from reprieve.backends.settings import ServerSettings
 from reprieve.errors import EngineError, ReprieveError, import_extra
 from reprieve.settings import SamplingParams
 
@@ -49,28 +50,21 @@ class Client:
 
     For use in one event loop.
 
-    Args:
-        urls: base URLs of the servers, without /v1.
-        model: name of the model on the servers.
-        timeout: seconds per attempt; failed attempts are retried a few times.
-        parallel: maximum number of requests in flight.
-        why: returns the likely cause of a server's death for the error message, such as its log.
+    Failed requests are retried a few times; each attempt has `settings.timeout` seconds.
     """
 
-    def __init__(
-        self, urls: Sequence[str], model: str, *, timeout: float, parallel: int, why: Any = lambda: ""
-    ) -> None:
+    def __init__(self, running: Running, settings: ServerSettings) -> None:
         openai = import_extra("openai", "api")
         key = os.environ.get("OPENAI_API_KEY") or "none"
-        self.model = model
+        self.model = running.model
         self._errors = openai
         self._clients = {
-            url: openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=_RETRIES, timeout=timeout)
-            for url in urls
+            url: openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=_RETRIES, timeout=settings.timeout)
+            for url in running.urls
         }
-        self._under_way = dict.fromkeys(urls, 0)
-        self._why = why
-        self._room = asyncio.Semaphore(parallel)
+        self._under_way = dict.fromkeys(running.urls, 0)
+        self._why = running.why
+        self._room = asyncio.Semaphore(settings.parallel)
 
     async def complete(
         self,
@@ -168,7 +162,10 @@ async def _ask(client: Any, request: Mapping[str, Any]) -> list[Completion]:
         return [await _read_stream(reply, began)]
     seconds = time.perf_counter() - began
     numbers = _speculation(reply)
-    return [_completion(choice, seconds, numbers) for choice in sorted(reply.choices, key=lambda one: one.index)]
+    return [
+        _completion(choice, choice.text, _token_ids(choice), seconds=seconds, speculation=numbers)
+        for choice in sorted(reply.choices, key=lambda one: one.index)
+    ]
 
 
 async def _read_prompt(num_rows: int, client: Any, request: Mapping[str, Any]) -> list[dict[str, Any] | None]:
@@ -206,38 +203,33 @@ async def _read_stream(pieces: Any, began: float) -> Completion:
     async for piece in pieces:
         if piece.choices:
             choice = piece.choices[0]
-            new = list(getattr(choice, "token_ids", None) or ())
+            new = _token_ids(choice)
             if new or choice.text:
                 arrivals.append(time.perf_counter() - began)
             text += choice.text
             token_ids += new
             last = choice if choice.finish_reason else last
         numbers = _speculation(piece) or numbers
-    _require_tokens(text, token_ids)
-    return Completion(text, token_ids, _finish_reason(last), time.perf_counter() - began, numbers, arrivals)
+    seconds = time.perf_counter() - began
+    return _completion(last, text, token_ids, seconds=seconds, speculation=numbers, arrivals=arrivals)
 
 
-def _completion(choice: Any, seconds: float, numbers: Mapping[str, Any]) -> Completion:
-    token_ids = list(getattr(choice, "token_ids", None) or ())
-    _require_tokens(choice.text, token_ids)
-    return Completion(choice.text, token_ids, _finish_reason(choice), seconds, numbers)
-
-
-def _require_tokens(text: str, token_ids: Sequence[int]) -> None:
-    """Refuse a server that does not say which tokens it made.
+def _completion(choice: Any, text: str, token_ids: list[int], **more: Any) -> Completion:
+    """Return an answer, given the piece of the response that ends it.
 
     Raises:
         EngineError: text without token ids.
     """
     if text and not token_ids:
         raise EngineError("the server returns no token ids (return_token_ids): use a vLLM server")
+    finish_reason = "length"
+    if choice is not None and choice.finish_reason == "stop":  # the end of the text or a stop text: vLLM says which
+        finish_reason = "stop" if isinstance(getattr(choice, "stop_reason", None), str) else "eos"
+    return Completion(text, token_ids, finish_reason, **more)
 
 
-def _finish_reason(choice: Any) -> str:
-    """OpenAI's `stop` is the end of the text or a stop text: vLLM says which."""
-    if choice is None or choice.finish_reason != "stop":
-        return "length"
-    return "stop" if isinstance(getattr(choice, "stop_reason", None), str) else "eos"
+def _token_ids(choice: Any) -> list[int]:
+    return list(getattr(choice, "token_ids", None) or ())
 
 
 def _speculation(reply: Any) -> dict[str, Any]:

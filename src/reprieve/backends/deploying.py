@@ -7,17 +7,13 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, Protocol
 
-from reprieve.backends.client import Client
-from reprieve.backends.request_fields import SWITCH, THRESHOLD, require_handed_out
-from reprieve.backends.running import Running, ServerFacts, facts_of, model_of
+from reprieve.backends.running import SWITCH, THRESHOLD, Running, facts_of, model_of, require_handed_out
 from reprieve.backends.settings import OpenAISettings, ServerSettings, VllmSettings
 from reprieve.backends.vllm import Deployment, start_vllm
 from reprieve.drafters import DRAFTERS
-from reprieve.errors import ReprieveError, SpecError
-from reprieve.heads.binding import digest
+from reprieve.errors import SpecError
 from reprieve.heads.certificates import portable_spec
 from reprieve.heads.files import find_head
 from reprieve.models.identity import model_folder
@@ -224,7 +220,7 @@ class RunningServers:
 
     def refusal(self, slot: Slot, rule: Rule | None) -> str:
         """See `Deployer`."""
-        facts: ServerFacts = self._running.facts
+        facts = self._running.facts
         if slot.role == DRAFT or (slot.role == TARGET and facts.num_draft_tokens is not None):
             return f"the servers do not hold the {slot.role} alone"
         if slot.role == TARGET:
@@ -245,20 +241,3 @@ def vllm_version() -> tuple[int, ...] | None:
         with contextlib.suppress(PackageNotFoundError):
             return tuple(int(part) for part in version(name).split(".")[:2])
     return None
-
-
-def client_of(running: Running, settings: ServerSettings) -> Client:
-    """A client of running servers."""
-    return Client(running.urls, running.model, timeout=settings.timeout, parallel=settings.parallel, why=running.why)
-
-
-def drafter_fingerprints(drafter: str, target: str) -> dict[str, str]:
-    """Return the fingerprints of a drafter's own weights, computed from its files; empty if it has none."""
-    settings: Any = DRAFTERS.make(drafter)
-    if settings.name != "eagle3":
-        return {}
-    source = settings.source(target)
-    files = sorted(Path(find_head(source)).glob("*.safetensors"))
-    if not files:
-        raise ReprieveError(f"drafter {drafter!r} has no safetensors files")
-    return {source: digest(b"".join(file.read_bytes() for file in files))}

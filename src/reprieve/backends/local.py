@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 
-from reprieve.backends.workers import WorkerPool
 from reprieve.bench.answering import Answerer, reply_of
 from reprieve.bench.arms import Arm
 from reprieve.bench.config import RunConfig
@@ -14,10 +17,12 @@ from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.drafters import DRAFTERS
 from reprieve.engine import DRAFT_ONLY, FoldedDecoder, Pair, SamplingParams, load_pair
 from reprieve.engine.pair import start_worker
-from reprieve.errors import require_whole
+from reprieve.errors import EngineError, require_whole
 from reprieve.settings import NumDraftTokens, PromptSettings
 from reprieve.tasks import Task, TaskProblem, load_task
 from reprieve.tasks.prompting import with_prompts
+
+_CHUNK = 4  # answers that a worker process makes before it returns them
 
 
 class LocalEngine:
@@ -41,7 +46,7 @@ class LocalEngine:
         self._decoders: dict[str, FoldedDecoder] = {}
         self._config: RunConfig | None = None
         self._arms: dict[str, Arm] = {}
-        self._pool: WorkerPool | None = None
+        self._pool: ProcessPoolExecutor | None = None
         self._known: tuple[RunConfig, set[str]] | None = None  # of the pool
 
     def fingerprints(self, drafter: str) -> dict[str, str]:
@@ -79,28 +84,50 @@ class LocalEngine:
                 self._decoders[label] = self._decoder(config, by_label[label])
                 asyncio.run(answerer.warm_up(by_label[label], problems[0]))
         if self.num_parallel > 1:
-            yield from self._workers(config, arms).answer(jobs)
+            yield from self._answer_in_workers(config, arms, jobs)
             return
         for job in jobs:
             problem = problems[job.number]
             yield asyncio.run(answerer.answer(by_label[job.arm], problem, job.number, job.trial))
 
     def close(self) -> None:
-        """End worker processes."""
+        """End worker processes, each after the chunk that it works on."""
         if self._pool is not None:
-            self._pool.close()
+            self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
 
-    def _workers(self, config: RunConfig, arms: Sequence[Arm]) -> WorkerPool:
+    def _answer_in_workers(
+        self, config: RunConfig, arms: Sequence[Arm], jobs: Sequence[Job]
+    ) -> Iterator[ProblemRecord]:
+        """Yield records as they complete. The processes are kept for later calls; Ctrl-C drops the jobs in progress.
+
+        Raises:
+            EngineError: a worker died.
+        """
+        pool = self._workers(config, arms)
+        waiting = [pool.submit(_answer, jobs[at : at + _CHUNK]) for at in range(0, len(jobs), _CHUNK)]
+        try:
+            for future in as_completed(waiting):
+                yield from future.result()
+        except BrokenProcessPool:
+            raise EngineError("a worker process died") from None
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    def _workers(self, config: RunConfig, arms: Sequence[Arm]) -> ProcessPoolExecutor:
         """Return a pool of processes that know this run and these arms; start a new one if needed."""
         self.expect(arms, config.drafter)
-        labels = {arm.label for arm in arms}
         known = self._known
-        if self._pool is None or known is None or known[0] != config or not labels <= known[1]:
+        if self._pool is None or known is None or known[0] != config or not {arm.label for arm in arms} <= known[1]:
             self.close()
-            arms = list(self._arms.values())
-            self._known = config, {arm.label for arm in arms}
-            self._pool = WorkerPool(self.num_parallel, start=_start, arguments=(config, arms), answer=_answer)
+            self._known = config, set(self._arms)
+            self._pool = ProcessPoolExecutor(
+                self.num_parallel,
+                multiprocessing.get_context("spawn"),
+                initializer=_start,
+                initargs=(config, list(self._arms.values())),
+            )
         return self._pool
 
     def _decoder(self, config: RunConfig, arm: Arm) -> FoldedDecoder:
@@ -113,32 +140,21 @@ class LocalEngine:
         return reply_of(arm, generation, self.tokenizer, params.stop)
 
 
-class _Worker:
-    """State that a worker process keeps between jobs."""
-
-    def __init__(self, config: RunConfig, arms: Sequence[Arm]) -> None:
-        pair = load_pair(config.target, config.draft, dtype=config.dtype, device=config.device)
-        self.config, self.arms = config, arms
-        self.task = with_prompts(load_task(config.task), pair.tokenizer, PromptSettings(**config.prompt))
-        self.problems = self.task.problems(config.split, config.limit, offset=config.offset)
-        self.engine = LocalEngine(pair)
-        if pair.num_positions is not None:
-            self.task.fit(self.problems, pair.num_positions)
-
-    def answer(self, jobs: Sequence[Job]) -> list[ProblemRecord]:
-        return list(self.engine.answer(self.config, self.task, self.arms, self.problems, jobs))
-
-
-_WORKER: _Worker | None = None
+_ANSWER: Callable[[Sequence[Job]], Iterator[ProblemRecord]] | None = None  # of a worker process
 
 
 def _start(config: RunConfig, arms: Sequence[Arm]) -> None:
-    """Load the pair once a process."""
-    global _WORKER
+    """Load the pair and the problems, once in each worker process."""
+    global _ANSWER
     start_worker()
-    _WORKER = _Worker(config, arms)
+    pair = load_pair(config.target, config.draft, dtype=config.dtype, device=config.device)
+    task = with_prompts(load_task(config.task), pair.tokenizer, PromptSettings(**config.prompt))
+    problems = task.problems(config.split, config.limit, offset=config.offset)
+    if pair.num_positions is not None:
+        task.fit(problems, pair.num_positions)
+    _ANSWER = partial(LocalEngine(pair).answer, config, task, arms, problems)
 
 
 def _answer(jobs: Sequence[Job]) -> list[ProblemRecord]:
-    assert _WORKER is not None
-    return _WORKER.answer(jobs)
+    assert _ANSWER is not None
+    return list(_ANSWER(jobs))

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from reprieve.backends.settings import EngineSettings, OpenAISettings, RaySettings, ServerSettings, VllmSettings
+from reprieve.backends.batched import BatchedEngine
+from reprieve.backends.deploying import Deployer, RunningServers, VllmDeployer
+from reprieve.backends.local import LocalEngine
+from reprieve.backends.ray import RayDeployer
+from reprieve.backends.served import ServedEngine
+from reprieve.backends.settings import (
+    BatchedSettings,
+    EngineSettings,
+    OpenAISettings,
+    RaySettings,
+    ServerSettings,
+    VllmSettings,
+)
 from reprieve.bench.engine import Engine
+from reprieve.engine.pair import load_configured
 from reprieve.errors import SpecError
+from reprieve.models.identity import stored_identity
 from reprieve.settings import PairSettings
-
-if TYPE_CHECKING:
-    from reprieve.backends.deploying import Deployer
 
 
 def make_engine(
@@ -32,20 +42,12 @@ def make_engine(
         ReprieveError: a model that cannot be found, or a running server that does not answer.
     """
     if settings.local:
-        from reprieve.backends.local import LocalEngine
-        from reprieve.engine.pair import load_configured
-
         return LocalEngine(load_configured(pair, announce), num_workers=num_workers)
     if num_workers > 1:
         raise SpecError("--workers applies to --engine local only; set parallel= in --engine instead")
-    if batched := settings.batched:
-        from reprieve.backends.batched import BatchedEngine
-        from reprieve.engine.pair import load_configured
-
-        return BatchedEngine(load_configured(pair, announce, decodes=False), batched)
-    from reprieve.backends.served import ServedEngine
-    from reprieve.models.identity import stored_identity
-
+    kind = settings.kind
+    if isinstance(kind, BatchedSettings):
+        return BatchedEngine(load_configured(pair, announce, decodes=False), kind)
     identity, tokenizer, dtype = stored_identity(pair)
     return ServedEngine(make_deployer(settings.servers, pair, dtype), tokenizer, identity, announce=announce)
 
@@ -56,9 +58,6 @@ def make_deployer(settings: ServerSettings, pair: PairSettings, dtype: str) -> D
     Raises:
         EngineError: running servers that do not answer.
     """
-    from reprieve.backends.deploying import RunningServers, VllmDeployer
-    from reprieve.backends.ray import RayDeployer
-
     if isinstance(settings, OpenAISettings):
         return RunningServers(settings, dtype)
     if isinstance(settings, RaySettings):

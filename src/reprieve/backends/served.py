@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from reprieve.backends.asynchronous import iterate, results_of
 from reprieve.backends.client import Client, Completion
-from reprieve.backends.deploying import DRAFT, PAIR, TARGET, Deployer, Slot, client_of, drafter_fingerprints, fields_of
+from reprieve.backends.concurrency import iterate, require_arm_fits, results_of
+from reprieve.backends.deploying import DRAFT, PAIR, TARGET, Deployer, Slot, fields_of
 from reprieve.backends.running import Running
 from reprieve.backends.settings import SERVED_DRAFT_TOKENS
 from reprieve.bench.answering import Answerer
@@ -18,10 +18,11 @@ from reprieve.bench.arms import Arm
 from reprieve.bench.config import RunConfig
 from reprieve.bench.engine import EngineFacts, Job
 from reprieve.bench.records import ProblemRecord, Reply
+from reprieve.drafters import DRAFTERS
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, SamplingParams
-from reprieve.errors import EngineError, SpecError
-from reprieve.heads.binding import PairIdentity
-from reprieve.heads.loading import require_heads_fit
+from reprieve.errors import EngineError, ReprieveError, SpecError
+from reprieve.heads.binding import PairIdentity, digest
+from reprieve.heads.files import find_head
 from reprieve.settings import NumDraftTokens
 from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.prompting import prompt_of
@@ -69,7 +70,14 @@ class ServedEngine:
 
     def fingerprints(self, drafter: str) -> dict[str, str]:
         """See `Engine`."""
-        return drafter_fingerprints(drafter, self.identity.target)
+        settings: Any = DRAFTERS.make(drafter)
+        if settings.name != "eagle3":
+            return {}
+        source = settings.source(self.identity.target)
+        files = sorted(find_head(source).glob("*.safetensors"))
+        if not files:
+            raise ReprieveError(f"drafter {drafter!r} has no safetensors files")
+        return {source: digest(b"".join(file.read_bytes() for file in files))}
 
     def draft_tokens(self, arm: Arm, drafter: str) -> NumDraftTokens:
         """See `Engine`."""
@@ -102,23 +110,15 @@ class ServedEngine:
         self.expect(arms, config.drafter)
         by_label = {arm.label: arm for arm in arms}
         for arm in arms:
-            if arm.rule is not None and arm.rule.heads:
-                require_heads_fit(
-                    arm.rule,
-                    self.identity,
-                    config.task,
-                    drafter=(arm.drafter or config.drafter).partition(":")[0],
-                    here=arm.unchecked(config.conditions(self, arm)),
-                )
+            require_arm_fits(self, arm, config)
         slots = {arm.label: self._slots[self._slot(arm, config.drafter).key] for arm in arms}
-        for slot in self._up_first({slot.key: slot for slot in slots.values()}):
+        up = None if self._up is None else self._up[0].key
+        needed = {slot.key: slot for slot in (slots[job.arm] for job in jobs)}
+        for slot in sorted(needed.values(), key=lambda slot: slot.key != up):  # the one whose server is up first
             slot_jobs = [job for job in jobs if slots[job.arm] is slot]
-            if not slot_jobs:
-                continue
             running = self._serve(slot)
-
             with asyncio.Runner() as loop:
-                client = client_of(running, self.deployer.settings)
+                client = Client(running, self.deployer.settings)
                 answerer = Answerer(config, task, self.tokenizer, self._decoder(client, running))
 
                 async def answer(job: Job, answerer: Answerer = answerer) -> ProblemRecord:
@@ -178,7 +178,7 @@ class ServedEngine:
             finally:
                 await client.close()
 
-        return asyncio.run(all_of(client_of(running, self.deployer.settings)))
+        return asyncio.run(all_of(Client(running, self.deployer.settings)))
 
     def close(self) -> None:
         """End the server, if it was started here."""
@@ -192,7 +192,18 @@ class ServedEngine:
         async def decode(arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:
             [completion] = await client.complete(self._encode(prompt), params, extra=self._fields(arm, running))
             _require_numbers(arm, completion)
-            return reply_of_server(completion)
+            numbers = completion.speculation
+            return Reply(
+                text=completion.text,
+                finish_reason=completion.finish_reason,
+                num_tokens=len(completion.token_ids),
+                num_rounds=completion.num_steps,
+                round_lengths=completion.step_lengths,
+                num_drafted=int(numbers.get("num_draft_tokens", 0)),
+                num_accepted=int(numbers.get("num_accepted_draft_tokens", 0)),
+                num_rescued=int(numbers.get("num_rescued_tokens", 0)),
+                seconds=completion.seconds,
+            )
 
         return decode
 
@@ -217,11 +228,6 @@ class ServedEngine:
         assert isinstance(arm.num_draft_tokens, int)  # see `refusal`
         return Slot(PAIR, arm.num_draft_tokens, arm.drafter or drafter, method=arm.vllm)
 
-    def _up_first(self, slots: Mapping[Any, Slot]) -> list[Slot]:
-        """Return the slots, with the one whose server is up first."""
-        up = None if self._up is None else self._up[0].key
-        return sorted(slots.values(), key=lambda slot: slot.key != up)
-
     def _serve(self, slot: Slot) -> Running:
         """Return a slot's server; if another server is up, close it and start this one."""
         if self._up is not None:
@@ -244,19 +250,3 @@ def _require_numbers(arm: Arm, completion: Completion) -> None:
         raise EngineError(
             "the server reports no speculation metrics: start it with --per-request-spec-decode-metrics summary"
         )
-
-
-def reply_of_server(completion: Completion) -> Reply:
-    """Convert a server's completion to the `Reply` that all engines return."""
-    numbers = completion.speculation
-    return Reply(
-        text=completion.text,
-        finish_reason=completion.finish_reason,
-        num_tokens=len(completion.token_ids),
-        num_rounds=completion.num_steps,
-        round_lengths=completion.step_lengths,
-        num_drafted=int(numbers.get("num_draft_tokens", 0)),
-        num_accepted=int(numbers.get("num_accepted_draft_tokens", 0)),
-        num_rescued=int(numbers.get("num_rescued_tokens", 0)),
-        seconds=completion.seconds,
-    )

@@ -5,68 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from reprieve.errors import SpecError, require_choice, require_range, require_whole
+from reprieve.errors import SpecError, require_choice, require_counts, require_range, require_whole
 from reprieve.settings import AUTO, NumDraftTokens
-from reprieve.specs import Registry, construct, parse_spec
+from reprieve.specs import construct, parse_spec
 
 LOCAL = "local"
 SERVED_DRAFT_TOKENS = 8  # K for `auto` on servers, which draft a fixed number of tokens per round
 
 
 @dataclass(frozen=True)
-class EngineSettings:
-    """Engine that generates the answers.
+class LocalSettings:
+    """Settings of the engine that answers one prompt at a time in this process: none."""
 
-    Args:
-        engine: local; batched:parallel=64 (local, many answers at once); vllm (started here, with the plugin);
-            openai:url=http://HOST:PORT (a running server); or ray:replicas=N. See docs/guides/engines.md.
-    """
-
-    engine: str = LOCAL
-
-    def __post_init__(self) -> None:
-        if self.engine != LOCAL:
-            self.batched or self.servers  # noqa: B018 - refuses what cannot be read
-
-    @property
-    def local(self) -> bool:
-        """True if the engine runs in this process and answers one prompt at a time."""
-        return self.engine == LOCAL
-
-    @property
-    def batched(self) -> BatchedSettings | None:
-        """Settings of the batched engine; None for other engines.
-
-        Raises:
-            SpecError: a parameter that cannot be read.
-        """
-        name, given = parse_spec(self.engine, what="engine")
-        if name != BatchedSettings.name:
-            return None
-        settings: BatchedSettings = construct(BatchedSettings, given, where=f"engine {name}")
-        return settings
-
-    def draft_tokens(self, *wanted: NumDraftTokens) -> tuple[NumDraftTokens, ...]:
-        """Return the requested draft lengths in the form that this engine supports, without duplicates."""
-        if self.local:
-            return wanted
-        return tuple(dict.fromkeys(SERVED_DRAFT_TOKENS if k == AUTO else k for k in wanted))
-
-    @property
-    def servers(self) -> ServerSettings:
-        """The servers it names.
-
-        Raises:
-            SpecError: an unknown engine, or a parameter that cannot be read.
-        """
-        name, given = parse_spec(self.engine, what="engine")
-        if name == LOCAL:
-            raise SpecError(f"engine local takes no parameters, got {', '.join(given) or self.engine!r}")
-        if name not in SERVERS.names():
-            raise SpecError(
-                f"engine must be one of {', '.join((LOCAL, BatchedSettings.name, *SERVERS.names()))}, got {name!r}"
-            )
-        return SERVERS.make(self.engine)
+    name: ClassVar[str] = LOCAL
 
 
 @dataclass(frozen=True)
@@ -104,10 +55,6 @@ class ServerSettings:
         require_range("timeout", self.timeout, 0.0, 1e6, low_open=True)
 
 
-SERVERS: Registry[ServerSettings] = Registry("engine", "reprieve.backends")
-
-
-@SERVERS.register
 @dataclass(frozen=True)
 class VllmSettings(ServerSettings):
     """vLLM in a process of its own, with the plugin.
@@ -134,15 +81,12 @@ class VllmSettings(ServerSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("runner", self.runner, (None, "v1", "v2"))
-        for name in ("max_model_len", "max_num_seqs", "tensor_parallel"):
-            if getattr(self, name) is not None:
-                require_whole(name, getattr(self, name), 1)
+        require_counts(self, "max_model_len", "max_num_seqs", "tensor_parallel")
         if self.gpu_memory_utilization is not None:
             require_range("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, low_open=True)
         require_range("startup", self.startup, 0.0, 1e6, low_open=True)
 
 
-@SERVERS.register
 @dataclass(frozen=True)
 class RaySettings(VllmSettings):
     """vLLM on the nodes of a Ray cluster: several replicas share the work.
@@ -160,7 +104,6 @@ class RaySettings(VllmSettings):
         require_whole("replicas", self.replicas, 1)
 
 
-@SERVERS.register
 @dataclass(frozen=True)
 class OpenAISettings(ServerSettings):
     """Running servers; $OPENAI_API_KEY is sent where it is set.
@@ -185,3 +128,63 @@ class OpenAISettings(ServerSettings):
         """One for each server, without a trailing /v1."""
         parts = (part.strip().rstrip("/").removesuffix("/v1") for part in self.url.split(";"))
         return tuple(part for part in parts if part)
+
+
+_KINDS: dict[str, type] = {
+    LocalSettings.name: LocalSettings,
+    BatchedSettings.name: BatchedSettings,
+    OpenAISettings.name: OpenAISettings,
+    RaySettings.name: RaySettings,
+    VllmSettings.name: VllmSettings,
+}
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Engine that generates the answers.
+
+    Args:
+        engine: local; batched:parallel=64 (local, many answers at once); vllm (started here, with the plugin);
+            openai:url=http://HOST:PORT (a running server); or ray:replicas=N. See docs/guides/engines.md.
+    """
+
+    engine: str = LOCAL
+
+    def __post_init__(self) -> None:
+        self.kind  # noqa: B018 - refuses what cannot be read
+
+    @property
+    def kind(self) -> LocalSettings | BatchedSettings | ServerSettings:
+        """Settings of the engine that is named.
+
+        Raises:
+            SpecError: an unknown engine, or a parameter that cannot be read.
+        """
+        name, given = parse_spec(self.engine, what="engine")
+        require_choice("engine", name, tuple(_KINDS))
+        made: LocalSettings | BatchedSettings | ServerSettings
+        made = construct(_KINDS[name], given, where=f"engine {name}")
+        return made
+
+    @property
+    def local(self) -> bool:
+        """True if the engine runs in this process and answers one prompt at a time."""
+        return isinstance(self.kind, LocalSettings)
+
+    @property
+    def batched(self) -> bool:
+        """True if the engine runs in this process and answers many prompts at once."""
+        return isinstance(self.kind, BatchedSettings)
+
+    @property
+    def servers(self) -> ServerSettings:
+        """Settings of its servers; for engines with servers only."""
+        kind = self.kind
+        assert isinstance(kind, ServerSettings)
+        return kind
+
+    def draft_tokens(self, *wanted: NumDraftTokens) -> tuple[NumDraftTokens, ...]:
+        """Return the requested draft lengths in the form that this engine supports, without duplicates."""
+        if self.local:
+            return wanted
+        return tuple(dict.fromkeys(SERVED_DRAFT_TOKENS if k == AUTO else k for k in wanted))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.errors import ReprieveError
 from reprieve.files import append_line, read_lines, record_from
 from reprieve.stats import bootstrap_interval
-from reprieve.tasks import Task, TaskProblem
+from reprieve.tasks import Task
 
 FILE = "throughput.jsonl"
+_FEWEST = 16  # requests of a turn
 Progress = Callable[[int, int], None]
 
 
@@ -83,7 +85,7 @@ def measure_throughput(
     ]
     for number, (level, turn, arm) in enumerate(schedule, start=1):
         if (arm.label, level, turn) not in done:
-            requests = _repeated(problems, num_requests[level])
+            requests = list(islice(cycle(problems), num_requests[level]))
             num_warm = level if turn == 0 else 1
             completions, seconds = engine.timed(config, task, arm, requests, concurrency=level, num_warm=num_warm)
             cell = _cell(arm.label, level, turn, completions, seconds)
@@ -91,13 +93,6 @@ def measure_throughput(
             done[arm.label, level, turn] = cell
         progress(number, len(schedule))
     return list(_rows([done[arm.label, level, turn] for level, turn, arm in schedule], arms))
-
-
-_FEWEST = 16  # requests of a turn
-
-
-def _repeated(problems: Sequence[TaskProblem], count: int) -> list[TaskProblem]:
-    return [problems[number % len(problems)] for number in range(count)]
 
 
 def _cell(label: str, level: int, turn: int, completions: Sequence[Completion], seconds: float) -> Cell:

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from reprieve.backends.running import Running, ServerFacts, answers, facts_of
+from reprieve.backends.running import Running, answers, facts_of
 from reprieve.backends.settings import VllmSettings
 from reprieve.errors import EngineError, ReprieveError, install_command
 
@@ -76,6 +76,7 @@ def start_vllm(deployment: Deployment, settings: VllmSettings, *, host: str = "1
 
     Raises:
         ReprieveError: vLLM is not installed, refuses its configuration, or does not come up in time.
+        EngineError: vLLM runs without the plugin although it was given rules.
     """
     if find_spec("vllm") is None:
         raise ReprieveError(
@@ -103,7 +104,8 @@ def start_vllm(deployment: Deployment, settings: VllmSettings, *, host: str = "1
                 raise ReprieveError(f"vLLM was not up after {settings.startup:g} s (startup=){why()}")
             time.sleep(_POLL_S)
         facts = facts_of([url])
-        _require_told(facts, deployment)
+        if deployment.rules and not facts.rules:  # it would decode losslessly
+            raise EngineError("vLLM runs without the plugin: install Reprieve in its environment (VLLM_PLUGINS unset)")
     except BaseException:
         _end(process)
         raise
@@ -115,16 +117,6 @@ def start_vllm(deployment: Deployment, settings: VllmSettings, *, host: str = "1
             shutil.rmtree(folder, ignore_errors=True)
 
     return Running((url,), MODEL_NAME, facts, close=close, why=why)
-
-
-def _require_told(facts: ServerFacts, deployment: Deployment) -> None:
-    """Refuse a server that was given rules but reports none: it would decode losslessly.
-
-    Raises:
-        EngineError: the plugin is not active.
-    """
-    if deployment.rules and not facts.rules:
-        raise EngineError("vLLM runs without the plugin: install Reprieve in its environment (VLLM_PLUGINS unset)")
 
 
 @dataclass

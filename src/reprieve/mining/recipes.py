@@ -9,7 +9,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from reprieve.backends.deploying import TARGET, Deployer, Slot, client_of, fields_of
+from reprieve.backends.client import Client
+from reprieve.backends.deploying import TARGET, Deployer, Slot, fields_of
 from reprieve.backends.making import make_deployer
 from reprieve.backends.running import Running
 from reprieve.bench.runner import no_problems
@@ -174,7 +175,7 @@ def _miner(settings: MiningSettings, pair: Pair, responses: ResponseFormat, serv
 def _target(settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: TargetServers | None) -> Target:
     if served is not None:
         return ServedTarget(
-            lambda: client_of(served.running, served.deployer.settings),
+            lambda: Client(served.running, served.deployer.settings),
             settings.params,
             responses,
             extra=fields_of(LosslessRule(), served.running.facts.rules),

@@ -7,68 +7,74 @@ import hmac
 import json
 import secrets
 import time
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from reprieve.engine import SamplingParams
-from reprieve.errors import ReprieveError
-from reprieve.playground.bodies import (
-    MAX_CHOICES,
-    Body,
-    ChatBody,
-    CompletionBody,
-    MalformedBodyError,
-    RequestBody,
-)
-from reprieve.playground.checker import BodyChecker
-from reprieve.playground.failures import KINDS, Disconnected, TimedOut, UnknownModelError, error_of, on_error
+from reprieve.errors import ContextOverflowError, ReprieveError, SpecError
+from reprieve.playground.bodies import MAX_CHOICES, Body, ChatBody, CompletionBody, RequestBody, read_body
+from reprieve.playground.limits import BodyLimit, Guard
 from reprieve.playground.metrics import Metrics
-from reprieve.playground.middleware import BodyLimit, Guard
 from reprieve.playground.prompts import Prompts
-from reprieve.playground.protocol import Replies
+from reprieve.playground.protocol import Replies, error_body
 from reprieve.playground.settings import PlaygroundSettings
-from reprieve.playground.worker import (
-    Event,
-    Failed,
-    Finished,
-    Piece,
-    QueuedRequest,
-    Worker,
-    describe_worker,
-)
+from reprieve.playground.worker import Finished, Piece, QueuedRequest, QueueFullError, StoppedError, Worker
+from reprieve.settings import NumDraftTokens
 from reprieve.types import Generation
 from reprieve.vllm_plugin.menu import Menu
 from reprieve.vllm_plugin.policy import RequestError
 
 
-def create_app(settings: PlaygroundSettings, worker: Worker, menu: Menu, prompts: Prompts, metrics: Metrics) -> FastAPI:
-    """Create the server for a worker that has been started."""
-    service = Service(settings, worker, menu, prompts, metrics)
+class TimedOut(ReprieveError):
+    """A request exceeded the time limit."""
+
+
+class Disconnected(ReprieveError):
+    """The client disconnected."""
+
+
+class UnknownModelError(RequestError):
+    """A model that is not served here."""
+
+
+# Status and type of an error, by its class; the first that fits counts, and any other error is the server's fault.
+_ANSWERS: dict[type[Exception], tuple[int, str]] = {
+    UnknownModelError: (404, "not_found_error"),
+    SpecError: (400, "invalid_request_error"),
+    ContextOverflowError: (400, "invalid_request_error"),
+    QueueFullError: (429, "rate_limit_error"),
+    StoppedError: (503, "service_unavailable_error"),
+    TimedOut: (504, "timeout_error"),
+    Disconnected: (499, "disconnected"),
+}
+
+
+def create_app(service: Service) -> FastAPI:
+    """Create the server for a service."""
+    settings, worker = service.settings, service.worker
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.checker.start()
         yield
-        service.checker.close()
         worker.close(settings.grace)  # with `run`, the signal handler has closed it already
         await asyncio.to_thread(worker.join)
 
     app = FastAPI(title="Reprieve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout_s=min(30.0, settings.timeout))
-    app.add_middleware(Guard, admits=service.admits, count=metrics.count_request)
+    app.add_middleware(Guard, admits=service.admits, count=service.metrics.count_request)
     if settings.hosts is not None:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(settings.hosts))
 
-    for kind in KINDS:
-        app.add_exception_handler(kind, on_error)
+    for kind in (HTTPException, ReprieveError, Exception):
+        app.add_exception_handler(kind, _on_error)
     app.add_api_route("/v1/completions", service.complete, methods=["POST"], response_model=None)
     app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"], response_model=None)
     app.add_api_route("/v1/models", service.models, methods=["GET"])
@@ -80,18 +86,21 @@ def create_app(settings: PlaygroundSettings, worker: Worker, menu: Menu, prompts
     return app
 
 
+@dataclass(frozen=True)
 class Service:
-    """Handlers of the routes."""
+    """Handlers of the routes.
 
-    def __init__(
-        self, settings: PlaygroundSettings, worker: Worker, menu: Menu, prompts: Prompts, metrics: Metrics
-    ) -> None:
-        self.settings = settings
-        self.worker = worker
-        self.menu = menu
-        self.prompts = prompts
-        self.metrics = metrics
-        self.checker = BodyChecker(prompts.context)
+    Args:
+        num_draft_tokens, example: shown to clients.
+    """
+
+    settings: PlaygroundSettings
+    worker: Worker
+    menu: Menu
+    prompts: Prompts
+    metrics: Metrics
+    num_draft_tokens: NumDraftTokens
+    example: str
 
     def admits(self, headers: Headers) -> bool:
         """Return whether a request carries the API key, if one is set."""
@@ -107,7 +116,7 @@ class Service:
             message = f"n times the number of prompts must be at most {MAX_CHOICES}, got {body.n * len(body.prompts)}"
             raise RequestError("n", message)
         prompts = [await asyncio.to_thread(self.prompts.plain, prompt) for prompt in body.prompts]
-        return await self._answer(body, prompts, "completion", body.max_tokens, body.logprobs, request)
+        return await self._answer(body, prompts, body.max_tokens, body.logprobs, request)
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
@@ -119,7 +128,7 @@ class Service:
         if body.top_logprobs is not None and not body.logprobs:
             raise RequestError("top_logprobs", "top_logprobs needs logprobs=true")
         limit = body.max_completion_tokens or body.max_tokens
-        return await self._answer(body, [prompt], "chat", limit, wanted, request)
+        return await self._answer(body, [prompt], limit, wanted, request)
 
     async def models(self) -> dict[str, Any]:
         """`GET /v1/models`."""
@@ -134,14 +143,14 @@ class Service:
         """`GET /v1/reprieve`: the rules on offer, for clients that let people choose."""
         return {
             "model": self.settings.model_name,
-            "num_draft_tokens": self.prompts.num_draft_tokens,
-            "example": self.prompts.example,
+            "num_draft_tokens": self.num_draft_tokens,
+            "example": self.example,
             "rules": self.menu.describe(),
         }
 
-    async def health(self) -> JSONResponse:
-        """`GET /health`: 200 while the engine's thread lives."""
-        return JSONResponse(describe_worker(self.worker), 200 if self.worker.alive else 503)
+    async def health(self) -> dict[str, Any]:
+        """`GET /health`: the state of the queue."""
+        return {"status": "ok", "waiting": self.worker.num_waiting, "busy": self.worker.busy}
 
     async def metrics_page(self) -> PlainTextResponse:
         """`GET /metrics`, for Prometheus."""
@@ -158,19 +167,18 @@ class Service:
         """Read a request's body.
 
         Raises:
-            MalformedBodyError: its Content-Type is not JSON (other websites could send that through a browser), or it
+            RequestError: its Content-Type is not JSON (other websites could send that through a browser), or it
                 cannot be accepted.
         """
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if not (media_type.startswith("application/") and media_type.endswith(("/json", "+json"))):
-            raise MalformedBodyError("send a JSON object, with Content-Type: application/json")
-        return await self.checker.read(kind, [piece async for piece in request.stream()])
+            raise RequestError(None, "send a JSON object, with Content-Type: application/json")
+        return read_body(kind, await request.body())
 
     async def _answer(
         self,
         body: RequestBody,
         prompts: Sequence[list[int]],
-        kind: str,
         max_tokens: int | None,
         num_logprobs: int | None,
         request: Request,
@@ -181,41 +189,47 @@ class Service:
         # The playground shows the target's alternative to each token, which takes at least two logprobs.
         wanted = max(num_logprobs or 0, 2) if body.reprieve_provenance else num_logprobs
         seed = secrets.randbits(31) if body.seed is None else body.seed
-        params: list[SamplingParams] = []
-        for number in range(len(prompts) * body.n):
-            params.append(body.sampling(max_new_tokens=room, seed=(seed + number) % 2**63, num_logprobs=wanted))
         repeated = [prompt for prompt in prompts for _ in range(body.n)]
+        params = [
+            body.sampling(max_new_tokens=room, seed=(seed + number) % 2**63, num_logprobs=wanted)
+            for number in range(len(repeated))
+        ]
         job = QueuedRequest(repeated, params, choice, asyncio.get_running_loop())
         self.worker.submit(job)
         replies = Replies(
-            kind,
-            f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}",
+            isinstance(body, ChatBody),
             self.settings.model_name or "",
             self.prompts,
             choice.rule.spec,
+            num_prompt_tokens=sum(len(prompt) for prompt in prompts),
+            num_logprobs=num_logprobs,
             provenance=body.reprieve_provenance,
         )
-        num_read = sum(len(prompt) for prompt in prompts)
         events = self._events(job, request)
         if body.stream:
             first = await anext(events)  # an error before the first token is still an ordinary response
-            lines = self._lines(first, events, replies, body.include_usage, num_read, num_logprobs)
+            lines = _lines(first, events, replies, body.include_usage)
             return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
         generations = [event.generation async for event in events if isinstance(event, Finished)]
-        return JSONResponse(replies.whole(generations, num_read, num_logprobs))
+        return JSONResponse(replies.whole(generations))
 
-    async def _events(self, job: QueuedRequest, request: Request) -> AsyncIterator[Event]:
+    async def _events(self, job: QueuedRequest, request: Request) -> AsyncIterator[Piece | Finished]:
         """Yield the job's events until all choices are finished; cancel the job if the consumer stops earlier."""
         begun = time.monotonic()
         left, first = len(job.prompts), True
         watcher = asyncio.create_task(_watch(job, request))
         try:
             while left:
-                event = await self._next(job, begun + self.settings.timeout)
-                if isinstance(event, Failed):
-                    if isinstance(event.error, Disconnected):
+                remaining = begun + self.settings.timeout - time.monotonic()
+                try:
+                    event = await asyncio.wait_for(job.events.get(), max(0.0, remaining))
+                except TimeoutError:
+                    self.metrics.ended.labels("timeout").inc()
+                    raise TimedOut(f"the request took longer than {self.settings.timeout:g} s") from None
+                if isinstance(event, Exception):
+                    if isinstance(event, Disconnected):
                         self.metrics.ended.labels("disconnected").inc()
-                    raise event.error
+                    raise event
                 if first:
                     self.metrics.first_token.observe(time.monotonic() - begun)
                     first = False
@@ -226,45 +240,32 @@ class Service:
             watcher.cancel()
             job.cancel()
 
-    async def _next(self, job: QueuedRequest, deadline: float) -> Event:
-        try:
-            return await asyncio.wait_for(job.events.get(), max(0.0, deadline - time.monotonic()))
-        except TimeoutError:
-            self.metrics.ended.labels("timeout").inc()
-            raise TimedOut(f"the request took longer than {self.settings.timeout:g} s") from None
 
-    async def _lines(
-        self,
-        first: Event,
-        events: AsyncIterator[Event],
-        replies: Replies,
-        include_usage: bool,
-        num_read: int,
-        num_logprobs: int | None,
-    ) -> AsyncIterator[str]:
-        """Yield server-sent events; a later error is sent as an event and ends the stream without [DONE]."""
-        generations: list[Generation] = []
-        opened: set[int] = set()
-        try:
-            event: Event | None = first
-            while event is not None:
-                assert not isinstance(event, Failed)
-                if event.index not in opened:
-                    opened.add(event.index)
-                    yield _line(replies.opening(event.index))
-                if isinstance(event, Piece):
-                    yield _line(replies.piece(event.index, event.token, event.text, num_logprobs))
-                else:
-                    generations.append(event.generation)
-                    yield _line(replies.closing(event.index, event.generation))
-                event = await anext(events, None)
-            if include_usage:
-                yield _line(replies.usage(num_read, generations))
-            yield "data: [DONE]\n\n"
-        except (TimedOut, Disconnected, ReprieveError) as error:
-            yield _line(error_of(error)[1])
-        finally:
-            await events.aclose()  # type: ignore[attr-defined]
+async def _lines(
+    first: Piece | Finished, events: AsyncIterator[Piece | Finished], replies: Replies, include_usage: bool
+) -> AsyncIterator[str]:
+    """Yield server-sent events; a later error is sent as an event and ends the stream without [DONE]."""
+    generations: list[Generation] = []
+    opened: set[int] = set()
+    try:
+        event: Piece | Finished | None = first
+        while event is not None:
+            if event.index not in opened:
+                opened.add(event.index)
+                yield _line(replies.opening(event.index))
+            if isinstance(event, Piece):
+                yield _line(replies.piece(event.index, event.token, event.text))
+            else:
+                generations.append(event.generation)
+                yield _line(replies.closing(event.index, event.generation))
+            event = await anext(events, None)
+        if include_usage:
+            yield _line(replies.usage(generations))
+        yield "data: [DONE]\n\n"
+    except ReprieveError as error:
+        yield _line(_error_of(error)[1])
+    finally:
+        await events.aclose()  # type: ignore[attr-defined]
 
 
 async def _watch(job: QueuedRequest, request: Request) -> None:
@@ -272,11 +273,28 @@ async def _watch(job: QueuedRequest, request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     job.cancel()
-    job.events.put_nowait(Failed(Disconnected("the client went away")))
+    job.events.put_nowait(Disconnected("the client went away"))
 
 
 def _line(chunk: dict[str, Any] | None) -> str:
     return "" if chunk is None else f"data: {json.dumps(chunk)}\n\n"
+
+
+def _error_of(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Return the status and the body of an error, as OpenAI's clients read them."""
+    if isinstance(error, HTTPException):
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        return error.status_code, error_body(str(error.detail), kind=kind, code=error.status_code)
+    for class_, (status, kind) in _ANSWERS.items():
+        if isinstance(error, class_):
+            code = "model_not_found" if class_ is UnknownModelError else status
+            return status, error_body(str(error), kind=kind, param=getattr(error, "parameter", None), code=code)
+    return 500, error_body("the engine failed; the server's log says more", kind="server_error", code=500)
+
+
+async def _on_error(request: Request, error: Exception) -> JSONResponse:
+    status, body = _error_of(error)
+    return JSONResponse(body, status, headers={"Retry-After": "1"} if status in (429, 503) else None)
 
 
 async def _playground() -> HTMLResponse:

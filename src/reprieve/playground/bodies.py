@@ -1,23 +1,16 @@
-"""Requests of OpenAI's protocol: fields, limits, and errors that name the field.
-
-The engine is imported lazily: `checker` checks large bodies in a separate process, which must be small and start fast.
-"""
+"""Requests of OpenAI's protocol: fields, limits, and errors that name the field."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from reprieve.errors import ReprieveError
+from reprieve.backends.running import LEVEL, SWITCH, THRESHOLD
 from reprieve.files import parse_json
-from reprieve.settings import MAX_STOP_LENGTH
-
-if TYPE_CHECKING:
-    from reprieve.engine import SamplingParams
+from reprieve.settings import MAX_STOP_LENGTH, SamplingParams
+from reprieve.vllm_plugin.policy import RequestError
 
 Whole = Annotated[int, Field(strict=True)]  # true is no number
 _MOST_ITEMS = 100_000  # of a prompt's token ids, and of the parts of all messages
@@ -82,27 +75,12 @@ class RequestBody(BaseModel):
             raise ValueError("stream_options needs stream=true")
         return self
 
-    @model_validator(mode="after")
-    def _extra_arguments_are_plain(self) -> RequestBody:
-        for name, value in (self.vllm_xargs or {}).items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{name} must be finite, got {value}")
-            if isinstance(value, list | dict):
-                raise ValueError(f"{name} must be a number or a text, got {type(value).__name__}")
-        return self
-
     @property
     def leniency(self) -> dict[str, Any]:
         """Fields that choose the rule and its setting; as in vLLM, they can also be given in `vllm_xargs`."""
-        from reprieve.backends.request_fields import LEVEL, SWITCH, THRESHOLD
-
         given: dict[str, Any] = {str(name): value for name, value in (self.vllm_xargs or {}).items()}
         own = {SWITCH: self.reprieve_rule, THRESHOLD: self.reprieve_threshold, LEVEL: self.reprieve_leniency}
         return {**given, **{name: value for name, value in own.items() if value is not None}}
-
-    def inputs(self) -> Iterator[tuple[str, str | list[int]]]:
-        """Yield the inputs of the models, as text or token ids, each with its field's name."""
-        raise NotImplementedError
 
     @property
     def include_usage(self) -> bool:
@@ -110,8 +88,6 @@ class RequestBody(BaseModel):
 
     def sampling(self, *, max_new_tokens: int, seed: int, num_logprobs: int | None) -> SamplingParams:
         """Return the sampling parameters for the engine."""
-        from reprieve.engine import SamplingParams
-
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
             max_new_tokens=max_new_tokens,
@@ -139,10 +115,6 @@ class CompletionBody(RequestBody):
     echo: Literal[False] | None = None
     suffix: None = None
     best_of: Literal[1] | None = None
-
-    def inputs(self) -> Iterator[tuple[str, str | list[int]]]:
-        for prompt in self.prompts:
-            yield "prompt", prompt
 
     @property
     def prompts(self) -> list[str | TokenIds]:
@@ -194,10 +166,6 @@ class ChatBody(RequestBody):
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None
 
-    def inputs(self) -> Iterator[tuple[str, str | list[int]]]:
-        for message in self.messages:
-            yield "messages", message.text
-
     @model_validator(mode="after")
     def _one_budget(self) -> ChatBody:
         given = {value for value in (self.max_tokens, self.max_completion_tokens) if value is not None}
@@ -209,73 +177,36 @@ class ChatBody(RequestBody):
 Body = TypeVar("Body", bound=RequestBody)
 
 
-class MalformedBodyError(ReprieveError):
-    """A request body that cannot be accepted; `parameter` names the field, if it is one field's fault."""
-
-    def __init__(self, message: str, parameter: str | None = None) -> None:
-        super().__init__(message)
-        self.parameter = parameter
-
-
-@dataclass(frozen=True)
-class Context:
-    """Limits on the length of prompts.
-
-    Args:
-        max_tokens: maximum number of tokens of a prompt.
-        max_characters: maximum length of a text; a longer one has too many tokens, however it is tokenized.
-    """
-
-    max_tokens: int
-    max_characters: int
-
-    def require_room(self, field: str, prompt: str | list[int]) -> None:
-        """Refuse a prompt that is too long, before it is split into tokens, which may take seconds.
-
-        Raises:
-            MalformedBodyError: names the field.
-        """
-        of_text = isinstance(prompt, str)
-        if len(prompt) > (self.max_characters if of_text else self.max_tokens):
-            got = f"{len(prompt)} {'characters' if of_text else 'tokens'}"
-            raise MalformedBodyError(f"{field} must hold at most {self.max_tokens} tokens, got {got}", field)
-
-
-def read_body(kind: type[Body], data: bytes, context: Context) -> Body:
+def read_body(kind: type[Body], data: bytes) -> Body:
     """Parse a request body and check its fields.
 
     Raises:
-        MalformedBodyError: it is not JSON, holds too many values, has fields that `kind` does not accept, or a prompt
-            that is too long.
+        RequestError: it is not JSON, holds too many values, or has fields that `kind` does not accept.
     """
-    require_few_values(data)
+    _require_few_values(data)
     try:
-        body = kind.model_validate(parse_json(data))
+        return kind.model_validate(parse_json(data))
     except ValidationError as error:
-        raise MalformedBodyError(*field_error(error.errors(include_url=False))) from None
+        raise _field_error(error.errors(include_url=False)[0]) from None
     except ValueError as error:
-        raise MalformedBodyError(f"the body is not JSON: {error}") from None
-    for field, prompt in body.inputs():
-        context.require_room(field, prompt)
-    return body
+        raise RequestError(None, f"the body is not JSON: {error}") from None
 
 
-def require_few_values(data: bytes) -> None:
+def _require_few_values(data: bytes) -> None:
     """Limit the number of values in a JSON text before it is parsed, which takes about 100 ns per value.
 
     Raises:
-        MalformedBodyError: more than any request needs.
+        RequestError: more than any request needs.
     """
-
-    def require(what: str, most: int, count: int) -> None:
-        if count > most:
-            raise MalformedBodyError(f"the body must hold at most {most} {what}, got {count}")
-
     unescaped = data.replace(rb"\\", b"").replace(rb"\"", b"")
-    require("texts", 2 * _MOST_NESTED, unescaped.count(b'"') // 2)
     outside = b"".join(unescaped.split(b'"')[::2])  # of texts
-    require("lists, objects and fields", _MOST_NESTED, sum(map(outside.count, (b"[", b"{", b":"))))
-    require("values", _MOST_ITEMS + _MOST_NESTED, 1 + outside.count(b","))
+    for what, most, count in (
+        ("texts", 2 * _MOST_NESTED, unescaped.count(b'"') // 2),
+        ("lists, objects and fields", _MOST_NESTED, sum(map(outside.count, (b"[", b"{", b":")))),
+        ("values", _MOST_ITEMS + _MOST_NESTED, 1 + outside.count(b",")),
+    ):
+        if count > most:
+            raise RequestError(None, f"the body must hold at most {most} {what}, got {count}")
 
 
 _SHAPES = {  # fields that accept several types: pydantic's error for one of the types would be misleading
@@ -285,17 +216,17 @@ _SHAPES = {  # fields that accept several types: pydantic's error for one of the
 }
 
 
-def field_error(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
-    """Return the first error in a body: a message and the name of the field."""
-    first = errors[0]
-    where = [str(part)[:100] for part in first["loc"]]
-    if first["type"] == "value_error":
-        reason = str(first["ctx"]["error"])
-        return (f"{'.'.join(where)}: {reason}", where[0]) if where else (reason, reason.partition(" ")[0])
+def _field_error(error: Mapping[str, Any]) -> RequestError:
+    """Convert an error of pydantic's to one that names the field."""
+    where = [str(part)[:100] for part in error["loc"]]
+    path = ".".join(where)
+    if error["type"] == "value_error":
+        reason = str(error["ctx"]["error"])
+        return RequestError(where[0], f"{path}: {reason}") if where else RequestError(reason.split()[0], reason)
     if not where:
-        return "the body must be a JSON object", None
-    if where[0] in _SHAPES and first["type"] != "missing":
-        return f"{where[0]} {_SHAPES[where[0]]}", where[0]
-    got = first.get("input")
+        return RequestError(None, "the body must be a JSON object")
+    if where[0] in _SHAPES and error["type"] != "missing":
+        return RequestError(where[0], f"{where[0]} {_SHAPES[where[0]]}")
+    got = error.get("input")
     shown = "" if isinstance(got, dict | list) or got is None else f", got {str(got)[:80]!r}"
-    return f"{'.'.join(where)}: {first['msg']}{shown}", where[0]
+    return RequestError(where[0], f"{path}: {error['msg']}{shown}")

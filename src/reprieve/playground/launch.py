@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reprieve.bundles import BUNDLES
@@ -15,14 +16,14 @@ from reprieve.drafters import DRAFTERS
 from reprieve.engine import Pair, SpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.heads.length import fitting_length
-from reprieve.playground.app import create_app
-from reprieve.playground.connections import PatientProtocol
+from reprieve.playground.app import Service, create_app
+from reprieve.playground.limits import PatientProtocol
 from reprieve.playground.metrics import Metrics
 from reprieve.playground.prompts import Prompts
 from reprieve.playground.settings import PlaygroundSettings
 from reprieve.playground.worker import Finished, QueuedRequest, Worker
 from reprieve.settings import AUTO, NumDraftTokens
-from reprieve.tasks import Task, TaskProblem, load_task
+from reprieve.tasks import TaskProblem, load_task
 from reprieve.vllm_plugin.menu import Menu
 from reprieve.vllm_plugin.policy import STRICT, Policy
 
@@ -31,31 +32,6 @@ if TYPE_CHECKING:
 
 
 _MOST_CONNECTIONS = 16_384  # the queue limits requests, and a timeout limits connections without a request
-
-
-class Monitoring:
-    """Also answers a share of the relaxed requests losslessly, in the background, and updates the metrics.
-
-    Without reference answers, it counts the answers that the rule changed: an upper bound on those that it made worse.
-    Only greedy requests are checked, since sampled answers differ anyway.
-
-    Args:
-        settings: of `QualityMonitor`.
-    """
-
-    def __init__(self, decoder: SpeculativeDecoder, task: Task, metrics: Metrics, **settings: Any) -> None:
-        self.monitor = QualityMonitor(MonitorCheck(decoder, task), **settings)
-        metrics.watch_quality(lambda: self.monitor.status)
-        self._seen = 0
-
-    def note(self, job: QueuedRequest, finished: Finished) -> None:
-        """One finished choice."""
-        if job.choice.strict or not job.params[finished.index].greedy:
-            return
-        self._seen += 1
-        problem = TaskProblem(str(self._seen), "", "")
-        prompt_ids, params = job.prompts[finished.index], job.params[finished.index]
-        self.monitor.observe(ServedAnswer(problem, params, finished.generation.text, prompt_ids=prompt_ids))
 
 
 def make_app(
@@ -87,36 +63,54 @@ def make_app(
     for policy in menu.policies.values():
         announce(f"offers {policy.describe()}")
 
-    def make_decoder(name: str | None) -> SpeculativeDecoder:
-        if name is None:
-            k = fitting_length(settings.num_draft_tokens, STRICT)
-            return pair.decoder(STRICT, num_draft_tokens=k, drafter=settings.drafter)
-        policy = menu.policies[name]
-        return pair.decoder(policy.rule, num_draft_tokens=_num_draft_tokens(policy, settings), drafter=settings.drafter)
+    def lossless() -> SpeculativeDecoder:
+        k = fitting_length(settings.num_draft_tokens, STRICT)
+        return pair.decoder(STRICT, num_draft_tokens=k, drafter=settings.drafter)
 
-    watchers = [metrics.count_answer]
+    decoders: dict[str | None, SpeculativeDecoder] = {None: lossless()}
+    for name, policy in menu.policies.items():
+        k = _num_draft_tokens(policy, settings)
+        decoders[name] = pair.decoder(policy.rule, num_draft_tokens=k, drafter=settings.drafter)
+    on_answer = [metrics.count_answer]
     if settings.check_share:
         if task is None:
             raise SpecError("check_share needs a task, which says when two answers are the same: give --task")
-        watch = Monitoring(
-            make_decoder(None),
-            task,
-            metrics,
-            share=settings.check_share,
-            max_drop=settings.max_changed,
-            on_alarm=on_alarm,
-        )
-        watchers.append(watch.note)
-    worker = Worker(
-        make_decoder,
-        max_waiting=settings.max_waiting,
-        on_answer=lambda job, finished: [tell(job, finished) for tell in watchers],  # type: ignore[arg-type]
+        check = MonitorCheck(lossless(), task)
+        monitor = QualityMonitor(check, share=settings.check_share, max_drop=settings.max_changed, on_alarm=on_alarm)
+        metrics.watch_quality(lambda: monitor.status)
+        on_answer.append(partial(_observe, monitor))
+    worker = Worker(decoders, max_waiting=settings.max_waiting, on_answer=on_answer)
+    service = Service(
+        settings,
+        worker,
+        menu,
+        Prompts(
+            pair.tokenizer,
+            max_positions=pair.num_positions or sys.maxsize,
+            vocab_size=pair.num_token_ids,
+            wrap=getattr(task, "wrap", None),  # without a chat template, chats are formatted like the task's problems
+            settings=settings.prompt_settings,
+        ),
+        metrics,
+        num_draft_tokens=AUTO if isinstance(settings.num_draft_tokens, str) else settings.num_draft_tokens,
+        example="" if bundle is None or task is None else task.problems("test", 7)[6].prompt,  # both models solve it
     )
-    prompts = _prompts(pair, task, settings)
-    worker.start([None, *menu.policies])
-    app = create_app(settings, worker, menu, prompts, metrics)
+    app = create_app(service)
     app.state.worker = worker
     return app
+
+
+def _observe(monitor: QualityMonitor, job: QueuedRequest, finished: Finished) -> None:
+    """Have the monitor also answer a relaxed request losslessly, in the background.
+
+    Without reference answers, it counts the answers that the rule changed: an upper bound on those that it made worse.
+    Only greedy requests are checked, since sampled answers differ anyway.
+    """
+    params = job.params[finished.index]
+    if not job.choice.strict and params.greedy:
+        problem = TaskProblem("", "", "")
+        prompt_ids = job.prompts[finished.index]
+        monitor.observe(ServedAnswer(problem, params, finished.generation.text, prompt_ids=prompt_ids))
 
 
 def require_free_port(settings: PlaygroundSettings) -> None:
@@ -180,18 +174,3 @@ def _num_draft_tokens(policy: Policy, settings: PlaygroundSettings) -> NumDraftT
         if isinstance(certified, int):
             return certified
     return fitting_length(settings.num_draft_tokens, policy.rule)
-
-
-def _prompts(pair: Pair, task: Task | None, settings: PlaygroundSettings) -> Prompts:
-    """Return the pair's `Prompts`; without a chat template, chats are formatted like the task's problems."""
-    wrap: Callable[[str], str] | None = getattr(task, "wrap", None)
-    bundled = pair.target_name in BUNDLES and task is not None
-    return Prompts(
-        pair.tokenizer,
-        max_positions=pair.num_positions or sys.maxsize,
-        vocab_size=pair.num_token_ids,
-        wrap=wrap,
-        num_draft_tokens=AUTO if isinstance(settings.num_draft_tokens, str) else settings.num_draft_tokens,
-        settings=settings.prompt_settings,
-        example=task.problems("test", 7)[6].prompt if bundled and task is not None else "",  # both models solve it
-    )

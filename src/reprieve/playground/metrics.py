@@ -70,7 +70,7 @@ class Metrics:
     def page(self, worker: Worker) -> bytes:
         """The content of /metrics."""
         self._waiting.set(worker.num_waiting)
-        self._running.set(worker.running is not None)
+        self._running.set(worker.busy)
         if self._quality is not None:
             status = self._quality()
             self._drop.labels("mean").set(status.drop)

@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from reprieve.engine.text import REPLACEMENT
 from reprieve.errors import SpecError
-from reprieve.playground.bodies import Context
-from reprieve.settings import NumDraftTokens, PromptSettings
+from reprieve.settings import PromptSettings
 from reprieve.tasks.prompting import PromptFormat
 from reprieve.vllm_plugin.policy import RequestError
 
@@ -22,7 +23,6 @@ class Prompts:
         max_positions: context length that both models support.
         vocab_size: exclusive upper bound on token ids.
         wrap: formats a chat's only message if the tokenizer has no chat template; None refuses such chats.
-        num_draft_tokens, example: shown to clients.
         settings: system prompt and thinking of chats that do not set them; needs a chat template.
 
     Raises:
@@ -36,17 +36,14 @@ class Prompts:
         max_positions: int,
         vocab_size: int,
         wrap: Callable[[str], str] | None,
-        num_draft_tokens: NumDraftTokens,
-        example: str = "",
         settings: PromptSettings | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.max_positions = max_positions
         self.vocab_size = vocab_size
-        self.num_draft_tokens = num_draft_tokens
-        self.example = example
         self._wrap = wrap
-        self.context = Context(max_positions - 1, _SLACK * max_positions * max(map(len, tokenizer.get_vocab())))
+        self._max_tokens = max_positions - 1
+        self._max_characters = _SLACK * max_positions * max(map(len, tokenizer.get_vocab()))
         self._settings = settings or PromptSettings()
         PromptFormat(tokenizer, self._settings)  # refuses what the tokenizer has no template for
 
@@ -56,13 +53,13 @@ class Prompts:
         Raises:
             RequestError: empty, too long for the context, or a token id out of range.
         """
-        require_text("prompt", prompt)
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            self._require_text("prompt", prompt)
+        token_ids: list[int] = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         if not token_ids:
             raise RequestError("prompt", "prompt must hold at least one token, got none")
-        if len(token_ids) > self.context.max_tokens:  # before other prompts are split
-            most = self.context.max_tokens
-            raise RequestError("prompt", f"prompt must hold at most {most} tokens, got {len(token_ids)}")
+        if len(token_ids) > self._max_tokens:
+            raise RequestError("prompt", f"prompt must hold at most {self._max_tokens} tokens, got {len(token_ids)}")
         if bad := [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]:
             raise RequestError("prompt", f"prompt: token ids must be in [0, {self.vocab_size - 1}], got {bad[0]}")
         return list(token_ids)
@@ -77,7 +74,7 @@ class Prompts:
             RequestError: there is neither a template nor `wrap`, or the messages do not fit the one that is used.
         """
         for _, message in messages:
-            require_text("messages", message)
+            self._require_text("messages", message)
         if self.tokenizer.chat_template:
             turns = [{"role": role, "content": text} for role, text in messages]
             settings = PromptSettings(
@@ -129,31 +126,27 @@ class Prompts:
             return None
         return bytes(_BYTES[character] for character in token)
 
+    def _require_text(self, field: str, text: str) -> None:
+        """Refuse a text that is too long, before it is split into tokens, or that has a lone surrogate.
+
+        JSON can contain a lone surrogate, but no tokenizer can encode it.
+
+        Raises:
+            RequestError: names the field.
+        """
+        if len(text) > self._max_characters:
+            most, got = f"{self._max_tokens} tokens", f"{len(text)} characters"
+            raise RequestError(field, f"{field} must hold at most {most}, got {got}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(field, f"{field} must be valid Unicode, got {text[error.start]!r}") from None
+
     def visible(self, token_ids: list[int]) -> str:
         """Token ids to text as answers hold it, without special tokens."""
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
-def _byte_characters() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for; printable bytes map to themselves."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
 _SLACK = 4  # times the characters of the longest token: tokenizers may shorten a text before they split it
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_BYTES = _byte_characters()
-
-
-def require_text(field: str, text: Any) -> None:
-    """Refuse a text with a lone surrogate, which JSON can contain but no tokenizer can encode.
-
-    Raises:
-        RequestError: names the field.
-    """
-    if isinstance(text, str):
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(field, f"{field} must be valid Unicode, got {text[error.start]!r}") from None
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level vocabularies

@@ -6,12 +6,11 @@ import difflib
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from reprieve.backends.request_fields import require_handed_out
+from reprieve.backends.running import require_handed_out
 from reprieve.errors import PairError, ReprieveError, SpecError, require_choice
 from reprieve.heads.binding import tokenizer_fingerprint
 from reprieve.needs import Need
@@ -60,17 +59,12 @@ def load_menu(source: Any, target: str, *, thinking: tuple[str, str] | None = No
         text = json.dumps(source, sort_keys=True)
     except TypeError:
         raise SpecError(f"the configuration must be JSON serializable, got {source!r}") from None
-    return _load_under(text, target, thinking, **conditions)
+    return _load(text, target, thinking, **conditions)
 
 
 @lru_cache
-def _load(source: str, target: str) -> Menu:
-    return Menu.load(json.loads(source), target=target)
-
-
-@lru_cache
-def _load_under(source: str, target: str, thinking: tuple[str, str] | None, **conditions: Any) -> Menu:
-    menu = _load(source, target)
+def _load(source: str, target: str, thinking: tuple[str, str] | None, **conditions: Any) -> Menu:
+    menu = Menu.load(json.loads(source), target=target)
     if conditions:
         menu = menu.change(lambda policy: policy.under(**conditions))
     if thinking is None:
@@ -136,77 +130,79 @@ def version_warning(version: str, runner: str) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Setup:
-    """The part of a vLLM configuration that decides whether a rule can work."""
+def runner_of(vllm_config: Any) -> str:
+    """Return the model runner of a vLLM configuration: v1 or v2."""
+    return "v2" if vllm_config.use_v2_model_runner else "v1"
 
-    method: str | None  # of speculative decoding; None without
-    rejection_sample_method: str
-    has_draft_logits: bool  # whether the drafter computes a distribution that can be read
-    heterogeneous_vocab: bool
-    runner: str  # v1 or v2
-    batch_sharded: bool  # ranks sample different requests (V2)
-    adaptive_verification: bool  # blocks are cut before they are verified (V2)
-    sampling_mask: bool  # the support of each draw is handed out (V2)
-    processed_logprobs: bool  # log-probabilities are read from logits that the rules have changed (V2)
-    async_scheduling: bool
-    hidden_size: int
 
-    def require(self, menu: Menu) -> None:
-        """Refuse a configuration that would fail, or silently decode losslessly.
+def require_supported(vllm_config: Any, menu: Menu) -> None:
+    """Refuse a vLLM configuration that would fail with the rules, or silently decode losslessly.
 
-        Raises:
-            ReprieveError: names the setting and how to change it.
-        """
-        if self.method is None:
-            raise ReprieveError("rules need speculative decoding: give vLLM a --speculative-config")
-        require_choice("rejection_sample_method", self.rejection_sample_method, ("standard",))
-        if self.runner == "v2" and self.processed_logprobs:
-            raise ReprieveError(
-                "on the V2 model runner rules change the logits that processed log-probabilities are read from: set "
-                "--logprobs-mode raw_logprobs"
-            )
-        if self.sampling_mask:
-            raise ReprieveError("return_sampling_mask would expose the rules' edits to the logits: turn it off")
-        if self.batch_sharded:
-            raise ReprieveError(
-                "with batch-sharded sampling ranks sample different requests, which rules cannot follow: start vLLM "
-                "with --no-enable-batch-sharded-sampling"
-            )
-        if self.adaptive_verification:
-            raise ReprieveError(
-                "adaptive verification shortens blocks without informing the rules: set in --speculative-config "
-                '"enable_adaptive_verification": false'
-            )
-        for rule in menu.rules:
-            self._require_inputs(rule)
-
-    def _require_inputs(self, rule: Rule) -> None:
-        needs = rule.traits.needs
+    Raises:
+        ReprieveError: names the setting and how to change it.
+    """
+    spec, model = vllm_config.speculative_config, vllm_config.model_config
+    if spec is None:
+        raise ReprieveError("rules need speculative decoding: give vLLM a --speculative-config")
+    require_choice("rejection_sample_method", spec.rejection_sample_method, ("standard",))
+    if runner_of(vllm_config) == "v2" and str(model.logprobs_mode).startswith("processed"):
+        raise ReprieveError(
+            "on the V2 model runner rules change the logits that processed log-probabilities are read from: set "
+            "--logprobs-mode raw_logprobs"
+        )
+    if getattr(model, "return_sampling_mask", False):  # hands out the support of each draw
+        raise ReprieveError("return_sampling_mask would expose the rules' edits to the logits: turn it off")
+    if getattr(vllm_config.parallel_config, "enable_batch_sharded_sampling", False):
+        raise ReprieveError(
+            "with batch-sharded sampling ranks sample different requests, which rules cannot follow: start vLLM "
+            "with --no-enable-batch-sharded-sampling"
+        )
+    if getattr(spec, "enable_adaptive_verification", False):  # cuts blocks before they are verified
+        raise ReprieveError(
+            "adaptive verification shortens blocks without informing the rules: set in --speculative-config "
+            '"enable_adaptive_verification": false'
+        )
+    for rule in menu.rules:
         require_handed_out(rule)
-        if Need.DRAFT_PROBS in needs and not self.has_draft_logits:
-            could = self.runner == "v2" and "ngram" not in str(self.method)
-            hint = ' (on the V2 model runner: add "draft_sample_method": "probabilistic")' if could else ""
+        _require_inputs(rule, vllm_config)
+
+
+def _require_inputs(rule: Rule, vllm_config: Any) -> None:
+    """Refuse a rule with inputs that this configuration does not provide.
+
+    Raises:
+        SpecError: names the setting and how to change it.
+    """
+    spec, runner, needs = vllm_config.speculative_config, runner_of(vllm_config), rule.traits.needs
+    if Need.DRAFT_PROBS in needs:
+        could = "ngram" not in str(spec.method)
+        keeps = could and spec.draft_sample_method == "probabilistic"
+        if runner == "v1":
+            keeps = spec.method in ("draft_model", "eagle", "eagle3", "mtp")
+        if not keeps:
+            add = ' (on the V2 model runner: add "draft_sample_method": "probabilistic")'
             raise SpecError(
-                f"rule {rule.spec} needs draft probabilities, which method {self.method!r} does not keep{hint}"
+                f"rule {rule.spec} needs draft probabilities, which method {spec.method!r} does not keep"
+                f"{add if runner == 'v2' and could else ''}"
             )
-        if Need.DRAFT_PROBS in needs and self.heterogeneous_vocab:
+        if spec.use_heterogeneous_vocab:
             raise SpecError(
                 f"rule {rule.spec} needs draft probabilities over the target's vocabulary: unset "
                 "use_heterogeneous_vocab"
             )
-        if {Need.CONTEXT, Need.ANSWER_POSITIONS} & needs and self.async_scheduling and self.runner == "v1":
+    reads_text = bool({Need.CONTEXT, Need.ANSWER_POSITIONS} & needs)
+    if reads_text and runner == "v1" and vllm_config.scheduler_config.async_scheduling:
+        raise SpecError(
+            f"rule {rule.spec} reads the text or its length, which the V1 model runner does not have in time under "
+            "asynchronous scheduling: start vLLM with --no-async-scheduling"
+        )
+    for name, head in rule.heads:
+        wanted = head.features_of(vllm_config.model_config.get_hidden_size())
+        if head.num_features != wanted:
             raise SpecError(
-                f"rule {rule.spec} reads the text or its length, which the V1 model runner does not have in time under "
-                "asynchronous scheduling: start vLLM with --no-async-scheduling"
+                f"head {name!r} reads {head.num_features} features, this target gives {wanted}: it was made for "
+                f"{head.pair.target!r}"
             )
-        for name, head in rule.heads:
-            wanted = head.features_of(self.hidden_size)
-            if head.num_features != wanted:
-                raise SpecError(
-                    f"head {name!r} reads {head.num_features} features, this target gives {wanted}: it was made for "
-                    f"{head.pair.target!r}"
-                )
 
 
 def require_tokenizer(rule: Rule, tokenizer: Any) -> None:

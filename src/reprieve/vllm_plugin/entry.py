@@ -4,7 +4,10 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Install the plugin's hooks; they change nothing unless Reprieve is configured."""
+    """Install the plugin's hooks; they change nothing unless Reprieve is configured.
+
+    The import is in here so that its failure stops vLLM: a module that cannot be imported is only logged.
+    """
     from reprieve.vllm_plugin import startup
 
     startup.register()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from reprieve.backends.request_fields import CHOICES, REQUIRE, SWITCH
+from reprieve.backends.running import CHOICES, REQUIRE, SWITCH
 from reprieve.errors import SpecError
 from reprieve.needs import Need
 from reprieve.rules import LosslessRule, Rule
@@ -18,7 +18,6 @@ from reprieve.vllm_plugin.policy import STRICT, Policy, RequestError, read_setti
 KEY = "reprieve"  # of vLLM's additional configuration
 STRICT_ONLY = "strict_only"
 BESIDE = (*scope.KEYS, STRICT_ONLY)  # what may stand beside it there
-_LEVELS = {"lossless": "strict", "certified": "certified"}
 STRUCTURED_OUTPUTS = "structured_outputs"  # among a request's fields: it has a grammar or a schema
 
 
@@ -172,7 +171,7 @@ class Menu:
         policy = self.policies[choice.name]
         for rule in policy.reachable if choice.follows_load else [choice.rule]:
             if not isinstance(rule, LosslessRule) and not (required == "certified" and policy.covers(rule)):
-                level = _LEVELS[required] if _LEVELS[required] in policy.levels else "strict"
+                level = "certified" if required == "certified" and "certified" in policy.levels else "strict"
                 raise RequestError(
                     REQUIRE,
                     f"{REQUIRE}={required}: this request would get {choice.name} at {rule.dial_value}, which is not "

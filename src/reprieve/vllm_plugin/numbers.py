@@ -14,7 +14,8 @@ from typing import Any
 from reprieve.backends.running import INFO
 from reprieve.vllm_plugin.rounds import WorkerRules
 
-# On a ModelRunnerOutput: {request id: (fields for its response, [(rule, rounds, drafted, matched, rescued)])}
+# On a ModelRunnerOutput: {request id: (fields for its response, [(rule, rounds, drafted, matched, rescued)])}; tokens
+# are counted by position.
 ATTRIBUTE = "reprieve_counts"
 FIELD = "reprieve"  # on vLLM's two records
 # Fields of a response if no rule was in force for the request.
@@ -40,8 +41,8 @@ def attach(output: Any, rules: WorkerRules) -> None:
         marks = rules.take_marks()
         by_request: dict[str, list[tuple[Any, ...]]] = {request_id: [] for request_id in marks}
         for (request_id, rule), counted in rules.take_counts().items():
-            numbers = (rule, counted.num_rounds, counted.drafted, counted.matched, counted.rescued)
-            by_request.setdefault(request_id, []).append(numbers)
+            tokens = (dict(counter) for counter in (counted.drafted, counted.matched, counted.rescued))
+            by_request.setdefault(request_id, []).append((rule, counted.num_rounds, *tokens))
         if by_request:
             attached = {request_id: (marks.get(request_id), counts) for request_id, counts in by_request.items()}
             setattr(output, ATTRIBUTE, attached)
@@ -108,7 +109,9 @@ def _add(metrics: Any, mark: Mapping[str, Any] | None, counts: list[tuple[Any, .
     """Note on a request's metrics that it was decoded leniently, and how many tokens were rescued."""
     extra = metrics.reprieve
     extra |= mark or {}
-    extra["num_rescued_tokens"] = extra.get("num_rescued_tokens", 0) + sum(sum(rescued) for *_, rescued in counts)
+    extra["num_rescued_tokens"] = extra.get("num_rescued_tokens", 0) + sum(
+        sum(rescued.values()) for *_, rescued in counts
+    )
 
 
 def _export(prom: Any, about: Mapping[str, str]) -> None:
@@ -140,11 +143,10 @@ def _export(prom: Any, about: Mapping[str, str]) -> None:
         engine = self.reprieve_engines[engine_idx]
         for rule, num_rounds, *outcomes in spec_decoding_stats.reprieve:
             self.reprieve_counters[_ROUNDS].labels(*engine, rule).inc(num_rounds)
-            self.reprieve_counters[_RESCUED].labels(*engine, rule).inc(sum(outcomes[-1]))
+            self.reprieve_counters[_RESCUED].labels(*engine, rule).inc(sum(outcomes[-1].values()))
             for outcome, counts in zip(("drafted", "matched", "rescued"), outcomes, strict=True):
-                for position, count in enumerate(counts):
-                    if count:
-                        self.reprieve_counters[_PLACES].labels(*engine, rule, outcome, str(position)).inc(count)
+                for position, count in counts.items():
+                    self.reprieve_counters[_PLACES].labels(*engine, rule, outcome, str(position)).inc(count)
 
     prom.__init__, prom.observe = begin, note
 

@@ -7,12 +7,13 @@ the levels mean and how far a request may go.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from reprieve.backends.request_fields import CHOICES, FIELDS, LEVEL, PREFIX, SWITCH, THRESHOLD
+from reprieve.backends.running import CHOICES, FIELDS, LEVEL, PREFIX, SWITCH, THRESHOLD
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.files import read_json
 from reprieve.heads.certificates import Certificate, portable_spec, read_certificates
@@ -28,9 +29,9 @@ _KEYS = ("rule", "certified", "fast", "default", "max_threshold", "certificate",
 
 
 class RequestError(SpecError):
-    """Invalid or refused request; `parameter` names the field."""
+    """Invalid or refused request; `parameter` names the field, if it is one field's fault."""
 
-    def __init__(self, parameter: str, message: str) -> None:
+    def __init__(self, parameter: str | None, message: str) -> None:
         super().__init__(message if len(message) <= _LONGEST else f"{message[:_LONGEST]}...")
         self.parameter = parameter
 
@@ -296,12 +297,12 @@ def read_settings(source: Any) -> dict[str, Any]:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-        raise SpecError(f"{name} must be a number, got {value!r}")
     try:
-        return float(value)
+        if not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
     except OverflowError:
-        raise SpecError(f"{name} must be a number that fits, got one of {int(value).bit_length()} bits") from None
+        raise SpecError(f"{name} must be a number that fits, got one of {value.bit_length()} bits") from None
+    raise SpecError(f"{name} must be a number, got {value!r}")
 
 
 def _loads(given: Any) -> tuple[tuple[int, float], ...]:

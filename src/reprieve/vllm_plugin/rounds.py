@@ -6,7 +6,7 @@ Uses vLLM's tensors and request ids but none of its classes: those are left to `
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -57,30 +57,19 @@ class RoundRequest:
 
 @dataclass
 class Counts:
-    """Counts of one round or several for one request; lists are by position in the block."""
+    """Counts of one request under one rule; tokens are counted by their position in the block."""
 
-    rule: str
     num_rounds: int = 0
-    drafted: list[int] = field(default_factory=list)
-    matched: list[int] = field(default_factory=list)
-    rescued: list[int] = field(default_factory=list)
+    drafted: Counter[int] = field(default_factory=Counter)
+    matched: Counter[int] = field(default_factory=Counter)
+    rescued: Counter[int] = field(default_factory=Counter)
 
-    @property
-    def num_rescued(self) -> int:
-        return sum(self.rescued)
-
-    def add(self, num_drafted: int, num_accepted: int, rescued: Sequence[bool]) -> None:
-        """Add the counts of one round."""
+    def add(self, num_drafted: int, rescued: Sequence[int]) -> None:
+        """Add a round: the number of drafted tokens and, for each accepted one, whether it was rescued."""
         self.num_rounds += 1
-        for name, flags in (
-            ("drafted", [True] * num_drafted),
-            ("matched", [not flag for flag in rescued[:num_accepted]]),
-            ("rescued", rescued[:num_accepted]),
-        ):
-            counts: list[int] = getattr(self, name)
-            counts.extend([0] * (len(flags) - len(counts)))
-            for position, flag in enumerate(flags):
-                counts[position] += flag
+        self.drafted.update(range(num_drafted))
+        self.matched.update(position for position, flag in enumerate(rescued) if not flag)
+        self.rescued.update(position for position, flag in enumerate(rescued) if flag)
 
 
 @dataclass
@@ -303,8 +292,7 @@ class WorkerRules:
                 pending.request_ids, pending.rules, pending.num_drafted, pending.kept.tolist(), strict=True
             ):
                 if rule and num_drafted:
-                    total = counts.setdefault((request_id, rule), Counts(rule))
-                    total.add(num_drafted, num_accepted, [bool(flag) for flag in rescued])
+                    counts.setdefault((request_id, rule), Counts()).add(num_drafted, rescued[:num_accepted])
                     self.num_rounds += 1
                     self.num_rescued += sum(rescued[:num_accepted])
         return counts

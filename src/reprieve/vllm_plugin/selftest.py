@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reprieve.backends.request_fields import SWITCH
+from reprieve.backends.running import SWITCH
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.needs import Need
 from reprieve.rules import parse_rule

@@ -12,12 +12,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from reprieve.backends.request_fields import LEVEL, PREFIX
+from reprieve.backends.running import LEVEL, PREFIX
 from reprieve.errors import ReprieveError
 from reprieve.heads.certificates import portable_spec
 from reprieve.rules.spans import THINKING
-from reprieve.vllm_plugin import configuration, numbers, probing
-from reprieve.vllm_plugin.health import require_healthy
+from reprieve.vllm_plugin import configuration, numbers, probing, require_healthy
+from reprieve.vllm_plugin.configuration import runner_of
 from reprieve.vllm_plugin.menu import Menu
 from reprieve.vllm_plugin.policy import Policy, RequestError
 from reprieve.vllm_plugin.rounds import WorkerRules, request_settings
@@ -58,7 +58,15 @@ def _wrap_front_end() -> None:
     _before(InputProcessor, "__init__", lambda processor, vllm_config, *rest, **more: _prepare(vllm_config))
     _before(InputProcessor, "_validate_params", _validate)
     _before(EngineCore, "_initialize_kv_caches", _install_in_workers)
-    _after_async(AsyncLLM, "check_health", _check_health)
+
+    check = AsyncLLM.check_health
+
+    @functools.wraps(check)
+    async def check_health(self: Any) -> None:
+        await check(self)
+        await _require_healthy(self)
+
+    AsyncLLM.check_health = check_health
 
 
 def _menu(vllm_config: Any) -> Menu | None:
@@ -81,21 +89,11 @@ def _conditions(vllm_config: Any) -> dict[str, Any]:
     return {
         "engine": "vllm",
         "engine_version": __version__,
-        "runner": _runner(vllm_config),
+        "runner": runner_of(vllm_config),
         "dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
         "drafter": None if spec is None else {"draft_model": "draft"}.get(spec.method, spec.method),
         "num_draft_tokens": None if spec is None else spec.num_speculative_tokens,
     }
-
-
-def _runner(vllm_config: Any) -> str:
-    return "v2" if vllm_config.use_v2_model_runner else "v1"
-
-
-def _about(vllm_config: Any, menu: Menu) -> dict[str, str]:
-    """Return the labels of this server for the metrics page."""
-    rules = {name: portable_spec(policy.rule) for name, policy in menu.policies.items()}
-    return {**{name: str(value) for name, value in _conditions(vllm_config).items()}, "rules": json.dumps(rules)}
 
 
 def _prepare(vllm_config: Any) -> None:
@@ -105,38 +103,18 @@ def _prepare(vllm_config: Any) -> None:
         return
     from vllm.version import __version__
 
-    setup = _setup(vllm_config)
-    if warning := configuration.version_warning(__version__, setup.runner):
+    if warning := configuration.version_warning(__version__, runner_of(vllm_config)):
         logger.warning(warning)
-    setup.require(menu)
+    configuration.require_supported(vllm_config, menu)
     model = vllm_config.model_config
     configuration.require_markers(
         menu, model.model, lambda: configuration.load_tokenizer(model.tokenizer, model.trust_remote_code)
     )
     _have_responses_say_it(vllm_config)
-    numbers.extend(_about(vllm_config, menu))
+    rules = {name: portable_spec(policy.rule) for name, policy in menu.policies.items()}
+    labels = {name: str(value) for name, value in _conditions(vllm_config).items()}
+    numbers.extend({**labels, "rules": json.dumps(rules)})
     _refuse_stray_fields()
-
-
-def _setup(vllm_config: Any) -> configuration.Setup:
-    spec = vllm_config.speculative_config
-    runner = _runner(vllm_config)
-    method = None if spec is None else spec.method
-    return configuration.Setup(
-        method=method,
-        runner=runner,
-        rejection_sample_method="standard" if spec is None else spec.rejection_sample_method,
-        has_draft_logits=method in ("draft_model", "eagle", "eagle3", "mtp")
-        if runner == "v1"
-        else spec is not None and spec.draft_sample_method == "probabilistic" and "ngram" not in str(method),
-        heterogeneous_vocab=bool(spec is not None and spec.use_heterogeneous_vocab),
-        batch_sharded=bool(getattr(vllm_config.parallel_config, "enable_batch_sharded_sampling", False)),
-        adaptive_verification=bool(getattr(spec, "enable_adaptive_verification", False)),
-        sampling_mask=bool(getattr(vllm_config.model_config, "return_sampling_mask", False)),
-        processed_logprobs=str(vllm_config.model_config.logprobs_mode).startswith("processed"),
-        async_scheduling=bool(vllm_config.scheduler_config.async_scheduling),
-        hidden_size=vllm_config.model_config.get_hidden_size(),
-    )
 
 
 def _have_responses_say_it(vllm_config: Any) -> None:
@@ -223,7 +201,7 @@ def _install_in_workers(engine: Any, vllm_config: Any) -> None:
         )
 
 
-async def _check_health(engine: Any) -> None:
+async def _require_healthy(engine: Any) -> None:
     if _menu(engine.vllm_config) is None:
         return
     from vllm.v1.engine.exceptions import EngineDeadError
@@ -251,21 +229,17 @@ def _install(worker: Any) -> dict[str, Any]:
     """
     menu = _menu(worker.vllm_config)
     assert menu is not None, "the engine has it, and the workers have the engine's configuration"
-    _setup(worker.vllm_config).require(menu)
+    configuration.require_supported(worker.vllm_config, menu)
     runner = worker.model_runner
     kind = probing.runner_kind(runner)
-    probing.require_parts(kind, probing.live)
+    probing.require_parts(probing.PARTS[kind], probing.live)
     rules = worker_rules(menu, worker)
-    runner.reprieve = _hooks(kind)(rules, runner)
+    runner.reprieve = importlib.import_module(f"reprieve.vllm_plugin.{kind}.runner").Hooks(rules, runner)
     if getattr(runner, "rejection_sampler", None) is not None:  # else not the last stage: nothing is sampled here
         runner.reprieve.install()
         require_works(runner.reprieve)
         require_last_states(runner, rules.menu)
     return _status(worker)
-
-
-def _hooks(kind: str) -> Any:
-    return importlib.import_module(f"reprieve.vllm_plugin.{kind}.runner").Hooks
 
 
 def worker_rules(menu: Menu, worker: Any) -> WorkerRules:
@@ -296,17 +270,5 @@ def _before(kind: type, name: str, first: Callable[..., None]) -> None:
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         first(self, *args, **kwargs)
         return original(self, *args, **kwargs)
-
-    setattr(kind, name, wrapped)
-
-
-def _after_async(kind: type, name: str, then: Callable[..., Any]) -> None:
-    original = getattr(kind, name)
-
-    @functools.wraps(original)
-    async def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = await original(self, *args, **kwargs)
-        await then(self)
-        return result
 
     setattr(kind, name, wrapped)

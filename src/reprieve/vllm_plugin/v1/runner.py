@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from reprieve.transfers import spread, to_device
 from reprieve.types import Context, gather_token
 from reprieve.vllm_plugin import numbers
 from reprieve.vllm_plugin.rounds import RoundRequest, WorkerRules, request_settings
+from reprieve.vllm_plugin.selftest import ASKED, DRAFTED, certain_logits
 from reprieve.vllm_plugin.v1.sampler import ROUND, V1Round, patch_sampler
-from reprieve.vllm_plugin.v1.selftest import try_out
 
 
 class Hooks:
@@ -39,13 +40,14 @@ class Hooks:
         def sample(grammar_output: Any) -> Any:
             with self._round():
                 output = sample_tokens(grammar_output)
-            self._attach(output)
+            numbers.attach(getattr(output, "_model_runner_output", output), self.rules)
             return output
 
         def propose_drafts(*args: Any, **kwargs: Any) -> Any:
             self._recorded = []
             drafts = propose(*args, **kwargs)
-            self.rules.note_drafts(runner.input_batch.req_ids, self._drafted_probs())
+            probs = torch.stack(self._recorded, dim=1) if self._recorded else None  # [B, K, V]
+            self.rules.note_drafts(runner.input_batch.req_ids, probs)
             return drafts
 
         def copy(scheduler_output: Any, zeros_only: bool = False) -> Any:
@@ -59,8 +61,39 @@ class Hooks:
             self._record_drafts(runner.drafter)
 
     def try_out(self, size: int) -> list[tuple[int, int]]:
-        """Return the self-test's token pairs: one token from a request with the rule, one from a request without."""
-        return try_out(self, size)
+        """Return the self-test's token pairs: one token from a request with the rule, one from a request without.
+
+        Both requests, with a drafted token each, are in one batch.
+        """
+        from vllm.v1.sample import rejection_sampler
+
+        device = self.runner.device
+        names = ["reprieve self-test 0", "reprieve self-test 1"]
+        self.rules.note_drafts(names, None)
+        drafts = torch.full((2,), DRAFTED, dtype=torch.int32, device=device)
+        ends = torch.tensor([1, 2], dtype=torch.int32, device=device)
+        bonus = torch.zeros(2, 1, dtype=torch.int32, device=device)
+        possible = torch.ones(2, dtype=torch.bool, device=device)
+        requests = [
+            RoundRequest(name, 1, True, functools.partial(dict, settings))
+            for name, settings in zip(names, ASKED, strict=True)
+        ]
+
+        def batch(current: Any, requests: Any, logits: Tensor, probs: Any, meta: Any) -> Batch:
+            return Batch(token_ids=drafts.long(), block_sizes=[1, 1], scores=logits, logits=logits, possible=possible)
+
+        fake: Any = SimpleNamespace(rules=self.rules, requests=lambda counts: requests, batch=batch)
+        meta = SimpleNamespace(
+            all_greedy=True, all_random=False, temperature=None, generators={}, top_k=None, top_p=None
+        )
+        token = ROUND.set(V1Round(fake, state=None))
+        try:
+            output = rejection_sampler.rejection_sample(
+                drafts, [1, 1], 1, ends, None, certain_logits(2, size, device), bonus, meta
+            )
+        finally:
+            ROUND.reset(token)
+        return [(int(output[0, 0]), int(output[1, 0]))]
 
     def _record_drafts(self, drafter: Any) -> None:
         """Keep the distribution of each drafted token, which vLLM itself drops in greedy batches."""
@@ -77,9 +110,6 @@ class Hooks:
 
         drafter._sample_draft_tokens = sample
 
-    def _drafted_probs(self) -> Tensor | None:
-        return torch.stack(self._recorded, dim=1) if self._recorded else None  # [B, K, V]
-
     @contextmanager
     def _round(self) -> Iterator[None]:
         state = self.runner.execute_model_state
@@ -92,10 +122,6 @@ class Hooks:
         finally:
             ROUND.reset(token)
             self.rules.forget_all_but(self.runner.requests)
-
-    def _attach(self, output: Any) -> None:
-        """Send the counts along with the output, to the scheduler."""
-        numbers.attach(getattr(output, "_model_runner_output", output), self.rules)
 
     def requests(self, num_draft_tokens: list[int]) -> list[RoundRequest]:
         """The batch in vLLM's order, which changes from round to round."""
@@ -135,9 +161,12 @@ class Hooks:
         judging = state.spec_decode_metadata.target_logits_indices
         hidden = state.sample_hidden_states
         assert current.possible is not None
-        proposal = None
-        if draft_probs is not None:
-            proposal = gather_token(draft_probs, token_ids.clamp_min(0))
+        proposal = None if draft_probs is None else gather_token(draft_probs, token_ids.clamp_min(0))
+        embeddings = {}
+        if Need.EMBEDDINGS in needs:  # every rank must call this
+            embed = self.runner.get_model().embed_input_ids
+            drafted, best = token_ids.clamp_min(0), target_logits.argmax(-1)
+            embeddings = {"token_embeddings": embed(drafted), "top_embeddings": embed(best)}
         return Batch(
             token_ids=token_ids,
             block_sizes=[request.num_drafted for request in requests],
@@ -155,7 +184,7 @@ class Hooks:
             if Need.ANSWER_POSITIONS in needs
             else None,
             num_draft_tokens=self.runner.speculative_config.num_speculative_tokens,
-            **(self._embeddings(token_ids.clamp_min(0), target_logits) if Need.EMBEDDINGS in needs else {}),
+            **embeddings,
         )
 
     def _answer_positions(self, requests: list[RoundRequest], device: torch.device) -> Tensor:
@@ -165,11 +194,6 @@ class Hooks:
             int(lengths[row]) + column for row, request in enumerate(requests) for column in range(request.num_drafted)
         ]
         return spread(positions, torch.long, device)
-
-    def _embeddings(self, token_ids: Tensor, target_logits: Tensor) -> dict[str, Any]:
-        """Return target embeddings of each drafted token and of the target's argmax; every rank must call this."""
-        embed = self.runner.get_model().embed_input_ids
-        return {"token_embeddings": embed(token_ids), "top_embeddings": embed(target_logits.argmax(-1))}
 
     def _draft_scores(self, requests: list[RoundRequest], target_logits: Tensor, meta: Any) -> Tensor:
         """Return the draft's scores, [N, V], with each request's temperature, top-k and top-p, as for the target."""

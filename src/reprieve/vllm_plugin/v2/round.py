@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.triton_utils import tl, triton
+from vllm.v1.worker.gpu.sample.gumbel import tl_rand32
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
-
-from reprieve.vllm_plugin.v2.uniforms import uniforms_of
 
 NOISE_KEY = 0x5DEECE66D  # sets a request's noise apart from the draws of vLLM's own samplers
 
@@ -57,3 +58,24 @@ class V2Round:
     def noise(self, ctx: LogitsContext) -> Tensor:
         """Return the draws for randomized rules, [N]; they depend on seed and position, not on other requests."""
         return uniforms_of(self.seeds ^ NOISE_KEY, ctx.expanded_idx_mapping, ctx.pos)
+
+
+@triton.jit
+def _uniforms_kernel(uniforms, seeds, slots, positions):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    seed = tl.load(seeds + tl.load(slots + row).to(tl.int64))
+    tl.store(uniforms + row, tl_rand32(seed, tl.load(positions + row), includes_zero=False))
+
+
+def uniforms_of(seeds: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    """Return the draw that accepts or rejects at each row, [N] in (0, 1): vLLM's sampler draws the same later.
+
+    Args:
+        seeds: [slots], one for each request.
+        slots: [N], the request slot of each row.
+        positions: [N], the position of each row in its text.
+    """
+    drawn = torch.empty(len(positions), dtype=torch.float32, device=positions.device)
+    kernel: Any = _uniforms_kernel
+    kernel[(len(positions),)](drawn, seeds, slots, positions, num_warps=1)
+    return drawn

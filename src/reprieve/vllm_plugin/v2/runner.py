@@ -20,9 +20,11 @@ from reprieve.errors import ReprieveError
 from reprieve.needs import Need
 from reprieve.vllm_plugin import numbers
 from reprieve.vllm_plugin.rounds import WorkerRules
+from reprieve.vllm_plugin.selftest import ASKED, DRAFTED, OWN, certain_logits
 from reprieve.vllm_plugin.v2.processor import Chunk, RuleProcessor
-from reprieve.vllm_plugin.v2.round import V2Round
-from reprieve.vllm_plugin.v2.selftest import try_out
+from reprieve.vllm_plugin.v2.round import V2Round, uniforms_of
+
+_POSITIONS = range(5, 21)  # of the self-test; 16 draws agree by chance once in 65,536 servers
 
 
 class Hooks:
@@ -76,8 +78,22 @@ class Hooks:
         patch_rejection(self.processor)
 
     def try_out(self, size: int) -> list[tuple[int, int]]:
-        """Return the self-test's token pairs: one token from a request with the rule, one from a request without."""
-        return try_out(self, size)
+        """Return the self-test's token pairs: one token from a request with the rule, one from a request without.
+
+        Each request, with one drafted token, runs greedy and sampled, alone because a server may have a single slot.
+
+        Raises:
+            ReprieveError: vLLM's accept decisions use other random numbers than `uniforms_of` returns.
+        """
+        try:
+            _require_known_draws(self, size)
+            return [
+                (_token(self, size, ASKED[0], temperature)[0], _token(self, size, ASKED[1], temperature)[0])
+                for temperature in (0.0, 0.7)
+            ]
+        finally:
+            self._end()
+            self.processor.forget_slots()
 
     def _begin(self, hidden_states: Tensor, input_batch: Any) -> None:
         if input_batch.num_draft_tokens == 0 or input_batch.num_reqs == 0:
@@ -180,3 +196,58 @@ def _note(rules: WorkerRules, chunk: Chunk, num_sampled: Tensor, width: int) -> 
     against[rows, ctx.expanded_local_pos.long()] = ~chunk.decisions.lossless
     num_accepted = num_sampled.long() - 1  # the last is vLLM's own token
     rules.note(chunk.request_ids, chunk.labels, chunk.num_drafted, num_accepted, against)
+
+
+def _require_known_draws(hooks: Hooks, size: int) -> None:
+    """Check that `uniforms_of` gives vLLM's own draws, since randomized rules read them ahead.
+
+    A token of target probability 1/2 must be accepted exactly if its draw is below 1/2.
+    """
+    for position in _POSITIONS:
+        token, uniform = _token(hooks, size, ASKED[1], 1.0, equal=True, position=position)
+        if (token == DRAFTED) != (uniform < 0.5):
+            raise ReprieveError(f"vLLM decides by other random numbers than Reprieve reads (position {position})")
+
+
+def _token(
+    hooks: Hooks, size: int, settings: dict[str, str], temperature: float, *, equal: bool = False, position: int = 5
+) -> tuple[int, float]:
+    """Return the token that vLLM's sampler emits, and its draw from `uniforms_of`.
+
+    Args:
+        equal: give the drafted token the same target logit as the target's own token.
+        position: position in the text of the row that verifies the drafted token.
+    """
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+
+    sampler, device = hooks.runner.sampler, hooks.runner.device
+    sampler.add_request(0, SamplingParams(temperature=temperature, seed=0, extra_args=dict(settings)))
+    sampler.apply_staged_writes()
+
+    def rows(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    logits = certain_logits(2, size, device)
+    if equal:
+        logits[:, DRAFTED] = logits[:, OWN]
+    slots, row_slots, columns = rows([0]), rows([0, 0]), rows([0, 1])
+    positions, fed = rows([position, position + 1], torch.int64), rows([OWN, DRAFTED])
+    states = sampler.sampling_states
+    hooks.processor.round = V2Round(["self-test"], np.array([2]), None, None, states.seeds.gpu)
+    hosts = np.array([0])
+    processed = sampler.apply_sampling_params(logits, row_slots, slots, hosts, positions, fed, columns, np.array([7]))
+    sampled, _ = rejection_sampler.rejection_sample(
+        processed,
+        None,
+        fed,
+        rows([0, 2]),
+        positions,
+        slots,
+        row_slots,
+        columns,
+        states.temperature.gpu,
+        states.seeds.gpu,
+        hooks.runner.num_speculative_steps,
+    )
+    return int(sampled[0, 0]), float(uniforms_of(states.seeds.gpu, row_slots, positions)[0])

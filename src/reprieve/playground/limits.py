@@ -1,55 +1,29 @@
-"""ASGI middleware: limits on request bodies as they arrive, throttling of refusals, and the API key."""
+"""Limits on clients: the API key, time for headers, and size of request bodies."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from reprieve.playground.protocol import error_body
 
+HEADERS_S = 10.0  # seconds in which a request's headers must have arrived
 _LINGER = 16  # times the limit: bytes of an oversized body that are still read, and dropped
 _MOST_HELD = 32  # times the limit: bytes in memory of all bodies together
 _SMALL = 1 << 14  # bytes of a body that are always accepted, so that large bodies cannot block ordinary requests
-_REFUSED = (400, 404, 405, 408, 413)  # statuses that take a turn
-_TURN_S, _TURN_S_PER_BYTE = 0.015, 18e-9  # about ten times what a refusal costs the process
-_LONGEST_WAIT_S = 2.0  # for a turn, however many requests are refused
-
-
-class Turns:
-    """Sends refusals one after another, so that malformed requests take at most about a tenth of the process.
-
-    The event loop and the engine share the interpreter's lock: without turns, a client that sends malformed requests
-    as fast as they are refused would take half of the engine's time.
-    """
-
-    def __init__(self) -> None:
-        self._free = 0.0  # when the last turn ends
-
-    async def wait(self, began: float, num_bytes: int) -> None:
-        """Wait for the end of a turn, which starts with the request or when the turns before it have ended.
-
-        Args:
-            began: when the request began.
-            num_bytes: size of its body.
-        """
-        now = time.monotonic()
-        ends = max(began, self._free) + _TURN_S + _TURN_S_PER_BYTE * num_bytes
-        self._free = min(ends, now + _LONGEST_WAIT_S)
-        await asyncio.sleep(self._free - now)
 
 
 @dataclass
 class _Incoming:
     """The body of one request."""
 
-    began: float = field(default_factory=time.monotonic)
     pieces: list[bytes] = field(default_factory=list)
     num_held: int = 0  # bytes that count as held, until the answer begins
 
@@ -58,7 +32,7 @@ class BodyLimit:
     """ASGI middleware: responds 413 to bodies of more than `max_bytes`, with or without a Content-Length.
 
     The response is 408 if a body has not arrived after `timeout_s` seconds, and 503 to a large body if the bodies of
-    other requests leave no memory for it. Refusals are sent in turns.
+    other requests leave no memory for it.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
@@ -66,7 +40,6 @@ class BodyLimit:
         self.max_bytes = max_bytes
         self.timeout_s = timeout_s
         self._num_held = 0
-        self._turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body within the limits, then pass it on whole."""
@@ -77,8 +50,6 @@ class BodyLimit:
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                if message["status"] in _REFUSED:
-                    await self._turns.wait(incoming.began, incoming.num_held)
                 self._release(incoming)
             await send(message)
 
@@ -137,15 +108,12 @@ class _NoMemoryError(Exception):
 
 
 def _replay(incoming: _Incoming, receive: Receive) -> Receive:
-    """Return a `receive` that yields each collected piece once, and then waits for the client to disconnect."""
-    left = deque(incoming.pieces)
+    """Return a `receive` that yields the collected body once, and then waits for the client to disconnect."""
+    messages = [{"type": "http.request", "body": b"".join(incoming.pieces), "more_body": False}]
     incoming.pieces.clear()
 
     async def replay() -> Message:
-        if not left:
-            return await receive()
-        piece = left.popleft()
-        return {"type": "http.request", "body": piece, "more_body": bool(left)}
+        return messages.pop() if messages else await receive()
 
     return replay
 
@@ -181,3 +149,41 @@ class Guard:
             refusal = "a valid API key is needed: send it as Authorization: Bearer KEY"
             app = JSONResponse(error_body(refusal, kind="authentication_error", code=401), 401)
         await app(scope, receive, counted)
+
+
+class PatientProtocol(H11Protocol):
+    """uvicorn's HTTP protocol with a time limit on a request's headers; `BodyLimit` has the limit on bodies."""
+
+    _waits: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Start the timer for the first request."""
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Process a piece of a request and update the timer."""
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """Run the timer while the headers of a request are outstanding; stop it while a response is in progress."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_waiting()
+        elif self._waits is None:
+            self._waits = self.loop.call_later(HEADERS_S, self._expire)
+
+    def _expire(self) -> None:
+        self._waits = None
+        if (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing():
+            self.transport.close()
+
+    def _stop_waiting(self) -> None:
+        if self._waits is not None:
+            self._waits.cancel()
+            self._waits = None

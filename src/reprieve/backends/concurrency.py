@@ -1,0 +1,86 @@
+"""Common parts of the engines that answer many prompts at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from itertools import islice
+from typing import Any, TypeVar
+
+from reprieve.bench.arms import Arm
+from reprieve.bench.config import RunConfig
+from reprieve.bench.engine import Engine
+from reprieve.heads.loading import require_heads_fit
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+async def results_of(
+    items: Iterable[S], make: Callable[[S], Coroutine[Any, Any, T]], *, num_parallel: int
+) -> AsyncIterator[T]:
+    """Yield the results of `make` as they complete, with at most `num_parallel` calls in flight.
+
+    After the first failure no new call starts; the failure is raised once the calls in flight have ended and their
+    results were yielded.
+    """
+    waiting = iter(items)
+    running = {asyncio.create_task(make(item)) for item in islice(waiting, num_parallel)}
+    failures: list[BaseException] = []
+    try:
+        while running:
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            failures += [error for task in done if (error := task.exception())]
+            if not failures:
+                running |= {asyncio.create_task(make(item)) for item in islice(waiting, len(done))}
+            for task in done:
+                if task.exception() is None:
+                    yield task.result()
+        if failures:
+            raise failures[0]
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+def iterate(
+    loop: asyncio.Runner, results: AsyncIterator[T], *, closing: Callable[[], Awaitable[None]] | None = None
+) -> Iterator[T]:
+    """Turn an asynchronous iterator into a synchronous one; coroutines run only while the caller waits for a result.
+
+    Args:
+        closing: awaited at the end, even after an error.
+    """
+    end = object()
+
+    async def following() -> T | object:
+        return await anext(results, end)
+
+    async def close() -> None:
+        left = asyncio.all_tasks() - {asyncio.current_task()}  # a signal may have come between
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        await results.aclose()  # type: ignore[attr-defined]
+        if closing is not None:
+            await closing()
+
+    try:
+        while (result := loop.run(following())) is not end:
+            yield result  # type: ignore[misc]
+    finally:
+        loop.run(close())
+
+
+def require_arm_fits(engine: Engine, arm: Arm, config: RunConfig) -> None:
+    """Check the heads of an arm's rule against the pair and the task of a run.
+
+    Raises:
+        PairError: a head of another pair.
+    """
+    if arm.rule is not None and arm.rule.heads:
+        conditions = config.conditions(engine, arm)
+        drafter = conditions.drafter.partition(":")[0]
+        here = arm.unchecked(conditions)
+        require_heads_fit(arm.rule, conditions.pair, config.task, drafter=drafter, here=here)
