@@ -15,7 +15,7 @@ import numpy as np
 
 from reprieve.backends.local import LocalEngine
 from reprieve.bench.arms import Arm, make_arm
-from reprieve.bench.config import RunConfig
+from reprieve.bench.engine import RunConfig
 from reprieve.bench.runner import Run, Runner, environment
 from reprieve.bench.settings import RunSettings
 from reprieve.bundles import BUNDLES, Bundle, bundle_of

@@ -29,8 +29,7 @@ from reprieve.backends.served import ServedEngine
 from reprieve.backends.settings import EngineSettings
 from reprieve.backends.throughput import measure_throughput
 from reprieve.bench.arms import Arm, make_arms
-from reprieve.bench.config import RunConfig
-from reprieve.bench.engine import Engine
+from reprieve.bench.engine import Engine, RunConfig
 from reprieve.bench.records import ProblemRecord
 from reprieve.bench.runner import Runner
 from reprieve.bench.settings import RunSettings, SpeedSettings

@@ -12,8 +12,7 @@ from typing import Any
 from arms import sweep_rules
 from reprieve.backends.settings import EngineSettings
 from reprieve.bench.arms import LOSSLESS, Arm, make_arms
-from reprieve.bench.config import RunConfig
-from reprieve.bench.engine import Engine
+from reprieve.bench.engine import Engine, RunConfig
 from reprieve.bench.results import best_ks, summarise, write_results
 from reprieve.bench.runner import Progress, Run, Runner, environment, run_arms
 from reprieve.bench.settings import RunSettings

@@ -6,7 +6,7 @@ from reprieve.backends.batched import BatchedEngine
 from reprieve.backends.local import LocalEngine
 from reprieve.backends.settings import BatchedSettings, EngineSettings
 from reprieve.bench.arms import make_arms
-from reprieve.bench.config import RunConfig
+from reprieve.bench.engine import RunConfig
 from reprieve.bench.results import summarise
 from reprieve.bench.runner import Runner, run_arms
 from reprieve.bench.settings import RunSettings

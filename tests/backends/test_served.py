@@ -9,7 +9,7 @@ from reprieve.backends.making import make_engine
 from reprieve.backends.settings import EngineSettings
 from reprieve.backends.throughput import FILE, measure_throughput
 from reprieve.bench.arms import make_arms
-from reprieve.bench.config import RunConfig
+from reprieve.bench.engine import RunConfig
 from reprieve.bench.records import RecordFile
 from reprieve.bench.report import write_report
 from reprieve.bench.results import summarise, write_results

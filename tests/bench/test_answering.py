@@ -7,7 +7,7 @@ import pytest
 from reprieve.backends.local import LocalEngine
 from reprieve.bench.answering import provenance_spans
 from reprieve.bench.arms import make_arms
-from reprieve.bench.config import RunConfig
+from reprieve.bench.engine import RunConfig
 from reprieve.bench.results import summarise
 from reprieve.bench.runner import run_arms
 from reprieve.errors import SpecError

@@ -11,7 +11,7 @@ import torch
 from reprieve.backends.local import LocalEngine
 from reprieve.backends.settings import EngineSettings
 from reprieve.bench.arms import make_arm, make_arms
-from reprieve.bench.config import RunConfig
+from reprieve.bench.engine import RunConfig
 from reprieve.bench.results import summarise
 from reprieve.bench.settings import RunSettings
 from reprieve.errors import ReprieveError, SpecError

@@ -6,7 +6,7 @@ import torch
 
 from reprieve.backends.local import LocalEngine
 from reprieve.bench.arms import make_arms
-from reprieve.bench.config import RunConfig
+from reprieve.bench.engine import RunConfig
 from reprieve.bench.runner import Runner
 from reprieve.heads.folds import FoldedHead, fold_folder, fold_of, write_folds
 from tests.bench.toys import settings

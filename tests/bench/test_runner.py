@@ -12,7 +12,7 @@ import pytest
 
 from reprieve.backends.local import LocalEngine
 from reprieve.bench.arms import make_arms
-from reprieve.bench.config import RunConfig
+from reprieve.bench.engine import RunConfig
 from reprieve.bench.figures import draw_frontier
 from reprieve.bench.records import RecordFile
 from reprieve.bench.report import write_report

@@ -8,7 +8,7 @@ import pytest
 
 from reprieve.backends.local import LocalEngine
 from reprieve.bench.arms import make_arms
-from reprieve.bench.config import RunConfig
+from reprieve.bench.engine import RunConfig
 from reprieve.bench.runner import run_arms
 from reprieve.bench.settings import VerdictSettings
 from reprieve.bench.verdicts import judge_run

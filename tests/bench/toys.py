@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from reprieve.backends.local import LocalEngine
-from reprieve.bench.config import RunConfig
+from reprieve.bench.engine import RunConfig
 from reprieve.bench.runner import run_arms
 from reprieve.bench.settings import RunSettings
 from reprieve.tasks import TaskProblem

@@ -9,7 +9,7 @@ import pytest
 
 from reprieve.backends.local import LocalEngine
 from reprieve.bench.arms import make_arms
-from reprieve.bench.config import RunConfig
+from reprieve.bench.engine import RunConfig
 from reprieve.bench.results import summarise
 from reprieve.certify.monitor import MonitorCheck, QualityMonitor, ServedAnswer, watch
 from reprieve.errors import SpecError

@@ -9,7 +9,7 @@ import pytest
 
 from reprieve.backends.local import LocalEngine
 from reprieve.bench.arms import make_arms
-from reprieve.bench.config import RunConfig
+from reprieve.bench.engine import RunConfig
 from reprieve.bench.records import claim_run
 from reprieve.bench.runner import Runner
 from reprieve.certify.procedure import Plan, certify

@@ -15,7 +15,7 @@ from reprieve.backends.making import make_engine
 from reprieve.backends.settings import EngineSettings
 from reprieve.backends.throughput import measure_throughput
 from reprieve.bench.arms import make_arms
-from reprieve.bench.config import RunConfig
+from reprieve.bench.engine import RunConfig
 from reprieve.bench.records import RecordFile
 from reprieve.bench.results import summarise
 from reprieve.bench.runner import run_arms

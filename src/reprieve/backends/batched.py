@@ -9,8 +9,7 @@ from reprieve.backends.concurrency import iterate, require_arm_fits, results_of
 from reprieve.backends.settings import SERVED_DRAFT_TOKENS, BatchedSettings
 from reprieve.bench.answering import Answerer, reply_of
 from reprieve.bench.arms import Arm
-from reprieve.bench.config import RunConfig
-from reprieve.bench.engine import EngineFacts, Job
+from reprieve.bench.engine import EngineFacts, Job, RunConfig
 from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.drafters import DRAFTERS
 from reprieve.engine import DRAFT_ONLY, Pair, SamplingParams

@@ -8,8 +8,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from reprieve.bench.arms import Arm
-from reprieve.bench.config import RunConfig
-from reprieve.bench.engine import Engine
+from reprieve.bench.engine import Engine, RunConfig
 from reprieve.heads.loading import require_heads_fit
 
 T = TypeVar("T")

@@ -11,8 +11,7 @@ from functools import partial
 
 from reprieve.bench.answering import Answerer, reply_of
 from reprieve.bench.arms import Arm
-from reprieve.bench.config import RunConfig
-from reprieve.bench.engine import EngineFacts, Job
+from reprieve.bench.engine import EngineFacts, Job, RunConfig
 from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.drafters import DRAFTERS
 from reprieve.engine import DRAFT_ONLY, FoldedDecoder, Pair, SamplingParams, load_pair

@@ -15,8 +15,7 @@ from reprieve.backends.running import Running
 from reprieve.backends.settings import SERVED_DRAFT_TOKENS
 from reprieve.bench.answering import Answerer
 from reprieve.bench.arms import Arm
-from reprieve.bench.config import RunConfig
-from reprieve.bench.engine import EngineFacts, Job
+from reprieve.bench.engine import EngineFacts, Job, RunConfig
 from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.drafters import DRAFTERS
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, SamplingParams

@@ -14,7 +14,7 @@ import numpy as np
 from reprieve.backends.client import Completion
 from reprieve.backends.served import ServedEngine
 from reprieve.bench.arms import LOSSLESS, Arm
-from reprieve.bench.config import RunConfig
+from reprieve.bench.engine import RunConfig
 from reprieve.bench.results import lossless_for
 from reprieve.bench.settings import SpeedSettings
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from reprieve.bench.arms import LOSSLESS, Arm
-from reprieve.bench.config import RunConfig
+from reprieve.bench.engine import RunConfig
 from reprieve.bench.records import COUNTS, ProblemRecord, totals
 from reprieve.bench.runner import Run
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY

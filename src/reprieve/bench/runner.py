@@ -17,8 +17,7 @@ import torch
 
 import reprieve
 from reprieve.bench.arms import Arm
-from reprieve.bench.config import RunConfig
-from reprieve.bench.engine import Engine, Job
+from reprieve.bench.engine import Engine, Job, RunConfig
 from reprieve.bench.records import ProblemRecord, RecordFile, claim_run
 from reprieve.errors import EngineError, ReprieveError, SpecError
 from reprieve.heads.loading import name_problems, seen_problems

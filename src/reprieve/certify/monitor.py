@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reprieve.bench.arms import Arm
-from reprieve.bench.config import RunConfig
-from reprieve.bench.engine import Engine, Job
+from reprieve.bench.engine import Engine, Job, RunConfig
 from reprieve.bench.records import ProblemRecord
 from reprieve.certify.bounds import ConfidenceSequence
 from reprieve.engine import SamplingParams, SpeculativeDecoder

@@ -13,8 +13,7 @@ import numpy as np
 
 from reprieve.backends.settings import LOCAL
 from reprieve.bench.arms import LOSSLESS, RERUN, Arm, make_arm
-from reprieve.bench.config import RunConfig
-from reprieve.bench.engine import Engine
+from reprieve.bench.engine import Engine, RunConfig
 from reprieve.bench.results import column, common_rows
 from reprieve.bench.runner import Runner, environment
 from reprieve.bench.settings import RunSettings

@@ -152,7 +152,7 @@ def compare(
     Raises:
         SpecError: speed under load is requested from an engine that is not a server.
     """
-    from reprieve.bench.config import RunConfig
+    from reprieve.bench.engine import RunConfig
     from reprieve.bench.results import summarise
     from reprieve.bench.runner import run_arms
     from reprieve.engine import DRAFT_ONLY, TARGET_ONLY

@@ -93,7 +93,7 @@ class Monitor(Command):
 
     def run(self) -> int:
         from reprieve.bench.arms import LOSSLESS, make_arm
-        from reprieve.bench.config import RunConfig
+        from reprieve.bench.engine import RunConfig
         from reprieve.certify.monitor import MonitorStatus, watch
 
         [k] = self.answering.draft_tokens(self.num_draft_tokens)

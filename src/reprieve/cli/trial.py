@@ -65,8 +65,7 @@ def try_answers(
         ReprieveError: an answer failed.
     """
     from reprieve.bench.arms import LOSSLESS, make_arm
-    from reprieve.bench.config import RunConfig
-    from reprieve.bench.engine import Job
+    from reprieve.bench.engine import Job, RunConfig
 
     arm = make_arm(LOSSLESS, num_draft_tokens, target=engine.facts.identity.target)
     config = RunConfig.of(engine, [arm], RunSettings(task=task_spec, split="train", limit=_NUM_TRIED, seed=seed))
