@@ -26,7 +26,7 @@ from reprieve.vllm_plugin.rounds import RoundRequest, WorkerRules
 
 
 class RunnerHooks(Protocol):
-    """What the sampler reads from the hooks on a model runner."""
+    """Hooks on a model runner, as the sampler uses them."""
 
     rules: WorkerRules
 
