@@ -245,4 +245,4 @@ def num_needed(promise: Promise, *, answer_length: float = 1.0, budget: int = 1)
     enough = 1
     while not proved(enough):
         enough *= 2
-    return bisect.bisect_left(range(enough), True, lo=enough // 2, key=proved)
+    return bisect.bisect_left(range(enough), True, lo=max(1, enough // 2), key=proved)

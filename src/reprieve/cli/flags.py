@@ -79,7 +79,7 @@ class Flag:
         if not isinstance(text, str):  # a list in a configuration file, for instance
             raise argparse.ArgumentTypeError(wanted)
         try:
-            value = _boolean(text) if self.kind is bool else self.kind(text)
+            value = {bool: _boolean, float: _number}.get(self.kind, self.kind)(text)
         except ValueError:
             raise argparse.ArgumentTypeError(wanted) from None
         if self.kind is Path and not text:
@@ -113,6 +113,11 @@ _KINDS: dict[Any, tuple[str, str]] = {  # words in errors, and the value's name 
 def _boolean(text: str) -> bool:
     """Return the meaning of `true` or `false` in a configuration file."""
     return ("false", "true").index(text.lower()) == 1
+
+
+def _number(text: str) -> float:
+    """Return a number; kept configurations hold YAML's `.inf` and `.nan`."""
+    return float(re.sub(r"\.(?=(inf|nan)$)", "", text))
 
 
 def flags_of(kind: type, *, default: Any = dataclasses.MISSING, group: str = "") -> Iterator[Flag]:
@@ -204,16 +209,17 @@ class _Parser(argparse.ArgumentParser):
         unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         if unknown:
             known = [name for name in self._option_string_actions if name.startswith("--")]
-            message = f"unknown flag {unknown[1]}{did_you_mean(unknown[1], known)}"
+            near = did_you_mean(unknown[1][2:], [name[2:] for name in known], prefix="--")
+            message = f"unknown flag {unknown[1]}{near}"
         elif message.endswith("expected one argument"):
             message += "; a value that begins with - is written --flag=-1"
         self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` lists the flags.\n")
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     """Return the end of an error message that suggests a similar name; empty if there is none."""
     near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
 def program_name(command: str) -> str:

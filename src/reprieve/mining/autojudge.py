@@ -46,15 +46,16 @@ class AutoJudgeMiner:
         search = _Search(self, problem)
         original = await search.complete([])
         reference = self.responses.answer(original)
+        usable = reference is not None if self.judge is None else bool(reference)
         running = original
         mismatches: list[Mismatch] = []
-        if reference and self.settings.variant == "search":
+        if usable and self.settings.variant == "search":
             running, mismatches = await search.jointly(original, reference)
-        elif reference:
+        elif usable:
             mismatches = await search.each_alone(original, reference)
         return ProblemLabels(
             problem_id=problem.problem_id,
-            status=MINED if reference else NO_ANSWER,
+            status=MINED if usable else NO_ANSWER,
             prompt_ids=tuple(search.texts.prompt_ids),
             target_ids=tuple(original),
             response_ids=tuple(running),

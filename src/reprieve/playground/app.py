@@ -49,7 +49,6 @@ class UnknownModelError(RequestError):
 _ANSWERS: dict[type[Exception], tuple[int, str]] = {
     UnknownModelError: (404, "not_found_error"),
     SpecError: (400, "invalid_request_error"),
-    ContextOverflowError: (400, "invalid_request_error"),
     QueueFullError: (429, "rate_limit_error"),
     StoppedError: (503, "service_unavailable_error"),
     TimedOut: (504, "timeout_error"),
@@ -285,6 +284,8 @@ def _error_of(error: Exception) -> tuple[int, dict[str, Any]]:
     if isinstance(error, HTTPException):
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
         return error.status_code, error_body(str(error.detail), kind=kind, code=error.status_code)
+    if isinstance(error, ContextOverflowError):
+        return 400, error_body(str(error), kind="invalid_request_error", param="max_tokens", code="context_length")
     for class_, (status, kind) in _ANSWERS.items():
         if isinstance(error, class_):
             code = "model_not_found" if class_ is UnknownModelError else status

@@ -156,8 +156,9 @@ class TableTask(FileTask):
         try:
             rows = list(datasets.load_dataset(name, configuration and configuration.format(**vars(self)), split=split))
         except Exception as error:  # no network, no such data set: the hub has many ways to say it
+            file = f"{self.name}_{{split}}.jsonl" if len(self.hub[2]) > 1 else "FILE.jsonl"
             raise ReprieveError(
-                f"task {self.name} could not be loaded from the hub ({error}); give a file: {self.name}:path=FILE.jsonl"
+                f"task {self.name} could not be loaded from the hub ({error}); give a file: {self.name}:path={file}"
             ) from None
         return [(row, f"{name}, row {number}") for number, row in enumerate(rows)]
 
