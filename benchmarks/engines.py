@@ -33,7 +33,7 @@ from reprieve.bench.engine import Engine, RunConfig
 from reprieve.bench.records import ProblemRecord
 from reprieve.bench.runner import Runner
 from reprieve.bench.settings import RunSettings, SpeedSettings
-from reprieve.mining.recipes import build
+from reprieve.mining.building import build
 from reprieve.mining.runner import mine_problems
 from reprieve.mining.settings import AutoJudgeMining, MiningSettings, PivotMining
 from reprieve.mining.store import LabelStore

@@ -36,7 +36,7 @@ GROUPS = {
     "files: JSON, gzip, pipes": ("tests/test_files.py", "not options and not command"),
     "command line": ("tests/test_files.py tests/cli/test_main.py tests/cli/test_flags.py", "options or line or usage"),
     "label store": ("tests/mining/test_store.py", ""),
-    "server": ("tests/playground tests/engine/test_text_stream.py", ""),
+    "server": ("tests/playground tests/engine/test_text.py", ""),
 }  # fmt: skip
 PAIR = ["--target", "reprieve/miniature"]
 LABELS = ["mine", "autojudge", *PAIR, "--limit", "6", "--in-flight", "2", "--dtype", "float32"]

@@ -18,7 +18,7 @@ import torch
 import reprieve
 from arms import labels_of, over, part, run, task_of, whole, write_parts
 from reprieve.engine import Pair
-from reprieve.mining.recipes import build
+from reprieve.mining.building import build
 from reprieve.mining.runner import mine_problems
 from reprieve.mining.settings import AutoJudgeMining
 from reprieve.mining.show import summarise

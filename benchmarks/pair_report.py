@@ -30,7 +30,7 @@ from reprieve.bundles import bundle_of
 from reprieve.engine import Pair
 from reprieve.errors import ReprieveError
 from reprieve.files import read_json, replace_file
-from reprieve.mining.recipes import build
+from reprieve.mining.building import build
 from reprieve.mining.runner import mine_problems
 from reprieve.mining.settings import AutoJudgeMining
 from reprieve.mining.store import LabelStore, ProblemLabels

@@ -15,7 +15,7 @@ from reprieve.cli.bench import Bench
 from reprieve.cli.certify import Certify
 from reprieve.cli.command import Command, Pipeline
 from reprieve.cli.main import run_command
-from reprieve.cli.publish import Report
+from reprieve.cli.report import Report
 from reprieve.files import read_json
 from reprieve.heads.loading import attach_heads
 from reprieve.rules import parse_rule

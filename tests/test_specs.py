@@ -13,7 +13,8 @@ from reprieve.errors import SpecError
 from reprieve.rules import parse_rule
 from reprieve.rules.compose import AllOf, AnyOf, InsideSpan, StrictFirst
 from reprieve.rules.fuzzy import FuzzyRule
-from reprieve.rules.margin import FloorRule, MarginRule, TopKRule
+from reprieve.rules.margin import FloorRule, MarginRule
+from reprieve.rules.top_k import TopKRule
 from reprieve.rules.typical import TypicalRule
 from reprieve.specs import construct, format_spec, parse_spec, split
 

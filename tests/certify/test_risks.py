@@ -85,6 +85,10 @@ def test_bounds_out_of_range_and_missing_lengths_are_refused():
         paired_test(PROMISE, np.ones(3), np.ones(3))
 
 
+def test_one_problem_can_be_enough():
+    assert num_needed(Promise(0.99, confidence=0.5)) == 1
+
+
 def test_more_problems_are_needed_the_further_answers_lie_below_their_budget():
     needed = [num_needed(PROMISE, answer_length=200, budget=budget) for budget in (256, 512, 2048)]
     assert needed == sorted(needed) and needed[0] >= num_needed(Promise(0.03))

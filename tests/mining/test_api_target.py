@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from reprieve.errors import SpecError
-from reprieve.mining.recipes import build
+from reprieve.mining.building import build
 from reprieve.mining.settings import AutoJudgeMining
 from reprieve.mining.target import ApiTarget, ResponseFormat, TokenizationError
 from reprieve.models.batch_decoder import Session

@@ -13,8 +13,8 @@ from reprieve.cli.main import main
 from reprieve.drafters.eagle3 import EagleSettings
 from reprieve.engine import load_pair
 from reprieve.errors import SpecError
+from reprieve.mining.building import build
 from reprieve.mining.draft import BatchedDraft, DraftReader, EagleModel
-from reprieve.mining.recipes import build
 from reprieve.mining.settings import AutoJudgeMining, PivotMining
 from reprieve.mining.store import MINED, NO_ANSWER, LabelStore
 from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from reprieve.errors import SpecError
+from reprieve.mining.building import build
 from reprieve.mining.pivot import (
     NO_VERDICT,
     UNSOUND,
@@ -19,7 +20,6 @@ from reprieve.mining.pivot import (
     median_length,
     model_soundness,
 )
-from reprieve.mining.recipes import build
 from reprieve.mining.settings import PivotMining
 from reprieve.mining.target import Target
 from reprieve.models.cached_model import CachedModel

@@ -13,7 +13,7 @@ import reprieve
 from reprieve.backends.settings import EngineSettings
 from reprieve.cli.main import main
 from reprieve.errors import EngineError, SpecError
-from reprieve.mining.recipes import build
+from reprieve.mining.building import build
 from reprieve.mining.runner import mine_problems
 from reprieve.mining.settings import AutoJudgeMining, PivotMining, TraceMining
 from reprieve.mining.store import LabelStore

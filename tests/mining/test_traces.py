@@ -11,7 +11,7 @@ from recipes.arbiter.rollouts import RolloutJob, RolloutMaker, RolloutSettings
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.heads.settings import ArbiterShape
-from reprieve.mining.recipes import build
+from reprieve.mining.building import build
 from reprieve.mining.settings import TraceMining
 from reprieve.mining.store import LabelStore
 from reprieve.mining.target import ResponseFormat

@@ -8,7 +8,7 @@ import torch
 
 from reprieve.rules import RiskBudget, Traits, accept, parse_rule
 from reprieve.rules.lossless import GreedyCheck, block_verification
-from reprieve.rules.margin import TopKRule
+from reprieve.rules.top_k import TopKRule
 from reprieve.types import ROOT, Block, Evidence, Provenance
 
 M, R = Provenance.MATCHED, Provenance.RESCUED

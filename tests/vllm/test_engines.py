@@ -23,7 +23,7 @@ from reprieve.bench.settings import RunSettings, SpeedSettings
 from reprieve.errors import EngineError
 from reprieve.heads.certificates import Certificate
 from reprieve.heads.files import find_head
-from reprieve.mining.recipes import build
+from reprieve.mining.building import build
 from reprieve.mining.runner import mine_problems
 from reprieve.mining.settings import AutoJudgeMining, PivotMining, TraceMining
 from reprieve.mining.store import LabelStore

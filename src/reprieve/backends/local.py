@@ -15,7 +15,7 @@ from reprieve.bench.engine import EngineFacts, Job, RunConfig
 from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.drafters import DRAFTERS
 from reprieve.engine import DRAFT_ONLY, FoldedDecoder, Pair, SamplingParams, load_pair
-from reprieve.engine.pair import start_worker
+from reprieve.engine.processes import start_worker
 from reprieve.errors import EngineError, require_whole
 from reprieve.settings import NumDraftTokens, PromptSettings
 from reprieve.tasks import Task, TaskProblem, load_task

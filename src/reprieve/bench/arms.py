@@ -18,7 +18,7 @@ from reprieve.heads.folds import FoldedHead
 from reprieve.heads.length import fitting_length
 from reprieve.heads.loading import attach_heads
 from reprieve.rules import Rule, parse_rule
-from reprieve.rules.accept import require_truncation
+from reprieve.rules.truncation import require_truncation
 from reprieve.settings import AUTO, NumDraftTokens, named_length, read_draft_tokens, require_draft_tokens
 from reprieve.specs import parse_parameters, split
 

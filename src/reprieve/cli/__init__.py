@@ -1,1 +1,1 @@
-"""The command line: one thin file per verb, each imported only when it is called."""
+"""The command line: thin classes of flags, each imported only when it is called."""

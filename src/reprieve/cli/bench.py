@@ -68,7 +68,7 @@ class Bench(Command):
         arms = make_arms(self.arm, self.answering.draft_tokens(*self.num_draft_tokens), target=self.pair.target)
         chat = None
         if self.verdicts.judge is not None:  # a judge that cannot be used fails before anything is measured
-            from reprieve.mining.recipes import make_chat
+            from reprieve.mining.building import make_chat
 
             require_choice("baseline", self.verdicts.baseline, tuple(arm.label for arm in arms))
             chat = make_chat(self.verdicts.judge)

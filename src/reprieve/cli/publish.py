@@ -1,4 +1,4 @@
-"""`reprieve report` and `reprieve publish`: results as one page, and a head with them on the Hugging Face Hub."""
+"""`reprieve publish`: a head with its certificates and report, on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -7,33 +7,6 @@ from pathlib import Path
 
 from reprieve.cli import screen
 from reprieve.cli.command import Command
-
-
-@dataclass(frozen=True)
-class Report(Command):
-    """Write one self-contained HTML page: frontier, table, certificates, examples, commands.
-
-    Args:
-        folders: Result folders of bench or certify.
-        title: Title of the page.
-        num_examples: Number of answers shown side by side for each run.
-        out: The HTML file.
-    """
-
-    verb = "report"
-    example = "reprieve report runs/bench --out report.html"
-
-    folders: tuple[Path, ...] = field(metadata={"positional": True})
-    title: str = ""
-    num_examples: int = 4
-    out: Path = Path("report.html")
-
-    def run(self) -> int:
-        from reprieve.bench.report import write_report
-
-        path = write_report(self.folders, self.out, title=self.title, num_examples=self.num_examples)
-        screen.say(f"report: {path} ({path.stat().st_size / 1024:.0f} KiB, opens in any browser)")
-        return 0
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from reprieve.cli import screen
 from reprieve.cli.bench import Bench
 from reprieve.cli.certify import Certify
 from reprieve.cli.command import Command, Pipeline
-from reprieve.cli.labels import MineAutoJudge
-from reprieve.cli.publish import Report
+from reprieve.cli.mine import MineAutoJudge
+from reprieve.cli.report import Report
 from reprieve.cli.train import TrainJudge
 from reprieve.cli.trial import Trial, try_answers
 from reprieve.errors import (

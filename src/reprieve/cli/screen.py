@@ -182,7 +182,7 @@ def load(pair: PairSettings, *, decodes: bool = True) -> Pair:
         decodes: see `engine.pair.load_configured`.
     """
     quiet_transformers()
-    from reprieve.engine.pair import load_configured
+    from reprieve.engine.processes import load_configured
 
     return load_configured(pair, warn, decodes=decodes)
 

@@ -46,16 +46,17 @@ class AutoJudgeMiner:
         search = _Search(self, problem)
         original = await search.complete([])
         reference = self.responses.answer(original)
-        usable = reference is not None if self.judge is None else bool(reference)
-        running = original
+        running, status = original, NO_ANSWER
         mismatches: list[Mismatch] = []
-        if usable and self.settings.variant == "search":
-            running, mismatches = await search.jointly(original, reference)
-        elif usable:
-            mismatches = await search.each_alone(original, reference)
+        if reference or (reference is not None and self.judge is None):  # a judge cannot compare with an empty text
+            status = MINED
+            if self.settings.variant == "search":
+                running, mismatches = await search.jointly(original, reference)
+            else:
+                mismatches = await search.each_alone(original, reference)
         return ProblemLabels(
             problem_id=problem.problem_id,
-            status=MINED if usable else NO_ANSWER,
+            status=status,
             prompt_ids=tuple(search.texts.prompt_ids),
             target_ids=tuple(original),
             response_ids=tuple(running),

@@ -13,9 +13,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from reprieve.engine.pair import start_worker
+from reprieve.engine.processes import start_worker
 from reprieve.errors import EngineError, ReprieveError, require_whole
-from reprieve.mining.recipes import Miner, build
+from reprieve.mining.building import Miner, build
 from reprieve.mining.settings import MiningSettings
 from reprieve.mining.store import LabelStore, ProblemLabels
 from reprieve.tasks import TaskProblem

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from reprieve.rules.accept import truncated_tokens
+from reprieve.rules.truncation import truncated_tokens
 from reprieve.settings import SamplingParams
 
 DRAWS_VERSION = 2  # label stores sampled with another version cannot be resumed

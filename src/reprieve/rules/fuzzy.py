@@ -1,4 +1,4 @@
-"""Fuzzy speculative decoding (FSD): accept where draft and target distributions are close, or at random (ablation)."""
+"""Fuzzy speculative decoding (FSD): accept where draft and target distributions are close."""
 
 from __future__ import annotations
 
@@ -123,30 +123,3 @@ class FuzzyRule(Rule):
         """
         adds_up = self.divergence == "tv" or (self.divergence == "kl" and self.form == "released")
         return num_drafted * self.threshold if adds_up and self.k is None else None
-
-
-@register_rule
-@dataclass(frozen=True)
-class RandomRule(Rule):
-    """Accept each drafted token with probability `rate`, independent of the models (FSD, appendix D).
-
-    FSD's ablation: the control that an informed rule has to beat. It replaces the lossless check; after a refusal the
-    next token is sampled from the target's distribution.
-
-    Relaxed: no bound on the output distribution.
-    """
-
-    name = "random"
-    own_dial = Dial("rate", strictest=0.0, stops=(0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9))
-    own_traits = Traits(needs=frozenset({Need.NOISE}), replaces=True)
-    about = About("FSD's ablation, appendix D", study=("random:rate=0.8",))
-
-    rate: float = 0.5
-
-    def __post_init__(self) -> None:
-        require_range("rate", self.rate, 0.0, 1.0)
-
-    def risk(self, evidence: Evidence) -> Tensor:
-        """Return 1 - noise, in (0, 1], so that rate 0 accepts nothing and rate 1 everything."""
-        assert evidence.noise is not None, "the engine draws noise for rules that need it"
-        return 1.0 - evidence.noise

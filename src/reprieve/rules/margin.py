@@ -1,4 +1,4 @@
-"""Rules on how likely the target finds a token, alone or against its best one: rank, margin, ratio, floor, lenience."""
+"""Rules on the gap to the target's best token: margin, ratio, and a probability floor."""
 
 from __future__ import annotations
 
@@ -34,37 +34,6 @@ def _nats_below(share: float) -> float:
     if share >= 1.0:
         return -1.0
     return -math.log(share) if share > 0 else math.inf
-
-
-@register_rule
-@dataclass(frozen=True)
-class TopKRule(Rule):
-    """Accept a drafted token among the target's k most likely (AutoJudge, arXiv 2504.20039, section 4.1).
-
-    Relaxed: no bound on how improbable the k-th token is. k = 1 is greedy matching.
-    """
-
-    name = "top_k"
-    own_dial = Dial("k", strictest=1, stops=(1, 2, 3, 4, 6, 8, 16, 32, 64))
-    own_traits = Traits(truncates=True)
-    about = About(
-        "baseline of Judge Decoding 2501.19309 and AutoJudge 2504.20039 (section 4.1)",
-        study=("top_k:k=2", "top_k:k=4"),
-    )
-
-    k: int = 2
-
-    def __post_init__(self) -> None:
-        require_counts(self, "k")
-
-    @property
-    def threshold(self) -> float:
-        # Rank 1 is the greedy choice. When sampling, accepting it would be a relaxation, so k = 1 rescues nothing.
-        return float(self.k) if self.k > 1 else 0.0
-
-    def risk(self, evidence: Evidence) -> Tensor:
-        """Return the rank under the target, [...]; 1 for the most likely."""
-        return token_rank(evidence.scores, evidence.token_ids).float()
 
 
 @register_rule
@@ -169,36 +138,3 @@ class FloorRule(Rule):
     def risk(self, evidence: Evidence) -> Tensor:
         """Return -log p(token) in nats, [...]."""
         return -evidence.token_log_probs
-
-
-@register_rule
-@dataclass(frozen=True)
-class LenienceRule(Rule):
-    """Accept with probability min(1, target / (lenience * draft)); greedy: p(token) >= lenience * p(best).
-
-    Args:
-        lenience: in (0, 1]; 1 is lossless.
-
-    Relaxed: a token's output probability can exceed the target's by at most 1 / lenience.
-    A rejected token is replaced from the lossless residual.
-    """
-
-    name = "lenience"
-    own_dial = Dial("lenience", strictest=1.0, stops=(1.0, 0.8, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01))
-    about = About("Leviathan et al. 2211.17192, appendix", study=("lenience:lenience=0.3",))
-
-    lenience: float = 0.5
-
-    def __post_init__(self) -> None:
-        require_range("lenience", self.lenience, 0.0, 1.0, low_open=True)
-
-    @property
-    def threshold(self) -> float:
-        return -math.log(self.lenience) if self.lenience < 1.0 else -math.inf
-
-    def risk(self, evidence: Evidence) -> Tensor:
-        """Return log(uniform * draft / target) when sampling, log(p(best) / p(token)) when greedy; nats, [...]."""
-        if evidence.uniforms is None:
-            return margin_risk(evidence.scores, evidence.token_ids)
-        proposed = evidence.uniforms if evidence.proposal_probs is None else evidence.uniforms * evidence.proposal_probs
-        return proposed.log() - evidence.token_log_probs

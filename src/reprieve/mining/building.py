@@ -17,7 +17,7 @@ from reprieve.bench.runner import no_problems
 from reprieve.drafters import DRAFTERS
 from reprieve.drafters.eagle3 import EagleSettings
 from reprieve.engine import Pair
-from reprieve.engine.pair import load_configured
+from reprieve.engine.processes import load_configured
 from reprieve.errors import SpecError
 from reprieve.heads.binding import PairIdentity
 from reprieve.mining.autojudge import AutoJudgeMiner

@@ -1,0 +1,106 @@
+"""`reprieve mine autojudge|pivot|arbitration`: labelled mismatches into a store."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reprieve.cli import screen
+from reprieve.cli.command import Command
+from reprieve.errors import SpecError, require_whole
+from reprieve.mining.settings import AutoJudgeMining, MiningSettings, PivotMining, TraceMining
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True)
+class Mine(Command):
+    """Label mismatches.
+
+    Args:
+        num_workers: Number of processes; each loads the pair.
+        out: Label store; run again with it to resume.
+    """
+
+    settings: MiningSettings
+    num_workers: int = 1
+    out: Path = Path("runs/labels")
+
+    def run(self) -> int:
+        require_whole("workers", self.num_workers, 1, 1024)
+        if not self.settings.answering.local and self.num_workers != 1:
+            raise SpecError(
+                f"workers must be 1 on servers, got {self.num_workers}; --in-flight sets how many problems run at once"
+            )
+        screen.quiet_transformers()
+        from reprieve.mining.building import build
+        from reprieve.mining.runner import mine_in_processes, mine_problems
+        from reprieve.mining.show import summarise
+        from reprieve.mining.store import LabelStore
+
+        with screen.progress("mining", "problems") as progress:
+            if self.num_workers == 1:
+                with contextlib.closing(build(self.settings, announce=screen.warn)) as bench:
+                    store = LabelStore(self.out, bench.manifest)
+                    self.keep_config(self.out)
+                    in_flight = self.settings.in_flight
+                    report = mine_problems(
+                        bench.miner, bench.problems, store, num_in_flight=in_flight, progress=progress
+                    )
+            else:
+                report = mine_in_processes(self.settings, self.out, num_workers=self.num_workers, progress=progress)
+                store = LabelStore(self.out)
+                self.keep_config(self.out)
+        report.require_some()
+        summary = summarise(store.problems(), store.manifest.get("max_new_tokens"))
+        screen.say(summary.sentence())
+        if summary.num_cut_off:
+            length = store.manifest["max_new_tokens"]
+            loud = summary.num_cut_off > screen.MOST_CUT_OFF * summary.num_problems
+            screen.warn(
+                f"{'RESPONSES CUT OFF: ' if loud else ''}{summary.num_cut_off} of {summary.num_problems} responses "
+                f"ended at {length} tokens, without their answer: raise --max-new-tokens"
+            )
+        screen.say(
+            f"labels: {self.out}   mined now: {report.num_mined}, there before: {report.num_skipped}, "
+            f"failed: {len(report.errors)}"
+        )
+        if report.interrupted:
+            screen.warn("interrupted: finished problems are kept; run again to go on")
+            return 130
+        return 1 if report.errors else 0
+
+
+@dataclass(frozen=True)
+class MineAutoJudge(Mine):
+    """Find the mismatches that change the answer (AutoJudge, Algorithm 1)."""
+
+    verb = "mine autojudge"
+    example = "reprieve mine autojudge --limit 200 --out runs/labels"
+
+    settings: AutoJudgeMining = field(default_factory=AutoJudgeMining)
+
+
+@dataclass(frozen=True)
+class MinePivot(Mine):
+    """Label the tokens that speculative sampling rejects by rollouts (PAD, Algorithm 1)."""
+
+    verb = "mine pivot"
+    example = "reprieve mine pivot --limit 200 --out runs/pivots"
+
+    settings: PivotMining = field(default_factory=PivotMining)
+    out: Path = Path("runs/pivots")
+
+
+@dataclass(frozen=True)
+class MineArbitration(Mine):
+    """Trace plain speculative rounds and label which side of each mismatch ends better (CoSpec, appendix C.1)."""
+
+    verb = "mine arbitration"
+    example = "reprieve mine arbitration --limit 200 --out runs/traces"
+
+    settings: TraceMining = field(default_factory=TraceMining)
+    out: Path = Path("runs/traces")
