@@ -7,7 +7,7 @@ from reprieve.engine import processes
 from reprieve.errors import SpecError
 from reprieve.models.cached_model import forward_seconds
 from reprieve.settings import PairSettings
-from tests.kit.processes import ARITHMETIC
+from tests.kit.pairs import ARITHMETIC
 
 
 @pytest.fixture(autouse=True)
