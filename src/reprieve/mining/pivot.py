@@ -22,11 +22,10 @@ from reprieve.models.sampling import Draw, Sampler, UniformDraw
 from reprieve.rules.lossless import residual_probs, sampling_accepts
 from reprieve.settings import SamplingParams
 from reprieve.tasks import TaskProblem
-from reprieve.tasks.chat import Chat
+from reprieve.tasks.chat import Chat, ask_until
 
 SOUND, UNSOUND, NO_VERDICT, NOT_ASKED = "sound", "unsound", "no_verdict", ""
 SoundnessJudge = Callable[[str, str, str], Awaitable[str]]  # question, reference, correct response; to a verdict
-_NUM_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -218,11 +217,10 @@ async def model_soundness(chat: Chat, question: str, reference: str, response: s
         `sound`, `unsound` or `no_verdict`.
     """
     prompt = _PROMPT.format(question=question, reference=reference, response=response)
-    for attempt in range(_NUM_TRIES):
-        flawed = parse_verdict(await chat.ask(prompt, attempt=attempt))
-        if flawed is not None:
-            return UNSOUND if flawed else SOUND
-    return NO_VERDICT
+    flawed = await ask_until(chat, prompt, parse_verdict)
+    if flawed is None:
+        return NO_VERDICT
+    return UNSOUND if flawed else SOUND
 
 
 def parse_verdict(reply: str) -> bool | None:

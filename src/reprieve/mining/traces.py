@@ -18,12 +18,11 @@ from reprieve.mining.settings import TraceMining
 from reprieve.mining.store import MINED, Mismatch, ProblemLabels, TracedRound
 from reprieve.mining.target import Continuations, ResponseFormat, Target, gather_all
 from reprieve.tasks import TaskProblem
-from reprieve.tasks.chat import Chat
+from reprieve.tasks.chat import Chat, ask_until
 from reprieve.types import Generation
 
 _SCORES = re.compile(r"\[\[\s*A\s*:\s*(\d+(?:\.\d+)?)\s*,\s*B\s*:\s*(\d+(?:\.\d+)?)\s*\]\]")
 _HIGHEST = 10.0
-_NUM_TRIES = 3
 LABELS_VERSION = 2  # version 1 graded some sampled mismatches by other texts; versions do not mix
 _PROMPT = """\
 A solution to the request below is being written. It can go on in one of two ways. Say for each how likely it is to
@@ -222,9 +221,12 @@ async def score_branches(
         Utilities of the draft's and the target's candidate, 0 to 1; None if no reply holds scores.
     """
     prompt = _PROMPT.format(question=question, written=written, draft=draft, target=target)
-    for attempt in range(_NUM_TRIES):
-        scores = _SCORES.findall(await chat.ask(prompt, attempt=attempt))
-        if scores and all(float(score) <= _HIGHEST for score in scores[-1]):
-            draft_score, target_score = map(float, scores[-1])
-            return draft_score / _HIGHEST, target_score / _HIGHEST
-    return None
+    return await ask_until(chat, prompt, _utilities)
+
+
+def _utilities(reply: str) -> tuple[float, float] | None:
+    scores = _SCORES.findall(reply)
+    if not scores or any(float(score) > _HIGHEST for score in scores[-1]):
+        return None
+    draft_score, target_score = map(float, scores[-1])
+    return draft_score / _HIGHEST, target_score / _HIGHEST

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 from reprieve.errors import ReprieveError, SpecError, import_extra
+
+T = TypeVar("T")
 
 
 class Chat(Protocol):
@@ -91,8 +94,25 @@ async def ask_verdict(
         num_tries: maximum number of requests until a reply contains a verdict.
     """
     prompt = _PROMPT.format(question=question, running=first, changed=second)
+
+    def last_verdict(reply: str) -> str | None:
+        verdicts: list[str] = _VERDICT.findall(reply)
+        return verdicts[-1] if verdicts else None
+
+    return await ask_until(chat, prompt, last_verdict, number=number, num_tries=num_tries)
+
+
+async def ask_until(
+    chat: Chat, prompt: str, parse: Callable[[str], T | None], *, number: int = 0, num_tries: int = 3
+) -> T | None:
+    """Ask until a reply can be parsed, `num_tries` times at most; None if none can.
+
+    Args:
+        parse: returns None for a reply without a result.
+        number: index of the question; each index requests different replies.
+    """
     for attempt in range(num_tries):
-        replies = _VERDICT.findall(await chat.ask(prompt, attempt=number * num_tries + attempt))
-        if replies:
-            return str(replies[-1])
+        result = parse(await chat.ask(prompt, attempt=number * num_tries + attempt))
+        if result is not None:
+            return result
     return None
