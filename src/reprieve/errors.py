@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import shlex
+from collections.abc import Iterable
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -97,3 +99,9 @@ def require_choice(name: str, value: object, choices: tuple[object, ...]) -> Non
     """
     if value not in choices:
         raise SpecError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
+
+
+def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """Return the end of an error message that suggests a similar name; empty if there is none."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {prefix}{near[0]}?" if near else ""

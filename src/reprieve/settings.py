@@ -7,14 +7,13 @@ No module with settings imports torch, so that `--help` answers at once. Setting
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral
 from typing import Any, Self
 
 from reprieve.bundles import BUNDLES, DEFAULT, Bundle
-from reprieve.errors import SpecError, require_choice, require_range, require_whole
+from reprieve.errors import SpecError, did_you_mean, require_choice, require_range, require_whole
 
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1000  # texts that end an answer, and their characters
 MAX_PROBLEMS = 10_000_000  # of a run
@@ -250,8 +249,8 @@ class SamplingParams(SamplingSettings):
         known = {field.name for field in dataclasses.fields(cls)}
         for name in names:
             if name not in known:
-                near = _ELSEWHERE.get(name) or next(iter(difflib.get_close_matches(name, known)), None)
-                raise SpecError(f"no sampling parameter {name!r}" + (f"; did you mean {near}?" if near else ""))
+                guess = f"; did you mean {_ELSEWHERE[name]}?" if name in _ELSEWHERE else did_you_mean(name, known)
+                raise SpecError(f"no sampling parameter {name!r}{guess}")
 
     def for_problem(self, number: int, trial: int = 0) -> SamplingParams:
         """Return a copy with a separate seed for the `number`th problem of a task and one trial of it."""

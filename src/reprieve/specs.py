@@ -11,7 +11,6 @@ the class.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import pkgutil
 import types
@@ -22,7 +21,7 @@ from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
-from reprieve.errors import ReprieveError, SpecError
+from reprieve.errors import ReprieveError, SpecError, did_you_mean
 
 _ARTICLE = {int: "a whole number", float: "a number", str: "a text"}
 T = TypeVar("T")
@@ -197,8 +196,7 @@ class Registry(Generic[T]):
         if name not in self._classes and name in self._plugins:
             self._import_plugin(self._plugins[name])
         if name not in self._classes:
-            close = difflib.get_close_matches(name, self.names(), n=1)
-            guess = f"; did you mean {close[0]}?" if close else ""
+            guess = did_you_mean(name, self.names())
             raise SpecError(f"{self.what} must be one of {', '.join(self.names())}, got {name!r}{guess}")
         return self._classes[name]
 

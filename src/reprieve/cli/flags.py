@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import inspect
 import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from reprieve.bundles import bundle_of
-from reprieve.errors import ReprieveError, SpecError, require_choice
+from reprieve.errors import ReprieveError, SpecError, did_you_mean, require_choice
 from reprieve.files import read_file
 from reprieve.settings import BUNDLED_TASK, read_draft_tokens
 
@@ -214,12 +213,6 @@ class _Parser(argparse.ArgumentParser):
         elif message.endswith("expected one argument"):
             message += "; a value that begins with - is written --flag=-1"
         self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` lists the flags.\n")
-
-
-def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """Return the end of an error message that suggests a similar name; empty if there is none."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
 def program_name(command: str) -> str:

@@ -12,8 +12,8 @@ from typing import NoReturn
 
 import reprieve
 from reprieve.cli.command import Command
-from reprieve.cli.flags import did_you_mean, parse, program_name
-from reprieve.errors import ReprieveError
+from reprieve.cli.flags import parse, program_name
+from reprieve.errors import ReprieveError, did_you_mean
 
 # Every verb, its class, and what it is for: help is printed without importing any of them.
 COMMANDS: dict[str, tuple[str, str]] = {
