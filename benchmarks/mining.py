@@ -133,7 +133,7 @@ def guarantee(pair: Pair, task: Task, stores: dict[str, LabelStore]) -> dict:
         "draft's own answer differs",
         "of those, none important",
     ]
-    return part(head, rows, "brackets are 95% intervals that take tokens for independent.")
+    return part(head, rows, "brackets are 95% intervals that treat tokens as independent.")
 
 
 def _misses(task: Task, problems: list[ProblemLabels], answers: dict[str, str | None]) -> list[int]:

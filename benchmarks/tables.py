@@ -177,9 +177,9 @@ def rejections_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> s
         for name, of in found.items()
         if isinstance(of, dict)
     ]
-    head = ["compared by", "refused tokens, %", "places with one, %", "places with all, %"]
+    head = ["compared by", "harmless tokens, %", "positions with any, %", "positions with all, %"]
     note = (
-        f"{found['num_refused']} refused tokens at {found['num_places']} places of {found['num_problems']} "
+        f"{found['num_refused']} refused tokens at {found['num_places']} positions of {found['num_problems']} "
         f"{document['task']} problems, {document['split']}; brackets are 95% intervals."
     )
     return f"{grid(head, rows)}\n\n{note}\n`{document['command']}`"
@@ -217,7 +217,7 @@ def audits_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
         f"{document['audits'][0]['num_problems']} {document['task']} problems, {document['split']}, K = "
         f"{document['num_draft_tokens']}, `{document['drafter']}`, "
         f"temperature {document['sampling']['temperature']:g}; "
-        "brackets are 95% intervals that take tokens for independent."
+        "brackets are 95% intervals that treat tokens as independent."
     )
     head = ["rule", "tokens", "n", "mean JS, nats", "95% quantile", "JS <= U, %", "JS <= tau, %"]
     return f"{grid(head, rows)}\n\n{note}\n`{document['command']}`"
