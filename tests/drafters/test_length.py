@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from reprieve.drafters import DraftModelDrafter, EagleDrafter, EagleSettings, NgramDrafter
+from reprieve.drafters.draft_model import DraftModelSettings
 from reprieve.drafters.length import (
     AcceptanceLength,
     AcceptanceRates,
@@ -85,7 +86,7 @@ def test_a_heads_decision_by_hand():
 @pytest.mark.parametrize("exact", [False, True])
 def test_recent_acceptance_sets_the_length(exact):
     good, bad = (AcceptanceLength(0.1, exact=exact).start(None, 0.0) for _ in range(2))
-    for _ in range(12):
+    for _ in range(16):
         good.learn(good.begin(), good.begin())
         bad.learn(bad.begin(), 0)
     assert good.begin() > 16 and bad.begin() == 1
@@ -97,10 +98,10 @@ def test_recent_acceptance_sets_the_length(exact):
 
 def test_rates_are_per_position_and_unseen_positions_follow_the_one_before():
     rates = AcceptanceRates(4)
-    assert rates.rates() == pytest.approx([0.9] * 4)
+    assert rates.rates() == pytest.approx([0.95] * 4)
     for num_accepted in (0, 3, 3, 3):  # rejected at once, or not at all
         rates.learn(3, num_accepted)
-    first = (3 + 8 * 0.9) / (4 + 8)
+    first = (3 + 8 * 0.95) / (4 + 8)
     second = (3 + 8 * first) / (3 + 8)
     third = (3 + 8 * second) / (3 + 8)
     assert rates.rates() == pytest.approx([first, second, third, third])
@@ -115,6 +116,13 @@ def test_the_best_length_maximises_tokens_per_time():
         tokens += reached
         speeds.append(tokens / (1 + cost * place))
     assert best_length(rates, cost) == 1 + speeds.index(max(speeds)) == 4
+
+
+def test_a_draft_costs_its_share_of_weights_and_on_a_gpu_at_least_of_layers(bundled_pair, monkeypatch):
+    num_weights = [sum(p.numel() for p in model.parameters()) for model in (bundled_pair.draft, bundled_pair.target)]
+    assert DraftModelSettings().cost(bundled_pair) == pytest.approx(num_weights[0] / num_weights[1])
+    monkeypatch.setattr(Pair, "device", torch.device("cuda"))
+    assert DraftModelSettings().cost(bundled_pair) == 2 / 8 > num_weights[0] / num_weights[1]
 
 
 def test_only_exact_greedy_answers_start_from_earlier_rates():

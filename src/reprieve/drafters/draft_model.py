@@ -35,13 +35,15 @@ class DraftModelSettings(DrafterSettings):
         return DraftModelDrafter(draft, pair.device, hidden_layers=layers, keep_logits=wanted)
 
     def cost(self, pair: ModelPair) -> float:
-        """Return the larger of the ratios of layers (launch-bound) and of weights (memory-bound)."""
+        """Return the ratio of weights (memory-bound); off the CPU, at least that of layers (launch-bound)."""
         if pair.draft is None:
             return 0.0
         draft, target = pair.draft, pair.target
+        weights = num_weights(draft) / num_weights(target)
+        if pair.device.type == "cpu":
+            return weights
         layers = [int(model.config.get_text_config().num_hidden_layers) for model in (draft, target)]
-        weights = [num_weights(model) for model in (draft, target)]
-        return max(layers[0] / layers[1], weights[0] / weights[1])
+        return max(layers[0] / layers[1], weights)
 
 
 class DraftModelDrafter(Drafter):

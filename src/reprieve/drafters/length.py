@@ -20,7 +20,7 @@ from reprieve.settings import require_draft_tokens
 _MEMORY = 0.8  # weight of earlier rounds
 _VERIFIED = 0.03  # cost of verifying one more token, in target forwards
 _MOST, _MOST_TREE = 32, 16
-_PRIOR_RATE = 0.9  # prior acceptance rate of a block's first position
+_PRIOR_RATE = 0.95  # prior acceptance rate of a block's first position
 _POSITION_WEIGHT = 8.0  # weight of the previous position's rate, in judged tokens
 _ANSWERS_WEIGHT = 16.0  # weight of the rate over earlier answers, in judged tokens
 _BLOCK_MEMORY = 0.97
