@@ -1,4 +1,4 @@
-"""Restrictions of one flag each: lenient only between the model's thinking markers, or strict at the start."""
+"""Restricted rules: lenient only between the model's thinking markers, or strict at the start."""
 
 import pytest
 from vllm import SamplingParams
@@ -10,7 +10,6 @@ from tests.vllm.runner import V2
 
 NUM = 24
 QUESTIONS = ["<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n", "<|im_start|>assistant\nHi"]
-EVERYTHING = "top_k:k=300"
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +19,8 @@ def pair(tmp_path_factory):
     return save_chat_pair(tmp_path_factory.mktemp("chats"), head_dim=64)
 
 
-def engine(pair, beside):
-    config = {"reprieve": EVERYTHING, **beside}
-    return make_llm(model=pair[1], num_speculative_tokens=4, engine={"model": pair[0], "additional_config": config})
+def engine(pair, rule):
+    return make_llm(rule, model=pair[1], num_speculative_tokens=4, engine={"model": pair[0]})
 
 
 def generate(llm, prompts, **asked):
@@ -35,7 +33,7 @@ def rescued(outputs):
 
 
 def test_only_thinking_is_lenient(pair):
-    llm = engine(pair, {"span": "thinking"})
+    llm = engine(pair, "top_k:k=300,span=thinking")
     assert rules_of(llm).menu.rules[0].spec == "top_k:k=300,span=thinking"
     answers = QUESTIONS + [text + "<think>x</think>" for text in QUESTIONS]
     thoughts = [text + "<think>" for text in QUESTIONS]
@@ -50,7 +48,7 @@ def test_only_thinking_is_lenient(pair):
 
 
 def test_a_strict_start_is_lossless_and_the_rest_is_not(pair):
-    llm = engine(pair, {"strict_first": 9})
+    llm = engine(pair, "top_k:k=300,strict_first=9")
     restricted, strict = generate(llm, QUESTIONS), generate(llm, QUESTIONS, reprieve_leniency="strict")
     for output, other in zip(restricted, strict, strict=True):
         assert list(output.outputs[0].token_ids[:9]) == list(other.outputs[0].token_ids[:9])

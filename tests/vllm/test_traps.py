@@ -159,7 +159,7 @@ def test_the_sampler_is_wrapped_and_no_round_stays_open(llm):
         ("lossless:verification=block", {}, "cannot be offered"),
         ("margin:delta=2", {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0}, "standard"),
         ("margin:delta=-2", {}, "delta"),
-        ({"rule": "margin:delta=2", "span": "thinking"}, {}, "span thinking: the tokenizer has no tokens"),
+        ("margin:delta=2,span=thinking", {}, "span thinking: the tokenizer has no tokens"),
         ("/nowhere/policy.json", {}, "cannot be read"),
         ({"rule": "margin:delta=2", "leniency": 3}, {}, "takes rule"),
     ],

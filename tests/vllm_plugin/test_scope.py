@@ -1,4 +1,4 @@
-"""Restrictions by one flag, requirements of requests, and servers that are strict only."""
+"""Configurations of restricted rules, requirements of requests, and servers that are strict only."""
 
 import pytest
 
@@ -19,65 +19,32 @@ def _no_variable(monkeypatch):
     monkeypatch.delenv(configuration.VARIABLE, raising=False)
 
 
-def spec_of(config):
-    return load_menu(source_of(config), "somebody/model").rules[0].spec
-
-
-@pytest.mark.parametrize(
-    ("beside", "spec"),
-    [
-        ({}, "margin:delta=3"),
-        ({"span": "thinking"}, "margin:delta=3,span=thinking"),
-        ({"span": {"start": "<a>", "end": "<b>"}}, "margin:delta=3,start=<a>,end=<b>"),
-        ({"span": "qwen3"}, "margin:delta=3,start=<think>,end=</think>"),
-        ({"strict_in": "tool_calls"}, "margin:delta=3,span=tool_calls,outside=true"),
-        ({"strict_first": 16}, "margin:delta=3,strict_first=16"),
-        ({"strict_first": 4, "span": "thinking"}, "margin:delta=3,span=thinking,strict_first=4"),
-    ],
-)
-def test_one_flag_restricts_the_rule(beside, spec):
-    assert spec_of({"reprieve": "margin:delta=3", **beside, "another_plugins": 1}) == spec
-    assert spec_of({"reprieve": {"rule": "margin:delta=3", **beside}}) == spec
-
-
 def test_requests_name_a_restricted_rule_by_its_plain_name():
-    menu = Menu.load({"rule": "margin:delta=3", "span": "thinking", "strict_first": 4})
+    menu = load_menu(source_of({"reprieve": "margin:delta=3,span=thinking,strict_first=4"}), "somebody/model")
     assert list(menu.policies) == ["margin"] and menu.choose({"reprieve_rule": "margin"}).name == "margin"
-
-
-def test_a_flag_restricts_all_rules_and_all_their_parts():
-    given = {"rules": [{"rule": "top_k:k=2"}, {"rule": "margin:delta=3|floor:min_prob=0.2,strict_first=2"}]}
-    menu = load_menu(source_of({"reprieve": given, "span": "thinking"}), "somebody/model")
-    assert [rule.spec for rule in menu.rules] == [
-        "top_k:k=2,span=thinking",
-        "margin:delta=3,span=thinking|floor:min_prob=0.2,span=thinking,strict_first=2",
-    ]
 
 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
         ({"reprive": "margin:delta=3"}, "'reprive' is not known, did you mean 'reprieve'"),
-        ({"reprieve": "margin:delta=3", "spann": "thinking"}, "'spann' is not known, did you mean 'span'"),
-        ({"reprieve": "margin:delta=3", "strict_frist": 4}, "did you mean 'strict_first'"),
-        ({"reprieve": "margin:delta=3", "span": "answers"}, "span must be one of thinking, tool_calls"),
-        ({"reprieve": "margin:delta=3", "span": {"start": "<a>"}}, "span must name both markers"),
-        ({"reprieve": "margin:delta=3", "span": "thinking", "strict_in": "tool_calls"}, "give span or strict_in"),
-        ({"reprieve": "margin:delta=3", "strict_first": 0}, "strict_first must be 1 or more"),
-        ({"reprieve": "margin:delta=3", "strict_first": True}, "strict_first must be a whole number"),
-        ({"reprieve": "fuzzy:threshold=0.3", "span": "thinking"}, "a span takes rules that rescue"),
-        ({"reprieve": "margin:delta=3,span=thinking", "span": "thinking"}, "has a span already"),
-        ({"reprieve": {"rule": "margin:delta=3", "strict_first": 4}, "strict_first": 4}, "must be given once"),
-        ({"reprieve": "margin:delta=3", "strict_only": "yes"}, "strict_only must be true or false"),
+        ({"reprieve": "margin:delta=3", "strict_only": True}, "strict_only must be given inside reprieve"),
+        ({"reprieve": {"rule": "margin:delta=3", "strict_onyl": True}}, "got strict_onyl"),
+        ({"reprieve": {"rule": "margin:delta=3", "strict_only": "yes"}}, "strict_only must be true or false"),
+        ({"reprieve": {"rule": "margin:delta=3", "strict_structured_outputs": 1}}, "must be true or false"),
     ],
 )
-def test_invalid_restrictions_are_refused(config, said):
+def test_invalid_configurations_are_refused(config, said):
     with pytest.raises(SpecError, match=said):
-        spec_of(config)
+        load_menu(source_of(config), "somebody/model")
+
+
+def test_other_plugins_keys_are_ignored():
+    assert source_of({"reprieve": "margin:delta=3", "another_plugins": 1}) == "margin:delta=3"
 
 
 def test_a_model_without_markers_is_refused_by_name_and_one_with_them_is_not():
-    menu = load_menu({"reprieve": "margin:delta=3", "span": "thinking"}, "somebody/model")
+    menu = load_menu("margin:delta=3,span=thinking", "somebody/model")
     with pytest.raises(SpecError, match="model 'somebody/model': span thinking: the tokenizer has no tokens for it"):
         require_markers(menu, "somebody/model", Vocabulary)
     require_markers(menu, "somebody/model", byte_tokenizer)
@@ -85,8 +52,9 @@ def test_a_model_without_markers_is_refused_by_name_and_one_with_them_is_not():
 
 
 def test_the_reasoning_parsers_markers_take_precedence():
-    given = source_of({"reprieve": "margin:delta=3", "span": "thinking", "strict_first": 2})
-    menu = load_menu(given, "somebody/model", thinking=("<reason>", "</reason>"))
+    menu = load_menu(
+        "margin:delta=3,span=thinking,strict_first=2", "somebody/model", thinking=("<reason>", "</reason>")
+    )
     assert menu.rules[0].spec == "margin:delta=3,start=<reason>,end=</reason>,strict_first=2"
 
 
@@ -130,7 +98,7 @@ def test_a_requirement_holds_under_every_load():
 
 
 def test_a_strict_server_decodes_losslessly_and_refuses_leniency():
-    menu = load_menu(source_of({"reprieve": {"rule": JUDGE, "fast": 0.2}, "strict_only": True}), "reprieve/x")
+    menu = load_menu({"rule": JUDGE, "fast": 0.2, "strict_only": True}, "reprieve/x")
     menu = menu.change(lambda policy: policy)
     for fields in ({}, {"reprieve_rule": "on"}, {"reprieve_rule": "off"}, {"reprieve_leniency": "strict"}):
         assert isinstance(menu.choose(fields).rule, LosslessRule)

@@ -287,13 +287,6 @@ class StrictFirst(_Restricted):
         return torch.where(evidence.answer_positions >= self.num_tokens, self.rule.risk(evidence), math.inf)
 
 
-def restricted(rule: Rule, restrict: Callable[[Rule], Rule]) -> Rule:
-    """Return the rule with each part of its compositions restricted, so that its specification can express it."""
-    if isinstance(rule, AllOf | AnyOf):
-        return rule.with_parts([restricted(part, restrict) for part in rule.parts])
-    return restrict(rule)
-
-
 def parse_rule(spec: str) -> Rule:
     """Return the rule described by a specification.
 

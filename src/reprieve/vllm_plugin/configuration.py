@@ -17,8 +17,10 @@ from reprieve.needs import Need
 from reprieve.rules import Rule
 from reprieve.rules.spans import THINKING, is_token
 from reprieve.vllm_plugin import scope
-from reprieve.vllm_plugin.menu import BESIDE, KEY, Menu
+from reprieve.vllm_plugin.menu import STRICT_ONLY, Menu
+from reprieve.vllm_plugin.policy import STRICT_STRUCTURED
 
+KEY = "reprieve"  # of vLLM's additional configuration
 VARIABLE = "REPRIEVE_VLLM"
 # A row for each version and model runner that the tests were run on; they write it themselves (tests/vllm/tested.py).
 # Other versions are warned about, and judged by their parts (see `probing`).
@@ -29,7 +31,7 @@ def source_of(additional_config: Any) -> Any:
     """Return the value from `--additional-config`, else from the environment variable; None if the plugin is off.
 
     Raises:
-        SpecError: a key that looks like a misspelt one of ours; ignoring it could apply a rule where it must not hold.
+        SpecError: a key that looks like a misspelt or misplaced one of ours; ignoring it could make a server lenient.
     """
     config = additional_config if isinstance(additional_config, Mapping) else {}
     given = config.get(KEY) if KEY in config else os.environ.get(VARIABLE) or None
@@ -37,11 +39,9 @@ def source_of(additional_config: Any) -> Any:
         if KEY not in config and (near := difflib.get_close_matches(KEY, map(str, config), n=1, cutoff=0.8)):
             raise SpecError(f"additional_config: {near[0]!r} is not known, did you mean {KEY!r}?")
         return None
-    for name in config.keys() - {KEY, *BESIDE}:
-        if near := difflib.get_close_matches(str(name), BESIDE, n=1, cutoff=0.75):
-            raise SpecError(f"additional_config: {name!r} is not known, did you mean {near[0]!r}?")
-    beside = {key: config[key] for key in BESIDE if key in config}
-    return {KEY: given, **beside} if beside else given
+    for name in config.keys() & {STRICT_ONLY, STRICT_STRUCTURED}:
+        raise SpecError(f'{name} must be given inside {KEY}: {{"{KEY}": {{"rule": ..., "{name}": true}}}}')
+    return given
 
 
 def load_menu(source: Any, target: str, *, thinking: tuple[str, str] | None = None, **conditions: Any) -> Menu:

@@ -12,12 +12,9 @@ from reprieve.backends.running import CHOICES, REQUIRE, SWITCH
 from reprieve.errors import SpecError
 from reprieve.needs import Need
 from reprieve.rules import LosslessRule, Rule
-from reprieve.vllm_plugin import scope
-from reprieve.vllm_plugin.policy import STRICT, Policy, RequestError, read_settings
+from reprieve.vllm_plugin.policy import STRICT, Policy, RequestError, read_flag, read_settings
 
-KEY = "reprieve"  # of vLLM's additional configuration
 STRICT_ONLY = "strict_only"
-BESIDE = (*scope.KEYS, STRICT_ONLY)  # what may stand beside it there
 STRUCTURED_OUTPUTS = "structured_outputs"  # among a request's fields: it has a grammar or a schema
 
 
@@ -84,24 +81,17 @@ class Menu:
     def load(cls, source: str | Mapping[str, Any], *, target: str | None = None) -> Menu:
         """Load from a rule's specification, a JSON file, or its content; `{"rules": [...]}` lists several of these.
 
-        In `{"reprieve": ..., "span": ...}` the keys next to `reprieve` restrict all of its rules.
-
         Raises:
             ReprieveError: see `Policy.load`.
             SpecError: see `Policy.load`.
         """
         settings = read_settings(source)
-        beside: dict[str, Any] = {}
-        if KEY in settings:
-            beside = {key: value for key, value in settings.items() if key != KEY}
-            settings = read_settings(settings[KEY])
-        strict_only = any(scope.flag(given, STRICT_ONLY) for given in (beside, settings))
-        for given in (beside, settings):
-            given.pop(STRICT_ONLY, None)
+        strict_only = read_flag(settings, STRICT_ONLY)
+        settings.pop(STRICT_ONLY, None)
         offered = settings.get("rules", [settings])
         if not isinstance(offered, list) or not offered or ("rules" in settings and len(settings) > 1):
             raise SpecError(f"rules must stand alone and be a list of rules, got {settings!r}")
-        loaded = [Policy.load(_with(read_settings(item), beside), target=target) for item in offered]
+        loaded = [Policy.load(item, target=target) for item in offered]
         return cls(loaded, strict_only=strict_only)
 
     def change(self, change: Callable[[Policy], Policy]) -> Menu:
@@ -199,14 +189,3 @@ def _name_of(rule: Rule) -> str:
     while len(rule.parts) == 1:
         rule = rule.parts[0]
     return rule.name
-
-
-def _with(settings: dict[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge a rule's settings with those next to it.
-
-    Raises:
-        SpecError: one of them is given twice.
-    """
-    if twice := sorted(settings.keys() & beside.keys()):
-        raise SpecError(f"{', '.join(twice)} must be given once: in the policy or next to it")
-    return {**settings, **beside}

@@ -19,13 +19,13 @@ from reprieve.files import read_json
 from reprieve.heads.certificates import Certificate, portable_spec, read_certificates
 from reprieve.heads.loading import attach_heads, head_folders
 from reprieve.rules import LosslessRule, Rule, parse_rule
-from reprieve.vllm_plugin import scope
 
 LEVELS = ("strict", "certified", "fast")
 STRICT = LosslessRule()
 _LONGEST_NAME = 100
 _LONGEST = 500  # characters of a message: it goes into logs, with what a client sent
-_KEYS = ("rule", "certified", "fast", "default", "max_threshold", "certificate", "by_load", *scope.KEYS)
+STRICT_STRUCTURED = "strict_structured_outputs"
+_KEYS = ("rule", "certified", "fast", "default", "max_threshold", "certificate", "by_load", STRICT_STRUCTURED)
 
 
 class RequestError(SpecError):
@@ -122,7 +122,7 @@ class Policy:
         for key in ("default", "certificate"):
             if not isinstance(settings.get(key), str | None):
                 raise SpecError(f"{key} must be a text, got {settings[key]!r}")
-        rule = scope.restrict(attach_heads(parse_rule(settings["rule"]), target), settings)
+        rule = attach_heads(parse_rule(settings["rule"]), target)
         levels = {level: _number(level, settings[level]) for level in LEVELS[1:] if level in settings}
         certificates = _certificates(rule, settings.get("certificate"), levels.get("certified"))
         certificate = next(iter(certificates), None)
@@ -137,7 +137,7 @@ class Policy:
             certificate=certificate,
             other_certificates=tuple(certificates[1:]),
             by_load=_loads(settings.get("by_load")),
-            strict_structured_outputs=scope.flag(settings, scope.STRUCTURED),
+            strict_structured_outputs=read_flag(settings, STRICT_STRUCTURED),
         )
 
     def with_rule(self, rule: Rule) -> Policy:
@@ -294,6 +294,18 @@ def read_settings(source: Any) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ReprieveError(f"the configuration {source!r} must hold a JSON object, got {type(settings).__name__}")
     return settings
+
+
+def read_flag(settings: Mapping[str, Any], key: str) -> bool:
+    """Return a switch of the configuration; off if it is not given.
+
+    Raises:
+        SpecError: neither true nor false.
+    """
+    value = settings.get(key, False)
+    if not isinstance(value, bool):
+        raise SpecError(f"{key} must be true or false, got {value!r}")
+    return value
 
 
 def _number(name: str, value: Any) -> float:
