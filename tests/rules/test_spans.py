@@ -43,6 +43,8 @@ class Vocabulary:
     [
         (("<think>", "</think>"), ("<think>", "</think>")),
         (("[THINK]", "[/THINK]", "<think>"), ("[THINK]", "[/THINK]")),
+        (("<|channel>", "<channel|>"), ("<|channel>", "<channel|>")),
+        (("<think>", "</think>", "<mm:think>", "</mm:think>"), ("<mm:think>", "</mm:think>")),
         (("<|channel|>", "<|message|>", "<|end|>"), ("<|channel|>analysis<|message|>", "<|end|>")),
     ],
 )
@@ -118,7 +120,7 @@ def test_a_real_tokenizer_gives_its_thinking_markers():
         ("margin:strict_first=1.5", "strict_first must be a whole number"),
         ("fuzzy:strict_first=4", "takes rules that rescue"),
         ("lossless:strict_first=4", "takes rules that rescue"),
-        ("margin:span=answers", "span must be one of thinking, tool_calls, qwen3"),
+        ("margin:span=answers", "span must be one of thinking, tool_calls, got"),
     ],
 )
 def test_invalid_restrictions_are_refused(spec, said):

@@ -284,8 +284,8 @@ def test_the_configuration_comes_from_vllm_or_the_environment(monkeypatch):
 
 
 def test_a_policy_is_read_once_per_process(monkeypatch):
-    reads = []
-    monkeypatch.setattr(Menu, "load", lambda source, target: reads.append(source))
+    reads, menu = [], Menu.load("margin:delta=2")
+    monkeypatch.setattr(Menu, "load", lambda source, target: reads.append(source) or menu)
     for _ in range(3):
         load_menu({"rule": "margin:delta=7.125"}, "t")
         load_menu("margin:delta=7.25", "t")

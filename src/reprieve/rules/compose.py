@@ -1,10 +1,9 @@
 """Compositions and restrictions of rules, and the parser of their specifications.
 
 Grammar: `name:parameter=value,...`; `a&b` rescues tokens that both rescue, `a|b` tokens that either one rescues (`&`
-binds tighter). With `start=` and `end=`, a rescuing rule applies only between these two markers in the text. `span=`
-chooses the markers instead: `thinking` and `tool_calls` use those of the model's tokenizer, the name of a model family
-uses that family's thinking markers. With `outside=true`, the rule applies everywhere else. With `strict_first=16`, the
-first 16 tokens of an answer are decoded losslessly.
+binds tighter). With `start=` and `end=`, a rescuing rule applies only between these two markers in the text;
+`span=thinking` and `span=tool_calls` use the markers of the model's tokenizer. With `outside=true`, the rule applies
+everywhere else. With `strict_first=16`, the first 16 tokens of an answer are decoded losslessly.
 
 The first rule of a composition provides its dial, risk and threshold; the others decide by their own thresholds.
 """
@@ -24,7 +23,7 @@ from reprieve.errors import SpecError, require_choice, require_whole
 from reprieve.needs import Need
 from reprieve.rules.base import RULES, Dial, Rule, Traits, VocabularySource, accepts, passes
 from reprieve.rules.lossless import LosslessRule
-from reprieve.rules.spans import MODEL_SPANS, SPANS, model_markers, span_is_open
+from reprieve.rules.spans import MODEL_SPANS, model_markers, span_is_open
 from reprieve.specs import construct, format_value, parse_spec, split
 from reprieve.types import Evidence
 
@@ -205,7 +204,7 @@ class InsideSpan(_Restricted):
     start: str = ""
     end: str = ""
     outside: bool = False  # the reverse: strict between the markers
-    span: str | None = None  # a model family; or thinking or tool_calls, whose markers `bind` finds in the tokenizer
+    span: str | None = None  # thinking or tool_calls, whose markers `bind` finds in the tokenizer
     start_ids: tuple[int, ...] | None = field(default=None, compare=False)
     end_ids: tuple[int, ...] | None = field(default=None, compare=False)
 
@@ -217,11 +216,7 @@ class InsideSpan(_Restricted):
             return
         if self.start or self.end:
             raise SpecError("give span, or start and end, not both")
-        require_choice("span", self.span, (*MODEL_SPANS, *SPANS))
-        if self.span in SPANS:
-            start, end = SPANS[self.span]
-            for name, value in (("start", start), ("end", end), ("span", None)):
-                object.__setattr__(self, name, value)
+        require_choice("span", self.span, tuple(MODEL_SPANS))
 
     @property
     def traits(self) -> Traits:

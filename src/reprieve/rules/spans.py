@@ -1,7 +1,7 @@
 """Spans of a text, such as thinking: the models' markers for them, and whether one is open at a drafted token.
 
-Markers are given as two texts, by the name of a model family, or by `thinking` or `tool_calls`, whose markers are read
-from the model's tokenizer. Nothing here waits for the device.
+Markers are given as two texts, or by `thinking` or `tool_calls`, whose markers are read from the model's tokenizer.
+Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from reprieve.rules.base import VocabularySource
 from reprieve.transfers import spread, to_device
 from reprieve.types import ROOT, Context, Evidence
 
-# Thinking by model family: the markers of the chat templates.
-SPANS = {
-    "qwen3": ("<think>", "</think>"),
-    "deepseek-r1": ("<think>", "</think>"),
-    "gpt-oss": ("<|channel|>analysis<|message|>", "<|end|>"),
-}
-THINKING, TOOL_CALLS = "thinking", "tool_calls"
-# Markers by span, in the order in which a tokenizer is searched for them. gpt-oss comes first: its start is not one
-# token, so `_SIGNS` names the tokens that give its format away.
+_GPT_OSS = ("<|channel|>analysis<|message|>", "<|end|>")
+# Markers by span, in the order in which a tokenizer is searched for them: those of one model family come before
+# `<think>`. The start of gpt-oss is not one token, so `_SIGNS` names the tokens that give its format away.
 MODEL_SPANS = {
-    THINKING: (
-        SPANS["gpt-oss"],
+    "thinking": (
+        _GPT_OSS,
+        ("<|channel>", "<channel|>"),  # Gemma 4
+        ("<mm:think>", "</mm:think>"),
+        ("<think:opensource>", "</think:opensource>"),  # Hunyuan 3
+        ("<ifm|think>", "</ifm|think>"),
+        ("<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"),
+        ("<|content_thinking|>", "<|end_message|>"),  # Inkling
         ("<think>", "</think>"),
         ("<seed:think>", "</seed:think>"),
         ("[THINK]", "[/THINK]"),
         ("◁think▷", "◁/think▷"),
         ("<|START_THINKING|>", "<|END_THINKING|>"),
     ),
-    TOOL_CALLS: (
+    "tool_calls": (
         ("<tool_call>", "</tool_call>"),
         ("<seed:tool_call>", "</seed:tool_call>"),
         ("<minimax:tool_call>", "</minimax:tool_call>"),
@@ -44,7 +44,7 @@ MODEL_SPANS = {
         ("<|START_ACTION|>", "<|END_ACTION|>"),
     ),
 }
-_SIGNS = {SPANS["gpt-oss"]: ("<|channel|>", "<|message|>", "<|end|>")}
+_SIGNS = {_GPT_OSS: ("<|channel|>", "<|message|>", "<|end|>")}
 
 
 def model_markers(span: str, tokenizer: VocabularySource) -> tuple[str, str]:
@@ -57,7 +57,7 @@ def model_markers(span: str, tokenizer: VocabularySource) -> tuple[str, str]:
         SpecError: the tokenizer has none of them.
     """
     for markers in MODEL_SPANS[span]:
-        if all(is_token(text, tokenizer) for text in _SIGNS.get(markers, markers)):
+        if all(_is_token(text, tokenizer) for text in _SIGNS.get(markers, markers)):
             return markers
     known = ", ".join(f"{start} {end}" for start, end in MODEL_SPANS[span])
     raise SpecError(
@@ -66,7 +66,7 @@ def model_markers(span: str, tokenizer: VocabularySource) -> tuple[str, str]:
     )
 
 
-def is_token(text: str, tokenizer: VocabularySource) -> bool:
+def _is_token(text: str, tokenizer: VocabularySource) -> bool:
     """Return whether a text is one token, and not the token for unknown text."""
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     return len(token_ids) == 1 and tokenizer.decode(list(token_ids)).strip() == text

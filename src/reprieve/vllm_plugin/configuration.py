@@ -15,8 +15,6 @@ from reprieve.errors import PairError, ReprieveError, SpecError, require_choice
 from reprieve.heads.binding import tokenizer_fingerprint
 from reprieve.needs import Need
 from reprieve.rules import Rule
-from reprieve.rules.spans import THINKING, is_token
-from reprieve.vllm_plugin import scope
 from reprieve.vllm_plugin.menu import STRICT_ONLY, Menu
 from reprieve.vllm_plugin.policy import STRICT_STRUCTURED
 
@@ -44,12 +42,11 @@ def source_of(additional_config: Any) -> Any:
     return given
 
 
-def load_menu(source: Any, target: str, *, thinking: tuple[str, str] | None = None, **conditions: Any) -> Menu:
+def load_menu(source: Any, target: str, **conditions: Any) -> Menu:
     """Load the operator's rules; the result is cached per process.
 
     Args:
         target: name or folder of the model that is served.
-        thinking: start and end markers of the model's thinking, if vLLM's reasoning parser names them.
         conditions: conditions that hold on this server (`Policy.under`).
 
     Raises:
@@ -59,40 +56,12 @@ def load_menu(source: Any, target: str, *, thinking: tuple[str, str] | None = No
         text = json.dumps(source, sort_keys=True)
     except TypeError:
         raise SpecError(f"the configuration must be JSON serializable, got {source!r}") from None
-    return _load(text, target, thinking, **conditions)
+    return _load(text, target, **conditions)
 
 
 @lru_cache
-def _load(source: str, target: str, thinking: tuple[str, str] | None, **conditions: Any) -> Menu:
-    menu = Menu.load(json.loads(source), target=target)
-    if conditions:
-        menu = menu.change(lambda policy: policy.under(**conditions))
-    if thinking is None:
-        return menu
-    return menu.change(lambda policy: policy.with_rule(scope.with_markers(policy.rule, THINKING, thinking)))
-
-
-@lru_cache
-def thinking_markers(reasoning_parser: str, tokenizer: str, trust_remote_code: bool) -> tuple[str, str] | None:
-    """Return the markers that vLLM's reasoning parser looks for; None unless both are single tokens.
-
-    Raises:
-        SpecError: the parser cannot be created in this process.
-    """
-    from vllm.reasoning import ReasoningParserManager
-
-    known = load_tokenizer(tokenizer, trust_remote_code)
-    try:
-        parser = ReasoningParserManager.get_reasoning_parser(reasoning_parser)(known)
-    except (KeyError, RuntimeError, ValueError) as error:
-        raise SpecError(
-            f"span thinking: vLLM's reasoning parser {reasoning_parser!r} cannot be made here ({error}); name the "
-            'markers, as {"start": "<think>", "end": "</think>"}'
-        ) from None
-    markers = [getattr(parser, name, None) for name in ("reasoning_start_str", "reasoning_end_str")]
-    if not all(isinstance(text, str) and is_token(text, known) for text in markers):
-        return None
-    return str(markers[0]), str(markers[1])
+def _load(source: str, target: str, **conditions: Any) -> Menu:
+    return Menu.load(json.loads(source), target=target).change(lambda policy: policy.under(**conditions))
 
 
 @lru_cache

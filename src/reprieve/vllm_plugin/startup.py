@@ -15,7 +15,6 @@ from typing import Any
 from reprieve.backends.running import LEVEL, PREFIX
 from reprieve.errors import ReprieveError
 from reprieve.heads.certificates import portable_spec
-from reprieve.rules.spans import THINKING
 from reprieve.vllm_plugin import configuration, numbers, probing, require_healthy
 from reprieve.vllm_plugin.configuration import runner_of
 from reprieve.vllm_plugin.menu import Menu
@@ -73,12 +72,7 @@ def _menu(vllm_config: Any) -> Menu | None:
     source = configuration.source_of(vllm_config.additional_config)
     if source is None:
         return None
-    model = vllm_config.model_config
-    parser = vllm_config.structured_outputs_config.reasoning_parser
-    thinking = None
-    if parser and THINKING in json.dumps(source):
-        thinking = configuration.thinking_markers(parser, model.tokenizer, model.trust_remote_code)
-    return configuration.load_menu(source, model.model, thinking=thinking, **_conditions(vllm_config))
+    return configuration.load_menu(source, vllm_config.model_config.model, **_conditions(vllm_config))
 
 
 def _conditions(vllm_config: Any) -> dict[str, Any]:

@@ -51,13 +51,6 @@ def test_a_model_without_markers_is_refused_by_name_and_one_with_them_is_not():
     require_markers(load_menu("margin:delta=3", "somebody/model"), "somebody/model", lambda: 1 / 0)
 
 
-def test_the_reasoning_parsers_markers_take_precedence():
-    menu = load_menu(
-        "margin:delta=3,span=thinking,strict_first=2", "somebody/model", thinking=("<reason>", "</reason>")
-    )
-    assert menu.rules[0].spec == "margin:delta=3,start=<reason>,end=</reason>,strict_first=2"
-
-
 def test_structured_outputs_are_strict_if_the_policy_says_so():
     asked = {STRUCTURED_OUTPUTS: True}
     assert not Menu.load("margin:delta=3").choose(asked).strict
