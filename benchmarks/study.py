@@ -23,6 +23,25 @@ from reprieve.settings import AUTO, BUNDLED_TASK, NumDraftTokens, PairSettings, 
 
 CONTROLS = ("direct:top_k:k=2", "direct:margin:delta=2")
 CERTIFIED = {"margin": (2.0,)}
+# The settings to measure, by rule; K is tuned on the first.
+STUDIED = {
+    "arbiter": ("arbiter:lambda=0.5", "arbiter:lambda=0.6"),
+    "asd": ("asd",),
+    "cascade": ("cascade",),
+    "floor": ("floor:min_prob=0.1",),
+    "fly": ("fly",),
+    "fuzzy": ("fuzzy:threshold=1,divergence=kl,form=released", "fuzzy:threshold=0.4", "fuzzy:threshold=0.1"),
+    "judge": tuple(f"judge:threshold={value}" for value in (0.03, 0.01, 0.06, 0.12)),
+    "lenience": ("lenience:lenience=0.3",),
+    "margin": ("margin:delta=2", "margin:delta=1", "margin:delta=4"),
+    "math_symbols": ("math_symbols",),
+    "pivot": ("pivot:threshold=0.3",),
+    "random": ("random:rate=0.8",),
+    "ratio": ("ratio:ratio=0.3",),
+    "state_arbiter": ("state_arbiter:threshold=0.51", "state_arbiter:threshold=0.5"),
+    "top_k": ("top_k:k=2", "top_k:k=4"),
+    "typical": ("typical",),
+}
 # A bundled task's first thousand calibration problems chose the thresholds and the bound
 # (docs/guides/evidence.md), so certificates use the problems after them.
 BUNDLED_OFFSET = 1000
@@ -144,11 +163,11 @@ def usual_rules(heads: Collection[str], *, served: bool = False) -> dict[str, tu
     from reprieve.rules import RULES
     from reprieve.rules.learned import HeadRule
 
-    kinds = [kind for kind in RULES if kind.about.study and (not issubclass(kind, HeadRule) or kind.head_kind in heads)]
+    kinds = [kind for kind in map(RULES.get, STUDIED) if not issubclass(kind, HeadRule) or kind.head_kind in heads]
     if served:
         unserved = {Need.ADVICE, Need.DRAFT_HIDDEN}
         kinds = [kind for kind in kinds if not unserved & set(kind.own_traits.needs)]
-    return {kind.about.study[0]: kind.about.study for kind in kinds}
+    return {STUDIED[kind.name][0]: STUDIED[kind.name] for kind in kinds}
 
 
 if __name__ == "__main__":

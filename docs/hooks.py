@@ -52,7 +52,7 @@ def _origins() -> str:
     rows = ["| rule | paper or origin | file |", "| --- | --- | --- |"]
     for kind in RULES:
         file = "/".join(kind.__module__.split(".")[1:]) + ".py"
-        rows.append(f"| [`{kind.name}`](../rules/{kind.name}.md) | {kind.about.origin} | `{file}` |")
+        rows.append(f"| [`{kind.name}`](../rules/{kind.name}.md) | {kind.origin} | `{file}` |")
     return "\n".join(rows)
 
 

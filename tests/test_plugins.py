@@ -14,7 +14,7 @@ import pytest
 
 from reprieve.cli.main import main
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.rules import RULES, Rule, parse_rule
+from reprieve.rules import RULES
 from reprieve.specs import Registry
 from tests.kit.plugin import install_plugin
 
@@ -119,10 +119,3 @@ def test_a_name_belongs_to_one_class():
         make("second")
     with pytest.raises(SpecError, match=r"rule must be one of .*, got 'other'"):
         registry.get("other")
-
-
-def test_every_rule_says_where_it_comes_from():
-    for kind in RULES:
-        assert issubclass(kind, Rule) and kind.about.origin, kind.name
-        for spec in kind.about.study:
-            assert parse_rule(spec).name == kind.name

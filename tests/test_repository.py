@@ -89,7 +89,7 @@ def test_every_rule_has_its_page_and_its_origin():
     from reprieve.rules import RULES
 
     for kind in RULES:
-        assert kind.about.origin, f"{kind.__name__}.about names no paper or origin"
+        assert kind.origin, f"{kind.__name__}.origin names no paper or software"
         page = (ROOT / "docs" / "rules" / f"{kind.name}.md").read_text()
         assert page.startswith(f"# `{kind.name}`")
         sections = ("Formula", "Parameters", "Guarantee lost", "When to use", "Example", "Source")

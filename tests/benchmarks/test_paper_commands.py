@@ -16,8 +16,8 @@ from fsd_thresholds import Thresholds
 from recipes.arbiter.reinforce import Reinforce
 from reprieve.cli.flags import parser_of
 from reprieve.cli.main import run_command
-from reprieve.rules import RULES
-from study import usual_rules
+from reprieve.rules import RULES, parse_rule
+from study import STUDIED, usual_rules
 from tables import audits_table, branches_table, rejections_table
 from tests.kit.pairs import SMALL
 
@@ -96,7 +96,13 @@ def test_a_study_leaves_out_rules_without_a_head():
     names = {name.partition(":")[0] for name in rules}
     assert {"judge", "margin", "typical", "fly"} <= names
     assert "pivot" not in names, "its head is not there"
-    assert names <= {kind.name for kind in RULES if kind.about.study}
+
+
+def test_a_study_measures_every_rule_but_two():
+    built_in = {kind.name for kind in RULES if kind.__module__.startswith("reprieve.rules.")}
+    assert built_in == {*STUDIED, "lossless", "lts"}  # lossless is always measured
+    for name, settings in STUDIED.items():
+        assert {parse_rule(spec).name for spec in settings} == {name}
 
 
 def test_script_commands_on_the_papers_page_use_existing_flags():

@@ -27,8 +27,8 @@ class Rules(Command):
         for kind in RULES:
             summary = (kind.__doc__ or "").strip().splitlines()[0]
             out.print(f"[bold]{kind.name}[/bold]  {summary}", soft_wrap=True)
-            if kind.about.origin:
-                out.print(f"    from {kind.about.origin}", soft_wrap=True, markup=False)
+            if kind.origin:
+                out.print(f"    from {kind.origin}", soft_wrap=True, markup=False)
             for name, parameter in parameters_of(kind).items():
                 dial = "  (dial)" if kind.own_dial is not None and name == kind.own_dial.name else ""
                 out.print(f"    {name}={parameter.default}{dial}", soft_wrap=True, markup=False)

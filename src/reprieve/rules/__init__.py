@@ -1,13 +1,12 @@
 """Acceptance rules: pure functions of tensors, one file per paper. `RULES` finds the files by itself."""
 
 from reprieve.rules.accept import RiskBudget, accept
-from reprieve.rules.base import RULES, About, Dial, Rule, Traits, accepts, register_rule
+from reprieve.rules.base import RULES, Dial, Rule, Traits, accepts, register_rule
 from reprieve.rules.compose import AllOf, AnyOf, InsideSpan, StrictFirst, parse_rule
 from reprieve.rules.lossless import Checked, LosslessRule
 
 __all__ = [
     "RULES",
-    "About",
     "AllOf",
     "AnyOf",
     "Checked",

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 from reprieve.errors import require_range
 from reprieve.needs import Need
-from reprieve.rules.base import About, Dial, Traits, register_rule
+from reprieve.rules.base import Dial, Traits, register_rule
 from reprieve.rules.learned import HeadRule, LearnedRule
 
 _ROUNDING = 2.0**-23  # of float32 at 1
@@ -36,10 +36,7 @@ class ArbiterRule(HeadRule):
     own_traits = Traits(needs=frozenset({Need.ADVICE}), check="exact", beyond_truncation=True)
     head_kind = "arbiter"
     made_by = "reprieve train arbiter"
-    about = About(
-        'CoSpec, "Beyond the Target: From Imitation to Collaboration in Speculative Decoding"',
-        study=("arbiter:lambda=0.5", "arbiter:lambda=0.6"),
-    )
+    origin = 'CoSpec, "Beyond the Target: From Imitation to Collaboration in Speculative Decoding"'
 
     lambda_: float | None = None
 
@@ -85,6 +82,4 @@ class StateArbiterRule(LearnedRule):
     own_traits = Traits(needs=frozenset({Need.DRAFT_HIDDEN}), beyond_truncation=True)
     head_kind = "state_arbiter"
     made_by = "reprieve train state-arbiter"
-    about = About(
-        "Reprieve; the question is CoSpec's", study=("state_arbiter:threshold=0.51", "state_arbiter:threshold=0.5")
-    )
+    origin = "Reprieve; the question is CoSpec's"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from reprieve.errors import require_counts, require_range
-from reprieve.rules.base import About, Dial, Rule, Traits, register_rule
+from reprieve.rules.base import Dial, Rule, Traits, register_rule
 from reprieve.rules.margin import margin_risk
 from reprieve.types import Evidence
 
@@ -29,7 +29,7 @@ class AsdRule(Rule):
 
     name = "asd"
     own_dial = Dial("budget", strictest=0.0, stops=(0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0))
-    about = About("ASD 2608.03447", study=("asd",))
+    origin = "ASD 2608.03447"
 
     regret: float = 0.25
     per_block: int | None = 2

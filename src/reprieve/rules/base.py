@@ -42,19 +42,6 @@ class Dial:
 
 
 @dataclass(frozen=True)
-class About:
-    """Metadata of a rule for the documentation and the study.
-
-    Args:
-        origin: paper and section, or the software that ships it.
-        study: settings that `benchmarks/study.py` measures; K is tuned on the first. () leaves the rule out.
-    """
-
-    origin: str = ""
-    study: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Traits:
     """Inputs and limits of a rule, read by the engine before it computes risks.
 
@@ -113,7 +100,7 @@ class Rule(ABC):
     name: ClassVar[str]
     own_dial: ClassVar[Dial | None] = None
     own_traits: ClassVar[Traits] = Traits()
-    about: ClassVar[About] = About()
+    origin: ClassVar[str] = ""  # paper and section, or the software that ships it
 
     @property
     def traits(self) -> Traits:

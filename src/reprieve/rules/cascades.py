@@ -10,7 +10,7 @@ from torch import Tensor
 
 from reprieve.errors import SpecError, require_choice
 from reprieve.needs import Need
-from reprieve.rules.base import About, Dial, Rule, Traits, register_rule
+from reprieve.rules.base import Dial, Rule, Traits, register_rule
 from reprieve.rules.distributions import total_variation
 from reprieve.types import Evidence, gather_token
 
@@ -48,7 +48,7 @@ class CascadeRule(Rule):
 
     name = "cascade"
     own_dial = Dial("alpha", strictest=-math.inf, stops=(-1.0, -0.5, -0.2, 0.0, 0.2, 0.5, 0.8, 1.0))
-    about = About("speculative cascades, Narasimhan et al. 2405.19261", study=("cascade",))
+    origin = "speculative cascades, Narasimhan et al. 2405.19261"
 
     kind: str = "opt"
     alpha: float = 0.0

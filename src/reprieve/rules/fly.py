@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import require_choice, require_counts, require_range
-from reprieve.rules.base import About, Dial, Rule, register_rule
+from reprieve.rules.base import Dial, Rule, register_rule
 from reprieve.rules.distributions import entropy
 from reprieve.transfers import spread
 from reprieve.types import ROOT, Evidence
@@ -72,7 +72,7 @@ class FlyRule(Rule):
 
     name = "fly"
     own_dial = Dial("theta", strictest=math.inf, stops=(3.0, 2.0, 1.0, 0.6, 0.3, 0.1, 0.0))
-    about = About("FLy 2511.22972; shipped by AMD, vLLM 0.33", study=("fly",))
+    origin = "FLy 2511.22972; shipped by AMD, vLLM 0.33"
 
     theta: float = 0.3
     window: int | None = None

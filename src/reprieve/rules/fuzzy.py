@@ -10,7 +10,7 @@ from torch import Tensor
 
 from reprieve.errors import SpecError, require_choice, require_counts, require_range
 from reprieve.needs import Need
-from reprieve.rules.base import About, Dial, Rule, Traits, register_rule
+from reprieve.rules.base import Dial, Rule, Traits, register_rule
 from reprieve.rules.distributions import js_divergence, kl_divergence, total_variation
 from reprieve.types import Evidence
 
@@ -78,10 +78,7 @@ class FuzzyRule(Rule):
     name = "fuzzy"
     own_dial = Dial("threshold", strictest=0.0, stops=(0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0))
     own_traits = Traits(needs=frozenset({Need.DRAFT_PROBS}), replaces=True)
-    about = About(
-        "FSD, Fuzzy Speculative Decoding",
-        study=("fuzzy:threshold=1,divergence=kl,form=released", "fuzzy:threshold=0.4", "fuzzy:threshold=0.1"),
-    )
+    origin = "FSD, Fuzzy Speculative Decoding"
 
     threshold: float = 0.4
     divergence: str = "js"

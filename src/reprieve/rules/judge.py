@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reprieve.rules.base import About, register_rule
+from reprieve.rules.base import register_rule
 from reprieve.rules.learned import LearnedRule
 
 
@@ -16,7 +16,4 @@ class JudgeRule(LearnedRule):
     name = "judge"
     head_kind = "judge"
     made_by = "reprieve train judge"
-    about = About(
-        "AutoJudge 2504.20039; Judge Decoding 2501.19309",
-        study=tuple(f"judge:threshold={value}" for value in (0.03, 0.01, 0.06, 0.12)),
-    )
+    origin = "AutoJudge 2504.20039; Judge Decoding 2501.19309"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from reprieve.errors import require_range
-from reprieve.rules.base import About, Dial, Rule, register_rule
+from reprieve.rules.base import Dial, Rule, register_rule
 from reprieve.rules.margin import margin_risk
 from reprieve.types import Evidence
 
@@ -27,7 +27,7 @@ class LenienceRule(Rule):
 
     name = "lenience"
     own_dial = Dial("lenience", strictest=1.0, stops=(1.0, 0.8, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01))
-    about = About("Leviathan et al. 2211.17192, appendix", study=("lenience:lenience=0.3",))
+    origin = "Leviathan et al. 2211.17192, appendix"
 
     lenience: float = 0.5
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import SpecError, require_choice
-from reprieve.rules.base import About, Rule, Traits, register_rule
+from reprieve.rules.base import Rule, Traits, register_rule
 from reprieve.transfers import spread
 from reprieve.types import Block, Evidence, gather_token
 
@@ -38,7 +38,7 @@ class LosslessRule(Rule):
     """
 
     name = "lossless"
-    about = About("Leviathan et al. 2211.17192; Chen et al. 2302.01318; block verification: Sun et al. 2403.10444")
+    origin = "Leviathan et al. 2211.17192; Chen et al. 2302.01318; block verification: Sun et al. 2403.10444"
 
     verification: str = "token"
 

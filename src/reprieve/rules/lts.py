@@ -10,7 +10,7 @@ from torch import Tensor
 
 from reprieve.errors import require_choice, require_range
 from reprieve.needs import Need
-from reprieve.rules.base import About, Dial, Traits, register_rule
+from reprieve.rules.base import Dial, Traits, register_rule
 from reprieve.rules.learned import HeadRule
 from reprieve.types import Evidence
 
@@ -70,7 +70,7 @@ class LtsRule(HeadRule):
     own_dial = Dial("theta", strictest=math.inf, stops=(1.0, 0.99, 0.97, 0.95, 0.9, 0.8, 0.7, 0.5, 0.3, 0.0))
     head_kind = "lts"
     made_by = "reprieve train lts"
-    about = About('ARC-Decode, "Risk-Bounded Acceptance for Sampling-Based Speculative Decoding"')
+    origin = 'ARC-Decode, "Risk-Bounded Acceptance for Sampling-Based Speculative Decoding"'
 
     theta: float = 0.3
     siblings: str = "in_turn"

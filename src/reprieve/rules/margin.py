@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import require_choice, require_counts, require_range
-from reprieve.rules.base import About, Dial, Rule, Traits, register_rule
+from reprieve.rules.base import Dial, Rule, Traits, register_rule
 from reprieve.rules.distributions import token_rank
 from reprieve.types import Evidence, gather_token
 
@@ -52,10 +52,7 @@ class MarginRule(Rule):
     name = "margin"
     own_dial = Dial("delta", strictest=0.0, stops=(0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0))
     own_traits = Traits(truncates=True)
-    about = About(
-        "shipped by TensorRT-LLM (relaxed thinking); MARS's top-2 gap",
-        study=("margin:delta=2", "margin:delta=1", "margin:delta=4"),
-    )
+    origin = "shipped by TensorRT-LLM (relaxed thinking); MARS's top-2 gap"
 
     delta: float = 1.0
     k: int | None = None
@@ -93,7 +90,7 @@ class RatioRule(Rule):
     name = "ratio"
     own_dial = Dial("ratio", strictest=1.0, stops=(1.0, 0.8, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01))
     own_traits = Traits(truncates=True)
-    about = About("vLLM pull requests 22238, 43184, 45229 (not merged)", study=("ratio:ratio=0.3",))
+    origin = "vLLM pull requests 22238, 43184, 45229 (not merged)"
 
     ratio: float = 0.5
     k: int | None = 3
@@ -124,7 +121,7 @@ class FloorRule(Rule):
     name = "floor"
     own_dial = Dial("min_prob", strictest=1.0, stops=(1.0, 0.5, 0.3, 0.1, 0.05, 0.01, 0.001, 0.0001))
     own_traits = Traits(truncates=True)
-    about = About("shipped by SGLang (single-token threshold); PAD's floor of 1e-4", study=("floor:min_prob=0.1",))
+    origin = "shipped by SGLang (single-token threshold); PAD's floor of 1e-4"
 
     min_prob: float = 1e-4
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import require_choice, require_counts
-from reprieve.rules.base import About, Dial, Rule, Traits, VocabularySource, register_rule
+from reprieve.rules.base import Dial, Rule, Traits, VocabularySource, register_rule
 from reprieve.rules.distributions import token_rank
 from reprieve.types import Evidence
 
@@ -42,7 +42,7 @@ class MathSymbolsRule(Rule):
     name = "math_symbols"
     own_dial = Dial("k", strictest=1, stops=(1, 2, 4, 8, 16, 32, 64, 128))
     own_traits = Traits(reads_text=True)
-    about = About("AutoJudge 2504.20039, appendix K", study=("math_symbols",))
+    origin = "AutoJudge 2504.20039, appendix K"
 
     k: int | None = None
     tokens: str = "either"

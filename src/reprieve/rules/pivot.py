@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import require_range
-from reprieve.rules.base import About, Dial, register_rule
+from reprieve.rules.base import Dial, register_rule
 from reprieve.rules.learned import LearnedRule
 from reprieve.types import Evidence, gather_token
 
@@ -27,9 +27,7 @@ class PivotRule(LearnedRule):
     own_dial = Dial("threshold", strictest=0.0, stops=(0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9))
     head_kind = "pivot"
     made_by = "reprieve train pivot"
-    about = About(
-        'PAD, "Reject Only Critical Tokens: Pivot-Aware Speculative Decoding"', study=("pivot:threshold=0.3",)
-    )
+    origin = 'PAD, "Reject Only Critical Tokens: Pivot-Aware Speculative Decoding"'
 
     floor: float = 1e-4
 

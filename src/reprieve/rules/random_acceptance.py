@@ -8,7 +8,7 @@ from torch import Tensor
 
 from reprieve.errors import require_range
 from reprieve.needs import Need
-from reprieve.rules.base import About, Dial, Rule, Traits, register_rule
+from reprieve.rules.base import Dial, Rule, Traits, register_rule
 from reprieve.types import Evidence
 
 
@@ -26,7 +26,7 @@ class RandomRule(Rule):
     name = "random"
     own_dial = Dial("rate", strictest=0.0, stops=(0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9))
     own_traits = Traits(needs=frozenset({Need.NOISE}), replaces=True)
-    about = About("FSD's ablation, appendix D", study=("random:rate=0.8",))
+    origin = "FSD's ablation, appendix D"
 
     rate: float = 0.5
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from reprieve.errors import require_counts
-from reprieve.rules.base import About, Dial, Rule, Traits, register_rule
+from reprieve.rules.base import Dial, Rule, Traits, register_rule
 from reprieve.rules.distributions import token_rank
 from reprieve.types import Evidence
 
@@ -23,10 +23,7 @@ class TopKRule(Rule):
     name = "top_k"
     own_dial = Dial("k", strictest=1, stops=(1, 2, 3, 4, 6, 8, 16, 32, 64))
     own_traits = Traits(truncates=True)
-    about = About(
-        "baseline of Judge Decoding 2501.19309 and AutoJudge 2504.20039 (section 4.1)",
-        study=("top_k:k=2", "top_k:k=4"),
-    )
+    origin = "baseline of Judge Decoding 2501.19309 and AutoJudge 2504.20039 (section 4.1)"
 
     k: int = 2
 
