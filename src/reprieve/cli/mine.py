@@ -5,15 +5,11 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.errors import SpecError, require_whole
 from reprieve.mining.settings import AutoJudgeMining, MiningSettings, PivotMining, TraceMining
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from reprieve.cli import screen
 from reprieve.cli.command import Command
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
